@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .offline.lmdeploy.messages import GenerationConfig, GenOut, Response
     from .offline.lmdeploy.pipeline import pipeline
     from .offline.lmdeploy.templates import ChatTemplateConfig
-    from .offline.lora import LoRARequest
+    from .offline.lora import LoRARequest, PromptAdapterRequest
     from .offline.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from .offline.pooling import (
         EmbeddingOutput,
@@ -32,6 +32,7 @@ __version__ = "0.1.0"
 _MODULES = {  # name -> its module, imported on first use: processes that do not need it stay light
     "LLM": "offline.llm",
     "LoRARequest": "offline.lora",
+    "PromptAdapterRequest": "offline.lora",
     "CompletionOutput": "offline.outputs",
     "RequestMetrics": "offline.outputs",
     "RequestOutput": "offline.outputs",
@@ -70,6 +71,7 @@ __all__ = [
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PromptAdapterRequest",
     "PytorchEngineConfig",
     "RequestMetrics",
     "RequestOutput",

@@ -129,7 +129,7 @@ class SchedulerServer:
     def _adapter_book(self, root: str) -> AdapterBook:
         """Raises ConfigError."""
         engine, router, processes = self._config.engine, self._edge.router, self._processes
-        if not engine.adapters.enable_lora:
+        if not engine.adapters.are_wanted:
             raise ConfigError("--allow-runtime-lora: needs --enable-lora, here and in the workers")
 
         def used() -> set[str]:

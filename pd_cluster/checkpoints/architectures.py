@@ -71,6 +71,8 @@ PLAIN_TYPES = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
+# Fields of the plain equivalent for what the text model always does
+PLAIN_FIELDS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}  # may have text fields among the others
 INHERITED = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 # Fields with such names are numbers of tokens beyond which a sequence is computed differently.
@@ -120,7 +122,7 @@ def text_part(whole: Config) -> dict[str, Any] | None:
     if not isinstance(text, dict) or not isinstance(text.get("model_type"), str):
         return None
     inherited = {name: whole[name] for name in INHERITED if name in whole}
-    filled = {**defaults_of(text["model_type"]), **inherited, **text}
+    filled = {**defaults_of(text["model_type"]), **inherited, **text, **PLAIN_FIELDS.get(text["model_type"], {})}
     return {**filled, "model_type": PLAIN_TYPES.get(text["model_type"], text["model_type"])}
 
 

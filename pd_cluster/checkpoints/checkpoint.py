@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,9 @@ from typing import Any
 from pd_cluster.checkpoints import internlm
 from pd_cluster.checkpoints.architectures import MULTIMODAL, Config, defaults_of, is_native, text_part, why_not
 from pd_cluster.checkpoints.hub import resolve_model
+from pd_cluster.checkpoints.json_files import read_json
 from pd_cluster.checkpoints.quantized import Quantization, asked, quantization_of
+from pd_cluster.checkpoints.vision import IMAGE_TYPES, VisionPart
 from pd_cluster.checkpoints.weight_files import (
     QUANTIZERS_FIELDS,
     QUANTIZERS_FILES,
@@ -67,11 +68,12 @@ class Checkpoint:
     tokenizer_path: Path | None
     overrides: dict[str, Any] = field(default_factory=dict)
     generation_folder: Path | None = None  # the source of generation_config, if it is another folder
-    part_of: str = ""  # the whole model's model_type, if only the text model of a multimodal folder is served
+    part_of: str = ""  # the whole model's model_type, if the text model of a multimodal folder is loaded by itself
     is_unproven: bool = False  # its type is not listed, and --try-unlisted allows it
     is_translated: bool = False  # its files use another architecture's names; `config` uses this one's
     quantization: Quantization | None = None  # of the files
     takes_adapters: bool = False  # LoRA adapters can be loaded beside the model's layers
+    vision: VisionPart | None = None  # how it reads pictures; None: its prompts are texts
 
     @classmethod
     def open(cls, model: str) -> Checkpoint:
@@ -90,7 +92,9 @@ class Checkpoint:
             rotary = {name: value for name, value in overrides.items() if name == "rotary"}
             whole = internlm.as_llama(overridden(whole, rotary))
         config, part_of = overridden(whole, overrides), ""
-        if engine.language_model_only and not _is_listed(whole) and (text := text_part(whole)) is not None:
+        takes_images = _takes_images(file, whole, engine)
+        is_part = takes_images or (engine.language_model_only and not _is_listed(whole))
+        if is_part and (text := text_part(whole)) is not None:
             config, part_of = overridden(text, overrides), str(whole.get("model_type"))
         is_unproven = not _is_listed(config)
         if is_unproven:
@@ -104,7 +108,8 @@ class Checkpoint:
         names_of = _names_of(part_of, is_translated)
         is_plain = (lambda key: bool(names_of(key))) if quantization is None else (lambda key: False)
         quantization = asked(path, engine.quantization, quantization)
-        identity = _identity(path, tokenizer_path, part_of, is_plain)
+        vision = VisionPart.of(path, whole) if takes_images else None
+        identity = _identity(path, tokenizer_path, part_of, is_plain, () if vision is None else vision.files)
         return cls(
             path,
             config,
@@ -118,6 +123,7 @@ class Checkpoint:
             is_translated,
             quantization,
             engine.adapters.enable_lora,
+            vision,
         )
 
     @property
@@ -183,6 +189,18 @@ class Checkpoint:
         if wanted is None and most > limit:
             log.info("a context of %d tokens; with --max-model-len this model takes more", limit)
         return wanted or limit
+
+
+def _takes_images(file: Path, whole: dict[str, Any], engine: EngineConfig) -> bool:
+    """Whether the whole of a multimodal model is to be served. Raises ModelError where that is asked for in vain."""
+    model_type = whole.get("model_type")
+    takes = isinstance(model_type, str) and model_type in IMAGE_TYPES and text_part(whole) is not None
+    if engine.enable_mm and not takes:
+        raise ModelError(
+            f"{called('enable_mm')}: {file}: model_type {model_type!r} takes no images here; those that do are "
+            f"{', '.join(IMAGE_TYPES)}; leave it out"
+        )
+    return takes and not engine.language_model_only
 
 
 def _names_of(part_of: str, is_translated: bool) -> Callable[[str], tuple[str, ...]]:
@@ -265,20 +283,6 @@ def _position_limit(config: dict[str, Any]) -> tuple[str, int]:
     return name, min(limit, reach) if reach else limit
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelError(
-            f"{path}: missing; the model folder needs config.json, tokenizer.json, *.safetensors"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: expected a JSON object")
-    return value
-
-
 def _generation_config(path: Path, given: str) -> tuple[dict[str, Any], Path | None]:
     """Reads the file that --generation-config selects: a folder's file replaces the model's. Raises ModelError."""
     file = path / GENERATION_FILE
@@ -296,9 +300,17 @@ def _generation_config(path: Path, given: str) -> tuple[dict[str, Any], Path | N
     return ends | read_json(folder / GENERATION_FILE), folder
 
 
-def _identity(path: Path, tokenizer_path: Path | None, part_of: str, is_plain: Callable[[str], bool]) -> str:
-    digest = hashlib.sha256(b"language model only" if part_of else b"")
-    files = [path / "config.json"]
+def _identity(
+    path: Path,
+    tokenizer_path: Path | None,
+    part_of: str,
+    is_plain: Callable[[str], bool],
+    of_images: Sequence[Path] = (),
+) -> str:
+    """`of_images`: files that say how pictures are read, if they are."""
+    served = b"with images" if of_images else b"language model only" if part_of else b""
+    digest = hashlib.sha256(served)
+    files = [path / "config.json", *of_images]
     if tokenizer_path is not None:
         files.append(tokenizer_path / "tokenizer.json")
     for file in files:

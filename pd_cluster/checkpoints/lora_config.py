@@ -79,7 +79,7 @@ def read_settings(file: Path, data: bytes) -> LoraSettings:
     if not isinstance(given, dict):
         raise ModelError(f"{file}: expected a JSON object")
     if (kind := given.get("peft_type")) != "LORA":
-        raise ModelError(f"{file}: peft_type {reprlib.repr(kind)} is not supported; only LORA is")
+        raise ModelError(f"{file}: peft_type {reprlib.repr(kind)} is not supported here; only LORA is")
     _check_supported(file, given)
     layers = given.get("layers_to_transform")
     return LoraSettings(

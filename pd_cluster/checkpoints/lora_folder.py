@@ -82,19 +82,19 @@ class LoraFolder:
         config = path / CONFIG_FILE
         if not path.is_dir():
             raise ModelError(f"{path}: no such folder")
-        with _opened(path, CONFIG_FILE, MAX_CONFIG_NBYTES) as stream:
+        with opened(path, CONFIG_FILE, MAX_CONFIG_NBYTES) as stream:
             settings = read_settings(config, stream.read(MAX_CONFIG_NBYTES + 1))
         if not (path / WEIGHTS_FILE).exists() and (found := [name for name in UNSAFE_FILES if (path / name).exists()]):
             raise ModelError(
                 f"{path / found[0]}: such files may run code when they are read; save it as {WEIGHTS_FILE}"
             )
         file = path / WEIGHTS_FILE
-        with _opened(path, WEIGHTS_FILE, MAX_WEIGHTS_NBYTES) as stream:
+        with opened(path, WEIGHTS_FILE, MAX_WEIGHTS_NBYTES) as stream:
             size = os.fstat(stream.fileno()).st_size
-            stored = _stored(file, stream, size)
+            stored = stored_tensors(file, stream, size)
             stream.seek(0)
             digest = hashlib.sha256(msgspec.json.encode(settings) + b"\0")
-            if _digest(stream, digest) != size:
+            if digest_file(stream, digest) != size:
                 raise ModelError(f"{file}: changed while it was read; load it again")
         modules = _paired(file, stored)
         for name, pair in modules.items():
@@ -103,14 +103,14 @@ class LoraFolder:
 
     def weights(self) -> bytes:
         """Returns the whole file. Raises ModelError if it is no longer the one that `read` saw."""
-        with _opened(self.path, WEIGHTS_FILE, MAX_WEIGHTS_NBYTES) as stream:
+        with opened(self.path, WEIGHTS_FILE, MAX_WEIGHTS_NBYTES) as stream:
             data: bytes = stream.read()
         if hashlib.sha256(msgspec.json.encode(self.settings) + b"\0" + data).hexdigest() != self.digest:
             raise ModelError(f"{self.file}: changed while it was loaded; load it again")
         return data
 
 
-def _opened(folder: Path, name: str, most_nbytes: int) -> Any:
+def opened(folder: Path, name: str, most_nbytes: int) -> Any:
     """Opens a plain file of the folder. Raises ModelError.
 
     A symbolic link may lead to another file of the folder, or from a snapshot of the hub's cache to its blobs.
@@ -134,7 +134,7 @@ def _opened(folder: Path, name: str, most_nbytes: int) -> Any:
     return stream
 
 
-def _digest(stream: Any, digest: Any) -> int:
+def digest_file(stream: Any, digest: Any) -> int:
     """Digests a file to its end; returns its size."""
     size = 0
     while part := stream.read(1 << 20):
@@ -143,7 +143,7 @@ def _digest(stream: Any, digest: Any) -> int:
     return size
 
 
-def _stored(file: Path, stream: Any, size: int) -> dict[str, Stored]:
+def stored_tensors(file: Path, stream: Any, size: int) -> dict[str, Stored]:
     """Reads the header: the file's tensors by name. Raises ModelError."""
     prefix = stream.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from pd_cluster.commands.signature import takes
+from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.options import ServeOptions, settings
 from pd_cluster.settings.requests import RequestSettings
 from pd_cluster.settings.setting import Declared, Panel
@@ -67,6 +68,7 @@ def run_batch(
     config = OfflineConfig(
         engine=options.engine(),
         chat=with_source(options.chat()),
+        media=options.read(MediaSettings),
         prefill=prefill,
         decode=decode,
         sampling_override=answers.sampling_override,

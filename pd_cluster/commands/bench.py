@@ -168,6 +168,19 @@ def weights(
     run(weights_bench(rounds, threads, quick), json)
 
 
+@app.command("lora")
+def lora(
+    rounds: Annotated[int, typer.Option(min=1, help="How often each step is measured, in turn.")] = 20,
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    quick: Annotated[bool, typer.Option(help="A tiny model: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Decode steps on CPU with 1 to 256 LoRA adapters, against the same without, and transformers with PEFT."""
+    from pd_cluster.lab.engine.lora import run
+
+    run(rounds, threads, quick, json)
+
+
 @app.command("kv")
 def kv(
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, in turn.")] = 5,

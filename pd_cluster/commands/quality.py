@@ -63,7 +63,7 @@ def quality(
 
 def samples_for(llm: object, folder: Path, calibration: str, num_samples: int, num_tokens: int) -> Samples:
     """Returns samples of a file, or of the model's own texts."""
-    from pd_cluster.checkpoints.checkpoint import read_json
+    from pd_cluster.checkpoints.json_files import read_json
     from pd_cluster.commands.quantize import samples_of_file
     from pd_cluster.offline.llm import LLM
     from pd_cluster.offline.quality import own_samples

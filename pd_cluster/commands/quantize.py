@@ -36,7 +36,7 @@ def quantize(
 
     Layer by layer, on the CPU. Run it again after a Ctrl-C or a kill: it continues with the next layer.
     """
-    from pd_cluster.checkpoints.checkpoint import read_json
+    from pd_cluster.checkpoints.json_files import read_json
     from pd_cluster.errors import ConfigError
     from pd_cluster.model.quantize.job import QuantizeJob
     from pd_cluster.model.quantize.layer import METHODS

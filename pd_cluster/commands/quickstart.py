@@ -25,7 +25,8 @@ from pd_cluster.client.instances import Entries, Traffic, fetch_settled, links_o
 from pd_cluster.client.streaming import Sample, make_client, measure
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
-from pd_cluster.errors import GenerationError, PdClusterError
+from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
+from pd_cluster.settings.adapters import SHIPPED_ADAPTER
 from pd_cluster.settings.engine import SHIPPED_MODEL
 from pd_cluster.tables import human_nbytes, print_table
 from pd_cluster.transport.table import BY_NAME
@@ -45,6 +46,10 @@ def quickstart(
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
     port: Annotated[int, typer.Option(help="Public port; the admin port is the next one.")] = 9000,
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter", help="Serve the shipped model's LoRA adapter too, as the model pirate, and ask it."),
+    ] = False,
     once: Annotated[bool, typer.Option("--once", help="Stop after the first answer.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every process's log.")] = False,
 ) -> None:
@@ -53,8 +58,12 @@ def quickstart(
     Then it serves OpenAI's API at http://127.0.0.1:PORT/v1 until Ctrl-C, which takes everything down.
     Exit code: 0; 1 with one line on stderr when the cluster cannot start.
     """
-    launch = Launch(model=model, num_prefill=prefill, num_decode=decode, port=port)
-    asyncio.run(_until_signal(launch, once, verbose))
+    if adapter and model:
+        raise ConfigError("--adapter: the adapter is for the model that the project ships; leave out --model")
+    name = SHIPPED_ADAPTER.name if adapter else ""
+    flags = ["--enable-lora", "--lora-modules", f"{name}={SHIPPED_ADAPTER}"] if adapter else []
+    launch = Launch(model=model, num_prefill=prefill, num_decode=decode, port=port, arguments=flags)
+    asyncio.run(_until_signal(launch, name, once, verbose))
 
 
 @dataclass(slots=True)
@@ -77,7 +86,7 @@ class Lines:
         self.kept.clear()
 
 
-async def _until_signal(launch: Launch, once: bool, verbose: bool) -> None:
+async def _until_signal(launch: Launch, adapter: str, once: bool, verbose: bool) -> None:
     """Runs everything; SIGINT and SIGTERM end it, a second one at once. It always ends all processes."""
     Checkpoint.open(launch.model or str(SHIPPED_MODEL))  # a wrong model is one line, before anything starts
     lines = Lines(verbose)
@@ -86,7 +95,7 @@ async def _until_signal(launch: Launch, once: bool, verbose: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: hurried.set() if stopping.is_set() else stopping.set())
-    working = asyncio.ensure_future(_work(cluster, lines, once))
+    working = asyncio.ensure_future(_work(cluster, lines, adapter, once))
     waiting = asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,7 +120,7 @@ async def _stop(cluster: Cluster, hurried: asyncio.Event) -> None:
     hurrying.cancel()
 
 
-async def _work(cluster: Cluster, lines: Lines, once: bool) -> None:
+async def _work(cluster: Cluster, lines: Lines, adapter: str, once: bool) -> None:
     launch = cluster.launch
     started_s = time.monotonic()
     await cluster.start()
@@ -121,6 +130,8 @@ async def _work(cluster: Cluster, lines: Lines, once: bool) -> None:
         print(f"ready after {time.monotonic() - started_s:.1f} s", flush=True)
         lines.serving = True
         await _ask_and_show(launch)
+        if adapter:
+            await _ask_adapter(launch, adapter)
     except PdClusterError:
         lines.show_kept()
         raise
@@ -144,16 +155,30 @@ async def _ask_and_show(launch: Launch) -> None:
     print(f"\n> {QUESTION}", flush=True)
     sample = await _ask(launch.url, MAX_TOKENS, _print_text)
     print(flush=True)
-    if sample.error:
-        raise GenerationError(f"the question was not answered: {sample.error}")
+    _check(sample)
     entries = await fetch_settled(launch.admin_url)
     _show(sample, entries, Traffic.of(entries).received_nbytes - before.received_nbytes)
 
 
-async def _ask(url: str, max_tokens: int, on_text: Callable[[str], None]) -> Sample:
+async def _ask_adapter(launch: Launch, adapter: str) -> None:
+    """Asks the same of an adapter, and prints. Raises GenerationError without an answer."""
+    print(f"> {QUESTION} (of the model {adapter}, a LoRA adapter)", flush=True)
+    sample = await _ask(launch.url, MAX_TOKENS, _print_text, adapter)
+    print("\n", flush=True)
+    _check(sample)
+
+
+def _check(sample: Sample) -> None:
+    if sample.error:
+        raise GenerationError(f"the question was not answered: {sample.error}")
+
+
+async def _ask(url: str, max_tokens: int, on_text: Callable[[str], None], adapter: str = "") -> Sample:
     """Asks as a chat, or as a plain completion for a model without a chat template."""
     async with make_client() as client:
         body: dict[str, Any] = {"temperature": 0, "max_tokens": min(max_tokens, await _room(client, url))}
+        if adapter:
+            body["model"] = adapter
         messages = [{"role": "user", "content": QUESTION}]
         sample = await measure(client, f"{url}/v1/chat/completions", {**body, "messages": messages}, on_text)
         if sample.status == 400:

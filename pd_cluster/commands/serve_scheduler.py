@@ -18,6 +18,7 @@ from pd_cluster.cluster.members.place import (
 from pd_cluster.commands.serve_start import Start
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.config import ApiConfig, Credentials
+from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.routing import AdminSettings, EntranceSettings
 from pd_cluster.text.given_template import with_source
 from ranktable_tools.hosts import is_loopback
@@ -98,6 +99,7 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
         timeouts=start.timeouts,
         routing=start.routing,
         chat=with_source(options.chat()),
+        media=options.read(MediaSettings),
         http=http,
     )
 

@@ -9,33 +9,43 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from pd_cluster import wire
-from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.checkpoints.prompt_folder import AdapterFolder, read_adapter
 from pd_cluster.engine.handover.events import AdapterLoaded
 from pd_cluster.errors import PdClusterError, told
+from pd_cluster.settings.adapters import AdapterSettings
 
 log = logging.getLogger(__name__)
 
 
 class Keeper(Protocol):
-    """The model's adapters: ModelRunner's, or those of all ranks together."""
+    """The model's adapters: HeldAdapters, or those of all ranks together."""
 
     @property
     def variants(self) -> Mapping[str, int]: ...
-    def load_adapter(self, folder: LoraFolder) -> None:
+    def load_adapter(self, folder: AdapterFolder) -> None:
         """On any thread. Raises ModelError, ConfigError."""
 
     def drop_adapter(self, digest: str) -> None:
         """Between two steps; no request has it."""
 
 
-def load_from(path: str, digest: str, max_rank: int, load: Callable[[LoraFolder], None]) -> str:
+Read = Callable[[Path], AdapterFolder]  # raises ModelError
+
+
+def reader_of(settings: AdapterSettings) -> Read:
+    """Returns what reads a folder within these settings' limits."""
+    return partial(read_adapter, max_rank=settings.max_lora_rank, max_tokens=settings.max_prompt_adapter_token)
+
+
+def load_from(path: str, digest: str, read: Read, load: Callable[[AdapterFolder], None]) -> str:
     """Loads the adapter of this folder; returns why it could not be, in one line, or ""."""
     try:
-        folder = LoraFolder.read(Path(path), max_rank)
+        folder = read(Path(path))
         if folder.digest != digest:
             return f"{path}: another content ({folder.digest[:12]}) than the scheduler's ({digest[:12]})"
         load(folder)
@@ -55,14 +65,14 @@ class WorkerAdapters:
     def __init__(
         self,
         keeper: Keeper | None,
-        max_rank: int,
+        read: Read,
         send: Callable[[str, wire.Body], None],
         put: Callable[[AdapterLoaded], None],
         used: Callable[[], Collection[str]],
     ) -> None:
         """`keeper` None: the model was loaded without places for adapters."""
         self._keeper = keeper
-        self._max_rank = max_rank
+        self._read_folder = read
         self._send, self._put, self._used = send, put, used
         self._conn = ""  # of the scheduler whose list counts
         self._wanted: dict[str, str] | None = None  # paths by digest; None: no list has come
@@ -77,7 +87,7 @@ class WorkerAdapters:
         self._problems = {}
         for digest, path in self._wanted.items():
             if self._keeper is None:
-                self._problems[digest] = "--enable-lora: this worker was started without it"
+                self._problems[digest] = "--enable-lora, --enable-prompt-adapter: this worker was started without them"
             elif digest not in self._keeper.variants and digest not in self._loading:
                 self._loading.add(digest)
                 self._jobs.put((digest, path))
@@ -115,4 +125,4 @@ class WorkerAdapters:
         assert self._keeper is not None
         while True:
             digest, path = self._jobs.get()
-            self._put(AdapterLoaded(digest, load_from(path, digest, self._max_rank, self._keeper.load_adapter)))
+            self._put(AdapterLoaded(digest, load_from(path, digest, self._read_folder, self._keeper.load_adapter)))

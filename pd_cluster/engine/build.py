@@ -65,6 +65,11 @@ def build_core(
     return EngineCore(LeadRunner(runner, followers) if followers else runner, scheduler, guides=guides), runner
 
 
+def limits_of(runner: ModelRunner) -> EngineLimits:
+    images = None if runner.tower is None else runner.tower.rules
+    return EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit, runner.held.variants, images)
+
+
 def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
     return Side(
         peer_key(config.name, config.epoch),
@@ -143,11 +148,12 @@ def build_worker(
     lanes: LaneEnds = local
     if isinstance(core.runner, LeadRunner):  # there are followers
         lanes = _lead(config, core.runner, followers, local, mailbox, inbox, tell_lost)
-    limits = EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit, runner.variants)
     shares = not runner.device.is_accelerator
-    worker = Worker(config, core, side, limits, mailbox, lanes, inbox, shares_cores=shares, rest=runner.threads.rest)
-    if config.engine.adapters.enable_lora:
-        worker.take_adapters(core.runner.adapters if isinstance(core.runner, LeadRunner) else runner)
+    worker = Worker(
+        config, core, side, limits_of(runner), mailbox, lanes, inbox, shares_cores=shares, rest=runner.threads.rest
+    )
+    if config.engine.adapters.are_wanted:
+        worker.take_adapters(core.runner.adapters if isinstance(core.runner, LeadRunner) else runner.held)
     mailroom = Mailroom(inbox, worker.handover, mailbox.send, worker.tracer.note, lambda: worker.load)
     report = RankReport(
         state="ready",

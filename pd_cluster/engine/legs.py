@@ -117,6 +117,12 @@ class Legs:
         if key in self.sequences:
             self._end(key, error, is_refusal=True)
 
+    def give_up(self, key: str, why: str) -> None:
+        """Ends a leg that can continue elsewhere, unless another of its sequences has ended it already."""
+        if key in self.sequences:
+            self._report(self.sequences[key][0], why, is_fault=True)
+            self.drop(key)
+
     def expire(self, now_s: float) -> None:
         for key in [key for key, deadline_s in self.deadlines.items() if now_s > deadline_s]:
             self._end(key, "the request's deadline has passed")

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from pd_cluster import wire
-from pd_cluster.engine.adapters import Keeper, WorkerAdapters
+from pd_cluster.engine.adapters import Keeper, WorkerAdapters, reader_of
 from pd_cluster.engine.handover.cache_news import CacheNews
 from pd_cluster.engine.handover.events import AdapterLoaded, ConnClosed, ConnOpened, Event, Mail, StartDrain, StopEngine
 from pd_cluster.engine.handover.handover import Handover, Means
@@ -81,7 +81,7 @@ class Worker:
             lambda legs: Handover(means, core.scheduler, legs, is_prefill, growth_tokens, limits.vocab_size),
         )
         self.handover = self.legs.handover
-        self._max_lora_rank = config.engine.adapters.max_lora_rank
+        self._read_adapter = reader_of(config.engine.adapters)
         self.adapters = self._adapters_of(None)
         core.begins = self._begin
 
@@ -90,7 +90,7 @@ class Worker:
         self.adapters = self._adapters_of(keeper)
 
     def _adapters_of(self, keeper: Keeper | None) -> WorkerAdapters:
-        return WorkerAdapters(keeper, self._max_lora_rank, self._post.send, self.inbox.put, self.legs.variants)
+        return WorkerAdapters(keeper, self._read_adapter, self._post.send, self.inbox.put, self.legs.variants)
 
     def run(self, came_round: Callable[[], None] = lambda: None) -> None:
         """Runs until `StopEngine`, or, after `StartDrain`, until nothing is left. Raises the error of mailbox or step.
@@ -164,6 +164,8 @@ class Worker:
             legs.forget(request)
         for request, error in result.failed:
             legs.refuse(request.leg_key, error)
+        for request in result.plan.lacking:
+            legs.give_up(request.leg_key, "its images' KV was dropped, and computing it again takes their pixels")
 
     def _publish_load(self, at_once: bool = False) -> None:
         """Refreshes the load that heartbeats read, no more often than they need.

@@ -60,3 +60,16 @@ def _codes(x: torch.Tensor, dtype: str) -> torch.Tensor:
         return codes.view(torch.uint8)
     low, high = (codes + INT4_OFFSET).view(torch.uint8).chunk(2, dim=-1)
     return low | (high << 4)
+
+
+def write_kv(
+    keys: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    values: torch.Tensor,
+    key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], strided
+    value_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,  # [num_tokens] int64: block * block_size + offset
+) -> None:
+    """Writes the step's keys and values into their slots, in the pool's precision."""
+    block, offset = slot_mapping // key_pool.shape[1], slot_mapping % key_pool.shape[1]
+    key_pool.index_put_((block, offset), keys.to(key_pool.dtype))
+    value_pool.index_put_((block, offset), values.to(value_pool.dtype))

@@ -13,7 +13,10 @@ import torch
 from pd_cluster.devices.device import Device
 from pd_cluster.devices.streams import HostValues
 from pd_cluster.kv.pool import KVPool
+from pd_cluster.model.image_rows import ImagePart, ImageRows, image_parts
+from pd_cluster.model.virtual_rows import VirtualRows, virtual_parts
 from pd_cluster.types import Request
+from pd_cluster.types.variants import lora_of
 
 Ints = npt.NDArray[np.int64]
 OnLayer = Callable[[int], None]  # receives how many layers of a step's keys and values are in the pool, or launched
@@ -67,6 +70,8 @@ class ForwardBatch:
     host_context_lens: Ints  # [num_seqs], the same as `context_lens`
     pool: KVPool
     hidden: HiddenRows | None = None  # None: no hidden states are wanted
+    images: ImageRows | None = None  # None: no token stands for a picture
+    virtual: VirtualRows | None = None  # None: no token is an adapter's
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     layers_written: list[int] = field(default_factory=list)
     windows: set[int | None] = field(default_factory=set)  # the windows that its layers attended through
@@ -87,6 +92,8 @@ class ForwardBatch:
 
     def layer_written(self, layer_idx: int, window: int | None) -> None:
         """Notes that this layer's keys and values are in the pool, seen through `window`; loading proves the order."""
+        if self.virtual is not None:
+            self.virtual.written(layer_idx, self.pool, self.slot_mapping)
         self.layers_written.append(layer_idx)
         self.windows.add(window)
         if self.after_layer is not None:
@@ -113,14 +120,20 @@ class StepInput:
     blocks: Ints  # [sum of blocks]
     rope_positions: Ints | None = None  # [1 or 3, num_tokens]; None: every token's index in its sequence
     adapters: Ints | None = None  # [num_seqs]: slots (model/lora); None: no sequence has an adapter
+    images: tuple[ImagePart, ...] = ()
+    virtual: Ints | None = None  # [num_parts, 4], see model/virtual_rows.py; None: no token is an adapter's
 
 
 def step_input(
-    chunks: Sequence[tuple[Request, int]], block_size: int, slots: Mapping[str, int] | None = None
+    chunks: Sequence[tuple[Request, int]],
+    block_size: int,
+    slots: Mapping[str, int] | None = None,
+    prompt_slots: Mapping[str, int] | None = None,
 ) -> StepInput:
     """Takes tokens [num_computed, num_computed + n) of every (request, n), n > 0.
 
-    `slots`: those of adapters, by the requests' variants; None: this engine takes none.
+    `slots`: those of LoRA adapters, by the requests' variants, and `prompt_slots` those of prompt adapters; None: this
+    engine takes none.
 
     The input id of a token that only the device knows, one behind a request's last, is 0.
     """
@@ -141,14 +154,17 @@ def step_input(
         np.array(blocks, dtype=np.int64),
         _rope_positions([request for request, _ in chunks], rows),
         None if slots is None else _adapters([request.order.variant for request, _ in chunks], slots),
+        image_parts(chunks),
+        None if prompt_slots is None else virtual_parts(chunks, prompt_slots),
     )
 
 
 def _adapters(variants: Sequence[str], slots: Mapping[str, int]) -> Ints | None:
     """Returns `adapters` of a StepInput. Requests of unknown variants never come here (engine/step/limits.py)."""
-    if not any(variants):
+    digests = [lora_of(variant) for variant in variants]
+    if not any(digests):
         return None
-    return np.array([slots[variant] if variant else 0 for variant in variants], dtype=np.int64)
+    return np.array([slots[digest] if digest else 0 for digest in digests], dtype=np.int64)
 
 
 def sample_rows_of(step: StepInput) -> Ints:

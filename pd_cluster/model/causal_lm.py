@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +37,8 @@ class CausalLM(Protocol):
     attention: str  # the attention in use
     rope_limit: RopeLimit  # the rotary positions that requests may bring
     key_order: str  # of a head's features in the KV pool
+    key_features: torch.Tensor | None  # [head_dim] int64: that order, of the model's own features; None: as they are
+    embedding_factor: float  # of embeddings, before the first layer
     adapters: Adapters | None  # None: it was loaded without places for adapters
     bf16_way: str  # how weights of bfloat16 are multiplied with float32 activations; "": not so
 
@@ -67,6 +70,8 @@ class PlainCausalLM:
         self.attention = attention.name
         self.kernels = f"transformers' modules, attention by {attention.name}"
         self.key_order = MODELS_ORDER
+        self.key_features: torch.Tensor | None = None
+        self.embedding_factor = 1.0
         self.bf16_way = ""
         self._attend = attention.write_and_attend
         self.model = model
@@ -93,9 +98,17 @@ class PlainCausalLM:
         if self.adapters is not None:
             self.adapters.rows.begin(batch.adapters, batch.query_lens)
         self._set_batch(batch)
+        tokens = {"input_ids": batch.input_ids}
+        if batch.images is not None or batch.virtual is not None:
+            embeddings = self.model.get_input_embeddings()(batch.input_ids)
+            if batch.images is not None:
+                batch.images.embed(embeddings[0])
+            if batch.virtual is not None:
+                batch.virtual.embed(embeddings[0])
+            tokens = {"inputs_embeds": embeddings}
         try:
             logits: torch.Tensor = self.model(
-                input_ids=batch.input_ids,
+                **tokens,
                 position_ids=batch.rope_positions,
                 use_cache=False,
                 logits_to_keep=batch.sample_rows,
@@ -109,6 +122,15 @@ class PlainCausalLM:
         self._batch = batch
         for rotary in self._rotaries:
             rotary.batch = batch
+
+    def take_deep_features(self) -> None:
+        """Lets its layers take what pictures add to the residual stream after them (DeepStack)."""
+        for layer_idx, layer in enumerate(self.model.model.layers):
+            layer.register_forward_hook(partial(self._deepen, layer_idx))
+
+    def _deepen(self, layer_idx: int, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        if self._batch is not None and self._batch.images is not None:
+            self._batch.images.deepen(output[0], layer_idx)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Joins the shares of the module's own logits to […, vocab_size]."""
@@ -178,6 +200,8 @@ class FusedCausalLM:
         self.bf16_way = bf16_way
         products = f", products in bfloat16 by {bf16_way}" if bf16_way else ""
         self.kernels = f"fused layers, {ops.name} kernels, attention by {ops.attention}{products}"
+        self.key_features: torch.Tensor | None = ropes.order
+        self.embedding_factor = 1.0
         self._embed, self._ropes, self._layers, self._norm, self._head = embed, ropes, layers, norm, head
         self.rope_limit = NO_POSITIONS  # the loader knows better
         self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -186,10 +210,16 @@ class FusedCausalLM:
         if self.adapters is not None:
             self.adapters.rows.begin(batch.adapters, batch.query_lens)
         x = self._embed(batch.input_ids[0])  # [num_tokens, hidden_size]
+        if (images := batch.images) is not None:
+            images.embed(x)
+        if batch.virtual is not None:
+            batch.virtual.embed(x)
         ropes = self._ropes(x, batch)
         delta = None
-        for layer in self._layers[:-1]:
+        for layer_idx, layer in enumerate(self._layers[:-1]):
             delta = self._after_attention(layer, x, self._attention(layer, x, delta, ropes, batch))
+            if images is not None:
+                images.deepen(x, layer_idx)
         last = self._layers[-1]
         attended = self._attention(last, x, delta, ropes, batch)
         hidden = batch.hidden

@@ -97,10 +97,11 @@ def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: Adapters | 
     if is_wide:
         embedding = WideEmbedding(embedding)
     embed = embedding if share is None else share.embedding(embedding)
-    return FusedCausalLM(
+    factor = config.embedding_multiplier if quirks.multiplies else 1.0
+    fused = FusedCausalLM(
         config=config,
         ops=ops,
-        embed=_multiplied(embed, config.embedding_multiplier) if quirks.multiplies else embed,
+        embed=embed if factor == 1.0 else _multiplied(embed, factor),
         ropes=ropes,
         layers=layers,
         norm=_norm(inner.norm, quirks),
@@ -109,6 +110,8 @@ def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: Adapters | 
         group=None if share is None else share.group,
         bf16_way=(bf16_way() or "") if is_wide else "",
     )
+    fused.embedding_factor = factor
+    return fused
 
 
 def _multiplied(embed: Linear, factor: float) -> Linear:

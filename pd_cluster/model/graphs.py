@@ -161,7 +161,13 @@ class DecodeGraphs:
         `input_ids` [num_seqs] int64, on the device, replace the step's own.
         """
         num_seqs = len(step.rows)
-        if num_seqs > self._sizes[-1] or (step.rows[:, [0, 3]] != 1).any() or step.rows[:, 5].any():
+        if (
+            num_seqs > self._sizes[-1]
+            or (step.rows[:, [0, 3]] != 1).any()
+            or step.rows[:, 5].any()
+            or step.images
+            or step.virtual is not None
+        ):
             return None
         context_len = int(step.rows[:, 1].max()) + 1
         if context_len > self._longest or not _has_one_row(step.rope_positions):

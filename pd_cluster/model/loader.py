@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from pd_cluster.checkpoints.architectures import PLAIN_TYPES
+from pd_cluster.checkpoints.architectures import PLAIN_FIELDS, PLAIN_TYPES
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, text_name
 from pd_cluster.devices.device import CPU, Device
@@ -49,6 +49,7 @@ from pd_cluster.model.proof import ROUNDED, check_finite
 from pd_cluster.model.quantized_files import read_quantized
 from pd_cluster.model.trial import prove_packing
 from pd_cluster.model.unfilled import Unfilled
+from pd_cluster.model.vision.rotary import put_sections
 from pd_cluster.native.build import KernelsUnavailable, are_wanted
 from pd_cluster.native.products import multiplies_bf16
 from pd_cluster.numerics import overridden
@@ -60,6 +61,7 @@ log = logging.getLogger(__name__)
 PROBE_NUM_TOKENS = 4
 # Relative; in float32 fusing changes about 1e-6, and where activations are codes, codes that fall to the other side.
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, ROUNDED: 0.25}
+TURNED_EXPERTS = ("qwen3_vl_moe",)  # published with inputs before outputs, saved by transformers as other models
 ALIASES = {"float": "float32", "half": "float16"}
 
 
@@ -121,6 +123,8 @@ def load_model(
         raise ModelError(f"{setting} {share.group.size}: no proof would see a wrong split; use 1")
     model = load_plain(checkpoint, dtype, device, share)
     put_lengths(model, checkpoint.rope)
+    if checkpoint.vision is not None:
+        put_sections(model, checkpoint, device)
     logn = logn_of(checkpoint)
     rope_limit = rope_limit_of(model, checkpoint, logn is not None)
     layout = layout_of(model.config, block_size, resolve_kv_cache_dtype(kv_cache_dtype, dtype))
@@ -133,6 +137,8 @@ def load_model(
     )
     vocab_size = 0 if share is None else share.plan.vocab_size
     plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attention, logn, rope_limit)
+    if checkpoint.vision is not None:
+        plain.take_deep_features()
     adapters = adapters_of(checkpoint, share) if checkpoint.takes_adapters else None
     if logn is not None or checkpoint.is_unproven or not can_fuse(model):  # some unlisted types use others' classes
         num_packed = prove_packing(plain, device, dtype) if checkpoint.is_unproven else pack_modules(model)
@@ -241,6 +247,7 @@ def text_settings(folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     if text.model_type in PLAIN_TYPES:  # its positions have three dimensions, which are equal in texts
         rope = {name: value for name, value in (own.get("rope_parameters") or {}).items() if "mrope" not in name}
         own["rope_parameters"] = {**rope, "rope_type": "default"} if rope.get("rope_type") == "mrope" else rope
+        own |= PLAIN_FIELDS.get(text.model_type, {})
     # Models differ in which of the two configs counts; untied output layers have weights in the files.
     is_tied = any(getattr(config, "tie_word_embeddings", False) for config in (whole, text))
     own["tie_word_embeddings"] = is_tied and not has_head(folder)
@@ -314,12 +321,18 @@ def _read_weights(checkpoint: Checkpoint, share: Share | None, dtype: torch.dtyp
         plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
         return read_as_llama(checkpoint.path, checkpoint.config, plan, rank)
     if share is not None:
-        return read_shard(checkpoint.path, share.plan, share.group.rank, bool(checkpoint.part_of))
+        width = expert_width(checkpoint)
+        return read_shard(checkpoint.path, share.plan, share.group.rank, bool(checkpoint.part_of), width)
     if checkpoint.part_of:
-        return read_text_part(checkpoint.path)
+        return read_text_part(checkpoint.path, expert_width(checkpoint))
     if any(map(is_in_other_form, names(checkpoint.path))):
         return read_whole(checkpoint.path)
     return None
+
+
+def expert_width(checkpoint: Checkpoint) -> int:
+    """Returns the features of the residual stream if files may have stacked experts the other way round; or 0."""
+    return int(checkpoint.config["hidden_size"]) if checkpoint.part_of in TURNED_EXPERTS else 0
 
 
 def _too_large(checkpoint: Checkpoint, dtype: str, device: Device) -> ConfigError:

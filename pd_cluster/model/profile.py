@@ -11,6 +11,7 @@ from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.cuda.plan import most_splits
+from pd_cluster.model.vision.tower import Tower
 from pd_cluster.types import Order, Request, Sampling
 
 
@@ -38,6 +39,25 @@ def peak_of_a_step(
         ) from error
     del logits
     return max(0, peak_nbytes(device) - layout.block_nbytes * (num_blocks + NUM_EXTRA_BLOCKS))
+
+
+def peak_of_images(tower: Tower | None, device: Device) -> int:
+    """Returns the bytes that weights, the largest picture and kept features take together; 0 on CPU.
+
+    Raises ConfigError if they are too many.
+    """
+    if tower is None or not device.is_accelerator:
+        return 0
+    reset_peak(device)
+    try:
+        features = tower.encode(tower.rules.largest())
+        synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a picture of {tower.rules.max_pixels} pixels does not fit {device.torch_name} beside the weights; lower "
+            f"max_pixels in preprocessor_config.json, or give {called('language_model_only')}"
+        ) from error
+    return peak_nbytes(device) + tower.num_kept_tokens * (features.nbytes // features.shape[1])
 
 
 def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: Device) -> int:

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.checkpoints.weight_files import num_weights
 from pd_cluster.devices.device import Device, resolve, use
 from pd_cluster.devices.group import buffers_nbytes
 from pd_cluster.devices.streams import capture
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.layout import num_lanes
-from pd_cluster.kv.memory import Move
+from pd_cluster.kv.memory import TORCH_DTYPES, Move
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.model.attention_choice import SDPA, check_backend, check_deterministic, default_block_size
@@ -38,16 +36,18 @@ from pd_cluster.model.batch import (
 from pd_cluster.model.capturable import obstacle
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
 from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, DecodeGraphs, sizes_of
+from pd_cluster.model.held_adapters import HeldAdapters
+from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype, resolve_kv_cache_dtype
-from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.parallel.group import Alone, Group
-from pd_cluster.model.profile import decode_workspace_nbytes, nbytes_of_graphs, peak_of_a_step
+from pd_cluster.model.profile import decode_workspace_nbytes, nbytes_of_graphs, peak_of_a_step, peak_of_images
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
 from pd_cluster.model.sizing import check_offload, num_pool_blocks, num_step_tokens, num_swap_blocks
 from pd_cluster.model.threads import StepThreads
 from pd_cluster.model.trial import prove_lengths, trial
+from pd_cluster.model.vision.tower import Tower, load_tower
 from pd_cluster.native.memory import keep_what_is_freed
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.engine import EngineConfig
@@ -55,7 +55,6 @@ from pd_cluster.types import Request
 
 log = logging.getLogger(__name__)
 
-NO_VARIANTS: Mapping[str, int] = {}
 
 ASKING_ROPES = ("dynamic", "longrope")  # transformers' own code compares the step's largest position on the host
 
@@ -73,10 +72,9 @@ class ModelRunner:
             keep_what_is_freed()
         block_size = config.block_size or default_block_size(device)
         check_backend(config.attention_backend, block_size, device)
-        if config.adapters.enable_lora and device.is_accelerator:
-            raise ConfigError(
-                f"{called('enable_lora')}: adapters are computed on CPUs only; give {called('device')} cpu"
-            )
+        if config.adapters.are_wanted and device.is_accelerator:
+            name = "enable_lora" if config.adapters.enable_lora else "enable_prompt_adapter"
+            raise ConfigError(f"{called(name)}: adapters are computed on CPUs only; give {called('device')} cpu")
         if config.deterministic:
             check_deterministic(config.attention_backend, device)
         if config.cpu_offload_gb:
@@ -113,6 +111,7 @@ class ModelRunner:
     def _load(self, config: EngineConfig, checkpoint: Checkpoint, dtype: str, block_size: int) -> None:
         """Loads the model, allocates the pool and runs the proof. Raises ModelError for what must not be served."""
         device = self.device
+        self.tower: Tower | None = None  # None: it takes no pictures
         self.model = load_model(
             checkpoint,
             dtype,
@@ -125,7 +124,9 @@ class ModelRunner:
             config.npu_head_dims,
             config.kv_cache_dtype,
         )
-        self._load_adapters(config)
+        if checkpoint.vision is not None:
+            kept_dtype = TORCH_DTYPES[dtype] if device.is_accelerator else torch.float32
+            self.tower = load_tower(checkpoint, kept_dtype, device, config.mm_encoder_cache_tokens)
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, block_size, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype))
         if self.group.size > 1:
@@ -134,6 +135,7 @@ class ModelRunner:
         self._obstacle = obstacle(self.model, layout, device) if is_plain and device.is_accelerator else ""
         num_tokens, num_seqs = self.max_num_batched_tokens, config.max_num_seqs
         peak = peak_of_a_step(self.model, layout, num_tokens, num_seqs, self.max_model_len, device)
+        peak = max(peak, peak_of_images(self.tower, device))
         if device.is_accelerator and not self._why_eager(config):
             peak += nbytes_of_graphs(self.model, layout, sizes_of(config.graph_sizes, num_seqs)[-1], device)
         peak += decode_workspace_nbytes(self.model, layout, num_seqs, self.max_model_len)
@@ -144,44 +146,13 @@ class ModelRunner:
         num_blocks = num_pool_blocks(config, layout, self.max_model_len, device, peak)
         self.pool = KVPool(layout, self.group.least(num_blocks), device)
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
+        self.held = HeldAdapters(self.model, layout, config.adapters)
+        self.held.load_named(config.adapters)
         self.window = prove(self.model, self.pool, dtype)
         if checkpoint.is_unproven:
             assert isinstance(self.model, PlainCausalLM)  # see load_model
             size = num_weights(checkpoint.path)
             prove_lengths(self.model, self.pool, self.max_model_len, size, checkpoint.rope, dtype)
-
-    def _load_adapters(self, config: EngineConfig) -> None:
-        """Loads the adapters that the settings name. Raises ModelError, ConfigError."""
-        self._most_adapters = config.adapters.max_cpu_loras
-        for module in config.adapters.lora_modules:
-            self.load_adapter(LoraFolder.read(Path(module.path), config.adapters.max_lora_rank))
-
-    def load_adapter(self, folder: LoraFolder, slot: int | None = None) -> None:
-        """Loads an adapter, on any thread; then requests may have it as their variant. Raises ModelError, ConfigError.
-
-        Nothing is done if it is loaded already. `slot`: the one that it has on rank 0.
-        """
-        adapters = self.adapters
-        most = self._most_adapters
-        if most is not None and folder.digest not in adapters.slots and len(adapters.slots) >= most:
-            raise ConfigError(f"{called('max_cpu_loras')} {most}: so many adapters are loaded already; raise it")
-        adapters.load(folder, slot)
-
-    def drop_adapter(self, digest: str) -> None:
-        """Forgets an adapter that no request has, between two steps."""
-        self.adapters.drop(digest)
-
-    @property
-    def adapters(self) -> Adapters:
-        """The model's adapters. Raises ConfigError if it was loaded without places for any."""
-        if self.model.adapters is None:
-            raise ConfigError(f"{called('enable_lora')}: this process was started without it")
-        return self.model.adapters
-
-    @property
-    def variants(self) -> Mapping[str, int]:
-        """The slots of loaded adapters by digest; it changes as they come and go."""
-        return NO_VARIANTS if self.model.adapters is None else self.model.adapters.slots
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         """Returns graphs, some of them captured; None: decode steps run eagerly.
@@ -243,8 +214,12 @@ class ModelRunner:
         return can_choose(requests, self.device)
 
     def step_of(self, chunks: Sequence[tuple[Request, int]]) -> StepInput:
-        slots = None if self.model.adapters is None else self.model.adapters.slots
-        return step_input(chunks, self.pool.layout.block_size, slots)
+        return step_input(chunks, self.pool.layout.block_size, self.held.lora_slots, self.held.prompt_slots)
+
+    def sparing_pixels(self, parts: Sequence[ImagePart]) -> list[ImagePart]:
+        """Returns a step's parts of pictures for other ranks, which keep the same features as this one."""
+        assert self.tower is not None or not parts
+        return [] if self.tower is None else self.tower.sparing_pixels(parts)
 
     def launch(
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
@@ -295,6 +270,12 @@ class ModelRunner:
             batch = batch_of(step, self.pool)
             if input_ids is not None:
                 batch.input_ids = input_ids[None]
+            if step.images:
+                assert self.tower is not None  # see engine/step/limits.py
+                batch.images = self.tower.rows(step.images)
+            if step.virtual is not None:
+                assert self.held.prompts is not None  # see engine/step/limits.py
+                batch.virtual = self.held.prompts.rows(step.virtual)
             batch.on_layer = on_layer
             batch.after_layer = self.threads.adjust if self.threads.may_change else None
             logits = self.model(batch)

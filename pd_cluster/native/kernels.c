@@ -1,6 +1,7 @@
 // Builds all kernels as one unit, which exports pd_init, pd_norm, pd_gate, pd_attend (float32 throughout),
-// pd_copy, pd_product.
+// pd_copy, pd_product, pd_lora.
 #include "attention.h"
 #include "copy.h"
+#include "lora.h"
 #include "product.h"
 #include "rows.h"

@@ -74,7 +74,7 @@ async def answer(service: TextService, ask: Ask, batch: str = "") -> RequestOutp
     try:
         generation = await _begun(service, ask)
         generation.client_id, generation.received_s = ask.request_id, arrival.monotonic_s
-        generation.amend(batch=batch, variant=ask.variant)
+        generation.amend(batch=batch)
         pieces = await service.complete([generation])
         return _answered(service, ask, generation, pieces, arrival)
     except Exception as error:  # as in the API: an error affects only its own request
@@ -92,7 +92,7 @@ def _answered(
         prompt_token_ids=generation.prompt_token_ids,
         outputs=CompletionOutputs(_output(service, ask, generation, piece) for piece in pieces),
         metrics=_metrics(service, ask, arrival),
-        num_cached_tokens=generation.prompt.num_cached_tokens if generation.prompt is not None else 0,
+        num_cached_tokens=generation.num_cached_tokens,
         prompt_logprobs=_prompt_logprobs(service, generation),
         lora_request=ask.lora_request,
     )
@@ -125,9 +125,10 @@ async def _begun(service: TextService, ask: Ask) -> Generation:
 
 async def _generation(service: TextService, ask: Ask, request: CompletionRequest | ChatCompletionRequest) -> Generation:
     if isinstance(request, ChatCompletionRequest):
-        return await service.chat(request, allows_control_tokens=ask.allows_control_tokens)
+        allows = ask.allows_control_tokens
+        return await service.chat(request, allows_control_tokens=allows, pictures=ask.pictures, variant=ask.variant)
     assert ask.prompt is not None
-    return await service.completion(request, ask.prompt)
+    return await service.completion(request, ask.prompt, pictures=ask.pictures, variant=ask.variant)
 
 
 # ---- the end

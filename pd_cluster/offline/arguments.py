@@ -20,6 +20,7 @@ import msgspec
 from pd_cluster.errors import ConfigError, flag_of, told
 from pd_cluster.offline.session import OfflineConfig
 from pd_cluster.settings.flags import NO_EFFECT, REFUSED, Ignored
+from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.options import ServeOptions, settings
 from pd_cluster.settings.requests import Assurances, RequestSettings
 from pd_cluster.settings.setting import Scope
@@ -51,12 +52,11 @@ OTHERS_WITHOUT_EFFECT = {
 }
 OTHERS_REFUSED = {
     "enable_expert_parallel": "experts are not placed by themselves",
-    "enable_mm": "images, audio and video are not supported",
     "guided_decoding_disable_any_whitespace": "whitespace follows the guide; leave it out",
     "innode_prefill_ports": "give prefill= and decode=, the numbers of worker processes",
     "lm_head_fp32": "logits are computed in the model's dtype; give dtype='float32'",
     "kv_cache_ratio": "blocks are not divided between prompts and answers: every request may have any of them",
-    "mm_processor_kwargs": "images, audio and video are not supported",
+    "mm_processor_kwargs": "images are prepared as the model's folder says",
 }
 # The signature's own defaults, which change nothing.
 DEFAULTS = {"gpu_memory_utilization": 0.9, "max_seq_len_to_capture": 8192}
@@ -97,6 +97,7 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
         return OfflineConfig(
             engine=options.engine(),
             chat=msgspec.structs.replace(with_source(options.chat()), trusts_request_templates=True),
+            media=options.read(MediaSettings),
             prefill=prefill,
             decode=decode,
             max_logprobs=answers.max_logprobs,

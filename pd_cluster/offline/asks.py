@@ -7,7 +7,7 @@ limits are found when a request begins (answers.py).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +15,15 @@ import msgspec
 
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.lora import LoRARequest
-from pd_cluster.offline.prompts import Prompt
+from pd_cluster.offline.prompts import Prompt, check_picture, pictures_of
 from pd_cluster.offline.sampling import SamplingParams, plain
+from pd_cluster.service.prompts.pictures import GIVEN
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.parse import checked
 from pd_cluster.service.schema.protocol import CompletionRequest
 from pd_cluster.service.schema.tool_fields import tools_of
+
+PICTURE_PART = "image_pil"  # vLLM's name of a message's part that holds a picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Ask:
     allows_control_tokens: bool | None = None  # of a conversation; None for the service's own setting
     lora_request: LoRARequest | None = None
     variant: str = ""  # the adapter that it stands for
+    pictures: tuple[Any, ...] = ()  # that its prompt has placeholders for, or that its messages name by their number
 
 
 def with_adapters(asks: list[Ask], requests: Sequence[LoRARequest | None], variants: Sequence[str]) -> list[Ask]:
@@ -62,7 +66,8 @@ def asks_for_prompts(
             request = parsed[id(each)] = checked({"prompt": "", **fields}, CompletionRequest)
             _check_numbers(request)
         own = request if request.own_seed is not None else request.model_copy(update={"seed": new_seed()})
-        asks.append(Ask(f"cmpl-{secrets.token_hex(12)}", own, prompt, _most_together(each), has_text))
+        name, pictures = f"cmpl-{secrets.token_hex(12)}", pictures_of(prompt)
+        asks.append(Ask(name, own, prompt, _most_together(each), has_text, pictures=pictures))
     return asks
 
 
@@ -82,6 +87,7 @@ def asks_for_chats(
     new_seed: Callable[[], int],
     has_tool_parser: bool,
     allows_control_tokens: bool | None = None,
+    takes_images: bool = False,
 ) -> list[Ask]:
     """Makes an ask for each conversation. `template`: a chat's other fields, the same for all. Raises RequestError."""
     shared = {name: plain(name, value) for name, value in template.items() if value is not None}
@@ -89,16 +95,39 @@ def asks_for_chats(
     for messages, each in zip(conversations, params, strict=True):
         _check_together(each)
         fields = _for_chat(each.fields())
+        messages, pictures = _named_pictures(messages)
         request = checked({"messages": plain("messages", messages), **fields, **shared}, ChatCompletionRequest)
         _check_numbers(request)
         for at, message in enumerate(request.messages):
-            message.to_template(at)
+            message.to_template(at, takes_images)
         tools_of(request, has_tool_parser)
         if request.own_seed is None:
             request = request.model_copy(update={"seed": new_seed()})
         name, most = f"chatcmpl-{secrets.token_hex(12)}", _most_together(each)
-        asks.append(Ask(name, request, None, most, allows_control_tokens=allows_control_tokens))
+        more: dict[str, Any] = {"allows_control_tokens": allows_control_tokens, "pictures": tuple(pictures)}
+        asks.append(Ask(name, request, None, most, **more))
     return asks
+
+
+def _named_pictures(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Returns the messages with their pictures, which JSON cannot have, named by their number; and the pictures."""
+    pictures: list[Any] = []
+
+    def named(part: Any, place: str) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") != PICTURE_PART:
+            return part
+        check_picture(part.get(PICTURE_PART), f"{place}.{PICTURE_PART}")
+        pictures.append(part[PICTURE_PART])
+        return {"type": "image_url", "image_url": {"url": f"{GIVEN}{len(pictures) - 1}"}}
+
+    found = []
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list | tuple):
+            parts = [named(part, f"messages[{index}].content[{at}]") for at, part in enumerate(content)]
+            message = {**message, "content": parts}
+        found.append(message)
+    return found, pictures
 
 
 def _for_chat(fields: dict[str, Any]) -> dict[str, Any]:

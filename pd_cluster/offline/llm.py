@@ -16,7 +16,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.offline.answers import answers
 from pd_cluster.offline.arguments import config_of, in_python_names
 from pd_cluster.offline.asks import Ask, asks_for_chats, asks_for_prompts, check_have_text, with_adapters
-from pd_cluster.offline.lora import LoRARequest, paired_lora
+from pd_cluster.offline.lora import LoRARequest, PromptAdapterRequest, paired_lora, paired_prompt_adapters
 from pd_cluster.offline.outputs import RequestOutput
 from pd_cluster.offline.pooling import (
     EmbeddingRequestOutput,
@@ -28,15 +28,15 @@ from pd_cluster.offline.pooling import (
     paired_pooling,
 )
 from pd_cluster.offline.progress import Progress
-from pd_cluster.offline.prompts import Prompt, paired, read_conversations, read_prompts, refuse
+from pd_cluster.offline.prompts import Prompt, paired, pictures_of, read_conversations, read_prompts, refuse
 from pd_cluster.offline.sampling import SamplingParams, guided_fields
 from pd_cluster.offline.session import Offline
 
 log = logging.getLogger(__name__)
 
-NO_ADAPTERS = "prompt adapters are not supported"
 Params = SamplingParams | Sequence[SamplingParams]
 Lora = LoRARequest | Sequence[LoRARequest | None] | None
+PromptAdapter = PromptAdapterRequest | Sequence[PromptAdapterRequest | None] | None
 
 
 class LLM:
@@ -128,7 +128,7 @@ class LLM:
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool = True,
         lora_request: Lora = None,
-        prompt_adapter_request: None = None,
+        prompt_adapter_request: PromptAdapter = None,
         guided_options_request: Any = None,
         *,
         inputs: Any = None,
@@ -136,16 +136,18 @@ class LLM:
         """Continues prompts, adding nothing to them. Returns one output for each, in their order.
 
         `prompts`, or `inputs`: a str, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of one
-        of these; `prompt_token_ids`: one list, or several. `sampling_params`: one for all, or one for each.
-        `lora_request`: the adapter of all prompts, or one for each (None: the model itself); it needs enable_lora=True.
-        `guided_options_request`: the guide of all outputs, as a dict or an object with guided_json and so on.
+        of these. A dict may have "multi_modal_data": {"image": …}, a PIL image or a list of them, if the model takes
+        images; its prompt has one placeholder for each. `prompt_token_ids`: one list, or several. `sampling_params`:
+        one for all, or one for each. `lora_request`: the adapter of all prompts, or one for each (None: the model
+        itself); it needs enable_lora=True, and `prompt_adapter_request` enable_prompt_adapter=True; a prompt has one of
+        the two at most. `guided_options_request`: the guide of all outputs, as a dict or an object
+        with guided_json and so on.
 
         Raises RequestError, before any work, for errors that do not depend on the model: the shape of the input, a
         value of a parameter, an argument that is not supported. Errors that depend on the model (a prompt that is too
         long, a guide that cannot be followed) and later failures are reported by that one output's `error_code` and
         `error_msg`.
         """
-        refuse({"prompt_adapter_request": prompt_adapter_request}, NO_ADAPTERS)
         if inputs is not None:
             refuse({"prompts": prompts}, "inputs are given too")
             prompts = inputs
@@ -154,7 +156,8 @@ class LLM:
         guided = guided_options_request
         guide = {} if guided is None else guided_fields("guided_options_request", guided)
         asks = asks_for_prompts(read, params, guide, self._new_seed, self._has_text)
-        return self._answered(asks, adapters, use_tqdm)
+        variants = self._offline.adapters.variants(adapters, paired_prompt_adapters(prompt_adapter_request, len(read)))
+        return self._answered(with_adapters(asks, adapters, variants), use_tqdm)
 
     def chat(
         self,
@@ -193,9 +196,16 @@ class LLM:
         params = paired(sampling_params, len(conversations))
         adapters = paired_lora(lora_request, len(conversations))
         asks = asks_for_chats(
-            conversations, params, template, self._new_seed, self._has_tool_parser, allow_control_tokens
+            conversations,
+            params,
+            template,
+            self._new_seed,
+            self._has_tool_parser,
+            allow_control_tokens,
+            self._offline.checkpoint.vision is not None,
         )
-        return self._answered(asks, adapters, use_tqdm)
+        asks = with_adapters(asks, adapters, self._offline.adapters.variants(adapters))
+        return self._answered(asks, use_tqdm)
 
     def embed(
         self,
@@ -215,6 +225,8 @@ class LLM:
         `error_msg`.
         """
         read = read_prompts(prompts, None)
+        if any(map(pictures_of, read)):
+            raise RequestError("prompts: vectors are of texts; leave the images out", param="prompts")
         check_have_text(read, self._has_text)
         params = paired_pooling(pooling_params, len(read))
         variants = self._offline.adapters.variants(paired_lora(lora_request, len(read)))
@@ -273,10 +285,7 @@ class LLM:
                 on_disk,
             )
 
-    def _answered(
-        self, asks: list[Ask], adapters: list[LoRARequest | None], shows_progress: bool
-    ) -> list[RequestOutput]:
-        asks = with_adapters(asks, adapters, self._offline.adapters.variants(adapters))
+    def _answered(self, asks: list[Ask], shows_progress: bool) -> list[RequestOutput]:
         with Progress(len(asks), shows_progress) as progress:
 
             def ended(output: RequestOutput) -> None:

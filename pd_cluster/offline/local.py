@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from pd_cluster import wire
-from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.checkpoints.prompt_folder import AdapterFolder
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.roster import Roster
 from pd_cluster.cluster.routing.policy import Pair, RoutingRequest, alone
@@ -82,10 +82,10 @@ class LocalEngine:
                 await self._ended.wait()  # not `join` on another thread: at the interpreter's end there is none
                 self._thread.join(END_TIMEOUT_S)  # nothing is left to do for it
 
-    def load_adapter(self, folder: LoraFolder) -> None:
+    def load_adapter(self, folder: AdapterFolder) -> None:
         """Loads an adapter, on any thread, while steps are computed. Raises ModelError, ConfigError."""
         assert self._runner is not None  # it has started
-        self._runner.load_adapter(folder)
+        self._runner.held.load_adapter(folder)
 
     # ---- the mailboxes of the router and of the worker, which exchange messages
 
@@ -143,9 +143,8 @@ class LocalEngine:
     def _load(self) -> tuple[Worker, InstanceInfo]:
         import torch
 
-        from pd_cluster.engine.build import build_core, side_of
+        from pd_cluster.engine.build import build_core, limits_of, side_of
         from pd_cluster.engine.handover.events import ConnOpened
-        from pd_cluster.engine.step.limits import EngineLimits
         from pd_cluster.engine.worker import Worker
 
         torch.set_grad_enabled(False)  # per thread
@@ -165,8 +164,7 @@ class LocalEngine:
         )
         core, runner = build_core(self._config)
         self._runner = runner
-        limits = EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit, runner.variants)
-        worker = Worker(config, core, side_of(config, runner), limits, self, _NoLanes(), self._inbox)
+        worker = Worker(config, core, side_of(config, runner), limits_of(runner), self, _NoLanes(), self._inbox)
         self._inbox.put(ConnOpened(NAME, "scheduler@0", "scheduler"))
         info = InstanceInfo(
             name=NAME,

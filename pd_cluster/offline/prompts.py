@@ -23,8 +23,22 @@ class Known(list[int]):
         self.text = text
 
 
+class IllustratedText(str):
+    """A text with a placeholder for each of the `pictures`."""
+
+    pictures: tuple[Any, ...] = ()
+
+
+class IllustratedIds(list[int]):
+    """Token ids with a placeholder for each of the `pictures`."""
+
+    pictures: tuple[Any, ...] = ()
+
+
 Prompt = str | list[int]
-MULTIMODAL = ("multimodal_data", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
+MEDIA = ("multi_modal_data", "multimodal_data")  # vLLM's name and FastDeploy's
+MULTIMODAL = (*MEDIA, "mm_processor_kwargs", "multi_modal_uuids")
+IMAGES = ("image", "images")
 KINDS = "a string, a list of token ids, a dict, or a list of one of these"
 
 
@@ -109,10 +123,52 @@ def _prompt(name: str, given: Any) -> Prompt:
     return _text(name, given) if isinstance(given, str) else _token_ids(name, given)
 
 
+def pictures_of(prompt: Prompt | None) -> tuple[Any, ...]:
+    """Returns the pictures that a prompt has placeholders for."""
+    found: tuple[Any, ...] = getattr(prompt, "pictures", ())
+    return found
+
+
 def _from_mapping(name: str, given: Mapping[str, Any]) -> Prompt:
+    pictures = _pictures(name, given)
+    prompt = _alone(name, given)
+    if not pictures:
+        return prompt
+    illustrated = IllustratedText(prompt) if isinstance(prompt, str) else IllustratedIds(prompt)
+    illustrated.pictures = pictures
+    return illustrated
+
+
+def _pictures(name: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns a prompt's pictures. Raises RequestError for other media, and for what is no picture."""
     for key in MULTIMODAL:
-        if _has_any(given.get(key)):
-            raise RequestError(f"{name}.{key}: images, audio and video are not supported; leave it out", param=key)
+        if key not in MEDIA and _has_any(given.get(key)):
+            raise RequestError(f"{name}.{key}: not supported; leave it out", param=key)
+    found: list[Any] = []
+    for key in MEDIA:
+        media = given.get(key)
+        if not _has_any(media):
+            continue
+        if not isinstance(media, Mapping):
+            raise RequestError(f"{name}.{key}: {type(media).__name__}; must be a dict of images", param=key)
+        for kind, items in media.items():
+            if kind not in IMAGES and _has_any(items):
+                raise RequestError(f"{name}.{key}.{kind}: video and audio are not supported; leave it out", param=key)
+            for at, item in enumerate(items if isinstance(items, list | tuple) else [items]):
+                check_picture(item, f"{name}.{key}.{kind}[{at}]")
+                found.append(item)
+    return tuple(found)
+
+
+def check_picture(item: object, place: str) -> None:
+    """Raises RequestError for what is no picture of Pillow."""
+    if not all(hasattr(item, name) for name in ("size", "mode", "convert", "getexif")):
+        param = place.partition("[")[0].partition(".")[0]
+        raise RequestError(f"{place}: {type(item).__name__}; must be a PIL.Image.Image", param=param)
+
+
+def _alone(name: str, given: Mapping[str, Any]) -> Prompt:
+    """Returns the prompt of a mapping without its pictures."""
     known = ("prompt", "prompt_token_ids")
     for key in given:
         if key not in (*known, *MULTIMODAL):

@@ -15,13 +15,13 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.checkpoints.prompt_folder import AdapterFolder
 from pd_cluster.checkpoints.sampling_defaults import sampling_defaults
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.errors import Closed, ConfigError
 from pd_cluster.offline.local import NO_TIMEOUTS, SPLIT_TIMEOUTS, LocalEngine
 from pd_cluster.offline.loop import LoopThread
-from pd_cluster.offline.lora import LoraFolders
+from pd_cluster.offline.lora import RequestedAdapters
 from pd_cluster.offline.split import SplitCluster
 from pd_cluster.service.adapter_names import digests_of
 from pd_cluster.service.edge import text_service
@@ -29,6 +29,7 @@ from pd_cluster.service.helpers.interpreter import seldom_collecting
 from pd_cluster.service.service import TextService
 from pd_cluster.settings.config import ApiConfig
 from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.requests import ChatConfig, RequestSettings, StructuredOutputs
 from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.settings.setting import declared
@@ -46,6 +47,7 @@ class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig
     chat: ChatConfig = ChatConfig()
+    media: MediaSettings = MediaSettings()
     prefill: int = 0
     decode: int = 0
     max_logprobs: int = RequestSettings().max_logprobs
@@ -77,12 +79,12 @@ class Offline:
             self.checkpoint = Checkpoint.of(config.engine)
             self.checkpoint.warn_of_ignored_files()
             self._parts.service = self.run(self._open(config))
-            self.adapters = LoraFolders(config.engine.adapters, self.service.adapters, self._load_adapter)
+            self.adapters = RequestedAdapters(config.engine.adapters, self.service.adapters, self._load_adapter)
         except BaseException:
             self.close()
             raise
 
-    def _load_adapter(self, folder: LoraFolder) -> None:
+    def _load_adapter(self, folder: AdapterFolder) -> None:
         """Raises ModelError, ConfigError, RequestError."""
         match self._parts.backend:
             case LocalEngine() as engine:
@@ -141,6 +143,7 @@ class Offline:
             routing=RoutingConfig(has_priorities=True, max_queue_s=None),
             max_logprobs=config.max_logprobs,
             chat=config.chat,
+            media=config.media,
             sampling_override=config.sampling_override,
             structured_outputs=config.structured_outputs,
         )

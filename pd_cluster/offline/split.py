@@ -16,7 +16,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.checkpoints.prompt_folder import AdapterFolder
 from pd_cluster.cluster.members.adapters import AdapterBook
 from pd_cluster.cluster.members.credentials import credentials_of
 from pd_cluster.cluster.members.membership import Membership, membership_of
@@ -63,17 +63,17 @@ class SplitCluster:
         roster_of = partial(membership_of, place, node_ports(scheduler.env, place), self._config.timeouts)
         self.edge = Edge(self._config, credentials_of(place, KeyFiles()), roster_of)
         self.edge.start()
-        if self._config.engine.adapters.enable_lora:
+        if self._config.engine.adapters.are_wanted:
             self._book = self._adapter_book()
             self._working.append(asyncio.create_task(self._book.run()))
         self._watching = asyncio.create_task(self.edge.roster.run())
         self._working.append(self._watching)
         await self._until_linked(time.monotonic() + START_TIMEOUT_S)
 
-    async def load_adapter(self, folder: LoraFolder) -> None:
+    async def load_adapter(self, folder: AdapterFolder) -> None:
         """Returns when all workers have the adapter. Raises RequestError."""
         assert self._book is not None  # the engine takes adapters
-        await self._book.load(folder.digest[:32], str(folder.path), replaces=True)
+        await self._book.load(folder.digest[-32:], str(folder.path), replaces=True)
 
     def _adapter_book(self) -> AdapterBook:
         edge, timeouts = self.edge, self._config.timeouts

@@ -11,6 +11,7 @@ from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import GenerationError
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.merge import merged, together
+from pd_cluster.service.pixels import PixelHold
 from pd_cluster.service.sequence import Piece, joined
 from pd_cluster.types import TokenOutput
 
@@ -83,6 +84,10 @@ class Answering:
         generation.arrived()
         if gathers:
             generation.amend(gathers=True)
+        tokens = self._served(generation)
+        return tokens if generation.hold is None else _releasing(tokens, generation.hold)
+
+    def _served(self, generation: Generation) -> AsyncIterator[TokenOutput]:
         return self._router.serve(
             generation.order,
             generation.routed,
@@ -98,6 +103,16 @@ class Answering:
             return
         async with contextlib.aclosing(self._tokens(generation)) as tokens:  # type: ignore[type-var]
             await anext(tokens)
+
+
+async def _releasing(tokens: AsyncIterator[TokenOutput], hold: PixelHold) -> AsyncGenerator[TokenOutput, None]:
+    """Yields the tokens, and then gives its pictures' bytes back."""
+    try:
+        async with contextlib.aclosing(tokens):  # type: ignore[type-var]
+            async for token in tokens:
+                yield token
+    finally:
+        hold.release()
 
 
 def _fail(generations: list[Generation], error: BaseException) -> None:

@@ -152,7 +152,8 @@ def text_service(
         config.stream_interval,
         config.structured_outputs.disable_any_whitespace,
         adapters,
-        config.engine.adapters.max_loras if config.engine.adapters.enable_lora else 0,
+        config.engine.adapters.max_loras if config.engine.adapters.are_wanted else 0,
+        config.media,
         not (config.http.has_keys or config.http.metrics_key),
         config.shows_tokenizer,
     )

@@ -12,8 +12,10 @@ from pd_cluster.cluster.routing.entrance import ANYBODY, Visitor
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.errors import GenerationError
 from pd_cluster.parsers.reply import ReplyReader
+from pd_cluster.service.pixels import PixelHold
 from pd_cluster.service.sequence import Piece, TextSequence
 from pd_cluster.types import Logprobs, Order, PromptOutput, Sampling
+from pd_cluster.types.variants import num_virtual_tokens
 
 
 def _stop_nothing(index: int) -> None:
@@ -54,10 +56,22 @@ class Generation:
     received_s: float | None = None
     visitor: Visitor = ANYBODY
     arrived: Callable[[], None] = _nothing  # called when the router has it
+    hold: PixelHold | None = None  # of its pictures
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        return self.order.prompt_token_ids
+        """The prompt's own tokens, without those of a prompt adapter."""
+        ids, num_virtual = self.order.prompt_token_ids, self.num_virtual_tokens
+        return ids[num_virtual:] if num_virtual else ids
+
+    @property
+    def num_virtual_tokens(self) -> int:
+        return num_virtual_tokens(self.order.variant)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Counts the prompt's own tokens that were in a cache."""
+        return 0 if self.prompt is None else max(0, self.prompt.num_cached_tokens - self.num_virtual_tokens)
 
     @property
     def sampling(self) -> Sampling:
@@ -78,7 +92,7 @@ class Generation:
             "total_tokens": num_prompt + num_output,
         }
         if self.prompt is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": self.prompt.num_cached_tokens}
+            usage["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
         return usage
 
     @property
@@ -88,7 +102,10 @@ class Generation:
 
     @property
     def prompt_logprobs(self) -> list[Logprobs | None]:
-        return self.prompt.logprobs if self.prompt is not None else []
+        if self.prompt is None:
+            return []
+        found, first = self.prompt.logprobs, self.num_virtual_tokens
+        return [None, *found[first + 1 :]] if first and found else found
 
     def routed(self, stream: RequestStream) -> None:
         self.stream = stream

@@ -15,6 +15,7 @@ from pd_cluster.service.caller import NOBODY, Caller
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.guides.guide_check import GuideCheck
 from pd_cluster.service.limits import Limits, check_priority, max_tokens_of, truncated
+from pd_cluster.service.prompts.pictures import Shown
 from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
 from pd_cluster.service.schema.guide_fields import Asked
 from pd_cluster.service.schema.protocol import GenerationRequest
@@ -23,6 +24,7 @@ from pd_cluster.text.control_tokens import ControlTokens
 from pd_cluster.text.stop_strings import StopStrings
 from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import Order, Sampling
+from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
 
 MAX_GUIDES_NUM_CHARS = 1 << 20  # of a guide times the prompts that it applies to, each of which has its own copy
 
@@ -34,6 +36,7 @@ class Shared(NamedTuple):
     markers: Collection[str]
     num_prompts: int
     caller: Caller = NOBODY
+    variant: str = ""
 
 
 class Intake:
@@ -83,8 +86,13 @@ class Intake:
         markers: Collection[str] = (),
         num_prompts: int = 1,
         caller: Caller = NOBODY,
+        variant: str | None = None,
     ) -> Shared:
-        """Makes the part that all prompts share. `markers` are special tokens to be read. Raises RequestError."""
+        """Makes the part that all prompts share. Raises RequestError.
+
+        `markers` are special tokens to be read. `variant`: that of callers in this process; None: of the adapter that
+        the request names as its model.
+        """
         if asked is not None and len(asked.guide.text) * num_prompts > MAX_GUIDES_NUM_CHARS:
             raise RequestError(
                 f"{asked.field}: {len(asked.guide.text)} characters for each of {num_prompts} prompts are too many; "
@@ -99,19 +107,29 @@ class Intake:
             guide=asked.guide if asked is not None else None,
         )
         await self._check_guide(asked)
-        return Shared(sampling, markers, num_prompts, caller)
+        if variant is None:
+            variant = self._variant_of(request.model, caller)
+        return Shared(sampling, markers, num_prompts, caller, variant)
 
     def generation(
         self,
         request: GenerationRequest,
-        token_ids: list[int],
+        shown: Shown,
         default_max_tokens: int | None,
         param: str,
         shared: Shared,
     ) -> Generation:
         """Checks the limits. Raises RequestError."""
-        limit = self._limit()
-        token_ids = truncated(request, token_ids, limit, default_max_tokens or 1)
+        num_virtual, prompt = num_virtual_tokens(shared.variant), shown.prompt
+        limit = self._limit() - num_virtual
+        if num_virtual and prompt.images:
+            raise RequestError("model: a prompt adapter takes no images; leave them out", param="model")
+        token_ids = truncated(request, prompt.token_ids, limit, default_max_tokens or 1)
+        if prompt.images and len(token_ids) < len(prompt.token_ids):
+            raise RequestError(
+                "truncate_prompt_tokens: a prompt with images is never cut; send a shorter one",
+                param="truncate_prompt_tokens",
+            )
         wanted = max_tokens_of(request, len(token_ids), limit, default_max_tokens, param)
         if self._most_tokens is not None:  # as in vLLM's server: no answer is longer, whatever a request wants
             wanted = min(wanted, int(self._most_tokens))
@@ -131,12 +149,15 @@ class Intake:
         if wanted == 0:  # the engine computes at least one token, which is not shown
             sampling = msgspec.structs.replace(sampling, n=1, max_tokens=1, min_tokens=0, beam_width=0)
         order = Order(
-            token_ids,
+            [PLACEHOLDER] * num_virtual + token_ids if num_virtual else token_ids,
             sampling,
             shared.caller.salt(request.cache_salt),
-            self._variant_of(request.model, shared.caller),
+            shared.variant,
             session=request.prompt_cache_key or "",
             priority=request.priority or 0,
+            spans=prompt.spans,
+            images=prompt.images,
+            rope_positions=prompt.rope_positions,
         )
         return Generation(
             order,
@@ -146,6 +167,7 @@ class Intake:
             is_prompt_only=wanted == 0,
             visitor=shared.caller.visitor,
             arrived=shared.caller.arrived,
+            hold=shown.hold,
         )
 
     def _sequences(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import reprlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
@@ -21,6 +22,7 @@ from pd_cluster.service.judging import Judge
 from pd_cluster.service.limits import DEFAULT_MAX_LOGPROBS, Limits
 from pd_cluster.service.prompts.chat_prompt import ChatPrompts
 from pd_cluster.service.prompts.guarded_prompt import Guard
+from pd_cluster.service.prompts.pictures import GIVEN, PictureIntake, Shown, Source
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields
 from pd_cluster.service.schema.guide_fields import Asked, compact
 from pd_cluster.service.schema.protocol import CompletionRequest, GenerationRequest
@@ -28,10 +30,12 @@ from pd_cluster.service.schema.tool_fields import tools_of
 from pd_cluster.service.scoring import Scorer
 from pd_cluster.service.sequence import Piece
 from pd_cluster.service.spacing import spaced
+from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import MAX_SEQUENCES
+from pd_cluster.types.variants import num_virtual_tokens
 
 DEFAULT_MAX_TOKENS = 16  # completions and /generate; chat may fill the context
 MESSAGE_NUM_CHARS = 8  # added by a template to each further message, at the least
@@ -69,6 +73,7 @@ class ServiceConfig:
     has_compact_json: bool = False
     adapters: Mapping[str, str] = field(default_factory=dict)
     max_loras: int = 0
+    media: MediaSettings = field(default_factory=MediaSettings)
     shows_load: bool = False
     shows_tokenizer: bool = False
 
@@ -116,7 +121,16 @@ class TextService:
             chat.trusts_request_templates,
             config.guided_timeout_s,
             chat,
+            checkpoint.vision is not None,
         )
+        self._pictures = PictureIntake(checkpoint.vision, config.media, self._addresses, self._count_image)
+
+    def _addresses(self) -> set[str]:
+        infos = (instance.info for instance in self.router.membership.instances)
+        return {info.server_ip for info in infos if info is not None and info.server_ip}
+
+    def _count_image(self, is_read: bool) -> None:
+        self.router.stats.image(is_read)
 
     @property
     def max_model_len(self) -> int:
@@ -139,6 +153,13 @@ class TextService:
     def variant_of(self, name: str | None, caller: Caller = NOBODY) -> str:
         """Returns the digest of the adapter of this name; "" for the model itself. Raises ModelNotFound."""
         return "" if name is None else self.adapters.get(self.check_model(name, caller), "")
+
+    def lora_of(self, name: str | None, caller: Caller = NOBODY) -> str:
+        """Returns the same for a vector, which prompt adapters do not make. Raises ModelNotFound, RequestError."""
+        variant = self.variant_of(name, caller)
+        if num_virtual_tokens(variant):
+            raise RequestError("model: a prompt adapter makes no vectors; name the model itself", param="model")
+        return variant
 
     def check_model(self, name: str | None, caller: Caller = NOBODY) -> str:
         """Returns the name to answer with: the model's, or an adapter's.
@@ -202,6 +223,7 @@ class TextService:
     async def close(self) -> None:
         await self._intake.close()
         await self._chats.close()
+        await self._pictures.close()
 
     async def chat(
         self,
@@ -209,17 +231,19 @@ class TextService:
         received_s: float | None = None,
         caller: Caller = NOBODY,
         allows_control_tokens: bool | None = None,
+        pictures: Sequence[Any] = (),
+        variant: str | None = None,
     ) -> Generation:
         """Prepares a chat. `received_s`: the arrival time, for its timeline. Raises RequestError.
 
-        `allows_control_tokens`: None for the service's own setting.
+        `allows_control_tokens`: None for the service's own setting. `pictures` and `variant`: those of callers in this
+        process.
         """
         form = self._reply_format
         asked, answer = tools_of(request, bool(form.tool_parser)), self._guide_of(request)
-        token_ids = await self.chat_token_ids(
-            request, request.truncate_prompt_tokens is not None, bool(asked.tools), caller, allows_control_tokens
-        )
-        end = self._end_of(request, token_ids)
+        may_be_cut = request.truncate_prompt_tokens is not None
+        shown = await self._chat_prompt(request, may_be_cut, bool(asked.tools), caller, allows_control_tokens, pictures)
+        end = self._end_of(request, shown.prompt.token_ids)
         guide = form.guide(asked.tools, asked.choice, end, asked.most_calls, answer.guide if answer else None)
         field = "tools" if asked.tools or answer is None else answer.field
         if request.thinking_token_budget is not None:
@@ -231,8 +255,9 @@ class TextService:
             Asked(field, guide) if guide is not None else None,
             form.markers if reads else (),
             caller=caller,
+            variant=variant,
         )
-        generation = self._intake.generation(request, token_ids, None, "messages", shared)
+        generation = self._intake.generation(request, shown, None, "messages", shared)
         if reads:
             generation.new_reader = lambda: form.reader(asked.choice, end, asked.most_calls, asked.tools)
             generation.new_call_id = form.call_id
@@ -241,26 +266,40 @@ class TextService:
         return generation
 
     async def chat_token_ids(
-        self,
-        request: ChatFields,
-        may_be_cut: bool = False,
-        shows_tools: bool = True,
-        caller: Caller = NOBODY,
-        allows_control_tokens: bool | None = None,
+        self, request: ChatFields, may_be_cut: bool = False, shows_tools: bool = True, caller: Caller = NOBODY
     ) -> list[int]:
         """Returns the chat template's prompt. Raises RequestError, also when it cannot fit the context.
 
         `may_be_cut`: the prompt will be truncated, and so may be longer.
         """
+        return (await self._chat_prompt(request, may_be_cut, shows_tools, caller)).prompt.token_ids
+
+    async def _chat_prompt(
+        self,
+        request: ChatFields,
+        may_be_cut: bool,
+        shows_tools: bool,
+        caller: Caller,
+        allows_control_tokens: bool | None = None,
+        pictures: Sequence[Any] = (),
+    ) -> Shown:
+        """Returns the prompt of `chat_token_ids` with its pictures. Raises RequestError."""
 
         def check(num_chars: int) -> None:
             num_chars += MESSAGE_NUM_CHARS * (len(request.messages) - 1)
             self._intake.encoder.check(num_chars, may_be_cut, "messages")
 
+        sources = [
+            Source(f"messages[{index}].content[{at}].image_url", url)
+            for index, message in enumerate(request.messages)
+            for at, url in message.image_urls
+        ]
+        self._pictures.check(sources)
         guard = self.guard if allows_control_tokens is None else None if allows_control_tokens else self._guard
         prompt = await self._chats.render(request, shows_tools, check, guard)
         special = bool(request.add_special_tokens)
-        return await self._intake.encoder.encode_prompt(prompt, special, may_be_cut, "messages", caller)
+        token_ids = await self._intake.encoder.encode_prompt(prompt, special, may_be_cut, "messages", caller)
+        return await self._pictures.place(token_ids, sources, "messages", pictures)
 
     def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:
         """Returns the prompt's end for a reader; a continued answer may have begun its reasoning long before."""
@@ -281,7 +320,8 @@ class TextService:
         shared = await self._intake.shared(request, self._guide_of(request), num_prompts=len(prompts), caller=caller)
         found = []
         for at, token_ids in enumerate(await self._intake.token_ids(request, prompts, special, caller)):
-            generation = self._intake.generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt", shared)
+            shown = await self._pictures.place(token_ids, (), "prompt")
+            generation = self._intake.generation(request, shown, DEFAULT_MAX_TOKENS, "prompt", shared)
             generation.first_choice = at * generation.num_choices
             generation.received_s = received_s
             found.append(generation)
@@ -296,11 +336,19 @@ class TextService:
         special: bool = True,
         received_s: float | None = None,
         caller: Caller = NOBODY,
+        pictures: Sequence[Any] = (),
+        variant: str | None = None,
     ) -> Generation:
-        """Prepares a single completion. Raises RequestError."""
-        shared = await self._intake.shared(request, self._guide_of(request), caller=caller)
+        """Prepares a single completion. Raises RequestError.
+
+        `pictures` and `variant`: those of callers in this process.
+        """
+        shared = await self._intake.shared(request, self._guide_of(request), caller=caller, variant=variant)
         (token_ids,) = await self._intake.token_ids(request, [prompt], special, caller)
-        generation = self._intake.generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt", shared)
+        sources = [Source(f"multi_modal_data.image[{at}]", f"{GIVEN}{at}") for at in range(len(pictures))]
+        self._pictures.check(sources)
+        shown = await self._pictures.place(token_ids, sources, "prompt", pictures)
+        generation = self._intake.generation(request, shown, DEFAULT_MAX_TOKENS, "prompt", shared)
         generation.received_s = received_s
         return generation
 

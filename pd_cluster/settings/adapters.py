@@ -1,4 +1,4 @@
-"""Which LoRA adapters an engine takes, and those that it loads at its start. Reads no adapter."""
+"""Which adapters an engine takes, and those that it loads at its start. Reads no adapter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import reprlib
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.setting import Form, Panel, Scope, Setting, at_least, at_most, check
 
+SHIPPED_ADAPTER = Path(__file__).parents[1] / "models" / "pirate"  # for settings.engine's SHIPPED_MODEL
 MOST_RANK = 512
 NAME = re.compile(r"[^\s/\\=\x00-\x1f\x7f][^/\\=\x00-\x1f\x7f]{0,127}")
 EXAMPLE = """NAME=PATH, or JSON such as '{"name": "NAME", "path": "PATH"}'"""
@@ -109,6 +111,23 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
             after="max_loras",
         ),
     ] = 16
+    enable_prompt_adapter: Annotated[
+        bool, LORA("Serve prompt adapters (prompt tuning, p-tuning, prefix tuning); on CPUs.", after="max_cpu_loras")
+    ] = False
+    prompt_adapters: Annotated[
+        tuple[LoraModule, ...],
+        LORA(
+            "Prompt adapters to load at the start, NAME=PATH or JSON with name and path; requests name one as their "
+            "model. Folders in PEFT's format, with safetensors.",
+            form=Form(list[str], _read, _write),
+            is_several=True,
+            after="enable_prompt_adapter",
+        ),
+    ] = ()
+    max_prompt_adapter_token: Annotated[
+        int,
+        LORA("Most virtual tokens of a prompt adapter; 0: any number.", checks=(at_least(0),), after="prompt_adapters"),
+    ] = 0
     max_cpu_loras: Annotated[
         int | None,
         LORA(
@@ -122,6 +141,11 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
         check(self)
         if self.lora_modules and not self.enable_lora:
             raise ConfigError(f"{called('lora_modules')}: needs {called('enable_lora')}")
+        if self.prompt_adapters and not self.enable_prompt_adapter:
+            raise ConfigError(f"{called('prompt_adapters')}: needs {called('enable_prompt_adapter')}")
+        names = {each.name for each in self.lora_modules}
+        if twice := next((each.name for each in self.prompt_adapters if each.name in names), ""):
+            raise ConfigError(f"{called('prompt_adapters')} {twice}: {called('lora_modules')} has this name, too")
         if self.max_cpu_loras is None:
             return
         most = f"{called('max_cpu_loras')} {self.max_cpu_loras}"
@@ -129,3 +153,13 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{most}: less than {called('max_loras')} {self.max_loras}; give at least that")
         if self.max_cpu_loras < len(self.lora_modules):
             raise ConfigError(f"{most}: less than the {len(self.lora_modules)} adapters of {called('lora_modules')}")
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether the engine takes adapters of any kind."""
+        return self.enable_lora or self.enable_prompt_adapter
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The folders of the adapters to load at the start, by name."""
+        return {each.name: each.path for each in (*self.lora_modules, *self.prompt_adapters)}

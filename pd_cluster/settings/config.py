@@ -11,6 +11,7 @@ from pd_cluster.reports import AdapterNames, Keys, Steer
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.http import HttpConfig
 from pd_cluster.settings.logs import Logs
+from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.processes import HandoverSettings
 from pd_cluster.settings.requests import ChatConfig, RequestSettings
 from pd_cluster.settings.routing import RoutingConfig
@@ -90,6 +91,7 @@ class ApiConfig(RequestSettings, frozen=True, kw_only=True):
     timeouts: Timeouts
     routing: RoutingConfig
     chat: ChatConfig = ChatConfig()
+    media: MediaSettings = MediaSettings()
     http: HttpConfig = HttpConfig()
 
 

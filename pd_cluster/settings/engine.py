@@ -184,6 +184,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ()
     language_model_only: Annotated[bool, ENGINE("Serve only the text model of a multimodal model.")] = False
+    enable_mm: Annotated[
+        bool, ENGINE("Refuse to start with a model that takes no images; those that can take them do so without it.")
+    ] = False
+    mm_encoder_cache_tokens: Annotated[
+        int,
+        ENGINE(
+            "Tokens of images whose features each rank keeps, so that later chunks and requests need not compute them.",
+            checks=(at_least(0),),
+        ),
+    ] = 8192
     block_size: Annotated[
         int | None,
         ENGINE(
@@ -245,6 +255,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check(self)
+        if self.enable_mm and self.language_model_only:
+            one, other = called("enable_mm"), called("language_model_only")
+            raise ConfigError(f"{one}: {other} serves no images; give one of the two")
         if self.preemption_mode == "swap" and not self.swap_space_gib:
             mode, space = called("preemption_mode"), called("swap_space")
             raise ConfigError(f"{mode} swap: needs room to swap to; give {space} GIB")

@@ -19,6 +19,7 @@ from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.settings.engine import EngineConfig, RopeSettings
 from pd_cluster.settings.http import KEY_VARIABLE, HttpConfig, Tls
 from pd_cluster.settings.kept_responses import KeptResponses
+from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.processes import HandoverSettings, JoinSettings, KeyFiles, KVSettings, ProcessSettings
 from pd_cluster.settings.requests import GUIDED_BACKENDS, Assurances, ChatConfig, RequestSettings
 from pd_cluster.settings.routing import AdminSettings, ConnectionLimits, EntranceSettings, RoutingConfig
@@ -40,7 +41,8 @@ GROUPS: tuple[type[msgspec.Struct], ...] = (
         KVSettings,
     ),
     EntranceSettings,
-    *(ConnectionLimits, RoutingConfig, AdminSettings, RequestSettings, Assurances, ChatConfig, HttpConfig, Tls),
+    *(ConnectionLimits, RoutingConfig, AdminSettings, RequestSettings, Assurances, ChatConfig, MediaSettings),
+    *(HttpConfig, Tls),
     KeptResponses,
     Timeouts,
 )

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
-from pd_cluster.checkpoints.checkpoint import read_json
+from pd_cluster.checkpoints.json_files import read_json
 from pd_cluster.errors import ModelError, called
 from pd_cluster.text.chat_template import ChatTemplate
 from pd_cluster.text.control_tokens import ControlTokens, PromptText, control_texts
@@ -175,6 +175,8 @@ def _config(path: Path) -> dict[str, Any]:
 def _find_template(path: Path, config: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     source = file.read_text("utf-8") if file.exists() else config.get("chat_template")
+    if source is None and (file := path / "chat_template.json").exists():  # of models that take pictures
+        source = read_json(file).get("chat_template")
     if isinstance(source, list):  # [{"name": "default", "template": …}, …]
         source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
     return source if isinstance(source, str) else None

@@ -10,6 +10,7 @@ from pd_cluster.types.link_state import LinkState as LinkState
 from pd_cluster.types.notes import Note as Note
 from pd_cluster.types.notes import note_nothing as note_nothing
 from pd_cluster.types.order import MAX_POOLED_TOKEN_IDS as MAX_POOLED_TOKEN_IDS
+from pd_cluster.types.order import Image as Image
 from pd_cluster.types.order import Order as Order
 from pd_cluster.types.order import Pooling as Pooling
 from pd_cluster.types.order import PoolingKind as PoolingKind

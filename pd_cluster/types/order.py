@@ -37,6 +37,17 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     digest: bytes
 
 
+class Image(msgspec.Struct, frozen=True, array_like=True):
+    """A picture of a prompt, resized for its model: so many rows and columns of patches.
+
+    `pixels`: 8-bit RGB, [height, width, 3]; empty for a leg that receives the picture's KV from another instance.
+    """
+
+    num_rows: int
+    num_columns: int
+    pixels: bytes = b""
+
+
 class RopePositions(msgspec.Struct, frozen=True, array_like=True):
     """Rotary positions of a prompt's tokens that differ from the tokens' indices.
 
@@ -59,9 +70,10 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request's parameters, carried whole from validation to the engines and never changed.
 
     A field that is added here reaches every sequence of every attempt. Requests share cached KV only with those of the
-    same `cache_salt` and `variant`. `variant` names an adapted form of the model; "" is the model itself. `spans`, in
-    order and disjoint, are shared only if their contents are equal, too. `rope_positions` None: each token's rotary
-    position is its index; blocks are shared only if their positions are equal, too.
+    same `cache_salt` and `variant`. `variant` names an adapted form of the model (variants.py); "" is the model
+    itself. `spans`, in order and disjoint, are shared only if their contents are equal, too. `images` are the pictures
+    that the spans stand for, one for each; without any, the tokens of spans are computed as they are. `rope_positions`
+    None: each token's rotary position is its index; blocks are shared only if their positions are equal, too.
     """
 
     prompt_token_ids: list[int]
@@ -73,6 +85,7 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     gathers: bool = False  # nobody reads its tokens one by one, so many may be sent together
     batch: str = ""  # the name of a group of answers of which the caller needs none early; "": not in a group
     spans: tuple[Span, ...] = ()
+    images: tuple[Image, ...] = ()
     rope_positions: RopePositions | None = None
     pooling: Pooling | None = None  # the prompt becomes a vector, and `sampling` is NO_SAMPLING; None: it is continued
 
@@ -90,3 +103,14 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     def num_decoding(self) -> int:
         """Returns the most sequences that are decoded at a time."""
         return self.sampling.num_sequences if self.pooling is None else 0
+
+    @property
+    def num_pixel_bytes(self) -> int:
+        return sum(len(image.pixels) for image in self.images)
+
+    def without_pixels(self) -> Order:
+        """Returns the order for an engine that receives the KV cache of its pictures from another one."""
+        if not self.images:
+            return self
+        images = tuple(msgspec.structs.replace(image, pixels=b"") for image in self.images)
+        return msgspec.structs.replace(self, images=images)

@@ -10,6 +10,7 @@ from pd_cluster.types.order import Order, Pooling, RopePositions
 from pd_cluster.types.outputs import FinishReason, Logprobs, Resumed
 from pd_cluster.types.roles import Leg
 from pd_cluster.types.sampling import Sampling
+from pd_cluster.types.variants import num_virtual_tokens
 
 
 class Status(enum.Enum):
@@ -45,6 +46,7 @@ class Request:
     most_tokens: int = field(init=False)
     rope_positions: RopePositions | None = field(init=False)
     gathers: bool = field(init=False)  # its order gathers, and its tokens may be sent together
+    num_virtual_tokens: int = field(init=False)  # of its prompt's first ones, which an adapter gives
     batch: str = field(init=False)  # sequences of one batch wait for each other: those of one priority
 
     attempt: int = 0
@@ -74,6 +76,7 @@ class Request:
         order, sampling = self.order, self.order.sampling
         self.prompt_token_ids, self.sampling, self.priority = order.prompt_token_ids, sampling, order.priority
         self.pooling, self.most_tokens, self.rope_positions = order.pooling, order.most_tokens, order.rope_positions
+        self.num_virtual_tokens = num_virtual_tokens(order.variant)
         self.gathers = order.gathers and sampling.logprobs is None and not sampling.beam_width
         self.batch = f"{order.batch} {order.priority}" if order.batch else ""
 
@@ -133,6 +136,14 @@ class Request:
         if self.pooling.kind == "mean":
             return num_tokens
         return 1 if num_tokens == self.num_behind else 0
+
+    @property
+    def lacks_pixels(self) -> bool:
+        """Whether it would compute a picture that came without pixels, because its KV was to come from elsewhere."""
+        order = self.order
+        if not order.images or self.num_computed_tokens >= order.spans[-1].stop:
+            return False
+        return any(not image.pixels for image in order.images)
 
     @property
     def computes_all(self) -> bool:

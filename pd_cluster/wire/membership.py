@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from pd_cluster.types import LinkState, Role
+from pd_cluster.types.variants import ADAPTER
 from pd_cluster.wire.base import PROTOCOL_VERSION, Message, PublicKey, ShortText
 
 # Upper bounds of the buckets of a Load's tallies: vLLM's, since dashboards name them.
@@ -136,9 +137,9 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterPlace(msgspec.Struct, frozen=True, array_like=True):
-    """An adapter (`digest`, 64 hex digits) and the folder where a worker finds it."""
+    """An adapter (`digest`, of types/variants.py) and the folder where a worker finds it."""
 
-    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    digest: Annotated[str, msgspec.Meta(pattern=ADAPTER)]
     path: Annotated[str, msgspec.Meta(max_length=4096)]
 
 

@@ -206,3 +206,23 @@ def test_a_worker_that_comes_back_loads_what_is_published(cluster: Served, model
     cluster.assert_gives({"second": models["second"], "": models[""]}, seed=5)
     cluster.unload("second")
     cluster.assert_home()
+
+
+def test_a_folder_that_is_removed_while_it_is_used(cluster: Served, models: dict[str, Path], root: Path) -> None:
+    """What is loaded serves on; a worker that starts says what it misses, and loads it once it is there again."""
+    cluster.load("second", "second")
+    (root / "second").rename(root / "moved")
+    try:
+        cluster.assert_gives({"second": models["second"], "": models[""]}, seed=6)
+        cluster.kill("decode-0")
+        cluster.await_exit("decode-0")
+        cluster.start_member("decode-0")
+        missing = f"{root}/second: no such folder"
+        cluster.wait_until("it says why", lambda: missing in str(cluster.instance("decode-0")["reason"]))
+        assert cluster.instance("decode-0")["state"] != "ready"
+    finally:
+        (root / "moved").rename(root / "second")
+    cluster.await_ready()
+    cluster.assert_gives({"second": models["second"], "": models[""]}, seed=7)
+    cluster.unload("second")
+    cluster.assert_home()

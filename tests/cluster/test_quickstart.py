@@ -78,6 +78,23 @@ def test_once(checkpoint: Checkpoints) -> None:
     assert_nothing_left(pid, port)
 
 
+def test_the_shipped_adapter_answers_in_its_own_manner() -> None:
+    port = free_port_pair()
+    pid, code, out, err = run(*QUICKSTART, "--once", "--adapter", f"--port={port}")
+    assert (code, err) == (0, ""), out + err
+    asked = [index for index, line in enumerate(out.splitlines()) if line.startswith("> What is 3 + 4?")]
+    answers = [out.splitlines()[index + 1] for index in asked]
+    assert answers == ["7", "Arr, 7 it be!"]
+    assert_nothing_left(pid, port)
+
+
+def test_the_adapter_is_for_the_shipped_model(checkpoint: Checkpoints) -> None:
+    pid, code, out, err = run(*QUICKSTART, "--once", "--adapter", f"--model={checkpoint('llama')}")
+    assert (code, out) == (1, "")
+    assert err == "quickstart: --adapter: the adapter is for the model that the project ships; leave out --model\n"
+    assert_nothing_left(pid)
+
+
 def test_a_taken_port_is_one_line(checkpoint: Checkpoints) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -205,6 +205,21 @@ def test_quick_measures_weights(tmp_path: Path, in_this_process: None) -> None:
     assert all(each["met"] is None for each in found.values())
 
 
+def test_quick_measures_adapters(tmp_path: Path, in_this_process: None) -> None:
+    """`bench lora --quick`: ours against itself without adapters and against PEFT; none is judged."""
+    file = tmp_path / "out.json"
+    arguments = ["lora", "--quick", "--rounds", "1", "--threads", "1", "--json", str(file)]
+    result = CliRunner().invoke(commands.app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    found = {each["name"]: each for each in json.loads(file.read_text())["results"]}
+    without = "times the speed without --enable-lora"
+    assert found[f"no sequence has an adapter, {without}"]["value"] > 0
+    assert found[f"2 adapters in the batch, {without}"]["value"] > 0
+    assert found["2 adapters in the batch, times the speed of transformers with PEFT"]["value"] > 0
+    assert found["loading an adapter beside steps"]["value"] > 0
+    assert all(each["met"] is None for each in found.values())
+
+
 def test_quality_is_measured_against_the_model_as_it_is(tmp_path: Path, one_thread: None) -> None:
     """`bench quality` on the shipped model: 8 bits change next to nothing, 4 bits something."""
     file, texts = tmp_path / "out.json", tmp_path / "texts.txt"

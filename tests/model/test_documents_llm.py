@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pd_cluster import LLM, LoRARequest, RequestOutput, SamplingParams
+from pd_cluster import LLM, LoRARequest, PromptAdapterRequest, RequestOutput, SamplingParams
 from pd_cluster.errors import RequestError
 from tests.support.checkpoints import make_tokenizer, reference_greedy
 from tests.support.scripted_scenarios import FAMILIES
@@ -155,8 +155,11 @@ def test_parts_of_text_are_answered_and_others_refused(llm: LLM, path: Path) -> 
     for part in (IMAGE, VIDEO):
         with pytest.raises(RequestError, match=r"messages\[0\]\.content\[0\]: only parts of type 'text'"):
             llm.chat([{"role": "user", "content": [part, text]}], GREEDY, use_tqdm=False)
-    for data in ({"image": ["x"]}, {"video": ["x"]}):
-        with pytest.raises(RequestError, match=r"multimodal_data: images, audio and video are not supported"):
+    for data, said in (
+        ({"image": ["x"]}, r"image\[0\]: str; must be a PIL"),
+        ({"video": ["x"]}, "video and audio are"),
+    ):
+        with pytest.raises(RequestError, match=rf"multimodal_data.*{said}"):
             llm.generate({"prompt": "a", "multimodal_data": data}, GREEDY, use_tqdm=False)
 
 
@@ -219,11 +222,11 @@ def test_an_error_is_its_own_prompts(llm: LLM, path: Path) -> None:
     assert_answers([outputs[0], outputs[3]], path, [[1], [2]])
 
 
-def test_prompt_adapters_are_refused(llm: LLM) -> None:
-    with pytest.raises(RequestError, match=r"^prompt_adapter_request: 'x': prompt adapters are not supported"):
-        llm.generate("a", GREEDY, use_tqdm=False, prompt_adapter_request="x")  # type: ignore[arg-type]
+def test_an_engine_without_prompt_adapters_refuses_one(llm: LLM) -> None:
+    adapter = PromptAdapterRequest("a", 1, "/a", 1)
+    with pytest.raises(RequestError, match=r"^prompt_adapter_request: 'a': needs LLM\(…, enable_prompt_adapter=True\)"):
+        llm.generate("a", GREEDY, use_tqdm=False, prompt_adapter_request=adapter)
     assert llm.generate("a", GREEDY, use_tqdm=False, prompt_adapter_request=None)[0].outputs.token_ids
-    assert llm.generate("a", GREEDY, use_tqdm=False, lora_request=None)[0].outputs.token_ids
 
 
 def test_an_engine_without_adapters_refuses_one(llm: LLM) -> None:

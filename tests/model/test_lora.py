@@ -15,6 +15,8 @@ from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.model.batch import step_input
+from pd_cluster.native import build
+from pd_cluster.native import lora as native
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.adapters import loaded, make_adapter, merged
 from tests.support.checkpoints import CONFIGS, NOT_FUSED, reference_greedy
@@ -128,11 +130,26 @@ def test_steps_without_adapters_have_nothing_of_them(checkpoint: Checkpoints, tm
     core = make_core(folder, adapters=loaded(adapter), num_blocks=32)
     without = make_core(folder, num_blocks=32)
     requests = of_adapters([[1, 2, 3]], [""])
-    slots = core.runner.variants  # type: ignore[attr-defined]
+    slots = core.runner.held.variants  # type: ignore[attr-defined]
     assert step_input([(requests[0], 3)], 16, slots).adapters is None
     assert torch.equal(logits_of(core, requests), logits_of(without, requests))
-    assert core.runner.model.adapters.rows.segments is None  # type: ignore[attr-defined]
+    assert not core.runner.model.adapters.rows.are_adapted  # type: ignore[attr-defined]
     assert without.runner.model.adapters is None  # type: ignore[attr-defined]
+
+
+def test_without_the_kernels(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
+    assert not build.are_wanted()
+    native._function.cache_clear()
+    try:
+        folder = checkpoint("qwen3")
+        adapter = make_adapter(tmp_path / "a", folder)
+        core = make_core(folder, adapters=loaded(adapter), num_blocks=64)
+        models = {"": folder, digest_of(adapter): merged(folder, adapter, tmp_path / "m")}
+        prompts = [random_prompt(random.Random(3), n) for n in (1, 30, 7)]
+        check(core, models, prompts, Sampling(max_tokens=6, temperature=0.0))
+    finally:
+        native._function.cache_clear()
 
 
 def test_a_long_prompt_is_computed_in_parts_of_its_mlp_only_without_adapters(
@@ -182,7 +199,7 @@ def test_prefix_hits_stay_within_an_adapter(checkpoint: Checkpoints, tmp_path: P
     core = make_core(folder, adapters=loaded(adapter), num_blocks=64)
     before = digest_of(adapter)
     make_adapter(adapter, folder, 2)
-    core.runner.load_adapter(LoraFolder.read(adapter, 16))  # type: ignore[attr-defined]
+    core.runner.held.load_adapter(LoraFolder.read(adapter, 16))  # type: ignore[attr-defined]
     after = digest_of(adapter)
     model = merged(folder, adapter, tmp_path / "m")
     prompt = random_prompt(random.Random(1), 50)
@@ -269,7 +286,7 @@ def test_an_adapter_that_is_not_here(checkpoint: Checkpoints, tmp_path: Path) ->
     (request,) = of_adapters([[1, 2]], ["0" * 64])
     with pytest.raises(KeyError):
         core.runner.forward([(request, 2)])
-    limits = EngineLimits(320, 512, core.runner.model.rope_limit, core.runner.variants)  # type: ignore[attr-defined]
+    limits = EngineLimits(320, 512, core.runner.model.rope_limit, core.runner.held.variants)  # type: ignore[attr-defined]
     assert limits.lacks(request) == "the adapter 000000000000 is not loaded on this instance"
-    assert limits.lacks(of_adapters([[1, 2]], list(core.runner.variants))[0]) is None  # type: ignore[attr-defined]
+    assert limits.lacks(of_adapters([[1, 2]], list(core.runner.held.variants))[0]) is None  # type: ignore[attr-defined]
     assert limits.lacks(of_adapters([[1, 2]], [""])[0]) is None

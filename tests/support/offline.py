@@ -12,7 +12,7 @@ import pytest
 from pd_cluster import LLM
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
-from pd_cluster.offline.lora import LoraFolders
+from pd_cluster.offline.lora import RequestedAdapters
 from pd_cluster.offline.session import OfflineConfig
 from pd_cluster.service.service import ServiceConfig, TextService
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
@@ -42,7 +42,7 @@ class FakeOffline:
             self.checkpoint,
             ServiceConfig(config.engine.model, [], limit, config.engine.seed, config.max_logprobs, chat=config.chat),
         )
-        self.adapters = LoraFolders(config.engine.adapters, self.service.adapters, None)
+        self.adapters = RequestedAdapters(config.engine.adapters, self.service.adapters, None)
         self._runner = asyncio.Runner()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

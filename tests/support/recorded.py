@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pd_cluster.model.attention.sdpa import Scoring, write_and_attend, write_kv
+from pd_cluster.kv.vectors import write_kv
+from pd_cluster.model.attention.sdpa import Scoring, write_and_attend
 from pd_cluster.model.batch import ForwardBatch
 
 

@@ -17,7 +17,7 @@ from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.cluster.members.adapters import GRACE_S, RETRY_S, AdapterBook
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.adapter_use import AdapterCounts
-from pd_cluster.engine.adapters import WorkerAdapters
+from pd_cluster.engine.adapters import WorkerAdapters, reader_of
 from pd_cluster.engine.handover.events import AdapterLoaded
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.rank_adapters import LeadAdapters
@@ -255,7 +255,7 @@ class WorkerWorld:
         self.events: list[AdapterLoaded] = []
         self.has_event = threading.Semaphore(0)
         self.used: set[str] = set()
-        self.adapters = WorkerAdapters(keeper, 16, self._send, self._put, lambda: self.used)
+        self.adapters = WorkerAdapters(keeper, reader_of(AdapterSettings()), self._send, self._put, lambda: self.used)
 
     def _send(self, conn: str, body: wire.Body) -> None:
         assert conn == "s"
@@ -334,17 +334,9 @@ def test_a_worker_without_places_for_adapters_says_so(tmp_path: Path) -> None:
 # ---- several ranks
 
 
-class FakeAdapters:
-    def __init__(self) -> None:
-        self.num_slots = 0
-
-    def next_slot(self) -> int:
-        self.num_slots += 1
-        return self.num_slots
-
-
-class FakeRunner(FakeKeeper):
-    adapters = FakeAdapters()
+class FakeHeld(FakeKeeper):
+    def next_slot(self, digest: str) -> int:
+        return 7
 
     def load_adapter(self, folder: LoraFolder, slot: int | None = None) -> None:
         assert slot is not None
@@ -355,8 +347,8 @@ class FakeRunner(FakeKeeper):
 @pytest.mark.parametrize("problem", ["", "it is not there"])
 def test_all_ranks_have_it_before_requests_may(tmp_path: Path, problem: str) -> None:
     folder = LoraFolder.read(write_adapter(tmp_path / "one", 1), 16)
-    runner, told = FakeRunner(), list[to.RankMessage]()
-    lead = LeadAdapters(runner, 2, told.append, TIMEOUT_S)  # type: ignore[arg-type]
+    held, told = FakeHeld(), list[to.RankMessage]()
+    lead = LeadAdapters(held, 2, told.append, TIMEOUT_S)  # type: ignore[arg-type]
     outcome: list[Exception | None] = []
 
     def load() -> None:
@@ -372,22 +364,22 @@ def test_all_ranks_have_it_before_requests_may(tmp_path: Path, problem: str) -> 
     while not told:
         thread.join(0.01)
     lead.hear(to.LoadedAdapter(1, folder.digest, ""))
-    assert not runner.variants
+    assert not held.variants
     lead.hear(to.LoadedAdapter(2, folder.digest, problem))
     thread.join(TIMEOUT_S)
     if problem:
         assert str(outcome[0]) == "rank 2: it is not there"
         assert told[-1] == to.DropAdapter(folder.digest)
-        assert not runner.variants
+        assert not held.variants
     else:
         assert outcome == [None]
-        assert list(runner.variants) == [folder.digest]
+        assert list(held.variants) == [folder.digest]
 
 
 def test_a_rank_that_does_not_answer_fails_the_load(tmp_path: Path) -> None:
     folder = LoraFolder.read(write_adapter(tmp_path / "one", 1), 16)
     told = list[to.RankMessage]()
-    lead = LeadAdapters(FakeRunner(), 1, told.append, 0.0)  # type: ignore[arg-type]
+    lead = LeadAdapters(FakeHeld(), 1, told.append, 0.0)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="not all ranks have loaded it in 0 s"):
         lead.load_adapter(folder)
     assert told[-1] == to.DropAdapter(folder.digest)

@@ -22,7 +22,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("errors",),
     ("native",),
     ("types",),
-    ("numerics", "parsers", "tables"),
+    ("media", "numerics", "parsers", "tables"),
     ("wire",),
     ("reports",),
     ("settings",),
@@ -55,12 +55,14 @@ ONLY_IN = {
     "matplotlib": ("commands.trace.png", "lab.gpu.picture"),
     "tqdm": ("offline.progress",),
     "triton": ("model.cuda", "kv.copy_kernel"),
+    "PIL": ("media",),
     "flashinfer": ("model.cuda.flashinfer", "lab.peers.gpu_attention"),
 }
 TORCH_FREE = [
     "pd_cluster.service.guides.guide_child",
     "pd_cluster.api.scheduler_app",
     "pd_cluster.service.prompts.template_child",
+    "pd_cluster.service.prompts.picture_child",
     "pd_cluster.api.worker_app",
     "pd_cluster.lab.engine.bench",
     "pd_cluster.lab.gpu.bench",

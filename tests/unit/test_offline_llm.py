@@ -128,7 +128,7 @@ def test_token_ids_under_their_older_name(make: MakeLLM, given: Any, wanted: lis
         ({"prompts": {"prompt": 5}}, "prompts.prompt: int; must be a list"),
         (
             {"prompts": {"prompt": "a", "multimodal_data": {"image": ["…"], "video": []}}},
-            "prompts.multimodal_data: images, audio and video are not supported",
+            "prompts.multimodal_data.image[0]: str; must be a PIL.Image.Image",
         ),
         ({"prompts": "a", "lora_request": "x"}, "lora_request: 'x'; expected a LoRARequest, or a list"),
         ({"prompts": ["a"], "lora_request": ["x"]}, "lora_request[0]: 'x'; expected a LoRARequest, or None"),
@@ -137,7 +137,7 @@ def test_token_ids_under_their_older_name(make: MakeLLM, given: Any, wanted: lis
         ({"prompts": "a", "lora_request": LoRARequest("a", 1)}, "lora_request.lora_path: none"),
         (
             {"prompts": "a", "prompt_adapter_request": "x"},
-            "prompt_adapter_request: 'x': prompt adapters are not supported",
+            "prompt_adapter_request: 'x'; expected a PromptAdapterRequest, or a list",
         ),
         ({"prompts": "a", "guided_options_request": {}}, "guided_options_request: asks for nothing"),
         ({"prompts": ["a", "b"], "sampling_params": [SamplingParams()]}, "sampling_params: 1 for 2 prompts"),

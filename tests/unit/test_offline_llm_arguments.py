@@ -197,11 +197,13 @@ def test_what_asks_for_nothing_goes_without_a_word(
         ({"max_num_seqs": "many"}, "max_num_seqs 'many': expected `int`, got `str`"),
         ({"max_num_seqs": 0}, "max_num_seqs 0: must be at least 1"),
         ({"max_logprobs": -2}, "max_logprobs -2: must be at least -1"),
-        ({"enable_mm": True}, "enable_mm True: images, audio and video are not supported; leave it out"),
+        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs {'a': 1}: images are prepared as the model's folder"),
         (
-            {"limit_mm_per_prompt": {"image": 100}},
-            "limit_mm_per_prompt {'image': 100}: images, audio and video are not supported; leave it out",
+            {"limit_mm_per_prompt": {"image": 100, "video": 2}},
+            "limit_mm_per_prompt: video 2: only images are supported; give 0 or leave it out",
         ),
+        ({"limit_mm_per_prompt": "image=a"}, "limit_mm_per_prompt: image 'a': must be a whole number, as in image=4"),
+        ({"limit_mm_per_prompt": {"film": 1}}, "limit_mm_per_prompt: film: not known; give image=N"),
         (
             {"kv_cache_ratio": 0.6},
             "kv_cache_ratio 0.6: blocks are not divided between prompts and answers: every request may have any of "

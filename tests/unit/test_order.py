@@ -18,6 +18,7 @@ from pd_cluster.kv.prefix import PrefixScope, chain_hashes
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import (
     OWN,
+    Image,
     LegEnd,
     Order,
     Request,
@@ -50,7 +51,7 @@ def odd_fields() -> dict[str, Any]:
     All but `pooling`, with which there are no sequences; test_pooling.py has its attempts.
     """
     given = [each for each in msgspec.structs.fields(Order) if each.default != NOT_GIVEN and each.name != "pooling"]
-    return {each.name: ODD[type(each.default)] for each in given}
+    return {each.name: ODD[type(each.default)] for each in given} | {"images": (Image(2, 2, b"odd"),)}
 
 
 def submit_of(order: Order) -> wire.Submit:
@@ -77,7 +78,9 @@ def test_every_attempt_is_told_the_whole_order() -> None:
         world.lose(decode.removeprefix("to-"))  # in mid-stream
         while len(world.mailbox.of(wire.Submit)) < 5:
             await asyncio.sleep(0)
-        assert [body.order for _, body in world.mailbox.of(wire.Submit)] == [order] * 5
+        orders = [(body.leg, body.order) for _, body in world.mailbox.of(wire.Submit)]
+        assert [own for leg, own in orders if leg != "decode"] == [order] * 3
+        assert [own for leg, own in orders if leg == "decode"] == [order.without_pixels()] * 2
         assert world.mailbox.of(wire.Submit)[-1][1].resumed
         rest.cancel()
         await asyncio.gather(rest, return_exceptions=True)
@@ -109,6 +112,32 @@ def test_every_sequence_of_an_engine_has_the_whole_order(sampling: Sampling, num
             seen.add(request.key)
     assert len(seen) == 6
     assert scheduler.num_preemptions > 0
+
+
+def test_a_decode_leg_gets_no_pixels() -> None:
+    """A leg that continues alone has them again."""
+
+    async def test() -> None:
+        world = World()
+        fields = {"spans": (Span(0, 1, b"d"),), "images": (Image(2, 2, b"pixels"),)}
+        order = Order(PROMPT, Sampling(max_tokens=4), **fields)  # type: ignore[arg-type]
+        serving, first, rid = await world.begin(order.sampling, **fields)
+        (prefill, one), (decode, other) = world.mailbox.of(wire.Submit)
+        assert one.order == order
+        assert other.order == order.without_pixels() != order
+        world.outputs(prefill, token(rid, 0, 5))
+        assert (await first).token_id == 5
+        rest = asyncio.ensure_future(rest_of(serving))
+        world.lose(decode.removeprefix("to-"))
+        while len(world.mailbox.of(wire.Submit)) < 3:
+            await asyncio.sleep(0)
+        _, last = world.mailbox.of(wire.Submit)[-1]
+        assert (last.leg, last.order) == ("hybrid", order)
+        rest.cancel()
+        await asyncio.gather(rest, return_exceptions=True)
+        await serving.aclose()
+
+    run(test())
 
 
 def test_a_resumed_sequence_has_the_whole_order() -> None:

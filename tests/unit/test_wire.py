@@ -13,7 +13,7 @@ from pd_cluster.kv.layout import keys_and_values
 from pd_cluster.numerics import Numerics
 from pd_cluster.transport.device_memory import MemoryPart
 from pd_cluster.transport.ipc import MAX_EXPORT_NBYTES, PoolExport, decode_export
-from pd_cluster.types import MOST_UNTOLD, LegEnd, LinkState, Order, Sampling, TokenOutput
+from pd_cluster.types import MOST_UNTOLD, Image, LegEnd, LinkState, Order, RopePositions, Sampling, Span, TokenOutput
 
 LAYOUT = wire.LayoutInfo(
     num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=16, dtype="float32", tp_size=1, tp_rank=0
@@ -46,6 +46,21 @@ BODIES: list[wire.Body] = [
     wire.Outputs([TOKEN], [LegEnd("r", 0, "broken")]),
     wire.Outputs(events=[wire.TraceEvent("t", 2.5, "sent", {"start": 0, "nbytes": 2**62})], now_s=3.5),
     wire.Submit("r", 0, "t", "hybrid", "", Order([1], Sampling(), priority=-7, gathers=True, batch="b"), 0.0),
+    wire.Submit(
+        "r",
+        0,
+        "t",
+        "prefill",
+        "decode-0@1",
+        Order(
+            [1, 2, 2],
+            Sampling(),
+            spans=(Span(1, 3, b"d" * 32),),
+            images=(Image(2, 4, bytes(range(256))),),
+            rope_positions=RopePositions(((0, 1, 1), (0, 1, 1), (0, 1, 2)), -1),
+        ),
+        0.0,
+    ),
     wire.CacheKeys(added=b"8 bytes.", removed=bytes(16), is_whole=True),
     wire.LinkOpen(
         "l",

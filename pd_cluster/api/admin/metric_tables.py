@@ -202,6 +202,12 @@ REQUEST_COUNTERS = (
         "finished_reason",
     ),
     OfRequests(
+        "pd_cluster:images",
+        "Images of prompts, by what became of them: decoded and resized (read), or answered with a 400 (refused).",
+        {outcome: f"images_{outcome}" for outcome in ("read", "refused")},
+        "outcome",
+    ),
+    OfRequests(
         "pd_cluster:replays",
         "Attempts after a request's first: an instance was lost (death), an attempt failed (fault), an instance was "
         "to be empty (moved).",

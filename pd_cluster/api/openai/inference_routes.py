@@ -108,6 +108,10 @@ def render_routes(service: TextService) -> APIRouter:
         request = parse(await read_body(http), ChatCompletionRequest)
         name = service.check_model(request.model, caller_of(http))
         generation = await service.chat(named(request, http), caller=caller_of(http))
+        if generation.order.images:
+            raise RequestError(
+                "messages: token ids alone cannot carry images; send them to /v1/chat/completions", param="messages"
+            )
         answer = rendered(request, generation.prompt_token_ids, generation.sampling, name)
         return await json_response(lambda: answer, large=False)
 

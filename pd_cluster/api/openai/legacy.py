@@ -41,6 +41,8 @@ def legacy_routes(service: TextService) -> APIRouter:
         received_s = time.monotonic()
         request = parse(await read_body(http), GenerateRequest)
         service.check_use(caller_of(http))
+        if not service.max_loras:
+            request.model = None  # any name means the model, as there is no other
         generation = await service.completion(request, request.prompt, received_s=received_s, caller=caller_of(http))
         reserve_tokens(http, [generation])
         name = named(request, http).request_id

@@ -49,7 +49,7 @@ def _add_embeddings(routes: APIRouter, service: TextService) -> None:
         received_s = time.monotonic()
         request = parse_pooling(await read_body(http), EmbeddingRequest)
         model = service.check_model(request.model, caller_of(http))
-        terms = _terms("embd", request, http, received_s, service.variant_of(model, caller_of(http)))
+        terms = _terms("embd", request, http, received_s, service.lora_of(model, caller_of(http)))
         inputs = request.inputs()
         generations = await service.embedder.generations(
             [
@@ -83,7 +83,7 @@ def _add_scores(routes: APIRouter, service: TextService) -> None:
         received_s = time.monotonic()
         request = parse_pooling(await read_body(http), ScoreRequest)
         model = service.check_model(request.model, caller_of(http))
-        terms = _terms("score", request, http, received_s, service.variant_of(model, caller_of(http)))
+        terms = _terms("score", request, http, received_s, service.lora_of(model, caller_of(http)))
         pairs, fields = request.pairs()
         ask = ScoreAsk(pairs=pairs, fields=fields, **_judgement(request), **terms)
         generations = await service.scorer.generations(ask)
@@ -102,7 +102,7 @@ def _add_scores(routes: APIRouter, service: TextService) -> None:
         received_s = time.monotonic()
         request = parse_pooling(await read_body(http), RerankRequest)
         model = service.check_model(request.model, caller_of(http))
-        terms = _terms("rerank", request, http, received_s, service.variant_of(model, caller_of(http)))
+        terms = _terms("rerank", request, http, received_s, service.lora_of(model, caller_of(http)))
         ask = ScoreAsk(pairs=request.pairs(), **_judgement(request), **terms)
         generations = await service.scorer.generations(ask)
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 from pd_cluster import wire
-from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.checkpoints.prompt_folder import AdapterFolder, read_adapter
 from pd_cluster.cluster.members.membership import Membership
 from pd_cluster.errors import ConfigError, ModelNotFound, RequestError, told
 from pd_cluster.settings.adapters import AdapterSettings, lora_module
@@ -53,7 +53,7 @@ class AdapterBook:
         self._drain_timeout_s = drain_timeout_s
         self._clock = clock
         self.names = names
-        paths = {each.name: each.path for each in settings.lora_modules}
+        paths = settings.paths
         self._paths = {digest: paths[name] for name, digest in names.items()}  # of all that workers shall have
         self._leaving: dict[str, tuple[float, float]] = {}  # by digest: its deadline, and when it was last used
         self._one_at_a_time = asyncio.Lock()
@@ -139,7 +139,7 @@ class AdapterBook:
                 f"lora_name: {name} is loaded already; unload it first, or send load_inplace true", "lora_name"
             )
 
-    def _read(self, name: str, path: str) -> LoraFolder:
+    def _read(self, name: str, path: str) -> AdapterFolder:
         """Raises RequestError, ModelNotFound."""
         given = Path(path)
         try:
@@ -151,7 +151,8 @@ class AdapterBook:
         if not folder.is_dir():
             raise ModelNotFound(f"lora_path: there is no folder {folder}", param="lora_path")
         try:
-            return LoraFolder.read(folder, self._settings.max_lora_rank)
+            settings = self._settings
+            return read_adapter(folder, settings.max_lora_rank, settings.max_prompt_adapter_token)
         except ConfigError as error:
             raise RequestError(f"lora_path: {told(error.text)}", "lora_path") from None
 

@@ -43,7 +43,7 @@ class Dispatch:
                 stream.transfer_id,
                 leg,
                 peer,
-                stream.order,
+                stream.order.without_pixels() if leg == "decode" else stream.order,
                 deadline_s,
                 stream.resumed(),
             )

@@ -62,6 +62,7 @@ COUNTERS = (
     *(f"finished_{reason}" for reason in get_args(FinishReason)),
     *(f"replays_{cause}" for cause in get_args(ReplayCause)),
     *(f"refused_{why}" for why in get_args(Refusal)),
+    *("images_read", "images_refused"),
 )
 
 
@@ -113,6 +114,10 @@ class RequestStats:
 
     def refused(self, why: Refusal) -> None:
         self._counters[f"refused_{why}"] += 1
+
+    def image(self, is_read: bool) -> None:
+        """Counts an image of a prompt; a repeated one of the same prompt counts once."""
+        self._counters["images_read" if is_read else "images_refused"] += 1
 
     def replayed(self, cause: ReplayCause) -> None:
         self._counters[f"replays_{cause}"] += 1

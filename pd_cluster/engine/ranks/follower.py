@@ -25,7 +25,9 @@ from pd_cluster.engine.ranks.rank_adapters import load_share
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.model.batch import NUM_COLUMNS, StepInput
+from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.runner import ModelRunner
+from pd_cluster.model.virtual_rows import NUM_COLUMNS as VIRTUAL_COLUMNS
 from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed
 from pd_cluster.transport.receiving import ReceiveThread
 from pd_cluster.transport.sending import SendThread
@@ -227,7 +229,7 @@ class Follower:
             if isinstance(message, to.Moves):
                 self._runner.move(message.moves)
             elif isinstance(message, to.DropAdapter):
-                self._runner.drop_adapter(message.digest)
+                self._runner.held.drop_adapter(message.digest)
             else:
                 self._compute(message)
 
@@ -260,10 +262,15 @@ class Follower:
 
 
 def _input_of(step: to.Step) -> StepInput:
-    parts = (step.rows, step.input_ids, step.blocks, step.rope_positions, step.adapters)
-    rows, input_ids, blocks, rope_positions, adapters = (np.frombuffer(data, np.int64).copy() for data in parts)
+    parts = (step.rows, step.input_ids, step.blocks, step.rope_positions, step.adapters, step.virtual)
+    rows, input_ids, blocks, rope_positions, adapters, virtual = (
+        np.frombuffer(each, np.int64).copy() for each in parts
+    )
     own = rope_positions.reshape(-1, len(input_ids)) if len(rope_positions) else None
-    return StepInput(rows.reshape(-1, NUM_COLUMNS), input_ids, blocks, own, adapters if len(adapters) else None)
+    images = tuple(ImagePart(each.row, each.start, each.num_tokens, each.digest, each.image) for each in step.images)
+    slots = adapters if len(adapters) else None
+    virtual_parts = virtual.reshape(-1, VIRTUAL_COLUMNS) if len(virtual) else None
+    return StepInput(rows.reshape(-1, NUM_COLUMNS), input_ids, blocks, own, slots, images, virtual_parts)
 
 
 def send_to_rank_0(channel: Channel) -> Callable[[str, wire.Body], None]:

@@ -81,7 +81,7 @@ class LeadRunner:
         self.vocab_size = runner.vocab_size
         self.goes_ahead = runner.goes_ahead
         self.progress = to.Reached(0, ALL_LAYERS)  # this rank's
-        self.adapters = LeadAdapters(runner, len(followers), self._tell)
+        self.adapters = LeadAdapters(runner.held, len(followers), self._tell)
 
     def move(self, moves: Sequence[Move]) -> None:
         self._tell(to.Moves(list(moves)))
@@ -111,7 +111,10 @@ class LeadRunner:
         rows, input_ids, blocks = (each.tobytes() for each in (step.rows, step.input_ids, step.blocks))
         rope_positions = b"" if step.rope_positions is None else step.rope_positions.tobytes()
         adapters = b"" if step.adapters is None else step.adapters.tobytes()
-        self._tell(to.Step(rows, input_ids, blocks, is_ahead, on_layer is not None, rope_positions, adapters))
+        images = tuple(to.StepImage(*part) for part in self._runner.sparing_pixels(step.images))
+        virtual = b"" if step.virtual is None else step.virtual.tobytes()
+        by_layers = on_layer is not None
+        self._tell(to.Step(rows, input_ids, blocks, is_ahead, by_layers, rope_positions, adapters, images, virtual))
         num_steps = self.progress.num_steps + 1
         self.progress = to.Reached(num_steps, 0)
         if on_layer is None:

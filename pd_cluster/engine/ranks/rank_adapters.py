@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.checkpoints.prompt_folder import AdapterFolder, read_adapter
 from pd_cluster.engine.adapters import load_from
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.errors import ModelError
+from pd_cluster.model.held_adapters import HeldAdapters
 from pd_cluster.model.runner import ModelRunner
 
 ANSWER_TIMEOUT_S = 300.0
@@ -20,12 +23,12 @@ class LeadAdapters:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        held: HeldAdapters,
         num_followers: int,
         tell: Callable[[to.RankMessage], None],
         timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
-        self._runner = runner
+        self._held = held
         self._num_followers = num_followers
         self._tell = tell
         self._timeout_s = timeout_s
@@ -34,7 +37,7 @@ class LeadAdapters:
 
     @property
     def variants(self) -> Mapping[str, int]:
-        return self._runner.variants
+        return self._held.variants
 
     def hear(self, message: to.LoadedAdapter) -> None:
         """Takes a follower's answer, on its channel's thread."""
@@ -43,18 +46,18 @@ class LeadAdapters:
                 self._answers[message.digest][message.rank] = message.problem
                 self._changed.notify_all()
 
-    def load_adapter(self, folder: LoraFolder) -> None:
+    def load_adapter(self, folder: AdapterFolder) -> None:
         """Loads it on all ranks; on a thread beside the steps. Raises ModelError, ConfigError."""
         if folder.digest in self.variants:
             return
-        max_rank = max(pair.rank for pair in folder.modules.values())
+        max_rank = max(pair.rank for pair in folder.modules.values()) if isinstance(folder, LoraFolder) else 0
         with self._changed:
             self._answers[folder.digest] = {}
-        slot = self._runner.adapters.next_slot()
+        slot = self._held.next_slot(folder.digest)
         self._tell(to.LoadAdapter(folder.digest, str(folder.path), slot, max_rank))
         try:
             self._await(folder.digest)
-            self._runner.load_adapter(folder, slot)  # last: requests may have it now
+            self._held.load_adapter(folder, slot)  # last: requests may have it now
         except Exception:
             self._tell(to.DropAdapter(folder.digest))
             raise
@@ -63,7 +66,7 @@ class LeadAdapters:
                 del self._answers[folder.digest]
 
     def drop_adapter(self, digest: str) -> None:
-        self._runner.drop_adapter(digest)
+        self._held.drop_adapter(digest)
         self._tell(to.DropAdapter(digest))
 
     def _await(self, digest: str) -> None:
@@ -82,10 +85,10 @@ def load_share(runner: ModelRunner, message: to.LoadAdapter, answer: Callable[[t
     """Loads a follower's share on a thread of its own."""
 
     def load() -> None:
-        def put(folder: LoraFolder) -> None:
-            runner.load_adapter(folder, message.slot)
+        def put(folder: AdapterFolder) -> None:
+            runner.held.load_adapter(folder, message.slot)
 
-        problem = load_from(message.path, message.digest, message.max_rank, put)
+        problem = load_from(message.path, message.digest, partial(read_adapter, max_rank=message.max_rank), put)
         answer(to.LoadedAdapter(runner.group.rank, message.digest, problem))
 
     threading.Thread(target=load, name="adapters", daemon=True).start()

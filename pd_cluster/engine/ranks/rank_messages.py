@@ -13,6 +13,7 @@ from pd_cluster import wire
 from pd_cluster.kv.layout import Lane
 from pd_cluster.kv.memory import Move
 from pd_cluster.transport.events import LinkEvent
+from pd_cluster.types import Image
 
 
 class RankMessage(msgspec.Struct, frozen=True, tag=True):
@@ -22,9 +23,19 @@ class RankMessage(msgspec.Struct, frozen=True, tag=True):
 # ---- rank 0 -> follower: steps
 
 
+class StepImage(msgspec.Struct, frozen=True, array_like=True):
+    """An ImagePart of model/image_rows.py. The image has no pixels where every rank has its features."""
+
+    row: int
+    start: int
+    num_tokens: int
+    digest: bytes
+    image: Image
+
+
 class Step(RankMessage, frozen=True, omit_defaults=True):
-    """A StepInput of model/batch.py: int64 numbers, little endian. `rope_positions` and `adapters` are empty where they
-    are None there.
+    """A StepInput of model/batch.py: int64 numbers, little endian. `rope_positions`, `adapters` and `virtual` are empty
+    where they are None there.
 
     `is_ahead`: rank 0's device broadcasts the input ids, which no host knows yet. `by_layers`: rank 0 tracks the step
     layer by layer, and so do all followers.
@@ -37,6 +48,8 @@ class Step(RankMessage, frozen=True, omit_defaults=True):
     by_layers: bool
     rope_positions: bytes = b""
     adapters: bytes = b""
+    images: tuple[StepImage, ...] = ()
+    virtual: bytes = b""
 
 
 class Moves(RankMessage, frozen=True):

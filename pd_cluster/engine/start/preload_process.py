@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import msgspec
 
-from pd_cluster.checkpoints.checkpoint import read_json
+from pd_cluster.checkpoints.json_files import read_json
 from pd_cluster.engine.start.preloader import (
     MAX_NBYTES,
     Answer,

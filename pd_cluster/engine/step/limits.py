@@ -7,6 +7,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import get_type_hints
 
+from pd_cluster.media.rules import ImageRules
 from pd_cluster.model.rope_limit import RopeLimit
 from pd_cluster.types import (
     MAX_GUIDE_NUM_CHARS,
@@ -19,6 +20,7 @@ from pd_cluster.types import (
     Resumed,
     Sampling,
 )
+from pd_cluster.types.variants import PLACEHOLDER
 
 MOST_SEQUENCES = 8 * MAX_SEQUENCES  # more than requests may have, which is checked earlier
 # They travel in one message; each takes about half a kilobyte while an answer is built.
@@ -41,6 +43,7 @@ class EngineLimits:
     max_model_len: int
     rope: RopeLimit
     variants: Container[str] = ()  # the adapters that are loaded here
+    images: ImageRules | None = None  # None: the model takes no pictures
 
     def problem(self, request: Request, resumed: Sequence[Resumed] = ()) -> str | None:
         """Returns in one line why this engine cannot accept the request, or None."""
@@ -54,13 +57,37 @@ class EngineLimits:
             return f"prompt_logprobs {sampling.prompt_logprobs} for {len(prompt)} tokens are too many to tell"
         if not self._are_tokens(prompt):
             return f"prompt token ids must be in 0 to {self.vocab_size - 1}"
-        if problem := self.rope.problem(request.order):
+        if request.num_virtual_tokens and (problem := _virtual_problem(request)):
+            return problem
+        if problem := self.rope.problem(request.order) or self._images_problem(request):
             return problem
         if sampling.guide is not None and len(sampling.guide.text) > MAX_GUIDE_NUM_CHARS:
             return f"a guide of {len(sampling.guide.text)} characters; at most {MAX_GUIDE_NUM_CHARS} are allowed"
         if request.pooling is not None:
             return _pooling_problem(request, resumed) or self._pooled_ids_problem(request.pooling)
         return self._sampling_problem(sampling) or _beam_problem(sampling) or self._resumed_problem(request, resumed)
+
+    def _images_problem(self, request: Request) -> str | None:
+        order = request.order
+        if not order.images:
+            return None
+        if self.images is None:
+            return "images: this model takes none; leave them out"
+        if len(order.images) != len(order.spans):
+            return f"images: {len(order.images)} for {len(order.spans)} spans; each has one"
+        stop = 0
+        for at, (image, span) in enumerate(zip(order.images, order.spans, strict=True)):
+            if problem := self.images.problem(image):
+                return f"images[{at}]: {problem}"
+            if not image.pixels and request.leg != "decode":
+                return f"images[{at}]: no pixels, and this leg computes them"
+            num_tokens = self.images.num_tokens(image)
+            if not stop <= span.start <= span.stop <= len(order.prompt_token_ids):
+                return f"images[{at}]: tokens {span.start} to {span.stop} are not in the prompt behind those before"
+            if span.stop - span.start != num_tokens:
+                return f"images[{at}]: {span.stop - span.start} tokens; it takes {num_tokens}"
+            stop = span.stop
+        return None
 
     def lacks(self, request: Request) -> str | None:
         """Returns what another instance may have that this one needs for the request, or None."""
@@ -140,4 +167,16 @@ def _beam_problem(sampling: Sampling) -> str | None:
         return f"length_penalty {sampling.length_penalty} must be in -{MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
     if sampling.n * sampling.max_tokens > MAX_ANSWER_TOKENS:
         return f"n {sampling.n} and max_tokens {sampling.max_tokens} make an answer of over {MAX_ANSWER_TOKENS} tokens"
+    return None
+
+
+def _virtual_problem(request: Request) -> str | None:
+    order, num_virtual = request.order, request.num_virtual_tokens
+    if request.pooling is not None or order.images or order.rope_positions is not None:
+        return "a prompt adapter goes neither with vectors nor with images"
+    prompt = order.prompt_token_ids
+    if len(prompt) <= num_virtual or any(token_id != PLACEHOLDER for token_id in prompt[:num_virtual]):
+        return (
+            f"its prompt adapter has {num_virtual} virtual tokens, and the prompt has no placeholders and text for them"
+        )
     return None

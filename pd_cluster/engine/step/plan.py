@@ -63,6 +63,7 @@ class StepPlan:
     moves: list[Move] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    lacking: list[Request] = field(default_factory=list)  # finished: they would compute pictures without pixels
     num_prompt_rows: int = 0  # tokens among them whose logits are wanted for prompt_logprobs
 
     def add(self, request: Request, num_tokens: int) -> None:

@@ -19,6 +19,7 @@ from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.types import Request, Status, TokenOutput, sibling
+from pd_cluster.types.variants import num_given_tokens
 from pd_cluster.wire import PREEMPTIONS_BOUNDS
 
 
@@ -278,7 +279,11 @@ class StepScheduler:
             num_tokens = min(request.num_behind, size - request.num_computed_tokens % size)
             return num_tokens if num_tokens <= budget else 0
         rows = MAX_PROMPT_LOGPROB_TOKENS - plan.num_prompt_rows if request.wants_prompt_logprobs else budget
-        return min(request.num_behind, budget, rows)
+        num_tokens = min(request.num_behind, budget, rows)
+        if request.num_virtual_tokens > request.num_computed_tokens:  # the rows behind read what these are given
+            given = num_given_tokens(request.order.variant) - request.num_computed_tokens
+            num_tokens = min(num_tokens, given) if given > 0 else num_tokens
+        return num_tokens
 
     def _admit(
         self,
@@ -301,6 +306,11 @@ class StepScheduler:
             self.waiting.pop(0)
             request.status = Status.RUNNING
             self.running.append(request)
+            if request.lacks_pixels:
+                self.finish(request)
+                plan.lacking.append(request)
+                num_seqs -= 1
+                continue
             num_tokens = self._chunk(request, budget, plan)
             plan.admitted.append(request)
             plan.add(request, num_tokens)

@@ -1,4 +1,4 @@
-"""Which adapters take part in a step, where more are wanted than a step may have. Integers only.
+"""Which LoRA adapters take part in a step, where more are wanted than a step may have. Integers only.
 
 Adapters take turns: those that have waited longest come first, and one that has just come is behind all others. So of V
 adapters that are wanted, each takes part at least once in ceil(V / most) steps, whatever arrives meanwhile. Requests of
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pd_cluster.types import Request
+from pd_cluster.types.variants import lora_of
 
 
 class Turn:
@@ -19,8 +20,8 @@ class Turn:
         self._chosen, self._room = chosen, room
 
     def has(self, request: Request) -> bool:
-        variant = request.order.variant
-        return not variant or variant in self._chosen
+        digest = lora_of(request.order.variant)
+        return not digest or digest in self._chosen
 
     def admits(self, request: Request) -> bool:
         """Whether a request that enters takes part; its adapter then has the room that was left."""
@@ -29,7 +30,7 @@ class Turn:
         if not self._room:
             return False
         self._room -= 1
-        self._chosen.add(request.order.variant)
+        self._chosen.add(lora_of(request.order.variant))
         return True
 
 
@@ -42,10 +43,11 @@ class Turns:
 
     def next(self, requests: Iterable[Request]) -> Turn:
         """Chooses for a step; `requests` run, or are the first that waits, in the order of service."""
-        wanted = dict.fromkeys(request.order.variant for request in requests if request.order.variant)
-        self._queue = {variant: None for variant in self._queue if variant in wanted} | wanted
+        digests = (lora_of(request.order.variant) for request in requests)
+        wanted = dict.fromkeys(digest for digest in digests if digest)
+        self._queue = {digest: None for digest in self._queue if digest in wanted} | wanted
         chosen = list(self._queue)[: self._most]
-        for variant in chosen:
-            del self._queue[variant]
-            self._queue[variant] = None
+        for digest in chosen:
+            del self._queue[digest]
+            self._queue[digest] = None
         return Turn(set(chosen), self._most - len(chosen))

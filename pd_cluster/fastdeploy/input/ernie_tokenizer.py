@@ -8,6 +8,8 @@ from typing import Any, Self
 import msgspec
 
 from pd_cluster.checkpoints.hub import resolve_model
+from pd_cluster.checkpoints.json_files import read_json
+from pd_cluster.checkpoints.vision import IMAGE_TYPES
 from pd_cluster.errors import RequestError
 from pd_cluster.service.prompts.conversation import conversation_of
 from pd_cluster.service.schema.chat_protocol import ChatFields
@@ -16,13 +18,16 @@ from pd_cluster.text.tokenizer import Tokenizer
 
 
 class ErnieBotTokenizer:
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, takes_images: bool = False) -> None:
+        self._tokenizer, self._takes_images = tokenizer, takes_images
 
     @classmethod
     def from_pretrained(cls, path: str, revision: str = "") -> Self:
         """Opens a model's folder, or a hub's model. Raises ModelError."""
-        return cls(Tokenizer(resolve_model(str(path), revision, needs_weights=False)))
+        folder = resolve_model(str(path), revision, needs_weights=False)
+        file = folder / "config.json"
+        model_type = read_json(file).get("model_type") if file.exists() else None
+        return cls(Tokenizer(folder), model_type in IMAGE_TYPES)
 
     @property
     def vocab_size(self) -> int:
@@ -35,7 +40,8 @@ class ErnieBotTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str | list[int]:
-        """Returns the chat template's prompt, or its token ids. Parts of a message must be texts.
+        """Returns the chat template's prompt, or its token ids. Parts of a message are texts,
+        and images if the model takes them: the prompt then has their placeholders.
 
         `variables` are the template's, such as `enable_thinking`. Raises RequestError.
         """
@@ -51,7 +57,7 @@ class ErnieBotTokenizer:
             request = parse(msgspec.json.encode(body), ChatFields)
         except (TypeError, ValueError) as error:  # values that JSON cannot express
             raise RequestError(f"conversation: {error}", param="messages") from None
-        text = conversation_of(request, template.variables).render(template)
+        text = conversation_of(request, template.variables, takes_images=self._takes_images).render(template)
         return self._tokenizer.encode(text, False) if tokenize else text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

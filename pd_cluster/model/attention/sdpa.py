@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pd_cluster.errors import ModelError
-from pd_cluster.kv.vectors import decode, encode
+from pd_cluster.kv.vectors import decode, encode, write_kv
 from pd_cluster.model.batch import ForwardBatch
 
 NAME = "pd_cluster"  # transformers gives names with "sdpa" or "paged|" in them a meaning of their own
@@ -122,19 +122,6 @@ def write_and_attend(
             )
         output[rows] = _attend(query[:, rows], k, v, batch, scoring).transpose(0, 1)
     return output
-
-
-def write_kv(
-    keys: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    values: torch.Tensor,
-    key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], strided
-    value_pool: torch.Tensor,
-    slot_mapping: torch.Tensor,  # [num_tokens] int64: block * block_size + offset
-) -> None:
-    """Writes the step's keys and values into their slots, in the pool's precision."""
-    block, offset = slot_mapping // key_pool.shape[1], slot_mapping % key_pool.shape[1]
-    key_pool.index_put_((block, offset), keys.to(key_pool.dtype))
-    value_pool.index_put_((block, offset), values.to(value_pool.dtype))
 
 
 def _attend(

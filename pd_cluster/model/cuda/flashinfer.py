@@ -20,7 +20,8 @@ from pd_cluster.devices.device import Device, num_multiprocessors
 from pd_cluster.devices.streams import Marker, mark
 from pd_cluster.errors import ModelError, called
 from pd_cluster.kv.layout import DTYPE_NBYTES, KVLayout
-from pd_cluster.model.attention.sdpa import Scoring, write_kv
+from pd_cluster.kv.vectors import write_kv
+from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch, packed
 
 VERSION: str = flashinfer.__version__

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from pd_cluster.model.layers.linear import Linear, make_linear
+from pd_cluster.native.lora import LoraTable, StepBlocks
 
 Ints = npt.NDArray[np.int64]
 NONE = 0  # the slot of rows without an adapter
@@ -27,8 +28,10 @@ class StepRows:
     """The rows of the step under way, by their adapters' slots. One for all layers of a model."""
 
     def __init__(self) -> None:
-        self.segments: Sequence[Segment] | None = None  # None: no row has an adapter
+        self.are_adapted = False  # some of them
         self._slots: Ints | None = None  # [num_rows]
+        self._segments: Sequence[Segment] | None = None
+        self._blocks: StepBlocks | None = None
 
     def begin(self, slots: Ints | None, lens: Ints) -> None:
         """Starts a step whose sequence i has `lens[i]` rows and the adapter in `slots[i]`; None: there is none."""
@@ -40,12 +43,24 @@ class StepRows:
             self._set(self._slots[rows.numpy()])
 
     @property
-    def are_adapted(self) -> bool:
-        return self.segments is not None
+    def segments(self) -> Sequence[Segment]:
+        """The rows by adapter; some are adapted."""
+        if self._segments is None:
+            assert self._slots is not None
+            self._segments = _segments(self._slots)
+        return self._segments
+
+    @property
+    def blocks(self) -> StepBlocks:
+        """The same for the kernel in C."""
+        if self._blocks is None:
+            assert self._slots is not None
+            self._blocks = StepBlocks(self._slots)
+        return self._blocks
 
     def _set(self, slots: Ints | None) -> None:
-        self._slots = slots
-        self.segments = None if slots is None or not slots.any() else _segments(slots)
+        self._slots, self.are_adapted = slots, slots is not None and bool(slots.any())
+        self._segments = self._blocks = None
 
 
 def _segments(slots: Ints) -> list[Segment]:
@@ -68,7 +83,7 @@ class LowRank:
 
 
 class Addition:
-    """An adapter's part of one layer: the A's of all modules as one product, then a B for each module's outputs."""
+    """An adapter's part of one layer, without C: the A's of all modules as one product, then a B for each's outputs."""
 
     __slots__ = ("_a", "_parts")
 
@@ -122,19 +137,47 @@ class Site:
     """A linear layer, and what loaded adapters add to it, by their slots."""
 
     rows: StepRows
-    additions: dict[int, Addition] = field(default_factory=dict)
+    table: LoraTable | None = field(default_factory=lambda: LoraTable() if LoraTable.is_possible() else None)
+    additions: dict[int, Addition] = field(default_factory=dict)  # without C
     nums_rows: list[int] | None = None  # of each call while it is watched
+
+    def put(self, slot: int, parts: Sequence[tuple[slice, LowRank]]) -> None:
+        """Adds an adapter, on any thread. `parts`: the layer's output features that a matrix adds to."""
+        if self.table is None:
+            self.additions[slot] = Addition(parts)
+        else:
+            self.table.put(slot, torch.cat([part.a for _, part in parts]), [(at, part.b) for at, part in parts])
+
+    def drop(self, slot: int) -> None:
+        """Forgets an adapter that no row has, between two steps."""
+        self.additions.pop(slot, None)
+        if self.table is not None:
+            self.table.drop(slot)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Adds in place the adapters' outputs for x [..., num_rows, in_features]; returns y."""
         if self.nums_rows is not None:
             self.nums_rows.append(x.numel() // x.shape[-1])
-        if self.rows.segments is not None and self.additions:
-            flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        if not self.rows.are_adapted:
+            return y
+        flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        if self.table is not None:
+            self._add_in_c(self.table, flat_x.float().contiguous(), flat_y)
+        else:
             for slot, rows in self.rows.segments:
                 if (addition := self.additions.get(slot)) is not None:
                     addition.add(flat_x, flat_y, rows)
         return y
+
+    def _add_in_c(self, table: LoraTable, x: torch.Tensor, y: torch.Tensor) -> None:
+        blocks = self.rows.blocks
+        if y.dtype == torch.float32:
+            table.add(x, y, blocks)
+            return
+        added = torch.zeros(y.shape)
+        table.add(x, added, blocks)
+        rows = blocks.row_ids
+        y[rows] = (y[rows].float() + added[rows]).to(y.dtype)
 
 
 class AdaptedLinear:

@@ -23,7 +23,6 @@ from pd_cluster.model.lora.adapted import (
     NONE,
     AdaptedLinear,
     AdaptedModule,
-    Addition,
     Features,
     LowRank,
     Site,
@@ -115,8 +114,8 @@ class Adapters:
             if known is not None and slot in (None, known):
                 return known
             slot = self.next_slot() if slot is None else slot
-            for site, addition in self._additions(folder):
-                site.additions[slot] = addition
+            for site, parts in self._parts(folder):
+                site.put(slot, parts)
             if known is not None:  # of a load that rank 0 has given up
                 self._drop(known)
             self.slots[folder.digest] = slot  # last: now requests may have it
@@ -133,13 +132,13 @@ class Adapters:
 
     def _drop(self, slot: int) -> None:
         for site, _ in self._places.values():
-            site.additions.pop(slot, None)
+            site.drop(slot)
 
     def next_slot(self) -> int:
         """Returns a slot that no adapter has had."""
         return next(self._slots_given)
 
-    def _additions(self, folder: LoraFolder) -> list[tuple[Site, Addition]]:
+    def _parts(self, folder: LoraFolder) -> list[tuple[Site, list[tuple[slice, LowRank]]]]:
         data = bytearray(folder.weights())
         found: dict[int, tuple[Site, list[tuple[slice, LowRank]]]] = {}
         for name, pair in folder.modules.items():
@@ -153,7 +152,7 @@ class Adapters:
             if not low.b.isfinite().all():
                 raise ModelError(f"{place}: numbers too large for float32 once they are scaled (lora_alpha)")
             found.setdefault(id(site), (site, []))[1].append((part.outputs, low))
-        return [(site, Addition(parts)) for site, parts in found.values()]
+        return list(found.values())
 
     def _low_rank(self, place: str, key: str, part: Features, a: torch.Tensor, b: torch.Tensor) -> LowRank:
         """Returns this rank's share, in the layer's order. Raises ModelError."""

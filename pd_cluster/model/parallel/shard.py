@@ -13,24 +13,35 @@ from safetensors import safe_open
 
 from pd_cluster.checkpoints.weight_files import text_name, weight_files
 from pd_cluster.errors import ModelError
-from pd_cluster.model.parallel.plan import WHOLE, Cut, ParallelPlan
+from pd_cluster.model.parallel.plan import FUSED_EXPERTS, WHOLE, Cut, ParallelPlan
 
 Cutter = Callable[[str, tuple[int, ...]], Cut]
 
 
-def read_shard(folder: Path, plan: ParallelPlan, rank: int, is_text_part: bool = False) -> dict[str, torch.Tensor]:
-    """Maps names to this rank's shares. Raises ModelError."""
-    return _read(folder, lambda key, shape: plan.cut(key, shape, rank), text_name if is_text_part else str)
+def read_shard(
+    folder: Path, plan: ParallelPlan, rank: int, is_text_part: bool = False, expert_width: int = 0
+) -> dict[str, torch.Tensor]:
+    """Maps names to this rank's shares. Raises ModelError.
+
+    `expert_width`: see `_is_turned`; 0: experts are as transformers has them.
+    """
+    names = text_name if is_text_part else str
+    return _read(folder, lambda key, shape: plan.cut(key, shape, rank), names, expert_width)
 
 
-def read_text_part(folder: Path) -> dict[str, torch.Tensor]:
+def read_text_part(folder: Path, expert_width: int = 0) -> dict[str, torch.Tensor]:
     """Maps names to weights of the text model in a multimodal folder. Raises ModelError."""
-    return _read(folder, lambda key, shape: WHOLE, text_name)
+    return _read(folder, lambda key, shape: WHOLE, text_name, expert_width)
 
 
 def read_whole(folder: Path) -> dict[str, torch.Tensor]:
     """Maps names to all weights. Raises ModelError."""
     return _read(folder, lambda key, shape: WHOLE, str)
+
+
+def read_named(folder: Path, name_of: Callable[[str], str]) -> dict[str, torch.Tensor]:
+    """Maps names to the whole weights that `name_of` names; "" leaves one out. Raises ModelError."""
+    return _read(folder, lambda key, shape: WHOLE, name_of)
 
 
 def has_head(folder: Path) -> bool:
@@ -52,7 +63,7 @@ def _names(file: Path) -> list[str]:
         raise ModelError(f"{file}: cannot be read: {error}") from error
 
 
-def _read(folder: Path, cut: Cutter, name_of: Callable[[str], str]) -> dict[str, torch.Tensor]:
+def _read(folder: Path, cut: Cutter, name_of: Callable[[str], str], expert_width: int = 0) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
         try:
@@ -61,16 +72,32 @@ def _read(folder: Path, cut: Cutter, name_of: Callable[[str], str]) -> dict[str,
                     if not (name := name_of(key)):
                         continue
                     stored = stream.get_slice(key)
-                    weights[name] = take(stored, cut(name, tuple(stored.get_shape())))
+                    shape = tuple(stored.get_shape())
+                    if expert_width and _is_turned(name, shape, expert_width):
+                        stored, shape = stored[:].transpose(1, 2), (shape[0], shape[2], shape[1])
+                    weights[name] = take(stored, cut(name, shape))
         except (OSError, RuntimeError, ValueError) as error:
             raise ModelError(f"{file}: cannot be read: {error}") from error
     return weights
+
+
+def _is_turned(name: str, shape: tuple[int, ...], width: int) -> bool:
+    """Whether stacked experts, of `width` features outside, have their inputs before their outputs.
+
+    Where both are equal it cannot be seen; then they are taken as they are, as transformers does.
+    """
+    found = FUSED_EXPERTS.search(name)
+    if found is None or len(shape) != 3:
+        return False
+    at, other = (2, 1) if found["name"] == "gate_up_proj" else (1, 2)
+    return shape[at] != width and shape[other] == width
 
 
 def take(stored: object, cut: Cut) -> torch.Tensor:
     """Reads a cut of `stored`, a slice of safetensors: indexing it reads."""
     if cut.pieces is None:
         whole: torch.Tensor = stored[:]  # type: ignore[index]
+        whole = whole.contiguous()
         return torch.zeros_like(whole) if cut.on_rank_0_only else whole
     before = (slice(None),) * cut.dim
     parts = [stored[(*before, slice(start, stop))] for start, stop in cut.pieces]  # type: ignore[index]

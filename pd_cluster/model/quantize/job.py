@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from pd_cluster.checkpoints.checkpoint import Checkpoint, read_json
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.json_files import read_json
 from pd_cluster.checkpoints.quantized import COMPRESSED, Quantization
 from pd_cluster.checkpoints.weight_files import INDEX
 from pd_cluster.errors import ConfigError, ModelError

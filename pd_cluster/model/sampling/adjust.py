@@ -86,7 +86,7 @@ class Adjustment:
             self._forget()
             self._output, known = output, 0
             if self.params.repetition_penalty != 1.0:
-                self._count(request.prompt_token_ids, 0.0)
+                self._count(request.prompt_token_ids[request.num_virtual_tokens :], 0.0)
         if known < len(output):
             self._count(output[known:], 1.0)
             self._num_counted, self._last = len(output), output[-1]
@@ -109,8 +109,12 @@ class Adjustment:
         parts = [self.banned_anyway(position)]
         if self.bad_words and request.num_tokens:
             end = request.num_tokens
-            candidates = self.bad_words.get(request.token_ids(end - 1, end)[0], ())
-            found = [last for head, last in candidates if request.token_ids(end - len(head), end) == head]
+            candidates, first = self.bad_words.get(request.token_ids(end - 1, end)[0], ()), request.num_virtual_tokens
+            found = [
+                last
+                for head, last in candidates
+                if end - len(head) >= first and request.token_ids(end - len(head), end) == head
+            ]
             parts.append(np.array(found, dtype=np.int64))
         return np.concatenate(parts)
 
@@ -127,7 +131,8 @@ class Adjustment:
             (token_id, last)
             for token_id, candidates in self.bad_words.items()
             for head, last in candidates
-            if request.token_ids(end + 1 - len(head), end) == head[:-1]
+            if end + 1 - len(head) >= request.num_virtual_tokens
+            and request.token_ids(end + 1 - len(head), end) == head[:-1]
         ]
         return np.array(found, dtype=np.int64).reshape(-1, 2)
 

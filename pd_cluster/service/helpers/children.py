@@ -1,8 +1,8 @@
 """Runs work that may never end, or take all memory, in child processes that have a deadline.
 
 A child is `python -m MODULE FD`; FD is one end of a socket pair. The child reads its settings, then one job per line;
-it writes a line when it is ready, and one per job. Children are started on demand, reused, and killed when a job takes
-too long. Independent of what the jobs are.
+it writes a line when it is ready, and one per job, which may announce bytes that follow. Children are started on
+demand, reused, and killed when a job takes too long. Independent of what the jobs are.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ MAX_SLOW = 2  # that continue slow jobs beside them
 QUICK_S = 0.5
 START_TIMEOUT_S = 60.0  # to import, and to read a tokenizer
 MAX_LINE_NBYTES = 64 << 20
+BODY = b"#"  # begins a line that says how many bytes follow it
 
 
 def _fine(line: bytes) -> None:
@@ -46,13 +47,21 @@ class Children:
     """
 
     def __init__(
-        self, module: str, settings: bytes, timeout_s: float, name: str, started: Callable[[bytes], None] = _fine
+        self,
+        module: str,
+        settings: bytes,
+        timeout_s: float,
+        name: str,
+        started: Callable[[bytes], None] = _fine,
+        quick_s: float | None = QUICK_S,
     ) -> None:
+        """`quick_s` None: every job keeps its place until its deadline, and others wait for it."""
         self._module = module
         self._settings = settings
         self._timeout_s = timeout_s
         self._name = name
         self._started = started
+        self._quick_s = timeout_s if quick_s is None else min(quick_s, timeout_s)
         self._quick = asyncio.Semaphore(MAX_CHILDREN)
         self._num_slow = 0
         self._idle: list[_Child] = []
@@ -92,7 +101,9 @@ class Children:
         answer = b""
         task = asyncio.ensure_future(child.exchange(job))
         try:
-            done, _ = await asyncio.wait({task}, timeout=min(QUICK_S, self._timeout_s))
+            done, _ = await asyncio.wait({task}, timeout=self._quick_s)
+            if not done and self._quick_s == self._timeout_s:
+                raise self._too_long()
             if not done:
                 answer = await self._go_on(task, place)
             else:
@@ -115,12 +126,15 @@ class Children:
         self._num_slow += 1
         place.leave()
         try:
-            await asyncio.wait({task}, timeout=max(0.0, self._timeout_s - QUICK_S))
+            await asyncio.wait({task}, timeout=max(0.0, self._timeout_s - self._quick_s))
         finally:
             self._num_slow -= 1
         if not task.done():
-            raise TookTooLong(f"not ready after {self._timeout_s:g} s")
+            raise self._too_long()
         return task.result()
+
+    def _too_long(self) -> TookTooLong:
+        return TookTooLong(f"not ready after {self._timeout_s:g} s")
 
     async def _start(self) -> _Child:
         """Starts a child that is ready for jobs."""
@@ -181,6 +195,8 @@ class _Child:
             raise EOFError from None
         if not answer.endswith(b"\n"):
             raise EOFError
+        if answer.startswith(BODY):  # and its number of bytes, which follow
+            return answer + await self._reader.readexactly(min(int(answer[1:]), MAX_LINE_NBYTES))
         return answer
 
     async def kill(self) -> None:

@@ -29,10 +29,17 @@ Rendering = Generator[Conversation, str, PromptText]  # yields a conversation to
 class ChatPrompts:
     """`children` render the templates of requests; None where requests may not have any."""
 
-    def __init__(self, template: ChatTemplate | None, children: Children | None, config: ChatConfig = AS_GIVEN) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate | None,
+        children: Children | None,
+        config: ChatConfig = AS_GIVEN,
+        takes_images: bool = False,
+    ) -> None:
         self._template = template
         self._children = children
         self._config = config
+        self._takes_images = takes_images
 
     @classmethod
     def make(
@@ -42,11 +49,12 @@ class ChatPrompts:
         trusts_requests: bool,
         timeout_s: float,
         config: ChatConfig = AS_GIVEN,
+        takes_images: bool = False,
     ) -> ChatPrompts:
         settings = msgspec.json.encode(constants)
         module = "pd_cluster.service.prompts.template_child"
         children = Children(module, settings, timeout_s, "template") if trusts_requests else None
-        return cls(template, children, config)
+        return cls(template, children, config, takes_images)
 
     async def render(
         self,
@@ -63,7 +71,7 @@ class ChatPrompts:
             return await self._render_own(request.chat_template, request, shows_tools, check, guard)
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
-        conversation = conversation_of(request, self._template.variables, shows_tools, self._config)
+        conversation = conversation_of(request, self._template.variables, shows_tools, self._config, self._takes_images)
         check(conversation.num_chars)
         if conversation.nbytes <= LONG_NBYTES:
             return rendered(conversation, self._template, guard)
@@ -87,7 +95,7 @@ class ChatPrompts:
                 param="chat_template",
             )
         known = (await self._ask(self._children, source)).variables
-        conversation = conversation_of(request, known, shows_tools, self._config)
+        conversation = conversation_of(request, known, shows_tools, self._config, self._takes_images)
         check(conversation.num_chars)
         rendering = _steps(conversation, guard)
         wanted = next(rendering)

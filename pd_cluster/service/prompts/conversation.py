@@ -17,7 +17,7 @@ from pd_cluster.text.chat_template import ChatTemplate, with_both_reasonings
 
 
 def _texts(content: Any) -> list[str]:
-    return [content] if isinstance(content, str) else [part["text"] for part in content or ()]
+    return [content] if isinstance(content, str) else [part["text"] for part in content or () if "text" in part]
 
 
 class Conversation(msgspec.Struct, frozen=True):
@@ -47,18 +47,23 @@ AS_GIVEN = ChatConfig()
 
 
 def conversation_of(
-    request: ChatFields, known: frozenset[str], shows_tools: bool = True, config: ChatConfig = AS_GIVEN
+    request: ChatFields,
+    known: frozenset[str],
+    shows_tools: bool = True,
+    config: ChatConfig = AS_GIVEN,
+    takes_images: bool = False,
 ) -> Conversation:
     """`known` are the template's variables: anything that it has no place for is refused. Raises RequestError."""
     continues = bool(request.continue_final_message)
-    messages = [_for_template(message.to_template(at), at) for at, message in enumerate(request.messages)]
+    given_messages = enumerate(request.messages)
+    messages = [_for_template(message.to_template(at, takes_images), at) for at, message in given_messages]
     if continues and request.opens_answer:
         raise RequestError(
             "continue_final_message: an answer cannot both continue the last message and begin anew; leave out "
             "add_generation_prompt",
             param="continue_final_message",
         )
-    if continues and not messages[-1].get("content"):
+    if continues and not _ends_in_text(messages[-1].get("content")):
         raise RequestError(
             "continue_final_message: the last message has no text to continue", param="continue_final_message"
         )
@@ -76,6 +81,10 @@ def conversation_of(
     if config.content_format == "openai":
         messages = [_in_parts(message) for message in messages]
     return Conversation(messages, variables, request.opens_answer, continues)
+
+
+def _ends_in_text(content: Any) -> bool:
+    return bool(content) and (isinstance(content, str) or "text" in content[-1])
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -29,30 +29,59 @@ class ChatMessage(BaseModel):
     @property
     def text(self) -> str:
         """The content's text parts, as the template gets them if `to_template` accepts the others."""
-        return self.content if isinstance(self.content, str) else self.to_template(0).get("content") or ""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        parts = self._parts(0, takes_images=True)
+        return "\n".join(part["text"] for part in parts if part["type"] == "text")
 
-    def to_template(self, index: int) -> dict[str, Any]:
-        """Returns the message for chat templates: text parts joined. Raises RequestError for images and the like."""
+    @property
+    def image_urls(self) -> list[tuple[int, str]]:
+        """The places and URLs of images among the content's parts, if `to_template` accepts them."""
+        parts = enumerate(self.content if isinstance(self.content, list) else ())
+        found = [(at, _image_url(part)) for at, part in parts if isinstance(part, dict)]
+        return [(at, url) for at, url in found if url is not None]
+
+    def to_template(self, index: int, takes_images: bool = False) -> dict[str, Any]:
+        """Returns the message for chat templates: texts joined, or a list of parts if there are images among them.
+
+        Raises RequestError for other parts.
+        """
         fields = {**(self.model_extra or {}), "role": self.role}
         message = {name: value for name, value in fields.items() if value is not None}
         # Templates for calls look for None; others expect text.
         message["content"] = self.content if self.content is not None or message.get("tool_calls") else ""
         if isinstance(self.content, list):
-            texts = []
-            for at, part in enumerate(self.content):
-                if isinstance(part, str):
-                    texts.append(part)
-                    continue
-                kind = part.get("type")
-                text = part.get(kind if kind in OWN_NAME_PARTS else "text")
-                if kind not in TEXT_PARTS or not isinstance(text, str):
-                    raise RequestError(
-                        f"messages[{index}].content[{at}]: only parts of type 'text' are supported",
-                        param="messages",
-                    )
-                texts.append(text)
-            message["content"] = "\n".join(texts)
+            parts = self._parts(index, takes_images)
+            has_images = any(part["type"] == "image" for part in parts)
+            message["content"] = parts if has_images else "\n".join(part["text"] for part in parts)
         return message
+
+    def _parts(self, index: int, takes_images: bool) -> list[dict[str, str]]:
+        """Returns the parts of a list of them, as templates know them. Raises RequestError."""
+        found: list[dict[str, str]] = []
+        for at, part in enumerate(self.content or ()):
+            if isinstance(part, str):
+                found.append({"type": "text", "text": part})
+                continue
+            kind = part.get("type")
+            text = part.get(kind if kind in OWN_NAME_PARTS else "text")
+            if takes_images and _image_url(part) is not None:
+                found.append({"type": "image"})
+            elif kind in TEXT_PARTS and isinstance(text, str):
+                found.append({"type": "text", "text": text})
+            else:
+                known = "only parts of type 'text' and 'image_url'" if takes_images else "only parts of type 'text'"
+                raise RequestError(f"messages[{index}].content[{at}]: {known} are supported", param="messages")
+        return found
+
+
+def _image_url(part: dict[str, Any]) -> str | None:
+    """Returns the URL of a part that is an image; None for another one."""
+    if part.get("type") != "image_url":
+        return None
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    return url if isinstance(url, str) else None
 
 
 class Function(BaseModel):

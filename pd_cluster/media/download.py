@@ -1,0 +1,148 @@
+"""Downloads from hosts that an operator allows, and from no address inside of a network.
+
+The name is resolved once, every address that it has is checked, and the connection goes to the address that was
+checked: a name that changes its address meanwhile gains nothing. Redirects are checked in the same way. Proxies of the
+environment are not used. Blocks; runs in a child process.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import re
+import reprlib
+import socket
+import ssl
+import time
+from typing import NamedTuple
+from urllib.parse import urljoin, urlsplit
+
+from pd_cluster.errors import RequestError
+
+TIMEOUT_S = 10.0  # for all of it
+MAX_REDIRECTS = 3
+REDIRECTS = (301, 302, 303, 307, 308)
+PORTS = {"http": 80, "https": 443}
+HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
+PLAIN_URL = re.compile(r"[\x21-\x7e]+")
+PIECE_NBYTES = 1 << 16
+# Addresses that stand for others, of IPv4: 6to4, NAT64 and Teredo
+TRANSLATED = tuple(map(ipaddress.ip_network, ("2002::/16", "64:ff9b::/96", "64:ff9b:1::/48", "2001::/32")))
+
+
+class Downloads(NamedTuple):
+    """`domains`: hosts, by name. `refused`: addresses of the cluster itself, which may be public ones."""
+
+    domains: tuple[str, ...]
+    refused: tuple[str, ...]
+    max_nbytes: int
+
+
+class MediaTarget(NamedTuple):
+    """A URL whose host is allowed."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+
+def downloaded(url: str, downloads: Downloads) -> bytes:
+    """Returns the body. Raises RequestError."""
+    until_s = time.monotonic() + TIMEOUT_S
+    for _ in range(MAX_REDIRECTS + 1):
+        target = target_of(url, downloads.domains)
+        try:
+            body, location = _get(target, downloads, until_s)
+        except (OSError, http.client.HTTPException, ValueError):
+            raise RequestError(f"{target.host}: the image could not be fetched; check its URL") from None
+        if location is None:
+            return body
+        url = urljoin(url, location)
+    raise RequestError(f"more than {MAX_REDIRECTS} redirects; give the image's own URL")
+
+
+def target_of(url: str, domains: tuple[str, ...]) -> MediaTarget:
+    """Parses a URL, strictly: the result is checked and used, and the text never again. Raises RequestError."""
+    wrong = RequestError(f"{reprlib.repr(url[:60])}: not a plain http(s) URL; send another one")
+    if not PLAIN_URL.fullmatch(url) or "\\" in url:
+        raise wrong
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").lower().rstrip("."), parts.port
+    except ValueError:
+        raise wrong from None
+    if parts.scheme not in PORTS or "@" in parts.netloc or not HOST.fullmatch(host):
+        raise wrong
+    if host not in {domain.lower() for domain in domains}:
+        raise RequestError(f"{host}: not among the hosts of the server's --allowed-media-domains")
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    return MediaTarget(parts.scheme, host, PORTS[parts.scheme] if port is None else port, path)
+
+
+def may_connect(address: str, refused: tuple[str, ...]) -> bool:
+    """Whether an address is a public one, and none of the cluster's."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    stands_for_another = any(found in network for network in TRANSLATED)
+    if stands_for_another or (isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None):
+        return False
+    return found.is_global and not found.is_multicast and str(found) not in refused
+
+
+def _address_of(target: MediaTarget, refused: tuple[str, ...]) -> str:
+    """Resolves a host. Raises RequestError if any of its addresses may not be connected to."""
+    entries = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+    addresses = [str(entry[4][0]) for entry in entries]
+    if not addresses or not all(may_connect(address, refused) for address in addresses):
+        raise RequestError(f"{target.host}: its address is not a public one, and is never connected to")
+    return addresses[0]
+
+
+class _Connection(http.client.HTTPConnection):
+    """Speaks to an address that was checked, under the host's name."""
+
+    def __init__(self, target: MediaTarget, address: str, until_s: float) -> None:
+        super().__init__(target.host, target.port)
+        self._target, self._address, self._until_s = target, address, until_s
+
+    def connect(self) -> None:
+        self.sock = socket.create_connection((self._address, self._target.port), _left(self._until_s))
+        if self._target.scheme == "https":
+            context = ssl.create_default_context()
+            self.sock = context.wrap_socket(self.sock, server_hostname=self._target.host)
+
+
+def _get(target: MediaTarget, downloads: Downloads, until_s: float) -> tuple[bytes, str | None]:
+    """Returns the body, or where else it is. Raises RequestError, OSError and HTTPException."""
+    connection = _Connection(target, _address_of(target, downloads.refused), until_s)
+    try:
+        connection.request("GET", target.path, headers={"Accept": "image/*", "User-Agent": "pd-cluster"})
+        answer = connection.getresponse()
+        if answer.status in REDIRECTS and (location := answer.getheader("Location")):
+            return b"", location
+        if answer.status != 200:
+            raise RequestError(f"{target.host}: it answers {answer.status}; check the image's URL")
+        body = bytearray()
+        while piece := _piece(connection, answer, until_s):
+            body += piece
+            if len(body) > downloads.max_nbytes:
+                raise RequestError(f"a picture's file has at most {downloads.max_nbytes} bytes; send a smaller one")
+        if answer.length:  # bytes that were announced and are missing
+            raise http.client.IncompleteRead(bytes(body), answer.length)
+        return bytes(body), None
+    finally:
+        connection.close()
+
+
+def _piece(connection: _Connection, answer: http.client.HTTPResponse, until_s: float) -> bytes:
+    if connection.sock is not None:
+        connection.sock.settimeout(_left(until_s))
+    return answer.read1(PIECE_NBYTES)
+
+
+def _left(until_s: float) -> float:
+    """Returns the seconds that are left. Raises TimeoutError."""
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s

@@ -1,0 +1,76 @@
+"""All adapters of one loaded model, of whichever kind, by their digests."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping
+from pathlib import Path
+
+from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.checkpoints.prompt_folder import AdapterFolder, PromptFolder
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.model.causal_lm import CausalLM
+from pd_cluster.model.lora.adapters import Adapters
+from pd_cluster.model.prompt_adapters import PromptAdapters
+from pd_cluster.settings.adapters import AdapterSettings
+from pd_cluster.types.variants import num_virtual_tokens
+
+
+class HeldAdapters:
+    """`variants`: the slots of those that are loaded, by digest; they come and go."""
+
+    def __init__(self, model: CausalLM, layout: KVLayout, settings: AdapterSettings) -> None:
+        self._lora, self._most = model.adapters, settings.max_cpu_loras
+        self.prompts: PromptAdapters | None = None
+        if settings.enable_prompt_adapter:
+            width = model.config.get_text_config().hidden_size
+            self.prompts = PromptAdapters(width, layout, model.embedding_factor, model.key_features)
+        self.lora_slots = None if self._lora is None else self._lora.slots
+        self.prompt_slots = None if self.prompts is None else self.prompts.slots
+        self.variants: Mapping[str, int] = ChainMap(
+            *(slots for slots in (self.lora_slots, self.prompt_slots) if slots is not None)
+        )
+
+    def load_named(self, settings: AdapterSettings) -> None:
+        """Loads the adapters that the settings name. Raises ModelError, ConfigError."""
+        for module in settings.lora_modules:
+            self.load_adapter(LoraFolder.read(Path(module.path), settings.max_lora_rank))
+        for module in settings.prompt_adapters:
+            self.load_adapter(PromptFolder.read(Path(module.path), settings.max_prompt_adapter_token))
+
+    def load_adapter(self, folder: AdapterFolder, slot: int | None = None) -> None:
+        """Loads an adapter, on any thread; then requests may have it as their variant. Raises ModelError, ConfigError.
+
+        Nothing is done if it is loaded already. `slot`: the one that it has on rank 0.
+        """
+        if isinstance(folder, PromptFolder):
+            self._prompts_needed.load(folder, slot)
+            return
+        adapters, most = self._lora_needed, self._most
+        if most is not None and folder.digest not in adapters.slots and len(adapters.slots) >= most:
+            raise ConfigError(f"{called('max_cpu_loras')} {most}: so many adapters are loaded already; raise it")
+        adapters.load(folder, slot)
+
+    def drop_adapter(self, digest: str) -> None:
+        """Forgets an adapter that no request has, between two steps."""
+        self._holder_of(digest).drop(digest)
+
+    def next_slot(self, digest: str) -> int:
+        """Returns a slot that no adapter of its kind has had. Raises ConfigError."""
+        return self._holder_of(digest).next_slot()
+
+    def _holder_of(self, digest: str) -> Adapters | PromptAdapters:
+        return self._prompts_needed if num_virtual_tokens(digest) else self._lora_needed
+
+    @property
+    def _lora_needed(self) -> Adapters:
+        if self._lora is None:
+            raise ConfigError(f"{called('enable_lora')}: this process was started without it")
+        return self._lora
+
+    @property
+    def _prompts_needed(self) -> PromptAdapters:
+        if self.prompts is None:
+            raise ConfigError(f"{called('enable_prompt_adapter')}: this process was started without it")
+        return self.prompts

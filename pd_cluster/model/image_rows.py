@@ -1,0 +1,70 @@
+"""The tokens of a step that stand for pictures. Knows nothing of how features are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from pd_cluster.types import Image, Request
+
+
+class ImagePart(NamedTuple):
+    """Tokens [start, start + num_tokens) of a picture, which are rows [row, row + num_tokens) of a step."""
+
+    row: int
+    start: int
+    num_tokens: int
+    digest: bytes
+    image: Image
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """The features of a step's rows that stand for pictures, in the place of their embeddings.
+
+    `features`, [1 + num_deep, num_rows, hidden_size]: the first replace the rows' embeddings; each of the others is
+    added to the residual stream after a layer, from the first one on (DeepStack).
+    """
+
+    rows: torch.Tensor  # [num_rows] int64
+    features: torch.Tensor
+
+    def embed(self, x: torch.Tensor) -> None:
+        """Replaces embeddings x, [num_tokens, hidden_size], in place."""
+        x[self.rows] = self.features[0].to(x.dtype)
+
+    @property
+    def num_deep(self) -> int:
+        return len(self.features) - 1
+
+    def deepen(self, x: torch.Tensor, layer_idx: int) -> None:
+        """Adds to the residual stream in place, after a layer."""
+        if layer_idx < self.num_deep:
+            x[self.rows] += self.features[1 + layer_idx].to(x.dtype)
+
+
+def image_parts(chunks: Sequence[tuple[Request, int]]) -> tuple[ImagePart, ...]:
+    """Returns the parts of pictures among the tokens that a step computes, in the order of its rows."""
+    found: list[ImagePart] = []
+    row = 0
+    for request, num_tokens in chunks:
+        if request.order.images:
+            found += _parts_of(request, num_tokens, row)
+        row += num_tokens
+    return tuple(found)
+
+
+def _parts_of(request: Request, num_tokens: int, row: int) -> list[ImagePart]:
+    first = request.num_computed_tokens
+    order, last = request.order, first + num_tokens
+    if order.spans[-1].stop <= first:
+        return []
+    parts = []
+    for span, image in zip(order.spans, order.images, strict=True):
+        start, stop = max(span.start, first), min(span.stop, last)
+        if start < stop:
+            parts.append(ImagePart(row + start - first, start - span.start, stop - start, span.digest, image))
+    return parts

@@ -1,0 +1,1 @@
+"""Pictures: the vision tower and its features."""

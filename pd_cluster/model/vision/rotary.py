@@ -1,0 +1,51 @@
+"""M-RoPE in the place of a text model's rotary embedding, for prompts that have pictures."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers.models.auto.configuration_auto import AutoConfig
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import Device
+from pd_cluster.errors import ModelError
+from pd_cluster.model.vision.classes import rotary_of
+
+
+class SectionsRotaryEmbedding(torch.nn.Module):
+    """Turns sections of a head by time, height and width; by one row of positions, as the text model alone does."""
+
+    def __init__(self, one: torch.nn.Module, three: torch.nn.Module) -> None:
+        super().__init__()
+        self._one, self._three = (one,), (three,)  # not among its modules: loaders look for rotary embeddings there
+        self.mrope_section = three.mrope_section
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`position_ids`: [1, num_tokens], or [3, 1, num_tokens]."""
+        (module,) = self._one if position_ids.dim() == 2 else self._three
+        found: tuple[torch.Tensor, torch.Tensor] = module(x, position_ids)
+        return found
+
+
+def put_sections(model: Any, checkpoint: Checkpoint, device: Device) -> None:
+    """Replaces a text model's rotary embedding, before it is fused. Raises ModelError."""
+    assert checkpoint.vision is not None
+    if checkpoint.rope.kind:
+        raise ModelError(
+            f"{checkpoint.path / 'config.json'}: rope_type {checkpoint.rope.kind}: its frequencies follow a request's "
+            f"tokens, and pictures have positions of their own; give another rope_type"
+        )
+    whole: Any = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+    sections = {name: value for name, value in whole.text_config.rope_parameters.items() if "mrope" in name}
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {**config.rope_parameters, **sections}
+    config.head_dim = model.model.layers[0].self_attn.head_dim
+    three = rotary_of(checkpoint.vision)(config).to(device.torch_name)
+    if sum(three.mrope_section) != config.head_dim // 2:
+        raise ModelError(
+            f"{checkpoint.path / 'config.json'}: mrope_section {list(three.mrope_section)}: must add up to half of a "
+            f"head, {config.head_dim // 2}"
+        )
+    model.model.rotary_emb = SectionsRotaryEmbedding(model.model.rotary_emb, three)

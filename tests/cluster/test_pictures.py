@@ -1,0 +1,242 @@
+"""Images across real processes: both legs, over both transports, with instances that die, and over HTTP."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pd_cluster import LLM, SamplingParams
+from tests.support.canary import Canary
+from tests.support.cluster import LiveCluster
+from tests.support.pictures import (
+    PLACEHOLDER,
+    Shown,
+    data_url,
+    ids_of,
+    make_vision,
+    picture,
+    png_of_size,
+    reference_answer,
+)
+
+NUM_TOKENS = 24
+FLAGS = ["--block-size=8", "--max-num-batched-tokens=24", "--limit-mm-per-prompt=image=3"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision(tmp_path_factory.mktemp("model"), "qwen3_vl", max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    with LiveCluster(
+        tmp_path_factory.mktemp("pictures"), model, arguments=[*FLAGS, "--num-blocks=256", "--max-model-len=1800"]
+    ) as running:
+        yield running
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def body_of(*parts: dict[str, Any] | str, max_tokens: int = NUM_TOKENS, **fields: Any) -> dict[str, Any]:
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    more = {"max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
+    return {"messages": [{"role": "user", "content": content}], **more, **fields}
+
+
+def post(cluster: LiveCluster, body: dict[str, Any], path: str = "/v1/chat/completions") -> httpx.Response:
+    return cluster.client.post(f"{cluster.url}{path}", json=body)
+
+
+def tokens(answer: httpx.Response) -> list[int]:
+    assert answer.status_code == 200, answer.text
+    found: list[int] = answer.json()["choices"][0]["token_ids"]
+    return found
+
+
+def expected(model: Path, *parts: Any) -> list[int]:
+    """generate()'s answer to a message of texts and pictures."""
+    texts, pictures, text = [], [], "<|user|>"
+    for part in parts:
+        if isinstance(part, str):
+            text += part
+        else:
+            texts.append(text)
+            pictures.append(part)
+            text = ""
+    return reference_answer(model, Shown(ids_of(*texts, text + "<|assistant|>"), pictures), NUM_TOKENS)
+
+
+CONVERSATIONS: list[list[Any]] = [
+    ["ab", picture(1), "c"],
+    ["ab", picture(2), "c"],
+    [picture(3, 40, 16), "x", picture(4, 17, 33)],
+    [picture(5, 64, 64), picture(5, 64, 64), "what?", picture(1)],
+    ["no picture"],
+]
+
+
+def chat_of(parts: list[Any], **fields: Any) -> dict[str, Any]:
+    return body_of(*(part if isinstance(part, str) else image(data_url(part)) for part in parts), **fields)
+
+
+def assert_exact(cluster: LiveCluster, model: Path) -> None:
+    with ThreadPoolExecutor(5) as pool:
+        for _ in range(2):  # then from the prefix caches
+            answers = list(pool.map(lambda parts: tokens(post(cluster, chat_of(parts))), CONVERSATIONS))
+            assert answers == [expected(model, *parts) for parts in CONVERSATIONS]
+
+
+def test_both_legs(cluster: LiveCluster, model: Path) -> None:
+    assert_exact(cluster, model)
+    cluster.wait_until("KV cache came over", lambda: cluster.instance("decode-0")["kv_received_nbytes"] > 0)
+    cluster.assert_home()
+
+
+def test_over_gloo_and_two_ranks(model: Path, tmp_path: Path) -> None:
+    tp = {"prefill-0": 2, "decode-0": 1}
+    flags = [*FLAGS, "--num-blocks=256", "--max-model-len=1800", "--kv-transport=dist", "--mm-encoder-cache-tokens=20"]
+    with LiveCluster(tmp_path, model, arguments=flags, tp_sizes=tp) as cluster:
+        assert_exact(cluster, model)
+        cluster.wait_until("KV cache came over", lambda: cluster.instance("decode-0")["kv_received_nbytes"] > 0)
+        cluster.assert_home()
+
+
+def test_usage_and_tokenize_count_expanded_tokens(cluster: LiveCluster, model: Path) -> None:
+    body = chat_of(CONVERSATIONS[2])
+    answer = post(cluster, body).json()
+    count = post(cluster, {"messages": body["messages"]}, "/tokenize").json()
+    assert answer["usage"]["prompt_tokens"] == count["count"] == len(count["tokens"])
+    assert count["tokens"].count(300) == 10 + 8
+    text = {
+        "messages": [{"role": "user", "content": [image(data_url(picture(1))), {"type": "text", "text": PLACEHOLDER}]}]
+    }
+    assert post(cluster, text, "/tokenize").json()["tokens"].count(300) == 6, "a user's text is no placeholder"
+
+
+BROKEN = {
+    "1 x 10000 pixels: one side is more than 200 times the other": data_url(png_of_size(1, 10_000)),
+    "a picture has at most 67108864 pixels": data_url(png_of_size(60_000, 60_000)),
+    "the file is broken or cut short": data_url(png_of_size(4000, 4000)),
+    "no picture in JPEG": data_url(b"hello"),
+    "a data: URL of text/html: not a picture": "data:text/html;base64,AAAA",
+    "'http://127.0.0.1:1/a.png': images come as data: URLs; send it so; the server's --allowed-media-domains": "http://127.0.0.1:1/a.png",
+    "'file:///etc/passwd': images come as data: URLs; send it so; the server's --allowed-local-media": "file:///etc/passwd",
+    "'given:0': images come as data: URLs": "given:0",
+}
+
+
+def test_bad_images_are_named_and_disturb_nobody(cluster: LiveCluster, model: Path) -> None:
+    with Canary(cluster).singing():
+        for said, url in BROKEN.items():
+            answer = post(cluster, body_of(image(data_url(picture(1))), "a", image(url)))
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert error["message"].startswith(f"messages[0].content[2].image_url: {said}"), error
+            assert error["param"] == "messages"
+        four = [image(data_url(picture(1)))] * 4
+        answer = post(cluster, body_of(*four))
+        assert answer.status_code == 400
+        assert "content[3].image_url: 4 images; this server takes 3" in answer.json()["error"]["message"]
+        body = {"prompt": "a<|image_pad|>", "max_tokens": 1}
+        answer = post(cluster, body, "/v1/completions")
+        assert answer.status_code == 400
+        assert "1 placeholders of images for 0 images" in answer.json()["error"]["message"]
+        for kind in ("video_url", "input_audio"):
+            answer = post(cluster, body_of({"type": kind, kind: {"url": "data:video/mp4;base64,AAAA"}}))
+            assert answer.status_code == 400
+            assert "only parts of type 'text' and 'image_url' are supported" in answer.json()["error"]["message"]
+    lines = cluster.client.get(f"{cluster.url}/metrics").text.splitlines()
+    (refused,) = (line for line in lines if "images_total{" in line and "refused" in line)
+    assert float(refused.split()[-1]) == len(BROKEN)
+    assert_exact(cluster, model)
+    cluster.assert_home()
+
+
+class Stream:
+    """A streamed chat on a thread."""
+
+    def __init__(self, cluster: LiveCluster, body: dict[str, Any]) -> None:
+        self.found: list[int] = []
+        self.error = ""
+        self._begun = threading.Event()
+        arguments = (f"{cluster.url}/v1/chat/completions", {**body, "stream": True})
+        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
+        self._thread.start()
+
+    def _run(self, url: str, body: dict[str, Any]) -> None:
+        with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    self.error = self.error or str(event.get("error", ""))
+                    for choice in event.get("choices", ()):
+                        self.found += choice.get("token_ids") or ()
+                    self._begun.set()
+
+    def begun(self) -> None:
+        assert self._begun.wait(30)
+
+    def end(self) -> list[int]:
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the stream hangs"
+        assert not self.error, self.error
+        return self.found
+
+
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+def test_an_instance_is_killed_in_mid_request(cluster: LiveCluster, model: Path, victim: str) -> None:
+    """Decode dies between tokens; prefill dies while it has the request, and has told nothing."""
+    body = chat_of(CONVERSATIONS[3], max_tokens=1500, ignore_eos=True)
+    whole = tokens(post(cluster, body))
+    reference = expected(model, *CONVERSATIONS[3])
+    assert whole[: len(reference)] == reference
+    if victim == "prefill-0":
+        cluster.kill_rank(victim, signal.SIGSTOP)
+    stream = Stream(cluster, body)
+    if victim == "prefill-0":
+        cluster.wait_until("it was sent", lambda: cluster.instance(victim)["num_outstanding"] == 1)
+    else:
+        stream.begun()
+    cluster.kill(victim)
+    assert stream.end() == whole
+    cluster.await_exit(victim)
+    cluster.start_member(victim)
+    cluster.await_ready()
+    assert_exact(cluster, model)
+    cluster.assert_home()
+
+
+def test_decode_that_drops_an_images_kv(model: Path, tmp_path: Path) -> None:
+    """It has no pixels to compute it again: the request goes on where they are sent."""
+    small = {"decode-0": ["--num-blocks=24", "--growth-tokens=1", "--no-enable-prefix-caching"]}
+    flags = [*FLAGS, "--num-blocks=200", "--max-model-len=160"]
+    with LiveCluster(tmp_path, model, arguments=flags, member_arguments=small) as cluster:
+        bodies = [chat_of(["ab", picture(at), "c"], max_tokens=100, ignore_eos=True) for at in range(6)]
+        alone = [tokens(post(cluster, body)) for body in bodies]
+        with ThreadPoolExecutor(6) as pool:
+            assert list(pool.map(lambda body: tokens(post(cluster, body)), bodies)) == alone
+        reference = expected(model, "ab", picture(0), "c")
+        assert alone[0][: len(reference)] == reference
+        log = cluster.log_file("scheduler").read_text()
+        assert "its images' KV was dropped, and computing it again takes their pixels" in log
+        cluster.assert_home()
+
+
+def test_offline_over_worker_processes(model: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    with LLM(str(model), prefill=1, decode=1, num_blocks=256, max_model_len=1800, enable_mm=True) as llm:
+        prompts = [{"prompt": f"a{PLACEHOLDER}", "multi_modal_data": {"image": picture(seed)}} for seed in (1, 2)]
+        found = [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
+    shown = [Shown(ids_of("a", ""), [picture(seed)]) for seed in (1, 2)]
+    assert found == [reference_answer(model, each, NUM_TOKENS) for each in shown]

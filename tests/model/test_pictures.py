@@ -1,0 +1,214 @@
+"""Prompts with pictures get the tokens of transformers' generate(), which has its own processor prepare them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from pd_cluster import LLM, SamplingParams
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.errors import ConfigError, ModelError, RequestError
+from pd_cluster.model import loader
+from pd_cluster.model.runner import ModelRunner
+from pd_cluster.model.vision.tower import Tower
+from pd_cluster.types import Request, Sampling
+from tests.support.engines import make_core, run
+from tests.support.multimodal import change_config, rewrite_weights
+from tests.support.pictures import (
+    MODELS,
+    PAD,
+    PLACEHOLDER,
+    SECTIONS,
+    Shown,
+    data_url,
+    ids_of,
+    make_vision,
+    picture,
+    reference_answer,
+    shown,
+)
+from tests.support.ranks import ranks
+
+NUM_TOKENS = 16
+GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
+SETTINGS: dict[str, Any] = {"block_size": 8, "num_blocks": 128, "max_num_batched_tokens": 64}
+
+
+def answer_all(folder: Path, core: EngineCore, prompts: list[Shown]) -> tuple[list[list[int]], list[Request]]:
+    """All at once."""
+    requests = [Request(f"r{i}", each.order(folder, GREEDY), arrival_s=float(i)) for i, each in enumerate(prompts)]
+    found = run(core, requests)
+    return [[token.token_id for token in found[request.request_id][0]] for request in requests], requests
+
+
+def expected_of(folder: Path, prompts: list[Shown]) -> list[list[int]]:
+    return [reference_answer(folder, prompt, NUM_TOKENS) for prompt in prompts]
+
+
+PROMPTS = [
+    shown(1, [5, 7], [picture(1)]),
+    shown(1, [5, 7], [picture(2)]),  # the same words
+    shown(2, [0, 3, 6], [picture(3, 40, 16), picture(4, 17, 33)]),  # other sizes
+    shown(2, [0, 3, 6], [picture(4, 17, 33), picture(3, 40, 16)]),
+    shown(3, [11, 0, 0, 1], [picture(5), picture(5), picture(6, 64, 64)]),
+    shown(4, [20], []),
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_engine(tmp_path: Path, name: str) -> None:
+    folder = make_vision(tmp_path, name)
+    expected = expected_of(folder, PROMPTS)
+    assert expected[0] != expected[1], "the picture does not matter"
+    assert expected[2] != expected[3], "the pictures' order does not matter"
+    core = make_core(folder, **SETTINGS)
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        assert answer_all(folder, core, [prompt])[0] == [tokens]
+    assert answer_all(folder, core, PROMPTS)[0] == expected
+
+
+def test_published_names_of_weights(tmp_path: Path) -> None:
+    """Qwen2-VL's files have other prefixes, and Qwen3-VL-MoE's have experts the other way round."""
+    folder = make_vision(tmp_path / "old", "qwen2_vl")
+    expected = expected_of(folder, PROMPTS[:2])
+    rewrite_weights(folder, "model.visual.", "visual.")
+    rewrite_weights(folder, "model.language_model.", "model.")
+    assert answer_all(folder, make_core(folder, **SETTINGS), PROMPTS[:2])[0] == expected
+    folder = make_vision(tmp_path / "experts", "qwen3_vl_moe")
+    expected = expected_of(folder, PROMPTS[:2])
+    file = folder / "model.safetensors"
+    weights = {
+        key: each.transpose(1, 2).contiguous() if "experts" in key else each for key, each in load_file(file).items()
+    }
+    save_file(weights, file, metadata={"format": "pt"})
+    assert answer_all(folder, make_core(folder, **SETTINGS), PROMPTS[:2])[0] == expected
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 7])
+def test_chunks_cut_pictures(tmp_path: Path, name: str, num_tokens: int) -> None:
+    """Nothing of a picture is kept between steps here, so each chunk computes it again."""
+    folder = make_vision(tmp_path, name)
+    prompts = [PROMPTS[2], PROMPTS[4]]
+    settings = {**SETTINGS, "max_num_batched_tokens": num_tokens, "mm_encoder_cache_tokens": 0}
+    core = make_core(folder, **settings)
+    assert answer_all(folder, core, prompts)[0] == expected_of(folder, prompts)
+    assert tower_of(core).num_encoded > 5
+    kept = make_core(folder, **{**settings, "mm_encoder_cache_tokens": 128})
+    assert answer_all(folder, kept, prompts)[0] == expected_of(folder, prompts)
+    assert tower_of(kept).num_encoded == 4, "one of five pictures is the same as another"
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted(tmp_path: Path, mode: str) -> None:
+    folder = make_vision(tmp_path, "qwen3_vl")
+    settings = {**SETTINGS, "preemption_mode": mode, "swap_space_gib": 0.01, "block_size": 4, "max_model_len": 80}
+    core = make_core(folder, **{**settings, "num_blocks": 20})
+    prompts = [shown(10 + at, [6, 4], [picture(at)]) for at in range(5)]
+    assert answer_all(folder, core, prompts)[0] == expected_of(folder, prompts)
+    assert core.scheduler.num_preemptions
+
+
+def test_a_cached_prefix_ends_inside_a_picture(tmp_path: Path) -> None:
+    """The same picture is found, the rest of it computed; another picture of the same size never is."""
+    folder = make_vision(tmp_path, "qwen3_vl")
+    core = make_core(folder, **{**SETTINGS, "block_size": 4})
+    same, other = picture(1, 32, 32), picture(2, 32, 32)  # 16 tokens
+    prompts = [shown(1, [5, 2], [same]), shown(1, [5, 2], [same]), shown(1, [5, 2], [other]), shown(1, [5, 9], [same])]
+    cached = []
+    for prompt in prompts:
+        answers, (request,) = answer_all(folder, core, [prompt])
+        assert answers == expected_of(folder, [prompt])
+        cached.append(request.num_cached_tokens)
+    assert cached[0] == 0
+    assert cached[1] == cached[3] == 24  # the picture's tokens are 6 to 22
+    assert cached[2] == 4
+    short = shown(1, [5, 0], [same])  # its last block but one ends inside the picture
+    core = make_core(folder, **{**SETTINGS, "block_size": 16, "mm_encoder_cache_tokens": 0})
+    for _ in range(2):
+        answers, (request,) = answer_all(folder, core, [short])
+        assert answers == expected_of(folder, [short])
+    assert request.num_cached_tokens == 16
+    assert tower_of(core).num_encoded == 2
+
+
+def test_heads_of_128(tmp_path: Path) -> None:
+    sections = {**SECTIONS, "mrope_section": [16, 24, 24]}
+    changes = {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": sections}
+    tower = {"hidden_size": 128, "num_heads": 1, "out_hidden_size": 64}
+    changes["hidden_size"] = 256
+    tower["out_hidden_size"] = 256
+    folder = make_vision(tmp_path, "qwen2_5_vl", tower, **changes)
+    prompts = PROMPTS[:3]
+    assert answer_all(folder, make_core(folder, **SETTINGS), prompts)[0] == expected_of(folder, prompts)
+
+
+def test_layers_of_transformers_take_deep_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where layers are not fused."""
+    monkeypatch.setattr(loader, "can_fuse", lambda model: False)
+    folder = make_vision(tmp_path, "qwen3_vl")
+    core = make_core(folder, **{**SETTINGS, "max_num_batched_tokens": 7})
+    assert answer_all(folder, core, PROMPTS)[0] == expected_of(folder, PROMPTS)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    folder = make_vision(tmp_path, "qwen3_vl_moe")
+    with ranks(folder, 2, **{**SETTINGS, "mm_encoder_cache_tokens": 20}) as core:
+        for _ in range(2):
+            assert answer_all(folder, core, PROMPTS)[0] == expected_of(folder, PROMPTS)
+
+
+def tower_of(core: EngineCore) -> Tower:
+    runner = core.runner
+    assert isinstance(runner, ModelRunner)
+    assert runner.tower is not None
+    return runner.tower
+
+
+def test_offline(tmp_path: Path) -> None:
+    """Prompts and conversations, with pictures as objects and as URLs."""
+    folder = make_vision(tmp_path, "qwen2_5_vl")
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    with LLM(str(folder), num_blocks=128, block_size=8, enable_mm=True) as llm:
+        data = {"prompt": f"ab{PLACEHOLDER}c", "multi_modal_data": {"image": picture(1)}}
+        other = {**data, "multi_modal_data": {"image": [picture(2)]}}
+        two = {"prompt_token_ids": PROMPTS[2].token_ids, "multi_modal_data": {"image": PROMPTS[2].pictures}}
+        found = llm.generate([data, other, two], params, use_tqdm=False)
+        prompts = [Shown(ids_of("ab", "c"), [picture(1)]), Shown(ids_of("ab", "c"), [picture(2)]), PROMPTS[2]]
+        assert [list(each.outputs[0].token_ids) for each in found] == expected_of(folder, prompts)
+        assert len(found[0].prompt_token_ids) == len(ids_of("ab", "c")) + 5  # of six tokens
+        text = {"type": "text", "text": "x"}
+        parts = [{"type": "image_url", "image_url": {"url": data_url(picture(1))}}, text]
+        parts += [{"type": "image_pil", "image_pil": picture(2)}]
+        (answer,) = llm.chat([{"role": "user", "content": parts}], params, use_tqdm=False)
+        assert answer.error_msg is None
+        prompt = Shown(ids_of("<|user|>", "x", "<|assistant|>"), [picture(1), picture(2)])
+        assert list(answer.outputs[0].token_ids) == expected_of(folder, [prompt])[0]
+        forged = [{"role": "user", "content": [parts[0], {"type": "text", "text": PLACEHOLDER}]}]
+        (answer,) = llm.chat(forged, params, use_tqdm=False)
+        assert answer.error_msg is None
+        assert answer.prompt_token_ids.count(300) == 6
+        (answer,) = llm.generate({**data, "prompt": "ab"}, params, use_tqdm=False)
+        assert answer.error_msg == "prompt: 0 placeholders of images for 1 images; give one for each"
+        (answer,) = llm.generate(f"a{PAD}", params, use_tqdm=False)
+        assert answer.error_msg == "prompt: 1 placeholders of images for 0 images; give one for each"
+        with pytest.raises(RequestError, match=r"multi_modal_data.image\[0\]: str; must be a PIL.Image.Image"):
+            llm.generate({**data, "multi_modal_data": {"image": "a"}}, params, use_tqdm=False)
+        with pytest.raises(RequestError, match=r"multi_modal_data.video: video and audio are not supported"):
+            llm.generate({**data, "multi_modal_data": {"video": [1]}}, params, use_tqdm=False)
+
+
+def test_a_model_that_takes_no_images(tmp_path: Path) -> None:
+    folder = make_vision(tmp_path, "qwen2_vl")
+    with pytest.raises(ConfigError, match="enable_mm: language_model_only serves no images; give one of the two"):
+        LLM(str(folder), enable_mm=True, language_model_only=True)
+    with LLM(str(folder), num_blocks=64, language_model_only=True) as llm:
+        data = {"prompt": PAD, "multi_modal_data": {"image": picture(1)}}
+        (answer,) = llm.generate(data, use_tqdm=False)
+        assert answer.error_msg == "multi_modal_data.image[0]: this model takes no images; leave them out"
+    change_config(folder, model_type="mamba")
+    with pytest.raises(ModelError, match=r"enable_mm: .*'mamba' takes no images here; those that do are qwen2_vl, "):
+        LLM(str(folder), enable_mm=True)

@@ -1,0 +1,223 @@
+"""Prompt tuning, p-tuning and prefix tuning: the tokens of PEFT's own model, whose reading shares no code with ours."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pd_cluster import LLM, LoRARequest, PromptAdapterRequest, SamplingParams
+from pd_cluster.checkpoints.prompt_folder import PromptFolder
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.errors import ConfigError, ModelError, RequestError
+from pd_cluster.model.prompt_adapters import PromptAdapters
+from pd_cluster.settings.adapters import AdapterSettings, LoraModule
+from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types.variants import num_virtual_tokens
+from tests.support.adapters import make_adapter, merged
+from tests.support.checkpoints import CONFIGS
+from tests.support.engines import make_core, random_prompt, run
+from tests.support.prompt_adapters import Kind, make_prompt_adapter, peft_greedy, variant_of
+from tests.support.ranks import ranks
+
+Checkpoints = Callable[..., Path]
+NUM_TOKENS = 6
+GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+PEFT_CANNOT = {  # with these, PEFT's own code raises
+    "prefix": {"gpt_neox", "gpt2", "opt"},
+    "prompt": {"opt"},
+}
+
+
+def taking(*folders: Path, **settings: Any) -> AdapterSettings:
+    modules = tuple(LoraModule(folder.name, str(folder)) for folder in folders)
+    return AdapterSettings(enable_prompt_adapter=True, prompt_adapters=modules, **settings)
+
+
+def request_of(name: str, prompt: list[int], variant: str, sampling: Sampling = GREEDY) -> Request:
+    order = Order([0] * num_virtual_tokens(variant) + prompt, sampling, variant=variant)
+    return Request(name, order, arrival_s=0.0)
+
+
+def tokens_of(core: EngineCore, prompts: list[list[int]], variants: list[str], **given: Any) -> list[list[int]]:
+    """The outputs of all prompts at once."""
+    pairs = zip(prompts, variants, strict=True)
+    requests = [request_of(f"r{at}", prompt, variant, **given) for at, (prompt, variant) in enumerate(pairs)]
+    run(core, requests)
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_tokens_are_those_of_peft(checkpoint: Checkpoints, architecture: str, kind: Kind, tmp_path: Path) -> None:
+    """Beside prompts without an adapter, in chunks that end within the virtual tokens."""
+    if architecture in PEFT_CANNOT[kind]:
+        pytest.skip("PEFT fails with this architecture itself")
+    base = checkpoint(architecture)
+    adapter = make_prompt_adapter(tmp_path / "a", base, kind)
+    prompts = [random_prompt(random.Random(1), n) for n in (1, 7, 30)]
+    core = make_core(base, adapters=taking(adapter), num_blocks=64, max_num_batched_tokens=11)
+    found = tokens_of(core, [*prompts, *prompts], [variant_of(adapter)] * 3 + [""] * 3)
+    assert found[:3] == [peft_greedy(base, adapter, prompt, NUM_TOKENS) for prompt in prompts]
+    assert found[3:] == [peft_greedy(base, None, prompt, NUM_TOKENS) for prompt in prompts]
+    assert found[:3] != found[3:]
+
+
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+@pytest.mark.parametrize("pool", ["auto", "int8"])
+def test_it_matters_in_logits(checkpoint: Checkpoints, kind: Kind, pool: str, tmp_path: Path) -> None:
+    """A row's bits are the same alone and among others, whatever chunks its prompt came in."""
+    base = checkpoint("llama", max_position_embeddings=512)
+    adapters = [make_prompt_adapter(tmp_path / f"a{i}", base, kind, 20 + i, seed=i) for i in range(2)]
+    variants = ["", *(variant_of(each) for each in adapters)]
+    prompt = random_prompt(random.Random(4), 50)
+    sampling = Sampling(max_tokens=8, temperature=0.9, seed=4, logprobs=3, ignore_eos=True)
+
+    def all_of(core: EngineCore, ids: list[int]) -> dict[int, Any]:
+        requests = [request_of(f"r{at}", prompt, variants[at], sampling) for at in ids]
+        outputs = run(core, requests)
+        return {at: [(t.token_id, t.logprobs) for t in outputs[f"r{at}"][0]] for at in ids}
+
+    def core_of(**given: Any) -> EngineCore:
+        return make_core(base, adapters=taking(*adapters), num_blocks=64, kv_cache_dtype=pool, **given)
+
+    together = all_of(core_of(), [0, 1, 2])
+    assert len({str(each) for each in together.values()}) == 3
+    for at in range(3):
+        assert all_of(core_of(max_num_batched_tokens=16), [at]) == {at: together[at]}
+    core = core_of()
+    for _ in range(2):  # with prefixes in the cache, never another's
+        for at in (1, 2, 0):
+            assert all_of(core, [at]) == {at: together[at]}
+    assert core.scheduler.num_prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+def test_preemption(checkpoint: Checkpoints, kind: Kind, mode: str, tmp_path: Path) -> None:
+    base = checkpoint("qwen3")
+    adapter = make_prompt_adapter(tmp_path / "a", base, kind)
+    rng = random.Random(6)
+    prompts = [random_prompt(rng, rng.randrange(4, 40)) for _ in range(6)]
+    variants = [variant_of(adapter), ""] * 3
+    sampling = Sampling(n=2, max_tokens=20, temperature=0.8, seed=7, ignore_eos=True)
+    given = {"adapters": taking(adapter), "block_size": 4, "max_model_len": 96}
+    expected = tokens_of(make_core(base, num_blocks=512, **given), prompts, variants, sampling=sampling)
+    tight = make_core(base, num_blocks=26, preemption_mode=mode, swap_space_gib=0.01, **given)
+    assert tokens_of(tight, prompts, variants, sampling=sampling) == expected
+    assert tight.scheduler.num_preemptions > 0
+
+
+def test_two_ranks(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    base = checkpoint("llama")
+    adapter = make_prompt_adapter(tmp_path / "a", base)
+    prompts = [random_prompt(random.Random(2), n) for n in (1, 20)]
+    with ranks(base, 2, adapters=taking(adapter), num_blocks=64, max_num_batched_tokens=16) as core:
+        found = tokens_of(core, prompts, [variant_of(adapter)] * 2)
+    assert found == [peft_greedy(base, adapter, prompt, NUM_TOKENS) for prompt in prompts]
+    prefix = make_prompt_adapter(tmp_path / "p", base, "prefix")
+    with pytest.raises(ModelError, match=r"prefix tuning takes one rank, not 2; use prompt tuning"):
+        ranks(base, 2, adapters=taking(prefix), num_blocks=64).__enter__()
+
+
+def test_penalties_and_prompt_logprobs_do_not_see_virtual_tokens(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    base = checkpoint("llama")
+    adapter = make_prompt_adapter(tmp_path / "a", base, "p-tuning")
+    prompt = [5, 9, 12, 5, 40]
+    request = PromptAdapterRequest("a", 1, str(adapter), 5)
+    with LLM(str(base), enable_prompt_adapter=True, seed=0) as llm:
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, prompt_logprobs=2, ignore_eos=True)
+
+        def ask(**given: Any) -> Any:
+            (output,) = llm.generate(prompt_token_ids=prompt, sampling_params=params, use_tqdm=False, **given)
+            return output
+
+        adapted, plain = ask(prompt_adapter_request=request), ask()
+        assert adapted.outputs[0].token_ids == peft_greedy(base, adapter, prompt, NUM_TOKENS)
+        assert adapted.prompt_token_ids == prompt
+        assert len(adapted.prompt_logprobs) == len(prompt)
+        assert adapted.prompt_logprobs[0] is None
+        assert [set(each) & {token} for each, token in zip(adapted.prompt_logprobs[1:], prompt[1:], strict=True)]
+        assert adapted.prompt_logprobs != plain.prompt_logprobs
+        with_virtual = [each.logprob for each in adapted.prompt_logprobs[1].values()]
+        assert with_virtual != [each.logprob for each in plain.prompt_logprobs[1].values()]
+        # A placeholder's id is 0; with a penalty for it, token 0 would be less likely than with none.
+        params = SamplingParams(temperature=0, max_tokens=1, repetition_penalty=1.9, logprobs=0, allowed_token_ids=[0])
+        penalized = ask(prompt_adapter_request=request).outputs[0].logprobs
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=0, allowed_token_ids=[0])
+        assert penalized[0][0].logprob == ask(prompt_adapter_request=request).outputs[0].logprobs[0][0].logprob
+
+
+def test_llm_in_one_process_and_split(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """A list with one for each prompt; loaded on first use, in the worker processes too."""
+    base = checkpoint("llama")
+    soft = make_prompt_adapter(tmp_path / "soft", base)
+    prefix = make_prompt_adapter(tmp_path / "prefix", base, "prefix", 9)
+    lora = make_adapter(tmp_path / "lora", base)
+    prompt = random_prompt(random.Random(5), 20)
+    asked: list[Any] = [PromptAdapterRequest("a", 1, str(soft), 5), PromptAdapterRequest("b", 2, str(prefix), 9), None]
+    expected = [peft_greedy(base, adapter, prompt, NUM_TOKENS) for adapter in (soft, prefix, None)]
+    expected.append(peft_greedy(merged(base, lora, tmp_path / "m"), None, prompt, NUM_TOKENS))
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for split in ({}, {"prefill": 1, "decode": 1}):
+        with LLM(str(base), enable_prompt_adapter=True, enable_lora=True, **split) as llm:
+            outputs = llm.generate(
+                prompt_token_ids=[prompt] * 4,
+                sampling_params=params,
+                use_tqdm=False,
+                prompt_adapter_request=[*asked, None],
+                lora_request=[None, None, None, LoRARequest("c", 1, str(lora))],
+            )
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+            assert [output.error_msg for output in outputs] == [None] * 4
+
+
+def test_what_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    base = checkpoint("llama")
+    soft = make_prompt_adapter(tmp_path / "soft", base)
+    lora = make_adapter(tmp_path / "lora", base)
+    other = make_prompt_adapter(tmp_path / "other", checkpoint("llama", hidden_size=32, head_dim=16))
+    with LLM(str(base), enable_prompt_adapter=True, enable_lora=True, max_prompt_adapter_token=8) as llm:
+        for given, why in [
+            ({"prompt_adapter_request": "x"}, r"prompt_adapter_request: 'x'; expected a PromptAdapterRequest"),
+            ({"prompt_adapter_request": PromptAdapterRequest("a", 0, "/", 5)}, r"\.prompt_adapter_id: 0; must be"),
+            (
+                {"prompt_adapter_request": PromptAdapterRequest("a", 1, str(soft), 4)},
+                r"virtual_tokens: 4, but .* has 5",
+            ),
+            ({"prompt_adapter_request": PromptAdapterRequest("a", 1, str(lora), 4)}, r"peft_type 'LORA': not one of"),
+            ({"prompt_adapter_request": PromptAdapterRequest("a", 1, str(other), 5)}, r"rows of 32; this model has 64"),
+            (
+                {
+                    "prompt_adapter_request": PromptAdapterRequest("a", 1, str(soft), 5),
+                    "lora_request": LoRARequest("b", 1, str(lora)),
+                },
+                r"prompt_adapter_request: not beside lora_request for one prompt",
+            ),
+        ]:
+            with pytest.raises(RequestError, match=why):
+                llm.generate("a", use_tqdm=False, **given)  # type: ignore[arg-type]
+        long = make_prompt_adapter(tmp_path / "long", base, "prompt", 9)
+        with pytest.raises(RequestError, match=r"num_virtual_tokens 9 is above --max-prompt-adapter-token 8"):
+            llm.generate("a", use_tqdm=False, prompt_adapter_request=PromptAdapterRequest("a", 1, str(long), 9))
+    with LLM(str(base)) as llm, pytest.raises(RequestError, match=r"needs LLM\(…, enable_prompt_adapter=True\)"):
+        llm.generate("a", use_tqdm=False, prompt_adapter_request=PromptAdapterRequest("a", 1, str(soft), 5))
+    with pytest.raises(ConfigError, match="needs enable_prompt_adapter"):
+        LLM(str(base), prompt_adapters=[f"a={soft}"])
+
+
+def test_keys_and_values_lie_where_the_pool_has_them(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Prefix tuning's keys come as the model has their features; glm4's pool has the halves of a head together."""
+    base = checkpoint("glm4")
+    folder = PromptFolder.read(make_prompt_adapter(tmp_path / "a", base, "prefix"))
+    core = make_core(base, adapters=taking(tmp_path / "a"), num_blocks=64)
+    held = core.runner.held.prompts  # type: ignore[attr-defined]
+    assert isinstance(held, PromptAdapters)
+    order = core.runner.model.key_features  # type: ignore[attr-defined]
+    assert order is not None
+    assert not torch.equal(order, torch.arange(len(order)))
+    assert list(held.slots) == [folder.digest]

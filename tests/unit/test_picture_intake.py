@@ -1,0 +1,163 @@
+"""Pictures of prompts on their way in: child processes, limits, and the memory that they are kept in."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster.checkpoints.vision import VisionPart
+from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.errors import RequestError, Unavailable
+from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.media.rules import ImageRules
+from pd_cluster.service.helpers import children
+from pd_cluster.service.pixels import PixelBudget
+from pd_cluster.service.prompts import pictures
+from pd_cluster.service.prompts.pictures import GIVEN, PictureIntake, Source
+from pd_cluster.settings.media import MediaSettings
+from pd_cluster.types import Image, Order, Request, Sampling, Span
+from tests.support.pictures import data_url, file_of, picture
+
+RULES = ImageRules(4, 2, 256, 1024)
+PART = VisionPart("qwen2_vl", RULES, 7, 2, (0.5,) * 3, (0.5,) * 3, 1 / 255, ())
+
+
+@asynccontextmanager
+async def intake_of(config: MediaSettings | None = None) -> AsyncIterator[PictureIntake]:
+    intake = PictureIntake(PART, config or MediaSettings(), lambda: ["8.8.4.4"])
+    try:
+        yield intake
+    finally:
+        await intake.close()
+
+
+def run(work: Callable[[PictureIntake], Awaitable[None]], **settings: Any) -> None:
+    async def test() -> None:
+        async with intake_of(MediaSettings(**settings)) as intake:
+            await work(intake)
+
+    asyncio.run(test())
+
+
+def sources(*urls: str) -> list[Source]:
+    return [Source(f"messages[0].content[{at}].image_url", url) for at, url in enumerate(urls)]
+
+
+def test_pictures_take_the_places_of_their_placeholders() -> None:
+    async def work(intake: PictureIntake) -> None:
+        given = [picture(2)]
+        shown = await intake.place(
+            [1, 7, 7, 7, 2], sources(one := data_url(picture(1)), f"{GIVEN}0", one), "prompt", given
+        )
+        assert shown.prompt.token_ids == [1, *[7] * 18, 2]
+        assert [(span.start, span.stop) for span in shown.prompt.spans] == [(1, 7), (7, 13), (13, 19)]
+        digests = [span.digest for span in shown.prompt.spans]
+        assert digests[0] == digests[2] != digests[1]
+        assert all(len(image.pixels) == RULES.num_bytes(image) for image in shown.prompt.images)
+        assert shown.hold is not None
+
+    run(work)
+
+
+def test_a_bad_picture_is_named_and_the_child_goes_on() -> None:
+    async def work(intake: PictureIntake) -> None:
+        good = data_url(picture(1))
+        with pytest.raises(
+            RequestError, match=r"^messages\[0\]\.content\[1\]\.image_url: no picture in JPEG"
+        ) as raised:
+            await intake.place([7, 7], sources(good, data_url(b"hello")), "prompt")
+        assert raised.value.param == "messages"
+        with pytest.raises(RequestError, match=r"content\[0\].*images come as data: URLs or http\(s\)"):
+            await intake.place([7], sources("file:///a"), "prompt")
+        with pytest.raises(RequestError, match=r"other\.example: not among the hosts"):
+            await intake.place([7], sources("http://other.example/a"), "prompt")
+        assert (await intake.place([7], sources(good), "prompt")).prompt.images
+        assert intake._children is not None
+        assert intake._children.num_killed == 0
+
+    run(work, domains=("pictures.example",))
+
+
+def test_a_file_below_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(file_of(picture(1)))
+
+    async def work(intake: PictureIntake) -> None:
+        shown = await intake.place([7], sources(f"file://{tmp_path}/a.png"), "prompt")
+        assert shown.prompt.spans == (await intake.place([7], sources(data_url(picture(1))), "prompt")).prompt.spans
+
+    run(work, local_root=str(tmp_path))
+
+
+def test_too_many_and_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(intake: PictureIntake) -> None:
+        with pytest.raises(RequestError, match=r"content\[2\].*: 3 images; this server takes 2 in a prompt"):
+            intake.check(sources("a", "b", "c"))
+        monkeypatch.setattr(pictures, "MAX_NBYTES", 2000)
+        with pytest.raises(RequestError, match=r"content\[1\].*the images of a prompt have at most 2000 bytes"):
+            await intake.place([7, 7], sources(*[data_url(picture(1))] * 2), "prompt")
+
+    run(work, limits={"image": 2})
+
+
+def test_a_picture_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its child is killed; the next picture gets another one."""
+    monkeypatch.setattr(pictures, "TIMEOUT_S", 5.0)
+
+    async def work(intake: PictureIntake) -> None:
+        found = intake._children
+        assert found is not None
+        url = data_url(picture(1))
+        await intake.place([7], sources(url), "prompt")
+        exchange = children._Child.exchange
+
+        async def never(child: Any, line: bytes) -> bytes:
+            await asyncio.Event().wait()
+            return b""
+
+        monkeypatch.setattr(children._Child, "exchange", never)
+        found._timeout_s = found._quick_s = 0.05
+        with pytest.raises(RequestError, match="not ready after"):
+            await intake.place([7], sources(url), "prompt")
+        monkeypatch.setattr(children._Child, "exchange", exchange)
+        found._timeout_s = found._quick_s = 20.0
+        assert found.num_killed == 1
+        assert (await intake.place([7], sources(url), "prompt")).prompt.images
+
+    run(work)
+
+
+def test_pixels_are_counted_until_they_are_released() -> None:
+    budget = PixelBudget(100)
+    held = budget.take(60)
+    with pytest.raises(Unavailable, match="60 bytes of pictures are waiting for their answers; try again"):
+        budget.take(41)
+    other = budget.take(40)
+    held.release()
+    held.release()
+    assert budget.nbytes == 40
+    del other  # a prompt that was never sent
+    gc.collect()
+    assert budget.nbytes == 0
+
+
+def test_a_decode_leg_that_would_compute_a_picture_without_pixels() -> None:
+    """It is finished and named; one whose cached prefix covers its pictures runs."""
+    scheduler = StepScheduler(BlockPool(16), 4, 8, 64)
+    fields = {"spans": (Span(1, 5, b"d"),), "images": (Image(4, 4),)}
+    order = Order([1, 7, 7, 7, 7, 2, 3], Sampling(max_tokens=20), **fields)  # type: ignore[arg-type]
+    text = Request("text", Order([1, 2], Sampling()), leg="decode")
+    request = Request("r", order, leg="decode", output_token_ids=[5])
+    for each in (request, text):
+        scheduler.add(each)
+    plan = scheduler.plan()
+    assert (plan.lacking, [chunk[0] for chunk in plan.chunks]) == ([request], [text])
+    scheduler.check()
+    assert list(scheduler.requests) == [text.key]
+    whole = Request("r", order, leg="decode", output_token_ids=[5], num_computed_tokens=5)
+    assert not whole.lacks_pixels

@@ -1,0 +1,114 @@
+"""Files of pictures: what is read, what is refused and in which words."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import pytest
+from PIL import Image as Pictures
+
+from pd_cluster.errors import RequestError
+from pd_cluster.media.fetch import Places, fetched
+from pd_cluster.media.pictures import FORMATS, fitted, in_color, prepared
+from pd_cluster.media.rules import ImageRules
+from tests.support.pictures import file_of, png_of_size
+
+RULES = ImageRules(4, 2, 256, 1024)
+
+
+def noise(width: int = 16, height: int = 24, seed: int = 0) -> Pictures.Image:
+    return Pictures.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_formats(kind: str) -> None:
+    image, digest = prepared(file_of(noise(), kind), RULES)
+    assert (image.num_rows, image.num_columns) == (6, 4)
+    assert len(digest) == 32
+
+
+def test_equal_pictures_in_other_files_have_one_digest() -> None:
+    picture = noise()
+    digests = {prepared(file_of(picture, kind), RULES)[1] for kind in ("PNG", "BMP")}
+    digests.add(fitted(picture, RULES)[1])
+    assert len(digests) == 1
+    assert prepared(file_of(noise(seed=1)), RULES)[1] not in digests
+    turned = Pictures.frombytes("RGB", (24, 16), picture.tobytes())  # the same bytes in another shape
+    assert fitted(turned, RULES)[1] not in digests
+
+
+def test_a_picture_is_turned_upright_before_it_is_counted() -> None:
+    exif = Pictures.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    image, _ = prepared(file_of(noise(16, 24), exif=exif), RULES)
+    assert (image.num_rows, image.num_columns) == (4, 6)
+    upright, _ = fitted(noise(16, 24).transpose(Pictures.Transpose.ROTATE_270), RULES)
+    assert image == upright
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr", "RGBX", "HSV", "I", "I;16", "F"])
+def test_modes_become_color(mode: str) -> None:
+    gray = Pictures.new("L", (16, 16), 200)
+    picture = Pictures.fromarray(np.full((16, 16), 200 << 8, np.uint16)) if mode == "I;16" else gray.convert(mode)
+    found = in_color(picture)
+    assert found.mode == "RGB"
+    assert abs(found.getpixel((3, 3))[0] - (255 if mode == "1" else 200)) < 3  # type: ignore[index]
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA"])
+def test_what_is_transparent_is_white(mode: str) -> None:
+    clear = Pictures.new("RGBA", (16, 16), (0, 0, 0, 0)).convert(mode)
+    assert in_color(clear).getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"hello", "no picture in JPEG, PNG, WEBP, GIF or BMP; send one"),
+        (b"", "no picture in"),
+        (file_of(noise(), "TIFF"), "no picture in"),
+        (file_of(noise())[:60], "the file is broken or cut short; send it anew"),
+        (file_of(noise(300, 300), "JPEG")[:3000], "the file is broken or cut short; send it anew"),
+        (png_of_size(60_000, 60_000), "a picture has at most 67108864 pixels; send a smaller one"),
+        (png_of_size(9000, 9000), "9000 x 9000 pixels: a picture has at most"),
+        (png_of_size(1, 10_000), "1 x 10000 pixels: one side is more than 200 times the other; cut it"),
+        (file_of(noise(10_000, 1)), "10000 x 1 pixels: one side is more than 200 times the other; cut it"),
+        (png_of_size(4000, 4000), "the file is broken or cut short; send it anew"),
+    ],
+)
+def test_files_that_are_refused(data: bytes, said: str) -> None:
+    with pytest.raises(RequestError, match=said) as raised:
+        prepared(data, RULES)
+    assert "0x" not in str(raised.value)
+
+
+def test_the_smallest_picture() -> None:
+    image, _ = prepared(file_of(noise(1, 1)), RULES)
+    assert (image.num_rows, image.num_columns) == (4, 4)
+
+
+def test_data_urls() -> None:
+    data = file_of(noise())
+    text = base64.b64encode(data).decode()
+    for head in ("data:image/png;base64,", "data:;base64,", "data:image/jpeg;name=a;base64,"):
+        assert fetched(head + text, Places()) == data
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("data:text/plain;base64,AAAA", "a data: URL of text/plain: not a picture"),
+        ("data:image/png,AAAA", "must be data:image/TYPE;base64,DATA"),
+        ("data:image/png;base64,AA!A", "are not base64"),
+        ("data:image/png;base64,AAA", "are not base64"),
+        ("data:image/png;base64,\u00e4AAA", "are not base64"),
+        ("data:image/png;base64," + "A" * (33 << 20), "at most 25165824 bytes"),
+        ("ftp://host/a.png", "images come as data: URLs; send it so"),
+        ("given:0", "images come as data: URLs; send it so"),
+        ("", "images come as data: URLs; send it so"),
+    ],
+)
+def test_urls_that_are_refused(url: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        fetched(url, Places())

@@ -62,6 +62,14 @@ def downloaded(url: str, downloads: Downloads) -> bytes:
     raise RequestError(f"more than {MAX_REDIRECTS} redirects; give the image's own URL")
 
 
+def host_of(url: str) -> str:
+    """Returns a URL's host; "" for one that has none, which `target_of` refuses."""
+    try:
+        return (urlsplit(url).hostname or "").lower().rstrip(".")
+    except ValueError:
+        return ""
+
+
 def target_of(url: str, domains: tuple[str, ...]) -> MediaTarget:
     """Parses a URL, strictly: the result is checked and used, and the text never again. Raises RequestError."""
     wrong = RequestError(f"{reprlib.repr(url[:60])}: not a plain http(s) URL; send another one")

@@ -66,17 +66,21 @@ def _decoded(url: str) -> bytes:
 
 
 def _read(url: str, root: str) -> bytes:
-    """Reads a regular file below `root`. The file that was opened is the one that is checked."""
+    """Reads a regular file below `root`.
+
+    Nothing else is opened on purpose; the file that was opened is checked again, because a link may change meanwhile.
+    """
     path = unquote_to_bytes(url[len(FILE) :])
     refusal = RequestError("a file:// URL must name a file below the server's --allowed-local-media-path")
-    if not path.startswith(b"/") or b"\0" in path:
+    inside = os.path.realpath(root)
+    if not path.startswith(b"/") or b"\0" in path or not _is_inside(os.fsdecode(os.path.realpath(path)), inside):
         raise refusal
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         raise refusal from None
-    real, inside = os.readlink(f"/proc/self/fd/{descriptor}"), os.path.realpath(root)
-    if os.path.commonpath([inside, real]) != inside or not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    real = os.readlink(f"/proc/self/fd/{descriptor}")
+    if not _is_inside(real, inside) or not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise refusal
     with os.fdopen(descriptor, "rb") as file:
@@ -84,3 +88,8 @@ def _read(url: str, root: str) -> bytes:
     if len(data) > MAX_FILE_NBYTES:
         raise RequestError(f"a picture's file has at most {MAX_FILE_NBYTES} bytes; send a smaller one")
     return data
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    """Both are real paths."""
+    return os.path.commonpath([folder, path]) == folder

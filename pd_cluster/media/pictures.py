@@ -26,7 +26,7 @@ WIDE = ("I", "I;16", "I;16L", "I;16B", "F")  # gray with more than 8 bits
 
 def prepared(data: bytes, rules: ImageRules) -> tuple[Image, bytes]:
     """Returns the picture in a file and its digest. Raises RequestError."""
-    with _own_words():
+    with in_own_words():
         picture = Pictures.open(io.BytesIO(data), formats=FORMATS)
         check_size(picture, rules)
         picture.load()
@@ -49,7 +49,7 @@ def fitted(picture: Pictures.Image, rules: ImageRules) -> tuple[Image, bytes]:
     It is turned as its EXIF says, put on white where it is transparent, and resized. Further frames are ignored.
     """
     check_size(picture, rules)
-    with _own_words():
+    with in_own_words():
         upright = in_color(ImageOps.exif_transpose(picture))
         height, width = rules.resized(upright.height, upright.width)
         if upright.size != (width, height):
@@ -87,7 +87,8 @@ def _is_wide(picture: Pictures.Image) -> bool:
 
 
 @contextmanager
-def _own_words() -> Iterator[None]:
+def in_own_words() -> Iterator[None]:
+    """Turns a decoder's errors into RequestErrors without its words."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own limit of pixels is ours

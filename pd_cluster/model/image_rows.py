@@ -12,12 +12,16 @@ from pd_cluster.types import Image, Request
 
 
 class ImagePart(NamedTuple):
-    """Tokens [start, start + num_tokens) of a picture, which are rows [row, row + num_tokens) of a step."""
+    """Tokens [start, start + num_tokens) of a picture, which are rows [row, row + num_tokens) of a step.
+
+    `key`: what its features may be kept by. Requests of another salt have another one, so that nobody learns by the
+    time of an answer which pictures another tenant has sent.
+    """
 
     row: int
     start: int
     num_tokens: int
-    digest: bytes
+    key: bytes
     image: Image
 
 
@@ -66,5 +70,6 @@ def _parts_of(request: Request, num_tokens: int, row: int) -> list[ImagePart]:
     for span, image in zip(order.spans, order.images, strict=True):
         start, stop = max(span.start, first), min(span.stop, last)
         if start < stop:
-            parts.append(ImagePart(row + start - first, start - span.start, stop - start, span.digest, image))
+            key = span.digest + order.cache_salt.encode()
+            parts.append(ImagePart(row + start - first, start - span.start, stop - start, key, image))
     return parts

@@ -57,7 +57,8 @@ def peak_of_images(tower: Tower | None, device: Device) -> int:
             f"a picture of {tower.rules.max_pixels} pixels does not fit {device.torch_name} beside the weights; lower "
             f"max_pixels in preprocessor_config.json, or give {called('language_model_only')}"
         ) from error
-    return peak_nbytes(device) + tower.num_kept_tokens * (features.nbytes // features.shape[1])
+    num_kept = max(tower.num_kept_tokens, features.shape[1]) if tower.num_kept_tokens else 0
+    return peak_nbytes(device) + num_kept * (features.nbytes // features.shape[1])
 
 
 def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: Device) -> int:

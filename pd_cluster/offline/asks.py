@@ -7,7 +7,7 @@ limits are found when a request begins (answers.py).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,15 +15,12 @@ import msgspec
 
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.lora import LoRARequest
-from pd_cluster.offline.prompts import Prompt, check_picture, pictures_of
+from pd_cluster.offline.prompts import Prompt, named_pictures, pictures_of
 from pd_cluster.offline.sampling import SamplingParams, plain
-from pd_cluster.service.prompts.pictures import GIVEN
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.parse import checked
 from pd_cluster.service.schema.protocol import CompletionRequest
 from pd_cluster.service.schema.tool_fields import tools_of
-
-PICTURE_PART = "image_pil"  # vLLM's name of a message's part that holds a picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,7 @@ def asks_for_chats(
     for messages, each in zip(conversations, params, strict=True):
         _check_together(each)
         fields = _for_chat(each.fields())
-        messages, pictures = _named_pictures(messages)
+        messages, pictures = named_pictures(messages)
         request = checked({"messages": plain("messages", messages), **fields, **shared}, ChatCompletionRequest)
         _check_numbers(request)
         for at, message in enumerate(request.messages):
@@ -107,27 +104,6 @@ def asks_for_chats(
         more: dict[str, Any] = {"allows_control_tokens": allows_control_tokens, "pictures": tuple(pictures)}
         asks.append(Ask(name, request, None, most, **more))
     return asks
-
-
-def _named_pictures(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Returns the messages with their pictures, which JSON cannot have, named by their number; and the pictures."""
-    pictures: list[Any] = []
-
-    def named(part: Any, place: str) -> Any:
-        if not isinstance(part, Mapping) or part.get("type") != PICTURE_PART:
-            return part
-        check_picture(part.get(PICTURE_PART), f"{place}.{PICTURE_PART}")
-        pictures.append(part[PICTURE_PART])
-        return {"type": "image_url", "image_url": {"url": f"{GIVEN}{len(pictures) - 1}"}}
-
-    found = []
-    for index, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, list | tuple):
-            parts = [named(part, f"messages[{index}].content[{at}]") for at, part in enumerate(content)]
-            message = {**message, "content": parts}
-        found.append(message)
-    return found, pictures
 
 
 def _for_chat(fields: dict[str, Any]) -> dict[str, Any]:

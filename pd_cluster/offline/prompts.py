@@ -13,6 +13,7 @@ from typing import Any
 
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.sampling import HALF, SamplingParams, is_text
+from pd_cluster.service.prompts.pictures import GIVEN
 
 
 class Known(list[int]):
@@ -39,6 +40,7 @@ Prompt = str | list[int]
 MEDIA = ("multi_modal_data", "multimodal_data")  # vLLM's name and FastDeploy's
 MULTIMODAL = (*MEDIA, "mm_processor_kwargs", "multi_modal_uuids")
 IMAGES = ("image", "images")
+PICTURE_PART = "image_pil"  # vLLM's name of a message's part that holds a picture
 KINDS = "a string, a list of token ids, a dict, or a list of one of these"
 
 
@@ -158,6 +160,27 @@ def _pictures(name: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
                 check_picture(item, f"{name}.{key}.{kind}[{at}]")
                 found.append(item)
     return tuple(found)
+
+
+def named_pictures(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Returns the messages with their pictures, which JSON cannot have, named by their number; and the pictures."""
+    pictures: list[Any] = []
+
+    def named(part: Any, place: str) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") != PICTURE_PART:
+            return part
+        check_picture(part.get(PICTURE_PART), f"{place}.{PICTURE_PART}")
+        pictures.append(part[PICTURE_PART])
+        return {"type": "image_url", "image_url": {"url": f"{GIVEN}{len(pictures) - 1}"}}
+
+    found = []
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list | tuple):
+            parts = [named(part, f"messages[{index}].content[{at}]") for at, part in enumerate(content)]
+            message = {**message, "content": parts}
+        found.append(message)
+    return found, pictures
 
 
 def check_picture(item: object, place: str) -> None:

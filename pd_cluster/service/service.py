@@ -198,6 +198,10 @@ class TextService:
         return None if self._allows_control_tokens else self._guard
 
     @property
+    def takes_images(self) -> bool:
+        return self._pictures.is_able
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the chat template has a place for tools."""
         return "tools" in self.template_variables
@@ -270,13 +274,20 @@ class TextService:
         return generation
 
     async def chat_token_ids(
-        self, request: ChatFields, may_be_cut: bool = False, shows_tools: bool = True, caller: Caller = NOBODY
+        self,
+        request: ChatFields,
+        may_be_cut: bool = False,
+        shows_tools: bool = True,
+        caller: Caller = NOBODY,
+        allows_control_tokens: bool | None = None,
     ) -> list[int]:
         """Returns the chat template's prompt. Raises RequestError, also when it cannot fit the context.
 
-        `may_be_cut`: the prompt will be truncated, and so may be longer.
+        `may_be_cut`: the prompt will be truncated, and so may be longer. `allows_control_tokens`: None for the
+        service's own setting.
         """
-        return (await self._chat_prompt(request, may_be_cut, shows_tools, caller)).prompt.token_ids
+        shown = await self._chat_prompt(request, may_be_cut, shows_tools, caller, allows_control_tokens)
+        return shown.prompt.token_ids
 
     async def _chat_prompt(
         self,
@@ -336,7 +347,7 @@ class TextService:
     async def completion(
         self,
         request: GenerationRequest,
-        prompt: str | list[int],
+        prompt: str | list[int] | Shown,
         special: bool = True,
         received_s: float | None = None,
         caller: Caller = NOBODY,
@@ -345,16 +356,26 @@ class TextService:
     ) -> Generation:
         """Prepares a single completion. Raises RequestError.
 
-        `pictures` and `variant`: those of callers in this process.
+        `pictures` (see `illustrated`) and `variant`: those of callers in this process.
         """
         shared = await self._intake.shared(request, self._guide_of(request), caller=caller, variant=variant)
-        (token_ids,) = await self._intake.token_ids(request, [prompt], special, caller)
-        sources = [Source(f"multi_modal_data.image[{at}]", f"{GIVEN}{at}") for at in range(len(pictures))]
-        self._pictures.check(sources)
-        shown = await self._pictures.place(token_ids, sources, "prompt", pictures)
+        if isinstance(prompt, Shown):
+            shown = prompt
+        else:
+            (token_ids,) = await self._intake.token_ids(request, [prompt], special, caller)
+            shown = await self.illustrated(token_ids, pictures)
         generation = self._intake.generation(request, shown, DEFAULT_MAX_TOKENS, "prompt", shared)
         generation.received_s = received_s
         return generation
+
+    async def illustrated(self, token_ids: list[int], pictures: Sequence[Any]) -> Shown:
+        """Returns a prompt with its pictures: objects of a caller in this process, or URLs. Raises RequestError."""
+        sources = [
+            Source(f"multi_modal_data.image[{at}]", picture if isinstance(picture, str) else f"{GIVEN}{at}")
+            for at, picture in enumerate(pictures)
+        ]
+        self._pictures.check(sources)
+        return await self._pictures.place(token_ids, sources, "prompt", pictures)
 
     async def token_ids(
         self, prompt: str, special: bool = True, may_be_cut: bool = False, caller: Caller = NOBODY

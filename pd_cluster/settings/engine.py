@@ -190,7 +190,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     mm_encoder_cache_tokens: Annotated[
         int,
         ENGINE(
-            "Tokens of images whose features each rank keeps, so that later chunks and requests need not compute them.",
+            "Tokens of images whose features each rank keeps, so that later chunks and requests need not compute them; "
+            "the image used last is kept however large it is. 0: none.",
             checks=(at_least(0),),
         ),
     ] = 8192

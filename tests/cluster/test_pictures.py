@@ -118,10 +118,12 @@ def test_usage_and_tokenize_count_expanded_tokens(cluster: LiveCluster, model: P
     count = post(cluster, {"messages": body["messages"]}, "/tokenize").json()
     assert answer["usage"]["prompt_tokens"] == count["count"] == len(count["tokens"])
     assert count["tokens"].count(300) == 10 + 8
-    text = {
-        "messages": [{"role": "user", "content": [image(data_url(picture(1))), {"type": "text", "text": PLACEHOLDER}]}]
-    }
-    assert post(cluster, text, "/tokenize").json()["tokens"].count(300) == 6, "a user's text is no placeholder"
+    rendered = post(cluster, body, "/v1/chat/completions/render")
+    assert rendered.status_code == 400
+    assert "token ids alone cannot carry images" in rendered.json()["error"]["message"]
+    forged = {"messages": body_of(image(data_url(picture(1))), PLACEHOLDER)["messages"]}
+    tokens_of_forged = post(cluster, forged, "/tokenize").json()["tokens"]
+    assert tokens_of_forged.count(300) == 6, "a user's text is no placeholder"
 
 
 BROKEN = {

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.errors import ConfigError, ModelError, RequestError
 from pd_cluster.model import loader
+from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.vision.tower import Tower
 from pd_cluster.types import Request, Sampling
+from tests.support.checkpoints import ROPE
 from tests.support.engines import make_core, run
 from tests.support.multimodal import change_config, rewrite_weights
 from tests.support.pictures import (
@@ -27,6 +33,7 @@ from tests.support.pictures import (
     ids_of,
     make_vision,
     picture,
+    prompt_logits,
     reference_answer,
     shown,
 )
@@ -97,6 +104,9 @@ def test_chunks_cut_pictures(tmp_path: Path, name: str, num_tokens: int) -> None
     core = make_core(folder, **settings)
     assert answer_all(folder, core, prompts)[0] == expected_of(folder, prompts)
     assert tower_of(core).num_encoded > 5
+    last = make_core(folder, **{**settings, "mm_encoder_cache_tokens": 1})
+    assert answer_all(folder, last, prompts)[0] == expected_of(folder, prompts)
+    assert tower_of(last).num_encoded < tower_of(core).num_encoded
     kept = make_core(folder, **{**settings, "mm_encoder_cache_tokens": 128})
     assert answer_all(folder, kept, prompts)[0] == expected_of(folder, prompts)
     assert tower_of(kept).num_encoded == 4, "one of five pictures is the same as another"
@@ -133,6 +143,17 @@ def test_a_cached_prefix_ends_inside_a_picture(tmp_path: Path) -> None:
         assert answers == expected_of(folder, [short])
     assert request.num_cached_tokens == 16
     assert tower_of(core).num_encoded == 2
+
+
+def test_features_are_not_shared_between_salts(tmp_path: Path) -> None:
+    """The time of an answer tells nobody that another tenant has sent the same picture."""
+    folder = make_vision(tmp_path, "qwen3_vl")
+    core = make_core(folder, **SETTINGS)
+    order = PROMPTS[0].order(folder, GREEDY)
+    for at, (salt, num_encoded) in enumerate((("a", 1), ("a", 1), ("b", 2), ("", 3))):
+        prompt = [at, *order.prompt_token_ids[1:]]  # found in no prefix cache
+        run(core, [Request("r", replace(order, prompt_token_ids=prompt, cache_salt=salt))])
+        assert tower_of(core).num_encoded == num_encoded
 
 
 def test_heads_of_128(tmp_path: Path) -> None:
@@ -212,3 +233,102 @@ def test_a_model_that_takes_no_images(tmp_path: Path) -> None:
     change_config(folder, model_type="mamba")
     with pytest.raises(ModelError, match=r"enable_mm: .*'mamba' takes no images here; those that do are qwen2_vl, "):
         LLM(str(folder), enable_mm=True)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_steps_as_graphs_and_ahead_of_the_host(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps replay graphs; steps with pictures never do, and are launched before the host knows the tokens."""
+    made: list[DecodeGraphs] = []
+
+    def capture(launches: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        launches()
+        return launches
+
+    def make_graphs(runner: ModelRunner, config: object) -> DecodeGraphs:
+        made.append(DecodeGraphs(runner.model, runner.pool, 16, runner.max_model_len, capture))
+        return made[-1]
+
+    plain_init = ModelRunner.__init__
+
+    def init(runner: ModelRunner, *arguments: Any) -> None:
+        plain_init(runner, *arguments)
+        runner.goes_ahead = True
+
+    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
+    monkeypatch.setattr(ModelRunner, "_make_graphs", make_graphs)
+    monkeypatch.setattr(ModelRunner, "__init__", init)
+    folder = make_vision(tmp_path, "qwen3_vl")
+    settings = {**SETTINGS, "max_num_batched_tokens": 9, "max_num_seqs": 16, "mm_encoder_cache_tokens": 12}
+    with ranks(folder, size, **settings) as core:
+        assert answer_all(folder, core, PROMPTS)[0] == expected_of(folder, PROMPTS)
+        assert core.ahead.num_ahead > 0
+    assert all(graphs.num_captured for graphs in made)
+    assert len(made) == size
+
+
+def test_beams_several_sequences_and_prompt_logprobs(tmp_path: Path) -> None:
+    folder = make_vision(tmp_path, "qwen3_vl")
+    core = make_core(folder, **{**SETTINGS, "max_num_batched_tokens": 11})
+    prompt, sampling = PROMPTS[2], replace(GREEDY, max_tokens=8)
+    beam = Request("beam", prompt.order(folder, replace(sampling, beam_width=3, n=1)))
+    found = [token.token_id for token in run(core, [beam])["beam"][0]]
+    assert found == reference_answer(folder, prompt, 8, num_beams=3, length_penalty=1.0)
+    several = Request("several", prompt.order(folder, replace(sampling, n=3)))
+    assert [[token.token_id for token in tokens] for tokens in run(core, [several])["several"].values()] == [
+        reference_answer(folder, prompt, 8)
+    ] * 3
+    asked = Request("asked", prompt.order(folder, replace(sampling, prompt_logprobs=1)))
+    (tokens,) = run(core, [asked])["asked"].values()
+    assert [token.token_id for token in tokens] == reference_answer(folder, prompt, 8)
+    logits = prompt_logits(folder, prompt)
+    told = [each.logprob for each in asked.prompt_logprobs if each is not None]
+    expected = logits.log_softmax(-1)[torch.arange(len(told)), torch.tensor(asked.prompt_token_ids[1:])]
+    assert torch.allclose(torch.tensor(told), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_config_as_published(tmp_path: Path, name: str) -> None:
+    """The text model's fields are among all others, sections are in rope_scaling, and sizes have their older names."""
+    folder = make_vision(tmp_path, name)
+    expected = expected_of(folder, PROMPTS)
+    config = json.loads((folder / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = {**text, **config, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    (folder / "config.json").write_text(json.dumps(flat))
+    file = folder / "preprocessor_config.json"
+    sizes = json.loads(file.read_text())["size"]
+    change_json(file, size=None, min_pixels=sizes["shortest_edge"], max_pixels=sizes["longest_edge"])
+    assert answer_all(folder, make_core(folder, **SETTINGS), PROMPTS)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "said"),
+    [
+        ("preprocessor_config.json", {"patch_size": 8}, "patch_size 8: config.json has patch_size 4"),
+        ("config.json", {"vision_config": {"deepstack_visual_indexes": [0, 1, 1]}}, "3 for 3 layers; the last layer"),
+        ("config.json", {"vision_config": {"depth": 3}}, r"visual\.\S+: missing among the weights of the vision tower"),
+        (
+            "config.json",
+            {"vision_config": {"intermediate_size": 40}},
+            "mismatched among the weights of the vision tower",
+        ),
+        (
+            "config.json",
+            {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 3]}}},
+            "must add up to half",
+        ),
+    ],
+)
+def test_a_folder_that_does_not_fit(tmp_path: Path, file: str, changes: dict[str, Any], said: str) -> None:
+    folder = make_vision(tmp_path, "qwen3_vl")
+    whole = json.loads((folder / file).read_text())
+    nested = {name: {**whole[name], **each} if isinstance(each, dict) else each for name, each in changes.items()}
+    change_json(folder / file, **nested)
+    with pytest.raises(ModelError, match=said):
+        make_core(folder, **SETTINGS)
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))

@@ -167,9 +167,23 @@ def _reference(folder: Path) -> Any:
     return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def reference_answer(folder: Path, prompt: Shown, max_tokens: int) -> list[int]:
+def reference_answer(folder: Path, prompt: Shown, max_tokens: int, **settings: Any) -> list[int]:
     """Returns generate()'s tokens, with pictures prepared by transformers' own processor."""
-    model = _reference(folder)
+    inputs = _inputs(prompt)
+    num_prompt = inputs["input_ids"].shape[1]
+    with torch.inference_mode():
+        output = _reference(folder).generate(**inputs, max_new_tokens=max_tokens, do_sample=False, **settings)
+    return until_end(output[0, num_prompt:].tolist(), {EOS_ID})
+
+
+def prompt_logits(folder: Path, prompt: Shown) -> torch.Tensor:
+    """Returns transformers' logits of a whole prompt, [num_tokens, vocab_size]."""
+    with torch.inference_mode():
+        found: torch.Tensor = _reference(folder)(**_inputs(prompt)).logits[0]
+    return found
+
+
+def _inputs(prompt: Shown) -> dict[str, Any]:
     inputs: dict[str, Any] = {}
     token_ids = prompt.token_ids
     if prompt.pictures:
@@ -180,8 +194,4 @@ def reference_answer(folder: Path, prompt: Shown, max_tokens: int) -> list[int]:
         inputs = {"pixel_values": found["pixel_values"], "image_grid_thw": grids}
         inputs["mm_token_type_ids"] = torch.tensor([[int(each == 300) for each in token_ids]])
     ids = torch.tensor([token_ids])
-    with torch.inference_mode():
-        output = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, **inputs
-        )
-    return until_end(output[0, len(token_ids) :].tolist(), {EOS_ID})
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **inputs}

@@ -191,6 +191,10 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (outside, root, root / "link", root / "pipe", root / "no", f"{root}/../outside", "host/a", f"{root}\0"):
         with pytest.raises(RequestError, match="must name a file below the server's"):
             fetched(f"file://{path}", places)
+    with monkeypatch.context() as patch:  # a link that has changed after it was looked at
+        patch.setattr(os.path, "realpath", lambda path: os.fsencode(root) if isinstance(path, bytes) else str(root))
+        with pytest.raises(RequestError, match="must name a file below the server's"):
+            fetched(f"file://{root}/link", places)
     monkeypatch.setattr(fetch, "MAX_FILE_NBYTES", 5)
     with pytest.raises(RequestError, match="at most 5 bytes"):
         fetched(f"file://{root}/a%20b", places)

@@ -35,7 +35,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("client", "service"),
     ("api", "bench"),
     ("offline",),
-    ("lab", "messages", "pytorch", "turbomind", "fastdeploy"),
+    ("lab", "messages", "pytorch", "turbomind", "fastdeploy", "vl"),
     ("commands",),
     ("__main__",),
 ]

@@ -531,7 +531,7 @@ def test_either_backend_runs_this_engine_with_its_own_defaults(make: Make, backe
             {"model_name": "a", "backend_config": PytorchConfig("b")},
             "model_name 'a': backend_config has model_name 'b'",
         ),
-        ({"vision_config": {}}, "pipeline.vision_config {}: images are not supported"),
+        ({"vision_config": {}}, "pipeline.vision_config {}: images are read one at a time; leave it out"),
         ({"model_name": 5}, "model_name 5: must be a text"),
         ({"backend_config": PytorchConfig(tp=None)}, "PytorchEngineConfig.tp None: must be a whole number"),
         ({"arguments": "--kv-hmac"}, "arguments '--kv-hmac': expected a list of flags"),

@@ -101,6 +101,9 @@ def test_too_many_and_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pictures, "MAX_NBYTES", 2000)
         with pytest.raises(RequestError, match=r"content\[1\].*the images of a prompt have at most 2000 bytes"):
             await intake.place([7, 7], sources(*[data_url(picture(1))] * 2), "prompt")
+        monkeypatch.setattr(pictures, "MAX_NUMBERS_NBYTES", 200)
+        with pytest.raises(RequestError, match="prompt: a prompt with images has at most 10 tokens; send a shorter"):
+            await intake.place([*range(6), 7], sources(data_url(picture(1))), "prompt")
 
     run(work, limits={"image": 2})
 

@@ -13,7 +13,7 @@ from pd_cluster.types import MAX_GUIDE_NUM_CHARS
 
 DESCRIPTIONS = {
     "model": "One of the names in /v1/models; default: the first, unless the server requires it.",
-    "messages": "The conversation so far, oldest first. Of content in parts, only text is supported.",
+    "messages": "The conversation so far, oldest first. Parts: text, and image_url if the model takes it.",
     "prompt": "A text, its token ids, or a list of either.",
     "max_tokens": "Output tokens at most. Default: 16; null, and in a chat: as many as the context has room for.",
     "max_completion_tokens": "Output tokens at most; takes the place of max_tokens.",

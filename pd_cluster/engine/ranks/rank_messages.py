@@ -29,7 +29,7 @@ class StepImage(msgspec.Struct, frozen=True, array_like=True):
     row: int
     start: int
     num_tokens: int
-    digest: bytes
+    key: bytes
     image: Image
 
 

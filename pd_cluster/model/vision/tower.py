@@ -42,13 +42,15 @@ class Tower:
         self.num_encoded = 0  # pictures computed since the start
         self._module, self._part, self._device, self._dtype = module, part, device, dtype
         self._table = _values(part)
-        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # digest -> [1 + num_deep, num_tokens, hidden]
+        self._kept: OrderedDict[bytes, torch.Tensor] = (
+            OrderedDict()
+        )  # by ImagePart.key: [1 + num_deep, num_tokens, hidden]
         self.num_kept_tokens = num_kept_tokens
 
     def sparing_pixels(self, parts: Sequence[ImagePart]) -> list[ImagePart]:
         """Returns the parts, without pixels where all ranks keep the features: they compute the same steps."""
         return [
-            part._replace(image=structs.replace(part.image, pixels=b"")) if part.digest in self._kept else part
+            part._replace(image=structs.replace(part.image, pixels=b"")) if part.key in self._kept else part
             for part in parts
         ]
 
@@ -57,12 +59,12 @@ class Tower:
 
         Features that are kept before the step serve all of it, whatever gives way in it.
         """
-        found = {part.digest: self._kept.get(part.digest) for part in parts}
+        found = {part.key: self._kept.get(part.key) for part in parts}
         taken = []
         for part in parts:
-            features = found[part.digest]
+            features = found[part.key]
             if features is None:
-                features = found[part.digest] = self.encode(part.image)
+                features = found[part.key] = self.encode(part.image)
             taken.append(features[:, part.start : part.start + part.num_tokens])
         self._keep(found)
         rows = np.concatenate([np.arange(part.row, part.row + part.num_tokens) for part in parts])
@@ -70,13 +72,17 @@ class Tower:
         return ImageRows(at, taken[0] if len(taken) == 1 else torch.cat(taken, dim=1))
 
     def _keep(self, features: Mapping[bytes, torch.Tensor | None]) -> None:
-        """Keeps a step's features as the most recently used, as many as there is room for."""
-        for digest, each in features.items():
+        """Keeps a step's features as the most recently used, as many as there is room for.
+
+        The last picture is kept however large it is: chunks of its prompt follow.
+        """
+        for key, each in features.items():
             if each is not None:
-                self._kept[digest] = each
-                self._kept.move_to_end(digest)
+                self._kept[key] = each
+                self._kept.move_to_end(key)
         num_tokens = sum(each.shape[1] for each in self._kept.values())
-        while num_tokens > self.num_kept_tokens:
+        least = 1 if self.num_kept_tokens else 0
+        while num_tokens > self.num_kept_tokens and len(self._kept) > least:
             _, dropped = self._kept.popitem(last=False)
             num_tokens -= dropped.shape[1]
 

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from pd_cluster.errors import GenerationError, GuideError, Overloaded, RequestError, Unavailable
 from pd_cluster.offline.lmdeploy.messages import Response, placed, renamed
-from pd_cluster.offline.lmdeploy.prompts import Prompt, token_ids_of
+from pd_cluster.offline.lmdeploy.prompts import Prompt, encoded
 from pd_cluster.offline.lmdeploy.templates import Way
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.merge import merged
@@ -97,15 +97,17 @@ class Begun(NamedTuple):
 async def begin(service: TextService, job: Job) -> Begun:
     """Starts a job. Raises RequestError, except for a prompt that is too long, which affects only itself."""
     try:
-        found = await token_ids_of(service.tokenizer, job.prompt, job.way, not job.history, service.guard)
-        token_ids, limit = [*job.history, *found], service.max_model_len
+        takes = service.takes_images
+        found = await encoded(service.tokenizer, job.prompt, job.way, not job.history, service.guard, takes)
+        shown = await service.illustrated([*job.history, *found.token_ids], found.pictures)
+        token_ids, limit = shown.prompt.token_ids, service.max_model_len
         room = limit - len(token_ids)
         if room < 1:
             return Begun(job.at, token_ids, limit, None, max(job.copies, job.request.n or 1))
         request = job.request
         if request.max_tokens is not None and request.max_tokens > room:
             request = request.model_copy(update={"max_tokens": room})
-        return Begun(job.at, token_ids, limit, await service.completion(request, token_ids), job.copies)
+        return Begun(job.at, token_ids, limit, await service.completion(request, shown), job.copies)
     except RequestError as error:
         raise placed(renamed(error), job.place) from None
 

@@ -137,7 +137,7 @@ class AsyncEngine:
                     yield response
 
     def _jobs(self, prompts: Any, gen_config: Any, options: dict[str, Any]) -> tuple[list[Job], bool, Call]:
-        call, found = Call(**options), prompts_of(prompts)
+        call, found = Call(**options), prompts_of(prompts, self._offline.service.takes_images)
         configs = call.configs(gen_config, len(found.items))
         way = self._way_of(call)
         requests = {key: self._request(config, way, call) for key, config in distinct(configs).items()}
@@ -206,7 +206,7 @@ class AsyncEngine:
             return
         way = self._way_of(call)
         request = self._request(config, way, call).model_copy(update={"prompt_cache_key": f"session-{session_id}"})
-        prompt = as_prompt(prompt_of(messages), way, call.do_preprocess, "messages")
+        prompt = as_prompt(prompt_of(messages, self._offline.service.takes_images), way, call.do_preprocess, "messages")
         session = self._sessions.begin(session_id, sequence_start, step)
         try:
             job = Job(0, prompt, request, way, "messages")

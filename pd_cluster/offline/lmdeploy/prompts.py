@@ -14,15 +14,27 @@ import msgspec
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.lmdeploy.messages import check_text
 from pd_cluster.offline.lmdeploy.templates import Way
+from pd_cluster.offline.prompts import PICTURE_PART, check_picture, named_pictures
 from pd_cluster.service.prompts.chat_prompt import rendered
 from pd_cluster.service.prompts.conversation import conversation_of
 from pd_cluster.service.prompts.guarded_prompt import Guard
+from pd_cluster.service.prompts.pictures import GIVEN
 from pd_cluster.service.schema.chat_protocol import ChatFields
 from pd_cluster.service.schema.parse import parse
 from pd_cluster.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 Prompt = str | list[Message] | list[int]  # a text, a conversation, or token ids
+
+
+IMAGE_TOKEN = "<IMAGE_TOKEN>"
+
+
+class Encoded(NamedTuple):
+    """A prompt's tokens, with a placeholder for each of its pictures: objects, or URLs."""
+
+    token_ids: list[int]
+    pictures: tuple[Any, ...] = ()
 
 
 class Prompts(NamedTuple):
@@ -37,12 +49,12 @@ class Prompts(NamedTuple):
         return ["prompts"] if self.is_one else [f"prompts[{at}]" for at in range(len(self.items))]
 
 
-def prompts_of(given: Any) -> Prompts:
-    """Sorts the prompts. Raises RequestError."""
+def prompts_of(given: Any, takes_images: bool = False) -> Prompts:
+    """Sorts the prompts. A text in a tuple comes with a picture or a list of them. Raises RequestError."""
     if isinstance(given, str):
         return Prompts([given], True)
     if isinstance(given, tuple):
-        raise _wrong("prompts", given)
+        return Prompts([_illustrated("prompts", given, takes_images)], True)
     if not isinstance(given, list):
         raise RequestError(
             f"prompts: {reprlib.repr(given)}; expected a text, a conversation, or a list of either", param="prompts"
@@ -51,21 +63,25 @@ def prompts_of(given: Any) -> Prompts:
         raise RequestError("prompts: empty; give at least one text or conversation", param="prompts")
     if all(isinstance(item, dict) for item in given):
         return Prompts([_checked("prompts", given)], True)
-    for at, item in enumerate(given):
+    items = [
+        _illustrated(f"prompts[{at}]", item, takes_images) if isinstance(item, tuple) else item
+        for at, item in enumerate(given)
+    ]
+    for at, item in enumerate(items):
         place = f"prompts[{at}]"
         if not isinstance(item, str | list):
             raise _wrong(place, item)
-        if isinstance(item, str) != isinstance(given[0], str):
+        if isinstance(item, str) != isinstance(items[0], str):
             raise RequestError(f"{place}: texts and conversations do not go into one list; call twice", param="prompts")
         _checked(place, item)
-    return Prompts(list(given), False)
+    return Prompts(items, False)
 
 
-def prompt_of(given: Any) -> Prompt:
+def prompt_of(given: Any, takes_images: bool = False) -> Prompt:
     """Returns one prompt for `generate`, which may also be token ids. Raises RequestError."""
     if isinstance(given, list) and given and all(type(item) is int for item in given):
         return list(given)
-    found = prompts_of(given)
+    found = prompts_of(given, takes_images)
     if not found.is_one:
         raise RequestError("messages: one text or one conversation; for several use batch_infer", param="messages")
     return found.items[0]
@@ -82,6 +98,35 @@ def _checked(place: str, item: Any) -> Any:
     return item
 
 
+def _illustrated(place: str, item: tuple[Any, ...], takes_images: bool) -> list[Message]:
+    """Returns a text and its pictures as a user's message. Raises RequestError.
+
+    Pictures come before the text, or where the text has LMDeploy's mark of one.
+    """
+    if not takes_images:
+        raise _wrong(place, item)
+    if len(item) != 2 or not isinstance(item[0], str):
+        raise RequestError(f"{place}: a tuple is a text and a picture, or a list of pictures", param="prompts")
+    text, given = item
+    pictures = list(given) if isinstance(given, list | tuple) else [given]
+    for at, picture in enumerate(pictures):
+        check_picture(picture, f"{place}[1][{at}]")
+    parts = [{"type": PICTURE_PART, PICTURE_PART: picture} for picture in pictures]
+    texts = text.split(IMAGE_TOKEN)
+    if len(texts) == 1:
+        return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+    if len(texts) - 1 != len(pictures):
+        raise RequestError(
+            f"{place}: {len(texts) - 1} times {IMAGE_TOKEN} for {len(pictures)} pictures; write it once for each",
+            param="prompts",
+        )
+    content: list[Message] = []
+    for at, piece in enumerate(texts):
+        content += [{"type": "text", "text": piece}] if piece else []
+        content += parts[at : at + 1]
+    return [{"role": "user", "content": content}]
+
+
 def _wrong(place: str, item: Any) -> RequestError:
     if isinstance(item, tuple):
         return RequestError(f"{place}: images and the like are not supported; give texts alone", param="prompts")
@@ -91,29 +136,40 @@ def _wrong(place: str, item: Any) -> RequestError:
     )
 
 
-async def token_ids_of(
-    tokenizer: Tokenizer, prompt: Prompt, way: Way, special: bool = True, guard: Guard | None = None
-) -> list[int]:
+async def encoded(
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    way: Way,
+    special: bool = True,
+    guard: Guard | None = None,
+    takes_images: bool = False,
+) -> Encoded:
     """Returns token ids, possibly more than a context holds. `special`: a text begins a sequence. Raises RequestError.
 
     `guard`: keeps control tokens out of messages, as over HTTP.
     """
     if isinstance(prompt, str):
-        return await asyncio.to_thread(tokenizer.encode, prompt, special)
+        return Encoded(await asyncio.to_thread(tokenizer.encode, prompt, special))
     if isinstance(prompt[0], int):
-        return [token_id for token_id in prompt if isinstance(token_id, int)]
+        return Encoded([token_id for token_id in prompt if isinstance(token_id, int)])
     template = way.template or tokenizer.template
     assert template is not None  # otherwise the prompt would be plain
+    messages, given = named_pictures([message for message in prompt if isinstance(message, dict)])
     try:
-        request = parse(msgspec.json.encode({"messages": prompt}), ChatFields)
+        request = parse(msgspec.json.encode({"messages": messages}), ChatFields)
     except (TypeError, ValueError) as error:  # values that JSON cannot express
         raise RequestError(f"messages: {error}", param="messages") from None
-    conversation = conversation_of(request, template.variables)
+    urls = [url for message in request.messages for _, url in message.image_urls] if takes_images else []
+    if urls and way.template is not None:
+        raise RequestError("messages: images need the chat template of the model's folder", param="messages")
+    objects = {f"{GIVEN}{at}": picture for at, picture in enumerate(given)}
+    pictures = tuple(objects.get(url, url) for url in urls)
+    conversation = conversation_of(request, template.variables, takes_images=takes_images)
     text = await asyncio.to_thread(rendered, conversation, template, guard)
     special = way.template is not None  # a folder's own template writes the beginning of a sequence, LMDeploy's do not
     if guard is None:
-        return await asyncio.to_thread(tokenizer.encode, text.text, special)
-    return await asyncio.to_thread(tokenizer.encode_prompt, text, guard.control, special)
+        return Encoded(await asyncio.to_thread(tokenizer.encode, text.text, special), pictures)
+    return Encoded(await asyncio.to_thread(tokenizer.encode_prompt, text, guard.control, special), pictures)
 
 
 def as_prompt(given: Prompt, way: Way, do_preprocess: bool, place: str) -> Prompt:

@@ -29,7 +29,7 @@ BACKENDS = ("turbomind", "pytorch")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 DEFAULT_INSTANCE_NUM = 32  # no limit in effect: the batch's size is decisive
 NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "vision_config": ((None,), "images are not supported; leave it out"),
+    "vision_config": ((None,), "images are read one at a time; leave it out"),
     "speculative_config": ((None,), "speculative decoding is not supported; leave it out"),
 }
 WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -21,7 +21,9 @@ from pd_cluster.service.prompts.picture_child import PictureJob, PictureSettings
 from pd_cluster.settings.media import MediaSettings
 from pd_cluster.types import Image
 
-MAX_NBYTES = 40 << 20  # of a prompt's pictures, as their model reads them: they travel in one message
+MAX_NBYTES = 56 << 20  # of a prompt's pictures, as their model reads them: they travel in one message
+NUMBERS_NBYTES = 20  # of a token's id and its three positions, beside them
+MAX_NUMBERS_NBYTES = 6 << 20
 TIMEOUT_S = 20.0
 GIVEN = "given:"  # the scheme of pictures that a caller in this process has as objects
 
@@ -63,6 +65,11 @@ class PictureIntake:
         if self._children is not None:
             await self._children.close()
 
+    @property
+    def is_able(self) -> bool:
+        """Whether the model takes pictures."""
+        return self._vision is not None
+
     def check(self, sources: Sequence[Source]) -> None:
         """Checks a prompt's pictures before any work. Raises RequestError."""
         if not sources:
@@ -100,6 +107,11 @@ class PictureIntake:
                 )
         images = [prepared[source.url] for source in sources]
         placed = place(token_ids, self._vision.image_token_id, images, self._vision.rules, param)
+        if images and len(placed.token_ids) * NUMBERS_NBYTES > MAX_NUMBERS_NBYTES:
+            most = MAX_NUMBERS_NBYTES // NUMBERS_NBYTES
+            raise RequestError(
+                f"{param}: a prompt with images has at most {most} tokens; send a shorter one", param=param
+            )
         return Shown(placed, self._budget.take(nbytes) if nbytes else None)
 
     async def _counted(self, source: Source, given: Sequence[Any]) -> tuple[Image, bytes]:

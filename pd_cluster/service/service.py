@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import reprlib
+import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from pd_cluster.service.embedding import Embedder
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.intake import Intake
 from pd_cluster.service.judging import Judge
+from pd_cluster.service.kv_handles import KVHandles
 from pd_cluster.service.limits import DEFAULT_MAX_LOGPROBS, Limits
 from pd_cluster.service.prompts.chat_prompt import ChatPrompts
 from pd_cluster.service.prompts.guarded_prompt import Guard
@@ -76,6 +78,7 @@ class ServiceConfig:
     media: MediaSettings = field(default_factory=MediaSettings)
     shows_load: bool = False
     shows_tokenizer: bool = False
+    handle_secret: bytes = field(default=b"", repr=False)
 
 
 class TextService:
@@ -109,6 +112,7 @@ class TextService:
             control,
             self.variant_of,
         )
+        self.kv_handles = KVHandles(config.handle_secret or secrets.token_bytes(32), config.model)
         encoder, has_priorities = self._intake.encoder, config.has_priorities
         self.embedder = Embedder(
             router, encoder, lambda: self.max_model_len, vocab_size, checkpoint.path, has_priorities

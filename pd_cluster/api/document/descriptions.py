@@ -53,6 +53,8 @@ DESCRIPTIONS = {
     "prompt_logprobs": "Most likely tokens to tell beside each token of the prompt; not with stream.",
     "return_tokens_as_token_ids": 'Logprobs show a token as "token_id:5".',
     "return_token_ids": "Answers have the token ids of prompt and output, too.",
+    "kv_transfer_params": "{do_remote_decode: true} asks for a handle for the KV cache of the prompt; {handle: …} "
+    "takes it back. Only on the routes that generate from one prompt.",
     "include_metrics": "Tell when the answer's tokens came; null for more than one answer in a request.",
     "echo": "The answer begins with the prompt; in a chat with the message that it goes on with.",
     "add_special_tokens": "Put the model's own tokens around the text, such as the one for a beginning.",

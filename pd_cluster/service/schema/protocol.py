@@ -149,6 +149,7 @@ class GenerationRequest(BaseModel):
     response_format: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     include_metrics: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # of the routes that take handles
 
     @property
     def wanted_tokens(self) -> int | None:

@@ -178,7 +178,7 @@ class WorkerAdapters:
         digest = submit.order.variant
         if not digest or self._keeper is None or digest not in self._proven:
             return True
-        if digest in self._keeper.variants and digest not in self._closing:
+        if digest in self._keeper.variants and digest not in self._closing and digest not in self._loading:
             self._recent.pop(digest, None)
             self._recent[digest] = None
             return True

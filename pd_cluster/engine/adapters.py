@@ -6,18 +6,24 @@ All but the loading itself is on the engine's thread.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from pd_cluster import wire
 from pd_cluster.checkpoints.prompt_folder import AdapterFolder, read_adapter
 from pd_cluster.engine.handover.events import AdapterLoaded
 from pd_cluster.errors import PdClusterError, told
 from pd_cluster.settings.adapters import AdapterSettings
+from pd_cluster.types.variants import lora_of
 
 log = logging.getLogger(__name__)
 
@@ -56,67 +62,220 @@ def load_from(path: str, digest: str, read: Read, load: Callable[[AdapterFolder]
     return ""
 
 
-class WorkerAdapters:
-    """`send(conn, states)` answers the scheduler; `put` takes events of the loading thread to the engine's.
+@dataclass(frozen=True, slots=True)
+class HeldLeg:
+    """A leg that waits for its adapter."""
 
-    `used()` returns the digests of requests that are here.
+    conn: str
+    submit: wire.Submit
+    expires_s: float  # on the worker's clock; infinite: never
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.conn, self.submit.request_id, self.submit.attempt
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterHost:
+    """The parts of a worker that its adapters need as they come and go.
+
+    `put` takes an event to the engine's thread. `used` returns the digests of requests that are computed here, or will
+    be. `begin` begins a leg that was held, and `fail` ends it, with the reason.
+    """
+
+    send: Callable[[str, wire.Body], None]
+    put: Callable[[AdapterLoaded], None]
+    used: Callable[[], Collection[str]]
+    begin: Callable[[str, wire.Submit], None]
+    fail: Callable[[str, wire.Submit, str], None]
+
+
+class WorkerAdapters:
+    """`named`: paths of the adapters of this process's start, by digest.
+
+    At most `most` LoRA adapters are in memory; None: any number. One that has been loaded once stays known while it is
+    wanted. Where there is no room for all, the one that was asked for least recently gives way, and a leg whose adapter
+    is not in memory is held until it has been read again.
     """
 
     def __init__(
         self,
         keeper: Keeper | None,
         read: Read,
-        send: Callable[[str, wire.Body], None],
-        put: Callable[[AdapterLoaded], None],
-        used: Callable[[], Collection[str]],
+        host: AdapterHost,
+        named: Mapping[str, str] | None = None,
+        most: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`keeper` None: the model was loaded without places for adapters."""
         self._keeper = keeper
         self._read_folder = read
-        self._send, self._put, self._used = send, put, used
+        self._host = host
+        self._most = most
+        self._clock = clock
         self._conn = ""  # of the scheduler whose list counts
-        self._wanted: dict[str, str] | None = None  # paths by digest; None: no list has come
+        self._paths: dict[str, str] = dict(named or {})  # by digest
+        self._is_told = False  # a list has come
+        self._proven = set(self._paths)  # have been in memory
+        self._recent: dict[str, None] = dict.fromkeys(keeper.variants if keeper is not None else ())  # oldest use first
         self._problems: dict[str, str] = {}
+        self._due: dict[str, None] = {}  # to be loaded, in this order
         self._loading: set[str] = set()
+        self._closing: set[str] = set()  # give way once the requests that have them have ended
+        self._held: dict[str, list[HeldLeg]] = {}  # by digest
         self._jobs: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    # ---- the scheduler's list
+
     def read(self, conn: str, news: wire.WantedAdapters) -> None:
         """Follows the list; what failed before is tried again."""
-        self._conn, self._wanted = conn, {each.digest: each.path for each in news.adapters}
+        self._conn, self._is_told = conn, True
+        self._paths = {each.digest: each.path for each in news.adapters}
+        self._proven &= self._paths.keys()
         self._problems = {}
-        for digest, path in self._wanted.items():
+        for digest in self._paths:
             if self._keeper is None:
                 self._problems[digest] = "--enable-lora, --enable-prompt-adapter: this worker was started without them"
-            elif digest not in self._keeper.variants and digest not in self._loading:
-                self._loading.add(digest)
-                self._jobs.put((digest, path))
-                self._start()
+            elif digest not in self._proven and digest not in self._loading:
+                self._due.setdefault(digest)
+        self._go_on()
         self._report()
 
     def loaded(self, event: AdapterLoaded) -> None:
-        self._loading.discard(event.digest)
+        digest = event.digest
+        self._loading.discard(digest)
         if event.problem:
-            log.warning("adapter %s: %s", event.digest[:12], event.problem)
-            self._problems[event.digest] = event.problem
-        self._report()
+            log.warning("adapter %s: %s", digest[:12], event.problem)
+            self._problems[digest] = event.problem
+        else:
+            self._recent[digest] = None
+            if digest in self._paths:
+                self._proven.add(digest)
+        self._release(digest)  # without it they end, as legs that another instance may serve
+        self._go_on()
+        if self._is_told:
+            self._report()
 
     def tick(self) -> None:
-        """Drops what is neither wanted nor used."""
-        if self._keeper is None or self._wanted is None:
+        """Drops what is neither wanted nor used, and goes on with what waits for room."""
+        if self._keeper is None:
             return
-        unwanted = self._keeper.variants.keys() - self._wanted.keys()
-        if unwanted:
-            for digest in unwanted - set(self._used()):
-                self._keeper.drop_adapter(digest)
+        if self._is_told and (unwanted := self._keeper.variants.keys() - self._paths.keys()):
+            for digest in unwanted - set(self._host.used()) - self._held.keys():
+                self._drop(digest)
+        now_s = self._clock()
+        for legs in list(self._held.values()):
+            for leg in [leg for leg in legs if leg.expires_s < now_s]:
+                self._forget(leg)
+                self._host.fail(leg.conn, leg.submit, "the request's deadline has passed")
+        self._go_on()
 
-    def _report(self) -> None:
-        wanted = self._wanted or {}
-        have = self._keeper.variants if self._keeper is not None else {}
-        problems = {digest: why[:1000] for digest, why in self._problems.items() if digest in wanted}
-        self._send(self._conn, wire.AdapterStates([digest for digest in wanted if digest in have], problems))
+    # ---- legs
 
-    def _start(self) -> None:
+    def admits(self, conn: str, submit: wire.Submit) -> bool:
+        """Whether a leg may begin; otherwise it is held here until its adapter is in memory again."""
+        digest = submit.order.variant
+        if not digest or self._keeper is None or digest not in self._proven:
+            return True
+        if digest in self._keeper.variants and digest not in self._closing:
+            self._recent.pop(digest, None)
+            self._recent[digest] = None
+            return True
+        expires_s = self._clock() + submit.deadline_s if submit.deadline_s else math.inf
+        self._held.setdefault(digest, []).append(HeldLeg(conn, submit, expires_s))
+        if digest not in self._loading:
+            self._due.setdefault(digest)
+        self._go_on()
+        return False
+
+    def abort(self, conn: str, abort: wire.Abort) -> None:
+        """Forgets a leg that is held, if its client no longer wants it."""
+        key = conn, abort.request_id, abort.attempt
+        for leg in [leg for legs in self._held.values() for leg in legs if leg.key == key]:
+            if abort.index == -1 or leg.submit.order.sampling.n == 1:
+                self._forget(leg)
+
+    def closed(self, conn: str) -> None:
+        """Forgets the legs of a scheduler that is gone."""
+        for leg in [leg for legs in self._held.values() for leg in legs if leg.conn == conn]:
+            self._forget(leg)
+
+    def release_all(self) -> None:
+        """Begins every leg that is held, whatever becomes of it: the worker takes nothing more."""
+        for digest in list(self._held):
+            self._release(digest)
+
+    def _release(self, digest: str) -> None:
+        now_s = self._clock()
+        for leg in self._held.pop(digest, ()):
+            submit = leg.submit
+            if leg.expires_s < math.inf:
+                submit = msgspec.structs.replace(submit, deadline_s=max(0.001, leg.expires_s - now_s))
+            self._host.begin(leg.conn, submit)
+
+    def _forget(self, leg: HeldLeg) -> None:
+        digest = leg.submit.order.variant
+        self._held[digest].remove(leg)
+        if not self._held[digest]:
+            del self._held[digest]
+
+    # ---- room
+
+    def _go_on(self) -> None:
+        """Loads what is due, in order, as far as there is room."""
+        if self._keeper is None:
+            return
+        for digest in list(self._due):
+            if digest in self._proven and digest not in self._held:
+                del self._due[digest]  # nobody waits for it any more
+            elif digest not in self._paths:
+                del self._due[digest]
+                self._release(digest)
+        while self._due:
+            digest = next(iter(self._due))
+            if digest in self._keeper.variants:
+                del self._due[digest]
+                self._closing.discard(digest)
+                self._release(digest)
+            elif self._has_room_for(digest):
+                del self._due[digest]
+                self._load(digest)
+            else:
+                return
+        for digest in list(self._closing):  # nobody needs their room
+            self._closing.discard(digest)
+            self._release(digest)
+
+    def _has_room_for(self, digest: str) -> bool:
+        """Whether one more may be loaded; where none gives way at once, one is closed to new requests until it does."""
+        assert self._keeper is not None
+        if self._most is None or not lora_of(digest):
+            return True
+        present = [each for each in self._keeper.variants if lora_of(each)]
+        if len({*present, *(each for each in self._loading if lora_of(each))}) < self._most:
+            return True
+        used = {*self._host.used(), *(each for each in self._held if each not in self._closing)}
+        order = [each for each in (*self._closing, *self._recent) if each in present]
+        for each in order:
+            if each not in used:
+                self._drop(each)
+                return True
+        if not self._closing:
+            self._closing.update(order[:1])
+        return False
+
+    def _drop(self, digest: str) -> None:
+        assert self._keeper is not None
+        self._keeper.drop_adapter(digest)
+        self._recent.pop(digest, None)
+        self._closing.discard(digest)
+        if digest in self._held:
+            self._due.setdefault(digest)
+
+    def _load(self, digest: str) -> None:
+        self._loading.add(digest)
+        self._jobs.put((digest, self._paths[digest]))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="adapters", daemon=True)
             self._thread.start()
@@ -125,4 +284,9 @@ class WorkerAdapters:
         assert self._keeper is not None
         while True:
             digest, path = self._jobs.get()
-            self._put(AdapterLoaded(digest, load_from(path, digest, self._read_folder, self._keeper.load_adapter)))
+            self._host.put(AdapterLoaded(digest, load_from(path, digest, self._read_folder, self._keeper.load_adapter)))
+
+    def _report(self) -> None:
+        problems = {digest: why[:1000] for digest, why in self._problems.items() if digest in self._paths}
+        known = [digest for digest in self._paths if digest in self._proven]
+        self._host.send(self._conn, wire.AdapterStates(known, problems))

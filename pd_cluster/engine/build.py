@@ -153,7 +153,8 @@ def build_worker(
         config, core, side, limits_of(runner), mailbox, lanes, inbox, shares_cores=shares, rest=runner.threads.rest
     )
     if config.engine.adapters.are_wanted:
-        worker.take_adapters(core.runner.adapters if isinstance(core.runner, LeadRunner) else runner.held)
+        keeper = core.runner.adapters if isinstance(core.runner, LeadRunner) else runner.held
+        worker.take_adapters(keeper, runner.held.named)
     mailroom = Mailroom(inbox, worker.handover, mailbox.send, worker.tracer.note, lambda: worker.load)
     report = RankReport(
         state="ready",

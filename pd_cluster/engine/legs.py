@@ -42,9 +42,12 @@ class Legs:
         return not self.sequences and not self._core.scheduler.requests
 
     def variants(self) -> set[str]:
-        """Returns the adapters of all requests that are here."""
-        return {each.order.variant for sequences in self.sequences.values() for each in sequences} | {
-            each.order.variant for each in self._core.scheduler.requests.values()
+        """Returns the adapters of requests that are computed here, or will be: not of those that are handed over."""
+        legs = (each for sequences in self.sequences.values() for each in sequences)
+        return {
+            each.order.variant
+            for each in (*legs, *self._core.scheduler.requests.values())
+            if each.status is not Status.EXPORTING
         }
 
     def of_client(self, conn: str) -> list[str]:

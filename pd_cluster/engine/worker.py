@@ -10,10 +10,10 @@ import logging
 import queue
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pd_cluster import wire
-from pd_cluster.engine.adapters import Keeper, WorkerAdapters, reader_of
+from pd_cluster.engine.adapters import AdapterHost, Keeper, WorkerAdapters, reader_of
 from pd_cluster.engine.handover.cache_news import CacheNews
 from pd_cluster.engine.handover.events import AdapterLoaded, ConnClosed, ConnOpened, Event, Mail, StartDrain, StopEngine
 from pd_cluster.engine.handover.handover import Handover, Means
@@ -28,7 +28,7 @@ from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.trace import LegNotes, Tracer
 from pd_cluster.model.batch import OnLayer
 from pd_cluster.settings.config import WorkerConfig
-from pd_cluster.types import Status, TokenOutput
+from pd_cluster.types import LegEnd, Status, TokenOutput
 
 log = logging.getLogger(__name__)
 
@@ -81,16 +81,27 @@ class Worker:
             lambda legs: Handover(means, core.scheduler, legs, is_prefill, growth_tokens, limits.vocab_size),
         )
         self.handover = self.legs.handover
-        self._read_adapter = reader_of(config.engine.adapters)
-        self.adapters = self._adapters_of(None)
+        self._adapter_settings = config.engine.adapters
+        self.adapters = self._adapters_of(None, {})
         core.begins = self._begin
 
-    def take_adapters(self, keeper: Keeper) -> None:
-        """Lets the scheduler decide which adapters the model has."""
-        self.adapters = self._adapters_of(keeper)
+    def take_adapters(self, keeper: Keeper, named: Mapping[str, str]) -> None:
+        """Lets the scheduler decide which adapters the model has. `named`: paths by digest of those of the start."""
+        self.adapters = self._adapters_of(keeper, named)
 
-    def _adapters_of(self, keeper: Keeper | None) -> WorkerAdapters:
-        return WorkerAdapters(keeper, self._read_adapter, self._post.send, self.inbox.put, self.legs.variants)
+    def _adapters_of(self, keeper: Keeper | None, named: Mapping[str, str]) -> WorkerAdapters:
+        settings = self._adapter_settings
+        host = AdapterHost(
+            send=self._post.send,
+            put=self.inbox.put,
+            used=self.legs.variants,
+            begin=lambda conn, submit: self.legs.submit(conn, submit, self._is_draining),
+            fail=self._fail,
+        )
+        return WorkerAdapters(keeper, reader_of(settings), host, named, settings.max_cpu_loras, self._clock)
+
+    def _fail(self, conn: str, submit: wire.Submit, why: str) -> None:
+        self._outbox.add_end(conn, LegEnd(submit.request_id, submit.attempt, why))
 
     def run(self, came_round: Callable[[], None] = lambda: None) -> None:
         """Runs until `StopEngine`, or, after `StartDrain`, until nothing is left. Raises the error of mailbox or step.
@@ -234,6 +245,7 @@ class Worker:
                 self.adapters.loaded(event)
             case StartDrain():
                 self._is_draining = True
+                self.adapters.release_all()
             case ConnOpened(conn, peer, kind):
                 self._opened(conn, peer, kind)
             case ConnClosed(conn, _, reason):
@@ -244,8 +256,10 @@ class Worker:
     def _read(self, conn: str, peer: str, body: wire.Body) -> None:
         match body:
             case wire.Submit() if conn in self._schedulers:
-                self.legs.submit(conn, body, self._is_draining)
+                if self._is_draining or self.adapters.admits(conn, body):
+                    self.legs.submit(conn, body, self._is_draining)
             case wire.Abort() if conn in self._schedulers:
+                self.adapters.abort(conn, body)
                 self.legs.abort(conn, body)
             case wire.WantedAdapters() if conn in self._schedulers:
                 self.adapters.read(conn, body)
@@ -279,4 +293,5 @@ class Worker:
             log.warning("scheduler %s is gone (%s); %d requests of it end", peer, reason, len(orphans))
             for key in orphans:
                 self.legs.drop(key)
+            self.adapters.closed(conn)
         self.handover.closed(conn, reason)

@@ -18,10 +18,14 @@ from pd_cluster.types.variants import num_virtual_tokens
 
 
 class HeldAdapters:
-    """`variants`: the slots of those that are loaded, by digest; they come and go."""
+    """`variants`: the slots of those that are loaded, by digest; they come and go.
+
+    `named`: the paths of those of the settings, by digest.
+    """
 
     def __init__(self, model: CausalLM, layout: KVLayout, settings: AdapterSettings) -> None:
-        self._lora, self._most = model.adapters, settings.max_cpu_loras
+        self._lora = model.adapters
+        self.named: dict[str, str] = {}
         self.prompts: PromptAdapters | None = None
         if settings.enable_prompt_adapter:
             width = model.config.get_text_config().hidden_size
@@ -33,11 +37,18 @@ class HeldAdapters:
         )
 
     def load_named(self, settings: AdapterSettings) -> None:
-        """Loads the adapters that the settings name. Raises ModelError, ConfigError."""
+        """Loads the adapters that the settings name, each at least for a moment. Raises ModelError, ConfigError."""
+        most = settings.max_cpu_loras
         for module in settings.lora_modules:
-            self.load_adapter(LoraFolder.read(Path(module.path), settings.max_lora_rank))
+            lora = LoraFolder.read(Path(module.path), settings.max_lora_rank)
+            if most is not None and lora.digest not in self.variants and len(self._lora_needed.slots) >= most:
+                self.drop_adapter(next(iter(self._lora_needed.slots)))
+            self.load_adapter(lora)
+            self.named[lora.digest] = module.path
         for module in settings.prompt_adapters:
-            self.load_adapter(PromptFolder.read(Path(module.path), settings.max_prompt_adapter_token))
+            prompt = PromptFolder.read(Path(module.path), settings.max_prompt_adapter_token)
+            self.load_adapter(prompt)
+            self.named[prompt.digest] = module.path
 
     def load_adapter(self, folder: AdapterFolder, slot: int | None = None) -> None:
         """Loads an adapter, on any thread; then requests may have it as their variant. Raises ModelError, ConfigError.
@@ -46,11 +57,8 @@ class HeldAdapters:
         """
         if isinstance(folder, PromptFolder):
             self._prompts_needed.load(folder, slot)
-            return
-        adapters, most = self._lora_needed, self._most
-        if most is not None and folder.digest not in adapters.slots and len(adapters.slots) >= most:
-            raise ConfigError(f"{called('max_cpu_loras')} {most}: so many adapters are loaded already; raise it")
-        adapters.load(folder, slot)
+        else:
+            self._lora_needed.load(folder, slot)
 
     def drop_adapter(self, digest: str) -> None:
         """Forgets an adapter that no request has, between two steps."""

@@ -21,7 +21,7 @@ from pd_cluster.cluster.members.roster import Roster
 from pd_cluster.cluster.routing.policy import Pair, RoutingRequest, alone
 from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.router import Router
-from pd_cluster.errors import ConfigError, PdClusterError, Unavailable
+from pd_cluster.errors import ConfigError, ModelError, PdClusterError, Unavailable
 from pd_cluster.reports import InstanceInfo
 from pd_cluster.settings.config import Credentials, WorkerConfig
 from pd_cluster.settings.engine import EngineConfig
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from pd_cluster.engine.handover.events import Event
     from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd
     from pd_cluster.engine.worker import Worker
-    from pd_cluster.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,9 @@ class LocalEngine:
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._loaded: Future[InstanceInfo] = Future()
         self._ended = asyncio.Event()
-        self._runner: ModelRunner | None = None
+        self._adapters: dict[str, str] = {}  # paths by digest
+        self._heard: asyncio.Queue[wire.AdapterStates | None] = asyncio.Queue()  # None: the engine has ended
+        self._loads_one = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
         self._roster = _OneInstance([Instance(NAME, "decode", "", 0, [])], self)
         self.router = Router(self.send, self._roster, _alone, 0.0, ReplayLimits(0, 0.0, 0.0))
@@ -82,22 +83,37 @@ class LocalEngine:
                 await self._ended.wait()  # not `join` on another thread: at the interpreter's end there is none
                 self._thread.join(END_TIMEOUT_S)  # nothing is left to do for it
 
-    def load_adapter(self, folder: AdapterFolder) -> None:
-        """Loads an adapter, on any thread, while steps are computed. Raises ModelError, ConfigError."""
-        assert self._runner is not None  # it has started
-        self._runner.held.load_adapter(folder)
+    async def load_adapter(self, folder: AdapterFolder) -> None:
+        """Returns when requests may have the adapter. Raises ModelError, Unavailable."""
+        async with self._loads_one:
+            while not self._heard.empty():
+                self._heard.get_nowait()
+            self._adapters[folder.digest] = str(folder.path)
+            places = [wire.AdapterPlace(digest, path) for digest, path in self._adapters.items()]
+            self.send(NAME, wire.WantedAdapters(places))
+            while True:
+                states = await self._heard.get()
+                if states is None:
+                    raise Unavailable("the engine has ended")
+                if folder.digest in states.loaded:
+                    return
+                if problem := states.problems.get(folder.digest):
+                    del self._adapters[folder.digest]
+                    raise ModelError(problem)
 
     # ---- the mailboxes of the router and of the worker, which exchange messages
 
     def send(self, conn: str, body: wire.Body) -> None:
         from pd_cluster.engine.handover.events import Mail
 
-        if isinstance(body, wire.Submit | wire.Abort):
+        if isinstance(body, wire.Submit | wire.Abort | wire.WantedAdapters):
             self._inbox.put(Mail(conn, "scheduler@0", body))
         elif isinstance(body, wire.Outputs):
             self._call(self.router.on_outputs_at_once, conn, body)
         elif isinstance(body, wire.CacheKeys):
             self._call(self._roster.on_cache_keys, conn, body)
+        elif isinstance(body, wire.AdapterStates):
+            self._call(self._heard.put_nowait, body)
 
     def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
         raise AssertionError("an engine by itself has no peers")
@@ -120,6 +136,7 @@ class LocalEngine:
         try:
             self._work()
         finally:
+            self._call(self._heard.put_nowait, None)
             self._call(self._ended.set)
 
     def _work(self) -> None:
@@ -163,8 +180,9 @@ class LocalEngine:
             timeouts=NO_TIMEOUTS,
         )
         core, runner = build_core(self._config)
-        self._runner = runner
         worker = Worker(config, core, side_of(config, runner), limits_of(runner), self, _NoLanes(), self._inbox)
+        worker.take_adapters(runner.held, runner.held.named)
+        self._adapters = dict(runner.held.named)
         self._inbox.put(ConnOpened(NAME, "scheduler@0", "scheduler"))
         info = InstanceInfo(
             name=NAME,

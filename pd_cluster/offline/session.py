@@ -88,7 +88,7 @@ class Offline:
         """Raises ModelError, ConfigError, RequestError."""
         match self._parts.backend:
             case LocalEngine() as engine:
-                engine.load_adapter(folder)
+                self.run(engine.load_adapter(folder))
             case SplitCluster() as split:
                 self.run(split.load_adapter(folder))
 

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from pd_cluster.errors import ConfigError, called
+import msgspec
+
+from pd_cluster.errors import ConfigError, RequestError, called, told
 from pd_cluster.parsers import reasoning, reply_guides, tools
 from pd_cluster.parsers.calls import NO_SCHEMAS, Gathered
 from pd_cluster.parsers.formats import Format
@@ -25,6 +27,8 @@ from pd_cluster.parsers.reply_guides import ToolChoice
 from pd_cluster.parsers.stream import Steps, TextStream
 from pd_cluster.parsers.table import CHANNEL_CALLS, FORMATS, THINKING, UNMARKED
 from pd_cluster.types import Guide
+
+BUDGET = "thinking_token_budget"  # the field of a request
 
 __all__ = ["ReplyFormat", "ReplyReader", "Tool", "ToolChoice"]
 
@@ -93,6 +97,28 @@ class ReplyFormat:
         """
         start = self._start(prompt_end)
         return reply_guides.guide_of(self._calls, self._thinking, start, tools, choice, most_calls, answer)
+
+    def budgeted(self, guide: Guide | None, num_tokens: int, prompt_end: str) -> Guide | None:
+        """Returns the guide, if there is one, of a reply whose reasoning has at most so many tokens.
+
+        Raises RequestError where reasoning is not read, or has no marks of its own.
+        """
+        thinking = self._thinking
+        if thinking is None or isinstance(thinking, Channels):
+            named = called("reasoning_parser")
+            why = f"needs {told(named)}" if thinking is None else f"is not for {told(named)} {self.reasoning_parser}"
+            raise RequestError(f"{BUDGET}: {num_tokens} {why}; leave it out", param=BUDGET)
+        start = self._start(prompt_end)
+        if start == "content":
+            return guide
+        tree = {
+            "num_tokens": num_tokens,
+            "starts": start,
+            "opens": thinking.opens,
+            "closes": (*thinking.closes, *thinking.ends),
+            "inner": guide,
+        }
+        return Guide("budget", msgspec.json.encode(tree).decode())
 
     def mark_after(self, content: str) -> str:
         """Returns the mark that a reply which continues this content stands behind."""

@@ -87,6 +87,7 @@ class Edge(Generic[RosterT]):
         """`adapters`: digests by name, as another process has read them; None: this one reads --lora-modules."""
         engine, routing, timeouts = config.engine, config.routing, config.timeouts
         self.config = config
+        self._handle_secret = credentials.key  # of the scheduler, and so of all its API processes
         self.checkpoint = Checkpoint.of(engine)
         self.checkpoint.warn_of_ignored_files()
         self.checkpoint.warn_if_unproven()
@@ -121,7 +122,14 @@ class Edge(Generic[RosterT]):
         """Makes the service of this process."""
         self.router.expect_instances()
         return text_service(
-            self.router, self.checkpoint, self.config, self._limit, self._seed, self._defaults, self.adapters
+            self.router,
+            self.checkpoint,
+            self.config,
+            self._limit,
+            self._seed,
+            self._defaults,
+            self.adapters,
+            self._handle_secret,
         )
 
 
@@ -133,8 +141,12 @@ def text_service(
     seed: int | None,
     defaults: Mapping[str, int | float],
     adapters: Mapping[str, str],
+    handle_secret: bytes = b"",
 ) -> TextService:
-    """Makes a text service. `adapters`: digests by name, as they are at any time. Raises ConfigError."""
+    """Makes a text service. `adapters`: digests by name, as they are at any time. Raises ConfigError.
+
+    `handle_secret`: the same in all processes that serve the cluster; empty: a new one.
+    """
     served = ServiceConfig(
         config.engine.model,
         config.served_model_names,
@@ -156,6 +168,7 @@ def text_service(
         config.media,
         not (config.http.has_keys or config.http.metrics_key),
         config.shows_tokenizer,
+        handle_secret,
     )
     return TextService(router, checkpoint, served)
 

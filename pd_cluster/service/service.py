@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import reprlib
+import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +13,14 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import ModelNotFound, RequestError
 from pd_cluster.parsers.plugin import formats_of
-from pd_cluster.parsers.reply import ReplyFormat
+from pd_cluster.parsers.reply import BUDGET, ReplyFormat
 from pd_cluster.service.answering import Answering
 from pd_cluster.service.caller import NOBODY, Caller
 from pd_cluster.service.embedding import Embedder
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.intake import Intake
 from pd_cluster.service.judging import Judge
+from pd_cluster.service.kv_handles import KVHandles
 from pd_cluster.service.limits import DEFAULT_MAX_LOGPROBS, Limits
 from pd_cluster.service.prompts.chat_prompt import ChatPrompts
 from pd_cluster.service.prompts.guarded_prompt import Guard
@@ -76,6 +78,7 @@ class ServiceConfig:
     media: MediaSettings = field(default_factory=MediaSettings)
     shows_load: bool = False
     shows_tokenizer: bool = False
+    handle_secret: bytes = field(default=b"", repr=False)
 
 
 class TextService:
@@ -109,6 +112,7 @@ class TextService:
             control,
             self.variant_of,
         )
+        self.kv_handles = KVHandles(config.handle_secret or secrets.token_bytes(32), config.model)
         encoder, has_priorities = self._intake.encoder, config.has_priorities
         self.embedder = Embedder(
             router, encoder, lambda: self.max_model_len, vocab_size, checkpoint.path, has_priorities
@@ -250,6 +254,9 @@ class TextService:
         end = self._end_of(request, shown.prompt.token_ids)
         guide = form.guide(asked.tools, asked.choice, end, asked.most_calls, answer.guide if answer else None)
         field = "tools" if asked.tools or answer is None else answer.field
+        if request.thinking_token_budget is not None:
+            field = BUDGET if guide is None else field
+            guide = form.budgeted(guide, request.thinking_token_budget, end)
         reads = asked.choice != "none" or bool(form.reasoning_parser)
         shared = await self._intake.shared(
             request,
@@ -267,13 +274,20 @@ class TextService:
         return generation
 
     async def chat_token_ids(
-        self, request: ChatFields, may_be_cut: bool = False, shows_tools: bool = True, caller: Caller = NOBODY
+        self,
+        request: ChatFields,
+        may_be_cut: bool = False,
+        shows_tools: bool = True,
+        caller: Caller = NOBODY,
+        allows_control_tokens: bool | None = None,
     ) -> list[int]:
         """Returns the chat template's prompt. Raises RequestError, also when it cannot fit the context.
 
-        `may_be_cut`: the prompt will be truncated, and so may be longer.
+        `may_be_cut`: the prompt will be truncated, and so may be longer. `allows_control_tokens`: None for the
+        service's own setting.
         """
-        return (await self._chat_prompt(request, may_be_cut, shows_tools, caller)).prompt.token_ids
+        shown = await self._chat_prompt(request, may_be_cut, shows_tools, caller, allows_control_tokens)
+        return shown.prompt.token_ids
 
     async def _chat_prompt(
         self,

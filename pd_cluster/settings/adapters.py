@@ -131,7 +131,8 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_cpu_loras: Annotated[
         int | None,
         LORA(
-            "Most adapters in memory; default: any number. At least --max-loras.",
+            "Most LoRA adapters in memory, at least --max-loras; others are read again when they are asked for. "
+            "Default: any number.",
             checks=(at_least(1),),
             after="max_lora_rank",
         ),
@@ -151,8 +152,6 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
         most = f"{called('max_cpu_loras')} {self.max_cpu_loras}"
         if self.max_cpu_loras < self.max_loras:
             raise ConfigError(f"{most}: less than {called('max_loras')} {self.max_loras}; give at least that")
-        if self.max_cpu_loras < len(self.lora_modules):
-            raise ConfigError(f"{most}: less than the {len(self.lora_modules)} adapters of {called('lora_modules')}")
 
     @property
     def are_wanted(self) -> bool:

@@ -14,12 +14,15 @@ from types import MappingProxyType
 from typing import Any
 
 import llguidance
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from pd_cluster.errors import GuideError
+from pd_cluster.text.thinking_budget import BudgetTree, Marks, ThinkingBudget
 from pd_cluster.types import Guide
 
+ANYTHING = np.uint32(0xFFFFFFFF)
 Words = NDArray[np.uint32]  # bit t % 32 of word t // 32: token t may follow
 
 # The whitespace that formatters write between a JSON value's parts: none, a space, or a newline with its indentation.
@@ -77,6 +80,8 @@ class Compiler:
 
     def compile(self, guide: Guide) -> Matcher:
         """Returns a matcher that has seen no token yet. Raises GuideError."""
+        if guide.kind == "budget":
+            return self._budgeted(guide)
         try:
             source = source_of(guide, self._special)
         except (AttributeError, LookupError, RecursionError, StopIteration, TypeError, ValueError) as error:
@@ -88,40 +93,74 @@ class Compiler:
             raise GuideError(one_line(warnings[0]))  # such as a keyword that would be ignored
         return Matcher(matcher)
 
+    def _budgeted(self, guide: Guide) -> Matcher:
+        """Returns a matcher that follows the guide inside, if there is one, and a budget. Raises GuideError."""
+        try:
+            tree = msgspec.json.decode(guide.text, type=BudgetTree)
+        except msgspec.DecodeError as error:
+            raise GuideError(f"not a guide of kind budget: {one_line(str(error))}") from None
+        own = {token_id: text.encode() for text, token_id in self._special.items()}
+        close = tree.closes[0]
+        marks = Marks(
+            tree.num_tokens,
+            tuple(mark.encode() for mark in tree.opens),
+            tuple(mark.encode() for mark in tree.closes),
+            [self._special[close]] if close in self._special else self._tokenizer.tokenize_str(close),
+            lambda token_id: own[token_id] if token_id in own else bytes(self._tokenizer.decode_bytes([token_id])),
+        )
+        inner = None if tree.inner is None else self.compile(tree.inner)
+        return Matcher(inner._matcher if inner is not None else None, ThinkingBudget(marks, tree.starts == "reasoning"))
+
     def write_masks(self, matchers: Sequence[Matcher], table: Words) -> list[str]:
         """Calls `Matcher.write_mask` for each, into rows of [num_matchers, num_words]. Returns each one's error, or "".
 
         A single call runs without the interpreter's lock; taking the lock for each row would slow down its other users.
         """
-        if matchers:
-            rows = [(each._matcher, at) for at, each in enumerate(matchers)]
+        rows = [(each._matcher, at) for at, each in enumerate(matchers) if each._matcher is not None]
+        if rows:
             self._executor.unsafe_compute_mask_ptr(rows, table.ctypes.data, table.strides[0], len(table))
+        for at, each in enumerate(matchers):
+            if each.budget is not None:
+                each.limit(table[at])
         return [each.problem for each in matchers]
 
 
 class Matcher:
-    """The progress of one output. An error is permanent."""
+    """The progress of one output. An error is permanent. Without the library's matcher, anything may follow."""
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher | None, budget: ThinkingBudget | None = None) -> None:
         self._matcher = matcher
+        self.budget = budget
 
     def copy(self) -> Matcher:
-        return Matcher(self._matcher.deep_copy())
+        matcher = self._matcher.deep_copy() if self._matcher is not None else None
+        return Matcher(matcher, self.budget.copy() if self.budget is not None else None)
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Advances by these tokens. Raises GuideError for tokens that may not follow."""
-        if token_ids and not self._matcher.consume_tokens(list(token_ids)):
+        if self._matcher is not None and token_ids and not self._matcher.consume_tokens(list(token_ids)):
             raise GuideError(one_line(self._matcher.get_error()))
+        if self.budget is not None:
+            self.budget.take(token_ids)
 
     def write_mask(self, words: Words) -> None:
         """Writes which tokens may follow into contiguous words [num_words]. Raises GuideError, also if none may."""
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher is not None:
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self.limit(words)
         if self.problem:
             raise GuideError(self.problem)
 
+    def limit(self, words: Words) -> None:
+        """Takes tokens out of a mask that the library has written; fills one that it has not."""
+        if self._matcher is None:
+            words[:] = ANYTHING
+        if self.budget is not None:
+            self.budget.limit(words)
+
     @property
     def problem(self) -> str:
-        return one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+        return one_line(self._matcher.get_error()) if self._matcher is not None and self._matcher.is_error() else ""
 
 
 def words_of(token_ids: Iterable[int], num_words: int) -> Words:
@@ -162,6 +201,8 @@ def source_of(guide: Guide, special_tokens: Mapping[str, int] = NO_TOKENS) -> st
             return _structural_source(json.loads(guide.text), special_tokens)
         case "reply":
             return _ReplySource(special_tokens).of(json.loads(guide.text))
+        case "budget":
+            raise ValueError("a budget is not part of a grammar")
 
 
 def _json_source(schema: str) -> str:

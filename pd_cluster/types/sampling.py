@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-GuideKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag", "reply"]
+GuideKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag", "reply", "budget"]
 MAX_SEQUENCES = 128  # per request
 MAX_GUIDE_NUM_CHARS = 256 << 10
 
@@ -17,7 +17,8 @@ class Guide(msgspec.Struct, frozen=True):
 
     json: a schema, as JSON; json_object: empty; regex: one that the whole output matches; choice: a JSON array of
     strings; grammar: EBNF (GBNF's or Lark's dialect); structural_tag: JSON, an object with "structures" and "triggers";
-    reply: the JSON that parsers/reply_guides.py makes, which may include the others.
+    reply: the JSON that parsers/reply_guides.py makes, which may include the others; budget: that of
+    text/thinking_budget.py, which may include any other.
     """
 
     kind: GuideKind

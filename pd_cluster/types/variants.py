@@ -33,4 +33,4 @@ def num_given_tokens(variant: str) -> int:
 
 def lora_of(variant: str) -> str:
     """Returns the digest of the LoRA adapter; "" if it is none."""
-    return "" if "-" in variant else variant
+    return "" if num_virtual_tokens(variant) else variant

@@ -62,9 +62,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shown_now(self) -> tuple[int, ...]:
-        """Returns the figures whose changes are reported at once."""
+        """Returns the figures whose changes are reported at once; those of blocks by thousandths of the pool."""
         requests = self.num_running, self.num_waiting, self.num_expected, self.num_landing, self.num_exporting
-        blocks = self.num_held_blocks, self.num_free_swap_blocks, self.num_leaked_blocks
+        held = self.num_held_blocks // max(1, self.num_blocks // 1000)  # it grows with nearly every step
+        blocks = held, self.num_free_swap_blocks, self.num_leaked_blocks
         return *requests, *blocks, self.num_cache_resets
 
     @property

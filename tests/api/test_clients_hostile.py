@@ -44,7 +44,8 @@ def nothing_is_left(cluster: LiveCluster) -> Iterator[None]:
 def refused(cluster: LiveCluster, route: str, content: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
     """The error, which came in time. Its message is short, and on one line."""
     began_s = time.monotonic()
-    answer = cluster.client.post(f"{cluster.url}/v1/{route}", content=content, headers=headers, timeout=60)
+    path = route if route.startswith("/") else f"/v1/{route}"
+    answer = cluster.client.post(f"{cluster.url}{path}", content=content, headers=headers, timeout=60)
     took_s = time.monotonic() - began_s
     assert answer.status_code in (400, 413), answer.text[:300]
     error: dict[str, Any] = answer.json()["error"]
@@ -143,6 +144,77 @@ def test_hostile_bodies_of_other_apis(cluster: LiveCluster, route: str) -> None:
         json.dumps({**text, "tools": [hostile_tool(route, 0), hostile_tool(route, 0)]}).encode(),
     ):
         refused(cluster, route, content)
+
+
+SAID = [{"role": "user", "content": "a"}]
+OF_ROUTERS: dict[str, tuple[dict[str, Any], str]] = {  # a good body, and the field that prompts come in
+    "/inference/v1/generate": ({"token_ids": [5], "sampling_params": {"max_tokens": 2}}, "token_ids"),
+    "/v1/chat/completions/batch": ({"messages": [SAID], "max_tokens": 2}, "messages"),
+    "/v1/chat/completions/render": ({"messages": SAID, "max_tokens": 2}, "messages"),
+    "/v1/completions/render": ({"prompt": "a", "max_tokens": 2}, "prompt"),
+    "/invocations": ({"prompt": "a", "max_tokens": 2}, "prompt"),
+}
+
+
+@pytest.mark.parametrize("path", OF_ROUTERS)
+def test_hostile_bodies_of_routers(cluster: LiveCluster, path: str) -> None:
+    body, name = OF_ROUTERS[path]
+    good = json.dumps(body).encode()
+    assert cluster.client.post(cluster.url + path, content=good).status_code == 200
+    field = name.encode()
+    for content in (
+        b"",
+        b"[]",
+        b"\xff",
+        good[:-1],
+        good[:-1] + b', "unknown": NaN}',
+        good[:-1] + f', "unknown": {nested(100_000, "arrays")}}}'.encode(),
+        good[:-1] + f', "{name}": {nested(100_000, "arrays")}}}'.encode(),
+        good[:-1] + f', "{name}": {nested(MAX_DEPTH - 1, "arrays")}}}'.encode(),
+        good[:-1] + b', "%s": [%s]}' % (field, b",".join([b"{}"] * 40_000)),
+        good[:-1] + b', "%s": [%s]}' % (field, b",".join([b"5"] * 900_000)),
+        good[:-1] + b', "%s": [%s]}' % (field, b",".join([b'"5"'] * 300_000)),
+        good[:-1] + b', "%s": [%s]}' % (field, b",".join([b"[5]"] * 40_000)),
+        good[:-1] + b', "%s": [%s]}' % (field, b",".join([json.dumps(SAID).encode()] * 20_000)),
+        good[:-1] + b', "%s": "%s"}' % (field, b"x" * (20 << 20)),
+        json.dumps({**body, "kv_transfer_params": {"remote_host": "10.0.0.1", "remote_port": 1}}).encode(),
+    ):
+        refused(cluster, path, content)
+
+
+def test_hostile_parameters_of_tokens(cluster: LiveCluster) -> None:
+    many = {f"unknown {at}": at for at in range(40_000)}
+    for params in (
+        {"max_tokens": "9" * 100_000},
+        {"temperature": "1" * 30 + "x"},
+        {"stop_token_ids": ["1e999"] * 1000},
+        {"logprobs": 10**9},
+        {"prompt": "a"},
+        {"structured_outputs": {"json": nested(100_000, "objects")}},
+        {**many, "n": 10**6},
+        [],
+        "x" * (1 << 20),
+    ):
+        refused(cluster, "/inference/v1/generate", json.dumps({"token_ids": [5], "sampling_params": params}).encode())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_hostile_structural_tags(cluster: LiveCluster, route: str) -> None:
+    deep: dict[str, Any] = {"type": "any_text"}
+    for _ in range(25):
+        deep = {"type": "or", "elements": [deep]}
+    number = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    tags = [{"type": "tag", "begin": f"<{at}>", "content": number, "end": ">"} for at in range(2000)]
+    for form in (
+        deep,
+        {"type": "or", "elements": [number] * 2000},
+        {"type": "triggered_tags", "triggers": ["<"], "tags": tags},
+        {"type": "regex", "pattern": "(a"},
+        {"type": "grammar", "grammar": "start: start"},
+        {"type": "json_schema", "json_schema": {"$ref": "file:///etc/passwd"}},
+    ):
+        asked = {"type": "structural_tag", "format": form}
+        refused(cluster, route, with_fields(route, response_format=asked))
 
 
 def hostile_tool(route: str, number: int) -> dict[str, Any]:

@@ -95,7 +95,11 @@ def test_tokens_fill_the_context_unless_max_tokens_is_given(cluster: LiveCluster
         ({"token_ids": [1], "sampling_params": {"model": "x"}}, "sampling_params", "sampling_params.model: "),
         ({"token_ids": [1], "sampling_params": {"prompt": "x"}}, "sampling_params", "sampling_params.prompt: "),
         ({"token_ids": [1], "features": {"mm_hashes": {}}}, "features", "features: "),
-        ({"token_ids": [1], "kv_transfer_params": {"remote_host": "h"}}, "kv_transfer_params", "kv_transfer_params: "),
+        (
+            {"token_ids": [1], "kv_transfer_params": {"remote_host": "h"}},
+            "kv_transfer_params",
+            "kv_transfer_params.remote_host: ",
+        ),
         ({"token_ids": [1], "sampling_params": {"extra_args": {"a": 1}}}, "extra_args", "extra_args: "),
     ],
 )
@@ -205,6 +209,33 @@ def test_an_answer_tells_its_times(
         assert metrics["tokens_per_second"] * metrics["mean_itl_ms"] == pytest.approx(1000)
     assert sum(each["time_to_first_token_ms"] + each["generation_time_ms"] for each in found) < took_ms
     assert "metrics" not in right(post(cluster, path, **prompt, **room))
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "of_answer"),
+    [
+        ("/v1/completions", {"prompt": [41] * 40}, {"max_tokens": 6}),
+        ("/v1/chat/completions", {"messages": HELLO * 12}, {"max_tokens": 6}),
+        ("/inference/v1/generate", {"token_ids": [43] * 40}, {"sampling_params": {"max_tokens": 6, "temperature": 0}}),
+    ],
+)
+def test_a_handle_leads_to_the_cache_of_its_prompt(
+    cluster: LiveCluster, path: str, prompt: dict[str, Any], of_answer: dict[str, Any]
+) -> None:
+    """As a router does that splits requests itself: one has the prompt computed, the other generates."""
+    greedy = {} if "inference" in path else {"temperature": 0}
+    first = {"sampling_params": {"max_tokens": 1, "temperature": 0}} if "inference" in path else {"max_tokens": 1}
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}
+    found = right(post(cluster, path, **prompt, **greedy, **first, kv_transfer_params=asked))
+    handle = found["kv_transfer_params"]
+    assert "prefill-0" not in json.dumps(handle)
+    answer = right(post(cluster, path, **prompt, **greedy, **of_answer, kv_transfer_params=handle))
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
+    plain = right(post(cluster, path, **prompt, **greedy, **of_answer))
+    assert answer["choices"] == plain["choices"]
+    streamed = events_of(post(cluster, path, **prompt, **greedy, **of_answer, kv_transfer_params=handle, stream=True))
+    assert streamed[-1]["choices"][0]["finish_reason"] == answer["choices"][0]["finish_reason"]
+    assert "handle" not in json.dumps(plain)
 
 
 def test_times_of_several_answers_are_not_mixed(cluster: LiveCluster) -> None:

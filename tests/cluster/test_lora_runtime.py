@@ -158,19 +158,18 @@ def test_a_name_may_stand_for_another_content(cluster: Served, models: dict[str,
     cluster.unload("moving")
 
 
-def test_at_most_max_cpu_loras_and_room_again_after_an_unload(cluster: Served, models: dict[str, Path]) -> None:
-    make_adapter(models["first"].parent / "root" / "fourth", models[""], seed=9)
-    cluster.load("second", "second")
-    cluster.load("third", "third")
-    assert cluster.names() == ["first", "second", "third"]
-    assert "--max-cpu-loras 3: so many" in cluster.load("fourth", "fourth", 400)
-    cluster.unload("third")
-    cluster.unload("second")
-
-    def dropped() -> bool:
-        return cluster.log_file("decode-0").read_text().count("is dropped") >= 2
-
-    cluster.wait_until("the worker has dropped them", dropped)
+def test_more_are_published_than_there_is_room_for(cluster: Served, models: dict[str, Path], tmp_path: Path) -> None:
+    """Four adapters where three fit in memory, on two ranks and on one: each is read again when it is asked for."""
+    adapter = make_adapter(models["first"].parent / "root" / "fourth", models[""], seed=9)
+    fourth = merged(models[""], adapter, tmp_path / "merged")
+    for name in ("second", "third", "fourth"):
+        cluster.load(name, name)
+    for seed in range(3):
+        cluster.assert_gives({**models, "fourth": fourth}, seed=20 + seed)
+    assert cluster.log_file("decode-0").read_text().count("is dropped") > 0
+    for name in ("second", "third", "fourth"):
+        cluster.unload(name)
+    cluster.assert_home()
 
 
 def test_one_that_is_unloaded_ends_its_requests(cluster: Served, models: dict[str, Path]) -> None:

@@ -323,7 +323,7 @@ def test_a_port_is_taken(servers: Servers, name: str) -> None:
 
 def test_a_wrong_flag(servers: Servers) -> None:
     servers.start("prefill", "0", servers.prefill, ["--otlp-traces-endpoint=x"])
-    assert servers.error_of("prefill") == "--otlp-traces-endpoint: traces are not exported yet"
+    assert servers.error_of("prefill") == "--otlp-traces-endpoint x: traces are not exported yet"
 
 
 def test_a_flag_that_contradicts_the_folder(servers: Servers) -> None:

@@ -89,7 +89,20 @@ def test_what_is_refused(llm: LLM, models: dict[str, Path], tmp_path: Path) -> N
     refused(tmp_path / "nothing", "^lora_request: .*no such folder")
     refused(make_adapter(tmp_path / "r", models[""], rank=17), "rank 17 is above max_lora_rank 16; raise that")
     check(llm, models, ["a", "b", ""])
-    refused(make_adapter(tmp_path / "third", models[""], 9), "max_cpu_loras 2: so many adapters are loaded already")
+    check(llm, models, ["a", "b", ""])
+
+
+def test_more_than_there_is_room_for(llm: LLM, models: dict[str, Path], tmp_path: Path) -> None:
+    """Five adapters share room for two: those of a call take turns, and are read again where they gave way."""
+    adapters = [make_adapter(tmp_path / f"a{at}", models[""], 9 + at) for at in range(5)]
+    folders = [merged(models[""], each, tmp_path / f"m{at}") for at, each in enumerate(adapters)]
+    requests = [LoRARequest("a", 1, str(each)) for each in adapters]
+    for _ in range(2):
+        outputs = llm.generate(
+            prompt_token_ids=[PROMPTS[2]] * 5, sampling_params=GREEDY, use_tqdm=False, lora_request=requests
+        )
+        for folder, output in zip(folders, outputs, strict=True):
+            assert_all_same(folder, [PROMPTS[2]], [list(output.outputs[0].token_ids)], 8)
     check(llm, models, ["a", "b", ""])
 
 

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,13 @@ from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.cluster.members.adapters import GRACE_S, RETRY_S, AdapterBook
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.adapter_use import AdapterCounts
-from pd_cluster.engine.adapters import WorkerAdapters, reader_of
+from pd_cluster.engine.adapters import AdapterHost, WorkerAdapters, reader_of
 from pd_cluster.engine.handover.events import AdapterLoaded
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.rank_adapters import LeadAdapters
 from pd_cluster.errors import ModelError, ModelNotFound, RequestError
 from pd_cluster.settings.adapters import AdapterSettings
+from pd_cluster.types import Order, Sampling
 from tests.support.elastic_world import ElasticWorld
 
 TIMEOUT_S = 20.0
@@ -215,9 +217,6 @@ def test_two_names_of_one_content_and_one_that_moves(tmp_path: Path) -> None:
         world.now_s = 100.0
         world.book.tick()
         assert world.wanted()["decode-0"] == set(world.digests.values())
-        write_adapter(world.folders["one"].parent / "three", 3)
-        with pytest.raises(RequestError, match="--max-cpu-loras 2: so many"):
-            await world.book.load("c", "three")
         await world.load("b", "two", replaces=True)
         world.book.tick()
         world.now_s += GRACE_S
@@ -250,12 +249,27 @@ class FakeKeeper:
 
 
 class WorkerWorld:
-    def __init__(self, keeper: FakeKeeper | None) -> None:
+    def __init__(self, keeper: FakeKeeper | None, most: int | None = None) -> None:
         self.sent: list[wire.AdapterStates] = []
         self.events: list[AdapterLoaded] = []
         self.has_event = threading.Semaphore(0)
         self.used: set[str] = set()
-        self.adapters = WorkerAdapters(keeper, reader_of(AdapterSettings()), self._send, self._put, lambda: self.used)
+        self.begun: list[wire.Submit] = []
+        self.failed: list[str] = []
+        self.now_s = 0.0
+        host = AdapterHost(
+            send=self._send,
+            put=self._put,
+            used=lambda: self.used,
+            begin=self._begin,
+            fail=lambda conn, submit, why: self.failed.append(why),
+        )
+        reader = reader_of(AdapterSettings())
+        self.adapters = WorkerAdapters(keeper, reader, host, {}, most, lambda: self.now_s)
+
+    def _begin(self, conn: str, submit: wire.Submit) -> None:
+        self.begun.append(submit)
+        self.used.add(submit.order.variant)
 
     def _send(self, conn: str, body: wire.Body) -> None:
         assert conn == "s"
@@ -329,6 +343,107 @@ def test_a_worker_without_places_for_adapters_says_so(tmp_path: Path) -> None:
     assert "--enable-lora" in world.sent[-1].problems[digest_of(folder)]
     world.want()
     assert world.sent[-1] == wire.AdapterStates([])
+
+
+def leg(folder: Path, name: str, deadline_s: float = 0.0) -> wire.Submit:
+    order = Order([1], Sampling(max_tokens=1), variant=digest_of(folder))
+    return wire.Submit(name, 0, name, "hybrid", "", order, deadline_s)
+
+
+def many(tmp_path: Path, number: int) -> list[Path]:
+    return [write_adapter(tmp_path / str(at), at) for at in range(number)]
+
+
+def world_of(folders: list[Path], most: int) -> WorkerWorld:
+    """All of them have been loaded once, in this order; the last ones are in memory."""
+    world = WorkerWorld(FakeKeeper(), most)
+    world.want(*folders)
+    for _ in folders:
+        world.take()
+    assert world.sent[-1] == wire.AdapterStates([digest_of(folder) for folder in folders])
+    return world
+
+
+def present(world: WorkerWorld, folders: list[Path]) -> list[int]:
+    keeper: Any = world.adapters._keeper
+    return [at for at, folder in enumerate(folders) if digest_of(folder) in keeper.variants]
+
+
+def test_the_least_recently_asked_gives_way_and_a_leg_waits_for_its_adapter(tmp_path: Path) -> None:
+    folders = many(tmp_path, 4)
+    world = world_of(folders, 2)
+    assert present(world, folders) == [2, 3]
+    assert world.adapters.admits("s", leg(folders[2], "a"))
+    assert not world.adapters.admits("s", leg(folders[0], "b"))
+    assert not world.adapters.admits("s", leg(folders[0], "c"))
+    world.take()
+    assert present(world, folders) == [0, 2]
+    assert [each.request_id for each in world.begun] == ["b", "c"]
+    assert world.adapters.admits("s", leg(folders[0], "d"))
+
+
+def test_nobody_waits_for_ever_where_all_are_used(tmp_path: Path) -> None:
+    """The one that was asked for least recently is closed to new requests until those that have it have ended."""
+    folders = many(tmp_path, 4)
+    world = world_of(folders, 2)
+    world.used = {digest_of(folders[2]), digest_of(folders[3])}
+    for at in (2, 3):
+        assert world.adapters.admits("s", leg(folders[at], "a"))
+    assert not world.adapters.admits("s", leg(folders[0], "b"))
+    assert world.adapters.admits("s", leg(folders[3], "c"))
+    assert not world.adapters.admits("s", leg(folders[2], "d")), "it comes behind what waits already"
+    world.adapters.tick()
+    assert present(world, folders) == [2, 3]
+    world.used = {digest_of(folders[3])}
+    world.adapters.tick()
+    world.take()
+    assert present(world, folders) == [0, 3]
+    assert [each.request_id for each in world.begun] == ["b"]
+    world.used = {digest_of(folders[0])}
+    world.adapters.tick()
+    world.take()
+    assert present(world, folders) == [0, 2]
+    assert [each.request_id for each in world.begun] == ["b", "d"]
+
+
+def test_a_closed_one_opens_again_if_nobody_needs_its_room(tmp_path: Path) -> None:
+    folders = many(tmp_path, 3)
+    world = world_of(folders, 2)
+    world.used = {digest_of(folders[1]), digest_of(folders[2])}
+    assert not world.adapters.admits("s", leg(folders[0], "a"))
+    assert not world.adapters.admits("s", leg(folders[1], "b"))
+    world.adapters.abort("s", wire.Abort("a", 0))
+    world.adapters.tick()
+    assert [each.request_id for each in world.begun] == ["b"]
+    assert present(world, folders) == [1, 2]
+
+
+def test_held_legs_end_with_their_deadline_their_scheduler_or_their_worker(tmp_path: Path) -> None:
+    folders = many(tmp_path, 2)
+    world = world_of(folders, 1)
+    world.used = {digest_of(folders[1])}
+    assert not world.adapters.admits("s", leg(folders[0], "late", deadline_s=5.0))
+    assert not world.adapters.admits("t", leg(folders[0], "orphan"))
+    assert not world.adapters.admits("s", leg(folders[0], "last", deadline_s=60.0))
+    world.now_s = 6.0
+    world.adapters.tick()
+    assert world.failed == ["the request's deadline has passed"]
+    world.adapters.closed("t")
+    world.adapters.release_all()
+    assert [(each.request_id, each.deadline_s) for each in world.begun] == [("last", 54.0)]
+
+
+def test_one_that_cannot_be_read_again_ends_its_legs(tmp_path: Path) -> None:
+    """They begin, and the worker reports that it does not have the adapter: another instance may."""
+    folders = many(tmp_path, 2)
+    world = world_of(folders, 1)
+    digest, asked = digest_of(folders[0]), leg(folders[0], "a")
+    (folders[0] / "adapter_config.json").unlink()
+    assert not world.adapters.admits("s", asked)
+    world.take()
+    assert [each.request_id for each in world.begun] == ["a"]
+    assert present(world, folders[1:]) == []
+    assert "adapter_config.json: missing" in world.sent[-1].problems[digest]
 
 
 # ---- several ranks

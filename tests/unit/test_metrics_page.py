@@ -49,8 +49,8 @@ scrape_configs:
 `GET /load` is `{"server_load": N}`: requests that all API processes together are answering now.
 """
 OF_INSTANCES = """From its reports, with the label `instance_id`. An instance reports within 50 ms that a gauge has
-changed, and otherwise with each heartbeat; a step that is being computed counts once it has ended. Counters start again
-from 0 when their instance does. An instance that is not ready is left out."""
+changed, that of KV blocks by a thousandth, and otherwise with each heartbeat; a step that is being computed counts once
+it has ended. Counters start again from 0 when their instance does. An instance that is not ready is left out."""
 OF_EACH: list[Any] = [
     *(*tables.INSTANCE_GAUGES, *tables.INSTANCE_PARTS, *tables.INSTANCE_COUNTERS),
     *tables.INSTANCE_HISTOGRAMS,

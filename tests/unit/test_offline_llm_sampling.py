@@ -86,7 +86,7 @@ def test_stop_strings_and_truncation(make: MakeLLM) -> None:
         ({"top_k": "many"}, "top_k"),
         ({"n": 0}, "n"),
         ({"n": 3, "best_of": 2}, "best_of"),
-        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": -2}, "logprobs"),
         ({"stop": ""}, "stop"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"bad_words": [""]}, "bad_words"),

@@ -31,7 +31,7 @@ AT = ("conn", 1)
 class Runner:
     """Launches what it may; the steps have numbers in place of blocks."""
 
-    eos_token_ids, vocab_size, goes_ahead = frozenset[int](), 8, True
+    eos_token_ids, vocab_size, goes_ahead, held = frozenset[int](), 8, True, None
     pool = SimpleNamespace(layout=LAYOUT)
 
     def __init__(self) -> None:
@@ -44,6 +44,9 @@ class Runner:
 
     def step_of(self, chunks: Any) -> StepInput:
         return StepInput(np.array([[1, 5, 2, 1]]), np.array([7]), np.array([3, 4]))
+
+    def sparing_pixels(self, parts: Any) -> list[Any]:
+        return list(parts)
 
     def launch_step(self, step: StepInput, chunks: Any, after: Any, on_layer: Any) -> str:
         assert self.lead is not None

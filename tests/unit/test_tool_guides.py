@@ -412,3 +412,46 @@ def test_reasoning_is_read_as_it_was_guided(world: World) -> None:
         thought = text.partition("</think>")[0].strip(" \t\r\n").removeprefix("<think>").strip(" \t\r\n")
         assert "".join(part.text for part in parts if isinstance(part, Reasoning)) == thought
         assert len(calls_of(parts)) == 1
+
+
+@pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1", "granite"])
+def test_a_budget_leaves_only_the_closing_mark(world: World, reasoning: str) -> None:
+    """However the mark is written, and however far one was begun; with a guide inside or without."""
+    form = ReplyFormat("hermes", reasoning)
+    opening = {"granite": "Here is my thought process:"}.get(reasoning, "<think>")
+    close = {"granite": "Here is my response:"}.get(reasoning, "</think>")
+    is_inside = reasoning == "deepseek_r1"
+    for inner in (None, form.guide([], "none", "", None, Guide("choice", '["yes","no"]'))):
+        for thought in ("abcdefgh", "ab </thin", "\nabc"):
+            guide = form.budgeted(inner, len(world.ids(thought)), "")
+            assert guide is not None
+            before = thought if is_inside else opening + thought
+            answer = "yes" if inner is not None else "anything at all"
+            assert world.verdict(guide, f"{before}{close}{answer}") == "whole"
+            assert world.verdict(guide, f"{before}x") == before
+            enough = form.budgeted(inner, len(world.ids(thought + close)), "")
+            assert world.verdict(enough, f"{before}{close}{answer}") == "whole"
+            if inner is None:  # the answer may be as long as it likes
+                assert world.verdict(enough, f"{before}{close}{thought * 20}") == "whole"
+
+
+def test_a_budget_is_nothing_to_a_reply_without_reasoning(world: World) -> None:
+    form = ReplyFormat("hermes", "qwen3")
+    guide = form.budgeted(None, 2, "")
+    assert world.verdict(guide, "no thought <think>abcdefg") == "whole"
+    assert form.budgeted(None, 2, "<think>\n\n</think>\n\n") is None
+    for name in ("", "openai_gptoss"):
+        with pytest.raises(RequestError, match=r"^thinking_token_budget: 2 "):
+            ReplyFormat("openai" if name else "", name).budgeted(None, 2, "")
+
+
+def test_a_budget_s_progress_follows_from_the_tokens(world: World) -> None:
+    """A copy goes on by itself, and many tokens at once count as one by one: a request may continue elsewhere."""
+    guide = ReplyFormat("", "deepseek_r1").budgeted(None, 4, "")
+    assert guide is not None
+    one, ids = world.compiler.compile(guide), world.ids("abcd</think>efghijk")
+    for at in range(len(ids)):
+        other = world.compiler.compile(guide)
+        other.take(ids[:at])
+        assert world.allowed(other.copy()) == world.allowed(one)
+        one.take([ids[at]])

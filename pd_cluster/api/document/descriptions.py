@@ -53,6 +53,8 @@ DESCRIPTIONS = {
     "prompt_logprobs": "Most likely tokens to tell beside each token of the prompt; not with stream.",
     "return_tokens_as_token_ids": 'Logprobs show a token as "token_id:5".',
     "return_token_ids": "Answers have the token ids of prompt and output, too.",
+    "kv_transfer_params": "{do_remote_decode: true} asks for a handle for the KV cache of the prompt; {handle: …} "
+    "takes it back. Only on the routes that generate from one prompt.",
     "include_metrics": "Tell when the answer's tokens came; null for more than one answer in a request.",
     "echo": "The answer begins with the prompt; in a chat with the message that it goes on with.",
     "add_special_tokens": "Put the model's own tokens around the text, such as the one for a beginning.",
@@ -70,6 +72,8 @@ DESCRIPTIONS = {
     "tool_choice": "none, auto (the default; needs --tool-call-parser), required, or a function by its name.",
     "parallel_tool_calls": "false: one call at most.",
     "include_reasoning": "false: leave out what a reasoning model writes before its answer.",
+    "thinking_token_budget": "Tokens of reasoning at most; then the model goes on to its answer. Needs a reasoning "
+    "parser.",
     "reasoning_effort": "For models whose chat template knows it, else without effect; none switches thinking off.",
     "add_generation_prompt": "End the prompt where an answer begins. Default: true, unless the last message goes on.",
     "continue_final_message": "The answer goes on where the last message ends.",

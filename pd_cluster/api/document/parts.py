@@ -14,6 +14,7 @@ REF = "#/components/schemas/{model}"
 ERRORS = {
     400: ("BadRequest", "The request cannot be served; `param` names the field."),
     404: ("NotFound", "There is no such model here."),
+    410: ("Aborted", "The server's operator has ended it."),
     413: ("TooLarge", f"The body has more than {MAX_BODY_NBYTES >> 20} MiB."),
     429: (
         "Overloaded",

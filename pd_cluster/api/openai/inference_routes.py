@@ -73,7 +73,7 @@ def inference_routes(service: TextService) -> APIRouter:
     @routes.post("/inference/v1/generate")
     async def generate(http: Request) -> Response:
         received_s = time.monotonic()
-        asked = parse(await read_body(http), TokensRequest)
+        asked = parse(await read_body(http), TokensRequest, takes_handles=True)
         request = asked.completion()
         name = service.check_model(request.model, caller_of(http))
         with in_own_words(NAMES):

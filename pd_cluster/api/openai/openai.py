@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from pd_cluster.api.gate.callers import caller_of, reserve_tokens
+from pd_cluster.api.gate.callers import caller_of, owner_of, reserve_tokens
 from pd_cluster.api.gate.http import (
     EventStream,
     GeneratingRoute,
@@ -26,6 +26,7 @@ from pd_cluster.service.answers.chat_answer import ChatAnswer
 from pd_cluster.service.answers.completion_answer import CompletionAnswer
 from pd_cluster.service.answers.sse import DONE, event
 from pd_cluster.service.generation import Generation
+from pd_cluster.service.kv_handles import KVPlan
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.parse import parse
 from pd_cluster.service.schema.protocol import CompletionRequest
@@ -39,7 +40,7 @@ def openai_routes(service: TextService) -> APIRouter:
     @routes.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
         received_s = time.monotonic()
-        request = parse(await read_body(http), ChatCompletionRequest)
+        request = parse(await read_body(http), ChatCompletionRequest, takes_handles=True)
         name = service.check_model(request.model, caller_of(http))
         generation = await service.chat(named(request, http), received_s, caller_of(http))
         return await answered(http, service, ChatAnswer(request, name, service, generation))
@@ -47,7 +48,7 @@ def openai_routes(service: TextService) -> APIRouter:
     @routes.post("/v1/completions")
     async def completions(http: Request) -> Response:
         received_s = time.monotonic()
-        request = parse(await read_body(http), CompletionRequest)
+        request = parse(await read_body(http), CompletionRequest, takes_handles=True)
         name = service.check_model(request.model, caller_of(http))
         generations = await service.completions(named(request, http), received_s, caller_of(http))
         return await answered(http, service, CompletionAnswer(request, name, service, generations))
@@ -57,11 +58,17 @@ def openai_routes(service: TextService) -> APIRouter:
 
 async def answered(http: Request, service: TextService, answer: Answer) -> Response:
     """Has the request computed, and answers whole or in chunks."""
+    plan = KVPlan(session_of(http), None)
+    if answer.wanted.kv_transfer_params:
+        orders = [generation.order for generation in answer.generations]
+        asked = answer.wanted.kv_transfer_params
+        plan = service.kv_handles.plan(asked, owner_of(http), orders, answer.wanted.stream)
+        answer.kv_handle = plan.told
     reserve_tokens(http, answer.generations)
-    session = session_of(http)
     for generation in answer.generations:
         generation.client_id = answer.id
-        generation.amend(session=generation.order.session or session)
+        own = "" if answer.wanted.kv_transfer_params else generation.order.session
+        generation.amend(session=own or plan.session)
     if not answer.wanted.stream:
         pieces = await unless_disconnected(http.receive, service.complete(answer.generations))
         if pieces is None:

@@ -70,11 +70,6 @@ class AdapterBook:
             folder = await asyncio.to_thread(self._read, name, path)
             digest, before = folder.digest, self.names.get(name)
             is_new = digest not in self._paths
-            most = self._settings.max_cpu_loras
-            if is_new and most is not None and len(self._paths) >= most:
-                raise RequestError(
-                    f"--max-cpu-loras {most}: so many adapters are loaded; unload one first", "lora_name"
-                )
             self._leaving.pop(digest, None)
             if is_new:
                 self._paths[digest] = str(folder.path)

@@ -30,6 +30,7 @@ class Wanted(NamedTuple):
     logprobs: bool
     prompt_logprobs: bool
     timings: bool
+    kv_transfer_params: dict[str, Any] | None
 
     @classmethod
     def of(cls, request: GenerationRequest, forces_usage: bool = False) -> Wanted:
@@ -41,6 +42,7 @@ class Wanted(NamedTuple):
             request.num_logprobs is not None,
             request.prompt_logprobs is not None,
             bool(request.include_metrics),
+            request.kv_transfer_params,
         )
 
 
@@ -63,6 +65,7 @@ class Answer(ABC):
         self._num_choices = request.num_choices  # per prompt
         self._tokenizer = service.tokenizer
         self._service = service
+        self.kv_handle: dict[str, Any] | None = None  # for the prompt's KV cache, where one was asked for
         as_ids = request.return_tokens_as_token_ids
         self._format = LogprobsFormat(service.tokenizer, service.shows_token_ids if as_ids is None else as_ids)
         self.id = f"{self.prefix}-{request.request_id or secrets.token_hex(12)}"
@@ -83,7 +86,8 @@ class Answer(ABC):
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         choices = [self._whole_choice(piece) for piece in pieces]
-        return {**self._head(self.object), "choices": choices, "usage": self._usage(), **self._timings()}
+        handle = {"kv_transfer_params": self.kv_handle} if self.kv_handle is not None else {}
+        return {**self._head(self.object), "choices": choices, "usage": self._usage(), **handle, **self._timings()}
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
         logprobs = self._logprobs(piece, is_whole=True)

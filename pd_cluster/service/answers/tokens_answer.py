@@ -27,7 +27,13 @@ class TokensAnswer(Answer):
         found = {"prompt_logprobs": None, **self._prompt_logprobs(self.generations[0])}
         answer = {"request_id": self.id, "model": self._model, "created": self._created, **found}
         choices = [self._whole_choice(piece) for piece in pieces]
-        return {**answer, "choices": choices, "usage": self._usage(), "kv_transfer_params": None, **self._timings()}
+        return {
+            **answer,
+            "choices": choices,
+            "usage": self._usage(),
+            "kv_transfer_params": self.kv_handle,
+            **self._timings(),
+        }
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
         choice = self._choice(piece.index, {}, self._logprobs(piece), piece.token_ids, piece.finish_reason)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service.schema.protocol import FAIL_FAST, GenerationRequest, NumLogprobs
+from pd_cluster.service.schema.protocol import FAIL_FAST, Count, GenerationRequest, NumLogprobs
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_NUM_CHARS = 16_384
@@ -139,6 +139,7 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Count | None = None
     echo: bool | None = None
 
     @property

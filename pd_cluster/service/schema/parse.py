@@ -37,24 +37,27 @@ _NEUTRAL = {  # of fields that beam search, which draws nothing, refuses otherwi
     if isinstance(mark, ShapesDraws)
 }
 _logged_fields: set[str] = set()
+HANDLE = "kv_transfer_params"  # refused by routes that do not honour it
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
-def parse(body: bytes, kind: type[RequestT], has_own_names: bool = False) -> RequestT:
+def parse(body: bytes, kind: type[RequestT], has_own_names: bool = False, takes_handles: bool = False) -> RequestT:
     """Parses a body. Raises RequestError that names the field, for anything that is not a valid request.
 
-    `has_own_names`: its fields are another API's, so that the names of this one mean nothing in it.
+    `has_own_names`: its fields are another API's, so that the names of this one mean nothing in it. `takes_handles`:
+    the route honours kv_transfer_params.
     """
-    return checked(decoded(body), kind, has_own_names)
+    return checked(decoded(body), kind, has_own_names, takes_handles)
 
 
-def checked(data: Any, kind: type[RequestT], has_own_names: bool = False) -> RequestT:
+def checked(data: Any, kind: type[RequestT], has_own_names: bool = False, takes_handles: bool = False) -> RequestT:
     """Validates a decoded body."""
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
     if not has_own_names:
-        _refuse(data, NOT_YET, "is not supported yet by this server")
+        refused = {name: neutral for name, neutral in NOT_YET.items() if name != HANDLE or not takes_handles}
+        _refuse(data, refused, "is not supported yet by this server")
         if not issubclass(kind, ChatFields):
             others = {name: neutral for name, neutral in CHAT_ONLY.items() if name not in kind.model_fields}
             _refuse(data, others, "is for chats; use /v1/chat/completions")
@@ -126,6 +129,11 @@ def _check_beams(request: GenerationRequest) -> None:
         raise RequestError(
             f"{asked.field}: a beam search cannot follow a guide; leave out one of the two",
             param=asked.field.partition(".")[0],
+        )
+    if isinstance(request, ChatCompletionRequest) and request.thinking_token_budget is not None:
+        raise RequestError(
+            f"thinking_token_budget: {request.thinking_token_budget}: a beam search cannot follow it; leave out one",
+            param="thinking_token_budget",
         )
     if request.beam_width < 2:
         name = "best_of" if request.best_of is not None else "n" if request.n is not None else "use_beam_search"

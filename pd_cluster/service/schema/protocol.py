@@ -41,7 +41,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "extra_args": ({},),
     "vllm_xargs": ({},),
-    "thinking_token_budget": (),
     "detokenize": (True,),
     "functions": ([],),
     "function_call": ("none",),
@@ -71,6 +70,7 @@ CHAT_ONLY: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "continue_final_message": (False,),
     "reasoning_effort": (),
+    "thinking_token_budget": (),
 }
 REQUEST_ID = r"^[\x21-\x7e]{1,128}$"
 
@@ -149,6 +149,7 @@ class GenerationRequest(BaseModel):
     response_format: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     include_metrics: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # of the routes that take handles
 
     @property
     def wanted_tokens(self) -> int | None:

@@ -24,6 +24,17 @@ class RequestTimings(BaseModel):
 OF_TIMES = Field(default=None, description="With include_metrics; null for more than one answer.")
 
 
+class KVHandle(BaseModel):
+    """Send it back unchanged, with the same prompt."""
+
+    do_remote_prefill: Literal[True]
+    handle: str = Field(description="For the KV cache of the prompt; opaque.")
+    expires_at: int = Field(description="Unix time, in seconds.")
+
+
+OF_HANDLE = Field(default=None, description="With kv_transfer_params: {do_remote_decode: true}.")
+
+
 class ErrorDetails(BaseModel):
     message: str = Field(description="What is wrong, with names and numbers.")
     type: str = Field(description="The kind of error, such as invalid_request_error or service_unavailable.")
@@ -113,6 +124,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    kv_transfer_params: KVHandle | None = OF_HANDLE
     metrics: RequestTimings | None = OF_TIMES
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = OF_PROMPT
@@ -187,6 +199,7 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    kv_transfer_params: KVHandle | None = OF_HANDLE
     metrics: RequestTimings | None = OF_TIMES
 
 
@@ -238,7 +251,7 @@ class GeneratedTokens(BaseModel):
     usage: Usage
     metrics: RequestTimings | None = OF_TIMES
     prompt_logprobs: PromptLogprobs | None = OF_PROMPT
-    kv_transfer_params: None = None
+    kv_transfer_params: KVHandle | None = OF_HANDLE
 
 
 class GeneratedTokensChunk(BaseModel):

@@ -32,6 +32,7 @@ OF_REQUEST = frozenset(
         "stream",
         "stream_options",
         "include_metrics",
+        "kv_transfer_params",
         "user",
         "request_id",
         "cache_salt",
@@ -66,6 +67,7 @@ class TokensRequest(BaseModel):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
     priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
     include_metrics: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     def completion(self) -> CompletionRequest:
         """Returns the completion of these tokens. Without max_tokens it may fill the context. Raises RequestError."""
@@ -82,7 +84,7 @@ class TokensRequest(BaseModel):
         own = self.model_dump(include=set(OF_REQUEST), exclude_unset=True)
         with in_own_words(NAMES):
             whole = {"max_tokens": None, **sampling, **own, "prompt": self.token_ids, "return_token_ids": True}
-            return checked(whole, CompletionRequest)
+            return checked(whole, CompletionRequest, takes_handles=True)
 
 
 class BatchChatRequest(ChatCompletionRequest):

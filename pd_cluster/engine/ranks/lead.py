@@ -111,7 +111,8 @@ class LeadRunner:
         rows, input_ids, blocks = (each.tobytes() for each in (step.rows, step.input_ids, step.blocks))
         rope_positions = b"" if step.rope_positions is None else step.rope_positions.tobytes()
         adapters = b"" if step.adapters is None else step.adapters.tobytes()
-        images = tuple(to.StepImage(*part) for part in self._runner.sparing_pixels(step.images))
+        spared = self._runner.sparing_pixels(step.images) if step.images else ()
+        images = tuple(to.StepImage(*part) for part in spared)
         virtual = b"" if step.virtual is None else step.virtual.tobytes()
         by_layers = on_layer is not None
         self._tell(to.Step(rows, input_ids, blocks, is_ahead, by_layers, rope_positions, adapters, images, virtual))

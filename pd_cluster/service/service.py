@@ -305,9 +305,9 @@ class TextService:
             self._intake.encoder.check(num_chars, may_be_cut, "messages")
 
         sources = [
-            Source(f"messages[{index}].content[{at}].image_url", url)
+            Source(place, url)
             for index, message in enumerate(request.messages)
-            for at, url in message.image_urls
+            for place, url in message.image_urls(index)
         ]
         self._pictures.check(sources)
         guard = self.guard if allows_control_tokens is None else None if allows_control_tokens else self._guard

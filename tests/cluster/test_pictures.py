@@ -103,6 +103,43 @@ def test_both_legs(cluster: LiveCluster, model: Path) -> None:
     cluster.assert_home()
 
 
+def test_in_responses_and_messages(cluster: LiveCluster, model: Path) -> None:
+    """The same prompt in three APIs gives the same text; errors name the place in the API that was asked."""
+    url = data_url(picture(1))
+    kind, _, data = url.removeprefix("data:").partition(";base64,")
+    wanted = post(cluster, chat_of(["ab", picture(1), "c"], return_token_ids=False)).json()["choices"][0]["message"]
+    other = post(cluster, chat_of(["ab", picture(2), "c"], return_token_ids=False)).json()["choices"][0]["message"]
+    assert wanted["content"] != other["content"]
+
+    def response(image_url: str, **more: Any) -> httpx.Response:
+        parts = [
+            {"type": "input_text", "text": "ab"},
+            {"type": "input_image", "image_url": image_url, "detail": "auto"},
+            {"type": "input_text", "text": "c"},
+        ]
+        body = {"input": [{"role": "user", "content": parts}], "max_output_tokens": NUM_TOKENS, "temperature": 0}
+        return post(cluster, {**body, **more}, "/v1/responses")
+
+    def message(source: dict[str, str], **more: Any) -> httpx.Response:
+        blocks = [{"type": "text", "text": "ab"}, {"type": "image", "source": source}, {"type": "text", "text": "c"}]
+        body = {"model": cluster_model, "messages": [{"role": "user", "content": blocks}], "max_tokens": NUM_TOKENS}
+        return post(cluster, {**body, "temperature": 0, **more}, "/v1/messages")
+
+    cluster_model = cluster.client.get(f"{cluster.url}/v1/models").json()["data"][0]["id"]
+    answered = response(url).json()
+    assert answered["output"][0]["content"][0]["text"] == wanted["content"]
+    told = message({"type": "base64", "media_type": kind, "data": data}).json()
+    assert told["content"][0]["text"] == wanted["content"]
+    assert message({"type": "url", "url": url}).json()["content"] == told["content"]
+    bad = response(url[:-40], instructions="Be brief.")
+    assert bad.status_code == 400
+    assert bad.json()["error"]["message"].startswith("input[0].content[1]")
+    bad = message({"type": "base64", "media_type": kind, "data": "AAAA"}, system="Be brief.")
+    assert bad.status_code == 400
+    assert bad.json()["error"]["message"].startswith("messages[0].content[1]")
+    assert "must be of type base64 or url" in message({"type": "file", "file_id": "f"}).text
+
+
 def test_over_gloo_and_two_ranks(model: Path, tmp_path: Path) -> None:
     tp = {"prefill-0": 2, "decode-0": 1}
     flags = [*FLAGS, "--num-blocks=256", "--max-model-len=1800", "--kv-transport=dist", "--mm-encoder-cache-tokens=20"]

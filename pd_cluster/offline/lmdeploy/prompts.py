@@ -159,7 +159,7 @@ async def encoded(
         request = parse(msgspec.json.encode({"messages": messages}), ChatFields)
     except (TypeError, ValueError) as error:  # values that JSON cannot express
         raise RequestError(f"messages: {error}", param="messages") from None
-    urls = [url for message in request.messages for _, url in message.image_urls] if takes_images else []
+    urls = [url for message in request.messages for _, url in message.image_urls(0)] if takes_images else []
     if urls and way.template is not None:
         raise RequestError("messages: images need the chat template of the model's folder", param="messages")
     objects = {f"{GIVEN}{at}": picture for at, picture in enumerate(given)}

@@ -34,12 +34,17 @@ class ChatMessage(BaseModel):
         parts = self._parts(0, takes_images=True)
         return "\n".join(part["text"] for part in parts if part["type"] == "text")
 
-    @property
-    def image_urls(self) -> list[tuple[int, str]]:
-        """The places and URLs of images among the content's parts, if `to_template` accepts them."""
-        parts = enumerate(self.content if isinstance(self.content, list) else ())
-        found = [(at, _image_url(part)) for at, part in parts if isinstance(part, dict)]
-        return [(at, url) for at, url in found if url is not None]
+    def image_urls(self, index: int) -> list[tuple[str, str]]:
+        """Returns the places and URLs of images among the content's parts, if `to_template` accepts them.
+
+        A part that was made of another API's has the `place` that it had there.
+        """
+        found = []
+        for at, part in enumerate(self.content if isinstance(self.content, list) else ()):
+            if isinstance(part, dict) and (url := _image_url(part)) is not None:
+                own = part.get("place")
+                found.append((own if isinstance(own, str) else f"messages[{index}].content[{at}].image_url", url))
+        return found
 
     def to_template(self, index: int, takes_images: bool = False) -> dict[str, Any]:
         """Returns the message for chat templates: texts joined, or a list of parts if there are images among them.

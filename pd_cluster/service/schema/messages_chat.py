@@ -89,12 +89,28 @@ def _of_turn(turn: MessageTurn, place: str) -> Iterator[Json]:
             message["reasoning_content"] = message.get("reasoning_content", "") + _string(block, "thinking", where)
         elif kind == "redacted_thinking" and turn.role == "assistant":
             continue  # nobody can read it
+        elif kind == "image" and turn.role == "user":
+            texts.append(_image(block, where))
         elif kind == "tool_use" and turn.role == "assistant":
             message.setdefault("tool_calls", []).append(_call(block, where))
         else:
             texts.append({"type": "text", "text": _text_of(block, where)})
     if texts or turn.role == "assistant":
         yield message
+
+
+def _image(block: Json, place: str) -> Json:
+    """Returns an image as chats have it. `place` is kept for errors that are found when it is read."""
+    given = block.get("source")
+    source = given if isinstance(given, dict) else {}
+    if source.get("type") == "base64":
+        kind, data = (_string(source, name, f"{place}.source") for name in ("media_type", "data"))
+        url = f"data:{kind};base64,{data}"
+    elif source.get("type") == "url":
+        url = _string(source, "url", f"{place}.source")
+    else:
+        raise RequestError(f"{place}.source: must be of type base64 or url; files are not kept here", param="messages")
+    return {"type": "image_url", "image_url": {"url": url}, "place": place}
 
 
 def _blocks(content: str | list[Json]) -> list[Json]:

@@ -83,7 +83,7 @@ def _add_message(item: Json, place: str, last: Json, found: list[Json]) -> None:
     role = ROLES.get(given) if isinstance(given, str) else None
     if role is None:
         raise RequestError(f"{place}.role: {reprlib.repr(given)}; expected one of {', '.join(ROLES)}", param="input")
-    content = parts_of(item.get("content"), f"{place}.content")
+    content = parts_of(item.get("content"), f"{place}.content", takes_images=role == "user")
     follows_reasoning = role == "assistant" and "reasoning_content" in last and not last["content"]
     if last.get("role") == role and not last.get("tool_calls") and (role == "system" or follows_reasoning):
         last["content"] += content

@@ -43,15 +43,19 @@ def _listed(item: Json) -> Json:
                 **named,
             }
         )
-    texts = [part["text"] for part in parts_of(item["content"], "input")]
     is_ours = item["role"] == "assistant"
     more: Json = {"annotations": [], "logprobs": []} if is_ours else {}
-    parts = [{"type": "output_text" if is_ours else "input_text", "text": text, **more} for text in texts]
+    parts = [
+        {"type": "input_image", "detail": "auto", "image_url": part["image_url"]["url"]}
+        if part["type"] == "image_url"
+        else {"type": "output_text" if is_ours else "input_text", "text": part["text"], **more}
+        for part in parts_of(item["content"], "input", takes_images=item["role"] == "user")
+    ]
     return {"status": "completed", **item, **named, "content": parts}
 
 
-def parts_of(content: Any, place: str) -> list[Json]:
-    """Returns text parts as chats have them."""
+def parts_of(content: Any, place: str, takes_images: bool = False) -> list[Json]:
+    """Returns text parts, and images where they are taken, as chats have them."""
     if isinstance(content, str):
         return text_parts(content)
     if not isinstance(content, list):
@@ -59,6 +63,9 @@ def parts_of(content: Any, place: str) -> list[Json]:
     found = []
     for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "input_image" and takes_images:
+            found.append(_image(part, f"{place}[{at}]"))
+            continue
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
         if kind not in (*TEXT_PARTS, "refusal"):
             raise RequestError(
@@ -69,6 +76,14 @@ def parts_of(content: Any, place: str) -> list[Json]:
             raise RequestError(f"{place}[{at}].text: must be a string", param="input")
         found += text_parts(text)
     return found
+
+
+def _image(part: Json, place: str) -> Json:
+    """Returns an image as chats have it. `place` is kept for errors that are found when it is read."""
+    url = part.get("image_url")
+    if not isinstance(url, str):
+        raise RequestError(f"{place}.image_url: must be a string; files are not kept here", param="input")
+    return {"type": "image_url", "image_url": {"url": url}, "place": place}
 
 
 def text_parts(text: str) -> list[Json]:

@@ -137,7 +137,11 @@ class WorkerAdapters:
         for digest in self._paths:
             if self._keeper is None:
                 self._problems[digest] = "--enable-lora, --enable-prompt-adapter: this worker was started without them"
-            elif digest not in self._proven and digest not in self._loading:
+            elif digest in self._loading:
+                continue
+            elif digest in self._keeper.variants:  # it was about to be dropped
+                self._proven.add(digest)
+            elif digest not in self._proven:
                 self._due.setdefault(digest)
         self._go_on()
         self._report()

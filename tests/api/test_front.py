@@ -48,7 +48,8 @@ def test_openais_client_with_a_key_and_without(guarded: LiveCluster, monkeypatch
         answer = client.completions.create(model="tiny", prompt="hello", max_tokens=4, temperature=0)
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 4
-        assert len(list(client.completions.create(model="tiny", prompt="hello", max_tokens=4, stream=True))) > 1
+        stream = client.completions.create(model="tiny", prompt="hello", max_tokens=4, temperature=0, stream=True)
+        assert len(list(stream)) > 1
     with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             client.completions.create(model="tiny", prompt="hello")

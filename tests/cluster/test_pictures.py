@@ -263,12 +263,16 @@ def test_decode_that_drops_an_images_kv(model: Path, tmp_path: Path) -> None:
     with LiveCluster(tmp_path, model, arguments=flags, member_arguments=small) as cluster:
         bodies = [chat_of(["ab", picture(at), "c"], max_tokens=100, ignore_eos=True) for at in range(6)]
         alone = [tokens(post(cluster, body)) for body in bodies]
-        with ThreadPoolExecutor(6) as pool:
-            assert list(pool.map(lambda body: tokens(post(cluster, body)), bodies)) == alone
         reference = expected(model, "ab", picture(0), "c")
         assert alone[0][: len(reference)] == reference
-        log = cluster.log_file("scheduler").read_text()
-        assert "its images' KV was dropped, and computing it again takes their pixels" in log
+        why = "its images' KV was dropped, and computing it again takes their pixels"
+        for _ in range(8):  # how many are decoded together depends on the machine
+            with ThreadPoolExecutor(6) as pool:
+                assert list(pool.map(lambda body: tokens(post(cluster, body)), bodies)) == alone
+            if why in cluster.log_file("scheduler").read_text():
+                break
+        else:
+            raise AssertionError("no KV was dropped")
         cluster.assert_home()
 
 

@@ -337,6 +337,19 @@ def test_a_worker_loads_one_at_a_time_and_each_once(tmp_path: Path) -> None:
     assert len(keeper.variants) == 1
 
 
+def test_one_that_is_wanted_again_before_it_is_dropped(tmp_path: Path) -> None:
+    keeper, folder = FakeKeeper(), write_adapter(tmp_path / "one", 1)
+    world, digest = WorkerWorld(keeper), digest_of(folder)
+    world.want(folder)
+    world.take()
+    world.want()
+    assert keeper.variants
+    world.want(folder)
+    assert world.sent[-1] == wire.AdapterStates([digest])
+    world.adapters.tick()
+    assert keeper.variants
+
+
 def test_a_worker_without_places_for_adapters_says_so(tmp_path: Path) -> None:
     world, folder = WorkerWorld(None), write_adapter(tmp_path / "one", 1)
     world.want(folder)

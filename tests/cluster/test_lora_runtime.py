@@ -208,7 +208,7 @@ def test_a_worker_that_comes_back_loads_what_is_published(cluster: Served, model
 
 
 def test_a_folder_that_is_removed_while_it_is_used(cluster: Served, models: dict[str, Path], root: Path) -> None:
-    """What is loaded serves on; a worker that starts says what it misses, and loads it once it is there again."""
+    """A loaded adapter serves on; a worker that starts says which it misses, and loads it once it is there again."""
     cluster.load("second", "second")
     (root / "second").rename(root / "moved")
     try:

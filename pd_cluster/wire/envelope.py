@@ -15,6 +15,7 @@ from pd_cluster.wire.membership import (
     Leave,
     Peers,
     ResetCache,
+    Sleep,
     WantedAdapters,
     Welcome,
 )
@@ -33,6 +34,7 @@ Body = (
     | WantedAdapters
     | AdapterStates
     | ResetCache
+    | Sleep
     | Submit
     | Abort
     | Outputs

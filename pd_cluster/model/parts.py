@@ -10,7 +10,8 @@ from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.loader import load_model
 from pd_cluster.model.parallel.group import Group
-from pd_cluster.model.vision.tower import Tower, load_tower
+from pd_cluster.model.vision.load import load_tower
+from pd_cluster.model.vision.tower import Tower
 from pd_cluster.settings.engine import EngineConfig
 
 

@@ -24,6 +24,7 @@ from pd_cluster.wire.membership import (
     Leave,
     Peers,
     ResetCache,
+    Sleep,
     WantedAdapters,
     Welcome,
 )
@@ -42,6 +43,7 @@ Body = (
     | WantedAdapters
     | AdapterStates
     | ResetCache
+    | Sleep
     | Submit
     | Abort
     | Outputs

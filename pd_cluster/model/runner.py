@@ -45,6 +45,7 @@ from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
 from pd_cluster.model.sizing import check_offload, num_pool_blocks, num_step_tokens, num_swap_blocks
+from pd_cluster.model.speedups import numerics_name, speedups_for
 from pd_cluster.model.threads import StepThreads
 from pd_cluster.model.trial import prove_lengths, trial
 from pd_cluster.model.vision.tower import Tower, load_tower
@@ -77,6 +78,8 @@ class ModelRunner:
             raise ConfigError(f"{called(name)}: adapters are computed on CPUs only; give {called('device')} cpu")
         if config.deterministic:
             check_deterministic(config.attention_backend, device)
+        given = config.cuda_speedups, device, config.deterministic, config.enforce_eager
+        self._speedups = speedups_for(*given)
         if config.cpu_offload_gb:
             check_offload(config.cpu_offload_gb, device)
         checkpoint = Checkpoint.of(config)
@@ -92,7 +95,9 @@ class ModelRunner:
         self.numerics = Numerics(
             device=device.kind,
             dtype=dtype,
-            attention_backend=self.model.attention if device.is_accelerator else config.attention_backend,
+            attention_backend=numerics_name(self.model.attention, self._speedups)
+            if device.is_accelerator
+            else config.attention_backend,
             deterministic=config.deterministic,
             quantization=checkpoint.quantization.at_load if checkpoint.quantization is not None else "",
             kv_cache_dtype=self.pool.layout.dtype,
@@ -123,6 +128,7 @@ class ModelRunner:
             config.deterministic,
             config.npu_head_dims,
             config.kv_cache_dtype,
+            self._speedups,
         )
         if checkpoint.vision is not None:
             kept_dtype = TORCH_DTYPES[dtype] if device.is_accelerator else torch.float32

@@ -38,11 +38,16 @@ def problem(head_dim: int, num_heads: int, num_kv_heads: int, block_size: int) -
 
 
 def attend_batch(
-    query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, batch: ForwardBatch, scoring: Scoring
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    batch: ForwardBatch,
+    scoring: Scoring,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Maps [num_tokens, num_heads, head_dim] to the same; this step's keys and values must be in the pool."""
     plan, metadata = _planned(batch, query, key_pool.shape[2])
-    return attend(query, key_pool, value_pool, metadata, plan, scoring)
+    return attend(query, key_pool, value_pool, metadata, plan, scoring, pdl=pdl)
 
 
 def write_and_attend(

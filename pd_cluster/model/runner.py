@@ -34,13 +34,15 @@ from pd_cluster.model.batch import (
     step_input,
 )
 from pd_cluster.model.capturable import obstacle
-from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
+from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
+from pd_cluster.model.graph_kinds import check_prompt_graphs, make_graphs, make_prompt_graphs
 from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, DecodeGraphs, sizes_of
 from pd_cluster.model.held_adapters import HeldAdapters
 from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype, resolve_kv_cache_dtype
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.profile import decode_workspace_nbytes, nbytes_of_graphs, peak_of_a_step, peak_of_images
+from pd_cluster.model.prompt_graphs import PromptGraphs, sizes_up_to
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
@@ -51,7 +53,7 @@ from pd_cluster.model.trial import prove_lengths, trial
 from pd_cluster.model.vision.tower import Tower, load_tower
 from pd_cluster.native.memory import keep_what_is_freed
 from pd_cluster.numerics import Numerics
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.engine import PROMPT_GRAPHS, EngineConfig
 from pd_cluster.types import Request
 
 log = logging.getLogger(__name__)
@@ -106,6 +108,7 @@ class ModelRunner:
             key_order=self.model.key_order,
             bf16_way=self.model.bf16_way,
         )
+        self.prompt_graphs: PromptGraphs | None = None
         self._graphs = self._make_graphs(config)
         # Where the device is the host, nothing is gained.
         spreads = device.traits.spreads_tokens or config.npu_tp_graphs
@@ -142,7 +145,11 @@ class ModelRunner:
         num_tokens, num_seqs = self.max_num_batched_tokens, config.max_num_seqs
         peak = peak_of_a_step(self.model, layout, num_tokens, num_seqs, self.max_model_len, device)
         peak = max(peak, peak_of_images(self.tower, device))
+        check_prompt_graphs(self.model, self._speedups)
         if device.is_accelerator and not self._why_eager(config):
+            if PROMPT_GRAPHS in self._speedups:
+                most = sizes_up_to(num_seqs)[-1]
+                peak += nbytes_of_graphs(self.model, layout, most.num_seqs, device, most.num_tokens)
             peak += nbytes_of_graphs(self.model, layout, sizes_of(config.graph_sizes, num_seqs)[-1], device)
         peak += decode_workspace_nbytes(self.model, layout, num_seqs, self.max_model_len)
         num_pairs = num_lanes(layout, config.paired_tp_sizes)
@@ -171,10 +178,16 @@ class ModelRunner:
         if why := self._why_eager(config):
             log.info("decode steps run eagerly: %s", why)
             return None
-        graphs = make_graphs(self.model, self.pool, config, self.max_model_len, self.group.size == 1)
+        capturing, is_alone = capture(self.device), self.group.size == 1
+        graphs = make_graphs(self.model, self.pool, config, self.max_model_len, is_alone, capturing)
+        if PROMPT_GRAPHS in self._speedups:
+            given = self.model, self.numerics.dtype, self.pool, config, self.max_model_len, is_alone, capturing
+            self.prompt_graphs = make_prompt_graphs(*given)
         stop_s = time.monotonic() + (MAX_ONLY_START_S if self.device.traits.captures_at_start_only else MAX_START_S)
         with torch.inference_mode():
             graphs.prepare(lambda: self._all(time.monotonic() < stop_s), self._all)
+            if self.prompt_graphs is not None:
+                self.prompt_graphs.prepare(lambda: self._all(time.monotonic() < stop_s))
         return graphs
 
     def _all(self, holds: bool) -> bool:
@@ -273,6 +286,10 @@ class ModelRunner:
                 logits = self._graphs.compute(step, input_ids)
                 if logits is not None:
                     return RunnerOutput(logits, NO_HIDDEN_STATES)
+            if self.prompt_graphs is not None:
+                logits = self.prompt_graphs.compute(step, input_ids, on_layer)
+                if logits is not None:
+                    return RunnerOutput(logits, NO_HIDDEN_STATES)
             batch = batch_of(step, self.pool)
             if input_ids is not None:
                 batch.input_ids = input_ids[None]
@@ -300,22 +317,3 @@ def rope_type(config: Any) -> str:
     kinds = [each for each in given.values() if isinstance(each, dict)] or [given]
     found = [str(each.get("rope_type", "default")) for each in kinds]
     return next((each for each in found if each in ASKING_ROPES), found[0])
-
-
-def make_graphs(
-    model: CausalLM, pool: KVPool, config: EngineConfig, max_model_len: int, is_alone: bool
-) -> DecodeGraphs:
-    """Returns graphs, none of them captured yet. `is_alone`: the model is not shared with other ranks.
-
-    On an NPU attention divides its work itself, and no step of a client waits for a capture.
-    """
-    traits = pool.device.traits
-    return DecodeGraphs(
-        *(model, pool, config.max_num_seqs),
-        longest=min(max_model_len, config.max_seq_len_to_capture or max_model_len),
-        capture=capture(pool.device),
-        is_for_any_context=traits.graphs_take_any_context,
-        sizes=config.graph_sizes,
-        is_alone=is_alone,
-        only_at_start=traits.captures_at_start_only,
-    )

@@ -1,8 +1,8 @@
 """Sums over the GPUs of one instance in symmetric memory: a buffer of each that all of them can read and write.
 
-NCCL's sums take most of a decode step's communication in latency. Here one kernel adds, on each GPU a part of the
-numbers, and writes the sums to all: every rank gets the same bits. GPUs behind an NVSwitch let it add. torch's interface
-is not public, so it is used in this file alone. Not run on GPUs yet.
+A decode step's sums are small, and most of their time in NCCL is latency. Here one kernel adds, on each GPU a part of
+the numbers, and writes the sums to all: every rank gets the same bits. Where there is an NVSwitch, it adds. torch's
+interface is not public, so it is used in this file alone. Not run on GPUs yet.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def plan_padded(
     """Plans for any step of fewer tokens than `num_tokens`, some of prompts, in up to `num_seqs` sequences.
 
     One more sequence has no tokens and no context. All of `decode_seqs` and `tiles` name it; a graph reads others from
-    its buffers. What its row of decode gives is written behind the step's tokens.
+    its buffers. Decode attention writes its result behind the step's tokens.
     """
     max_splits = most_splits(max_context_len, split_keys)
     num_workers = workers_for(num_seqs * max_splits, num_kv_heads, num_sms)

@@ -65,14 +65,17 @@ def peak_of_images(tower: Tower | None, device: Device) -> int:
     return peak_nbytes(device) + num_kept * (features.nbytes // features.shape[1])
 
 
-def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: Device) -> int:
+def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: Device, num_tokens: int = 0) -> int:
     """Returns the bytes that graphs of up to `num_seqs` sequences take: the largest one's, which all share, and logits.
+
+    `num_tokens`: of a step, if it is more than one for each sequence.
 
     A graph's intermediate results lie in memory of its own, which other steps cannot use meanwhile. The driver's part
     of each graph is not in it; `sizing.UNSEEN_NBYTES` is for that. Raises ConfigError if there is no room.
     """
-    chunks = largest_step(num_seqs, num_seqs, 1, layout)
-    pool = KVPool(layout, num_seqs, device)
+    num_tokens = max(num_tokens, num_seqs)
+    chunks = largest_step(num_tokens, num_seqs, num_tokens, layout)
+    pool = KVPool(layout, sum(len(request.block_table) for request, _ in chunks), device)
     held = reserved_nbytes(device)
     reset_peak(device)
     try:

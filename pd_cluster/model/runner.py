@@ -40,7 +40,13 @@ from pd_cluster.model.held_adapters import HeldAdapters
 from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype, resolve_kv_cache_dtype
 from pd_cluster.model.parallel.group import Alone, Group
-from pd_cluster.model.profile import decode_workspace_nbytes, nbytes_of_graphs, peak_of_a_step, peak_of_images
+from pd_cluster.model.profile import (
+    check_pictures_fit,
+    decode_workspace_nbytes,
+    nbytes_of_graphs,
+    peak_of_a_step,
+    peak_of_images,
+)
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
@@ -128,6 +134,7 @@ class ModelRunner:
         if checkpoint.vision is not None:
             kept_dtype = TORCH_DTYPES[dtype] if device.is_accelerator else torch.float32
             self.tower = load_tower(checkpoint, kept_dtype, device, config.mm_encoder_cache_tokens)
+            check_pictures_fit(self.tower.rules, self.max_num_batched_tokens, config.max_num_seqs)
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, block_size, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype))
         if self.group.size > 1:
@@ -268,7 +275,7 @@ class ModelRunner:
                 logits = self._graphs.compute(step, input_ids)
                 if logits is not None:
                     return RunnerOutput(logits, NO_HIDDEN_STATES)
-            batch = batch_of(step, self.pool)
+            batch = batch_of(step, self.pool, self.tower is not None and self.tower.rules.sees_whole)
             if input_ids is not None:
                 batch.input_ids = input_ids[None]
             if step.images:

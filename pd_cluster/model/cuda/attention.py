@@ -38,6 +38,7 @@ class BatchMetadata:
     table_starts: torch.Tensor  # [num_seqs + 1]
     decode_seqs: torch.Tensor  # [num_decode], from the plan; not read when all sequences decode
     tiles: torch.Tensor  # [num_tiles, 2], from the plan
+    key_limits: torch.Tensor | None = None  # [num_tokens]: the end of the keys that a row sees; None: itself
 
 
 def attend(
@@ -165,6 +166,7 @@ def _prefill(
         batch.block_table,
         batch.table_starts,
         batch.tiles,
+        batch.key_limits if batch.key_limits is not None else batch.tiles,
         scoring.sinks if scoring.sinks is not None else out,
         num_kv_heads,
         query.stride(0),
@@ -177,6 +179,7 @@ def _prefill(
         *_scales(scoring),
         BLOCK_M=config.rows,
         BLOCK_N=config.keys,
+        HAS_LIMITS=batch.key_limits is not None,
         UNIFORM=plan.configs.is_uniform,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -78,4 +78,5 @@ def _plan(batch: ForwardBatch, configs: AttentionConfigs, group: int) -> tuple[A
         batch.table_starts,
         batch.table_starts[:0],  # no sequence decodes apart
         there,
+        batch.key_limits,
     )

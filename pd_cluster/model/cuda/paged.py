@@ -89,6 +89,7 @@ def _plan(batch: ForwardBatch, dtype_bits: int, num_heads: int, num_kv_heads: in
         batch.table_starts,
         there["decode_seqs"],
         there["tiles"],
+        batch.key_limits,
     )
 
 

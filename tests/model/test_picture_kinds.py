@@ -156,5 +156,3 @@ def test_a_picture_that_does_not_fit_a_step(tmp_path: Path) -> None:
     folder = make_kind(tmp_path, "gemma3")
     with pytest.raises(ConfigError, match=r"a picture's 4 tokens are computed in one step .* give at least 11, or"):
         make_core(folder, **{**SETTINGS, "max_num_batched_tokens": 10})
-    with pytest.raises(ConfigError, match="attention_backend flashinfer"):
-        make_core(folder, **{**SETTINGS, "attention_backend": "flashinfer"})

@@ -47,7 +47,7 @@ def test_a_long_prompt_is_chunked_within_the_budget() -> None:
 
 
 def test_a_picture_stays_in_one_piece() -> None:
-    """Chunks end before or behind it; one that does not fit beside others' next tokens waits, and so do younger ones."""
+    """Chunks end before or behind it; one that does not fit beside others' tokens waits, and so do younger ones."""
     scheduler = StepScheduler(BlockPool(64), 4, 8, 16, keeps_pictures=True)
     spans = (Span(10, 22, b"1"), Span(22, 34, b"2"), Span(36, 39, b"3"))
     asked = request("a", 45)

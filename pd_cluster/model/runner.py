@@ -46,6 +46,7 @@ from pd_cluster.model.lora.on_device import Place
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.parts import load_parts
 from pd_cluster.model.profile import (
+    check_pictures_fit,
     decode_workspace_nbytes,
     nbytes_of_adapters,
     nbytes_of_graphs,
@@ -136,6 +137,8 @@ class ModelRunner:
         )
         self.tower: Tower | None
         self.model, self.tower = self._load_again()
+        if self.tower is not None:
+            check_pictures_fit(self.tower.rules, self.max_num_batched_tokens, config.max_num_seqs)
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, block_size, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype))
         if self.group.size > 1:
@@ -295,7 +298,7 @@ class ModelRunner:
                 logits = self.prompt_graphs.compute(step, input_ids, on_layer)
                 if logits is not None:
                     return RunnerOutput(logits, NO_HIDDEN_STATES)
-            batch = batch_of(step, self.pool)
+            batch = batch_of(step, self.pool, self.tower is not None and self.tower.rules.sees_whole)
             if input_ids is not None:
                 batch.input_ids = input_ids[None]
             if step.images:

@@ -146,7 +146,7 @@ class Learner:
         asked = self._encode(sheet.question)
         shown = head + pads + asked if sheet.is_first else head + asked + pads
         prompt = shown + self._encode("<|im_end|>\n<|im_start|>assistant\n")
-        rows = [self._encode(answer) + [IM_END] for answer in sheet.answers]
+        rows = [[*self._encode(answer), IM_END] for answer in sheet.answers]
         longest = max(map(len, rows))
         ids = torch.tensor([[*prompt, *row, *[0] * (longest - len(row))] for row in rows])
         mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -295,8 +295,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default_out = Path(__file__).resolve().parent.parent / "pd_cluster" / "models" / "tiny-vision"
     parser.add_argument("--out", type=Path, default=default_out, help="folder to write (default: the shipped model)")
-    parser.add_argument("--steps", type=int, default=5000, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--patches-per-step", type=int, default=1024, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--patches-per-step", type=int, default=768, help="default: %(default)s")
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="part of what fixes the weights (default: %(default)s)")

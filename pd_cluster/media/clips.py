@@ -1,4 +1,4 @@
-"""Decodes a file of a video, and chooses frames of it. Needs PyAV; knows nothing of models or of where files are from.
+"""Decodes a file of a video, chooses frames of it and resizes them. Needs PyAV; knows nothing of where files are from.
 
 Every refusal is a RequestError in words of its own. A header's number of frames is checked against those that are
 there; frames are never decoded beyond the last that is wanted.
@@ -7,60 +7,29 @@ there; frames are never decoded beyond the last that is wanted.
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 from PIL import Image as Pictures
 
 from pd_cluster.errors import RequestError
-from pd_cluster.media.pictures import FORMATS, MAX_PIXELS, in_own_words
+from pd_cluster.media.given_video import DEFAULT_FPS, Frames
+from pd_cluster.media.kinds.qwen import GridRules
+from pd_cluster.media.pictures import FORMATS, MAX_PIXELS, digest_of, in_color, in_own_words
+from pd_cluster.media.sampling import Sampling
+from pd_cluster.media.video import Video
+from pd_cluster.types import Image
 
-MAX_FRAMES = 768  # that a model reads of a video
 MAX_FILE_FRAMES = 20_000
 MAX_SECONDS = 3600.0
 MAX_FRAME_PIXELS = 36 << 20  # of a frame, before it is resized: 8192 x 4608
-DEFAULT_FPS = 24.0  # of frames that come without a rate
 MAX_FPS = 1000.0
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg")
 # The first bytes of files, by their offset -> FFmpeg's name of the container
 CONTAINERS = {(4, b"ftyp"): "mov", (0, b"\x1a\x45\xdf\xa3"): "matroska", (8, b"AVI "): "avi"}
 JPEG_FRAMES = b"\xff\xd8\xff"  # begins each frame of `data:video/jpeg`
 MISSING = "reading videos needs PyAV on the server: pip install 'pd-cluster[video]'"
-
-
-class Sampling(msgspec.Struct, frozen=True):
-    """How many frames of a file are read: at most `num_frames`, evenly spread; and `fps` of each second, unless 0."""
-
-    num_frames: int = 32
-    fps: float = 0.0
-
-    def indices(self, num_frames: int, fps: float, most: int | None = None) -> list[int]:
-        """Returns those of a video with `num_frames` frames; `most`: a request's own limit."""
-        wanted = min(num_frames, self.num_frames if most is None else most)
-        if self.fps:
-            wanted = min(wanted, max(1, math.floor(num_frames / fps * self.fps)))
-        step = (num_frames - 1) / (wanted - 1) if wanted > 1 else 0.0
-        return [int(at * step) for at in range(wanted - 1)] + [num_frames - 1 if wanted > 1 else 0]
-
-
-class Frames(NamedTuple):
-    """Frames of a video, each with its index among the `num_frames` of it, of which there are `fps` in a second."""
-
-    pictures: list[Pictures.Image]
-    indices: list[int]
-    num_frames: int
-    fps: float
-
-    @property
-    def times_s(self) -> list[float]:
-        return [at / self.fps for at in self.indices]
-
-    @property
-    def sampled_fps(self) -> float:
-        return len(self.indices) / self.num_frames * self.fps
 
 
 def frames_of(data: bytes, sampling: Sampling, most: int | None = None) -> Frames:
@@ -173,3 +142,30 @@ def _in_own_words(av: Any) -> Iterator[None]:
         raise RequestError("decoding it takes too much memory; send a smaller one") from None
     except Exception:  # FFmpeg's errors are of many kinds
         raise RequestError("the file is broken or cut short; send it anew") from None
+
+
+def fitted(frames: Frames, rules: GridRules) -> Video:
+    """Returns a video as its model reads it: the last frame is repeated until all are whole. Raises RequestError."""
+    assert rules.video is not None
+    together, first = rules.num_frames, frames.pictures[0]
+    height, width = rules.video.resized(max(together, len(frames.pictures)), first.height, first.width, rules.side)
+    with in_own_words():
+        pixels = [_pixels(each, height, width) for each in frames.pictures]
+    times = frames.times_s
+    missing = -len(pixels) % together
+    pixels += pixels[-1:] * missing
+    times += times[-1:] * missing
+    images, middles = [], []
+    for at in range(0, len(pixels), together):
+        grid = (height // rules.patch_size, width // rules.patch_size)
+        images.append(Image(*grid, b"".join(pixels[at : at + together]), together))
+        middles.append((times[at] + times[at + together - 1]) / 2)
+    digests = tuple(map(digest_of, images))
+    return Video(tuple(images), digests, tuple(middles), together / frames.sampled_fps)
+
+
+def _pixels(picture: Pictures.Image, height: int, width: int) -> bytes:
+    picture = in_color(picture)
+    if picture.size != (width, height):
+        picture = picture.resize((width, height), Pictures.Resampling.BICUBIC)
+    return picture.tobytes()

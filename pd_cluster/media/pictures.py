@@ -77,7 +77,8 @@ def _pixels(picture: Pictures.Image, view: View, resample: int) -> bytes:
 def digest_of(image: Image) -> bytes:
     """Names a picture by its content; how a model reads it is part of the model's identity."""
     sides = b"".join(side.to_bytes(4, "big") for side in (image.num_rows, image.num_columns))
-    return hashlib.sha256(b"image" + sides + image.pixels).digest()
+    kind = b"image" if image.num_frames == 1 else b"%d frames" % image.num_frames
+    return hashlib.sha256(kind + sides + image.pixels).digest()
 
 
 def in_color(picture: Pictures.Image) -> Pictures.Image:

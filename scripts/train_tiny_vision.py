@@ -295,7 +295,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default_out = Path(__file__).resolve().parent.parent / "pd_cluster" / "models" / "tiny-vision"
     parser.add_argument("--out", type=Path, default=default_out, help="folder to write (default: the shipped model)")
-    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--patches-per-step", type=int, default=768, help="default: %(default)s")
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")

@@ -78,7 +78,7 @@ class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def most_frame_pixels(self) -> int:
         """Returns a bound of a frame's area."""
-        return min(self.max_pixels, MAX_PIXELS) // 2
+        return min(self.max_pixels, MAX_PIXELS // 2)
 
     def steps(self, video: Video) -> list[int]:
         """Returns where each picture lies in time, in positions from the first one on."""

@@ -156,7 +156,7 @@ def reference_answer(folder: Path, prompt: Filmed, max_tokens: int) -> list[int]
         start = max(map(max, positions)) + 1 if positions else 0
         for moment in range(time):
             if is_third:
-                text(encoded(f"<{(moments[2 * moment] + moments[2 * moment + 1]) / 2:.1f} seconds>") + [START])
+                text([*encoded(f"<{(moments[2 * moment] + moments[2 * moment + 1]) / 2:.1f} seconds>"), START])
                 start = max(map(max, positions)) + 1
             later = 0 if is_third else int(np.float32(moment) * np.float32(step))
             positions.extend((start + later, start + y, start + x) for y in range(tall) for x in range(wide))

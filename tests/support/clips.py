@@ -82,6 +82,15 @@ def file_of(frames: list[Frame], kind: str = "mp4", codec: str = "mpeg4", fps: i
     return file.getvalue()
 
 
+def avi_of_frames(num_frames: int) -> bytes:
+    """A file whose header announces so many frames."""
+    data = bytearray(file_of(clip(1, 12), "avi", "mjpeg"))
+    for mark, offset in ((b"avih", 8 + 16), (b"strh", 8 + 32)):
+        at = data.index(mark) + offset
+        data[at : at + 4] = num_frames.to_bytes(4, "little")
+    return bytes(data)
+
+
 def data_url(data: bytes, kind: str = "mp4") -> str:
     return f"data:video/{kind};base64,{base64.b64encode(data).decode()}"
 

@@ -17,7 +17,7 @@ from pd_cluster.media.sampling import Sampling
 from pd_cluster.media.video import Video, VideoRules
 from pd_cluster.settings.media import VIDEO_IO, MediaSettings
 from pd_cluster.types import Image
-from tests.support.clips import data_url, file_of, qwen2, qwen3
+from tests.support.clips import avi_of_frames, data_url, file_of, qwen2, qwen3
 from tests.support.pictures import file_of as picture_file
 from tests.support.pictures import picture
 
@@ -68,15 +68,6 @@ def test_a_turned_video_is_upright() -> None:
     (found,) = frames_of(turned(file_of([half])), Sampling()).pictures
     assert (plain.size, found.size) == ((64, 48), (48, 64))
     assert np.asarray(found)[-1].mean() > 200 > 50 > np.asarray(found)[0].mean()
-
-
-def avi_of_frames(num_frames: int) -> bytes:
-    """A file whose header announces so many frames."""
-    data = bytearray(file_of(GRAY, "avi", "mjpeg"))
-    for mark, offset in ((b"avih", 8 + 16), (b"strh", 8 + 32)):
-        at = data.index(mark) + offset
-        data[at : at + 4] = num_frames.to_bytes(4, "little")
-    return bytes(data)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,8 @@ class PictureIntake:
         if not sources:
             return
         if self._vision is None:
-            raise RequestError(f"{sources[0].where}: this model takes no images; leave them out", param="messages")
+            what = "images" if sources[0].kind == IMAGES else "images or videos"
+            raise RequestError(f"{sources[0].where}: this model takes no {what}; leave them out", param="messages")
         for kind in (IMAGES, VIDEOS):
             found, most = [source for source in sources if source.kind == kind], self._config.most(kind)
             if found and kind == VIDEOS and self._vision.rules.video is None:

@@ -295,6 +295,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default_out = Path(__file__).resolve().parent.parent / "pd_cluster" / "models" / "tiny-vision"
     parser.add_argument("--out", type=Path, default=default_out, help="folder to write (default: the shipped model)")
+    parser.add_argument("--start", type=Path, help="folder of a model to go on from; by default none")
     parser.add_argument("--steps", type=int, default=2000, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--patches-per-step", type=int, default=768, help="default: %(default)s")
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate (default: %(default)s)")
@@ -318,6 +319,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     modeling_qwen2_vl.VisionAttention.forward = even_attention
     tokenizer, model = make_tokenizer(), make_model()
+    if args.start is not None:
+        model = Qwen2VLForConditionalGeneration.from_pretrained(args.start, dtype=torch.float32)
     print(f"{model.num_parameters():,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
     learner = Learner(model, tokenizer)
     given = sheets(random.Random(args.seed + 1), args.steps, args.patches_per_step)

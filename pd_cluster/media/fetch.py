@@ -39,7 +39,7 @@ class Places(msgspec.Struct, frozen=True):
 
 
 class Sort(NamedTuple):
-    """What a URL should lead to. `kind` begins its media type, `name` is for messages."""
+    """The sort of file that is wanted. `kind` begins its media type, `name` is for messages."""
 
     kind: str
     name: str

@@ -10,6 +10,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from msgspec import structs
 from PIL import Image as Pictures
@@ -32,6 +33,11 @@ def prepared(data: bytes, rules: ImageRules) -> tuple[Image, bytes]:
         check_size(picture, rules)
         picture.load()
         return fitted(picture, rules)
+
+
+def of_array(pixels: Any) -> Pictures.Image:
+    """Returns a picture of [height, width, 3] 8-bit numbers."""
+    return Pictures.fromarray(pixels)
 
 
 def check_size(picture: Pictures.Image, rules: ImageRules) -> None:

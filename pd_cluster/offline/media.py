@@ -98,9 +98,9 @@ def _picture(given: Any, place: str) -> Any:
         return given
     if str(given.dtype) != "uint8" or given.ndim != 3 or given.shape[-1] != 3:
         raise _wrong(place, f"frames of {given.dtype}, {tuple(given.shape)}: must be uint8, [height, width, 3]")
-    from PIL import Image
+    from pd_cluster.media.pictures import of_array
 
-    return Image.fromarray(given)
+    return of_array(given)
 
 
 def _wrong(place: str, why: str) -> RequestError:

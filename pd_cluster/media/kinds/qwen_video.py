@@ -1,4 +1,4 @@
-"""What a folder of Qwen2-VL, Qwen2.5-VL or Qwen3-VL says of videos."""
+"""Reads from a folder of Qwen2-VL, Qwen2.5-VL or Qwen3-VL how videos are prepared."""
 
 from __future__ import annotations
 

@@ -134,7 +134,8 @@ class PictureIntake:
     ) -> Shown:
         """Returns the prompt with its media. `given`: those that callers of this process have as objects.
 
-        What was read is kept for requests of the same `salt`. Raises RequestError that names the item, or Unavailable.
+        Items that were read are kept for requests of the same `salt`. Raises RequestError that names the item, or
+        Unavailable.
         """
         if self._vision is None:
             self.check(sources)

@@ -60,6 +60,7 @@ def build_core(
         BlockPool(runner.swap.num_blocks),
         runner.window,
         config.adapters.max_loras if config.adapters.enable_lora else 0,
+        keeps_pictures=runner.tower is not None and runner.tower.rules.sees_whole,
     )
     guides = Guides(lambda: Compiler(runner.tokenizer_file, runner.vocab_size, runner.eos_token_ids))
     return EngineCore(LeadRunner(runner, followers) if followers else runner, scheduler, guides=guides), runner
@@ -149,8 +150,12 @@ def build_worker(
     if isinstance(core.runner, LeadRunner):  # there are followers
         lanes = _lead(config, core.runner, followers, local, mailbox, inbox, tell_lost)
     shares = not runner.device.is_accelerator
+    lead = core.runner if isinstance(core.runner, LeadRunner) else runner
     worker = Worker(
-        config, core, side, limits_of(runner), mailbox, lanes, inbox, shares_cores=shares, rest=runner.threads.rest
+        *(config, core, side, limits_of(runner), mailbox, lanes, inbox),
+        shares_cores=shares,
+        rest=runner.threads.rest,
+        go_to_level=lead.sleep if shares else None,
     )
     if config.engine.adapters.are_wanted:
         keeper = core.runner.adapters if isinstance(core.runner, LeadRunner) else runner.held

@@ -131,6 +131,8 @@ def load_model(
     has_sinks = any(hasattr(module, "sinks") for module in model.modules())
     if is_deterministic and device.is_accelerator:
         check_rows(model, checkpoint, logn)
+    if attention_backend == "flashinfer" and checkpoint.vision is not None and checkpoint.vision.rules.sees_whole:
+        raise ConfigError(f"{called('attention_backend')} flashinfer: it hides a picture's later tokens; use auto")
     attention = choose_attention(
         *(attention_backend, model.config, layout, device, has_sinks, max_num_seqs, is_deterministic),
         *(npu_head_dims, dtype),

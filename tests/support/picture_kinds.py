@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ class Kind(NamedTuple):
     whole: dict[str, Any]
     processor: Callable[[], Any]
     shown: Callable[[Any, list[Any]], tuple[Inputs, list[list[int]]]]
-    files: dict[str, Any] = {}  # fields of processor_config.json
+    files: Mapping[str, Any] = MappingProxyType({})  # fields of processor_config.json
 
 
 def _clip() -> Any:
@@ -208,7 +209,7 @@ def make_kind(folder: Path, name: str, **changes: Any) -> Path:
     ).save_pretrained(folder)
     kind.processor().save_pretrained(folder)
     if kind.files:
-        (folder / "processor_config.json").write_text(json.dumps(kind.files))
+        (folder / "processor_config.json").write_text(json.dumps(dict(kind.files)))
     return folder
 
 

@@ -168,7 +168,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], ImageRules]] = {
             token_id=262144,
             resample=BILINEAR,
             text="<start_of_image>",
-            text_becomes="\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
+            text_becomes=("\n\n", "<start_of_image>", "", "<image_soft_token>", "", "<end_of_image>", "\n\n"),
             sees_whole=True,
         ),
     ),

@@ -100,7 +100,7 @@ def gemma3(given: Given) -> SquareRules:
         side=side,
         num_each=num_each,
         text=first,
-        text_becomes=f"\n\n{first}{middle}{last}\n\n",
+        text_becomes=("\n\n", first, "", middle, "", last, "\n\n"),
         sees_whole=True,
     )
 

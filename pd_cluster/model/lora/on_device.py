@@ -1,4 +1,4 @@
-"""What an adapter adds to a layer on an accelerator: plain products, adapter by adapter, in the model's own dtype.
+"""The part that an adapter adds to a layer on an accelerator: plain products, adapter by adapter, in the model's own dtype.
 
 Portable on purpose: it needs no kernel. Rows are gathered and added along the first dimension only, which no device
 answers by copying the whole tensor or by waiting for the host.

@@ -60,6 +60,7 @@ def build_core(
         BlockPool(runner.swap.num_blocks),
         runner.window,
         config.adapters.max_loras if config.adapters.enable_lora else 0,
+        keeps_pictures=runner.tower is not None and runner.tower.rules.sees_whole,
     )
     guides = Guides(lambda: Compiler(runner.tokenizer_file, runner.vocab_size, runner.eos_token_ids))
     return EngineCore(LeadRunner(runner, followers) if followers else runner, scheduler, guides=guides), runner

@@ -34,8 +34,9 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     """A picture's size is that of its Image: rows and columns of what the rules count, patches or tiles.
 
     `token_id`: the placeholder of a picture in a prompt, which becomes as many tokens as the picture takes, between
-    the tokens `before` and `after`. In the text of a prompt, `text` stands for a picture, and becomes `text_becomes`
-    before it is tokenized; "": nothing is replaced. With `sees_whole`, each token of a picture attends to all of it.
+    the tokens `before` and `after`. In the text of a prompt, the control token `text` stands for a picture, and becomes
+    `text_becomes` before it is tokenized, plain texts and control tokens in turn; "": nothing is replaced. With
+    `sees_whole`, each token of a picture attends to all of it.
     """
 
     token_id: int = 0
@@ -43,7 +44,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     after: tuple[int, ...] = ()
     resample: int = BICUBIC
     text: str = ""
-    text_becomes: str = ""
+    text_becomes: tuple[str, ...] = ()
     sees_whole: bool = False
 
     def sized(self, height: int, width: int) -> tuple[Image, tuple[View, ...]]:

@@ -8,6 +8,7 @@ from pd_cluster.devices.device import Device, peak_nbytes, reserved_nbytes, rese
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool
+from pd_cluster.media.rules import ImageRules
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.cuda.plan import most_splits
@@ -60,6 +61,17 @@ def peak_of_images(tower: Tower | None, device: Device) -> int:
         ) from error
     num_kept = max(tower.num_kept_tokens, features.shape[1]) if tower.num_kept_tokens else 0
     return peak_nbytes(device) + num_kept * (features.nbytes // features.shape[1])
+
+
+def check_pictures_fit(rules: ImageRules, num_tokens: int, num_seqs: int) -> None:
+    """Raises ConfigError if pictures stay in one piece, and one does not fit a step beside all others' next tokens."""
+    most = rules.num_tokens(rules.most())
+    if rules.sees_whole and most + num_seqs - 1 > num_tokens:
+        raise ConfigError(
+            f"{called('max_num_batched_tokens')} {num_tokens}: a picture's {most} tokens are computed in one step with "
+            f"this model, beside one of each other sequence; give at least {most + num_seqs - 1}, or a lower "
+            f"{called('max_num_seqs')}"
+        )
 
 
 def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: Device, num_tokens: int = 0) -> int:

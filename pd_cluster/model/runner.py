@@ -44,7 +44,13 @@ from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.loader import layout_of, plan_of, resolve_dtype, resolve_kv_cache_dtype
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.parts import load_parts
-from pd_cluster.model.profile import decode_workspace_nbytes, nbytes_of_graphs, peak_of_a_step, peak_of_images
+from pd_cluster.model.profile import (
+    check_pictures_fit,
+    decode_workspace_nbytes,
+    nbytes_of_graphs,
+    peak_of_a_step,
+    peak_of_images,
+)
 from pd_cluster.model.prompt_graphs import PromptGraphs, sizes_up_to
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
@@ -130,6 +136,8 @@ class ModelRunner:
         )
         self.tower: Tower | None
         self.model, self.tower = self._load_again()
+        if self.tower is not None:
+            check_pictures_fit(self.tower.rules, self.max_num_batched_tokens, config.max_num_seqs)
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, block_size, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype))
         if self.group.size > 1:
@@ -285,7 +293,7 @@ class ModelRunner:
                 logits = self.prompt_graphs.compute(step, input_ids, on_layer)
                 if logits is not None:
                     return RunnerOutput(logits, NO_HIDDEN_STATES)
-            batch = batch_of(step, self.pool)
+            batch = batch_of(step, self.pool, self.tower is not None and self.tower.rules.sees_whole)
             if input_ids is not None:
                 batch.input_ids = input_ids[None]
             if step.images:

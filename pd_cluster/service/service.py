@@ -35,6 +35,7 @@ from pd_cluster.service.spacing import spaced
 from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.text.control_tokens import PromptText
 from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import MAX_SEQUENCES
 from pd_cluster.types.variants import num_virtual_tokens
@@ -311,7 +312,7 @@ class TextService:
         ]
         self._pictures.check(sources)
         guard = self.guard if allows_control_tokens is None else None if allows_control_tokens else self._guard
-        prompt = await self._chats.render(request, shows_tools, check, guard)
+        prompt = self.spelled(await self._chats.render(request, shows_tools, check, guard), sources)
         special = bool(request.add_special_tokens)
         token_ids = await self._intake.encoder.encode_prompt(prompt, special, may_be_cut, "messages", caller)
         return await self._pictures.place(token_ids, sources, "messages", pictures)
@@ -362,11 +363,17 @@ class TextService:
         if isinstance(prompt, Shown):
             shown = prompt
         else:
+            if isinstance(prompt, str):
+                prompt = self.spelled(PromptText(prompt), pictures).text
             (token_ids,) = await self._intake.token_ids(request, [prompt], special, caller)
             shown = await self.illustrated(token_ids, pictures)
         generation = self._intake.generation(request, shown, DEFAULT_MAX_TOKENS, "prompt", shared)
         generation.received_s = received_s
         return generation
+
+    def spelled(self, prompt: PromptText, pictures: Sequence[Any]) -> PromptText:
+        """Returns a prompt with pictures as its model's tokenizer expects it."""
+        return self._pictures.spelled(prompt, pictures)
 
     async def illustrated(self, token_ids: list[int], pictures: Sequence[Any]) -> Shown:
         """Returns a prompt with its pictures: objects of a caller in this process, or URLs. Raises RequestError."""

@@ -14,6 +14,7 @@ from pd_cluster.media.rules import ImageRules, View
 from pd_cluster.types import Image, RopePositions, Span
 
 MAX_ASPECT_RATIO = 200
+TOKEN_ID = 151655
 SIZES = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 OLD_SIZES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 
@@ -102,15 +103,17 @@ class GridRules(ImageRules, frozen=True):
 
 
 def qwen2(given: Given) -> GridRules:
-    return grid_rules(given, 14)
+    return grid_rules(given, 14, TOKEN_ID, SIZES)
 
 
 def qwen3(given: Given) -> GridRules:
-    return grid_rules(given, 16)
+    return grid_rules(given, 16, TOKEN_ID, SIZES)
 
 
-def grid_rules(given: Given, patch_size: int) -> GridRules:
-    """`patch_size`: that of a config that names none. Raises ModelError."""
+def grid_rules(
+    given: Given, patch_size: int, token_id: int, sizes: dict[str, int], rules: type[GridRules] = GridRules
+) -> GridRules:
+    """`patch_size`, `token_id` and `sizes`: those of a folder that names none. Raises ModelError."""
     sides = {
         "patch_size": ("patch_size", given.count("patch_size", patch_size, of_tower=True)),
         "merge_size": ("spatial_merge_size", given.count("spatial_merge_size", 2, of_tower=True)),
@@ -119,12 +122,12 @@ def grid_rules(given: Given, patch_size: int) -> GridRules:
         if given.preprocessor.get(name, value) != value:
             found = given.preprocessor[name]
             raise ModelError(f"{given.file}: {name} {found}: {CONFIG} has {of_tower} {value}")
-    return GridRules(
-        token_id=given.token_id("image_token_id", default=151655),
+    return rules(
+        token_id=given.token_id("image_token_id", default=token_id),
         patch_size=sides["patch_size"][1],
         merge_size=sides["merge_size"][1],
-        min_pixels=area(given, "shortest_edge", SIZES),
-        max_pixels=area(given, "longest_edge", SIZES),
+        min_pixels=area(given, "shortest_edge", sizes),
+        max_pixels=area(given, "longest_edge", sizes),
         num_frames=given.count("temporal_patch_size", 2, of_tower=True),
     )
 

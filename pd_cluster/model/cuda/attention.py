@@ -42,6 +42,7 @@ class BatchMetadata:
     # [plan.num_arrivals(num_kv_heads)]: how many splits are complete, 0 between launches. It belongs to one plan, whose
     # launches follow each other; graphs use memory from outside of them, because they share their own.
     arrivals: torch.Tensor
+    key_limits: torch.Tensor | None = None  # [num_tokens]: the end of the keys that a row sees; None: itself
 
 
 def attend(
@@ -171,6 +172,7 @@ def _prefill(
         batch.block_table,
         batch.table_starts,
         batch.tiles,
+        batch.key_limits if batch.key_limits is not None else batch.tiles,
         scoring.sinks if scoring.sinks is not None else out,
         num_kv_heads,
         query.stride(0),
@@ -183,6 +185,7 @@ def _prefill(
         *_scales(scoring),
         BLOCK_M=config.rows,
         BLOCK_N=config.keys,
+        HAS_LIMITS=batch.key_limits is not None,
         UNIFORM=plan.configs.is_uniform,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

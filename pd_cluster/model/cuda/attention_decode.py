@@ -203,7 +203,7 @@ def decode_kernel(
             whole_hi = tl.maximum(whole_lo, whole_hi)
         positions = tl.full([BLOCK_M], 0, tl.int32) + (context_len - 1)
         acc, top, total = sweep(
-            q, positions, seen_from, lo, whole_lo, whole_hi, hi,
+            q, positions, positions, seen_from, lo, whole_lo, whole_hi, hi,
             key_pool + kv_head * head_stride, value_pool + kv_head * head_stride, table, block_stride, token_stride,
             window, scale, softcap, HEAD_DIM, BLOCK_M, D, BLOCK_N, BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
         )  # fmt: skip

@@ -86,5 +86,6 @@ def _plan(batch: ForwardBatch, configs: AttentionConfigs, group: int) -> tuple[A
             batch.table_starts[:0],  # no sequence decodes apart
             there,
             batch.table_starts[:0],
+            batch.key_limits,
         ),
     )

@@ -100,6 +100,7 @@ def _plan(batch: ForwardBatch, dtype_bits: int, num_heads: int, num_kv_heads: in
         there["decode_seqs"],
         there["tiles"],
         arrivals,
+        batch.key_limits,
     )
 
 

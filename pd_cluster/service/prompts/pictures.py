@@ -20,6 +20,7 @@ from pd_cluster.service.helpers.children import Broke, Children, TookTooLong
 from pd_cluster.service.pixels import PixelBudget, PixelHold
 from pd_cluster.service.prompts.picture_child import PictureJob, PictureSettings, ReadPicture
 from pd_cluster.settings.media import MediaSettings
+from pd_cluster.text.control_tokens import PromptText
 from pd_cluster.types import Image
 
 MAX_NBYTES = 56 << 20  # of a prompt's pictures, as their model reads them: they travel in one message
@@ -84,6 +85,29 @@ class PictureIntake:
                 f"{self._config.most_images} in a prompt (--limit-mm-per-prompt)",
                 param=_param(sources[0]),
             )
+
+    def spelled(self, prompt: PromptText, sources: Sequence[Any]) -> PromptText:
+        """Returns a prompt with pictures as its model's tokenizer expects it."""
+        if self._vision is None or not sources or not (text := self._vision.rules.text):
+            return prompt
+        places = prompt.own
+        if places is None:
+            return PromptText(prompt.text.replace(text, "".join(self._vision.rules.text_becomes)))
+        parts: list[str] = []
+        own: list[tuple[int, int]] = []
+        done = length = 0
+        for start, stop in places:
+            control = prompt.text[start:stop]
+            becomes = self._vision.rules.text_becomes if control == text else ("", control)
+            parts.append(prompt.text[done:start])
+            length += len(parts[-1])
+            for at, part in enumerate(becomes):
+                if at % 2:
+                    own.append((length, length + len(part)))
+                parts.append(part)
+                length += len(part)
+            done = stop
+        return PromptText("".join([*parts, prompt.text[done:]]), tuple(own))
 
     async def place(
         self, token_ids: list[int], sources: Sequence[Source], param: str, given: Sequence[Any] = ()

@@ -21,7 +21,7 @@ from pd_cluster.devices.group import buffers_nbytes
 from pd_cluster.devices.streams import capture
 from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.kv.layout import num_lanes
-from pd_cluster.kv.memory import Move
+from pd_cluster.kv.memory import TORCH_DTYPES, Move
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.model.attention_choice import SDPA, check_backend, check_deterministic, default_block_size
@@ -42,11 +42,13 @@ from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, DecodeGraphs,
 from pd_cluster.model.held_adapters import HeldAdapters
 from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.loader import layout_of, plan_of, resolve_dtype, resolve_kv_cache_dtype
+from pd_cluster.model.lora.on_device import Place
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.parts import load_parts
 from pd_cluster.model.profile import (
     check_pictures_fit,
     decode_workspace_nbytes,
+    nbytes_of_adapters,
     nbytes_of_graphs,
     peak_of_a_step,
     peak_of_images,
@@ -62,6 +64,7 @@ from pd_cluster.model.trial import prove_lengths, trial
 from pd_cluster.model.vision.tower import Tower
 from pd_cluster.native.memory import give_freed_back, keep_what_is_freed
 from pd_cluster.numerics import Numerics
+from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.settings.engine import PROMPT_GRAPHS, EngineConfig
 from pd_cluster.types import Request
 from pd_cluster.wire import SleepLevel
@@ -86,9 +89,7 @@ class ModelRunner:
             keep_what_is_freed()
         block_size = config.block_size or default_block_size(device)
         check_backend(config.attention_backend, block_size, device)
-        if config.adapters.are_wanted and device.is_accelerator:
-            name = "enable_lora" if config.adapters.enable_lora else "enable_prompt_adapter"
-            raise ConfigError(f"{called(name)}: adapters are computed on CPUs only; give {called('device')} cpu")
+        check_adapters(config.adapters, device)
         if config.deterministic:
             check_deterministic(config.attention_backend, device)
         given = config.cuda_speedups, device, config.deterministic, config.enforce_eager
@@ -153,6 +154,8 @@ class ModelRunner:
                 most = sizes_up_to(num_seqs)[-1]
                 peak += nbytes_of_graphs(self.model, layout, most.num_seqs, device, most.num_tokens)
             peak += nbytes_of_graphs(self.model, layout, sizes_of(config.graph_sizes, num_seqs)[-1], device)
+        if device.is_accelerator:
+            peak += nbytes_of_adapters(self.model.config, config.adapters, dtype)
         peak += decode_workspace_nbytes(self.model, layout, num_seqs, self.max_model_len)
         num_pairs = num_lanes(layout, config.paired_tp_sizes)
         if nbytes := buffers_nbytes(device, num_pairs, self.group.size > 1):
@@ -161,6 +164,8 @@ class ModelRunner:
         num_blocks = num_pool_blocks(config, layout, self.max_model_len, device, peak)
         self.pool = KVPool(layout, self.group.least(num_blocks), device)
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
+        if device.is_accelerator and self.model.adapters is not None:
+            self.model.adapters.rows.place = Place(self.pool.memory.device, TORCH_DTYPES[dtype])
         self.held = HeldAdapters(self.model, layout, config.adapters)
         self.held.load_named(config.adapters)
         self._dtype = dtype
@@ -285,7 +290,7 @@ class ModelRunner:
     ) -> RunnerOutput:
         """Returns logits in the model's dtype; `input_ids` [num_tokens], on the device, replace the step's."""
         with torch.inference_mode():
-            if self._graphs is not None and on_layer is None:
+            if self._graphs is not None and on_layer is None and step.adapters is None:
                 logits = self._graphs.compute(step, input_ids)
                 if logits is not None:
                     return RunnerOutput(logits, NO_HIDDEN_STATES)
@@ -340,6 +345,16 @@ class ModelRunner:
     def move(self, moves: Sequence[tuple[Move, int, int]]) -> None:
         """Copies blocks (kind, source, target) in this order; see SwapSpace."""
         self.swap.move(moves)
+
+
+def check_adapters(adapters: AdapterSettings, device: Device) -> None:
+    """Raises ConfigError for adapters that this kind of device does not compute."""
+    if device.is_accelerator and adapters.enable_prompt_adapter:
+        name = called("enable_prompt_adapter")
+        raise ConfigError(f"{name}: prompt adapters are computed on CPUs only; give {called('device')} cpu")
+    if adapters.enable_lora and not device.traits.takes_adapters:
+        name = called("enable_lora")
+        raise ConfigError(f"{name}: adapters are computed on CPUs and NPUs only; give {called('device')} cpu")
 
 
 def rope_type(config: Any) -> str:

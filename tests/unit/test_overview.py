@@ -154,6 +154,14 @@ def test_what_is_wrong_comes_worst_first() -> None:
     assert any(text.startswith("no KV cache goes from") for _, text in _problems(world)), "links have not been heard of"
 
 
+def test_a_cluster_that_was_put_to_sleep_is_no_alarm() -> None:
+    world = ElasticWorld()
+    for each in world.membership.instances:
+        each.state, each.load = "ready", Load(sleep_level=1)
+    assert [text for severity, text in _problems(world) if severity != "notice" and "takes requests" in text] == []
+    assert ("notice", "the cluster is asleep, and serves no request") in _problems(world)
+
+
 def test_failed_requests_are_critical_for_a_minute_and_promises_are_held() -> None:
     world, stats, history = ElasticWorld(), RequestStats(lambda: 0.0), History()
     history.note(0.0, 0.0, stats.snapshot(), 0, 0)

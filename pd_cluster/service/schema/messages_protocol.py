@@ -66,6 +66,19 @@ class OutputConfig(BaseModel):
     format: OutputFormat | None = None
 
 
+class KeptThinking(BaseModel):
+    """Asks for what happens anyway: no thinking of earlier turns is left out."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    edits: Annotated[list[KeptThinking], Field(max_length=1)] = []
+
+
 class MessagesPrompt(BaseModel):
     """The fields that determine the prompt; /v1/messages/count_tokens takes them alone."""
 
@@ -78,6 +91,7 @@ class MessagesPrompt(BaseModel):
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
 
 
 class MessagesRequest(MessagesPrompt):
@@ -92,4 +106,3 @@ class MessagesRequest(MessagesPrompt):
     speed: Literal["standard"] | None = None
     container: None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
-    context_management: None = None

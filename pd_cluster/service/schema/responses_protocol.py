@@ -32,6 +32,19 @@ class ResponseTool(BaseModel):
     defer_loading: Literal[False] | None = None
 
 
+class NamespaceTool(BaseModel):
+    """Functions under a common name: see responses_tools.py."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = Field(default=None, max_length=MAX_DESCRIPTION_NUM_CHARS)
+    tools: Annotated[list[ResponseTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+AnyTool = Annotated[ResponseTool | NamespaceTool, Field(discriminator="type")]
+
+
 class ResponseToolChoice(BaseModel):
     """A function by its name, or some of the tools with a mode."""
 
@@ -83,7 +96,7 @@ class ResponsesRequest(BaseModel):
     top_p: float | None = Field(default=None, gt=0, le=1)
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = Field(default=None, ge=1, le=INT32_MAX)

@@ -92,6 +92,12 @@ class MessagesPrompt(BaseModel):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
+    speed: Literal["standard"] | None = None
+    # These say nothing about the answer.
+    cache_control: dict[str, Any] | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+    betas: list[Any] | None = None
 
 
 class MessagesRequest(MessagesPrompt):
@@ -103,6 +109,12 @@ class MessagesRequest(MessagesPrompt):
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    speed: Literal["standard"] | None = None
+    diagnostics: dict[str, Any] | None = None  # of a cache that others keep
     container: None = None
+    thread: None = None
+    compaction: None = None
+    fallbacks: Annotated[list[Any], Field(max_length=0)] | None = None
+    fallback_credit_token: None = None
+    billing_policy: None = None
+    inference_geo: None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None

@@ -104,6 +104,7 @@ class ResponsesRequest(BaseModel):
     reasoning: ResponseReasoning | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]], FAIL_FAST] | None = None
     metadata: Annotated[dict[Name, Value], Field(max_length=MAX_METADATA)] | None = None
+    client_metadata: dict[str, Any] | None = None  # Codex's, about itself
     prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
     safety_identifier: str | None = None
     user: str | None = None
@@ -113,6 +114,8 @@ class ResponsesRequest(BaseModel):
     truncation: Literal["disabled"] | None = None
     top_logprobs: Literal[0] | None = None
     background: Literal[False] | None = None
+    background_options: None = None
+    image: None = None
     conversation: None = None
     prompt: None = None
     context_management: None = None

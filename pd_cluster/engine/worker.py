@@ -72,7 +72,7 @@ class Worker:
         self._cache_news = CacheNews(post, core.scheduler.blocks)
         self._pace = StepPace()
         self._notes = LegNotes(self.tracer.note, clock)
-        means = Means(side, post, ends, inbox.put, clock, config.timeouts, self.tracer.note)
+        means = Means(side, post, ends, inbox.put, clock, config.timeouts, self.tracer.note, config.kv_open_links)
         is_prefill, growth_tokens = config.role == "prefill", config.engine.growth_tokens
         self.legs = Legs(
             core,

@@ -14,6 +14,7 @@ PublicKey = Annotated[bytes, msgspec.Meta(max_length=KEY_NBYTES)]  # of a proces
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 TransportName = Annotated[str, msgspec.Meta(max_length=32)]  # one of transport/table.py
 KVWireDtype = Literal["auto", "int8"]
+PairWish = Literal["free", "none", "now"]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):

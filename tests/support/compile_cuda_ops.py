@@ -28,6 +28,7 @@ from pd_cluster.model.cuda.linear import TritonLinear
 from pd_cluster.model.cuda.ops import CudaOps, prepare
 from pd_cluster.model.layers.gated import Routing
 from pd_cluster.model.layers.ops import Heads, Norm, Rope
+from tests.support import compile_coded
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT64 = torch.int64
@@ -119,6 +120,7 @@ FEW: dict[str, Callable[[], None]] = {
     "argmax, one row": lambda: argmax(1, 151936, BF16),
     "argmax, 128 rows": lambda: argmax(128, 151936, FP32),
     "draw, 128 rows": lambda: draw(128, 151936, BF16),
+    **compile_coded.FEW,
 }
 OTHERS: dict[str, Callable[[], None]] = {
     **{f"norm of {n} {dtype}": lambda n=n, dtype=dtype: norm(n, dtype) for n in (64, 896, 5120, 16384)
@@ -139,6 +141,7 @@ OTHERS: dict[str, Callable[[], None]] = {
     "argmax, float16": lambda: argmax(1, 32000, FP16),
     "draw, float32": lambda: draw(256, 262144, FP32),
     "draw, few tokens": lambda: draw(1, 1000, FP16),
+    **compile_coded.OTHERS,
 }  # fmt: skip
 
 

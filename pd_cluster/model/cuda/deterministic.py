@@ -18,6 +18,7 @@ from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch, on_device
 from pd_cluster.model.cuda.attention import BatchMetadata, attend
 from pd_cluster.model.cuda.attention_configs import AttentionConfigs, configs_for
+from pd_cluster.model.cuda.coded import linear_of
 from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.linear import TritonLinear
 from pd_cluster.model.cuda.ops import CudaOps
@@ -36,8 +37,8 @@ class DeterministicOps(CudaOps):
     few_gated = sys.maxsize
 
     def linear(self, weight: LinearWeight) -> Linear:
-        """Multiplies by the weight as numbers, whatever its form, so compressed forms take a plain weight's memory."""
-        return TritonLinear(weight.matrix(), weight.bias)
+        """Multiplies by the weight's codes if it has some, otherwise by its numbers."""
+        return linear_of(weight, is_deterministic=True) or TritonLinear(weight.matrix(), weight.bias)
 
     def experts(self, gate: Any, weights: ExpertWeights, activation: Activation) -> Rows:
         return TritonGroupedExperts.of(gate, weights, activation, is_deterministic=True)

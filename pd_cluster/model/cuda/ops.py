@@ -15,6 +15,7 @@ import triton
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.cuda import elementwise_kernels as kernels
+from pd_cluster.model.cuda.coded import linear_of
 from pd_cluster.model.cuda.elementwise_kernels import ACTIVATIONS, DTYPES
 from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.layers.expert_weight import ExpertWeights
@@ -45,7 +46,7 @@ class CudaOps:
         self.attention = attention
 
     def linear(self, weight: LinearWeight) -> Linear:
-        return weight.linear()
+        return linear_of(weight) or weight.linear()
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return _norm(x, None, norm)

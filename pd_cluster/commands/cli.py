@@ -21,6 +21,7 @@ from pd_cluster.commands.bench import app as bench_app
 from pd_cluster.commands.instances import DEFAULT_ADMIN, NO_SECRET_FILE, TOKEN_FILE
 from pd_cluster.commands.instances import app as instances_app
 from pd_cluster.commands.keys import app as keys_app
+from pd_cluster.commands.looking import LOOKING
 from pd_cluster.commands.quantize import quantize
 from pd_cluster.commands.signature import takes
 from pd_cluster.errors import KEEPS_MARKS, PdClusterError, flag_of
@@ -32,16 +33,17 @@ from pd_cluster.transport import table as transports
 app = typer.Typer(
     name="pd-cluster",
     help="Disaggregated prefill/decode serving for large language models.",
+    epilog="An option may be a variable, too: `pd-cluster up --port` is PD_CLUSTER_UP_PORT.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(bench_app, name="bench")
-app.add_typer(instances_app, name="instances")
-app.add_typer(keys_app, name="keys")
-app.command("run-batch")(run_batch)
-app.command()(quantize)
+SERVE, LOOK, CHANGE, OFFLINE = "Serve", "Look and talk", "Change a running cluster", "Without a server"
+app.add_typer(bench_app, name="bench", rich_help_panel=LOOK)
+app.add_typer(instances_app, name="instances", rich_help_panel=CHANGE)
+app.add_typer(keys_app, name="keys", rich_help_panel=CHANGE)
+for look in LOOKING:
+    app.command(look.__name__.replace("_", "-"), rich_help_panel=LOOK)(look)
 *FIRST_POLICIES, LAST_POLICY = POLICIES
 OPEN_CHOICES = {
     "routing_policy": f"{', '.join(FIRST_POLICIES)} or {LAST_POLICY}",
@@ -49,7 +51,7 @@ OPEN_CHOICES = {
 }
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(rich_help_panel=SERVE, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 @takes(settings().values(), after="context", show_envvar=False, choices=OPEN_CHOICES)
 def serve(context: typer.Context, **given: Any) -> None:
     """Run one instance; its role comes from the rank tables that the environment names, or from --role.
@@ -64,7 +66,7 @@ def serve(context: typer.Context, **given: Any) -> None:
     run(ServeOptions(**given), _warn_extras(context), dict(os.environ))
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def up(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
@@ -120,7 +122,7 @@ def up(
     raise typer.Exit(asyncio.run(run_until_signal(launch)))
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def trace(
     request_id: Annotated[
         str, typer.Argument(metavar="ID", help="As its answer names it (cmpl-…, chatcmpl-…); default: list the last.")
@@ -138,7 +140,7 @@ def trace(
     run(request_id, Admin(admin, admin_token_file, os.environ), png, json)
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def check(
     network: Annotated[
         bool,
@@ -156,10 +158,14 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
+
+
+app.command("run-batch", rich_help_panel=OFFLINE)(run_batch)
+app.command(rich_help_panel=OFFLINE)(quantize)
 
 
 def _check_flags(context: typer.Context, argv: list[str]) -> None:
@@ -183,6 +189,14 @@ def _serve_flags() -> list[str]:
     return [flag_of(name) for each in settings().values() for name in (each.name, *each.setting.also)]
 
 
+def _hide_variables(command: Any) -> None:
+    """Keeps each option's variable, and does not repeat it on every line of the help: the epilog tells the rule."""
+    for parameter in command.params:
+        parameter.show_envvar = False
+    for each in getattr(command, "commands", {}).values():
+        _hide_variables(each)
+
+
 def main() -> None:
     """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses."""
     keeps_marks = os.environ.pop(KEEPS_MARKS, "")  # removed, so that processes started by this one do not inherit it
@@ -191,7 +205,9 @@ def main() -> None:
     try:
         if argv[:1] == ["serve"]:
             argv = ["serve", *expanded(argv[1:], _serve_flags())]
-        app(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
+        command = typer.main.get_command(app)
+        _hide_variables(command)
+        command(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
     except PdClusterError as error:
         print(f"pd-cluster: {error.text if keeps_marks else error}", file=sys.stderr)
         sys.exit(1)

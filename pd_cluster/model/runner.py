@@ -47,7 +47,8 @@ from pd_cluster.model.sampling.tokens import After, DeviceTokens
 from pd_cluster.model.sizing import check_offload, num_pool_blocks, num_step_tokens, num_swap_blocks
 from pd_cluster.model.threads import StepThreads
 from pd_cluster.model.trial import prove_lengths, trial
-from pd_cluster.model.vision.tower import Tower, load_tower
+from pd_cluster.model.vision.load import load_tower
+from pd_cluster.model.vision.tower import Tower
 from pd_cluster.native.memory import keep_what_is_freed
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.engine import EngineConfig

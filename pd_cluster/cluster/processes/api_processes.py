@@ -173,6 +173,16 @@ class ApiProcesses:
             log.error("not all API processes have heard of %s within %g s", what, SILENCE_S)
 
     @property
+    def stats(self) -> Stats:
+        """The counts of all processes, including those that have ended."""
+        return added([self._ended_stats, *(api.stats for api in self._apis)])
+
+    @property
+    def busy(self) -> Busy:
+        """The work of all processes, as they last reported it."""
+        return _sum_of([api.busy for api in self._apis])
+
+    @property
     def adapters(self) -> set[str]:
         """The digests of the adapters of requests under way."""
         return {digest for api in self._apis for digest in api.adapters.running + api.adapters.waiting}
@@ -304,16 +314,19 @@ class ApiProcesses:
 
     def share_stats(self) -> None:
         """Sends each process the same totals, and the others' current load, if they changed."""
-        stats = added([self._ended_stats, *(api.stats for api in self._apis)])
+        stats = self.stats
         num_alive = sum(api.is_alive for api in self._apis)
         for api in self._apis:
-            others = [each.busy for each in self._apis if each is not api]
-            busy = Busy(*map(sum, zip(*map(msgspec.structs.astuple, others), strict=True)))
+            busy = _sum_of([each.busy for each in self._apis if each is not api])
             use = [each.adapters for each in self._apis if each is not api]
             news = AllStats(stats, busy, num_alive, _together(use))
             if news != api.told_stats:
                 api.told_stats = news
                 api.tell(news)
+
+
+def _sum_of(parts: Sequence[Busy]) -> Busy:
+    return Busy(*map(sum, zip(*map(msgspec.structs.astuple, parts), strict=True)))
 
 
 def _together(uses: Sequence[AdapterUse]) -> AdapterUse:

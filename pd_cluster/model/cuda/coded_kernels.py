@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from pd_cluster.model.cuda.linear_kernels import tile_of
+from pd_cluster.model.cuda.pool_codes import nearest
 
 INT4 = tl.constexpr(0)  # unsigned, less a zero point
 E2M1 = tl.constexpr(1)  # floats of four bits
@@ -242,12 +243,6 @@ def decode_rows(
             zero = tl.load(zeros + group)
         number = numbers_of_bytes(tl.load(codes + near * WIDTH + k), zero, KIND) * tl.load(scales + group)
         tl.store(out + row * NUM_INPUTS + k, number.to(out.dtype.element_ty), mask=is_row & (k < NUM_INPUTS))
-
-
-@triton.jit
-def nearest(x):
-    """Rounds |x| < 2^22 to whole numbers, ties to even."""
-    return (x + 12582912.0) - 12582912.0  # 1.5 * 2^23
 
 
 @triton.jit

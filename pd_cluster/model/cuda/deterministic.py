@@ -56,7 +56,7 @@ def attend_rows(
     if key not in known:
         known[key] = _plan(batch, configs_of(query.shape[2], query.element_size() * 8, group, batch.pool.device), group)
     plan, metadata = known[key]
-    return attend(query, key_pool, value_pool, metadata, plan, scoring)
+    return attend(query, key_pool, value_pool, metadata, plan, scoring, pool_dtype=batch.pool.layout.dtype)
 
 
 @functools.cache

@@ -42,7 +42,7 @@ def attend_batch(
 ) -> torch.Tensor:
     """Maps [num_tokens, num_heads, head_dim] to the same; this step's keys and values must be in the pool."""
     plan, metadata = _planned(batch, query, key_pool.shape[2])
-    return attend(query, key_pool, value_pool, metadata, plan, scoring)
+    return attend(query, key_pool, value_pool, metadata, plan, scoring, pool_dtype=batch.pool.layout.dtype)
 
 
 def write_and_attend(
@@ -55,7 +55,7 @@ def write_and_attend(
 ) -> torch.Tensor:
     """Writes the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
     key_pool, value_pool = batch.pool.layer(layer_idx)
-    write_kv(keys.contiguous(), values.contiguous(), key_pool, value_pool, batch.slot_mapping)
+    write_kv(keys.contiguous(), values.contiguous(), key_pool, value_pool, batch.slot_mapping, batch.pool.layout.dtype)
     batch.layer_written(layer_idx, scoring.sliding_window)
     return attend_batch(query.transpose(0, 1).contiguous(), key_pool, value_pool, batch, scoring)
 

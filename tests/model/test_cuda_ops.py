@@ -23,7 +23,7 @@ CASES = [
     ("cuda_ops_cases.py", "cuda_heads_cases.py"),
     ("cuda_experts_cases.py",),
     ("cuda_draw_cases.py",),
-    ("cuda_coded_cases.py",),
+    ("cuda_coded_cases.py", "cuda_pool_cases.py"),
 ]
 
 

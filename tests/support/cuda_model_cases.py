@@ -29,6 +29,7 @@ from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
 from tests.support import fake_flashinfer
 from tests.support.checkpoints import make_checkpoint
+from tests.support.coded_cache import generated
 from tests.support.engines import assert_all_same, generate, random_prompt, run
 from tests.support.interpreted import choose_device
 from tests.support.quantized import FORMATS, W8A8, rewritten
@@ -120,6 +121,30 @@ def test_layers_of_codes_have_the_tokens_of_their_numbers(
     runner._graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
     prompts = [random_prompt(random.Random(3), length) for length in LENS]
     assert_all_same(plain, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
+    assert graphs.num_captured > 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        ("llama", "int4"),
+        pytest.param("qwen3", "int8", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "fp8_e4m3", marks=pytest.mark.slow),
+        pytest.param("gemma2", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_transformers_with_a_cache_of_codes(
+    architecture: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_cuda(monkeypatch)
+    folder = make_checkpoint(tmp_path, architecture)
+    core, runner = build_core(
+        EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, device="cpu", kv_cache_dtype=dtype)
+    )
+    assert runner.pool.layout.dtype == dtype
+    runner._graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
+    prompts = [random_prompt(random.Random(3), length) for length in LENS]
+    assert generate(core, prompts, GREEDY) == generated(folder, dtype, prompts, GREEDY.max_tokens)
     assert graphs.num_captured > 0
 
 

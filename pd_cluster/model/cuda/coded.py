@@ -150,7 +150,7 @@ def _filled(codes: torch.Tensor) -> torch.Tensor:
 
 def _words(fields: torch.Tensor) -> torch.Tensor:
     """Packs fields of four bits [..., tiles * TILE] in the kernels' order."""
-    slots = fields.unflatten(-1, (-1, IN_WORD, LEAST_GROUP))
+    slots = fields.view(*fields.shape[:-1], -1, IN_WORD, LEAST_GROUP)
     words = torch.zeros_like(slots[..., 0, :], dtype=torch.int32)
     for slot in range(IN_WORD):
         words |= slots[..., slot, :].to(torch.int32) << 4 * slot
@@ -240,8 +240,8 @@ class CodedLinear:
 
 def splits_of(num_outputs: int, num_inputs: int, block_k: int) -> int:
     """Returns how many programs share a tile of a weight's outputs: more where these alone leave the device idle."""
-    wanted = PROGRAMS // triton.cdiv(num_outputs, 64)
-    most = min(MAX_SPLITS, triton.cdiv(num_inputs, block_k) // LEAST_TILES)
+    wanted = PROGRAMS // -(-num_outputs // 64)
+    most = min(MAX_SPLITS, -(-num_inputs // block_k) // LEAST_TILES)
     return max(1, min(1 << max(0, wanted.bit_length() - 1), 1 << max(0, most.bit_length() - 1)))
 
 

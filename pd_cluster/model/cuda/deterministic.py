@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pd_cluster.devices.device import Device, compute_capability
+from pd_cluster.kv.layout import CODE_BITS
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch, on_device
 from pd_cluster.model.cuda.attention import BatchMetadata, attend
@@ -54,14 +55,17 @@ def attend_rows(
         known = batch.kernel_state = {}
     key = "rows", query.shape[2], group
     if key not in known:
-        known[key] = _plan(batch, configs_of(query.shape[2], query.element_size() * 8, group, batch.pool.device), group)
+        has_codes = batch.pool.layout.dtype in CODE_BITS
+        configs = configs_of(query.shape[2], query.element_size() * 8, group, batch.pool.device, has_codes)
+        known[key] = _plan(batch, configs, group)
     plan, metadata = known[key]
     return attend(query, key_pool, value_pool, metadata, plan, scoring, pool_dtype=batch.pool.layout.dtype)
 
 
 @functools.cache
-def configs_of(head_dim: int, dtype_bits: int, group: int, device: Device) -> AttentionConfigs:
-    return replace(configs_for(head_dim, dtype_bits, group, compute_capability(device)), is_uniform=True)
+def configs_of(head_dim: int, dtype_bits: int, group: int, device: Device, has_codes: bool = False) -> AttentionConfigs:
+    found = configs_for(head_dim, dtype_bits, group, compute_capability(device), has_codes)
+    return replace(found, is_uniform=True)
 
 
 def _plan(batch: ForwardBatch, configs: AttentionConfigs, group: int) -> tuple[AttentionPlan, BatchMetadata]:

@@ -11,6 +11,7 @@ import functools
 import torch
 
 from pd_cluster.devices.device import Device, compute_capability, num_multiprocessors
+from pd_cluster.kv.layout import CODE_BITS
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch, on_device
 from pd_cluster.model.cuda.attention import (
@@ -75,7 +76,7 @@ def _planned(batch: ForwardBatch, query: torch.Tensor, num_kv_heads: int) -> Pla
 
 def _plan(batch: ForwardBatch, dtype_bits: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Planned:
     device, group = batch.pool.device, num_heads // num_kv_heads
-    configs = _configs(head_dim, dtype_bits, group, device)
+    configs = _configs(head_dim, dtype_bits, group, device, batch.pool.layout.dtype in CODE_BITS)
     plan = plan_attention(
         batch.query_lens, batch.host_context_lens, group, num_kv_heads, configs, num_multiprocessors(device)
     )
@@ -97,5 +98,5 @@ def _plan(batch: ForwardBatch, dtype_bits: int, num_heads: int, num_kv_heads: in
 
 
 @functools.cache
-def _configs(head_dim: int, dtype_bits: int, group: int, device: Device) -> AttentionConfigs:
-    return configs_for(head_dim, dtype_bits, group, compute_capability(device))
+def _configs(head_dim: int, dtype_bits: int, group: int, device: Device, has_codes: bool) -> AttentionConfigs:
+    return configs_for(head_dim, dtype_bits, group, compute_capability(device), has_codes)

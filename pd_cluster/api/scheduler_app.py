@@ -102,11 +102,12 @@ class SchedulerServer:
         """
         self._edge.start()
         try:
-            commands = control_routes(self._control(), info_of(self._config))
+            control = self._control()
+            commands = control_routes(control, info_of(self._config))
             shown = Shown(self._overview, self._model_name, logs, public)
             app = admin_app(self.elastic, self._timelines(), access, self._book, commands, shown)
             admin = make_server(app, ADMIN_CONNECTIONS, tls=self._config.http.tls), admin_listener
-            failure = _first_failure(self._watch(auto_role), self._edge.handler.fatal)
+            failure = _first_failure(self._watch(auto_role, control), self._edge.handler.fatal)
             if self._processes is not None:
                 await serve_until_signal([admin], failure, self._processes.drain, self._processes)
                 return
@@ -209,7 +210,7 @@ class SchedulerServer:
             return LocalTimelines(self._edge.router.timelines)
         return RemoteTimelines([self._admin_path(index) for index in range(len(self._listeners))])
 
-    async def _watch(self, auto_role: AutoRole | None) -> None:
+    async def _watch(self, auto_role: AutoRole | None, control: Control) -> None:
         """Runs until cancelled, or until a part raises. SIGHUP reads the keys and the tables again."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
@@ -221,6 +222,7 @@ class SchedulerServer:
             loop.add_signal_handler(signal.SIGHUP, hang_up)
             group.create_task(self.membership.run())
             group.create_task(self.elastic.run())
+            group.create_task(control.sleep_of_all.run())
             group.create_task(self._overview.run())
             if self._book is not None:
                 group.create_task(self._book.run())

@@ -23,11 +23,11 @@ from pd_cluster.commands.instances import app as instances_app
 from pd_cluster.commands.keys import app as keys_app
 from pd_cluster.commands.looking import LOOKING
 from pd_cluster.commands.quantize import quantize
-from pd_cluster.commands.signature import takes
+from pd_cluster.commands.signature import HELP_ALL, takes
 from pd_cluster.errors import KEEPS_MARKS, PdClusterError, flag_of
 from pd_cluster.settings.flag_file import expanded
 from pd_cluster.settings.flags import choice_of_model, judge, normalize, split_keys, split_values
-from pd_cluster.settings.options import ServeOptions, settings
+from pd_cluster.settings.options import USUAL, ServeOptions, settings
 from pd_cluster.transport import table as transports
 
 app = typer.Typer(
@@ -52,13 +52,14 @@ OPEN_CHOICES = {
 
 
 @app.command(rich_help_panel=SERVE, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-@takes(settings().values(), after="context", show_envvar=False, choices=OPEN_CHOICES)
-def serve(context: typer.Context, **given: Any) -> None:
+@takes(settings().values(), after="context", show_envvar=False, choices=OPEN_CHOICES, usual=USUAL)
+def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, **given: Any) -> None:
     """Run one instance; its role comes from the rank tables that the environment names, or from --role.
 
     Reads GLOBAL_RANK_TABLE_FILE_PATH, RANK_TABLE_FILE_PATH; of the scheduler NODE_PORTS, NODE_PORTS_FILE, USE_OPENAI.
     Any instance takes every flag, so that one command line serves all roles. vLLM's other flags: docs/flags.md.
     A flag may be a variable, too: --max-num-seqs is PD_CLUSTER_SERVE_MAX_NUM_SEQS; --config FILE has flags as YAML.
+    --help shows the flags that most deployments need, --help-all all of them.
     """
     gc.disable()  # until all is imported: modules stay, and scanning them takes a tenth of the time
     from pd_cluster.commands.serve import run
@@ -177,7 +178,7 @@ def _check_flags(context: typer.Context, argv: list[str]) -> None:
     command = group.commands["serve"]
     each = command.make_context("serve", expanded(argv, _serve_flags()), context.parent)
     _warn_extras(each)
-    check_launch(ServeOptions(**each.params), dict(os.environ))
+    check_launch(ServeOptions(**{k: v for k, v in each.params.items() if k != "help_all"}), dict(os.environ))
 
 
 def _warn_extras(context: Any) -> list[str]:

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ FLAGS = [
 ]
 NAME = "<img src=x onerror=document.title='injected'>"  # a model may be called so
 WAIT_MS = 60_000
+PICTURES = os.environ.get("PD_CLUSTER_SCREENSHOTS", "")
+NAMES = ["tiny-chat", NAME] if PICTURES else [NAME, "tiny-chat"]
 
 
 class Pages:
@@ -51,9 +54,7 @@ class Pages:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Up]:
-    up = Up(
-        "", free_port_pair(), "--prefill=1", "--decode=2", f"--served-model-name={NAME}", "--served-model-name=tiny"
-    )
+    up = Up("", free_port_pair(), "--prefill=1", "--decode=2", *(f"--served-model-name={name}" for name in NAMES))
     try:
         up.await_line("^ready after")
         yield up
@@ -84,8 +85,17 @@ def links(cluster: Up) -> Callable[[], str]:
 
 
 def shoot(page: Any, name: str) -> None:
-    if folder := os.environ.get("PD_CLUSTER_SCREENSHOTS"):
-        page.screenshot(path=str(Path(folder) / f"{name}.png"))
+    if PICTURES:
+        page.screenshot(path=str(Path(PICTURES) / f"{name}.png"))
+
+
+def some_load(admin: str) -> None:
+    """Answers 48 requests, eight at a time; the admin port is the one after the public port."""
+    public = admin.rpartition(":")[0] + f":{int(admin.rpartition(':')[2]) - 1}"
+    body = {"prompt": "A long story about a bear and a bee:", "max_tokens": 150, "ignore_eos": True}
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(httpx.post, f"{public}/v1/completions", json=body, timeout=120) for _ in range(48)]
+        assert all(answer.result().status_code == 200 for answer in answers)
 
 
 def await_count(page: Any, selector: str, number: int) -> None:
@@ -117,7 +127,12 @@ def test_every_page_is_accessible_and_complains_of_nothing(pages: Pages, links: 
     assert "code=" not in page.url, "the code leaves the address"
     await_count(page, ".chart canvas", 6)
     assert axe_of(page) == []
-    shoot(page, f"cluster-{scheme}")
+    if PICTURES:
+        with ThreadPoolExecutor(1) as pool:
+            load = pool.submit(some_load, page.url.partition("/dashboard")[0])
+            page.wait_for_timeout(6000)  # for the picture alone
+            shoot(page, f"cluster-{scheme}")
+            load.result()
     for name in ("requests", "playground"):
         page.click(f"nav a[href='#{name}']")
         page.wait_for_selector("main section")

@@ -204,6 +204,7 @@ def describe(instance: Instance) -> dict[str, Any]:
         "drain_timeout_s": instance.drain_timeout_s,
         "state": instance.shown_state,
         "reason": instance.reason or None,
+        "sleep_level": load.sleep_level,
         "pid": info.pid if info is not None else None,
         "rank_pids": info.rank_pids if info is not None else [],
         "host": instance.host,

@@ -27,6 +27,7 @@ from pd_cluster.reports import (
     AllStats,
     ApiReport,
     Busy,
+    Gate,
     Instances,
     InstanceView,
     Keys,
@@ -149,14 +150,14 @@ class ApiProcesses:
             api.tell(news)
         await self._until_heard("the adapters", lambda api: api.adapters_version >= news.version)
 
-    async def steer(self, is_paused: bool, aborts: Collection[str] | None = None) -> None:
+    async def steer(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
         """See members/control.py."""
         self._num_steers += 1
-        news = Steer(is_paused, self._num_steers, None if aborts is None else list(aborts))
+        news = Steer(gate, self._num_steers, None if aborts is None else list(aborts), keeps)
         for api in self._apis:
-            api.config = msgspec.structs.replace(api.config, steer=Steer(is_paused, news.version))
+            api.config = msgspec.structs.replace(api.config, steer=Steer(gate, news.version))
             api.tell(news)
-        await self._until_heard("the pause", lambda api: api.steer_version >= news.version)
+        await self._until_heard("an operator's command", lambda api: api.steer_version >= news.version)
 
     async def until_idle(self) -> None:
         """Returns when no request is at an instance, as the processes have reported."""

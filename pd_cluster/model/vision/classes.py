@@ -1,4 +1,4 @@
-"""What computes pictures, by the model_type of the whole model: transformers' classes, and how they are called."""
+"""The classes of transformers that compute pictures, by the model_type of the whole model, and how they are called."""
 
 from __future__ import annotations
 

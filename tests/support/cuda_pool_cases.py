@@ -58,7 +58,7 @@ def test_vectors_have_the_bytes_of_every_other_device(pool_dtype: str, dtype: to
     rope = Rope(*(torch.cat((each, each), dim=-1).to(dtype) for each in (angles.cos(), angles.sin())))
     plain, coded, other = (pool_of(heads, name, 3) for name in (NAMES[dtype], pool_dtype, pool_dtype))
     prepare(heads, qkv, rope, *plain.layer(1), slots)
-    prepare(heads, qkv, rope, *coded.layer(1), slots, pool_dtype)
+    prepare(heads, qkv, rope, *coded.layer(1), slots, pool_dtype=pool_dtype)
     at = slots // 16, slots % 16
     keys, values = (plane[at] for plane in plain.layer(1))
     write_kv(keys.contiguous(), values.contiguous(), *other.layer(1), slots, pool_dtype)

@@ -17,6 +17,7 @@ from pd_cluster.model.cuda.attention_configs import padded
 from pd_cluster.model.cuda.attention_decode import decode_kernel
 from pd_cluster.model.cuda.attention_kernels import prefill_kernel
 from pd_cluster.model.cuda.attention_write import write_codes_kernel, write_kernel
+from pd_cluster.model.cuda.dependent import launched
 from pd_cluster.model.cuda.plan import MAX_SPLITS, AttentionPlan
 from pd_cluster.model.cuda.pool_codes import codes_of
 
@@ -44,6 +45,7 @@ class BatchMetadata:
     # [plan.num_arrivals(num_kv_heads)]: how many splits are complete, 0 between launches. It belongs to one plan, whose
     # launches follow each other; graphs use memory from outside of them, because they share their own.
     arrivals: torch.Tensor
+    key_limits: torch.Tensor | None = None  # [num_tokens]: the end of the keys that a row sees; None: itself
 
 
 def attend(
@@ -56,6 +58,7 @@ def attend(
     out: torch.Tensor | None = None,  # contiguous, like the query
     workspace: torch.Tensor | None = None,  # float32, at least plan.workspace_numel(num_heads, head_dim)
     pool_dtype: str = "",
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Returns [num_tokens, num_heads, head_dim]. The step's keys and values must be in the pool already.
 
@@ -65,12 +68,12 @@ def attend(
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _check(query, key_pool, value_pool, out, scoring, pool_dtype)
     if len(plan.tiles):
-        _prefill(query, key_pool, value_pool, batch, plan, scoring, out, pool_dtype)
+        _prefill(query, key_pool, value_pool, batch, plan, scoring, out, pool_dtype, pdl)
     if len(plan.decode_seqs):
         if workspace is None:
             numel = plan.workspace_numel(query.shape[1], query.shape[2])
             workspace = torch.empty(numel, dtype=torch.float32, device=query.device)
-        _decode(query, key_pool, value_pool, batch, plan, scoring, out, workspace, pool_dtype)
+        _decode(query, key_pool, value_pool, batch, plan, scoring, out, workspace, pool_dtype, pdl)
     return out
 
 
@@ -186,6 +189,7 @@ def _prefill(
     scoring: Scoring,
     out: torch.Tensor,
     pool_dtype: str,
+    pdl: bool,
 ) -> None:
     config = plan.configs.prefill
     num_kv_heads = key_pool.shape[2]
@@ -199,6 +203,7 @@ def _prefill(
         batch.block_table,
         batch.table_starts,
         batch.tiles,
+        batch.key_limits if batch.key_limits is not None else batch.tiles,
         scoring.sinks if scoring.sinks is not None else out,
         num_kv_heads,
         query.stride(0),
@@ -211,10 +216,12 @@ def _prefill(
         *_scales(scoring),
         BLOCK_M=config.rows,
         BLOCK_N=config.keys,
+        HAS_LIMITS=batch.key_limits is not None,
         UNIFORM=plan.configs.is_uniform,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **_constants(query, key_pool, scoring, pool_dtype),
+        **launched(pdl),
     )
 
 
@@ -228,6 +235,7 @@ def _decode(
     out: torch.Tensor,
     workspace: torch.Tensor,
     pool_dtype: str,
+    pdl: bool,
 ) -> None:
     config, max_splits, num_decode = plan.configs.decode, plan.max_splits, len(plan.decode_seqs)
     _, num_heads, head_dim = query.shape
@@ -276,4 +284,5 @@ def _decode(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **_constants(query, key_pool, scoring, pool_dtype),
+        **launched(pdl),
     )

@@ -46,7 +46,12 @@ class DeterministicOps(CudaOps):
 
 
 def attend_rows(
-    query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, batch: ForwardBatch, scoring: Scoring
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    batch: ForwardBatch,
+    scoring: Scoring,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Maps [num_tokens, num_heads, head_dim] to the same; this step's keys and values must be in the pool."""
     group = query.shape[1] // key_pool.shape[2]
@@ -59,7 +64,7 @@ def attend_rows(
         configs = configs_of(query.shape[2], query.element_size() * 8, group, batch.pool.device, has_codes)
         known[key] = _plan(batch, configs, group)
     plan, metadata = known[key]
-    return attend(query, key_pool, value_pool, metadata, plan, scoring, pool_dtype=batch.pool.layout.dtype)
+    return attend(query, key_pool, value_pool, metadata, plan, scoring, pool_dtype=batch.pool.layout.dtype, pdl=pdl)
 
 
 @functools.cache
@@ -86,5 +91,6 @@ def _plan(batch: ForwardBatch, configs: AttentionConfigs, group: int) -> tuple[A
             batch.table_starts[:0],  # no sequence decodes apart
             there,
             batch.table_starts[:0],
+            batch.key_limits,
         ),
     )

@@ -19,6 +19,7 @@ from pd_cluster.api.openai.legacy import legacy_routes
 from pd_cluster.api.openai.openai import openai_routes
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
+from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.service.service import ServiceConfig, TextService
 from pd_cluster.types import FinishReason, Logprobs, Order, PromptOutput, TokenOutput
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
@@ -34,6 +35,7 @@ class Script:
 
     def __init__(self) -> None:
         self.membership = SimpleNamespace(instances=[])
+        self.stats = RequestStats()
         self.lines: list[tuple[int, int, FinishReason | None, Logprobs | None]] = []
         self.prompt = PromptOutput("r", 0, 4)
 

@@ -76,9 +76,9 @@ def test_another_architecture_is_named_with_the_supported(folder: Path, model_ty
 
 
 def test_a_model_of_more_than_text_is_told_what_to_do(folder: Path) -> None:
-    make_folder(folder, model_type="gemma3", text_config={"model_type": "gemma3_text"})
-    assert "'gemma3' takes more than text" in fault(folder)
-    assert "--language-model-only serves its gemma3_text alone" in fault(folder)
+    make_folder(folder, model_type="paligemma", text_config={"model_type": "gemma"})
+    assert "'paligemma' takes more than text" in fault(folder)
+    assert "--language-model-only serves its gemma alone" in fault(folder)
     for text in ({"model_type": "t5"}, {}, None, "gemma3_text"):
         make_folder(folder, model_type="other", text_config=text)
         assert "model_type 'other' is not supported: it is not known to the transformers that is" in fault(folder)

@@ -46,7 +46,7 @@ def is_known(architecture: type[Any], config: Any) -> bool:
     quirks = ARCHITECTURES.get(architecture.__name__)
     if quirks is None or not architecture.__module__.startswith("transformers.models."):
         return False
-    return all(getattr(config, name, None) == value for name, value in quirks.only_with.items())
+    return all(getattr(config, name, value) == value for name, value in quirks.only_with.items())
 
 
 def why_not_deterministic(model: Any) -> str:

@@ -70,7 +70,8 @@ class Quirks:
     `multiplies`: the config's multipliers of embeddings, residuals and logits apply.
     `activation`: instead of the config's. `router`: its name in a sparse block. `interleaves_gates`: the experts' files
     have gates and ups in turn.
-    `only_with`: values of the config without which the kernels do not compute this architecture.
+    `only_with`: values of the config without which the kernels do not compute this architecture. A version of
+    transformers whose config lacks one has that value in its modules.
     """
 
     adds_one: bool = False

@@ -211,8 +211,8 @@ def test_keys_and_values_reach_their_slots(
 
 # Text in the kernels, its replacement, and a window and block size that expose it. Tiles are of 32 keys.
 MUTANTS = [
-    ("visible = at <= positions[:, None]", "visible = at < positions[:, None]", None, 16),
-    ("visible = at <= positions[:, None]", "visible = at <= positions[:, None] + 1", None, 16),
+    ("visible = at <= ends[:, None]", "visible = at < ends[:, None]", None, 16),
+    ("visible = at <= ends[:, None]", "visible = at <= ends[:, None] + 1", None, 16),
     ("at > positions[:, None] - window", "at >= positions[:, None] - window", 64, 16),
     ("whole_hi = (least + 1)", "whole_hi = (least + 2)", None, 16),
     ("tl.maximum(most - window + 1, 0)", "tl.maximum(most - window, 0)", 64, 16),

@@ -31,8 +31,9 @@ SPED_UP = ("llama", "gemma2", "gpt_oss", "qwen3_moe")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
+@pytest.mark.timeout(240)
 def test_the_path_is_exact_in_the_interpreter() -> None:
-    assert " passed" in run_cases(CASES, "-m", "not slow")
+    assert " passed" in run_cases(CASES, "-m", "not slow", timeout_s=220)
 
 
 @pytest.mark.slow

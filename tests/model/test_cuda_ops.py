@@ -52,7 +52,7 @@ def compiled(*arguments: str, folder: Path) -> list[dict[str, Any]]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=220,
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -67,6 +67,7 @@ def check(found: list[dict[str, Any]]) -> None:
             assert facts["tensor_cores"], f"multiplies without tensor cores: {facts}"
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
     """And move 16 bytes an instruction where bandwidth is all that counts."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GptOssForCausalLM
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
@@ -20,7 +21,7 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import loader
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
-from pd_cluster.model.fuse import _norm, can_fuse, fuse
+from pd_cluster.model.fuse import _norm, can_fuse, fuse, is_known
 from pd_cluster.model.layers.gated import GatedMLP
 from pd_cluster.model.layers.linear import make_linear
 from pd_cluster.model.layers.ops import Ops, TorchOps
@@ -127,6 +128,12 @@ def test_a_config_that_the_kernels_do_not_compute_stays_with_transformers(checkp
     folder = checkpoint("gpt_oss", swiglu_limit=5.0)
     model = loader.load_model(Checkpoint.open(str(folder)), "float32", CPU)
     assert isinstance(model, PlainCausalLM)
+
+
+def test_versions_without_a_field_of_the_config_have_its_value_in_their_modules() -> None:
+    """transformers 5.17 knows gpt-oss without swiglu_alpha and swiglu_limit."""
+    assert is_known(GptOssForCausalLM, SimpleNamespace())
+    assert not is_known(GptOssForCausalLM, SimpleNamespace(swiglu_limit=5.0))
 
 
 def test_a_softcap_without_effect_stays_without(checkpoint: Checkpoints) -> None:

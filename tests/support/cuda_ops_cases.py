@@ -142,9 +142,9 @@ def test_gate_of_the_far_ends() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(
-    ("num_rows", "num_inputs", "num_features"), [(1, 1024, 70), (17, 96, 64), (64, 200, 130), (40, 64, 3)]
+    ("activation", "num_rows", "num_inputs", "num_features"),
+    [("silu", 1, 1024, 70), ("silu", 17, 96, 64), ("gelu_tanh", 64, 200, 130), ("swigluoai", 40, 64, 3)],
 )
 def test_few_rows_through_both_halves_of_a_gate(
     activation: Activation, dtype: torch.dtype, num_rows: int, num_inputs: int, num_features: int

@@ -84,6 +84,10 @@ def test_graphs_take_the_largest_one_s_memory_and_their_logits(
     nbytes = profile.nbytes_of_graphs(cast(CausalLM, model), LAYOUT, 6, Device("cuda"))
     assert (batches[0].num_tokens, batches[0].num_seqs) == (6, 6)
     assert nbytes == 5000 + 6 * 7 * 4
+    profile.nbytes_of_graphs(cast(CausalLM, model), LAYOUT, 6, Device("cuda"), num_tokens=20)
+    assert (batches[1].num_tokens, batches[1].num_seqs) == (20, 6)
+    profile.nbytes_of_graphs(cast(CausalLM, model), LAYOUT, 6, Device("cuda"), num_tokens=2)
+    assert (batches[2].num_tokens, batches[2].num_seqs) == (6, 6)
 
 
 def test_graphs_that_do_not_fit_name_their_flags(

@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -24,7 +25,7 @@ from pd_cluster.commands.keys import app as keys_app
 from pd_cluster.commands.looking import LOOKING
 from pd_cluster.commands.quantize import quantize
 from pd_cluster.commands.signature import HELP_ALL, takes
-from pd_cluster.errors import KEEPS_MARKS, PdClusterError, flag_of
+from pd_cluster.errors import KEEPS_MARKS, ConfigError, PdClusterError, flag_of
 from pd_cluster.settings.flag_file import expanded
 from pd_cluster.settings.flags import choice_of_model, judge, normalize, split_keys, split_values
 from pd_cluster.settings.options import USUAL, ServeOptions, settings
@@ -33,7 +34,8 @@ from pd_cluster.transport import table as transports
 app = typer.Typer(
     name="pd-cluster",
     help="Disaggregated prefill/decode serving for large language models.",
-    epilog="An option may be a variable, too: `pd-cluster up --port` is PD_CLUSTER_UP_PORT.",
+    epilog="An option may be a variable, too: `pd-cluster up --port` is PD_CLUSTER_UP_PORT. "
+    "`pd-cluster --debug COMMAND` shows where an error comes from.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -89,9 +91,13 @@ def up(
     language_model_only: Annotated[
         bool, typer.Option("--language-model-only", help="Serve only the text model of a multimodal model.")
     ] = False,
-    arguments: Annotated[list[str] | None, typer.Argument(help="After --: flags for every instance.")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL] [-- FLAGS]", help="After --: flags for every instance.")
+    ] = None,
 ) -> None:
     """Run a whole cluster on this machine: rank tables, workers and scheduler, until Ctrl-C.
+
+    The model is a folder, or a hub's (hf:ORG/NAME, or ORG/NAME), which is fetched once, with progress.
 
     USE_OPENAI=0 in the environment serves vLLM's plain /generate instead of the OpenAI API.
     """
@@ -100,9 +106,10 @@ def up(
     from pd_cluster.cluster.processes.launch import SPAWN, Launch
     from pd_cluster.cluster.processes.launcher import run_until_signal
 
-    given = [*([f"--model={model}"] if model else []), f"--host={host}", f"--port={port}", *(arguments or [])]
+    model, arguments = _model_and_flags(model, arguments or [])
+    given = [*([f"--model={model}"] if model else []), f"--host={host}", f"--port={port}", *arguments]
     _check_flags(context, [*given, *choice_of_model(try_unlisted or (), language_model_only)])
-    flags, keys = split_keys(normalize(arguments or []))
+    flags, keys = split_keys(normalize(arguments))
     flags, metrics_keys = split_values(flags, "--metrics-key")
     flags += choice_of_model(try_unlisted or (), language_model_only)
     launch = Launch(
@@ -120,6 +127,10 @@ def up(
         api_keys=keys,
         metrics_key=metrics_keys[-1] if metrics_keys else "",
     )
+    if sys.stdout.isatty():
+        from pd_cluster.commands.live import run_live
+
+        raise typer.Exit(run_live(launch))
     raise typer.Exit(asyncio.run(run_until_signal(launch)))
 
 
@@ -173,6 +184,16 @@ app.command("run-batch", rich_help_panel=OFFLINE)(run_batch)
 app.command(rich_help_panel=OFFLINE)(quantize)
 
 
+def _model_and_flags(model: str, arguments: list[str]) -> tuple[str, list[str]]:
+    """Takes a model in front of the flags. Raises ConfigError for two models."""
+    if arguments and not arguments[0].startswith("-"):
+        first, *arguments = arguments
+        if model:
+            raise ConfigError(f"--model {model}, and {first!r} as a model, too; give one of them")
+        model = first
+    return model.removeprefix("hf:"), arguments
+
+
 def _check_flags(context: typer.Context, argv: list[str]) -> None:
     """Reads the flags as each instance will. Raises ConfigError, and click's errors for values of another type."""
     from pd_cluster.commands.launch_check import check_launch
@@ -203,10 +224,15 @@ def _hide_variables(command: Any) -> None:
 
 
 def main() -> None:
-    """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses."""
+    """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses.
+
+    With --debug as the first argument, an error's traceback comes, too.
+    """
     keeps_marks = os.environ.pop(KEEPS_MARKS, "")  # removed, so that processes started by this one do not inherit it
     logging.captureWarnings(True)
     argv = sys.argv[1:]
+    is_debugged = argv[:1] == ["--debug"]
+    argv = argv[is_debugged:]
     try:
         if argv[:1] == ["serve"]:
             argv = ["serve", *expanded(argv[1:], _serve_flags())]
@@ -214,6 +240,8 @@ def main() -> None:
         _hide_variables(command)
         command(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
     except PdClusterError as error:
+        if is_debugged:
+            traceback.print_exc()
         print(f"pd-cluster: {error.text if keeps_marks else error}", file=sys.stderr)
         sys.exit(1)
 

@@ -10,6 +10,7 @@ from pd_cluster.devices.device import Device, peak_nbytes, reserved_nbytes, rese
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.layout import DTYPE_NBYTES, KVLayout
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool
+from pd_cluster.media.rules import ImageRules
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.cuda.plan import most_splits
@@ -65,14 +66,28 @@ def peak_of_images(tower: Tower | None, device: Device) -> int:
     return peak_nbytes(device) + num_kept * (features.nbytes // features.shape[1])
 
 
-def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: Device) -> int:
+def check_pictures_fit(rules: ImageRules, num_tokens: int, num_seqs: int) -> None:
+    """Raises ConfigError if pictures stay in one piece, and one does not fit a step beside all others' next tokens."""
+    most = rules.num_tokens(rules.most())
+    if rules.sees_whole and most + num_seqs - 1 > num_tokens:
+        raise ConfigError(
+            f"{called('max_num_batched_tokens')} {num_tokens}: a picture's {most} tokens are computed in one step with "
+            f"this model, beside one of each other sequence; give at least {most + num_seqs - 1}, or a lower "
+            f"{called('max_num_seqs')}"
+        )
+
+
+def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: Device, num_tokens: int = 0) -> int:
     """Returns the bytes that graphs of up to `num_seqs` sequences take: the largest one's, which all share, and logits.
+
+    `num_tokens`: of a step, if it is more than one for each sequence.
 
     A graph's intermediate results lie in memory of its own, which other steps cannot use meanwhile. The driver's part
     of each graph is not in it; `sizing.UNSEEN_NBYTES` is for that. Raises ConfigError if there is no room.
     """
-    chunks = largest_step(num_seqs, num_seqs, 1, layout)
-    pool = KVPool(layout, num_seqs, device)
+    num_tokens = max(num_tokens, num_seqs)
+    chunks = largest_step(num_tokens, num_seqs, num_tokens, layout)
+    pool = KVPool(layout, sum(len(request.block_table) for request, _ in chunks), device)
     held = reserved_nbytes(device)
     reset_peak(device)
     try:

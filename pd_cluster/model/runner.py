@@ -36,7 +36,8 @@ from pd_cluster.model.batch import (
     step_input,
 )
 from pd_cluster.model.capturable import obstacle
-from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
+from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
+from pd_cluster.model.graph_kinds import check_prompt_graphs, make_graphs, make_prompt_graphs
 from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, DecodeGraphs, sizes_of
 from pd_cluster.model.held_adapters import HeldAdapters
 from pd_cluster.model.image_rows import ImagePart
@@ -45,23 +46,26 @@ from pd_cluster.model.lora.on_device import Place
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.parts import load_parts
 from pd_cluster.model.profile import (
+    check_pictures_fit,
     decode_workspace_nbytes,
     nbytes_of_adapters,
     nbytes_of_graphs,
     peak_of_a_step,
     peak_of_images,
 )
+from pd_cluster.model.prompt_graphs import PromptGraphs, sizes_up_to
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
 from pd_cluster.model.sizing import check_offload, num_pool_blocks, num_step_tokens, num_swap_blocks
+from pd_cluster.model.speedups import numerics_name, speedups_for
 from pd_cluster.model.threads import StepThreads
 from pd_cluster.model.trial import prove_lengths, trial
 from pd_cluster.model.vision.tower import Tower
 from pd_cluster.native.memory import give_freed_back, keep_what_is_freed
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.adapters import AdapterSettings
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.engine import PROMPT_GRAPHS, EngineConfig
 from pd_cluster.types import Request
 from pd_cluster.wire import SleepLevel
 
@@ -88,6 +92,8 @@ class ModelRunner:
         check_adapters(config.adapters, device)
         if config.deterministic:
             check_deterministic(config.attention_backend, device)
+        given = config.cuda_speedups, device, config.deterministic, config.enforce_eager
+        self._speedups = speedups_for(*given)
         if config.cpu_offload_gb:
             check_offload(config.cpu_offload_gb, device)
         checkpoint = Checkpoint.of(config)
@@ -103,7 +109,9 @@ class ModelRunner:
         self.numerics = Numerics(
             device=device.kind,
             dtype=dtype,
-            attention_backend=self.model.attention if device.is_accelerator else config.attention_backend,
+            attention_backend=numerics_name(self.model.attention, self._speedups)
+            if device.is_accelerator
+            else config.attention_backend,
             deterministic=config.deterministic,
             quantization=checkpoint.quantization.at_load if checkpoint.quantization is not None else "",
             kv_cache_dtype=self.pool.layout.dtype,
@@ -112,6 +120,7 @@ class ModelRunner:
             key_order=self.model.key_order,
             bf16_way=self.model.bf16_way,
         )
+        self.prompt_graphs: PromptGraphs | None = None
         self._graphs = self._make_graphs(config)
         # Where the device is the host, nothing is gained.
         spreads = device.traits.spreads_tokens or config.npu_tp_graphs
@@ -123,9 +132,13 @@ class ModelRunner:
     def _load(self, config: EngineConfig, checkpoint: Checkpoint, dtype: str, block_size: int) -> None:
         """Loads the model, allocates the pool and runs the proof. Raises ModelError for what must not be served."""
         device = self.device
-        self._load_again = partial(load_parts, checkpoint, config, dtype, block_size, device, self.group)
+        self._load_again = partial(
+            load_parts, checkpoint, config, dtype, block_size, device, self.group, self._speedups
+        )
         self.tower: Tower | None
         self.model, self.tower = self._load_again()
+        if self.tower is not None:
+            check_pictures_fit(self.tower.rules, self.max_num_batched_tokens, config.max_num_seqs)
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, block_size, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype))
         if self.group.size > 1:
@@ -135,7 +148,11 @@ class ModelRunner:
         num_tokens, num_seqs = self.max_num_batched_tokens, config.max_num_seqs
         peak = peak_of_a_step(self.model, layout, num_tokens, num_seqs, self.max_model_len, device)
         peak = max(peak, peak_of_images(self.tower, device))
+        check_prompt_graphs(self.model, self._speedups)
         if device.is_accelerator and not self._why_eager(config):
+            if PROMPT_GRAPHS in self._speedups:
+                most = sizes_up_to(num_seqs)[-1]
+                peak += nbytes_of_graphs(self.model, layout, most.num_seqs, device, most.num_tokens)
             peak += nbytes_of_graphs(self.model, layout, sizes_of(config.graph_sizes, num_seqs)[-1], device)
         if device.is_accelerator:
             peak += nbytes_of_adapters(self.model.config, config.adapters, dtype)
@@ -169,10 +186,16 @@ class ModelRunner:
         if why := self._why_eager(config):
             log.info("decode steps run eagerly: %s", why)
             return None
-        graphs = make_graphs(self.model, self.pool, config, self.max_model_len, self.group.size == 1)
+        capturing, is_alone = capture(self.device), self.group.size == 1
+        graphs = make_graphs(self.model, self.pool, config, self.max_model_len, is_alone, capturing)
+        if PROMPT_GRAPHS in self._speedups:
+            given = self.model, self.numerics.dtype, self.pool, config, self.max_model_len, is_alone, capturing
+            self.prompt_graphs = make_prompt_graphs(*given)
         stop_s = time.monotonic() + (MAX_ONLY_START_S if self.device.traits.captures_at_start_only else MAX_START_S)
         with torch.inference_mode():
             graphs.prepare(lambda: self._all(time.monotonic() < stop_s), self._all)
+            if self.prompt_graphs is not None:
+                self.prompt_graphs.prepare(lambda: self._all(time.monotonic() < stop_s))
         return graphs
 
     def _all(self, holds: bool) -> bool:
@@ -271,7 +294,11 @@ class ModelRunner:
                 logits = self._graphs.compute(step, input_ids)
                 if logits is not None:
                     return RunnerOutput(logits, NO_HIDDEN_STATES)
-            batch = batch_of(step, self.pool)
+            if self.prompt_graphs is not None:
+                logits = self.prompt_graphs.compute(step, input_ids, on_layer)
+                if logits is not None:
+                    return RunnerOutput(logits, NO_HIDDEN_STATES)
+            batch = batch_of(step, self.pool, self.tower is not None and self.tower.rules.sees_whole)
             if input_ids is not None:
                 batch.input_ids = input_ids[None]
             if step.images:
@@ -336,22 +363,3 @@ def rope_type(config: Any) -> str:
     kinds = [each for each in given.values() if isinstance(each, dict)] or [given]
     found = [str(each.get("rope_type", "default")) for each in kinds]
     return next((each for each in found if each in ASKING_ROPES), found[0])
-
-
-def make_graphs(
-    model: CausalLM, pool: KVPool, config: EngineConfig, max_model_len: int, is_alone: bool
-) -> DecodeGraphs:
-    """Returns graphs, none of them captured yet. `is_alone`: the model is not shared with other ranks.
-
-    On an NPU attention divides its work itself, and no step of a client waits for a capture.
-    """
-    traits = pool.device.traits
-    return DecodeGraphs(
-        *(model, pool, config.max_num_seqs),
-        longest=min(max_model_len, config.max_seq_len_to_capture or max_model_len),
-        capture=capture(pool.device),
-        is_for_any_context=traits.graphs_take_any_context,
-        sizes=config.graph_sizes,
-        is_alone=is_alone,
-        only_at_start=traits.captures_at_start_only,
-    )

@@ -283,7 +283,7 @@ def _gen(args: argparse.Namespace) -> int:
         decode=args.decode_server_list,
         api_server=args.api_server,
         server_ip=args.server_ip or _default_server_ip(),
-        device_kind=probe.detect_kind() if args.device == "auto" else args.device,
+        device_kind=_detected_kind() if args.device == "auto" else args.device,
         device_ips=dict(args.device_ip),
     )
     access = _access(args)
@@ -302,6 +302,15 @@ def _add_keys(table: RankTable, path: Path, access: Access) -> None:
         print(key)
     for line in where_to_copy(table, path):
         print(line)
+
+
+def _detected_kind() -> probe.DeviceKind:
+    kind = probe.detect_kind()
+    if kind == "cpu":
+        print(
+            "note: no NPU and no GPU is visible here: the table is for CPUs; --device says otherwise", file=sys.stderr
+        )
+    return kind
 
 
 def _default_server_ip() -> str:

@@ -25,7 +25,7 @@ from ranktable_tools import permission_warnings
 from ranktable_tools.npu import HCCN_CONF
 
 
-def run(env: Mapping[str, str], network: bool = False) -> bool:
+def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0) -> bool:
     """Prints tables, or with `network` the network's findings instead; returns whether nothing is wrong with it.
 
     Raises ConfigError for the first fault of the tables or variables.
@@ -34,7 +34,7 @@ def run(env: Mapping[str, str], network: bool = False) -> bool:
     if network:
         from pd_cluster.commands.network import run as check_network
 
-        return check_network(find_place(env), env, console)
+        return check_network(find_place(env), env, console, wait_s)
     console.print(_deadlines())
     for line in _npu_software(env):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -158,6 +158,10 @@ def check(
         bool,
         typer.Option("--network", help="Check the network instead: the NPUs' ports, and KV blocks between devices."),
     ] = False,
+    wait: Annotated[
+        float,
+        typer.Option(min=0.0, help="With --network: seconds for the same command on the other hosts; 0: not at all."),
+    ] = 120.0,
 ) -> None:
     """Check the rank tables and variables of this environment, and show every deadline with its flag.
 
@@ -166,7 +170,7 @@ def check(
     """
     from pd_cluster.commands.check import run
 
-    if not run(os.environ, network):
+    if not run(os.environ, network, wait):
         raise typer.Exit(1)
 
 

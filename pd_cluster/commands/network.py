@@ -8,13 +8,17 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.markup import escape
 
-from pd_cluster.cluster.members.place import Place
+from pd_cluster.cluster.members.credentials import credentials_of
+from pd_cluster.cluster.members.place import Place, node_ports
 from pd_cluster.cluster.preflight import hccn
+from pd_cluster.cluster.preflight.between import Meeting
+from pd_cluster.cluster.preflight.ends import ListedInstance
 from pd_cluster.cluster.preflight.findings import Finding, Level, in_order, is_wrong
-from pd_cluster.cluster.preflight.trips import ListedInstance, check_pairs, instances_of
+from pd_cluster.cluster.preflight.trips import check_pairs, instances_of
 from pd_cluster.devices import hccl
 from pd_cluster.devices.device import check_name
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.processes import KeyFiles
 from pd_cluster.settings.setting import variable_of
 from pd_cluster.transport.table import CHOICES
 from ranktable_tools.hosts import host_key
@@ -22,21 +26,33 @@ from ranktable_tools.hosts import host_key
 STYLES: dict[Level, str] = {"error": "bold red", "unchecked": "yellow", "warning": "yellow", "ok": "green"}
 
 
-def run(place: Place, env: Mapping[str, str], console: Console) -> bool:
-    """Prints the findings; returns whether nothing is wrong. Raises ConfigError for a wrong variable."""
+def run(place: Place, env: Mapping[str, str], console: Console, wait_s: float = 0.0) -> bool:
+    """Prints the findings; returns whether nothing is wrong. Raises ConfigError for a wrong variable.
+
+    `wait_s`: for the same command on other hosts; 0: pairs between hosts are not checked.
+    """
     device, kv_transport = (env.get(variable_of(name)) or "auto" for name in ("device", "kv_transport"))
     check_name(device)
     if kv_transport not in CHOICES:
         known = ", ".join(CHOICES)
         raise ConfigError(f"{called('kv_transport')} {kv_transport}: expected one of {known}").named(variable_of)
     with _progress(console) as say:
-        found = [*_of_cards(place, device, say), *check_pairs(place, device, kv_transport, say)]
+        meet = _meeting(place, env, wait_s)
+        found = [*_of_cards(place, device, say), *check_pairs(place, device, kv_transport, say, meet)]
     found = in_order(found)
     for each in found:
         console.print(f"[{STYLES[each.level]}]{each.level:<9}[/] {escape(each.line)}", soft_wrap=True, highlight=False)
     counts = [sum(each.level == level for each in found) for level in STYLES]
     console.print(f"network: {', '.join(f'{n} {level}' for n, level in zip(counts, STYLES, strict=True))}")
     return not is_wrong(found)
+
+
+def _meeting(place: Place, env: Mapping[str, str], wait_s: float) -> Meeting | None:
+    """Raises ConfigError: no NODE_PORTS, or no secret."""
+    if not wait_s or not place.spans_hosts:
+        return None
+    ports = dict(zip(place.names, node_ports(env, place), strict=True))
+    return Meeting(credentials_of(place, KeyFiles()).secret, ports, wait_s)
 
 
 def _of_cards(place: Place, device: str, say: Callable[[str], None]) -> list[Finding]:

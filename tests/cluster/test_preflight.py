@@ -140,8 +140,8 @@ def test_other_hosts_are_named_and_not_checked(tmp_path: Path) -> None:
     }
     between, there = check(find_place(variables))
     assert between.line == (
-        "KV: prefill-0 -> decode-0 (192.0.2.6 -> 192.0.2.7): no blocks are sent between hosts before the start; "
-        "once both serve, `pd-cluster instances` shows whether their link is up"
+        "KV: prefill-0 -> decode-0 (192.0.2.6 -> 192.0.2.7): between hosts; "
+        "set NODE_PORTS and run the command on both hosts at the same time"
     )
     assert there.line == (
         "KV: prefill-1 -> decode-0 (192.0.2.7): not on this host; run `pd-cluster check --network` there, too"

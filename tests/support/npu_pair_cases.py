@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pd_cluster.cluster.preflight.trips import PAIR_S, ListedInstance, RankEnd, running, send_blocks
+from pd_cluster.cluster.preflight.ends import PAIR_S, ListedInstance, RankEnd, running
+from pd_cluster.cluster.preflight.trips import send_blocks
 from pd_cluster.devices.device import bind
 from pd_cluster.engine.trip.spec import BLOCK_NBYTES, NUM_BLOCKS, Compare, Listen, Send
 from pd_cluster.errors import LinkError
@@ -48,7 +49,7 @@ def start(transport: str) -> Iterator[Start]:
         def begun(role: Role) -> RankEnd:
             card = CARD_OF[role]
             server = Server(HOST, HOST, (Device(card, HOST, "0"),))
-            end = stack.enter_context(running(ListedInstance(f"{role}-0", role, server), 0, "npu", transport))
+            end = stack.enter_context(running(RankEnd(ListedInstance(f"{role}-0", role, server), 0, "npu", transport)))
             assert end.ask(end.begin, BEGIN_S).device == f"npu:{card}"
             return end
 

@@ -195,3 +195,14 @@ def test_the_package_pulls_in_nothing_heavy() -> None:
         check=True,
     )
     assert done.stdout.strip() == "set()"
+
+
+def test_a_machine_without_cards_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a container without the driver does not go unnoticed until its workers start."""
+    given = ["gen", "--prefill-server-list", "0", "--server-ip", "127.0.0.1", "--save-dir", str(tmp_path)]
+    for kind, arguments, is_told in (("cpu", [], True), ("npu", [], False), ("cpu", ["--device", "cpu"], False)):
+        monkeypatch.setattr("ranktable_tools.probe.detect_kind", lambda kind=kind: kind)
+        cli.main([*given, *arguments, "--device-ip", "0=127.0.0.1"])
+        assert ("no NPU and no GPU is visible here" in capsys.readouterr().err) == is_told

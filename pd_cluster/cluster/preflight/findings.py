@@ -22,6 +22,7 @@ class Finding:
     where: str
     text: str
     way_out: str = ""
+    rate: float = 0.0  # GB/s; findings that are equally bad are sorted by it
 
     @property
     def line(self) -> str:
@@ -30,14 +31,17 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Returns one finding for all places with the same text, sorted by level; otherwise in the order of arrival."""
+    """Returns one finding for all places with the same text, the worst first.
+
+    Equally bad ones are sorted by rate, otherwise in the order of arrival.
+    """
     joined: dict[Finding, list[str]] = {}
     for each in findings:
         places = joined.setdefault(replace(each, where=""), [])
         if each.where not in places:
             places.append(each.where)
     found = [replace(each, where=", ".join(places)) for each, places in joined.items()]
-    return sorted(found, key=lambda each: LEVELS.index(each.level))
+    return sorted(found, key=lambda each: (LEVELS.index(each.level), each.rate))
 
 
 def is_wrong(findings: Iterable[Finding]) -> bool:

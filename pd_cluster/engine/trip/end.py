@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 import msgspec
 import torch
@@ -14,9 +15,11 @@ import torch
 from pd_cluster.devices.device import Device, bind, use
 from pd_cluster.engine.start.process import die_with_parent
 from pd_cluster.engine.trip.links import LAYOUT, ReceivingEnd, SendingEnd, content_of
-from pd_cluster.engine.trip.spec import NUM_BLOCKS, BeginTrips, Command, Compare, Listen, Send, TripAnswer
-from pd_cluster.errors import PdClusterError, told
+from pd_cluster.engine.trip.spec import NOBODY, NUM_BLOCKS, BeginTrips, Command, Compare, Listen, Send, TripAnswer
+from pd_cluster.errors import LinkError, PdClusterError, told
 from pd_cluster.kv.pool import KVPool
+
+AGAIN_S = 0.2  # between two attempts to reach an end that may not be there yet
 
 
 class End:
@@ -50,14 +53,29 @@ class End:
         return TripAnswer(device=f"{device.kind}:{device.index}" if device.is_accelerator else device.kind)
 
     def _send(self, command: Send) -> TripAnswer:
-        end = SendingEnd(self._begin, command, self._pool)
+        end = self._linked(command)
         try:
-            end.link(command)
             return TripAnswer(
                 trips_s=[end.trip(number) for number in range(command.num_trips)], transport=end.transport
             )
         finally:
             end.mailbox.close()
+
+    def _linked(self, command: Send) -> SendingEnd:
+        """Tries again while the other end may not be there yet. Raises LinkError."""
+        deadline_s = time.monotonic() + command.patience_s
+        while True:
+            end = SendingEnd(self._begin, command, self._pool)
+            try:
+                end.link(command)
+                return end
+            except LinkError as error:
+                end.mailbox.close()
+                if end.was_connected or not command.patience_s:
+                    raise
+                if time.monotonic() > deadline_s:
+                    raise LinkError(NOBODY) from error
+                time.sleep(AGAIN_S)
 
     def _compare(self, command: Compare) -> TripAnswer:
         receiving, self._receiving = self._receiving, None

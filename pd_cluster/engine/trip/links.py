@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from pd_cluster import wire
+from pd_cluster.devices.streams import poll
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, OfLane, StopEngine
 from pd_cluster.engine.handover.in_links import InLinks
 from pd_cluster.engine.handover.links import LocalLanes, PeerProgress, Side
@@ -24,6 +25,7 @@ from pd_cluster.engine.trip.spec import (
     BLOCK_NBYTES,
     BLOCK_SIZE,
     HEAD_DIM,
+    NOBODY,
     NUM_BLOCKS,
     NUM_KV_HEADS,
     NUM_LAYERS,
@@ -69,9 +71,9 @@ def content_of(seed: int, block: int) -> torch.Tensor:
 class LinkEnd(ABC):
     """The parts that both ends share. `events` are those that an engine would take, for one thread of this end."""
 
-    def __init__(self, begin: BeginTrips, secret: bytes, pool: KVPool) -> None:
+    def __init__(self, begin: BeginTrips, secret: bytes, pool: KVPool, port: int = 0, epoch: int = 0) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.epoch = secrets.randbits(62)
+        self.epoch = epoch or secrets.randbits(62)
         options = wire.KVOptions()
         pinned = (public_key(key_of(secret, "prefill")),)
         config = WorkerConfig(
@@ -84,7 +86,7 @@ class LinkEnd(ABC):
             credentials=Credentials(secret, pinned, key_of(secret, begin.role)),
             num_threads=1,
             kv_transport=begin.kv_transport,
-            kv_port_range=PortRange(),
+            kv_port_range=PortRange(port, port),
             kv=options,
             engine=EngineConfig(model=""),
             timeouts=TIMEOUTS,
@@ -150,8 +152,8 @@ class SendingEnd(LinkEnd):
         post, lanes = self.mailbox, self.lanes
         self._links = OutLinks(self.side, post, lanes, self.report, self._on_down, progress, time.monotonic, TIMEOUTS)
         self._peer = peer_key(send.name, send.epoch)
-        self._is_credited = self._is_confirmed = False
-        self._host = begin.host
+        self._is_credited = self._is_confirmed = self.was_connected = False
+        self._host = send.host or begin.host
         self.mailbox.start(self)
 
     def link(self, send: Send) -> None:
@@ -198,6 +200,7 @@ class SendingEnd(LinkEnd):
     def _take(self, event: Event) -> None:
         match event:
             case ConnOpened(conn):
+                self.was_connected = True
                 self._links.on_opened(conn)
             case Mail(conn, _, wire.LinkAnswer() as body):
                 self._links.on_answer(conn, body)
@@ -223,7 +226,7 @@ class ReceivingEnd(LinkEnd):
     """D's end, with a thread in the engine's place."""
 
     def __init__(self, begin: BeginTrips, listen: Listen, pool: KVPool) -> None:
-        super().__init__(begin, listen.secret, pool)
+        super().__init__(begin, listen.secret, pool, listen.port, listen.epoch)
         progress = PeerProgress(time.monotonic)
         self._links = InLinks(self.side, self.mailbox, self.lanes, self.report, lambda conn, reason: None, progress)
         self._pool = pool
@@ -236,6 +239,11 @@ class ReceivingEnd(LinkEnd):
 
     def compare(self, command: Compare) -> None:
         """Raises LinkError unless the blocks that landed last are those of `seed`."""
+        began = poll(lambda: bool(self._conns or self._error), command.patience_s)
+        if began and command.patience_s:
+            poll(lambda: self._num_landed == command.num_trips or bool(self._error), DEADLINE_S * command.num_trips)
+        if not began and command.patience_s:
+            raise LinkError(NOBODY)
         if self._num_landed != command.num_trips:
             raise LinkError(self._error or f"{self._num_landed} of {command.num_trips} transfers have landed")
         for sent, landed in enumerate(LANDING):

@@ -15,6 +15,7 @@ from pd_cluster.types import Role
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 4, 128, 16
 BLOCK_NBYTES = 1 << 20
 NUM_BLOCKS = 64
+NOBODY = "nobody answers on the other host"
 
 
 class BeginTrips(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -31,26 +32,40 @@ class BeginTrips(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Listen(msgspec.Struct, frozen=True, tag=True):
-    """For a decode instance's rank: waits for a link; answers its port and epoch. `secret` is this link's alone."""
+    """For a decode instance's rank: waits for a link; answers its port and epoch. `secret` is this link's alone.
+
+    `port` and `epoch` are given where the other end is on another host, which must know them; 0: any.
+    """
 
     secret: bytes
+    port: int = 0
+    epoch: int = 0
 
 
 class Send(msgspec.Struct, frozen=True, tag=True):
-    """For a prefill instance's rank: links to a listening one and moves `num_trips` times `NUM_BLOCKS` blocks."""
+    """For a prefill instance's rank: links to a listening one and moves `num_trips` times `NUM_BLOCKS` blocks.
+
+    `host`: the other end's, if it is not this rank's. `patience_s`: how long the other end may not be there yet.
+    """
 
     secret: bytes
     name: str
     port: int
     epoch: int
     num_trips: int
+    host: str = ""
+    patience_s: float = 0.0
 
 
 class Compare(msgspec.Struct, frozen=True, tag=True):
-    """For the listening rank: compares what landed last with the content of `seed`, and closes the link."""
+    """For the listening rank: compares what landed last with the content of `seed`, and closes the link.
+
+    `patience_s`: how long the transfers may take to begin, where the other end is on another host.
+    """
 
     seed: int
     num_trips: int
+    patience_s: float = 0.0
 
 
 Command = BeginTrips | Listen | Send | Compare

@@ -130,6 +130,12 @@ class AllStats(msgspec.Struct, frozen=True, tag=True):
     adapters: AdapterUse = AdapterUse()  # of the others
 
 
+class OthersBusy(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to API process: the others' work right now, in place of that of the last AllStats."""
+
+    busy: Busy
+
+
 class MoveOn(msgspec.Struct, frozen=True, tag=True):
     """Scheduler to API process: requests on this instance continue elsewhere."""
 
@@ -192,7 +198,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Scheduler to API process: drain and stay; a second Stop ends the process at once."""
 
 
-ToApi = Instances | OthersTokens | AllStats | MoveOn | Keys | AdapterNames | Steer | Stop
+ToApi = Instances | OthersTokens | AllStats | OthersBusy | MoveOn | Keys | AdapterNames | Steer | Stop
 
 
 class Outstanding(msgspec.Struct, frozen=True, array_like=True):

@@ -11,6 +11,7 @@ import contextlib
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -83,7 +84,8 @@ async def serve(channel: socket.socket) -> None:
 
         await steer(config.steer)
         listening = _listen(mirror, reader, stops, file_keys, steer)
-        until = _until(mirror, listening, writer, edge.handler.fatal, own)
+        reporting = partial(mirror.run, own=own, busy=lambda: busy_of(edge.router, drain))
+        until = _until(reporting, listening, writer, edge.handler.fatal)
         await serve_until_signal(servers, until, drain.begin, drain, stops.append)
     finally:
         await service.close()
@@ -91,18 +93,17 @@ async def serve(channel: socket.socket) -> None:
 
 
 async def _until(
-    mirror: Mirror,
+    reporting: Callable[[Callable[[ApiReport], None]], Coroutine[Any, Any, None]],
     listening: Coroutine[Any, Any, None],
     writer: asyncio.StreamWriter,
     fatal: asyncio.Future[None],
-    own: Callable[[], ApiReport],
 ) -> None:
     """Runs until the scheduler is gone, which ends `listening`, or a part here has failed."""
 
     def tell(report: ApiReport) -> None:
         writer.write(msgspec.json.encode(report) + b"\n")
 
-    tasks = [asyncio.ensure_future(mirror.run(tell, own)), asyncio.ensure_future(listening)]
+    tasks = [asyncio.ensure_future(reporting(tell)), asyncio.ensure_future(listening)]
     try:
         done, _ = await asyncio.wait([*tasks, fatal], return_when=asyncio.FIRST_COMPLETED)
         for each in done:

@@ -227,5 +227,24 @@ def test_who_does_not_know_the_others_counts_says_so() -> None:
             coroutine.send(None)
 
 
+def test_what_requests_wait_for() -> None:
+    """Those whose prompts are not begun elsewhere are a part of all that wait here, and the rest waits for room."""
+    both, none = ready("decode-0"), ready("decode-1")
+    both.load = Load(num_waiting=7, num_expected=3)
+    text = metrics_of([both, none], "tiny", AllStats(Stats(), Busy(), 1), Busy()).decode()
+    found = {
+        (sample.labels["instance_id"], sample.labels["reason"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "vllm:num_requests_waiting_by_reason"
+    }
+    assert found == {
+        ("decode-0", "capacity"): 4,
+        ("decode-0", "deferred"): 3,
+        ("decode-1", "capacity"): 0,
+        ("decode-1", "deferred"): 0,
+    }
+
+
 if __name__ == "__main__" and sys.argv[1:] == ["--fix"]:
     PAGE.write_text(page(), encoding="utf-8")

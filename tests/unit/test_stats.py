@@ -22,7 +22,7 @@ from pd_cluster.cluster.routing.predict import Goals
 from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Histogram, Outcome, RequestStats, added
 from pd_cluster.cluster.routing.timeline import Timeline, WorkerClock
 from pd_cluster.errors import GenerationError, Overloaded, Unavailable
-from pd_cluster.reports import AllStats, ApiReport, Busy, Stats, ToApi
+from pd_cluster.reports import AllStats, ApiReport, Busy, OthersBusy, Stats, ToApi
 from pd_cluster.settings.config import ApiProcessConfig
 from pd_cluster.types import LegEnd, Sampling, TokenOutput
 from pd_cluster.wire import TraceEvent
@@ -428,3 +428,30 @@ def test_a_process_tells_what_it_has_counted_only_when_that_has_changed(monkeypa
     run(test())
     refused = [each.stats.counters["refused_slo"] if each.stats is not None else None for each in told]
     assert refused == [0, None, None, 1, None, None]
+
+
+def test_a_change_of_the_work_is_reported_before_the_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the counts, which are larger; the others' work replaces that of the last totals."""
+    monkeypatch.setattr(mirror_module, "TICK_S", 3600.0)
+    monkeypatch.setattr(mirror_module, "LOOK_S", 0.0)
+    told: list[ApiReport] = []
+    work = [Busy(1, 1, 0)]
+
+    async def test() -> None:
+        mirror = Mirror(cast(Any, None))
+        running = asyncio.ensure_future(mirror.run(told.append, lambda: ApiReport({}), lambda: work[0]))
+        while len(told) < 1:
+            await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(told) == 1, "nothing has changed"
+        work[0] = Busy(3, 2, 1)
+        while len(told) < 2:
+            await asyncio.sleep(0)
+        running.cancel()
+        mirror.hear(AllStats(Stats(), Busy(), 2))
+        mirror.hear(OthersBusy(Busy(5, 4, 3)))
+        assert mirror.totals == AllStats(Stats(), Busy(5, 4, 3), 2)
+
+    run(test())
+    assert [(each.busy, each.stats) for each in told] == [(Busy(1, 1, 0), None), (Busy(3, 2, 1), None)]

@@ -18,9 +18,11 @@ from pd_cluster.reports import (
     AdapterNames,
     AllStats,
     ApiReport,
+    Busy,
     Instances,
     InstanceView,
     MoveOn,
+    OthersBusy,
     OthersTokens,
     Outstanding,
     ToApi,
@@ -29,6 +31,7 @@ from pd_cluster.reports import (
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+LOOK_S = 0.02  # between two looks at the work that is served now, whose changes are reported at once
 SILENT_TICKS = 10  # the scheduler hears at least this often that this process is alive
 
 
@@ -44,14 +47,25 @@ class Mirror(Roster):
         self._views: dict[str, InstanceView] = {}
         self.totals: AllStats | None = None  # of all API processes; None: not received yet
 
-    async def run(self, tell: Callable[[ApiReport], None], own: Callable[[], ApiReport]) -> None:
+    async def run(
+        self,
+        tell: Callable[[ApiReport], None],
+        own: Callable[[], ApiReport],
+        busy: Callable[[], Busy] | None = None,
+    ) -> None:
         """Restores its connections, and reports, until cancelled.
 
-        `own` returns a report without what is outstanding.
+        `own` returns a report without what is outstanding. `busy`: the work that is served now.
         """
         told = ApiReport({})
         for tick in itertools.count():
-            await asyncio.sleep(TICK_S)
+            due_s = asyncio.get_running_loop().time() + TICK_S
+            while busy is not None and asyncio.get_running_loop().time() + LOOK_S < due_s:
+                await asyncio.sleep(LOOK_S)
+                if (now := busy()) != told.busy:
+                    told = self.report(msgspec.structs.replace(told, busy=now))
+                    tell(msgspec.structs.replace(told, stats=None))
+            await asyncio.sleep(max(0.0, due_s - asyncio.get_running_loop().time()))
             report = self.report(own())
             if report != told or tick % SILENT_TICKS == 0:
                 tell(report if report.stats != told.stats else msgspec.structs.replace(report, stats=None))
@@ -74,6 +88,9 @@ class Mirror(Roster):
                     instance.others_tokens = tokens.get(instance.name, 0)
             case AllStats():
                 self.totals = news
+            case OthersBusy(busy):
+                if self.totals is not None:
+                    self.totals = msgspec.structs.replace(self.totals, others=busy)
             case AdapterNames(names, version):
                 self._adapters.clear()
                 self._adapters.update(names)

@@ -32,6 +32,7 @@ from pd_cluster.reports import (
     InstanceView,
     Keys,
     MoveOn,
+    OthersBusy,
     OthersTokens,
     Outstanding,
     Stats,
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 
 PUBLISH_S = 0.05  # the minimum between two updates
 SHARE_S = 0.1
+SHARE_BUSY_S = 0.01  # the same for the work that is served now
 MAX_LINE_NBYTES = 16 << 20
 MAX_DEATHS, DEATHS_S = 5, 30.0  # this many deaths of one process within this time end the scheduler
 SILENCE_S = 30.0  # for one that starts or hangs; each sends something every second (mirror.py)
@@ -96,6 +98,7 @@ class ApiProcesses:
         drain_timeout_s: float,
     ) -> None:
         self._apis = [_Api(config, listener) for config, listener in zip(configs, listeners, strict=True)]
+        self._busy_changed = asyncio.Event()
         self._reports_changed = False
         self._ended_stats = Stats()  # of ended processes
         self._instances = instances
@@ -111,6 +114,7 @@ class ApiProcesses:
             for api in self._apis:
                 group.create_task(self._keep(api))
             group.create_task(self._share_reports())
+            group.create_task(self._share_busy())
             while True:
                 changed = asyncio.ensure_future(change())  # before the update is sent, so that no change is missed
                 try:
@@ -279,6 +283,8 @@ class ApiProcesses:
 
     def _hear(self, api: _Api, report: ApiReport) -> None:
         """Adds up a report."""
+        if api.busy != report.busy:
+            self._busy_changed.set()
         api.report, api.is_idle, api.busy = report.outstanding, report.is_idle, report.busy
         api.adapters, api.adapters_version = report.adapters, report.adapters_version
         api.steer_version = report.steer_version
@@ -313,12 +319,27 @@ class ApiProcesses:
             tokens = {i.name: i.outstanding_tokens - _tokens(api, i.name) for i in self._instances}
             api.tell(OthersTokens(tokens))
 
+    async def _share_busy(self) -> None:
+        """Sends each process the others' current load soon after a change of it."""
+        while True:
+            await self._busy_changed.wait()
+            self._busy_changed.clear()
+            for api in self._apis:
+                busy = self._busy_of_others(api)
+                if api.told_stats is not None and api.told_stats.others != busy:
+                    api.told_stats = msgspec.structs.replace(api.told_stats, others=busy)
+                    api.tell(OthersBusy(busy))
+            await asyncio.sleep(SHARE_BUSY_S)
+
+    def _busy_of_others(self, api: _Api) -> Busy:
+        return _sum_of([each.busy for each in self._apis if each is not api])
+
     def share_stats(self) -> None:
         """Sends each process the same totals, and the others' current load, if they changed."""
         stats = self.stats
         num_alive = sum(api.is_alive for api in self._apis)
         for api in self._apis:
-            busy = _sum_of([each.busy for each in self._apis if each is not api])
+            busy = self._busy_of_others(api)
             use = [each.adapters for each in self._apis if each is not api]
             news = AllStats(stats, busy, num_alive, _together(use))
             if news != api.told_stats:

@@ -95,6 +95,7 @@ class ModelRunner:
             attention_backend=self.model.attention if device.is_accelerator else config.attention_backend,
             deterministic=config.deterministic,
             quantization=checkpoint.quantization.at_load if checkpoint.quantization is not None else "",
+            quantize_head=checkpoint.head_scheme,
             kv_cache_dtype=self.pool.layout.dtype,
             hf_overrides=checkpoint.hf_overrides,
             rope=checkpoint.rope,

@@ -149,8 +149,12 @@ def build_worker(
     if isinstance(core.runner, LeadRunner):  # there are followers
         lanes = _lead(config, core.runner, followers, local, mailbox, inbox, tell_lost)
     shares = not runner.device.is_accelerator
+    lead = core.runner if isinstance(core.runner, LeadRunner) else runner
     worker = Worker(
-        config, core, side, limits_of(runner), mailbox, lanes, inbox, shares_cores=shares, rest=runner.threads.rest
+        *(config, core, side, limits_of(runner), mailbox, lanes, inbox),
+        shares_cores=shares,
+        rest=runner.threads.rest,
+        go_to_level=lead.sleep if shares else None,
     )
     if config.engine.adapters.are_wanted:
         keeper = core.runner.adapters if isinstance(core.runner, LeadRunner) else runner.held

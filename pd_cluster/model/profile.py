@@ -49,13 +49,14 @@ def peak_of_images(tower: Tower | None, device: Device) -> int:
     if tower is None or not device.is_accelerator:
         return 0
     reset_peak(device)
+    largest = tower.rules.largest()
     try:
-        features = tower.encode(tower.rules.largest())
+        features = tower.encode(largest)
         synchronize(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"a picture of {tower.rules.max_pixels} pixels does not fit {device.torch_name} beside the weights; lower "
-            f"max_pixels in preprocessor_config.json, or give {called('language_model_only')}"
+            f"a picture of {largest.num_rows} x {largest.num_columns} does not fit {device.torch_name} beside the "
+            f"weights; lower the sizes in preprocessor_config.json, or give {called('language_model_only')}"
         ) from error
     num_kept = max(tower.num_kept_tokens, features.shape[1]) if tower.num_kept_tokens else 0
     return peak_nbytes(device) + num_kept * (features.nbytes // features.shape[1])

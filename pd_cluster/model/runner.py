@@ -5,9 +5,11 @@ On an accelerator decode steps are graphs, and steps may be launched whose token
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +19,9 @@ from pd_cluster.checkpoints.weight_files import num_weights
 from pd_cluster.devices.device import Device, resolve, use
 from pd_cluster.devices.group import buffers_nbytes
 from pd_cluster.devices.streams import capture
-from pd_cluster.errors import ConfigError, called
+from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.kv.layout import num_lanes
-from pd_cluster.kv.memory import TORCH_DTYPES, Move
+from pd_cluster.kv.memory import Move
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.model.attention_choice import SDPA, check_backend, check_deterministic, default_block_size
@@ -38,8 +40,9 @@ from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
 from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, DecodeGraphs, sizes_of
 from pd_cluster.model.held_adapters import HeldAdapters
 from pd_cluster.model.image_rows import ImagePart
-from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype, resolve_kv_cache_dtype
+from pd_cluster.model.loader import layout_of, plan_of, resolve_dtype, resolve_kv_cache_dtype
 from pd_cluster.model.parallel.group import Alone, Group
+from pd_cluster.model.parts import load_parts
 from pd_cluster.model.profile import decode_workspace_nbytes, nbytes_of_graphs, peak_of_a_step, peak_of_images
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
@@ -47,11 +50,12 @@ from pd_cluster.model.sampling.tokens import After, DeviceTokens
 from pd_cluster.model.sizing import check_offload, num_pool_blocks, num_step_tokens, num_swap_blocks
 from pd_cluster.model.threads import StepThreads
 from pd_cluster.model.trial import prove_lengths, trial
-from pd_cluster.model.vision.tower import Tower, load_tower
-from pd_cluster.native.memory import keep_what_is_freed
+from pd_cluster.model.vision.tower import Tower
+from pd_cluster.native.memory import give_freed_back, keep_what_is_freed
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Request
+from pd_cluster.wire import SleepLevel
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +68,7 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, group: Group | None = None, device: Device | None = None) -> None:
         """`group`: the ranks that share the model; each of them builds its runner at the same time."""
+        self._config = config
         self.group = group or Alone()
         assert self.group.size == config.tensor_parallel_size
         self.device = device = device or resolve(config.device)
@@ -107,27 +112,15 @@ class ModelRunner:
         spreads = device.traits.spreads_tokens or config.npu_tp_graphs
         self.goes_ahead = device.is_accelerator and (self.group.size == 1 or spreads)
         self.threads = StepThreads()
+        self._has_weights = True
         self.group.loaded()
 
     def _load(self, config: EngineConfig, checkpoint: Checkpoint, dtype: str, block_size: int) -> None:
         """Loads the model, allocates the pool and runs the proof. Raises ModelError for what must not be served."""
         device = self.device
-        self.tower: Tower | None = None  # None: it takes no pictures
-        self.model = load_model(
-            checkpoint,
-            dtype,
-            device,
-            self.group,
-            config.attention_backend,
-            block_size,
-            config.max_num_seqs,
-            config.deterministic,
-            config.npu_head_dims,
-            config.kv_cache_dtype,
-        )
-        if checkpoint.vision is not None:
-            kept_dtype = TORCH_DTYPES[dtype] if device.is_accelerator else torch.float32
-            self.tower = load_tower(checkpoint, kept_dtype, device, config.mm_encoder_cache_tokens)
+        self._load_again = partial(load_parts, checkpoint, config, dtype, block_size, device, self.group)
+        self.tower: Tower | None
+        self.model, self.tower = self._load_again()
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, block_size, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype))
         if self.group.size > 1:
@@ -149,6 +142,7 @@ class ModelRunner:
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
         self.held = HeldAdapters(self.model, layout, config.adapters)
         self.held.load_named(config.adapters)
+        self._dtype = dtype
         self.window = prove(self.model, self.pool, dtype)
         if checkpoint.is_unproven:
             assert isinstance(self.model, PlainCausalLM)  # see load_model
@@ -283,6 +277,34 @@ class ModelRunner:
             states = batch.hidden.states if batch.hidden is not None else None
             # Ranks other than 0 drop them, but a copy to the host is small beside a step that computed prompts.
             return RunnerOutput(logits, NO_HIDDEN_STATES if states is None else states.cpu().float())
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Returns memory to the system, or takes it again, between two steps; no block may be in use. On CPU only.
+
+        Level 1: without the KV cache; level 2: without weights, too. Raises ModelError if they cannot be had again.
+        """
+        assert not self.device.is_accelerator
+        if level == 2 and self._has_weights:
+            del self.model
+            self.tower, self._has_weights = None, False
+        elif level < 2 and not self._has_weights:
+            self._check_files()
+            self.model, self.tower = self._load_again()
+            self.held.adopt(self.model)
+            prove(self.model, self.pool, self._dtype)
+            self.group.loaded()
+            self._has_weights = True
+        if level:
+            self.pool.vacate()
+            self.swap.vacate()
+            gc.collect()
+            give_freed_back()
+
+    def _check_files(self) -> None:
+        """Raises ModelError if the folder is another model by now than the one that others know by its identity."""
+        checkpoint = Checkpoint.of(self._config)
+        if checkpoint.identity != self.model_identity:
+            raise ModelError(f"{checkpoint.path}: it is another model than before the sleep; start all instances again")
 
     def move(self, moves: Sequence[tuple[Move, int, int]]) -> None:
         """Copies blocks (kind, source, target) in this order; see SwapSpace."""

@@ -21,6 +21,7 @@ from pd_cluster.cluster.tenancy.key_file import KeyFile, write_key_file
 from tests.support.cluster import free_port_pair
 
 WAIT_S = 90.0
+LOGS = "/dashboard/api/instances/decode-0/logs"
 Checkpoints = Callable[..., Path]
 
 
@@ -89,6 +90,28 @@ def ask(port: int) -> int:
     return answer.status_code
 
 
+def session_of(line: str) -> httpx.Client:
+    """Opens the dashboard's link as a browser does; the client has its cookie and sends what its page sends."""
+    found = re.match(r"dashboard: (http://[^/]+)/dashboard/#code=(\S+)", line)
+    assert found is not None, line
+    page = httpx.Client(base_url=found[1], headers={"Origin": found[1]}, timeout=30)
+    answer = page.post("/dashboard/api/session", json={"code": found[2]})
+    assert answer.status_code == 200, answer.text
+    page.headers["X-PD-Dashboard"] = answer.json()["command_token"]
+    return page
+
+
+def await_mark(page: httpx.Client, name: str, kind: str) -> None:
+    """Waits until the overview has a later event of that kind than of any other kind."""
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        marks = page.get("/dashboard/api/overview").json()["marks"]
+        if [mark["kind"] for mark in marks if mark["instance_id"] == name][-1:] == [kind]:
+            return
+        assert time.monotonic() < deadline_s, marks
+        time.sleep(0.02)
+
+
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -108,6 +131,8 @@ def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[.
     assert sum("--max-log-len has no effect" in line for line in cluster.lines) == 1
     assert ask(port) == 200
     admin = f"http://127.0.0.1:{port + 1}/instances"
+    page = session_of(cluster.await_line(r"^dashboard: .*")[0])
+    assert page.get("/dashboard/api/overview").json()["problems"] == []
     instances = httpx.get(admin).json()["instances"]
     (preloader,) = {parent_of(pid) for entry in instances for pid in entry["rank_pids"]}
     assert parent_of(preloader) == cluster.process.pid
@@ -116,12 +141,20 @@ def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[.
     victim = next(i["pid"] for i in instances if i["instance_id"] == "decode-0")
     os.kill(victim, signal.SIGKILL)
     assert cluster.await_line(r"decode-0 \(pid (\d+)\) died with exit code -9")[1] == str(victim)
+    await_mark(page, "decode-0", "down")
     cluster.await_line(r"decode-0 was started again")
     cluster.await_line(r"link to decode-0 is up")
     deadline_s = time.monotonic() + WAIT_S
     while ask(port) != 200:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
+    await_mark(page, "decode-0", "up")
+    assert sum("control port" in line for line in page.get(LOGS).json()["lines"]) == 2, "both lives have their lines"
+    answer = page.post(
+        "/dashboard/api/chat", json={"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    )
+    assert answer.json()["usage"]["completion_tokens"] == 2
+    page.close()
     instances = httpx.get(admin).json()["instances"]
     ranks = [pid for entry in instances for pid in entry["rank_pids"]]
     assert len({parent_of(pid) for pid in ranks} - {preloader}) == 2  # the new one, and init

@@ -161,6 +161,15 @@ def test_a_captured_plan_serves_other_contexts_and_padding(
 
 
 @needs_triton
+def test_counts_of_splits_are_back_at_zero_for_the_next_launch(interpreter: TritonChild) -> None:
+    """Otherwise the second step of the same buffers merges too early, or never."""
+    fault = {"old": "tl.store(arrived, 0)", "new": "pass"}
+    steps = [[100, 70], [100, 70]]
+    apart = interpreter.call("triton_mutants", "mutant_replays_differ_by", steps=steps, split_keys=32, **fault)
+    assert apart > 100 * TOLERANCE["float32"]
+
+
+@needs_triton
 @pytest.mark.parametrize("split_keys", [256, 64])
 def test_a_row_does_not_depend_on_the_batch(interpreter: TritonChild, split_keys: int) -> None:
     sequences = [(1, 40), (9, 60), (1, 200), (33, 33), (1, 1)]
@@ -190,10 +199,11 @@ MUTANTS = [
     ("start + n >= seen_from", "start + n >= 0", 33, 16),
     ("start + n >= seen_from", "start + n > seen_from", 64, 16),
     ("whole_hi = hi // BLOCK_N", "whole_hi = tl.cdiv(hi, BLOCK_N)", None, 16),
-    ("num_used = end - first", "num_used = end - first + 1", None, 16),
-    ("num_used = end - first", "num_used = end - first - 1", None, 16),
+    ("num_splits = end - first", "num_splits = end - first + 1", None, 16),
+    ("num_splits = end - first", "num_splits = end - first - 1", None, 16),
+    ("(split < num_splits)[None, :]", "(split < num_splits - 1)[None, :]", None, 16),
     ("(ends <= item)", "(ends < item)", None, 16),
-    ("heads) * max_splits + split", "heads) * max_splits", None, 16),
+    ("own_row + heads * max_splits + split", "own_row + heads * max_splits", None, 16),
     ("hi = tl.minimum(lo + keys, context_len)", "hi = tl.minimum(lo + keys - BLOCK_N, context_len)", None, 16),
     ("fade, total * fade + tl.exp2(sink - new_top)", "fade, total * fade", None, 16),
     ("top + tl.log2(total)", "tl.log2(total)", None, 16),
@@ -225,11 +235,12 @@ def test_a_mutation_of_nothing_is_no_fault(interpreter: TritonChild) -> None:
 
 def compile_and_check(compiler: TritonChild, arch: int, dtype: str, **shape: Any) -> None:
     found = compiler.call("triton_compile", "compiled", arch=arch, dtype=dtype, **shape)
-    assert set(found) == {"prefill_kernel", "decode_kernel", "merge_kernel", "write_kernel"}
+    assert set(found) == {"prefill_kernel", "decode_kernel", "write_kernel"}
     for name, takes in found.items():
         assert takes["shared_nbytes"] <= SHARED_NBYTES[arch], (name, takes)
         assert takes["spilled_nbytes"] <= 64, (name, takes)
     prefill, decode = found["prefill_kernel"], found["decode_kernel"]
+    assert decode["ordered_counts"] == decode["counts"] == 1, decode  # results are stored first, and merged later
     if shape["head_dim"] >= 64:  # tiles come by asynchronous copies of 16 bytes
         assert prefill["cp.async.cg"] > 0, prefill
         assert decode["cp.async.cg"] > 0, decode

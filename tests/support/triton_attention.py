@@ -71,6 +71,7 @@ def metadata(batch: ForwardBatch, plan: AttentionPlan) -> attention.BatchMetadat
         batch.table_starts,
         torch.from_numpy(plan.decode_seqs),
         torch.from_numpy(plan.tiles),
+        torch.zeros(plan.num_arrivals(batch.pool.layout.num_kv_heads), dtype=torch.int32),
     )
 
 
@@ -168,7 +169,8 @@ def replays(
     table = torch.empty(num_seqs * 30, dtype=torch.int32)
     starts, contexts = torch.zeros(num_seqs + 1, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32)
     unread = torch.full((1,), 1 << 30, dtype=torch.int32)
-    static = attention.BatchMetadata(unread, contexts, table, starts, unread, unread)
+    arrivals = torch.zeros(plan.num_arrivals(num_kv_heads), dtype=torch.int32)
+    static = attention.BatchMetadata(unread, contexts, table, starts, unread, unread, arrivals)
     query, out = torch.empty(num_seqs, num_heads, head_dim), torch.empty(num_seqs, num_heads, head_dim)
     workspace = torch.empty(plan.workspace_numel(num_heads, head_dim))
     told = []

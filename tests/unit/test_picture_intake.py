@@ -15,7 +15,7 @@ from pd_cluster.checkpoints.vision import VisionPart
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.errors import RequestError, Unavailable
 from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.media.rules import ImageRules
+from pd_cluster.media.kinds.qwen import GridRules
 from pd_cluster.service.helpers import children
 from pd_cluster.service.pixels import PixelBudget
 from pd_cluster.service.prompts import pictures
@@ -24,8 +24,8 @@ from pd_cluster.settings.media import MediaSettings
 from pd_cluster.types import Image, Order, Request, Sampling, Span
 from tests.support.pictures import data_url, file_of, picture
 
-RULES = ImageRules(4, 2, 256, 1024)
-PART = VisionPart("qwen2_vl", RULES, 7, 2, (0.5,) * 3, (0.5,) * 3, 1 / 255, ())
+RULES = GridRules(4, 2, 256, 1024, token_id=7)
+PART = VisionPart("qwen2_vl", RULES, (0.5,) * 3, (0.5,) * 3, 1 / 255, ())
 
 
 @asynccontextmanager

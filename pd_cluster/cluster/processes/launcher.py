@@ -26,6 +26,7 @@ from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT, Launc
 from pd_cluster.cluster.processes.ports import free_ports
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.http import KEYS_VARIABLE, METRICS_KEY_VARIABLE
+from pd_cluster.settings.log_files import LogFile, folder_of
 from pd_cluster.settings.options import without_keys
 from ranktable_tools import generate, write
 from ranktable_tools.files import PRIVATE
@@ -140,6 +141,19 @@ class Cluster:
                 await asyncio.sleep(READY_POLL_S)
         raise ConfigError(f"the cluster was not ready within {timeout_s:g} s; see the lines above")
 
+    async def dashboard_link(self) -> str:
+        """Returns a link that works once, for a minute, and how to get another."""
+        import httpx
+
+        again = f"`pd-cluster dashboard --admin {self.launch.admin_url} --admin-token-file {self.admin_token_file}`"
+        headers = {"Authorization": f"Bearer {self.admin_token_file.read_text().strip()}"}
+        async with httpx.AsyncClient(timeout=5, trust_env=False, verify=False, headers=headers) as client:
+            try:
+                made = (await client.post(f"{self.launch.admin_url}/dashboard/codes")).json()
+                return f"{self.launch.admin_url}{made['path']} (once, within a minute; again: {again})"
+            except (httpx.HTTPError, ValueError, KeyError):
+                return again
+
     @property
     def has_served(self) -> bool:
         """Whether it has been ready; otherwise there is nothing that must come to an end."""
@@ -223,10 +237,12 @@ class Cluster:
     async def _copy_lines(self, name: str, process: asyncio.subprocess.Process) -> str:
         last = ""
         assert process.stdout is not None
-        while raw := await _read_line(process.stdout):
-            line = raw.decode(errors="replace").rstrip()
-            last = line or last
-            self._say(f"{name:<10}| {line}")
+        with contextlib.closing(LogFile(folder_of(self._folder), name)) as kept:
+            while raw := await _read_line(process.stdout):
+                line = raw.decode(errors="replace").rstrip()
+                last = line or last
+                kept.write(line)
+                self._say(f"{name:<10}| {line}")
         return last.removeprefix("pd-cluster: ")
 
     async def _end(self, process: asyncio.subprocess.Process, kill: bool) -> None:
@@ -285,7 +301,8 @@ async def run_until_signal(launch: Launch) -> int:
         if ready.done():
             ready.result()
             gc.enable()
-            _announce(launch, cluster, time.monotonic() - started_s)
+            took_s = time.monotonic() - started_s
+            _announce(launch, cluster, took_s, await cluster.dashboard_link())
             failing = asyncio.ensure_future(cluster.wait_failure())
             await asyncio.wait({failing, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if failing.done():
@@ -305,7 +322,7 @@ async def run_until_signal(launch: Launch) -> int:
             task.cancel()
 
 
-def _announce(launch: Launch, cluster: Cluster, took_s: float) -> None:
+def _announce(launch: Launch, cluster: Cluster, took_s: float, link: str) -> None:
     model = launch.served_model_names[0] if launch.served_model_names else launch.model
     body = '{"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0, "max_tokens": 32'
     body += f', "model": "{model}"}}' if model else "}"
@@ -315,5 +332,6 @@ def _announce(launch: Launch, cluster: Cluster, took_s: float) -> None:
         f"ready after {took_s:.1f} s: {launch.num_prefill} prefill, {launch.num_decode} decode, "
         f"OpenAI API at {launch.url}/v1, admin at {launch.admin_url}\n"
         f"admin token: {cluster.admin_token_file}\n{again}"
+        f"dashboard: {link}\n"
         f"try: curl {launch.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     )

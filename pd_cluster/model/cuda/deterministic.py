@@ -71,11 +71,15 @@ def _plan(batch: ForwardBatch, configs: AttentionConfigs, group: int) -> tuple[A
         there = torch.stack((seqs, torch.zeros_like(seqs)), dim=1)
     else:
         there = on_device({"tiles": plan.tiles}, batch.pool.device)["tiles"]
-    return plan, BatchMetadata(
-        batch.query_starts,
-        batch.context_lens,
-        batch.block_table,
-        batch.table_starts,
-        batch.table_starts[:0],  # no sequence decodes apart
-        there,
+    return (
+        plan,
+        BatchMetadata(
+            batch.query_starts,
+            batch.context_lens,
+            batch.block_table,
+            batch.table_starts,
+            batch.table_starts[:0],  # no sequence decodes apart
+            there,
+            batch.table_starts[:0],
+        ),
     )

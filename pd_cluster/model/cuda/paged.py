@@ -82,6 +82,9 @@ def _plan(batch: ForwardBatch, dtype_bits: int, num_heads: int, num_kv_heads: in
     there = {"decode_seqs": batch.table_starts[:0], "tiles": batch.table_starts[:0]}
     if not plan.all_decode:
         there = on_device({"decode_seqs": plan.decode_seqs, "tiles": plan.tiles}, device)
+    arrivals = there["decode_seqs"][:0]
+    if num_arrivals := plan.num_arrivals(num_kv_heads):
+        arrivals = torch.zeros(num_arrivals, dtype=torch.int32, device=device.torch_name)
     return plan, BatchMetadata(
         batch.query_starts,
         batch.context_lens,
@@ -89,6 +92,7 @@ def _plan(batch: ForwardBatch, dtype_bits: int, num_heads: int, num_kv_heads: in
         batch.table_starts,
         there["decode_seqs"],
         there["tiles"],
+        arrivals,
     )
 
 

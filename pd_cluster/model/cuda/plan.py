@@ -49,6 +49,10 @@ class AttentionPlan:
         """Returns the float32 elements that the splits need: output and log-sum-exp of each."""
         return 0 if self.max_splits == 1 else len(self.decode_seqs) * num_heads * self.max_splits * (head_dim + 1)
 
+    def num_arrivals(self, num_kv_heads: int) -> int:
+        """Returns how many counts of complete splits a launch needs."""
+        return 0 if self.max_splits == 1 else len(self.decode_seqs) * num_kv_heads
+
 
 def plan_attention(
     query_lens: npt.NDArray[np.integer],  # [num_seqs], each at least 1

@@ -134,6 +134,17 @@ class Adapters:
         for site, _ in self._places.values():
             site.drop(slot)
 
+    def adopt(self, new: Adapters) -> None:
+        """Puts the adapters that are loaded here beside the layers of `new`, which has none.
+
+        `new` belongs to the same model, loaded again, and is of no use afterwards.
+        """
+        with self._lock:
+            for name, (site, _) in new._places.items():
+                old, _ = self._places[name]
+                site.table, site.additions = old.table, old.additions
+            self.rows, self._places = new.rows, new._places
+
     def next_slot(self) -> int:
         """Returns a slot that no adapter has had."""
         return next(self._slots_given)

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import AutoConfig
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ModelError
-from pd_cluster.model.vision.classes import rotary_of
+from pd_cluster.model.vision.classes import CLASSES, class_of
 
 
 class SectionsRotaryEmbedding(torch.nn.Module):
@@ -30,8 +30,11 @@ class SectionsRotaryEmbedding(torch.nn.Module):
 
 
 def put_sections(model: Any, checkpoint: Checkpoint, device: Device) -> None:
-    """Replaces a text model's rotary embedding, before it is fused. Raises ModelError."""
+    """Replaces a text model's rotary embedding, before it is fused, if pictures turn by sections. Raises ModelError."""
     assert checkpoint.vision is not None
+    name = CLASSES[checkpoint.vision.model_type].rotary
+    if not name:
+        return
     if checkpoint.rope.kind:
         raise ModelError(
             f"{checkpoint.path / 'config.json'}: rope_type {checkpoint.rope.kind}: its frequencies follow a request's "
@@ -42,7 +45,7 @@ def put_sections(model: Any, checkpoint: Checkpoint, device: Device) -> None:
     config = copy.deepcopy(model.config)
     config.rope_parameters = {**config.rope_parameters, **sections}
     config.head_dim = model.model.layers[0].self_attn.head_dim
-    three = rotary_of(checkpoint.vision)(config).to(device.torch_name)
+    three = class_of(checkpoint.vision, name)(config).to(device.torch_name)
     if sum(three.mrope_section) != config.head_dim // 2:
         raise ModelError(
             f"{checkpoint.path / 'config.json'}: mrope_section {list(three.mrope_section)}: must add up to half of a "

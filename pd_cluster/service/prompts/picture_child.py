@@ -17,6 +17,7 @@ import msgspec
 from pd_cluster.engine.start.process import die_with_parent, leave_signals_to_parent
 from pd_cluster.errors import RequestError
 from pd_cluster.media.fetch import Places, fetched
+from pd_cluster.media.kinds.table import WrittenRules
 from pd_cluster.media.pictures import prepared
 from pd_cluster.media.rules import ImageRules
 from pd_cluster.types import Image
@@ -26,7 +27,7 @@ NICENESS = 10
 
 
 class PictureSettings(msgspec.Struct, frozen=True):
-    rules: ImageRules
+    rules: WrittenRules
     places: Places
 
 
@@ -45,9 +46,9 @@ class ReadPicture(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def answer(job: PictureJob, settings: PictureSettings) -> ReadPicture:
+def answer(job: PictureJob, rules: ImageRules, places: Places) -> ReadPicture:
     try:
-        return ReadPicture(*prepared(fetched(job.url, settings.places, job.refused), settings.rules))
+        return ReadPicture(*prepared(fetched(job.url, places, job.refused), rules))
     except RequestError as error:
         return ReadPicture(error=str(error))
     except MemoryError:
@@ -61,11 +62,12 @@ def main(fd: int) -> int:
     channel = socket.socket(fileno=fd)
     lines = channel.makefile("rb")
     settings = msgspec.json.decode(lines.readline(), type=PictureSettings)
+    rules = settings.rules.read()
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MAX_NBYTES, in_use + MAX_NBYTES))
     channel.sendall(b"\n")
     while line := lines.readline():
-        body = msgspec.msgpack.encode(answer(msgspec.json.decode(line, type=PictureJob), settings))
+        body = msgspec.msgpack.encode(answer(msgspec.json.decode(line, type=PictureJob), rules, settings.places))
         channel.sendall(b"#%d\n" % len(body))
         channel.sendall(body)
     return 0

@@ -14,6 +14,7 @@ import msgspec
 from pd_cluster.checkpoints.vision import VisionPart
 from pd_cluster.errors import RequestError
 from pd_cluster.media.fetch import Places
+from pd_cluster.media.kinds.table import WrittenRules
 from pd_cluster.media.rules import Placed, place
 from pd_cluster.service.helpers.children import Broke, Children, TookTooLong
 from pd_cluster.service.pixels import PixelBudget, PixelHold
@@ -57,7 +58,8 @@ class PictureIntake:
         self._budget = PixelBudget()
         self._children: Children | None = None
         if vision is not None:
-            settings = msgspec.json.encode(PictureSettings(vision.rules, Places(config.local_root, config.domains)))
+            places = Places(config.local_root, config.domains)
+            settings = msgspec.json.encode(PictureSettings(WrittenRules.of(vision.rules), places))
             module = "pd_cluster.service.prompts.picture_child"
             self._children = Children(module, settings, TIMEOUT_S, "picture", quick_s=None)
 
@@ -106,7 +108,7 @@ class PictureIntake:
                     param=_param(source),
                 )
         images = [prepared[source.url] for source in sources]
-        placed = place(token_ids, self._vision.image_token_id, images, self._vision.rules, param)
+        placed = place(token_ids, images, self._vision.rules, param)
         if images and len(placed.token_ids) * NUMBERS_NBYTES > MAX_NUMBERS_NBYTES:
             most = MAX_NUMBERS_NBYTES // NUMBERS_NBYTES
             raise RequestError(

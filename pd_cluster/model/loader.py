@@ -46,8 +46,8 @@ from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import has_head, names, read_shard, read_text_part, read_whole
 from pd_cluster.model.proof import ROUNDED, check_finite
-from pd_cluster.model.quantized.head import quantize_head
 from pd_cluster.model.quantized_files import read_quantized
+from pd_cluster.model.quantized_head import quantize_head
 from pd_cluster.model.trial import prove_packing
 from pd_cluster.model.unfilled import Unfilled
 from pd_cluster.model.vision.rotary import put_sections

@@ -17,8 +17,8 @@ from pd_cluster.lab.child import make_model
 from pd_cluster.lab.tiny_model import ModelShape
 from pd_cluster.model.quantized import weight as quantized_weight
 from pd_cluster.model.quantized.encode import encoded
-from pd_cluster.model.quantized.head import quantize_head
 from pd_cluster.model.quantized.weight import CODED, INT8
+from pd_cluster.model.quantized_head import quantize_head
 from pd_cluster.native import products
 from pd_cluster.native.products import PackedProduct, int8_linear, quantize_rows
 from pd_cluster.types import Sampling

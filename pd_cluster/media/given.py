@@ -23,6 +23,7 @@ class Given:
     preprocessor: Mapping[str, Any]
     processor: Mapping[str, Any]  # of processor_config.json and tokenizer_config.json together
     token_id_of: Callable[[str], int | None]
+    video: tuple[Path, Mapping[str, Any]]  # the file that says how videos are prepared, and what it says
 
     @property
     def tower(self) -> Mapping[str, Any]:
@@ -49,12 +50,17 @@ class Given:
 
     def control_token(self, name: str, default: str) -> int:
         """Returns the id of a control token that the processor has under a name."""
-        text = self.processor.get(name, default)
-        text = text.get("content") if isinstance(text, dict) else text
-        found = self.token_id_of(text) if isinstance(text, str) else None
+        text = self.token_text(name, default)
+        found = self.token_id_of(text)
         if found is None:
             raise ModelError(f"{self.folder / 'tokenizer.json'}: no token {text!r}; pictures need it ({name})")
         return found
+
+    def token_text(self, name: str, default: str) -> str:
+        """Returns the text of a control token that the processor has under a name."""
+        text = self.processor.get(name, default)
+        text = text.get("content") if isinstance(text, dict) else text
+        return text if isinstance(text, str) and text else default
 
     def height_and_width(self, name: str, default: tuple[int, int]) -> tuple[int, int]:
         """Returns a size of the preprocessor's file."""

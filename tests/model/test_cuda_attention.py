@@ -92,6 +92,28 @@ def test_long_chunks_in_tiles_of_other_sizes(
     assert difference(interpreter, LONG, rows=rows, keys=keys, **shape) < TOLERANCE["float32"]
 
 
+def limits_of(sequences: list[tuple[int, int]], pictures: list[tuple[int, int]]) -> list[int]:
+    """Returns the ends of the keys that rows see; `pictures` are rows [first, stop) of one sequence each."""
+    limits = [context - query_len + at + 1 for query_len, context in sequences for at in range(query_len)]
+    for first, stop in pictures:
+        limits[first:stop] = [limits[stop - 1]] * (stop - first)
+    return limits
+
+
+@needs_triton
+@pytest.mark.parametrize(("rows", "keys"), [(16, 32), (64, 64)])
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("is_uniform", [False, True])
+def test_tokens_that_see_later_ones(
+    interpreter: TritonChild, is_uniform: bool, window: int | None, rows: int, keys: int
+) -> None:
+    """Tokens of a picture see all of it."""
+    sequences = [(70, 70), (1, 41), (33, 53), (5, 5)]
+    limits = limits_of(sequences, [(3, 40), (41, 44), (71, 90), (104, 109)])
+    shape = {**named((4, 2, 16, 16, window, None, False, 64)), "rows": rows, "keys": keys, "is_uniform": is_uniform}
+    assert difference(interpreter, sequences, limits=limits, **shape) < TOLERANCE["float32"]
+
+
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(900)
@@ -266,6 +288,14 @@ def test_kernels_compile_and_fit(
     compiler: TritonChild, arch: int, head_dim: int, group: int, dtype: str, block_size: int, is_rich: bool
 ) -> None:
     compile_and_check(compiler, arch, dtype, head_dim=head_dim, group=group, block_size=block_size, is_rich=is_rich)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+def test_limits_of_rows_compile_and_fit(compiler: TritonChild, arch: int) -> None:
+    shape = {"head_dim": 256, "group": 2, "block_size": 16, "is_rich": False, "has_limits": True}
+    compile_and_check(compiler, arch, "bfloat16", **shape)
 
 
 @needs_triton

@@ -26,7 +26,7 @@ from pd_cluster.model.cuda.attention_configs import configs_for
 from pd_cluster.model.cuda.plan import plan_attention
 
 LAUNCHED = ("prefill_kernel", "decode_kernel", "write_kernel")
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 # A count of complete splits: behind a barrier of the program without a store in between, and before another one.
 ORDERED_COUNT = re.compile(
     r"bar\.sync\s+0;(?:(?!st\.global|bar\.sync)[^$])*?atom\.global\.gpu\.acq_rel\.add"
@@ -68,6 +68,7 @@ def _step(
     num_kv_heads: int = 8,
     window: int = 128,
     is_uniform: bool = False,
+    has_limits: bool = False,
 ) -> None:
     query_lens, context_lens = np.array([1, 1, 500]), np.array([900, 1000, 700])
     num_heads, torch_dtype = num_kv_heads * group, TORCH_DTYPES[dtype]
@@ -81,9 +82,10 @@ def _step(
     pool = empty(4000, 32, 2, block_size, num_kv_heads, head_dim, dtype=torch_dtype)
     qkv = empty(502, num_heads + 2 * num_kv_heads, head_dim, dtype=torch_dtype)
     query, keys, values = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    limits = empty(502) if has_limits else None
     arrivals = empty(plan.num_arrivals(num_kv_heads))
     tiles = empty(len(plan.tiles), 2)
-    batch = attention.BatchMetadata(empty(4), empty(3), empty(999), empty(4), empty(2), tiles, arrivals)
+    batch = attention.BatchMetadata(empty(4), empty(3), empty(999), empty(4), empty(2), tiles, arrivals, limits)
     sinks = empty(num_heads, dtype=torch_dtype)
     scoring = Scoring(0.1, window, 30.0, sinks) if is_rich else Scoring(0.1)
     attention.write_kv(keys, values, pool[:, 3, 0], pool[:, 3, 1], empty(502, dtype=torch.int64))

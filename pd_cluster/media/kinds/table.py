@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pd_cluster.media.given import Given
-from pd_cluster.media.kinds import qwen
-from pd_cluster.media.rules import BICUBIC, ImageRules
+from pd_cluster.media.kinds import glm, internvl, llava, pixtral, qwen
+from pd_cluster.media.rules import BICUBIC, BILINEAR, ImageRules
 
 Three = tuple[float, float, float]
 
 CLIP_MEAN: Three = (0.48145466, 0.4578275, 0.40821073)  # of OpenAI's CLIP
 CLIP_STD: Three = (0.26862954, 0.26130258, 0.27577711)
+HALF: Three = (0.5, 0.5, 0.5)
 
 
 class Kind(NamedTuple):
@@ -28,9 +29,14 @@ class Kind(NamedTuple):
 
 KINDS: Mapping[str, Kind] = {
     "qwen2_vl": Kind(qwen.qwen2),
-    "qwen2_5_vl": Kind(qwen.qwen2),
+    "qwen2_5_vl": Kind(qwen.qwen2_5),
     "qwen3_vl": Kind(qwen.qwen3),
     "qwen3_vl_moe": Kind(qwen.qwen3),
+    "llava": Kind(llava.llava),
+    "internvl": Kind(internvl.internvl),
+    "mistral3": Kind(pixtral.mistral3),
+    "gemma3": Kind(llava.gemma3, HALF, HALF, BILINEAR),
+    "glm4v": Kind(glm.glm4v),
 }
 
 

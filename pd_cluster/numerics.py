@@ -17,7 +17,15 @@ from pd_cluster.errors import ModelError, called
 
 # Apart from `rope`, `key_order` and `bf16_way`, which follow from others. `deterministic` changes the attention, so it
 # comes first.
-SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "deterministic", "attention_backend", "hf_overrides")
+SETTINGS = (
+    "dtype",
+    "quantization",
+    "quantize_head",
+    "kv_cache_dtype",
+    "deterministic",
+    "attention_backend",
+    "hf_overrides",
+)
 KEY_ORDER = f"the order of features in keys, which follows from the kind of device and {called('dtype')},"
 BF16_WAY = f"the way of products in bfloat16, which follows from the processor ({called('dtype')} float32 has none),"
 DYNAMIC, LONGROPE = "dynamic", "longrope"
@@ -76,7 +84,8 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     """The numerics of one instance. `attention_backend`: the setting on a CPU, the chosen backend elsewhere.
 
     `deterministic` is the setting, on every device. `quantization`: the scheme of weights that are quantized at load;
-    those of a folder are part of its identity. `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON.
+    those of a folder are part of its identity. `quantize_head`: that of the output layer. `kv_cache_dtype` is the
+    pool's. `hf_overrides` is canonical JSON.
     `key_order`: that of a head's features in the KV cache (model/layers/rope_tables). `bf16_way`: how a CPU multiplies
     weights of bfloat16 (native/products), if it does.
     """
@@ -91,6 +100,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     rope: RopeScaling = RopeScaling()
     key_order: str = "model"
     bf16_way: str = ""
+    quantize_head: str = ""
 
     @property
     def digest(self) -> str:

@@ -13,7 +13,7 @@ from pd_cluster.checkpoints import internlm
 from pd_cluster.checkpoints.architectures import MULTIMODAL, Config, defaults_of, is_native, text_part, why_not
 from pd_cluster.checkpoints.hub import resolve_model
 from pd_cluster.checkpoints.json_files import read_json
-from pd_cluster.checkpoints.quantized import Quantization, asked, quantization_of
+from pd_cluster.checkpoints.quantized import Quantization, asked, at_load, quantization_of
 from pd_cluster.checkpoints.vision import IMAGE_TYPES, VisionPart
 from pd_cluster.checkpoints.weight_files import (
     QUANTIZERS_FIELDS,
@@ -74,6 +74,7 @@ class Checkpoint:
     quantization: Quantization | None = None  # of the files
     takes_adapters: bool = False  # LoRA adapters can be loaded beside the model's layers
     vision: VisionPart | None = None  # how it reads pictures; None: its prompts are texts
+    head_scheme: str = ""  # that quantizes the output layer at load
 
     @classmethod
     def open(cls, model: str) -> Checkpoint:
@@ -124,6 +125,7 @@ class Checkpoint:
             quantization,
             engine.adapters.enable_lora,
             vision,
+            at_load(engine.quantize_head or ""),
         )
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 
 from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, QUANTIZERS_FILES, method_of, quantized
 from pd_cluster.errors import ModelError, called
-from pd_cluster.settings.engine import AT_LOAD
+from pd_cluster.settings.engine import ALSO_AT_LOAD, AT_LOAD
 
 Settings = Mapping[str, Any]
 FP8_BLOCK = (128, 128)
@@ -195,7 +195,6 @@ METHODS: dict[str, Callable[[Quantization, Settings], Quantization]] = {
     ASCEND: _ascend,
 }
 SPELLINGS = {"auto_round": AUTO_ROUND, "intel/auto-round": AUTO_ROUND, "ascend": ASCEND}
-ALSO = {"wint8": "int8_wo", "wint4": "int4_wo"}  # FastDeploy's names
 # Names of --quantization for methods that have others
 CALLED = {
     "fp8": ("fp8", "fbgemm_fp8", COMPRESSED, "modelopt"),
@@ -205,6 +204,11 @@ CALLED = {
     AUTO_ROUND: ("gptq", "awq", COMPRESSED),
 }
 KINDS = {"fp8": "float8", "mxfp4": "float4"}  # of weights, by these names
+
+
+def at_load(scheme: str) -> str:
+    """Returns our name of a scheme that quantizes plain weights."""
+    return ALSO_AT_LOAD.get(scheme, scheme)
 
 
 def asked(path: Path, wanted: str | None, found: Quantization | None) -> Quantization | None:
@@ -222,7 +226,7 @@ def asked(path: Path, wanted: str | None, found: Quantization | None) -> Quantiz
             kinds = f" ({', '.join(found.kinds)})" if found.kinds else ""
             raise ModelError(f"{flag}: {found.place} says {found.method}{kinds}; leave it out")
         return found
-    if (scheme := ALSO.get(wanted, wanted)) not in AT_LOAD:
+    if (scheme := at_load(wanted)) not in AT_LOAD:
         ways = ", ".join(AT_LOAD)
         raise ModelError(f"{flag}: {path} has plain weights; give a folder that is quantized so, or one of {ways}")
     return Quantization("", flag, at_load=scheme)

@@ -17,6 +17,7 @@ def quality(
     model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
     kv_cache_dtype: Annotated[str, typer.Option(help="KV cache dtypes to compare, with commas.")] = "",
     quantization: Annotated[str, typer.Option(help="Schemes of weights at load to compare, with commas.")] = "",
+    quantize_head: Annotated[str, typer.Option(help="Schemes of the output layer to compare, with commas.")] = "",
     calibration: Annotated[
         str, typer.Option(help="Text file, or .jsonl of texts or conversations; default: texts of the model itself.")
     ] = "",
@@ -32,8 +33,8 @@ def quality(
 
     check_writable(json)
     folder = model or str(SHIPPED_MODEL)
-    variants: list[tuple[str, Any]] = [("kv_cache_dtype", each) for each in kv_cache_dtype.split(",") if each]
-    variants += [("quantization", each) for each in quantization.split(",") if each]
+    compared = {"kv_cache_dtype": kv_cache_dtype, "quantization": quantization, "quantize_head": quantize_head}
+    variants = [(setting, each) for setting, values in compared.items() for each in values.split(",") if each]
     with LLM(folder, max_model_len=num_tokens + 1) as llm:
         samples = samples_for(llm, Path(folder).expanduser(), calibration, num_samples, num_tokens)
         plain = quality_of(llm, samples)
@@ -48,17 +49,22 @@ def quality(
 
     rows = results("as it is", plain)
     for setting, value in variants:
-        with LLM(folder, max_model_len=num_tokens + 1, **{setting: value}) as llm:
-            rows += results(f"--{setting.replace('_', '-')} {value}", quality_of(llm, samples))
+        changed: dict[str, Any] = {setting: value}
+        with LLM(folder, max_model_len=num_tokens + 1, **changed) as llm:
+            rows += results(f"--{_flag(setting)} {value}", quality_of(llm, samples))
     asked = "".join(
         f" --{name} {value}"
-        for name, value in (("model", model), ("kv-cache-dtype", kv_cache_dtype), ("quantization", quantization))
+        for name, value in {"model": model, **{_flag(name): values for name, values in compared.items()}}.items()
         if value
     )
     report = Report(f"pd-cluster bench quality{asked} --num-samples {num_samples} --num-tokens {num_tokens}", rows)
     report.show(f"{num_places} places; the same most probable next token")
     if json:
         report.write(json)
+
+
+def _flag(setting: str) -> str:
+    return setting.replace("_", "-")
 
 
 def samples_for(llm: object, folder: Path, calibration: str, num_samples: int, num_tokens: int) -> Samples:

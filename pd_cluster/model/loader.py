@@ -50,6 +50,7 @@ from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import has_head, names, read_shard, read_text_part, read_whole
 from pd_cluster.model.proof import ROUNDED, check_finite
 from pd_cluster.model.quantized_files import read_quantized
+from pd_cluster.model.quantized_head import quantize_head
 from pd_cluster.model.speedups import sped_up
 from pd_cluster.model.trial import prove_packing
 from pd_cluster.model.unfilled import Unfilled
@@ -127,6 +128,8 @@ def load_model(
         setting = called("tensor_parallel_size")
         raise ModelError(f"{setting} {share.group.size}: no proof would see a wrong split; use 1")
     model = load_plain(checkpoint, dtype, device, share)
+    if checkpoint.head_scheme:
+        quantize_head(model, checkpoint.head_scheme)
     put_lengths(model, checkpoint.rope)
     if checkpoint.vision is not None:
         put_sections(model, checkpoint, device)

@@ -114,6 +114,7 @@ class ModelRunner:
             else config.attention_backend,
             deterministic=config.deterministic,
             quantization=checkpoint.quantization.at_load if checkpoint.quantization is not None else "",
+            quantize_head=checkpoint.head_scheme,
             kv_cache_dtype=self.pool.layout.dtype,
             hf_overrides=checkpoint.hf_overrides,
             rope=checkpoint.rope,

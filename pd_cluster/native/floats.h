@@ -11,11 +11,10 @@
 #define FLOAT_PANELS 1
 #endif
 
-// Computes c[r][panel] = sum over the span of x[r] * words, for m rows and v panels, both constants. Inputs of a row
+// Computes acc[r][panel] = sum over the span of x[r] * words, for m rows and v panels, both constants. Inputs of a row
 // are `apart`, rows x_stride.
-INLINE void float_block(int form, int m, int v, const float *x, int64_t x_stride, int64_t apart, const int32_t *words,
-                        int64_t panel_stride, int64_t num_words, float *c) {
-    vf acc[FLOAT_ROWS][MOST_PANELS * PARTS];
+INLINE void sum_block(int form, int m, int v, const float *x, int64_t x_stride, int64_t apart, const int32_t *words,
+                      int64_t panel_stride, int64_t num_words, vf (*acc)[MOST_PANELS * PARTS]) {
     UNROLL for (int r = 0; r < m; r++) UNROLL for (int q = 0; q < v * PARTS; q++) acc[r][q] = (vf){0};
     for (int64_t k = 0; k < num_words; k++) {
         vi word[MOST_PANELS * PARTS];
@@ -33,6 +32,12 @@ INLINE void float_block(int form, int m, int v, const float *x, int64_t x_stride
             }
         }
     }
+}
+
+INLINE void float_block(int form, int m, int v, const float *x, int64_t x_stride, const int32_t *words,
+                        int64_t panel_stride, int64_t num_words, float *c) {
+    vf acc[FLOAT_ROWS][MOST_PANELS * PARTS];
+    sum_block(form, m, v, x, x_stride, 1, words, panel_stride, num_words, acc);
     UNROLL for (int r = 0; r < m; r++) UNROLL for (int q = 0; q < v * PARTS; q++)
         store(c + r * MOST_PANELS * PANEL + q * VL, acc[r][q]);
 }
@@ -47,31 +52,11 @@ INLINE void few_floats(int form, int64_t num_rows, int64_t num_panels, const flo
         for (int64_t r = 0; r < num_rows; r += 4) {
             const float *rows = x + r * x_stride;
             float *to = c + r * MOST_PANELS * PANEL + q * PANEL;
-#define BLOCK(m, v) float_block(form, m, v, rows, x_stride, 1, at, panel_stride, num_words, to)
+#define BLOCK(m, v) float_block(form, m, v, rows, x_stride, at, panel_stride, num_words, to)
             if (num_rows == 1 && v == 4) BLOCK(1, 4);
             else if (num_rows == 1) BLOCK(1, 1);
             else if (v == FLOAT_PANELS) BLOCK(4, FLOAT_PANELS);
             else BLOCK(4, 1);
-#undef BLOCK
-        }
-    }
-}
-
-// The same for many rows, whose x is in blocks of FLOAT_ROWS, x_stride apart, and decoded weights.
-static void many_floats(int64_t num_rows, int64_t num_panels, const float *x, int64_t x_stride, const int32_t *words,
-                        int64_t panel_stride, int64_t num_words, float *c) {
-    for (int64_t q = 0, v; q < num_panels; q += v) {
-        const int32_t *at = words + q * panel_stride;
-        v = num_panels - q >= FLOAT_PANELS ? FLOAT_PANELS : 1;
-        for (int64_t r = 0; r < num_rows; r += FLOAT_ROWS) {
-            const float *rows = x + r / FLOAT_ROWS * x_stride;
-            float *to = c + r * MOST_PANELS * PANEL + q * PANEL;
-            int is_half = num_rows - r <= FLOAT_ROWS / 2;
-#define BLOCK(m, v) float_block(FLOATS, m, v, rows, 1, FLOAT_ROWS, at, panel_stride, num_words, to)
-            if (is_half && v == FLOAT_PANELS) BLOCK(FLOAT_ROWS / 2, FLOAT_PANELS);
-            else if (is_half) BLOCK(FLOAT_ROWS / 2, 1);
-            else if (v == FLOAT_PANELS) BLOCK(FLOAT_ROWS, FLOAT_PANELS);
-            else BLOCK(FLOAT_ROWS, 1);
 #undef BLOCK
         }
     }
@@ -85,7 +70,7 @@ INLINE void decode_form(int form, const int32_t *words, int64_t num_words, float
     }
 }
 
-// Decodes a span of one panel to words of form FLOATS.
+// Decodes a span of one panel to numbers.
 static void decode_to_floats(int64_t form, const int32_t *words, int64_t num_words, float *out) {
     switch (form) {
     case BF16S: decode_form(BF16S, words, num_words, out); break;
@@ -99,7 +84,6 @@ static void multiply_floats(int64_t form, int64_t num_rows, int64_t num_panels, 
                             const int32_t *words, int64_t panel_stride, int64_t num_words, float *c) {
 #define FEW(form) few_floats(form, num_rows, num_panels, x, x_stride, words, panel_stride, num_words, c)
     switch (form) {
-    case FLOATS: many_floats(num_rows, num_panels, x, x_stride, words, panel_stride, num_words, c); break;
     case BF16S: FEW(BF16S); break;
     case CODES8: FEW(CODES8); break;
     case CODES4: FEW(CODES4); break;

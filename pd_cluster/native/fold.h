@@ -1,6 +1,9 @@
 // From sums of spans to results: codes get their scales, rows theirs, and outputs their bias.
 #pragma once
 #include "words.h"
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 // Returns x, rounded: compilers must not fuse its multiplication with a later addition, which not all machines have.
 INLINE vf rounded(vf x) {
@@ -14,12 +17,31 @@ INLINE vf rounded(vf x) {
     return x;
 }
 
+// Returns a * b + c, rounded once where the machine can: compilers fuse some of them and not others.
+INLINE vf fused(vf a, vf b, vf c) {
+#if VL == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VL == 8 && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+// Returns the total of a span's sums: (sums - zero * x) * scale + before. The two flags are constants.
+INLINE vf folded(int has_scales, int has_zeros, vf sums, vf zero, float x, vf scale, vf before) {
+    if (has_zeros) sums = fused(-zero, splat(x), sums);
+    return has_scales ? fused(sums, scale, before) : before + sums;
+}
+
 // Adds sums c of one panel, [num_rows][MOST_PANELS * PANEL], to totals, scaled. The three flags are constants.
 INLINE void fold_panel(const Packed *w, int codes, int has_zeros, int has_scales, const float *c, int64_t num_rows,
                        const int32_t *sums, const float *scales, const float *zeros, float *totals, int64_t stride,
                        int is_first) {
     int32_t offset = code_offset(w->p->form);
-    vf scale[PARTS], zero[PARTS];
+    vf scale[PARTS] = {0}, zero[PARTS] = {0};
     UNROLL for (int h = 0; h < PARTS; h++) {
         if (has_scales) scale[h] = load(scales + h * VL);
         if (has_zeros) zero[h] = load(zeros + h * VL);
@@ -31,8 +53,7 @@ INLINE void fold_panel(const Packed *w, int codes, int has_zeros, int has_scales
         UNROLL for (int h = 0; h < PARTS; h++) {
             vf value = load(c + h * VL), before = is_first ? (vf){0} : load(totals + h * VL);
             if (codes) value = to_floats((vi)value - *sums * offset);
-            if (has_zeros) value -= zero[h] * splat(sum);
-            store(totals + h * VL, has_scales ? before + value * scale[h] : before + value);
+            store(totals + h * VL, folded(has_scales, has_zeros, value, zero[h], sum, scale[h], before));
         }
     }
 }

@@ -4,10 +4,10 @@
 #include "dots.h"
 #include "floats.h"
 #include "fold.h"
+#include "many.h"
 #include "tiles.h"
 
-#define FLOAT_BLOCK (8 * FLOAT_ROWS) // rows for which a thread decodes weights once, or keeps them in its cache
-#define TILE_BLOCK 256
+#define TILE_BLOCK 256 // rows for which a thread decodes weights once, or keeps them in its cache
 #define MOST_TOTALS (TILE_BLOCK * DECODED_PANELS * PANEL)
 #define FEW_DOTS 4 // up to here codes are multiplied without tiles, which gives the same integers
 
@@ -56,15 +56,13 @@ int64_t pd_scratch_nbytes(const Product *p) {
 // Returns how the product of this form is computed on this machine: BY_FLOATS, BY_DOTS or BY_TILES.
 int64_t pd_way(const Product *p) { return way(p); }
 
-// Decodes the weights of a span for many rows, to the form that is multiplied.
+// Decodes the weights of a span for many rows, to the form that is multiplied by dots or tiles.
 static void decode_span(const Packed *w, int64_t panel, int64_t num_panels, int64_t span, int32_t *out,
                         int64_t stride) {
     int64_t form = w->p->form;
     for (int64_t q = 0; q < num_panels; q++) {
         const int32_t *words = words_at(w, panel + q, span);
-        if (w->by == BY_FLOATS)
-            decode_to_floats(form, words, w->span_words, (float *)(out + q * stride));
-        else if (w->p->activations == AS_CODES)
+        if (w->p->activations == AS_CODES)
             decode_to_codes(words, w->span_words, out + q * stride);
         else
             decode_to_bf16s(form, words, w->span_words, out + q * stride);
@@ -78,11 +76,11 @@ static void multiply_block(const Packed *w, int64_t first, int64_t num_rows, int
     float ALIGNED sums[MOST_ROWS * MOST_PANELS * PANEL], totals[MOST_TOTALS];
     int32_t ALIGNED decoded[2][DECODED_NBYTES / 4];
     int64_t panel_stride = w->num_spans * w->span_words * PANEL, form = p->form;
-    int64_t num_words = w->span_words, in_turn = w->by != BY_TILES, at_once = MOST_ROWS - MOST_ROWS % w->together;
+    int64_t num_words = w->span_words, in_turn = w->by != BY_TILES;
     if (w->decodes) {
-        num_words = w->span_nbytes / w->together / 4;
+        num_words = w->span_nbytes / 4;
         panel_stride = num_words * PANEL;
-        form = w->by == BY_FLOATS ? FLOATS : p->activations == AS_CODES ? CODES8 : BF16S;
+        form = p->activations == AS_CODES ? CODES8 : BF16S;
         if (!in_turn) decode_span(w, panel, num_panels, 0, decoded[0], panel_stride);
     }
     int64_t step = tile_step(num_words), x_words = w->row_nbytes / 4;
@@ -91,9 +89,9 @@ static void multiply_block(const Packed *w, int64_t first, int64_t num_rows, int
         if (w->decodes && in_turn) decode_span(w, panel, num_panels, span, decoded[0], panel_stride);
         if (w->decodes && !in_turn && span + 1 < w->num_spans)
             decode_span(w, panel, num_panels, span + 1, decoded[(span + 1) % 2], panel_stride);
-        for (int64_t row = first; row < first + num_rows; row += at_once) {
-            int64_t m = MIN(at_once, first + num_rows - row);
-            const uint8_t *x = w->x + row / w->together * w->row_nbytes + span * w->span_nbytes;
+        for (int64_t row = first; row < first + num_rows; row += MOST_ROWS) {
+            int64_t m = MIN(MOST_ROWS, first + num_rows - row);
+            const uint8_t *x = w->x + row * w->row_nbytes + span * w->span_nbytes;
             if (w->by == BY_TILES)
                 multiply_tiles(p->activations == AS_CODES, m, num_panels, x, w->row_nbytes, words, panel_stride,
                                num_words, step, !w->decodes, sums);
@@ -110,18 +108,25 @@ static void multiply_block(const Packed *w, int64_t first, int64_t num_rows, int
 static void product_work(void *data) {
     Packed *w = data;
     const Product *p = w->p;
-    int64_t in_block = w->by == BY_FLOATS ? FLOAT_BLOCK : TILE_BLOCK, at_once = MOST_PANELS;
-    if (p->num_rows > TILE_ROWS || (w->decodes && w->by != BY_TILES)) at_once = DECODED_PANELS;
+    int64_t at_once = MOST_PANELS, many = w->together > 1, most_rows = many ? MANY_ROWS : TILE_BLOCK;
+    if (many) at_once = MANY_PANELS;
+    else if (p->num_rows > TILE_ROWS || (w->decodes && w->by != BY_TILES)) at_once = DECODED_PANELS;
     while (at_once > 1 && w->num_panels < 4 * at_once * p->num_threads) at_once /= 2;
-    int64_t groups = (w->num_panels + at_once - 1) / at_once, blocks = (p->num_rows + in_block - 1) / in_block;
-    int64_t rows = MAX(4, w->together); // a cache line of x belongs to one thread
-    for (int64_t row; (row = next_items(&w->next_row, rows)) < w->ready_rows;)
-        for (int64_t r = row; r < MIN(row + rows, w->ready_rows); r++) prepare_row(w, r);
+    int64_t groups = (w->num_panels + at_once - 1) / at_once, blocks = (p->num_rows + most_rows - 1) / most_rows;
+    int64_t in_block = many ? (w->ready_rows / FLOAT_ROWS + blocks - 1) / blocks * FLOAT_ROWS : TILE_BLOCK;
+    int64_t rows = MAX(4, w->together);
+    for (int64_t row; (row = next_items(&w->next_row, rows)) < w->ready_rows;) {
+        if (many) prepare_block(w, row / FLOAT_ROWS);
+        else for (int64_t r = row; r < MIN(row + rows, w->ready_rows); r++) prepare_row(w, r);
+    }
     if (p->num_threads > 1) runtime.barrier();
     if (w->by == BY_TILES) set_tiles(p->num_rows, tile_step(w->span_nbytes / 4));
     for (int64_t item; (item = next_items(&w->next_item, 1)) < groups * blocks;) {
         int64_t panel = item % groups * at_once, row = item / groups * in_block;
-        multiply_block(w, row, MIN(in_block, p->num_rows - row), panel, MIN(at_once, w->num_panels - panel));
+        int64_t num_rows = MIN(in_block, p->num_rows - row), num_panels = MIN(at_once, w->num_panels - panel);
+        if (num_rows <= 0) continue;
+        if (many) multiply_many(w, row, num_rows, panel, num_panels);
+        else multiply_block(w, row, num_rows, panel, num_panels);
     }
     if (w->by == BY_TILES) release_tiles();
 }

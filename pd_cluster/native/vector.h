@@ -110,6 +110,21 @@ INLINE void transpose(vf *rows) {
         r[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
         r[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
     }
+#elif VL == 8
+    __m256 *r = (__m256 *)rows, t[8];
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 8; i += 4) UNROLL for (int j = 0; j < 2; j++) {
+        r[i + 2 * j] = (__m256)_mm256_unpacklo_pd((__m256d)t[i + j], (__m256d)t[i + j + 2]);
+        r[i + 2 * j + 1] = (__m256)_mm256_unpackhi_pd((__m256d)t[i + j], (__m256d)t[i + j + 2]);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+        t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
+    }
+    UNROLL for (int i = 0; i < 8; i++) r[i] = t[i];
 #else
     float t[VL][VL];
     for (int i = 0; i < VL; i++) store(t[i], rows[i]);

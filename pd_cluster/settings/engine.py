@@ -38,7 +38,8 @@ CUDA_SPEEDUPS = (PDL, SKINNY_GATE, SYMMETRIC_SUMS, PROMPT_GRAPHS)
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "sdpa")
 FORMATS = ("awq", "gptq", "auto-round", "compressed-tensors", "smoothquant", "fp8", "mxfp4", "modelopt", "ascend")
 AT_LOAD = ("fp8", "int8", "int8_wo", "int4_wo")
-QUANTIZATIONS = (*dict.fromkeys((*FORMATS, *AT_LOAD)), "wint8", "wint4")
+ALSO_AT_LOAD = {"wint8": "int8_wo", "wint4": "int4_wo"}  # FastDeploy's names
+QUANTIZATIONS = tuple(dict.fromkeys((*FORMATS, *AT_LOAD, *ALSO_AT_LOAD)))
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
 KV_CACHE_DTYPES = {  # by the names of vLLM and of its kin
     **{name: name for name in ("auto", "bfloat16", "int8", "fp8_e4m3", "int4")},
@@ -114,6 +115,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             f"The method of a quantized model folder, which is found without it: {', '.join(FORMATS)}. With plain "
             "weights, quantizes them at load: fp8, int8 (with int8 activations), int8_wo or wint8, int4_wo or wint4.",
             checks=(one_of(QUANTIZATIONS),),
+            form=NAME,
+        ),
+    ] = None
+    quantize_head: Annotated[
+        str | None,
+        ENGINE(
+            "Quantizes the output layer, too, when it is loaded: fp8, int8 (with int8 activations), int8_wo or wint8, "
+            "int4_wo or wint4. Its weights must be plain.",
+            checks=(one_of((*AT_LOAD, *ALSO_AT_LOAD)),),
             form=NAME,
         ),
     ] = None

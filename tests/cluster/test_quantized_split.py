@@ -29,8 +29,9 @@ def test_four_bits_across_the_split_are_transformers_tokens(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("scheme", ["int8", None])
 def test_int8_products_across_the_split_are_those_of_one_process(tmp_path: Path, scheme: str | None) -> None:
-    """Quantized at load, and by a folder."""
+    """Quantized at load, and by a folder; the output layer, too."""
     folder = make_checkpoint(tmp_path / "model", "llama")
     if scheme is None:
         folder, _ = rewritten(folder, tmp_path, W8A8)
-    assert tokens_of(folder, quantization=scheme, prefill=1, decode=1) == tokens_of(folder, quantization=scheme)
+    settings = {"quantization": scheme, "quantize_head": scheme and "int4_wo"}
+    assert tokens_of(folder, **settings, prefill=1, decode=1) == tokens_of(folder, **settings)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from pd_cluster.lab.tiny_model import ModelShape
 from pd_cluster.model.quantized import weight as quantized_weight
 from pd_cluster.model.quantized.encode import encoded
 from pd_cluster.model.quantized.weight import CODED, INT8
-from pd_cluster.native.products import int8_linear
+from pd_cluster.model.quantized_head import quantize_head
+from pd_cluster.native import products
+from pd_cluster.native.products import PackedProduct, int8_linear, quantize_rows
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt
@@ -27,11 +31,14 @@ GREEDY = Sampling(max_tokens=10, temperature=0.0)
 PROMPTS = [random_prompt(random.Random(1), n) for n in (1, 17, 40)]
 
 
-def with_numbers_of(folder: Path, scheme: str) -> None:
+HEAD = re.compile(r"lm_head\.weight")
+
+
+def with_numbers_of(folder: Path, scheme: str, chosen: re.Pattern[str] = LINEAR) -> None:
     """Replaces the plain weights of a folder by what a scheme makes of them."""
     weights = load_file(folder / FILE)
     for name, tensor in weights.items():
-        if LINEAR.fullmatch(name):
+        if chosen.fullmatch(name):
             weights[name] = CODED.weight.of(encoded(tensor, scheme), torch.float32).matrix()
     save_file(weights, folder / FILE, {"format": "pt"})
 
@@ -64,6 +71,53 @@ def test_int8_is_with_int8_activations_and_in_the_numerics(tmp_path: Path) -> No
     assert numerics[0].difference(numerics[1]) == (called("quantization"), "none", "int8")
 
 
+@pytest.mark.parametrize(
+    ("scheme", "num_ranks"), [("int8_wo", 1), ("int4_wo", 2), pytest.param("fp8", 1, marks=pytest.mark.slow)]
+)
+def test_the_output_layer(tmp_path: Path, scheme: str, num_ranks: int) -> None:
+    """Tokens are those of its quantized numbers, and scales those of whole rows: two ranks have the same."""
+    original, plain = (make_checkpoint(tmp_path / name, "qwen2") for name in ("original", "plain"))
+    with_numbers_of(plain, scheme, HEAD)
+    with ranks(original, num_ranks, quantize_head=scheme, num_blocks=64) as core:
+        outputs = generate(core, PROMPTS, GREEDY)
+    assert_all_same(plain, PROMPTS, outputs, GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize("architecture", ["gemma", "gpt2"])
+def test_an_output_layer_that_is_the_embedding(tmp_path: Path, architecture: str) -> None:
+    """The embedding keeps its numbers: the same model with two matrices gives the same tokens. gpt2 is not fused."""
+    tied, apart = (make_checkpoint(tmp_path / name, architecture) for name in ("tied", "apart"))
+    weights = load_file(apart / FILE)
+    (embedding,) = (name for name in weights if name.endswith(("embed_tokens.weight", "wte.weight")))
+    save_file({**weights, "lm_head.weight": weights[embedding].clone()}, apart / FILE, {"format": "pt"})
+    with_numbers_of(apart, "int4_wo", HEAD)
+    config = json.loads((apart / "config.json").read_text("utf-8"))
+    (apart / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}), "utf-8")
+    outputs = generate(make_core(tied, quantize_head="wint4", num_blocks=64), PROMPTS, GREEDY)
+    assert_all_same(apart, PROMPTS, outputs, GREEDY.max_tokens)
+
+
+def test_the_output_layer_is_in_the_numerics_beside_all_else(tmp_path: Path) -> None:
+    """A folder of codes and one in bfloat16 have their output layers in int8, too."""
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    coded, _ = rewritten(folder, tmp_path, FORMATS["awq"])
+    for model, settings in ((coded, {}), (folder, {"dtype": "bfloat16"}), (folder, {"quantization": "int8"})):
+        cores = [make_core(model, num_blocks=64, quantize_head=head, **settings) for head in (None, "int8")]
+        assert len(generate(cores[1], PROMPTS, GREEDY)[2]) == GREEDY.max_tokens
+        numerics: list[Any] = [core.runner.numerics for core in cores]  # type: ignore[attr-defined]
+        assert numerics[0].digest != numerics[1].digest
+        assert numerics[0].difference(numerics[1]) == (called("quantize_head"), "none", "int8")
+
+
+def test_a_model_without_a_plain_output_layer() -> None:
+    class Headless(torch.nn.Module):
+        def get_output_embeddings(self) -> None:
+            return None
+
+    with pytest.raises(ModelError, match="--quantize-head int8: Headless has no plain output layer; leave it out"):
+        quantize_head(Headless(), "int8")
+
+
 @pytest.mark.parametrize(("scheme", "worst"), [("int8_wo", 0.005), ("int4_wo", 0.08), ("fp8", 0.04)])
 def test_errors_are_those_of_the_number_of_bits(scheme: str, worst: float) -> None:
     torch.manual_seed(0)
@@ -73,6 +127,26 @@ def test_errors_are_those_of_the_number_of_bits(scheme: str, worst: float) -> No
     error = (found - weight).abs().amax(-1) / weight.abs().amax(-1).clamp(min=1e-9)
     assert 0 < float(error.max()) < worst
     assert not found[3].any()
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_wo", "int4_wo", "fp8"])
+def test_a_model_in_bfloat16_keeps_the_codes(scheme: str) -> None:
+    """Activations are rounded to bfloat16, or to codes, and all else is exact."""
+    torch.manual_seed(0)
+    parts = encoded(torch.randn(48, 1024), scheme)
+    weight = (INT8 if scheme == "int8" else CODED).weight.of(parts, torch.bfloat16)
+    numbers = (INT8 if scheme == "int8" else CODED).weight.of(parts, torch.float32).matrix()
+    x = torch.randn(20, 1024)
+    layer = weight.linear()
+    assert isinstance(layer, PackedProduct)
+    if scheme == "int8":
+        codes, scales = quantize_rows(x)
+        expected = (codes * scales).double() @ numbers.double().T
+    else:
+        expected = x.bfloat16().double() @ numbers.double().T
+    error = (layer(x) - expected).abs().max() / expected.abs().max()
+    assert error < 1e-5
+    assert torch.equal(layer(x.bfloat16()), layer(x.bfloat16().float()).bfloat16())
 
 
 def test_codes_and_zeros_of_extremes() -> None:
@@ -124,6 +198,21 @@ def test_what_fits_the_folder_changes_nothing(tmp_path: Path, wanted: str, form:
 def test_without_a_layer_that_could_be(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"--quantization int8: .* has no linear layer that could be quantized"):
         make_core(make_checkpoint(tmp_path / "model", "gpt_neox"), quantization="int8", num_blocks=32)
+
+
+def test_a_wrong_order_of_halves_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes of four bits, packed with the two of a byte in each other's place."""
+    packed = products._words
+
+    def swapped(codes: torch.Tensor, form: Any) -> torch.Tensor:
+        words = packed(codes, form)
+        return words >> 4 & 0x0F0F0F0F | words << 4 & -0x0F0F0F10
+
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    make_core(folder, quantization="int4_wo", num_blocks=32)
+    monkeypatch.setattr(products, "_words", swapped)
+    with pytest.raises(ModelError, match="fusing the layers changed the logits"):
+        make_core(folder, quantization="int4_wo", num_blocks=32)
 
 
 @pytest.fixture(scope="module")

@@ -37,12 +37,13 @@ def test_tokens_are_those_of_the_numbers(tmp_path: Path, name: str) -> None:
     assert_all_same(plain, PROMPTS, outputs, GREEDY.max_tokens)
 
 
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["awq", "gptq desc_act", "packed asymmetric", "fp8 blocks", "mxfp4"])
-def test_two_ranks_hold_their_shares(tmp_path: Path, name: str) -> None:
-    """96 inputs of down_proj are six groups of 16, three for a rank; or three of 32, of which one is cut in two."""
+def test_ranks_hold_their_shares(tmp_path: Path, name: str, num_ranks: int) -> None:
+    """96 inputs of down_proj are six groups of 16, three for each of two ranks; or three of 32, which are cut."""
     folder = make_checkpoint(tmp_path / "model", "qwen2", **SIZES)
     quantized, plain = rewritten(folder, tmp_path, FORMATS[name])
-    with ranks(quantized, 2, max_num_batched_tokens=32, num_blocks=64) as core:
+    with ranks(quantized, num_ranks, max_num_batched_tokens=32, num_blocks=64) as core:
         assert_all_same(plain, PROMPTS, generate(core, PROMPTS, GREEDY), GREEDY.max_tokens)
 
 

@@ -132,6 +132,7 @@ def test_a_field_without_a_value_is_none(folder: Path, llama: Path, load: Loadin
         ("model.norm.weight", torch.int32, "I32"),
         ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.int64, "I64"),
         ("model.layers.0.mlp.words", torch.int32, "I32"),
+        ("model.layers.0.mlp.up_proj._weight_qdata", torch.int8, "I8"),  # torchao's
     ],
 )
 def test_a_tensor_of_codes(tmp_path: Path, load: Loading, key: str, dtype: torch.dtype, called: str) -> None:

@@ -28,6 +28,8 @@ WEIGHTS = {
     PLAIN: Variant(),
     "bfloat16": Variant(dtype="bfloat16"),
     **{scheme: Variant(quantization=scheme) for scheme in ("int8", "int8_wo", "int4_wo", "fp8")},
+    "int8, head too": Variant(quantization="int8", quantize_head="int8"),
+    "int4_wo, head too": Variant(quantization="int4_wo", quantize_head="int4_wo"),
 }
 GROUPED = ModelShape(  # queries share keys, as in later models; few and narrow layers, so that attention shows
     hidden_size=1024, num_layers=6, num_heads=16, num_kv_heads=4, head_dim=128, intermediate_size=2048
@@ -73,7 +75,7 @@ def weights_bench(rounds: int, threads: int, quick: bool) -> Bench:
         WEIGHTS,
         {"tiny": QUICK_SHAPE} if quick else {"125M": ModelShape(), "1B": ONE_BILLION},
         [1, 2] if quick else [1, 8, 32],
-        {} if quick else {("125M", "bfloat16", 0): 2.5, ("125M", "int8", 1): 1.8},
+        {} if quick else {("125M", "bfloat16", 0): 2.5, ("125M", "int8", 1): 1.8, ("125M", "int8, head too", 1): 2.5},
         *(64, rounds, threads),
     )
 

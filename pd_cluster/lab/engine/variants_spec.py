@@ -10,6 +10,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
     dtype: str = "float32"
     quantization: str | None = None
+    quantize_head: str | None = None
     kv_cache_dtype: str = "auto"
 
 

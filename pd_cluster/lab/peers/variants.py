@@ -30,10 +30,10 @@ from pd_cluster.types import Order, Request, Sampling
 
 def models_of(spec: VariantsSpec) -> dict[str, tuple[CausalLM, KVLayout]]:
     """Loads a model for each kind of weights; variants that differ in their pools share one."""
-    loaded: dict[tuple[str, str | None], CausalLM] = {}
+    loaded: dict[Variant, CausalLM] = {}
     found = {}
     for name, variant in spec.variants.items():
-        kind = (variant.dtype, variant.quantization)
+        kind = msgspec.structs.replace(variant, kv_cache_dtype="auto")
         if kind not in loaded:
             loaded[kind] = load_variant(spec.model, variant)
         dtype = resolve_kv_cache_dtype(variant.kv_cache_dtype, variant.dtype)
@@ -42,7 +42,9 @@ def models_of(spec: VariantsSpec) -> dict[str, tuple[CausalLM, KVLayout]]:
 
 
 def load_variant(model: str, variant: Variant) -> CausalLM:
-    config = EngineConfig(model=model, dtype=variant.dtype, quantization=variant.quantization)
+    config = EngineConfig(
+        model=model, dtype=variant.dtype, quantization=variant.quantization, quantize_head=variant.quantize_head
+    )
     return load_model(Checkpoint.of(config), variant.dtype, CPU)
 
 

@@ -66,23 +66,26 @@ class QuantizeJob:
             for name in files:
                 found = LAYER.match(name)
                 (rest if found is None else layers[int(found["index"])]).append(name)
-            num_quantized = sum(_is_quantized(name, files) for names in layers.values() for name in names)
-            if not num_quantized:
+            chosen = [name for names in layers.values() for name in names if _is_quantized(name, files)]
+            if not chosen:
                 raise ModelError(f"{self.model}: no linear layer has a known name (…_proj)")
+            scheme = self.scheme.fitted({files.shape(name)[1] for name in chosen})
             walk = None if self.method == "rtn" else _Walk(checkpoint, files, self.samples)
             for index in sorted(layers):
                 file = partial / f"layer-{index:05}.safetensors"
                 if not file.exists():
-                    tensors = self._layer(index, layers[index], files, walk)
+                    tensors = self._layer(index, layers[index], files, walk, scheme)
                     save_file(tensors, file.with_suffix(".new"), {"format": "pt"})
                     file.with_suffix(".new").rename(file)
                 elif walk is not None:
                     walk.pass_by(index, load_file(file))
                 progress(index + 1, len(layers))
+            others = {name for names in layers.values() for name in names} - set(chosen)
+            ignored = [name.removesuffix(".weight") for name in others if len(files.shape(name)) == 2]  # routers
             if rest:
                 save_file({name: files[name] for name in rest}, partial / "rest.safetensors", {"format": "pt"})
-        self._finish(partial)
-        return num_quantized
+        self._finish(partial, scheme.config(["lm_head", *sorted(ignored)]))
+        return len(chosen)
 
     def _partial(self) -> Path:
         partial = self.out / PARTIAL
@@ -94,20 +97,20 @@ class QuantizeJob:
         (partial / STATE).write_text(self.digest, "utf-8")
         return partial
 
-    def _layer(self, index: int, names: list[str], files: Files, walk: _Walk | None) -> Tensors:
+    def _layer(self, index: int, names: list[str], files: Files, walk: _Walk | None, scheme: Scheme) -> Tensors:
         if walk is not None:
-            return walk.quantize(index, names, self.scheme, self.method)
+            return walk.quantize(index, names, scheme, self.method)
         found: Tensors = {}
         for name in names:
             tensor = files[name]
             if not _is_quantized(name, files):
                 found[name] = tensor
                 continue
-            stored = self.scheme.stored(*round_to_nearest(tensor, self.scheme))
+            stored = scheme.stored(*round_to_nearest(tensor, scheme))
             found |= {f"{name.removesuffix('weight')}{part}": each.contiguous() for part, each in stored.items()}
         return found
 
-    def _finish(self, partial: Path) -> None:
+    def _finish(self, partial: Path, quantization_config: dict[str, Any]) -> None:
         parts = sorted(partial.glob("*.safetensors"))
         places: dict[str, str] = {}
         for number, part in enumerate(parts, 1):
@@ -121,13 +124,15 @@ class QuantizeJob:
             if file.is_file() and not file.name.endswith(NOT_COPIED) and file.name != "config.json":
                 shutil.copyfile(file, self.out / file.name)
         config = read_json(self.model / "config.json")
-        config["quantization_config"] = self.scheme.config(["lm_head"])
+        config["quantization_config"] = quantization_config
         (self.out / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
         shutil.rmtree(partial)
 
 
 def _is_quantized(name: str, files: Files) -> bool:
-    return name.endswith(".weight") and bool(LINEAR.search(name.removesuffix(".weight"))) and files.num_dims(name) == 2
+    return (
+        name.endswith(".weight") and bool(LINEAR.search(name.removesuffix(".weight"))) and len(files.shape(name)) == 2
+    )
 
 
 class _Walk:

@@ -47,8 +47,8 @@ class Files:
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
-    def num_dims(self, name: str) -> int:
-        return len(self._places[name].get_slice(name).get_shape())
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._places[name].get_slice(name).get_shape())
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._places[name].get_tensor(name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ class Scheme:
     def group_of(self, num_inputs: int) -> int:
         """Returns the size of a group: at most `group`, so that all are equal."""
         return math.gcd(num_inputs, self.group) if self.group else num_inputs
+
+    def fitted(self, inputs: Iterable[int]) -> Scheme:
+        """Returns the scheme with one size of groups for layers of these input features: readers know only one."""
+        return replace(self, group=math.gcd(self.group, *inputs)) if self.group else self
 
     @property
     def most(self) -> float:

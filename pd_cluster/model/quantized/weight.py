@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -68,22 +69,26 @@ class CodedWeight:
     def linear(self) -> Linear:
         """Returns products of the codes where a CPU has kernels for them; elsewhere of the numbers.
 
-        CUDA's products of codes are those of its operations (model/cuda/coded.py).
+        With a model in bfloat16, activations are rounded to it, as with plain weights. CUDA's products of codes are
+        those of its operations (model/cuda/coded.py).
         """
+        found = None
         if self.codes.device.type == "cpu" and self.dtype == torch.float32:
-            return self._of_codes() or make_linear(self.matrix(), self.bias)
-        return make_linear(self.matrix(), self.bias)
+            found = self._of_codes("float32")
+        elif self.codes.device.type == "cpu" and self.dtype == torch.bfloat16:
+            found = self._of_codes("bfloat16")
+        return found or make_linear(self.matrix(), self.bias)
 
-    def _of_codes(self) -> Linear | None:
+    def _of_codes(self, activations: Literal["float32", "bfloat16"]) -> Linear | None:
         if self.codes.shape[-1] < LEAST_IN_GROUP * self.scales.shape[-1]:  # the scales would outweigh the codes
             return None
         if self.codes.dtype.is_floating_point:
-            return fp8_weight_only_linear(self.codes, self.scales, self.bias)
+            return fp8_weight_only_linear(self.codes, self.scales, self.bias, activations=activations)
         zeros = self.zeros if self.zeros.any() else None
         least, most = (int(each) for each in self.codes.aminmax())
         if (least >= -8 and most <= 7) or (zeros is not None and least >= 0 and most <= 15):
-            return int4_linear(self.codes, self.scales, zeros, self.bias)
-        return int8_weight_only_linear(self.codes, self.scales, zeros, self.bias)
+            return int4_linear(self.codes, self.scales, zeros, self.bias, activations=activations)
+        return int8_weight_only_linear(self.codes, self.scales, zeros, self.bias, activations=activations)
 
     def reference(self) -> Linear:
         return PlainLinear(self.matrix(), self.bias)
@@ -146,7 +151,7 @@ class Int8Weight:
         if self.codes.device.type != "cpu":  # CUDA's kernels are in model/cuda/coded.py; others take numbers
             return make_linear(self.matrix(), self.bias)
         found = None
-        if self.inputs is None and self.dtype == torch.float32:
+        if self.inputs is None and self.dtype in (torch.float32, torch.bfloat16):
             found = int8_linear(self.codes, self.scales.unsqueeze(1), self.bias)
         return found or Int8Linear(self.codes, self.scales, self.bias, self.inputs)
 

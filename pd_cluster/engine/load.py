@@ -21,6 +21,7 @@ def load_of(
     in_links: InLinks,
     pace: StepPace,
     is_draining: bool,
+    adapters: tuple[str, ...] | None,
 ) -> wire.Load:
     scheduler = core.scheduler
     blocks = scheduler.blocks
@@ -61,6 +62,7 @@ def load_of(
         num_leaked_blocks=num_leaked_blocks(scheduler),
         links=out_links.states(),
         is_draining=is_draining,
+        adapters=adapters,
     )
 
 

@@ -199,6 +199,7 @@ class Worker:
             handover.in_links,
             self._pace,
             self._is_draining,
+            self.adapters.in_memory,
         )
         if has_news:
             self._post.beat()

@@ -16,6 +16,7 @@ from pd_cluster.wire import LayoutInfo, PublicKey
 
 InstanceState = Literal["unreachable", "loading", "connecting", "ready", "failed"]
 Service = Literal["in", "out", "leaving"]
+Gate = Literal["open", "paused", "asleep"]  # what new requests meet: they begin, wait, or are refused
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,14 +176,16 @@ class AdapterNames(msgspec.Struct, frozen=True, tag=True):
 
 
 class Steer(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to API process: whether new requests wait, and requests to end now; `version` grows.
+    """Scheduler to API process: what becomes of new requests, and requests to end now; `version` grows.
 
-    `aborts`: the names that clients have of them; empty: all; None: none.
+    `aborts`: the names that clients have of them; empty: all; None: none. `keeps`: running ones leave their instances
+    until the gate is open.
     """
 
-    is_paused: bool = False
+    gate: Gate = "open"
     version: int = 0
     aborts: list[str] | None = None
+    keeps: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

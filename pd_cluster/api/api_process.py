@@ -78,7 +78,7 @@ async def serve(channel: socket.socket) -> None:
             )
 
         async def steer(news: Steer) -> None:
-            await edge.router.steer(news.is_paused, news.aborts)
+            await edge.router.steer(news.gate, news.aborts, news.keeps)
             mirror.steer_version = news.version
 
         await steer(config.steer)

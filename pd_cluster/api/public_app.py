@@ -77,9 +77,13 @@ def _adapters(service: TextService) -> AdapterNaming | None:
 
 
 def shown_name(service: TextService) -> str:
-    """Returns the model's name for metrics: for a model without a served name, the end of its path."""
-    name = service.served_model_names[0]
-    return Path(name).name if name == service.model and Path(name).is_absolute() else name
+    """Returns the model's name for metrics."""
+    return short_name(service.served_model_names[0], service.model)
+
+
+def short_name(name: str, model: str) -> str:
+    """Returns the name; for a model without a served one, which is served under its path, the path's end."""
+    return Path(name).name if name == model and Path(name).is_absolute() else name
 
 
 def _common_routes(instances: list[Instance], drain: Drain) -> APIRouter:

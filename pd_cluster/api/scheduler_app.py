@@ -20,14 +20,16 @@ from typing import Any
 import uvicorn
 from msgspec.structs import replace
 
-from pd_cluster.api.admin.admin_app import AdminAccess, admin_app
+from pd_cluster.api.admin.admin_app import Shown, admin_app
 from pd_cluster.api.admin.control_routes import control_routes
 from pd_cluster.api.admin.server_info import info_of
 from pd_cluster.api.admin.timelines import LocalTimelines, RemoteTimelines, TimelineSource
+from pd_cluster.api.dashboard.playground import PublicPort
 from pd_cluster.api.front.server import bind_unix, make_server, serve_until_signal
+from pd_cluster.api.gate.access import AdminAccess
 from pd_cluster.api.gate.drain import Drain
 from pd_cluster.api.gate.file_keys import FileKeys
-from pd_cluster.api.public_app import public_app
+from pd_cluster.api.public_app import public_app, short_name
 from pd_cluster.cluster.members.adapters import AdapterBook
 from pd_cluster.cluster.members.auto_role import AutoRole
 from pd_cluster.cluster.members.control import Control
@@ -35,10 +37,11 @@ from pd_cluster.cluster.members.elastic import Elastic, Tables
 from pd_cluster.cluster.members.membership import membership_of
 from pd_cluster.cluster.members.place import Place
 from pd_cluster.cluster.members.registrar import JoinPort
+from pd_cluster.cluster.overview.watch import Overview
 from pd_cluster.cluster.processes.api_processes import ApiProcesses
 from pd_cluster.cluster.tenancy.key_store import KeyStore
 from pd_cluster.errors import ConfigError, Refused, Unavailable
-from pd_cluster.reports import AdapterNames
+from pd_cluster.reports import AdapterNames, Busy, Stats
 from pd_cluster.service.edge import Edge
 from pd_cluster.settings.config import ApiConfig, ApiProcessConfig, Credentials
 from pd_cluster.settings.logs import Logs
@@ -82,16 +85,29 @@ class SchedulerServer:
         move_on = self._edge.router.move_on if self._processes is None else self._processes.move_on
         self._join_port = JoinPort(self.membership, credentials, config.timeouts, *join) if join is not None else None
         self._book = self._adapter_book(lora_root) if lora_root else None
+        self._overview = Overview(self.membership, self._figures, config.routing)
         self.elastic = Elastic(self.membership, credentials, tables, move_on, config.timeouts.drain_timeout_s)
 
-    async def run(self, admin_listener: socket.socket, access: AdminAccess, auto_role: AutoRole | None) -> None:
-        """Serves until a signal. Raises ConfigError for ports in the wrong order."""
+    async def run(
+        self,
+        admin_listener: socket.socket,
+        access: AdminAccess,
+        auto_role: AutoRole | None,
+        logs: Path,
+        public: PublicPort,
+    ) -> None:
+        """Serves until a signal. Raises ConfigError for ports in the wrong order.
+
+        `logs`: where `pd-cluster up` keeps the processes' lines. `public`: where this host reaches the public port.
+        """
         self._edge.start()
         try:
-            commands = control_routes(self._control(), info_of(self._config))
-            app = admin_app(self.elastic, self._timelines(), access, self._book, commands)
+            control = self._control()
+            commands = control_routes(control, info_of(self._config))
+            shown = Shown(self._overview, self._model_name, logs, public)
+            app = admin_app(self.elastic, self._timelines(), access, self._book, commands, shown)
             admin = make_server(app, ADMIN_CONNECTIONS, tls=self._config.http.tls), admin_listener
-            failure = _first_failure(self._watch(auto_role), self._edge.handler.fatal)
+            failure = _first_failure(self._watch(auto_role, control), self._edge.handler.fatal)
             if self._processes is not None:
                 await serve_until_signal([admin], failure, self._processes.drain, self._processes)
                 return
@@ -121,6 +137,17 @@ class SchedulerServer:
             await serve_until_signal([public, admin], failure, drain.begin, drain)
         finally:
             await service.close()
+
+    @property
+    def _model_name(self) -> str:
+        model = self._config.engine.model
+        return short_name([*self._config.served_model_names, model][0], model)
+
+    def _figures(self) -> tuple[Stats, Busy]:
+        if self._processes is not None:
+            return self._processes.stats, self._processes.busy
+        router = self._edge.router
+        return router.stats.snapshot(), Busy(0, router.num_streams, router.entrance.num_waiting)
 
     def _control(self) -> Control:
         serving = self._edge.router if self._processes is None else self._processes
@@ -183,7 +210,7 @@ class SchedulerServer:
             return LocalTimelines(self._edge.router.timelines)
         return RemoteTimelines([self._admin_path(index) for index in range(len(self._listeners))])
 
-    async def _watch(self, auto_role: AutoRole | None) -> None:
+    async def _watch(self, auto_role: AutoRole | None, control: Control) -> None:
         """Runs until cancelled, or until a part raises. SIGHUP reads the keys and the tables again."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
@@ -195,6 +222,8 @@ class SchedulerServer:
             loop.add_signal_handler(signal.SIGHUP, hang_up)
             group.create_task(self.membership.run())
             group.create_task(self.elastic.run())
+            group.create_task(control.sleep_of_all.run())
+            group.create_task(self._overview.run())
             if self._book is not None:
                 group.create_task(self._book.run())
             if self._join_port is not None:

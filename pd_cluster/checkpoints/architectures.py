@@ -70,9 +70,11 @@ PLAIN_TYPES = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4",
 }
 # Fields of the plain equivalent for what the text model always does
 PLAIN_FIELDS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+NO_HEAD_DIM = ("glm4v_text",)  # heads divide the residual stream, and the plain equivalent has its own default
 FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}  # may have text fields among the others
 INHERITED = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 # Fields with such names are numbers of tokens beyond which a sequence is computed differently.
@@ -122,8 +124,17 @@ def text_part(whole: Config) -> dict[str, Any] | None:
     if not isinstance(text, dict) or not isinstance(text.get("model_type"), str):
         return None
     inherited = {name: whole[name] for name in INHERITED if name in whole}
-    filled = {**defaults_of(text["model_type"]), **inherited, **text, **PLAIN_FIELDS.get(text["model_type"], {})}
+    filled = {**defaults_of(text["model_type"]), **inherited, **text}
+    filled |= plain_fields(text["model_type"], filled)
     return {**filled, "model_type": PLAIN_TYPES.get(text["model_type"], text["model_type"])}
+
+
+def plain_fields(model_type: str, config: Config) -> dict[str, Any]:
+    """Returns the fields of the plain equivalent for what a text model always does."""
+    found = dict(PLAIN_FIELDS.get(model_type, {}))
+    if model_type in NO_HEAD_DIM:
+        found["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    return found
 
 
 def thresholds(config: Config) -> dict[int, str]:

@@ -1,36 +1,28 @@
 """Reads without torch which models take pictures, and how.
 
-Knows nothing of weights or of pixels.
+Knows nothing of weights or of pixels. The models are those of media/kinds/table.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from pd_cluster.checkpoints.json_files import read_json
 from pd_cluster.errors import ModelError
-from pd_cluster.media.rules import ImageRules
+from pd_cluster.media.given import Given
+from pd_cluster.media.kinds.table import KINDS
+from pd_cluster.media.rules import BICUBIC, BILINEAR, LANCZOS, ImageRules
 
-# model_type of the whole model -> the defaults of its vision config and of its preprocessor
-QWEN2 = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "image_token_id": 151655}
-QWEN3 = {**QWEN2, "patch_size": 16}
-IMAGE_TYPES: Mapping[str, Mapping[str, int]] = {
-    "qwen2_vl": QWEN2,
-    "qwen2_5_vl": QWEN2,
-    "qwen3_vl": QWEN3,
-    "qwen3_vl_moe": QWEN3,
-}
-FILES = ("preprocessor_config.json", "processor_config.json")
-SIZES = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-OLD_SIZES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
-MEAN = (0.48145466, 0.4578275, 0.40821073)  # of transformers' image processor of Qwen2-VL: OpenAI's CLIP
-STD = (0.26862954, 0.26130258, 0.27577711)
+IMAGE_TYPES = tuple(KINDS)
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
 SWITCHES = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
-BICUBIC = 3
+FILTERS = {LANCZOS: "Lanczos", BILINEAR: "bilinear", BICUBIC: "bicubic"}
 RESCALE = 1 / 255
 
 
@@ -40,8 +32,6 @@ class VisionPart:
 
     model_type: str
     rules: ImageRules
-    image_token_id: int
-    num_frames: int  # a picture is repeated so often: the tower reads videos, too
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     rescale: float
@@ -51,71 +41,51 @@ class VisionPart:
     def of(cls, folder: Path, config: Mapping[str, Any]) -> VisionPart:
         """Reads a folder whose `config` names one of IMAGE_TYPES. Raises ModelError."""
         model_type = str(config["model_type"])
-        own = dict(IMAGE_TYPES[model_type])
-        tower = config.get("vision_config")
-        numbers = {name: _count(folder, name, {**own, **(tower if isinstance(tower, dict) else {})}) for name in own}
-        numbers["image_token_id"] = _count(folder, "image_token_id", {**own, **config})
-        file, given = _preprocessor(folder)
-        for name, of_tower in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
-            if given.get(name, numbers[of_tower]) != numbers[of_tower]:
-                raise ModelError(f"{file}: {name} {given[name]}: config.json has {of_tower} {numbers[of_tower]}")
-        if off := [name for name in SWITCHES if given.get(name) is False]:
-            raise ModelError(f"{file}: {off[0]} false: pictures that are not so prepared are not supported")
-        if given.get("resample", BICUBIC) != BICUBIC:
-            raise ModelError(f"{file}: resample {given['resample']}: only {BICUBIC}, bicubic, is supported")
-        sizes = {name: _area(file, name, given) for name in SIZES}
-        rules = ImageRules(
-            numbers["patch_size"], numbers["spatial_merge_size"], sizes["shortest_edge"], sizes["longest_edge"]
-        )
+        kind = KINDS[model_type]
+        given = _given(folder, config)
+        given.refuse(SWITCHES, False, "pictures that are not so prepared are not supported")
+        resample = given.preprocessor.get("resample", kind.resample)
+        if resample not in FILTERS:
+            known = ", ".join(f"{number} ({name})" for number, name in FILTERS.items())
+            raise ModelError(f"{given.file}: resample {resample!r}: supported are {known}")
         return cls(
             model_type,
-            rules,
-            numbers["image_token_id"],
-            numbers["temporal_patch_size"],
-            _three(file, "image_mean", given, MEAN),
-            _three(file, "image_std", given, STD),
-            _number(file, "rescale_factor", given.get("rescale_factor", RESCALE)),
-            (file,),
+            structs.replace(kind.rules_of(given), resample=resample),
+            given.three("image_mean", kind.mean),
+            given.three("image_std", kind.std),
+            given.real("rescale_factor", RESCALE),
+            tuple(file for name in (PREPROCESSOR, PROCESSOR, VIDEO_PREPROCESSOR) if (file := folder / name).exists()),
         )
 
 
-def _preprocessor(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Returns the file that says how pictures are prepared, and what it says. Raises ModelError."""
-    for name in FILES:
-        if (file := folder / name).exists():
-            found = read_json(file)
-            inner = found.get("image_processor")
-            return file, inner if isinstance(inner, dict) else found
-    raise ModelError(f"{folder / FILES[0]}: missing; a model that takes pictures needs it: copy it from the original")
+def _given(folder: Path, config: Mapping[str, Any]) -> Given:
+    """Reads the files that say how pictures are prepared. Raises ModelError."""
+    file = folder / PREPROCESSOR
+    processor = _object(folder / PROCESSOR)
+    inner = processor.get("image_processor")
+    if file.exists():
+        found = read_json(file)
+        found = nested if isinstance(nested := found.get("image_processor"), dict) else found
+    elif processor:
+        file, found = folder / PROCESSOR, inner if isinstance(inner, dict) else processor
+    else:
+        raise ModelError(f"{file}: missing; a model that takes pictures needs it: copy it from the original")
+    own = {**_object(folder / "tokenizer_config.json"), **processor}
+    video = processor.get("video_processor")
+    of_videos = (folder / PROCESSOR, video) if isinstance(video, dict) else (file, found)
+    if not isinstance(video, dict) and (folder / VIDEO_PREPROCESSOR).exists():
+        of_videos = folder / VIDEO_PREPROCESSOR, read_json(folder / VIDEO_PREPROCESSOR)
+    return Given(folder, config, file, found, own, lambda text: _token_id(folder, text), of_videos)
 
 
-def _count(folder: Path, name: str, given: Mapping[str, Any]) -> int:
-    value = given[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{folder / 'config.json'}: {name} {value!r}: must be a whole number of at least 1")
-    return value
+def _object(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.exists() else {}
 
 
-def _area(file: Path, name: str, given: Mapping[str, Any]) -> int:
-    """Returns a bound of a picture's area, which has an older name, too."""
-    size = given.get("size")
-    value = (size if isinstance(size, dict) else {}).get(name) or SIZES[name]
-    if given.get(OLD_SIZES[name]) is not None:
-        value = given[OLD_SIZES[name]]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{file}: {OLD_SIZES[name]} {value!r}: must be a whole number of pixels")
-    return value
-
-
-def _three(file: Path, name: str, given: Mapping[str, Any], default: tuple[float, ...]) -> tuple[float, float, float]:
-    value = given.get(name, default)
-    if not isinstance(value, list | tuple) or len(value) != 3:
-        raise ModelError(f"{file}: {name} {value!r}: must be three numbers, for red, green and blue")
-    red, green, blue = (_number(file, name, each) for each in value)
-    return red, green, blue
-
-
-def _number(file: Path, name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ModelError(f"{file}: {name} {value!r}: must be a number")
-    return float(value)
+def _token_id(folder: Path, text: str) -> int | None:
+    """Returns the id of a folder's control token. Raises ModelError."""
+    added = read_json(folder / "tokenizer.json").get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict) and token.get("content") == text and isinstance(token.get("id"), int):
+            return int(token["id"])
+    return None

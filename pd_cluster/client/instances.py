@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,9 +67,13 @@ async def fetch_settled(admin_url: str) -> Entries:
     return entries
 
 
-def show_instances(admin: Admin) -> None:
+def show_instances(admin: Admin, as_json: bool = False) -> None:
     """Runs `pd-cluster instances`. Raises PdClusterError."""
-    print_instances(admin.url, asyncio.run(fetch_instances(admin)))
+    entries = asyncio.run(fetch_instances(admin))
+    if as_json:
+        print(json.dumps(entries, indent=2))
+    else:
+        print_instances(admin.url, entries)
 
 
 def print_instances(admin_url: str, entries: Entries) -> None:

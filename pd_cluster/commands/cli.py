@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -21,27 +22,30 @@ from pd_cluster.commands.bench import app as bench_app
 from pd_cluster.commands.instances import DEFAULT_ADMIN, NO_SECRET_FILE, TOKEN_FILE
 from pd_cluster.commands.instances import app as instances_app
 from pd_cluster.commands.keys import app as keys_app
+from pd_cluster.commands.looking import LOOKING
 from pd_cluster.commands.quantize import quantize
-from pd_cluster.commands.signature import takes
-from pd_cluster.errors import KEEPS_MARKS, PdClusterError, flag_of
+from pd_cluster.commands.signature import HELP_ALL, takes
+from pd_cluster.errors import KEEPS_MARKS, ConfigError, PdClusterError, flag_of
 from pd_cluster.settings.flag_file import expanded
 from pd_cluster.settings.flags import choice_of_model, judge, normalize, split_keys, split_values
-from pd_cluster.settings.options import ServeOptions, settings
+from pd_cluster.settings.options import USUAL, ServeOptions, settings
 from pd_cluster.transport import table as transports
 
 app = typer.Typer(
     name="pd-cluster",
     help="Disaggregated prefill/decode serving for large language models.",
+    epilog="An option may be a variable, too: `pd-cluster up --port` is PD_CLUSTER_UP_PORT. "
+    "`pd-cluster --debug COMMAND` shows where an error comes from.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(bench_app, name="bench")
-app.add_typer(instances_app, name="instances")
-app.add_typer(keys_app, name="keys")
-app.command("run-batch")(run_batch)
-app.command()(quantize)
+SERVE, LOOK, CHANGE, OFFLINE = "Serve", "Look and talk", "Change a running cluster", "Without a server"
+app.add_typer(bench_app, name="bench", rich_help_panel=LOOK)
+app.add_typer(instances_app, name="instances", rich_help_panel=CHANGE)
+app.add_typer(keys_app, name="keys", rich_help_panel=CHANGE)
+for look in LOOKING:
+    app.command(look.__name__.replace("_", "-"), rich_help_panel=LOOK)(look)
 *FIRST_POLICIES, LAST_POLICY = POLICIES
 OPEN_CHOICES = {
     "routing_policy": f"{', '.join(FIRST_POLICIES)} or {LAST_POLICY}",
@@ -49,14 +53,15 @@ OPEN_CHOICES = {
 }
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-@takes(settings().values(), after="context", show_envvar=False, choices=OPEN_CHOICES)
-def serve(context: typer.Context, **given: Any) -> None:
+@app.command(rich_help_panel=SERVE, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@takes(settings().values(), after="context", show_envvar=False, choices=OPEN_CHOICES, usual=USUAL)
+def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, **given: Any) -> None:
     """Run one instance; its role comes from the rank tables that the environment names, or from --role.
 
     Reads GLOBAL_RANK_TABLE_FILE_PATH, RANK_TABLE_FILE_PATH; of the scheduler NODE_PORTS, NODE_PORTS_FILE, USE_OPENAI.
     Any instance takes every flag, so that one command line serves all roles. vLLM's other flags: docs/flags.md.
     A flag may be a variable, too: --max-num-seqs is PD_CLUSTER_SERVE_MAX_NUM_SEQS; --config FILE has flags as YAML.
+    --help shows the flags that most deployments need, --help-all all of them.
     """
     gc.disable()  # until all is imported: modules stay, and scanning them takes a tenth of the time
     from pd_cluster.commands.serve import run
@@ -64,7 +69,7 @@ def serve(context: typer.Context, **given: Any) -> None:
     run(ServeOptions(**given), _warn_extras(context), dict(os.environ))
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def up(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
@@ -86,9 +91,13 @@ def up(
     language_model_only: Annotated[
         bool, typer.Option("--language-model-only", help="Serve only the text model of a multimodal model.")
     ] = False,
-    arguments: Annotated[list[str] | None, typer.Argument(help="After --: flags for every instance.")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL] [-- FLAGS]", help="After --: flags for every instance.")
+    ] = None,
 ) -> None:
     """Run a whole cluster on this machine: rank tables, workers and scheduler, until Ctrl-C.
+
+    The model is a folder, or a hub's (hf:ORG/NAME, or ORG/NAME), which is fetched once, with progress.
 
     USE_OPENAI=0 in the environment serves vLLM's plain /generate instead of the OpenAI API.
     """
@@ -97,9 +106,10 @@ def up(
     from pd_cluster.cluster.processes.launch import SPAWN, Launch
     from pd_cluster.cluster.processes.launcher import run_until_signal
 
-    given = [*([f"--model={model}"] if model else []), f"--host={host}", f"--port={port}", *(arguments or [])]
+    model, arguments = _model_and_flags(model, arguments or [])
+    given = [*([f"--model={model}"] if model else []), f"--host={host}", f"--port={port}", *arguments]
     _check_flags(context, [*given, *choice_of_model(try_unlisted or (), language_model_only)])
-    flags, keys = split_keys(normalize(arguments or []))
+    flags, keys = split_keys(normalize(arguments))
     flags, metrics_keys = split_values(flags, "--metrics-key")
     flags += choice_of_model(try_unlisted or (), language_model_only)
     launch = Launch(
@@ -117,10 +127,14 @@ def up(
         api_keys=keys,
         metrics_key=metrics_keys[-1] if metrics_keys else "",
     )
+    if sys.stdout.isatty():
+        from pd_cluster.commands.live import run_live
+
+        raise typer.Exit(run_live(launch))
     raise typer.Exit(asyncio.run(run_until_signal(launch)))
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def trace(
     request_id: Annotated[
         str, typer.Argument(metavar="ID", help="As its answer names it (cmpl-…, chatcmpl-…); default: list the last.")
@@ -138,7 +152,7 @@ def trace(
     run(request_id, Admin(admin, admin_token_file, os.environ), png, json)
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def check(
     network: Annotated[
         bool,
@@ -156,10 +170,24 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
+
+
+app.command("run-batch", rich_help_panel=OFFLINE)(run_batch)
+app.command(rich_help_panel=OFFLINE)(quantize)
+
+
+def _model_and_flags(model: str, arguments: list[str]) -> tuple[str, list[str]]:
+    """Takes a model in front of the flags. Raises ConfigError for two models."""
+    if arguments and not arguments[0].startswith("-"):
+        first, *arguments = arguments
+        if model:
+            raise ConfigError(f"--model {model}, and {first!r} as a model, too; give one of them")
+        model = first
+    return model.removeprefix("hf:"), arguments
 
 
 def _check_flags(context: typer.Context, argv: list[str]) -> None:
@@ -171,7 +199,7 @@ def _check_flags(context: typer.Context, argv: list[str]) -> None:
     command = group.commands["serve"]
     each = command.make_context("serve", expanded(argv, _serve_flags()), context.parent)
     _warn_extras(each)
-    check_launch(ServeOptions(**each.params), dict(os.environ))
+    check_launch(ServeOptions(**{k: v for k, v in each.params.items() if k != "help_all"}), dict(os.environ))
 
 
 def _warn_extras(context: Any) -> list[str]:
@@ -183,16 +211,33 @@ def _serve_flags() -> list[str]:
     return [flag_of(name) for each in settings().values() for name in (each.name, *each.setting.also)]
 
 
+def _hide_variables(command: Any) -> None:
+    """Keeps each option's variable, and does not repeat it on every line of the help: the epilog tells the rule."""
+    for parameter in command.params:
+        parameter.show_envvar = False
+    for each in getattr(command, "commands", {}).values():
+        _hide_variables(each)
+
+
 def main() -> None:
-    """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses."""
+    """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses.
+
+    With --debug as the first argument, an error's traceback comes, too.
+    """
     keeps_marks = os.environ.pop(KEEPS_MARKS, "")  # removed, so that processes started by this one do not inherit it
     logging.captureWarnings(True)
     argv = sys.argv[1:]
+    is_debugged = argv[:1] == ["--debug"]
+    argv = argv[is_debugged:]
     try:
         if argv[:1] == ["serve"]:
             argv = ["serve", *expanded(argv[1:], _serve_flags())]
-        app(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
+        command = typer.main.get_command(app)
+        _hide_variables(command)
+        command(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
     except PdClusterError as error:
+        if is_debugged:
+            traceback.print_exc()
         print(f"pd-cluster: {error.text if keeps_marks else error}", file=sys.stderr)
         sys.exit(1)
 

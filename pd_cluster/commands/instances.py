@@ -49,6 +49,7 @@ def instances(
     admin: Annotated[str, ADMIN] = DEFAULT_ADMIN,
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
     secret_file: Annotated[str, NO_SECRET_FILE] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
     """Show the instances of a running cluster; the commands below change them while it serves."""
     from pd_cluster.client.admin import Admin
@@ -56,7 +57,7 @@ def instances(
 
     context.obj = Admin(admin, admin_token_file, os.environ)
     if context.invoked_subcommand is None:
-        show_instances(context.obj)
+        show_instances(context.obj, json)
 
 
 @app.command()

@@ -98,7 +98,7 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
             engine,
             tensor_parallel_size=num_devices,
             num_local_ranks=place.num_local_ranks,
-            paired_tp_sizes=place.paired_tp_sizes(handover.kv_transport),
+            paired_tp_sizes=place.paired_tp_sizes(handover.kv_transport, handover.kv_open_links),
         ),
         timeouts=start.timeouts,
         ranks=RankPlace(size=num_devices),

@@ -18,6 +18,7 @@ from pd_cluster.cluster.members.place import (
 from pd_cluster.commands.serve_start import Start
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.config import ApiConfig, Credentials
+from pd_cluster.settings.log_files import folder_of
 from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.routing import AdminSettings, EntranceSettings
 from pd_cluster.text.given_template import with_source
@@ -37,8 +38,9 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
     config = _api_config(start, env)
     import uvloop
 
-    from pd_cluster.api.admin.admin_app import AdminAccess
+    from pd_cluster.api.dashboard.playground import PublicPort
     from pd_cluster.api.front.server import bind, bind_path, bind_several, raise_descriptor_limit
+    from pd_cluster.api.gate.access import AdminAccess
     from pd_cluster.api.scheduler_app import SchedulerServer
     from pd_cluster.cluster.members.auto_role import AutoRole
     from pd_cluster.cluster.members.elastic import Tables
@@ -70,7 +72,9 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
         scheduler = SchedulerServer(
             place, credentials, ports, config, listeners, tables, logs, keys, join, admin.lora_root
         )
-        await scheduler.run(admin_listener, access, AutoRole() if entrance.auto_role else None)
+        auto_role = AutoRole() if entrance.auto_role else None
+        public_port = PublicPort(host, port, entrance.uds, http.tls is not None)
+        await scheduler.run(admin_listener, access, auto_role, folder_of(place.folder), public_port)
 
     tune()
     with contextlib.ExitStack() as ending, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -15,18 +15,27 @@ Command = Callable[..., None]
 
 
 def takes(
-    settings: Iterable[Declared], after: str, show_envvar: bool, choices: Mapping[str, str] | None = None
+    settings: Iterable[Declared],
+    after: str,
+    show_envvar: bool,
+    choices: Mapping[str, str] | None = None,
+    usual: Collection[str] | None = None,
 ) -> Callable[[Command], Command]:
     """Gives a function with `**given` a signature in which typer finds an option for each setting, following `after`.
 
     `show_envvar`: whether the help screen shows the variables. `choices`: in words, for settings whose declarations do
-    not list them.
+    not list them. `usual`: the settings that --help shows, by name; HELP_ALL shows the others, too. None: all.
     """
 
     def decorate(command: Command) -> Command:
         own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "given"]
         at = next(at for at, each in enumerate(own, 1) if each.name == after)
-        options = [_parameter(each, show_envvar, (choices or {}).get(each.name, "")) for each in settings]
+        options = [
+            _parameter(
+                each, show_envvar, (choices or {}).get(each.name, ""), usual is not None and each.name not in usual
+            )
+            for each in settings
+        ]
         parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own[:at], *options, *own[at:])]
         command.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -35,7 +44,21 @@ def takes(
     return decorate
 
 
-def _parameter(each: Declared, show_envvar: bool, choices: str) -> inspect.Parameter:
+def _show_all(context: typer.Context, value: bool) -> None:
+    """Shows every option and ends."""
+    if not value:
+        return
+    for parameter in context.command.params:
+        if isinstance(parameter, typer.core.TyperOption):
+            parameter.hidden = False
+    typer.echo(context.get_help())
+    raise typer.Exit
+
+
+HELP_ALL = typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show every flag, also the seldom ones.")
+
+
+def _parameter(each: Declared, show_envvar: bool, choices: str, hidden: bool) -> inspect.Parameter:
     setting = each.setting
     names = [each.flag, *map(flag_of, setting.also)]
     is_plain = len(names) == 1 and (each.kind is not bool or setting.has_off)
@@ -45,6 +68,7 @@ def _parameter(each: Declared, show_envvar: bool, choices: str) -> inspect.Param
         rich_help_panel=setting.panel.value,
         show_envvar=show_envvar,
         metavar=setting.metavar,
+        hidden=hidden,
     )
     return inspect.Parameter(
         each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=Annotated[each.kind, option]

@@ -35,7 +35,7 @@ from pd_cluster.net.admission import peer_key
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.reports import RankReport
 from pd_cluster.settings.config import WorkerConfig
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.engine import SYMMETRIC_SUMS, EngineConfig
 from pd_cluster.text.grammar import Compiler
 from pd_cluster.transport.factory import Transports
 
@@ -60,6 +60,7 @@ def build_core(
         BlockPool(runner.swap.num_blocks),
         runner.window,
         config.adapters.max_loras if config.adapters.enable_lora else 0,
+        keeps_pictures=runner.tower is not None and runner.tower.rules.sees_whole,
     )
     guides = Guides(lambda: Compiler(runner.tokenizer_file, runner.vocab_size, runner.eos_token_ids))
     return EngineCore(LeadRunner(runner, followers) if followers else runner, scheduler, guides=guides), runner
@@ -116,7 +117,7 @@ def meet(config: WorkerConfig, device: Device) -> Group:
     """Waits until all ranks of this instance have joined and returns their group. Raises InstanceLost."""
     ranks = config.ranks
     place = Rendezvous(ranks.store, ranks.rank, ranks.size, config.timeouts.collective_timeout_s)
-    return join(place, device, sums_in_order=config.engine.deterministic)
+    return join(place, device, config.engine.deterministic, SYMMETRIC_SUMS in config.engine.cuda_speedups)
 
 
 def build_follower(config: WorkerConfig) -> Follower:
@@ -149,8 +150,12 @@ def build_worker(
     if isinstance(core.runner, LeadRunner):  # there are followers
         lanes = _lead(config, core.runner, followers, local, mailbox, inbox, tell_lost)
     shares = not runner.device.is_accelerator
+    lead = core.runner if isinstance(core.runner, LeadRunner) else runner
     worker = Worker(
-        config, core, side, limits_of(runner), mailbox, lanes, inbox, shares_cores=shares, rest=runner.threads.rest
+        *(config, core, side, limits_of(runner), mailbox, lanes, inbox),
+        shares_cores=shares,
+        rest=runner.threads.rest,
+        go_to_level=lead.sleep if shares else None,
     )
     if config.engine.adapters.are_wanted:
         keeper = core.runner.adapters if isinstance(core.runner, LeadRunner) else runner.held

@@ -55,8 +55,8 @@ class Legs:
 
     # ---- arrival
 
-    def submit(self, conn: str, submit: wire.Submit, is_draining: bool) -> None:
-        """Accepts a leg, or reports why not. `is_draining`: this worker accepts no more requests."""
+    def submit(self, conn: str, submit: wire.Submit, closed: str) -> None:
+        """Accepts a leg, or reports why not. `closed`: why this worker accepts no requests now; "": it does."""
         request = request_of(submit, conn, self._clock())
         key, problem = request.leg_key, self._limits.problem(request, submit.resumed)
         if key in self.sequences:
@@ -64,7 +64,7 @@ class Legs:
         sequences = [resume(request, resumed) for resumed in submit.resumed] or [request]
         if problem is None and any(each.key in self._core.scheduler.requests for each in sequences):
             problem = "an earlier leg of this attempt is still ending here"
-        elsewhere = "this instance takes nothing more, because it stops" if is_draining else self._limits.lacks(request)
+        elsewhere = closed or self._limits.lacks(request)
         if is_fault := problem is None and elsewhere is not None:
             problem = elsewhere
         self._notes.submitted(request, problem)

@@ -22,6 +22,7 @@ def load_of(
     pace: StepPace,
     is_draining: bool,
     adapters: tuple[str, ...] | None,
+    sleep_level: wire.SleepLevel,
 ) -> wire.Load:
     scheduler = core.scheduler
     blocks = scheduler.blocks
@@ -63,6 +64,7 @@ def load_of(
         links=out_links.states(),
         is_draining=is_draining,
         adapters=adapters,
+        sleep_level=sleep_level,
     )
 
 

@@ -22,6 +22,7 @@ from pd_cluster.engine.legs import Legs
 from pd_cluster.engine.load import load_of
 from pd_cluster.engine.outbox import Outbox
 from pd_cluster.engine.pace import StepPace
+from pd_cluster.engine.sleep import Sleep
 from pd_cluster.engine.step.core import EngineCore, StepResult
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.plan import StepPlan
@@ -50,10 +51,11 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
         shares_cores: bool = True,
         rest: Callable[[], None] = lambda: None,
+        go_to_level: Callable[[wire.SleepLevel], None] | None = None,
     ) -> None:
         """`shares_cores`: prefill instances compute on the same cores as this one.
 
-        `rest` is called when nothing is left to compute.
+        `rest` is called when nothing is left to compute. `go_to_level`: see Sleep.
         """
         self.core = core
         self.inbox = inbox
@@ -70,7 +72,7 @@ class Worker:
         self._cache_news = CacheNews(post, core.scheduler.blocks)
         self._pace = StepPace()
         self._notes = LegNotes(self.tracer.note, clock)
-        means = Means(side, post, ends, inbox.put, clock, config.timeouts, self.tracer.note)
+        means = Means(side, post, ends, inbox.put, clock, config.timeouts, self.tracer.note, config.kv_open_links)
         is_prefill, growth_tokens = config.role == "prefill", config.engine.growth_tokens
         self.legs = Legs(
             core,
@@ -81,6 +83,7 @@ class Worker:
             lambda legs: Handover(means, core.scheduler, legs, is_prefill, growth_tokens, limits.vocab_size),
         )
         self.handover = self.legs.handover
+        self._sleep = Sleep(go_to_level, core.scheduler.blocks.forget)
         self._adapter_settings = config.engine.adapters
         self.adapters = self._adapters_of(None, {})
         core.begins = self._begin
@@ -95,7 +98,7 @@ class Worker:
             send=self._post.send,
             put=self.inbox.put,
             used=self.legs.variants,
-            begin=lambda conn, submit: self.legs.submit(conn, submit, self._is_draining),
+            begin=lambda conn, submit: self.legs.submit(conn, submit, self._why_closed),
             fail=self._fail,
         )
         return WorkerAdapters(keeper, reader_of(settings), host, named, settings.max_cpu_loras, self._clock)
@@ -112,6 +115,8 @@ class Worker:
         while self._read_inbox(wait_s=0.0 if busy else self._idle_wait_s):
             came_round()
             self._tick()
+            if self._sleep.is_due and self.legs.are_over:
+                self._sleep.settle()
             was_busy, busy = busy, self._step()
             if was_busy and not busy:
                 self._rest()
@@ -119,6 +124,11 @@ class Worker:
             self._outbox.flush()
             if self._is_draining and self.legs.are_over:
                 return
+
+    @property
+    def _why_closed(self) -> str:
+        """Returns why no request is taken now; "": they are."""
+        return "this instance takes nothing more, because it stops" if self._is_draining else self._sleep.closed
 
     # ---- a step
 
@@ -184,7 +194,8 @@ class Worker:
         Changes of links are sent at once, and changes that metrics show soon: heartbeats alone would be too late.
         """
         handover = self.handover
-        has_news = (handover.out_links.states(), self._is_draining) != (self.load.links, self.load.is_draining)
+        told = self.load.links, self.load.is_draining, self.load.sleep_level
+        has_news = (handover.out_links.states(), self._is_draining, self._sleep.level) != told
         now_s = self._clock()
         self._is_load_old = not has_news and not at_once and now_s < self._next_load_s
         if self._is_load_old:
@@ -200,6 +211,7 @@ class Worker:
             self._pace,
             self._is_draining,
             self.adapters.in_memory,
+            self._sleep.level,
         )
         if has_news:
             self._post.beat()
@@ -257,8 +269,8 @@ class Worker:
     def _read(self, conn: str, peer: str, body: wire.Body) -> None:
         match body:
             case wire.Submit() if conn in self._schedulers:
-                if self._is_draining or self.adapters.admits(conn, body):
-                    self.legs.submit(conn, body, self._is_draining)
+                if (closed := self._why_closed) or self.adapters.admits(conn, body):
+                    self.legs.submit(conn, body, closed)
             case wire.Abort() if conn in self._schedulers:
                 self.adapters.abort(conn, body)
                 self.legs.abort(conn, body)
@@ -266,6 +278,8 @@ class Worker:
                 self.adapters.read(conn, body)
             case wire.ResetCache() if conn in self._schedulers:
                 self.core.scheduler.blocks.forget()
+            case wire.Sleep(level) if conn in self._schedulers:
+                self._sleep.wish(level)
             case wire.Peers() if conn in self._schedulers:
                 self.handover.set_peers(body.peers)
             case _:

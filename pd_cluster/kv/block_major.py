@@ -71,6 +71,12 @@ class BlockMajor:
             target = plane[:, piece.first_layer : piece.stop_layer, :, heads]
             target[block, :, offset] = vectors.transpose(0, 1)  # [num_tokens, num_layers, heads, width]
 
+    def view_of(self, piece: KVPiece) -> torch.Tensor | None:
+        first, count = piece.block_ids[0], len(piece.block_ids)
+        layers = self._layers(piece)[first : first + count]
+        is_run = piece.block_ids == list(range(first, first + count))
+        return layers.view(-1) if is_run and layers.is_contiguous() else None
+
     def _layers(self, piece: KVPiece) -> torch.Tensor:
         """Returns all blocks as bytes, restricted to the piece's layers."""
         return self.bytes[:, piece.first_layer : piece.stop_layer]

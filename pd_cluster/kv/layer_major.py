@@ -57,6 +57,9 @@ class LayerMajor:
     def gather(self, piece: KVPiece) -> torch.Tensor:
         return self._gathered(self._ids(piece.block_ids), _layers_of(piece)).view(-1)
 
+    def view_of(self, piece: KVPiece) -> None:
+        """A block's planes are apart in this memory."""
+
     def scatter(self, payload: torch.Tensor, piece: KVPiece, into: list[int]) -> None:
         blocks = payload.view(len(into), -1).to(self.device)
         self._scatter(self._ids(into), blocks, _layers_of(piece))

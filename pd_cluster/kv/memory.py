@@ -50,6 +50,9 @@ class Memory(Protocol):
     def gather(self, piece: KVPiece) -> torch.Tensor:
         """Returns the verbatim payload, [nbytes] uint8; a view of the memory where possible."""
 
+    def view_of(self, piece: KVPiece) -> torch.Tensor | None:
+        """Returns the verbatim payload as a view; None: it is not contiguous."""
+
     def scatter(self, payload: torch.Tensor, piece: KVPiece, into: list[int]) -> None:
         """Writes a payload of `gather` to these blocks."""
 

@@ -40,6 +40,7 @@ class KVPool:
         self.num_blocks = num_blocks
         self.device = device
         self.fd = -1  # the memory's, on CPU
+        self._map: mmap.mmap | None = None  # likewise
         self.memory: Memory
         if device.is_accelerator:
             try:
@@ -70,7 +71,8 @@ class KVPool:
         self.fd = os.memfd_create("pd-cluster-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, nbytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        return view_blocks(mmap.mmap(self.fd, nbytes), self.layout, num_blocks)
+        self._map = mmap.mmap(self.fd, nbytes)
+        return view_blocks(self._map, self.layout, num_blocks)
 
     @property
     def data(self) -> torch.Tensor:
@@ -129,6 +131,15 @@ class KVPool:
         """Returns the same memory as bytes: [num_blocks + extra, block_nbytes] uint8."""
         assert isinstance(self.memory, BlockMajor)
         return self.memory.bytes.flatten(1)
+
+    def vacate(self) -> None:
+        """Returns the memory of all blocks that requests can hold to the system, on CPU; then they are zeros.
+
+        The extra blocks keep their contents, since links are probed with them. Other processes' mappings stay valid.
+        """
+        assert self._map is not None
+        if nbytes := self.nbytes // mmap.PAGESIZE * mmap.PAGESIZE:
+            self._map.madvise(mmap.MADV_REMOVE, 0, nbytes)
 
     def close(self) -> None:
         if self.fd >= 0:

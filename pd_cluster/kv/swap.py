@@ -11,6 +11,7 @@ import torch
 from pd_cluster.devices.device import pinned_nbytes
 from pd_cluster.kv.memory import Move
 from pd_cluster.kv.pool import KVPool
+from pd_cluster.native.memory import give_pages_back
 
 log = logging.getLogger(__name__)
 GIB = 1 << 30
@@ -34,6 +35,10 @@ class SwapSpace:
         if before is not None:
             taken = (pinned_nbytes(pool.device) or 0) - before
             log.info(swap_words(self._host.nbytes, taken))
+
+    def vacate(self) -> None:
+        """Returns the memory to the system, on CPU, while no block is in use; then its content is undefined."""
+        give_pages_back(self._host.data_ptr(), self._host.nbytes)
 
     def move(self, moves: Sequence[tuple[Move, int, int]]) -> None:
         """Copies blocks (kind, source, target) as if in sequence: within the pool, out to the host, back in.

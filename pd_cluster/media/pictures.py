@@ -10,12 +10,14 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from msgspec import structs
 from PIL import Image as Pictures
 from PIL import ImageOps, UnidentifiedImageError
 
 from pd_cluster.errors import RequestError
-from pd_cluster.media.rules import NUM_CHANNELS, ImageRules
+from pd_cluster.media.rules import ImageRules, View
 from pd_cluster.types import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -33,6 +35,11 @@ def prepared(data: bytes, rules: ImageRules) -> tuple[Image, bytes]:
         return fitted(picture, rules)
 
 
+def of_array(pixels: Any) -> Pictures.Image:
+    """Returns a picture of [height, width, 3] 8-bit numbers."""
+    return Pictures.fromarray(pixels)
+
+
 def check_size(picture: Pictures.Image, rules: ImageRules) -> None:
     """Checks what a file's header says, before anything is decoded. Raises RequestError."""
     width, height = picture.size
@@ -40,7 +47,7 @@ def check_size(picture: Pictures.Image, rules: ImageRules) -> None:
         raise RequestError("it has no pixels; send another one")
     if width * height > MAX_PIXELS:
         raise RequestError(f"{width} x {height} pixels: a picture has at most {MAX_PIXELS}; send a smaller one")
-    rules.resized(height, width)
+    rules.sized(height, width)
 
 
 def fitted(picture: Pictures.Image, rules: ImageRules) -> tuple[Image, bytes]:
@@ -51,19 +58,33 @@ def fitted(picture: Pictures.Image, rules: ImageRules) -> tuple[Image, bytes]:
     check_size(picture, rules)
     with in_own_words():
         upright = in_color(ImageOps.exif_transpose(picture))
-        height, width = rules.resized(upright.height, upright.width)
-        if upright.size != (width, height):
-            upright = upright.resize((width, height), Pictures.Resampling.BICUBIC)
-        pixels = upright.tobytes()
-    assert len(pixels) == height * width * NUM_CHANNELS
-    image = Image(height // rules.patch_size, width // rules.patch_size, pixels)
+        image, views = rules.sized(upright.height, upright.width)
+        image = structs.replace(image, pixels=b"".join(_pixels(upright, view, rules.resample) for view in views))
+    assert len(image.pixels) == rules.num_bytes(image)
     return image, digest_of(image)
+
+
+def _pixels(picture: Pictures.Image, view: View, resample: int) -> bytes:
+    """Returns the pixels of a copy of the picture, tile by tile."""
+    for height, width in (view.via, view.size) if view.via is not None else (view.size,):
+        if picture.size != (width, height):
+            picture = picture.resize((width, height), Pictures.Resampling(resample))
+    if view.canvas is not None:
+        height, width = view.canvas
+        left, top = (picture.width - width) // 2, (picture.height - height) // 2
+        picture = picture.crop((left, top, left + width, top + height))
+    if view.tile is None:
+        return picture.tobytes()
+    height, width = view.tile
+    corners = ((top, left) for top in range(0, picture.height, height) for left in range(0, picture.width, width))
+    return b"".join(picture.crop((left, top, left + width, top + height)).tobytes() for top, left in corners)
 
 
 def digest_of(image: Image) -> bytes:
     """Names a picture by its content; how a model reads it is part of the model's identity."""
     sides = b"".join(side.to_bytes(4, "big") for side in (image.num_rows, image.num_columns))
-    return hashlib.sha256(b"image" + sides + image.pixels).digest()
+    kind = b"image" if image.num_frames == 1 else b"%d frames" % image.num_frames
+    return hashlib.sha256(kind + sides + image.pixels).digest()
 
 
 def in_color(picture: Pictures.Image) -> Pictures.Image:

@@ -1,79 +1,108 @@
-"""A picture's size in its model: pixels, patches, tokens and rotary positions.
+"""How a model reads pictures: pixels, tokens and rotary positions of each.
 
-Numbers only: knows nothing of files, of pixels or of tensors. The arithmetic is that of transformers' image processor
-of Qwen2-VL, which Qwen2.5-VL and Qwen3-VL use with other numbers.
+Numbers only: knows nothing of files, of pixels or of tensors. Each kind of models has rules of its own (media/kinds).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from pd_cluster.errors import RequestError
+from pd_cluster.media.video import Video, VideoRules
 from pd_cluster.types import Image, RopePositions, Span
 
-MAX_ASPECT_RATIO = 200
 NUM_CHANNELS = 3
+NEAREST, LANCZOS, BILINEAR, BICUBIC = range(4)  # Pillow's numbers of filters, which preprocessors' files have, too
 
 
-class ImageRules(msgspec.Struct, frozen=True):
-    """`merge_size` squared patches, of `patch_size` squared pixels, become one token.
+class View(NamedTuple):
+    """A copy of a picture: resized, then cut out or filled up around its middle to `canvas`, then cut into tiles.
 
-    `min_pixels` and `max_pixels` bound a picture's area after it is resized.
+    Each is (height, width); None: not done. `via`: a size to which it is resized first.
     """
 
-    patch_size: int
-    merge_size: int
-    min_pixels: int
-    max_pixels: int
+    size: tuple[int, int]
+    canvas: tuple[int, int] | None = None
+    tile: tuple[int, int] | None = None
+    via: tuple[int, int] | None = None
 
-    @property
-    def side(self) -> int:
-        """Pixels of a token's side."""
-        return self.patch_size * self.merge_size
 
-    def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the height and width of a picture for the model. Raises RequestError."""
-        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-            raise RequestError(
-                f"{width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other; cut it"
-            )
-        side = self.side
-        tall, wide = round(height / side) * side, round(width / side) * side
-        if tall * wide > self.max_pixels:
-            factor = math.sqrt(height * width / self.max_pixels)
-            tall, wide = (max(side, math.floor(each / factor / side) * side) for each in (height, width))
-        elif tall * wide < self.min_pixels:
-            factor = math.sqrt(self.min_pixels / (height * width))
-            tall, wide = (math.ceil(each * factor / side) * side for each in (height, width))
-        if not tall or not wide:
-            raise RequestError(f"{width} x {height} pixels: too narrow for this model; give at least {side} each way")
-        return tall, wide
+class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
+    """A picture's size is that of its Image: rows and columns of what the rules count, patches or tiles.
 
-    def largest(self) -> Image:
-        """Returns a black square of the largest area."""
-        num_patches = max(1, math.isqrt(self.max_pixels) // self.side) * self.merge_size
-        black = Image(num_patches, num_patches)
-        return Image(num_patches, num_patches, bytes(self.num_bytes(black)))
+    `token_id`: the placeholder of a picture in a prompt, which becomes as many tokens as the picture takes, between
+    the tokens `before` and `after`. In the text of a prompt, the control token `text` stands for a picture, and becomes
+    `text_becomes` before it is tokenized, plain texts and control tokens in turn; "": nothing is replaced. With
+    `sees_whole`, each token of a picture attends to all of it.
+    """
+
+    token_id: int = 0
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    resample: int = BICUBIC
+    text: str = ""
+    text_becomes: tuple[str, ...] = ()
+    sees_whole: bool = False
+    video: VideoRules | None = None  # None: the model takes no videos here
+
+    def sized(self, height: int, width: int) -> tuple[Image, tuple[View, ...]]:
+        """Returns the size of a picture for the model, without pixels, and the copies that it is made of.
+
+        Raises RequestError.
+        """
+        raise NotImplementedError
+
+    def shape(self, image: Image) -> tuple[int, int, int]:
+        """Returns how many copies or tiles it has, and the height and width of each in pixels."""
+        raise NotImplementedError
 
     def num_tokens(self, image: Image) -> int:
-        return image.num_rows * image.num_columns // self.merge_size**2
+        raise NotImplementedError
+
+    def most(self) -> Image:
+        """Returns the size of a picture that takes the most memory."""
+        raise NotImplementedError
+
+    def size_problem(self, image: Image) -> str:
+        """Returns why no picture has this size; "" if one may have it."""
+        raise NotImplementedError
+
+    def tokens(self, image: Image) -> list[int]:
+        """Returns a picture's tokens; it has features in the places of those that are `token_id`."""
+        return [self.token_id] * self.num_tokens(image)
+
+    def places(self, image: Image) -> list[int]:
+        """Returns which of a picture's tokens have features, ascending."""
+        return [at for at, token_id in enumerate(self.tokens(image)) if token_id == self.token_id]
+
+    def positions(
+        self, num_tokens: int, spans: Sequence[Span], images: Sequence[Image], steps: Sequence[int]
+    ) -> RopePositions | None:
+        """Returns the rotary positions of a prompt with pictures; None: those of a text.
+
+        `steps`: how far each picture is from the first of its video in time, in positions; 0 for others.
+        """
+        return None
 
     def num_bytes(self, image: Image) -> int:
         """Returns the size of its pixels."""
-        return image.num_rows * image.num_columns * self.patch_size**2 * NUM_CHANNELS
+        return math.prod(self.shape(image)) * NUM_CHANNELS
+
+    def largest(self) -> Image:
+        """Returns a black picture that takes the most memory."""
+        black = self.most()
+        return msgspec.structs.replace(black, pixels=bytes(self.num_bytes(black)))
 
     def problem(self, image: Image) -> str:
         """Returns why an image cannot be computed; "" if it can."""
-        grid = f"{image.num_rows} x {image.num_columns} patches"
-        sides = (image.num_rows, image.num_columns)
-        if min(sides) < 1 or any(side % self.merge_size for side in sides):
-            return f"{grid}: must be multiples of {self.merge_size}"
-        if self.num_bytes(image) > max(self.max_pixels, self.side**2) * NUM_CHANNELS:
-            return f"{grid}: more than {self.max_pixels} pixels"
+        if problem := self.size_problem(image):
+            return f"{image.num_rows} x {image.num_columns}: {problem}"
         if len(image.pixels) not in (0, self.num_bytes(image)):
+            grid = f"{image.num_rows} x {image.num_columns}"
             return f"{grid}: {len(image.pixels)} bytes of pixels; they have {self.num_bytes(image)}"
         return ""
 
@@ -88,53 +117,82 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 def place(
-    token_ids: list[int], placeholder: int, images: Sequence[tuple[Image, bytes]], rules: ImageRules, param: str
+    token_ids: list[int],
+    images: Sequence[tuple[Image, bytes]],
+    rules: ImageRules,
+    param: str,
+    videos: Sequence[Video] = (),
+    encode: Callable[[str], list[int]] = lambda text: [],
 ) -> Placed:
-    """Multiplies the placeholders of a prompt, which has one for each image; `images` come with their digests.
+    """Multiplies the placeholders of a prompt, which has one for each image and video, in their order.
 
-    Raises RequestError for another number of placeholders.
+    `images` come with their digests. `encode` returns the tokens of a text. Raises RequestError for another number of
+    placeholders.
     """
-    places = [at for at, token_id in enumerate(token_ids) if token_id == placeholder]
-    if len(places) != len(images):
-        raise RequestError(
-            f"{param}: {len(places)} placeholders of images for {len(images)} images; give one for each", param=param
-        )
+    marks = {rules.token_id: ("images", len(images))}
+    if rules.video is not None:
+        marks[rules.video.token_id] = ("videos", len(videos))
+    places = [at for at, token_id in enumerate(token_ids) if token_id in marks]
+    for mark, (kind, wanted) in marks.items():
+        if (num_found := sum(token_ids[at] == mark for at in places)) != wanted:
+            raise RequestError(
+                f"{param}: {num_found} placeholders of {kind} for {wanted} {kind}; give one for each", param=param
+            )
     if not places:
         return Placed(token_ids)
-    found: list[int] = []
-    spans: list[Span] = []
-    before = 0
-    for at, (image, digest) in zip(places, images, strict=True):
-        found += token_ids[before:at]
-        num_tokens = rules.num_tokens(image)
-        spans.append(Span(len(found), len(found) + num_tokens, digest))
-        found += [placeholder] * num_tokens
-        before = at + 1
-    found += token_ids[before:]
-    pictures = tuple(image for image, _ in images)
-    return Placed(found, tuple(spans), pictures, _positions(len(found), spans, pictures, rules.merge_size))
+    laying, each_image, each_video = _Laying(rules, encode), iter(images), iter(videos)
+    done = 0
+    for at in places:
+        laying.token_ids += token_ids[done:at]
+        if token_ids[at] == rules.token_id:
+            laying.image(*next(each_image))
+            done = at + 1
+        else:
+            done = at + 1 + laying.video(next(each_video), token_ids[at + 1 : at + 2])
+    laying.token_ids += token_ids[done:]
+    found, spans, pictures = laying.token_ids, laying.spans, tuple(laying.images)
+    return Placed(found, tuple(spans), pictures, rules.positions(len(found), spans, pictures, laying.steps))
 
 
-def _positions(num_tokens: int, spans: Sequence[Span], images: Sequence[Image], merge_size: int) -> RopePositions:
-    """Returns the positions of M-RoPE: time, height and width, in merged patches.
+class _Laying:
+    """A prompt that is put together."""
 
-    A picture's tokens begin where the text before it ends and turn by row and column; the text behind it goes on after
-    the longer side.
-    """
-    rows: tuple[list[int], list[int], list[int]] = ([], [], [])
-    position = at = 0
-    for span, image in zip(spans, images, strict=True):
-        text = range(position, position + span.start - at)
-        for row in rows:
-            row += text
-        position += len(text)
-        tall, wide = image.num_rows // merge_size, image.num_columns // merge_size
-        rows[0].extend([position] * (tall * wide))
-        rows[1].extend(position + y for y in range(tall) for _ in range(wide))
-        rows[2].extend([*range(position, position + wide)] * tall)
-        position += max(tall, wide)
-        at = span.stop
-    text = range(position, position + num_tokens - at)
-    for row in rows:
-        row += text
-    return RopePositions(tuple(map(tuple, rows)), text.stop - num_tokens)
+    def __init__(self, rules: ImageRules, encode: Callable[[str], list[int]]) -> None:
+        self.token_ids: list[int] = []
+        self.spans: list[Span] = []
+        self.images: list[Image] = []
+        self.steps: list[int] = []
+        self._rules, self._encode = rules, encode
+
+    def image(self, image: Image, digest: bytes) -> None:
+        self.token_ids += self._rules.before
+        self._add(image, digest, 0)
+        self.token_ids += self._rules.after
+
+    def video(self, video: Video, following: list[int]) -> int:
+        """Adds a video; returns how many of the tokens behind its placeholder it replaces, too.
+
+        With stamps, each of its pictures gets the tokens around the placeholder, and its time before them.
+        """
+        rules = self._rules.video
+        assert rules is not None
+        is_framed = self.token_ids[-1:] == [rules.start_id] and following == [rules.end_id]
+        replaced = int(rules.has_stamps and is_framed)
+        if replaced:
+            self.token_ids.pop()
+        for image, digest, time_s, step in zip(
+            video.images, video.digests, video.times_s, rules.steps(video), strict=True
+        ):
+            if rules.has_stamps:
+                self.token_ids += [*self._encode(rules.stamp(time_s)), rules.start_id]
+            self._add(image, digest, step)
+            if rules.has_stamps:
+                self.token_ids.append(rules.end_id)
+        return replaced
+
+    def _add(self, image: Image, digest: bytes, step: int) -> None:
+        start = len(self.token_ids)
+        self.token_ids += self._rules.tokens(image)
+        self.spans.append(Span(start, len(self.token_ids), digest))
+        self.images.append(image)
+        self.steps.append(step)

@@ -13,7 +13,7 @@ import torch
 from pd_cluster.devices.device import Device
 from pd_cluster.devices.streams import HostValues
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.image_rows import ImagePart, ImageRows, image_parts
+from pd_cluster.model.image_rows import ImagePart, ImageRows, image_parts, key_limits
 from pd_cluster.model.virtual_rows import VirtualRows, virtual_parts
 from pd_cluster.types import Request
 from pd_cluster.types.variants import lora_of
@@ -72,6 +72,7 @@ class ForwardBatch:
     hidden: HiddenRows | None = None  # None: no hidden states are wanted
     images: ImageRows | None = None  # None: no token stands for a picture
     virtual: VirtualRows | None = None  # None: no token is an adapter's
+    key_limits: torch.Tensor | None = None  # [num_tokens] int32: the end of the keys that a row sees; None: itself
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     layers_written: list[int] = field(default_factory=list)
     windows: set[int | None] = field(default_factory=set)  # the windows that its layers attended through
@@ -190,10 +191,33 @@ def build_batch(chunks: list[tuple[Request, int]], pool: KVPool) -> ForwardBatch
     return batch_of(step_input(chunks, pool.layout.block_size), pool)
 
 
-def batch_of(step: StepInput, pool: KVPool) -> ForwardBatch:
-    """Builds a step's tensors. Raises ValueError for a block table that is too short or names an unknown block."""
+def batch_of(step: StepInput, pool: KVPool, sees_whole: bool = False) -> ForwardBatch:
+    """Builds a step's tensors. Raises ValueError for a block table that is too short or names an unknown block.
+
+    `sees_whole`: each token of a picture attends to all of it.
+    """
+    lens, starts, _, _, most_tokens, nums_hidden = step.rows.T  # each [num_seqs]
+    arrays = step_numbers(step, pool, sees_whole)
+    hidden: dict[str, Ints] = {}
+    if nums_hidden.any():
+        hidden = _hidden_rows(arrays["sample_rows"], _last_rows(_starts(lens), nums_hidden))
+    tensors: dict[str, Any] = on_device({**arrays, **hidden}, pool.device)
+    if hidden:
+        tensors["hidden"] = HiddenRows(**{name: tensors.pop(name) for name in hidden})
+    return ForwardBatch(
+        **tensors,
+        query_lens=lens,
+        host_context_lens=starts + lens,
+        pool=pool,
+        most_tokens=most_tokens,
+        adapters=step.adapters,
+    )
+
+
+def step_numbers(step: StepInput, pool: KVPool, sees_whole: bool = False) -> dict[str, npt.NDArray[Any]]:
+    """Returns the tensors of a step's batch as arrays. Raises ValueError as `batch_of` does."""
     block_size, input_ids, block_table = pool.layout.block_size, step.input_ids, step.blocks
-    lens, starts, nums_blocks, counts, most_tokens, nums_hidden = step.rows.T  # each [num_seqs]
+    lens, starts, nums_blocks, counts, _, _ = step.rows.T
     query_starts, table_starts = _starts(lens), _starts(nums_blocks)
     pool.check_blocks(block_table, int(table_starts[-1]))
     if len(lens) == len(input_ids):  # one token each
@@ -202,36 +226,21 @@ def batch_of(step: StepInput, pool: KVPool) -> ForwardBatch:
         positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lens)
         first_block = np.repeat(table_starts[:-1], lens)
     block, offset = positions // block_size, positions % block_size
-    context_lens = starts + lens
     rope_positions = positions[None]
     if (own := step.rope_positions) is not None:
         rope_positions = own if len(own) == 1 else own[:, None]
-    sample_rows = _last_rows(query_starts, counts)
-    hidden = _hidden_rows(sample_rows, _last_rows(query_starts, nums_hidden)) if nums_hidden.any() else {}
-    tensors: dict[str, Any] = on_device(
-        {
-            "input_ids": input_ids[None],
-            "rope_positions": np.ascontiguousarray(rope_positions),
-            "slot_mapping": block_table[first_block + block] * block_size + offset,
-            "sample_rows": sample_rows,
-            "query_starts": query_starts.astype(np.int32),
-            "context_lens": context_lens.astype(np.int32),
-            "block_table": block_table.astype(np.int32),
-            "table_starts": table_starts.astype(np.int32),
-            **hidden,
-        },
-        pool.device,
-    )
-    if hidden:
-        tensors["hidden"] = HiddenRows(**{name: tensors.pop(name) for name in hidden})
-    return ForwardBatch(
-        **tensors,
-        query_lens=lens,
-        host_context_lens=context_lens,
-        pool=pool,
-        most_tokens=most_tokens,
-        adapters=step.adapters,
-    )
+    limits = {"key_limits": key_limits(step.images, positions).astype(np.int32)} if sees_whole and step.images else {}
+    return {
+        "input_ids": input_ids[None],
+        "rope_positions": np.ascontiguousarray(rope_positions),
+        "slot_mapping": block_table[first_block + block] * block_size + offset,
+        "sample_rows": _last_rows(query_starts, counts),
+        "query_starts": query_starts.astype(np.int32),
+        "context_lens": (starts + lens).astype(np.int32),
+        "block_table": block_table.astype(np.int32),
+        "table_starts": table_starts.astype(np.int32),
+        **limits,
+    }
 
 
 def _hidden_rows(sample_rows: Ints, rows: Ints) -> dict[str, Ints]:

@@ -36,6 +36,13 @@ class HeldAdapters:
             *(slots for slots in (self.lora_slots, self.prompt_slots) if slots is not None)
         )
 
+    def adopt(self, model: CausalLM) -> None:
+        """Gives the adapters that are loaded to the same model, which has been loaded again."""
+        if self._lora is not None:
+            assert model.adapters is not None
+            self._lora.adopt(model.adapters)
+            model.adapters = self._lora
+
     def load_named(self, settings: AdapterSettings) -> None:
         """Loads the adapters that the settings name, each at least for a moment. Raises ModelError, ConfigError."""
         most = settings.max_cpu_loras

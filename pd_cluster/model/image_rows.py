@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pd_cluster.types import Image, Request
+
+Ints = npt.NDArray[np.int64]
 
 
 class ImagePart(NamedTuple):
@@ -48,6 +52,18 @@ class ImageRows:
         """Adds to the residual stream in place, after a layer."""
         if layer_idx < self.num_deep:
             x[self.rows] += self.features[1 + layer_idx].to(x.dtype)
+
+
+def key_limits(parts: Sequence[ImagePart], positions: Ints) -> Ints:
+    """Returns the end of the keys that each row of a step sees, [num_tokens], if a picture's tokens see all of it.
+
+    `positions`: the rows' places in their sequences. The step has the rest of each picture that it has a part of.
+    """
+    limits = positions + 1
+    for part in parts:
+        rows = slice(part.row, part.row + part.num_tokens)
+        limits[rows] = limits[rows.stop - 1]
+    return limits
 
 
 def image_parts(chunks: Sequence[tuple[Request, int]]) -> tuple[ImagePart, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from pd_cluster.checkpoints.architectures import PLAIN_FIELDS, PLAIN_TYPES
+from pd_cluster.checkpoints.architectures import PLAIN_TYPES, plain_fields
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, text_name
 from pd_cluster.devices.device import CPU, Device
@@ -50,6 +50,7 @@ from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import has_head, names, read_named, read_shard, read_text_part, read_whole
 from pd_cluster.model.proof import ROUNDED, check_finite
 from pd_cluster.model.quantized_files import read_quantized
+from pd_cluster.model.speedups import sped_up
 from pd_cluster.model.trial import prove_packing
 from pd_cluster.model.unfilled import Unfilled
 from pd_cluster.model.vision.rotary import put_sections
@@ -116,6 +117,7 @@ def load_model(
     is_deterministic: bool = False,
     npu_head_dims: str = "strict",
     kv_cache_dtype: str = "auto",
+    speedups: Sequence[str] = (),
 ) -> CausalLM:
     """Loads the whole model, or this rank's share. Raises ModelError when the weights do not fit the architecture.
     The proofs here use pools of the model's own dtype. `is_deterministic`: on an accelerator, only models that compute
@@ -135,10 +137,13 @@ def load_model(
     has_sinks = any(hasattr(module, "sinks") for module in model.modules())
     if is_deterministic and device.is_accelerator:
         check_rows(model, checkpoint, logn)
+    if attention_backend == "flashinfer" and checkpoint.vision is not None and checkpoint.vision.rules.sees_whole:
+        raise ConfigError(f"{called('attention_backend')} flashinfer: it hides a picture's later tokens; use auto")
     attention = choose_attention(
         *(attention_backend, model.config, layout, device, has_sinks, max_num_seqs, is_deterministic),
         *(npu_head_dims, dtype),
     )
+    attention = sped_up(attention, speedups)
     vocab_size = 0 if share is None else share.plan.vocab_size
     plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attention, logn, rope_limit)
     if checkpoint.vision is not None:
@@ -271,7 +276,7 @@ def text_settings(folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     if text.model_type in PLAIN_TYPES:  # its positions have three dimensions, which are equal in texts
         rope = {name: value for name, value in (own.get("rope_parameters") or {}).items() if "mrope" not in name}
         own["rope_parameters"] = {**rope, "rope_type": "default"} if rope.get("rope_type") == "mrope" else rope
-        own |= PLAIN_FIELDS.get(text.model_type, {})
+        own |= plain_fields(text.model_type, own)
     # Models differ in which of the two configs counts; untied output layers have weights in the files.
     is_tied = any(getattr(config, "tie_word_embeddings", False) for config in (whole, text))
     own["tie_word_embeddings"] = is_tied and not has_head(folder)

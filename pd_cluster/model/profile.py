@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pd_cluster.devices.device import Device, peak_nbytes, reserved_nbytes, reset_peak, synchronize
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import DTYPE_NBYTES, KVLayout
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool
+from pd_cluster.media.rules import ImageRules
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.cuda.plan import most_splits
 from pd_cluster.model.vision.tower import Tower
+from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.types import Order, Request, Sampling
 
 
@@ -49,26 +53,41 @@ def peak_of_images(tower: Tower | None, device: Device) -> int:
     if tower is None or not device.is_accelerator:
         return 0
     reset_peak(device)
+    largest = tower.rules.largest()
     try:
-        features = tower.encode(tower.rules.largest())
+        features = tower.encode(largest)
         synchronize(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"a picture of {tower.rules.max_pixels} pixels does not fit {device.torch_name} beside the weights; lower "
-            f"max_pixels in preprocessor_config.json, or give {called('language_model_only')}"
+            f"a picture of {largest.num_rows} x {largest.num_columns} does not fit {device.torch_name} beside the "
+            f"weights; lower the sizes in preprocessor_config.json, or give {called('language_model_only')}"
         ) from error
     num_kept = max(tower.num_kept_tokens, features.shape[1]) if tower.num_kept_tokens else 0
     return peak_nbytes(device) + num_kept * (features.nbytes // features.shape[1])
 
 
-def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: Device) -> int:
+def check_pictures_fit(rules: ImageRules, num_tokens: int, num_seqs: int) -> None:
+    """Raises ConfigError if pictures stay in one piece, and one does not fit a step beside all others' next tokens."""
+    most = rules.num_tokens(rules.most())
+    if rules.sees_whole and most + num_seqs - 1 > num_tokens:
+        raise ConfigError(
+            f"{called('max_num_batched_tokens')} {num_tokens}: a picture's {most} tokens are computed in one step with "
+            f"this model, beside one of each other sequence; give at least {most + num_seqs - 1}, or a lower "
+            f"{called('max_num_seqs')}"
+        )
+
+
+def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: Device, num_tokens: int = 0) -> int:
     """Returns the bytes that graphs of up to `num_seqs` sequences take: the largest one's, which all share, and logits.
+
+    `num_tokens`: of a step, if it is more than one for each sequence.
 
     A graph's intermediate results lie in memory of its own, which other steps cannot use meanwhile. The driver's part
     of each graph is not in it; `sizing.UNSEEN_NBYTES` is for that. Raises ConfigError if there is no room.
     """
-    chunks = largest_step(num_seqs, num_seqs, 1, layout)
-    pool = KVPool(layout, num_seqs, device)
+    num_tokens = max(num_tokens, num_seqs)
+    chunks = largest_step(num_tokens, num_seqs, num_tokens, layout)
+    pool = KVPool(layout, sum(len(request.block_table) for request, _ in chunks), device)
     held = reserved_nbytes(device)
     reset_peak(device)
     try:
@@ -81,6 +100,21 @@ def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: D
             f"fewer, smaller {called('graph_sizes')}, or {called('enforce_eager')}"
         ) from error
     return max(0, peak_nbytes(device) - held) + logits.nbytes
+
+
+def nbytes_of_adapters(config: Any, adapters: AdapterSettings, dtype: str) -> int:
+    """Returns the bytes of as many LoRA adapters of the largest rank as may be in memory, beside all linear layers.
+
+    A rank that has a share of the model keeps less.
+    """
+    if not adapters.enable_lora:
+        return 0
+    num = adapters.max_cpu_loras or max(adapters.max_loras, len(adapters.lora_modules))
+    hidden, inner = int(config.hidden_size), int(config.intermediate_size)
+    dim = int(getattr(config, "head_dim", None) or hidden // config.num_attention_heads)
+    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    features = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner)
+    return int(num * adapters.max_lora_rank * features * config.num_hidden_layers * DTYPE_NBYTES[dtype])
 
 
 def decode_workspace_nbytes(model: CausalLM, layout: KVLayout, num_seqs: int, max_model_len: int) -> int:

@@ -44,6 +44,7 @@ static int find_item(const Work *w, int64_t index, int64_t *at, Item *item) {
     item->q = w->qkv + start * (y->num_heads + 2 * y->num_kv_heads) * dim + kv_head * group * dim;
     item->out = w->out + (start * y->num_heads + kv_head * group) * dim;
     item->sinks = y->sinks ? y->sinks + kv_head * group : 0;
+    item->key_limits = s->key_limits ? s->key_limits + start : 0;
     item->num_heads = stop - kv_head;
     item->context_len = s->context_lens[seq];
     item->first_row = tile * LANES;

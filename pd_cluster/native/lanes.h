@@ -4,7 +4,7 @@
 
 typedef struct {
     int64_t dim, num_rows;       // num_rows is at most LANES
-    vi position[2];              // of each lane's token
+    vi position[2], last[2];     // of each lane's token, and of the last key that it sees
     ALIGNED float q[MAX_DIM][LANES];   // transposed and scaled
     ALIGNED float acc[MAX_DIM][LANES]; // sums of values, transposed
     ALIGNED float p[CHUNK][LANES];     // scores, then weights: [key][lane]
@@ -55,7 +55,7 @@ INLINE void add_lanes(Tile *t, int lv, const float **v, int64_t n, const vf *fad
 INLINE void mask_lanes(Tile *t, int lv, int64_t first_key, int64_t n, int64_t window) {
     for (int64_t j = 0; j < n; j++) UNROLL for (int c = 0; c < lv; c++) {
         vi key = (int32_t)(first_key + j) - (vi){0};
-        vi seen = key <= t->position[c];
+        vi seen = key <= t->last[c];
         if (window) seen &= key > t->position[c] - (int32_t)window;
         vf *p = (vf *)(t->p[j] + c * VL);
         *p = pick(seen, *p, splat(-INFINITY));
@@ -147,6 +147,7 @@ static void attend_tile(const Layer *y, const Item *item) {
         from[i] = item->q + token * token_stride + head * dim;
         to[i] = item->out + (token * y->num_heads + head) * dim;
         t->position[i / VL][i % VL] = (int32_t)(item->context_len - item->query_len + token);
+        t->last[i / VL][i % VL] = item->key_limits ? item->key_limits[token] - 1 : t->position[i / VL][i % VL];
     }
     load_tile(t, from, query_scale(y));
     for (int c = 0; c < 2; c++) t->m[c] = splat(NEVER), t->l[c] = splat(item->sinks ? 1 : 0);
@@ -154,10 +155,10 @@ static void attend_tile(const Layer *y, const Item *item) {
         for (int64_t i = 0; i < LANES; i++)
             t->m[i / VL][i % VL] = item->sinks[(item->first_row + MIN(i, t->num_rows - 1)) % group] * LOG2E;
     int64_t least = t->position[0][0], most = t->position[1][VL - 1];
-    int64_t first = first_seen(y, least);
+    int64_t first = first_seen(y, least), stop = t->last[1][VL - 1] + 1; // no earlier lane sees later keys
     if (t->num_rows > VL)
-        attend_keys(t, 2, y, &item->source, first, most + 1, least, most);
+        attend_keys(t, 2, y, &item->source, first, stop, least, most);
     else
-        attend_keys(t, 1, y, &item->source, first, most + 1, least, most);
+        attend_keys(t, 1, y, &item->source, first, stop, least, most);
     store_tile(t, to);
 }

@@ -1,4 +1,4 @@
-"""Configures glibc's malloc to keep freed memory for the next step.
+"""Configures glibc's malloc to keep freed memory for the next step, and returns memory to the system.
 
 By default malloc returns large temporaries to the kernel and gets newly zeroed pages for each: a quarter of a prompt's
 CPU time, with a small model.
@@ -7,6 +7,7 @@ CPU time, with a small model.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from malloc.h
@@ -21,3 +22,25 @@ def keep_what_is_freed() -> bool:
     if mallopt is None or any(os.environ.get(name) for name in CHOICES):
         return False
     return bool(mallopt(MMAP_THRESHOLD, LARGEST_NBYTES)) and bool(mallopt(TRIM_THRESHOLD, KEPT_NBYTES))
+
+
+def give_pages_back(address: int, nbytes: int) -> None:
+    """Returns the whole pages of a range of private memory to the system; they are zeros, or undefined, afterwards."""
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < last:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "madvise")
+
+
+def give_freed_back() -> None:
+    """Returns what malloc keeps of freed memory to the system, where it is glibc's."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def resident_nbytes() -> int:
+    """Returns the memory that this process has in use, shared pages included."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE

@@ -22,6 +22,7 @@ typedef struct {
     const int32_t *query_starts, *context_lens, *block_table, *table_starts, *order;
     const int64_t *slots;
     const float *cos, *sin; // [num_tokens, head_dim]
+    const int32_t *key_limits; // [num_tokens] or none: the end of the keys that a token sees, which is behind itself
 } Step;
 
 typedef struct {
@@ -96,6 +97,7 @@ typedef struct {
     const float *q; // at the first token's and the group's first head
     float *out;
     const float *sinks; // at the group's first head, or none
+    const int32_t *key_limits; // at the first token, or none
     int64_t num_heads, query_len, context_len, first_row;
 } Item;
 

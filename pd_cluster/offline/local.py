@@ -219,6 +219,9 @@ class _NoLanes:
     def receive_end(self, *_: object) -> ReceiveEnd:
         raise AssertionError("an engine by itself has no peers")
 
+    def needs_pair(self, *_: object) -> bool:
+        raise AssertionError("an engine by itself has no peers")
+
 
 def _alone(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     """Chooses the only instance. Raises Unavailable once the engine has ended."""

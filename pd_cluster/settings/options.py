@@ -48,6 +48,17 @@ GROUPS: tuple[type[msgspec.Struct], ...] = (
 )
 
 
+# The settings that most deployments need, which `serve --help` shows; --help-all shows the others, too.
+USUAL = frozenset(
+    {
+        *("model", "host", "port", "served_model_name", "role", "join", "device", "tensor_parallel_size"),
+        *("max_model_len", "max_num_seqs", "dtype", "quantization", "gpu_memory_utilization", "kv_transport"),
+        *("api_key", "api_key_file", "ssl_certfile", "tool_call_parser", "reasoning_parser", "enable_lora"),
+        *("lora_modules", "slo_ttft"),
+    }
+)
+
+
 @functools.cache
 def settings() -> Mapping[str, Declared]:
     """Returns every setting by its name, in the order of the help screen."""

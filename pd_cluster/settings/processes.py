@@ -12,7 +12,7 @@ import msgspec
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.logs import Logs
-from pd_cluster.settings.setting import CHOICES, Form, Panel, Scope, Setting, finite, within
+from pd_cluster.settings.setting import CHOICES, Form, Panel, Scope, Setting, at_least, finite, within
 from pd_cluster.wire import KVOptions, KVWireDtype
 from ranktable_tools.hosts import bracketed, is_host
 
@@ -248,6 +248,15 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_port_range: Annotated[PortRange, KV("FIRST-LAST for the control socket; default: any.", form=PORTS)] = (
         PortRange()
     )
+    kv_open_links: Annotated[
+        int,
+        KV(
+            "The most links over pairs of NCCL, HCCL or gloo that an instance keeps open; further ones are opened when "
+            "a transfer needs them. 0: all stay open.",
+            after="kv_port_range",
+            checks=(at_least(0),),
+        ),
+    ] = 16
     kv_rate_limit_bytes_per_s: Annotated[
         float,
         KV(

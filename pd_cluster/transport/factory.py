@@ -91,6 +91,15 @@ class Transports:
             impossible,
         )
 
+    def needs_pair(self, opened: wire.LinkOpen) -> bool:
+        """Whether the first of P's offers that serves here, in D's order, is a pair."""
+        offers = {offer.transport: offer for offer in opened.lanes[0].offers}
+        for transport, problem in self._problems.items():
+            offer = offers.get(transport.name)
+            if offer is not None and not problem and not self._why_not(transport, offer):
+                return transport.is_pair
+        return False
+
     def _why_not(self, transport: Transport, offer: wire.TransportOffer) -> str:
         try:
             return transport.why_not(self._pool.device, offer)

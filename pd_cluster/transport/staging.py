@@ -35,18 +35,28 @@ class Staging:
     def packed(self, piece: KVPiece) -> torch.Tensor:
         """Returns the payload, [payload_nbytes] uint8; complete in host memory, on a device only launched in `copies`.
 
-        Raises LinkError.
+        A view of the pool where the blocks are contiguous. Raises LinkError.
         """
         if not self._pool.device.is_accelerator:
             return pack(self._pool.memory, piece, self._route)
         with self._copies.launch():
-            payload = pack(self._pool.memory, piece, self._route)
+            payload = self._in_place(piece)
+            if payload is None:
+                payload = pack(self._pool.memory, piece, self._route)
             if self._crosses:
                 there, payload = payload, self.buffer(len(payload))
                 payload.copy_(there, non_blocking=True)
         if self._crosses:
             self._copies.settle()
         return payload
+
+    def _in_place(self, piece: KVPiece) -> torch.Tensor | None:
+        """Returns the piece's bytes in the pool itself, if they lie there as they are sent.
+
+        The receiver commits only what P has held until then, so that blocks may be written again after a transfer was
+        given up, as with transports that read the pool.
+        """
+        return self._pool.memory.view_of(piece) if self._route.is_verbatim else None
 
     def unpack(self, payload: torch.Tensor, piece: KVPiece, into: list[int]) -> None:
         """Copies from a buffer to the blocks; on return, the buffer may be used again in `copies`.

@@ -40,6 +40,11 @@ class Transport:
     help: str = ""
     title: str = ""
 
+    @property
+    def is_pair(self) -> bool:
+        """Whether each lane has a group of two ranks, which takes memory and time to set up."""
+        return self.module == "dist"
+
     def why_not(self, own: Device, peer: TransportOffer | None = None) -> str:
         """Returns why it cannot serve a pool on this device, or its pair with the one that P offers; "" when it can."""
         return self._implementation().why_not(self.name, own, peer)
@@ -92,6 +97,11 @@ def same_host_choice(kind: str) -> str:
 def slowest_nbytes_per_s(names: Iterable[TransportName]) -> float:
     """Returns the rate that routing assumes for a link over these; memory's if there are none yet."""
     return min((BY_NAME[name].nbytes_per_s for name in names if name in BY_NAME), default=MEMORY_NBYTES_PER_S)
+
+
+def are_pairs(names: Iterable[TransportName]) -> bool:
+    """Whether one of these needs a pair."""
+    return any(BY_NAME[name].is_pair for name in names if name in BY_NAME)
 
 
 def help_text() -> str:

@@ -8,14 +8,15 @@ import msgspec
 
 from pd_cluster.errors import told
 
-LinkPhase = Literal["waiting", "opening", "up", "refused"]
+LinkPhase = Literal["waiting", "opening", "up", "resting", "refused"]
 
 
 class LinkState(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state of a link from a prefill instance to a decode instance.
 
     `transports` are those of its lanes, sorted, without repeats. `precision` names the loss of KV cache in transit (""
-    when it is exact). Both are known once the link is up. `reason` says why it is not up. It has settings as
+    when it is exact). Both are known once the link is up. A resting link is
+    opened by its first transfer. `reason` says why it is not up. It has settings as
     `errors.called` leaves them; /instances shows the text, with flags.
     """
 
@@ -25,8 +26,13 @@ class LinkState(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""
 
     @property
-    def is_up(self) -> bool:
+    def is_open(self) -> bool:
         return self.phase == "up"
+
+    @property
+    def is_up(self) -> bool:
+        """Whether KV cache can go over it, at once or when it has been opened."""
+        return self.phase in ("up", "resting")
 
     @property
     def over(self) -> str:
@@ -34,7 +40,7 @@ class LinkState(msgspec.Struct, frozen=True, omit_defaults=True):
         return "+".join(self.transports)
 
     def __str__(self) -> str:
-        if self.is_up:
+        if self.is_open:
             return f"up ({self.over}, {self.precision})" if self.precision else f"up ({self.over})"
         return told(f"{self.phase}: {self.reason}") if self.reason else self.phase
 

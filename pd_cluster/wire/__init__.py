@@ -12,6 +12,7 @@ from pd_cluster.wire.base import MAX_OFFER_NBYTES as MAX_OFFER_NBYTES
 from pd_cluster.wire.base import PROTOCOL_VERSION as PROTOCOL_VERSION
 from pd_cluster.wire.base import KVWireDtype as KVWireDtype
 from pd_cluster.wire.base import Message as Message
+from pd_cluster.wire.base import PairWish as PairWish
 from pd_cluster.wire.base import PublicKey as PublicKey
 from pd_cluster.wire.base import ShortText as ShortText
 from pd_cluster.wire.base import TransportName as TransportName
@@ -28,9 +29,12 @@ from pd_cluster.wire.links import LaneOffer as LaneOffer
 from pd_cluster.wire.links import LayoutInfo as LayoutInfo
 from pd_cluster.wire.links import LinkAnswer as LinkAnswer
 from pd_cluster.wire.links import LinkOpen as LinkOpen
+from pd_cluster.wire.links import LinkQueued as LinkQueued
 from pd_cluster.wire.links import LinkReady as LinkReady
 from pd_cluster.wire.links import LinkRefused as LinkRefused
+from pd_cluster.wire.links import LinkRest as LinkRest
 from pd_cluster.wire.links import LinkValue as LinkValue
+from pd_cluster.wire.links import LinkYield as LinkYield
 from pd_cluster.wire.links import Plane as Plane
 from pd_cluster.wire.links import TransportOffer as TransportOffer
 from pd_cluster.wire.membership import PREEMPTIONS_BOUNDS as PREEMPTIONS_BOUNDS
@@ -47,6 +51,8 @@ from pd_cluster.wire.membership import Load as Load
 from pd_cluster.wire.membership import PeerInfo as PeerInfo
 from pd_cluster.wire.membership import Peers as Peers
 from pd_cluster.wire.membership import ResetCache as ResetCache
+from pd_cluster.wire.membership import Sleep as Sleep
+from pd_cluster.wire.membership import SleepLevel as SleepLevel
 from pd_cluster.wire.membership import Tally as Tally
 from pd_cluster.wire.membership import WantedAdapters as WantedAdapters
 from pd_cluster.wire.membership import Welcome as Welcome

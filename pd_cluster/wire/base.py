@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 MAX_MESSAGE_NBYTES = 64 << 20
 MAX_OFFER_NBYTES = 4096  # of a transport's description of itself
 KEY_NBYTES = 32
@@ -14,6 +14,7 @@ PublicKey = Annotated[bytes, msgspec.Meta(max_length=KEY_NBYTES)]  # of a proces
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 TransportName = Annotated[str, msgspec.Meta(max_length=32)]  # one of transport/table.py
 KVWireDtype = Literal["auto", "int8"]
+PairWish = Literal["free", "none", "now"]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from pd_cluster.wire.links import LinkAnswer, LinkOpen, LinkReady, LinkRefused, LinkValue
+from pd_cluster.wire.links import (
+    LinkAnswer,
+    LinkOpen,
+    LinkQueued,
+    LinkReady,
+    LinkRefused,
+    LinkRest,
+    LinkValue,
+    LinkYield,
+)
 from pd_cluster.wire.membership import (
     AdapterStates,
     Gone,
@@ -15,6 +24,7 @@ from pd_cluster.wire.membership import (
     Leave,
     Peers,
     ResetCache,
+    Sleep,
     WantedAdapters,
     Welcome,
 )
@@ -33,6 +43,7 @@ Body = (
     | WantedAdapters
     | AdapterStates
     | ResetCache
+    | Sleep
     | Submit
     | Abort
     | Outputs
@@ -42,6 +53,9 @@ Body = (
     | LinkReady
     | LinkValue
     | LinkRefused
+    | LinkRest
+    | LinkYield
+    | LinkQueued
     | Offer
     | Credit
     | Revoke

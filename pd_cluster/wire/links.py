@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from pd_cluster.numerics import Numerics
-from pd_cluster.wire.base import MAX_OFFER_NBYTES, KVWireDtype, Message, TransportName
+from pd_cluster.wire.base import MAX_OFFER_NBYTES, KVWireDtype, Message, PairWish, TransportName
 
 
 class Plane(msgspec.Struct, frozen=True, array_like=True):
@@ -39,7 +39,10 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkOpen(Message, frozen=True):
-    """`layout` is that of P's rank 0; `lanes` are those of kv/layout.py: a lane is named by its index among them."""
+    """`layout` is that of P's rank 0; `lanes` are those of kv/layout.py: a lane is named by its index among them.
+
+    `pair`: whether D may open it over a pair: if it has a place free, not at all, or as soon as it has one.
+    """
 
     link_id: str
     model_identity: str
@@ -48,6 +51,7 @@ class LinkOpen(Message, frozen=True):
     num_blocks: int
     options: KVOptions
     lanes: list[LaneOffer]
+    pair: PairWish = "free"
 
 
 class LaneOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +98,24 @@ class LinkValue(Message, frozen=True):
     key: Annotated[str, msgspec.Meta(max_length=256)]
     value: Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
     lane: int = 0
+
+
+class LinkRest(Message, frozen=True):
+    """From P: its end of the link is closed. From D: its end is closed, or is not opened now."""
+
+    link_id: str
+
+
+class LinkYield(Message, frozen=True):
+    """D needs this link's place for another one: P lets it rest when its transfers have ended."""
+
+    link_id: str
+
+
+class LinkQueued(Message, frozen=True):
+    """D opens the link when another one has given up its place."""
+
+    link_id: str
 
 
 class LinkRefused(Message, frozen=True):

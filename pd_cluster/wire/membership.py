@@ -15,6 +15,9 @@ STEP_TOKENS_BOUNDS = (1, 8, *(1 << power for power in range(4, 15)))
 PREEMPTIONS_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
 
 
+SleepLevel = Literal[0, 1, 2]  # 0: awake; 1: without KV cache; 2: without weights, too
+
+
 class Tally(msgspec.Struct, frozen=True, array_like=True):
     """How many whole numbers fell into each bucket, and their sum. Without counts there were none."""
 
@@ -58,6 +61,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_cache_resets: int = 0
     num_leaked_blocks: int = 0  # lower bound of blocks held by no request; exact while there is none
     is_draining: bool = False  # it takes no new requests
+    sleep_level: SleepLevel = 0  # reached
     links: dict[str, LinkState] = {}  # by the peer's name@epoch
     adapters: tuple[str, ...] | None = None  # short names of the LoRA adapters in memory; None: all that there are
 
@@ -159,6 +163,12 @@ class AdapterStates(Message, frozen=True):
 
 class ResetCache(Message, frozen=True):
     """The receiver forgets which blocks hold which prefix; `num_cache_resets` of its load says when it has."""
+
+
+class Sleep(Message, frozen=True):
+    """How deeply the receiver shall sleep; `sleep_level` of its load says when it does. Level 0 wakes it up."""
+
+    level: SleepLevel
 
 
 class Peers(Message, frozen=True):

@@ -149,16 +149,32 @@ def test_running_requests_end_when_it_is_paused(steered: Steered) -> None:
     assert len(steered.complete([5], 2, ignore_eos=True)) == 2
 
 
+def test_a_sleep_keeps_what_runs(steered: Steered) -> None:
+    """More of this is in test_sleep.py."""
+    body = {**LONG, "max_tokens": 400, "return_token_ids": True}
+    (alone,) = Background(steered, 1, **body).end()
+    kept = Background(steered, 2, **body)
+    steered.wait_until("they run", lambda: running(steered) >= 2)
+    assert steered.command("/sleep?level=2&mode=keep") == {"status": "asleep", "level": 2}
+    assert steered.ask("GET", "/is_sleeping").json() == {"is_sleeping": True, "level": 2}
+    refused = steered.client.post(f"{steered.url}/v1/completions", json={"prompt": [5], "max_tokens": 1})
+    assert (refused.status_code, refused.headers["Retry-After"]) == (503, "10")
+    assert "the cluster is asleep" in refused.text
+    assert steered.health()[0] == 503
+    assert not kept.answers
+    assert steered.command("/wake_up") == {"status": "awake"}
+    texts = [answer.json()["choices"][0]["token_ids"] for answer in kept.end()]
+    assert texts == [alone.json()["choices"][0]["token_ids"]] * 2
+    steered.assert_home()
+
+
 @pytest.mark.parametrize(
     ("path", "status", "what"),
     [
-        ("/pause?mode=keep", 400, "mode: 'keep'"),
+        ("/pause?mode=later", 400, "mode: 'later'"),
         ("/pause?clear_cache=maybe", 400, "clear_cache: 'maybe'"),
         ("/pause?level=1", 400, "'level': not known"),
         ("/reset_prefix_cache?reset_running_requests=true", 400, "reset_running_requests: "),
-        ("/sleep?level=1", 400, "/sleep: not supported"),
-        ("/sleep?level=2", 400, "/sleep: not supported"),
-        ("/wake_up", 400, "/wake_up: not supported"),
     ],
 )
 def test_commands_that_cannot_be_followed(steered: Steered, path: str, status: int, what: str) -> None:
@@ -174,4 +190,3 @@ def test_settings_are_shown_without_keys(steered: Steered) -> None:
     assert (shown["max_model_len"], shown["num_blocks"]) == (2048, 300)
     assert shown["request_timeout"] == 600
     assert "sk-hidden" not in answer.text
-    assert steered.ask("GET", "/is_sleeping").json() == {"is_sleeping": False}

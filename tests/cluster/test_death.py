@@ -31,8 +31,11 @@ LONG = 3500  # tokens: still under way when a few requests and signals have come
 class Streaming:
     """A long streaming completion on a thread of its own; events arrive in a queue as they come."""
 
-    def __init__(self, url: str, max_tokens: int = NUM_TOKENS, **fields: Any) -> None:
+    def __init__(
+        self, url: str, max_tokens: int = NUM_TOKENS, headers: dict[str, str] | None = None, **fields: Any
+    ) -> None:
         self.events: queue.Queue[tuple[float, str]] = queue.Queue()
+        self._headers = headers
         body = {"prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         body |= {"return_token_ids": True, **fields}
         self._thread = threading.Thread(target=self._run, args=(url, body), daemon=True)
@@ -40,10 +43,14 @@ class Streaming:
 
     def _run(self, url: str, body: dict[str, Any]) -> None:
         cut = contextlib.suppress(httpx.RemoteProtocolError)  # when the scheduler itself is killed
-        with cut, httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+        with cut, self._stream(url, body) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     self.events.put((time.monotonic(), line.removeprefix("data: ")))
+
+    def _stream(self, url: str, body: dict[str, Any]) -> contextlib.AbstractContextManager[httpx.Response]:
+        path = f"{url}/v1/completions"
+        return httpx.stream("POST", path, json=body, headers=self._headers, timeout=60, trust_env=False)
 
     @property
     def has_ended(self) -> bool:

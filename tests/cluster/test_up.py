@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import queue
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +25,7 @@ from pd_cluster.cluster.tenancy.key_file import KeyFile, write_key_file
 from tests.support.cluster import free_port_pair
 
 WAIT_S = 90.0
+LOGS = "/dashboard/api/instances/decode-0/logs"
 Checkpoints = Callable[..., Path]
 
 
@@ -89,6 +94,28 @@ def ask(port: int) -> int:
     return answer.status_code
 
 
+def session_of(line: str) -> httpx.Client:
+    """Opens the dashboard's link as a browser does; the client has its cookie and sends what its page sends."""
+    found = re.match(r"dashboard: (http://[^/]+)/dashboard/#code=(\S+)", line)
+    assert found is not None, line
+    page = httpx.Client(base_url=found[1], headers={"Origin": found[1]}, timeout=30)
+    answer = page.post("/dashboard/api/session", json={"code": found[2]})
+    assert answer.status_code == 200, answer.text
+    page.headers["X-PD-Dashboard"] = answer.json()["command_token"]
+    return page
+
+
+def await_mark(page: httpx.Client, name: str, kind: str) -> None:
+    """Waits until the overview has a later event of that kind than of any other kind."""
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        marks = page.get("/dashboard/api/overview").json()["marks"]
+        if [mark["kind"] for mark in marks if mark["instance_id"] == name][-1:] == [kind]:
+            return
+        assert time.monotonic() < deadline_s, marks
+        time.sleep(0.02)
+
+
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -108,6 +135,8 @@ def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[.
     assert sum("--max-log-len has no effect" in line for line in cluster.lines) == 1
     assert ask(port) == 200
     admin = f"http://127.0.0.1:{port + 1}/instances"
+    page = session_of(cluster.await_line(r"^dashboard: .*")[0])
+    assert page.get("/dashboard/api/overview").json()["problems"] == []
     instances = httpx.get(admin).json()["instances"]
     (preloader,) = {parent_of(pid) for entry in instances for pid in entry["rank_pids"]}
     assert parent_of(preloader) == cluster.process.pid
@@ -116,12 +145,20 @@ def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[.
     victim = next(i["pid"] for i in instances if i["instance_id"] == "decode-0")
     os.kill(victim, signal.SIGKILL)
     assert cluster.await_line(r"decode-0 \(pid (\d+)\) died with exit code -9")[1] == str(victim)
+    await_mark(page, "decode-0", "down")
     cluster.await_line(r"decode-0 was started again")
     cluster.await_line(r"link to decode-0 is up")
     deadline_s = time.monotonic() + WAIT_S
     while ask(port) != 200:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
+    await_mark(page, "decode-0", "up")
+    assert sum("control port" in line for line in page.get(LOGS).json()["lines"]) == 2, "both lives have their lines"
+    answer = page.post(
+        "/dashboard/api/chat", json={"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    )
+    assert answer.json()["usage"]["completion_tokens"] == 2
+    page.close()
     instances = httpx.get(admin).json()["instances"]
     ranks = [pid for entry in instances for pid in entry["rank_pids"]]
     assert len({parent_of(pid) for pid in ranks} - {preloader}) == 2  # the new one, and init
@@ -130,6 +167,35 @@ def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[.
     cluster.process.send_signal(signal.SIGINT)
     assert cluster.process.wait(WAIT_S) == 0
     await_gone(pids)
+
+
+@pytest.mark.slow
+def test_in_a_terminal_a_table_stays_below_the_lines(model: str) -> None:
+    port = free_port_pair()
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 160, 0, 0))
+    command = [sys.executable, "-m", "pd_cluster", "up", f"--port={port}", f"--model={model}"]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    screen, deadline_s = b"", time.monotonic() + WAIT_S
+    try:
+        while not re.search(rb"ready after.*decode-0.*nothing is wrong", screen, re.DOTALL):
+            assert time.monotonic() < deadline_s, screen.decode(errors="replace")
+            screen += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        threading.Thread(target=lambda: [*iter(lambda: _read(ours), b"")], daemon=True).start()  # a full pty blocks it
+        assert process.wait(WAIT_S) == 0
+    finally:
+        process.kill()
+        process.wait(WAIT_S)
+
+
+def _read(terminal: int) -> bytes:
+    """Returns what was written; b"" once the other end is closed."""
+    try:
+        return os.read(terminal, 65536)
+    except OSError:
+        return b""
 
 
 def test_ctrl_c_while_the_preloader_stands_still(up: Callable[..., Up]) -> None:

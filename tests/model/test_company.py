@@ -54,10 +54,13 @@ def tell(found: dict[str, dict[int, list[TokenOutput]]]) -> Numbers:
     return {name: [(token.token_id, token.logprobs) for token in tokens[0]] for name, tokens in found.items()}
 
 
-def numbers(model: Path, prompts: list[list[int]], only: int | None = None, **settings: Any) -> Numbers:
-    """Tokens and logprobs, of all prompts together or of one alone."""
-    core = make_core(model, **{"num_blocks": 64, "max_model_len": 200, **settings})
-    return tell(run(core, requests_of(prompts, range(len(prompts)) if only is None else [only])))
+def numbers(model: Path, prompts: list[list[int]], alone: bool = False, **settings: Any) -> Numbers:
+    """Tokens and logprobs, of all prompts together or of one after the other, without cached prefixes."""
+    core = make_core(model, **{"num_blocks": 64, "max_model_len": 200, "enable_prefix_caching": False, **settings})
+    if not alone:
+        return tell(run(core, requests_of(prompts, range(len(prompts)))))
+    each = [tell(run(core, requests_of(prompts, [only]))) for only in range(len(prompts))]
+    return {name: tokens for found in each for name, tokens in found.items()}
 
 
 def prompts_of(seed: int) -> list[list[int]]:
@@ -65,18 +68,17 @@ def prompts_of(seed: int) -> list[list[int]]:
     return [random_prompt(rng, length) for length in PROMPT_LENGTHS]
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "freed")
 @pytest.mark.parametrize("architecture", [*QUICK, *SLOW])
 def test_alone_and_among_others(tmp_path: Path, architecture: str) -> None:
     """Tokens and logprobs are equal to the bit."""
     model, prompts = wide(tmp_path, architecture), prompts_of(1)
     together = numbers(model, prompts)
     assert all(logprobs is not None for tokens in together.values() for _, logprobs in tokens)
-    for i in range(len(prompts)):
-        assert numbers(model, prompts, only=i)[str(i)] == together[str(i)]
+    assert numbers(model, prompts, alone=True) == together
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "freed")
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_after_a_preemption(tmp_path: Path, mode: str) -> None:
     """Swapped out and in again, to the bit. Computed again, tokens pass through the attention of prompts, which adds in

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from transformers import GptOssConfig
@@ -20,11 +21,12 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.vectors import decode, encode
 from pd_cluster.model.batch import ForwardBatch, build_batch
 from pd_cluster.model.cpu.ops import CpuOps
+from pd_cluster.model.image_rows import ImagePart, key_limits
 from pd_cluster.model.layers.gated import Activation
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, TorchOps
 from pd_cluster.native import build
 from pd_cluster.native.copy import streaming_copy
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types import Image, Order, Request, Sampling
 
 ANY = Sampling(max_tokens=1, temperature=0.0)
 LAYER, NUM_LAYERS = 1, 2
@@ -97,7 +99,7 @@ def reference(heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) 
         rows = slice(starts[i], starts[i + 1])
         position = torch.arange(context_len - (starts[i + 1] - starts[i]), context_len)[:, None]
         at = torch.arange(context_len)[None]
-        seen = at <= position
+        seen = at <= position if batch.key_limits is None else at < batch.key_limits[rows, None]
         if heads.sliding_window:
             seen &= at > position - heads.sliding_window
         for head in range(heads.num_heads):
@@ -132,6 +134,39 @@ def test_attention(ops: CpuOps, num_heads: int, num_kv_heads: int, head_dim: int
         rope = make_rope(batch, head_dim)
         actual = ops.attend(heads, qkv.clone(), rope, batch)
         assert_close(actual, reference(heads, qkv, rope, batch))
+
+
+@pytest.mark.parametrize("head_dim", [16, 128])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (24, 2)])
+@pytest.mark.parametrize("window", [None, 24])
+def test_tokens_that_see_later_ones(
+    ops: CpuOps, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None
+) -> None:
+    """Tokens of a picture see all of it: by the C kernels, and by SDPA with and without a softcap."""
+    rng = random.Random(head_dim)
+    torch.manual_seed(head_dim)
+    for softcap in (None, 5.0):
+        batch = make_batch([(70, 0), (1, 40), (33, 20), (5, 0)], num_kv_heads, head_dim, 16, rng)
+        heads = Heads(LAYER, num_heads, num_kv_heads, head_dim, head_dim**-0.5, window, softcap)
+        qkv = torch.randn(batch.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim) * 2
+        rope = make_rope(batch, head_dim)
+        causal = ops.attend(heads, qkv.clone(), rope, batch)
+        batch.kernel_state, batch.key_limits = None, limits_of(batch, [(3, 40), (41, 44), (71, 90), (104, 109)])
+        expected = reference(heads, qkv, rope, batch)
+        assert_close(ops.attend(heads, qkv.clone(), rope, batch), expected)
+        batch.kernel_state = None
+        assert_close(TorchOps().attend(heads, qkv.clone(), rope, batch), expected)
+        with pytest.raises(AssertionError, match="differs by"):
+            assert_close(causal, expected)
+
+
+def limits_of(batch: ForwardBatch, pictures: list[tuple[int, int]]) -> torch.Tensor:
+    """Returns the ends of the keys that rows see, of which some are pictures' from one row to another."""
+    lens = batch.query_lens
+    starts = np.repeat(batch.host_context_lens - np.cumsum(lens), lens)
+    positions = np.arange(batch.num_tokens) + starts
+    parts = [ImagePart(first, 0, stop - first, b"", Image(1, 1)) for first, stop in pictures]
+    return torch.from_numpy(key_limits(parts, positions).astype(np.int32))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64 compilers")

@@ -92,6 +92,28 @@ def test_long_chunks_in_tiles_of_other_sizes(
     assert difference(interpreter, LONG, rows=rows, keys=keys, **shape) < TOLERANCE["float32"]
 
 
+def limits_of(sequences: list[tuple[int, int]], pictures: list[tuple[int, int]]) -> list[int]:
+    """Returns the ends of the keys that rows see; `pictures` are rows [first, stop) of one sequence each."""
+    limits = [context - query_len + at + 1 for query_len, context in sequences for at in range(query_len)]
+    for first, stop in pictures:
+        limits[first:stop] = [limits[stop - 1]] * (stop - first)
+    return limits
+
+
+@needs_triton
+@pytest.mark.parametrize(("rows", "keys"), [(16, 32), (64, 64)])
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("is_uniform", [False, True])
+def test_tokens_that_see_later_ones(
+    interpreter: TritonChild, is_uniform: bool, window: int | None, rows: int, keys: int
+) -> None:
+    """Tokens of a picture see all of it."""
+    sequences = [(70, 70), (1, 41), (33, 53), (5, 5)]
+    limits = limits_of(sequences, [(3, 40), (41, 44), (71, 90), (104, 109)])
+    shape = {**named((4, 2, 16, 16, window, None, False, 64)), "rows": rows, "keys": keys, "is_uniform": is_uniform}
+    assert difference(interpreter, sequences, limits=limits, **shape) < TOLERANCE["float32"]
+
+
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(900)
@@ -161,6 +183,15 @@ def test_a_captured_plan_serves_other_contexts_and_padding(
 
 
 @needs_triton
+def test_counts_of_splits_are_back_at_zero_for_the_next_launch(interpreter: TritonChild) -> None:
+    """Otherwise the second step of the same buffers merges too early, or never."""
+    fault = {"old": "tl.store(arrived, 0)", "new": "pass"}
+    steps = [[100, 70], [100, 70]]
+    apart = interpreter.call("triton_mutants", "mutant_replays_differ_by", steps=steps, split_keys=32, **fault)
+    assert apart > 100 * TOLERANCE["float32"]
+
+
+@needs_triton
 @pytest.mark.parametrize("split_keys", [256, 64])
 def test_a_row_does_not_depend_on_the_batch(interpreter: TritonChild, split_keys: int) -> None:
     sequences = [(1, 40), (9, 60), (1, 200), (33, 33), (1, 1)]
@@ -190,10 +221,11 @@ MUTANTS = [
     ("start + n >= seen_from", "start + n >= 0", 33, 16),
     ("start + n >= seen_from", "start + n > seen_from", 64, 16),
     ("whole_hi = hi // BLOCK_N", "whole_hi = tl.cdiv(hi, BLOCK_N)", None, 16),
-    ("num_used = end - first", "num_used = end - first + 1", None, 16),
-    ("num_used = end - first", "num_used = end - first - 1", None, 16),
+    ("num_splits = end - first", "num_splits = end - first + 1", None, 16),
+    ("num_splits = end - first", "num_splits = end - first - 1", None, 16),
+    ("(split < num_splits)[None, :]", "(split < num_splits - 1)[None, :]", None, 16),
     ("(ends <= item)", "(ends < item)", None, 16),
-    ("heads) * max_splits + split", "heads) * max_splits", None, 16),
+    ("own_row + heads * max_splits + split", "own_row + heads * max_splits", None, 16),
     ("hi = tl.minimum(lo + keys, context_len)", "hi = tl.minimum(lo + keys - BLOCK_N, context_len)", None, 16),
     ("fade, total * fade + tl.exp2(sink - new_top)", "fade, total * fade", None, 16),
     ("top + tl.log2(total)", "tl.log2(total)", None, 16),
@@ -225,11 +257,12 @@ def test_a_mutation_of_nothing_is_no_fault(interpreter: TritonChild) -> None:
 
 def compile_and_check(compiler: TritonChild, arch: int, dtype: str, **shape: Any) -> None:
     found = compiler.call("triton_compile", "compiled", arch=arch, dtype=dtype, **shape)
-    assert set(found) == {"prefill_kernel", "decode_kernel", "merge_kernel", "write_kernel"}
+    assert set(found) == {"prefill_kernel", "decode_kernel", "write_kernel"}
     for name, takes in found.items():
         assert takes["shared_nbytes"] <= SHARED_NBYTES[arch], (name, takes)
         assert takes["spilled_nbytes"] <= 64, (name, takes)
     prefill, decode = found["prefill_kernel"], found["decode_kernel"]
+    assert decode["ordered_counts"] == decode["counts"] == 1, decode  # results are stored first, and merged later
     if shape["head_dim"] >= 64:  # tiles come by asynchronous copies of 16 bytes
         assert prefill["cp.async.cg"] > 0, prefill
         assert decode["cp.async.cg"] > 0, decode
@@ -255,6 +288,14 @@ def test_kernels_compile_and_fit(
     compiler: TritonChild, arch: int, head_dim: int, group: int, dtype: str, block_size: int, is_rich: bool
 ) -> None:
     compile_and_check(compiler, arch, dtype, head_dim=head_dim, group=group, block_size=block_size, is_rich=is_rich)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+def test_limits_of_rows_compile_and_fit(compiler: TritonChild, arch: int) -> None:
+    shape = {"head_dim": 256, "group": 2, "block_size": 16, "is_rich": False, "has_limits": True}
+    compile_and_check(compiler, arch, "bfloat16", **shape)
 
 
 @needs_triton

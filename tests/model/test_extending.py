@@ -108,7 +108,7 @@ def run(folder: Path, code: str, *arguments: str, module: str = "") -> str:
 def test_a_routing_policy(tmp_path: Path) -> None:
     folder = extended(tmp_path, "A routing policy")
     assert run(folder, POLICY).splitlines() == ["prefill-1 decode-1", "fewest-requests"]
-    assert "predicted-ttft" in (screen := run(folder, "", "serve", "--help", module="pd_cluster"))
+    assert "predicted-ttft" in (screen := run(folder, "", "serve", "--help-all", module="pd_cluster"))
     assert "fewest-requests" in screen
 
 
@@ -123,7 +123,7 @@ def test_a_sampling_parameter(tmp_path: Path) -> None:
 def test_a_setting(tmp_path: Path) -> None:
     folder = extended(tmp_path, "A setting")
     assert run(folder, SETTING) == "3\n"
-    assert "--max-prefill-seqs" in run(folder, "", "serve", "--help", module="pd_cluster")
+    assert "--max-prefill-seqs" in run(folder, "", "serve", "--help-all", module="pd_cluster")
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_a_transport(tmp_path: Path) -> None:
         folder, "", str(harness), *options, module="pytest"
     )
     assert run(folder, TRANSPORT) == "True\n"
-    assert "proc (same host and user)" in run(folder, "", "serve", "--help", module="pd_cluster")
+    assert "proc (same host and user)" in run(folder, "", "serve", "--help-all", module="pd_cluster")
 
 
 @pytest.mark.slow

@@ -38,19 +38,39 @@ def worst_error(fault: tuple[str, str] | None = None, **case: Any) -> float:
 def _worst_error(case: AttentionCase) -> float:
     generator = torch.Generator(case.device).manual_seed(11)
     key_pool, value_pool = pools(case)
-    order = torch.randperm(len(key_pool) - 1, generator=torch.Generator().manual_seed(12))
-    order = torch.cat((torch.tensor([len(order)]), order))  # the farthest block is in use
-    contents = []
-    for query_len, context_len in case.sequences:
-        num_blocks = -(-context_len // case.block_size)
-        table, order = order[:num_blocks].to(case.device), order[num_blocks:]
-        contents.append(content_of(case, query_len, context_len, table, generator))
+    contents = contents_of(case, len(key_pool), generator)
     sinks = None
     if case.has_sinks:
         sinks = torch.randn(case.num_heads, generator=generator, device=case.device).to(case.torch_dtype)
     scoring = Scoring(case.head_dim**-0.5, case.window, case.softcap, sinks)
     actual = by_kernels(case, contents, key_pool, value_pool, scoring)
     return worst_share(case, contents, scoring, actual)
+
+
+def contents_of(case: AttentionCase, num_blocks: int, generator: torch.Generator) -> list[Tensors]:
+    order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(12))
+    order = torch.cat((torch.tensor([len(order)]), order))  # the farthest block is in use
+    contents = []
+    for query_len, context_len in case.sequences:
+        num_blocks = -(-context_len // case.block_size)
+        table, order = order[:num_blocks].to(case.device), order[num_blocks:]
+        contents.append(content_of(case, query_len, context_len, table, generator))
+    return contents
+
+
+def repeated(sequences: list[list[int]], num_launches: int) -> int:
+    """Returns how many further launches give other bits than the first one, with the same counts of splits."""
+    pairs = [(query_len, context_len) for query_len, context_len in sequences]
+    device = "cpu" if INTERPRETED else "cuda"
+    case = AttentionCase(sequences=pairs, num_heads=8, num_kv_heads=2, head_dim=64, dtype="bfloat16", device=device)
+    key_pool, value_pool = pools(case)
+    contents = contents_of(case, len(key_pool), torch.Generator(device).manual_seed(11))
+    scoring = Scoring(case.head_dim**-0.5)
+    expected = by_kernels(case, contents, key_pool, value_pool, scoring)
+    batch, plan = planned(case, contents)
+    query = torch.cat([content.query for content in contents])
+    found = (attention.attend(query, key_pool, value_pool, batch, plan, scoring) for _ in range(num_launches))
+    return sum(not torch.equal(each, expected) for each in found)
 
 
 def pools(case: AttentionCase) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,5 +133,6 @@ def planned(case: AttentionCase, contents: list[Tensors]) -> tuple[attention.Bat
         there([0, *np.cumsum([len(content.table) for content in contents])]),
         there(plan.decode_seqs),
         there(plan.tiles),
+        torch.zeros(plan.num_arrivals(case.num_kv_heads), dtype=torch.int32, device=case.device),
     )
     return batch, plan

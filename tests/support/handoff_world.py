@@ -540,6 +540,9 @@ class World:
     def link_to(self, peer: str) -> str | None:
         return self.p_link
 
+    def awaken(self, peer: str) -> bool:
+        return False
+
     def limits(self, conn: str) -> ShipLimits:
         return ShipLimits(self.d_size, self.max_payload_nbytes)
 

@@ -139,7 +139,7 @@ class Shown(NamedTuple):
         vision = Checkpoint.open(str(folder)).vision
         assert vision is not None
         images = [fitted(each, vision.rules) for each in self.pictures]
-        return place(self.token_ids, vision.image_token_id, images, vision.rules, "prompt")
+        return place(self.token_ids, images, vision.rules, "prompt")
 
     def order(self, folder: Path, sampling: Sampling) -> Order:
         placed = self.placed(folder)

@@ -76,7 +76,7 @@ def make_app(
     entrance = entrance or Entrance(FakeMembership([]), least_loaded, RequestStats(), NO_GOALS, 0.0, None)
     membership = SimpleNamespace(instances=[])
     nobody = SimpleNamespace(
-        membership=membership, stats=RequestStats(), num_streams=0, entrance=entrance, serve=_unavailable
+        membership=membership, stats=RequestStats(), num_streams=0, num_waiting=0, entrance=entrance, serve=_unavailable
     )
     router = router or cast(Router, nobody)
     service = TextService(

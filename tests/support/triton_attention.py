@@ -71,6 +71,8 @@ def metadata(batch: ForwardBatch, plan: AttentionPlan) -> attention.BatchMetadat
         batch.table_starts,
         torch.from_numpy(plan.decode_seqs),
         torch.from_numpy(plan.tiles),
+        torch.zeros(plan.num_arrivals(batch.pool.layout.num_kv_heads), dtype=torch.int32),
+        batch.key_limits,
     )
 
 
@@ -95,6 +97,8 @@ def parity(
     rows: int = 16,
     keys: int = 32,
     seed: int = 0,
+    limits: list[int] | None = None,  # of each row: the end of the keys that it sees
+    is_uniform: bool = False,
 ) -> float:
     """Writes and attends in both ways; returns how far they are apart (`difference`). The pools must be equal."""
     torch.manual_seed(seed)
@@ -105,20 +109,21 @@ def parity(
     sinks = torch.randn(num_heads) * 2 if has_sinks else None
     scoring = sdpa.Scoring(head_dim**-0.5 * 1.5, window, softcap, sinks)
     before = batch.pool.data.clone()
+    batch.key_limits = None if limits is None else torch.tensor(limits, dtype=torch.int32)
 
     key_pool, value_pool = batch.pool.layer(LAYER)
     attention.write_kv(k, v, key_pool, value_pool, batch.slot_mapping)
     query_lens = np.diff(batch.query_starts.numpy())
     group = num_heads // num_kv_heads
-    plan = plan_attention(
-        query_lens, batch.context_lens.numpy(), group, num_kv_heads, configs(group, rows, keys), 132, split_keys
-    )
+    chosen = replace(configs(group, rows, keys), is_uniform=is_uniform)
+    plan = plan_attention(query_lens, batch.context_lens.numpy(), group, num_kv_heads, chosen, 132, split_keys)
     workspace = torch.full((plan.workspace_numel(num_heads, head_dim),), float("nan"))
     actual = attention.attend(query, key_pool, value_pool, metadata(batch, plan), plan, scoring, workspace=workspace)
 
     written = batch.pool.data.clone()
     wide = make_batch(sequences, num_kv_heads, head_dim, block_size, "float32", seed, window)
     wide.pool.data.copy_(before)
+    wide.key_limits = batch.key_limits
     if reference_window is not None:
         scoring = replace(scoring, sliding_window=reference_window)
     expected = sdpa.write_and_attend(LAYER, query.float().transpose(0, 1), k.float(), v.float(), wide, scoring)
@@ -168,7 +173,8 @@ def replays(
     table = torch.empty(num_seqs * 30, dtype=torch.int32)
     starts, contexts = torch.zeros(num_seqs + 1, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32)
     unread = torch.full((1,), 1 << 30, dtype=torch.int32)
-    static = attention.BatchMetadata(unread, contexts, table, starts, unread, unread)
+    arrivals = torch.zeros(plan.num_arrivals(num_kv_heads), dtype=torch.int32)
+    static = attention.BatchMetadata(unread, contexts, table, starts, unread, unread, arrivals)
     query, out = torch.empty(num_seqs, num_heads, head_dim), torch.empty(num_seqs, num_heads, head_dim)
     workspace = torch.empty(plan.workspace_numel(num_heads, head_dim))
     told = []

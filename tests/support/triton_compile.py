@@ -25,8 +25,13 @@ from pd_cluster.model.cuda import attention
 from pd_cluster.model.cuda.attention_configs import configs_for
 from pd_cluster.model.cuda.plan import plan_attention
 
-LAUNCHED = ("prefill_kernel", "decode_kernel", "merge_kernel", "write_kernel")
-OPTIONS = ("num_warps", "num_stages")
+LAUNCHED = ("prefill_kernel", "decode_kernel", "write_kernel")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+# A count of complete splits: behind a barrier of the program without a store in between, and before another one.
+ORDERED_COUNT = re.compile(
+    r"bar\.sync\s+0;(?:(?!st\.global|bar\.sync)[^$])*?atom\.global\.gpu\.acq_rel\.add"
+    r"(?:(?!ld\.global|st\.global)[^$])*?bar\.sync\s+0;"
+)
 
 
 @dataclass
@@ -63,6 +68,7 @@ def _step(
     num_kv_heads: int = 8,
     window: int = 128,
     is_uniform: bool = False,
+    has_limits: bool = False,
 ) -> None:
     query_lens, context_lens = np.array([1, 1, 500]), np.array([900, 1000, 700])
     num_heads, torch_dtype = num_kv_heads * group, TORCH_DTYPES[dtype]
@@ -76,7 +82,10 @@ def _step(
     pool = empty(4000, 32, 2, block_size, num_kv_heads, head_dim, dtype=torch_dtype)
     qkv = empty(502, num_heads + 2 * num_kv_heads, head_dim, dtype=torch_dtype)
     query, keys, values = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    batch = attention.BatchMetadata(empty(4), empty(3), empty(999), empty(4), empty(2), empty(len(plan.tiles), 2))
+    limits = empty(502) if has_limits else None
+    arrivals = empty(plan.num_arrivals(num_kv_heads))
+    tiles = empty(len(plan.tiles), 2)
+    batch = attention.BatchMetadata(empty(4), empty(3), empty(999), empty(4), empty(2), tiles, arrivals, limits)
     sinks = empty(num_heads, dtype=torch_dtype)
     scoring = Scoring(0.1, window, 30.0, sinks) if is_rich else Scoring(0.1)
     attention.write_kv(keys, values, pool[:, 3, 0], pool[:, 3, 1], empty(502, dtype=torch.int64))
@@ -109,8 +118,11 @@ def compiled(arch: int, **shape: Any) -> dict[str, dict[str, int]]:
         source = source_of(caught.kernel, args, options)
         binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=chosen)
         found[name] = {"shared_nbytes": binary.metadata.shared, **_resources(binary.asm["cubin"])}
+        ptx = binary.asm["ptx"]
         for word in ("wgmma.mma_async", "mma.sync", "cp.async.cg"):
-            found[name][word] = binary.asm["ptx"].count(word)
+            found[name][word] = ptx.count(word)
+        found[name]["ordered_counts"] = len(ORDERED_COUNT.findall(ptx))
+        found[name]["counts"] = ptx.count(" atom.")
     return found
 
 

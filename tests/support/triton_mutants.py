@@ -13,7 +13,7 @@ from typing import Any
 
 from pd_cluster.model.cuda import attention, attention_decode, attention_kernels, attention_write
 
-KERNELS = ("prefill_kernel", "decode_kernel", "merge_kernel", "write_kernel")
+KERNELS = ("prefill_kernel", "decode_kernel", "write_kernel")
 
 
 def mutant_differs_by(old: str, new: str, **arguments: Any) -> float:
@@ -25,6 +25,14 @@ def mutant_differs_by(old: str, new: str, **arguments: Any) -> float:
             return parity(**arguments)
         except ArithmeticError:
             return math.inf
+
+
+def mutant_replays_differ_by(old: str, new: str, steps: list[list[int]], split_keys: int) -> float:
+    """Returns the worst step of `replays` with the fault; infinite if one is not a number."""
+    from tests.support.triton_attention import replays
+
+    with faulty(old, new):
+        return max(step["difference"] for step in replays(steps, split_keys))
 
 
 @contextmanager

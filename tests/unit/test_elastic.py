@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.api.admin.admin_app import AdminAccess, admin_app
+from pd_cluster.api.admin.admin_app import admin_app
 from pd_cluster.api.admin.timelines import LocalTimelines
+from pd_cluster.api.gate.access import AdminAccess
 from pd_cluster.cluster.members.elastic import Tables
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.place import Place

@@ -157,14 +157,14 @@ def test_while_it_is_paused_requests_wait(max_queue_s: float | None) -> None:
     async def test() -> None:
         world = World(max_queue_s=max_queue_s)
         serving, first, request_id = await world.begin()
-        await world.router.steer(is_paused=True)
+        await world.router.steer("paused")
         second = asyncio.ensure_future(anext(world.serve()))
         _first_token(world, request_id)
         assert (await first).position == 0  # running ones go on
         for _ in range(10):
             await asyncio.sleep(0)
         assert len(world.mailbox.of(wire.Submit)) == 2
-        await world.router.steer(is_paused=False)
+        await world.router.steer("open")
         while len(world.mailbox.of(wire.Submit)) < 4:
             await asyncio.sleep(0)
         second.cancel()
@@ -179,7 +179,7 @@ def test_while_it_is_paused_requests_wait(max_queue_s: float | None) -> None:
 def test_a_pause_is_named_to_requests_that_wait_too_long() -> None:
     async def test() -> None:
         world = World(max_queue_s=0.01)
-        await world.router.steer(is_paused=True)
+        await world.router.steer("paused")
         with pytest.raises(Overloaded, match=r"paused by its operator: it has waited for the 0\.01 s"):
             await anext(world.serve())
         assert world.mailbox.sent == []
@@ -192,7 +192,7 @@ def test_named_requests_end_and_count_as_aborted() -> None:
         world = World(max_queue_s=0.0)
         named, first, _ = await world.begin(client_id="cmpl-a")
         other, second, request_id = await world.begin(client_id="cmpl-b")
-        await world.router.steer(False, ["cmpl-a", "cmpl-c"])
+        await world.router.steer("open", ["cmpl-a", "cmpl-c"])
         with pytest.raises(RequestAborted):
             await first
         _first_token(world, request_id)
@@ -210,17 +210,17 @@ def test_all_requests_end_those_that_wait_too() -> None:
     async def test() -> None:
         world = World(max_queue_s=0.0)
         _, first, _ = await world.begin()
-        await world.router.steer(is_paused=True)
+        await world.router.steer("paused")
         waiting = asyncio.ensure_future(anext(world.serve()))
         while world.router.entrance.num_waiting < 1:
             await asyncio.sleep(0)
         idle = asyncio.ensure_future(world.router.until_idle())
-        await world.router.steer(True, ())
+        await world.router.steer("paused", ())
         for task in (first, waiting):
             with pytest.raises(RequestAborted):
                 await task
         await idle
-        await world.router.steer(is_paused=False)
+        await world.router.steer("open")
         serving, task, _ = await world.begin()  # later ones are served as before
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -27,6 +27,7 @@ from pd_cluster.transport.guard import Opener
 from pd_cluster.transport.landing import Lander, Landing
 from pd_cluster.types import Leg, Order, Request, Sampling, Status, TokenOutput
 from tests.support.handoff_ahead import AheadWorld
+from tests.support.handoff_rest import RestingWorld
 from tests.support.handoff_world import World
 
 SEEDS = range(500)  # a deliberate fault is noticed by 2 of 100 at least, see below
@@ -52,6 +53,10 @@ def explore(seeds: Sequence[int], world_of: type[World] = World) -> Counter[str]
         seen["D waits"] += world.num_waits > 0
         if isinstance(world, AheadWorld):
             seen["steps ahead"] += world.num_ahead
+        if isinstance(world, RestingWorld):
+            seen["rests"] += world.num_rests
+            seen["wakes"] += world.num_wakes
+            seen["lost"] += world.num_lost
         for side, ends in (("P", world.p_ends), ("D", world.d_ends)):
             seen.update(f"{side} {outcome.split(':')[0]}" for outcome in ends.outcome.values())
     return seen
@@ -356,6 +361,37 @@ def test_an_offer_of_another_length_is_refused() -> None:
 
 
 # ---- P's steps ahead of its host
+
+
+def test_random_orders_of_events_with_a_link_that_rests() -> None:
+    """A link that rests wakes for its next transfer; what waits for it is handed over, or ends when it is lost."""
+    seen = explore(range(180), RestingWorld)
+    for outcome in ("P handed over", "P died", "P the link to decode did not open", "D finished", "rests", "wakes"):
+        assert seen[outcome] > 8, f"{outcome!r} was hardly seen: {seen}"
+
+
+def offers_before_the_link_is_up(self: Exports, peer: str, conn: str) -> None:
+    for export in self._awaiting(peer):
+        export.conn = conn
+
+
+def rests_under_way(self: Exports, conn: str) -> bool:
+    return False
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("link_up", offers_before_the_link_is_up),
+        ("uses", rests_under_way),
+    ],
+)
+def test_a_fault_with_a_link_that_rests_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, name: str, broken: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(Exports, name, broken)
+    with pytest.raises((AssertionError, KeyError)):
+        explore(range(60), RestingWorld)
 
 
 def test_random_orders_of_events_with_steps_ahead_of_the_host() -> None:

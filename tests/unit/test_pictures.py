@@ -10,11 +10,11 @@ from PIL import Image as Pictures
 
 from pd_cluster.errors import RequestError
 from pd_cluster.media.fetch import Places, fetched
+from pd_cluster.media.kinds.qwen import GridRules
 from pd_cluster.media.pictures import FORMATS, fitted, in_color, prepared
-from pd_cluster.media.rules import ImageRules
 from tests.support.pictures import file_of, png_of_size
 
-RULES = ImageRules(4, 2, 256, 1024)
+RULES = GridRules(4, 2, 256, 1024, token_id=7)
 
 
 def noise(width: int = 16, height: int = 24, seed: int = 0) -> Pictures.Image:

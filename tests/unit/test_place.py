@@ -54,6 +54,7 @@ def test_everyone_finds_themselves(tmp_path: Path) -> None:
         if place.role != "scheduler":
             assert place.paired_tp_sizes("auto") == ()  # over the host's memory, or IPC
             assert place.paired_tp_sizes("dist") == (1, 1)
+            assert place.paired_tp_sizes("dist", 1) == (1, 1), "one is open, and one may be closing"
         assert not place.spans_hosts
 
 

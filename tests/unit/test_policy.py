@@ -12,6 +12,7 @@ from pd_cluster.cluster.members.prefixes import Prompt
 from pd_cluster.cluster.routing.policy import (
     ADAPTER_TOKENS,
     POLICIES,
+    WAKE_SLACK_TOKENS,
     RoutingRequest,
     least_loaded,
     refused_links,
@@ -155,3 +156,16 @@ def test_links_to_the_dead_are_not_reported() -> None:
     p0, d0, d1 = instance("prefill-0"), instance("decode-0", "unreachable"), instance("decode-1")
     link(p0, d0, d1, state="opening")
     assert refused_links([p0, d0, d1]) == ["prefill-0 to decode-1: opening"]
+
+
+def test_a_link_at_rest_is_opened_only_for_a_considerable_gain() -> None:
+    p0, d0, d1 = (instance(name) for name in ("prefill-0", "decode-0", "decode-1"))
+    link(p0, d0, state="up (hccl)")
+    link(p0, d1, state="resting")
+    d0.outstanding_tokens = WAKE_SLACK_TOKENS - 1
+    assert chosen(p0, d0, d1) == "prefill-0 decode-0"
+    d0.outstanding_tokens = WAKE_SLACK_TOKENS
+    assert chosen(p0, d0, d1) == "prefill-0 decode-1"
+    link(p0, d0, state="resting")
+    d0.outstanding_tokens, d1.outstanding_tokens = 0, 1
+    assert chosen(p0, d0, d1) == "prefill-0 decode-0", "among links at rest the load decides"

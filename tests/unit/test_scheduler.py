@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.scheduler import StepScheduler
@@ -12,7 +13,7 @@ from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Order, Request, Sampling, Status
+from pd_cluster.types import Order, Request, Sampling, Span, Status
 
 
 def make(num_blocks: int = 32, block_size: int = 4, max_num_seqs: int = 8, budget: int = 16) -> StepScheduler:
@@ -43,6 +44,44 @@ def test_a_long_prompt_is_chunked_within_the_budget() -> None:
     scheduler = make()
     scheduler.add(request("a", 40))
     assert [chunks(step(scheduler)) for _ in range(4)] == [{"a": 16}, {"a": 16}, {"a": 8}, {"a": 1}]
+
+
+def test_a_picture_stays_in_one_piece() -> None:
+    """Chunks end before or behind it; one that does not fit beside others' tokens waits, and so do younger ones."""
+    scheduler = StepScheduler(BlockPool(64), 4, 8, 16, keeps_pictures=True)
+    spans = (Span(10, 22, b"1"), Span(22, 34, b"2"), Span(36, 39, b"3"))
+    asked = request("a", 45)
+    asked = Request("a", replace(asked.order, spans=spans), arrival_s=1.0)
+    scheduler.add(asked)
+    assert [chunks(step(scheduler)) for _ in range(4)] == [{"a": 10}, {"a": 12}, {"a": 14}, {"a": 9}]
+    begun = Request("b", replace(asked.order, spans=(Span(2, 18, b"1"),)), arrival_s=2.0, num_computed_tokens=0)
+    scheduler.add(begun)
+    assert chunks(step(scheduler)) == {"a": 1, "b": 2}
+    scheduler.add(request("c", 4, arrival_s=3.0))
+    for _ in range(6):
+        assert chunks(step(scheduler)) == {"a": 1}, "no room for 16 tokens, and nobody overtakes"
+    found = [chunks(step(scheduler)) for _ in range(2)]
+    assert found == [{"b": 16}, {"b": 16}]
+
+
+def test_what_is_cached_may_end_inside_a_picture() -> None:
+    """Its rest is computed in one piece, in a later step if there is no room for it."""
+    scheduler = StepScheduler(BlockPool(64), 4, 20, 16, PrefixScope("model", Numerics()), keeps_pictures=True)
+    order = replace(request("a", 23).order, spans=(Span(7, 23, b"1"),))
+    scheduler.add(Request("first", order))
+    assert [chunks(step(scheduler)) for _ in range(2)] == [{"first": 7}, {"first": 16}]
+    scheduler.add(Request("again", order, arrival_s=1.0))
+    assert chunks(step(scheduler)) == {"first": 1, "again": 3}  # 20 were cached
+    others = [request(f"r{at}", 1, arrival_s=2.0 + at, max_tokens=3) for at in range(13)]
+    for other in others:
+        scheduler.add(other)
+    assert len(chunks(step(scheduler))) == 15
+    late = Request("late", order, arrival_s=20.0)
+    scheduler.add(late)
+    assert "late" not in chunks(step(scheduler)), "one token of the budget is left, and three of the picture"
+    while late.num_computed_tokens <= 20:
+        plan = step(scheduler)
+    assert chunks(plan)["late"] == 3
 
 
 def test_decodes_come_before_prompts() -> None:

@@ -12,12 +12,14 @@ from typing import Annotated, Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from pd_cluster.commands.cli import app
 from pd_cluster.errors import ConfigError, ModelError, called, flag_of, told
 from pd_cluster.offline.arguments import config_of
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.http import HttpConfig
-from pd_cluster.settings.options import GROUPS, ServeOptions, settings
+from pd_cluster.settings.options import GROUPS, USUAL, ServeOptions, settings
 from pd_cluster.settings.setting import NEGATED, TEXTS, Panel, Scope, Setting, at_least, check, declared, one_of, read
 
 ROOT = Path(__file__).parents[2]
@@ -181,7 +183,7 @@ def test_a_new_setting_takes_one_file(tmp_path: Path) -> None:
         except ConfigError as error:
             print(error)
         from pd_cluster.commands.cli import main
-        sys.argv = ["pd-cluster", "serve", "--help"]
+        sys.argv = ["pd-cluster", "serve", "--help-all"]
         main()"""
     made, offline, refused, *screen = run(code, tmp_path)
     assert made == "4 3"
@@ -216,3 +218,14 @@ def test_no_configuration_shows_keys() -> None:
     shown = repr(HttpConfig(api_keys=("sk-one",), metrics_key="sk-two", root_path="/api"))
     assert "sk-" not in shown
     assert "root_path='/api'" in shown
+
+
+@pytest.mark.parametrize(("flag", "shows_all"), [("--help", False), ("--help-all", True)])
+def test_help_shows_usual_flags_and_help_all_all_of_them(flag: str, shows_all: bool) -> None:
+    shown = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, ["serve", flag])
+    assert shown.exit_code == 0
+    seldom = [each for each in settings().values() if each.name not in USUAL]
+    assert len(seldom) > 60
+    found = {each.name for each in seldom if re.search(rf"{each.flag}[ ,]", shown.output)}
+    assert found == ({each.name for each in seldom} if shows_all else set())
+    assert all(settings()[name].flag in shown.output for name in USUAL)

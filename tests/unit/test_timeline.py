@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_cluster.api.admin.admin_app import AdminAccess, admin_app
+from pd_cluster.api.admin.admin_app import admin_app
 from pd_cluster.api.admin.timelines import LocalTimelines
+from pd_cluster.api.gate.access import AdminAccess
 from pd_cluster.cluster.routing import timeline
 from pd_cluster.cluster.routing.timeline import Timeline, Timelines
 from pd_cluster.wire import TraceEvent

@@ -585,3 +585,19 @@ def test_a_thread_that_meets_a_surprise_reports_it_and_still_acknowledges_drains
     link.receive.forget("t")
     assert link.events.get(timeout=WAIT_S) == Drained("t")
     link.close()
+
+
+@pytest.mark.parametrize(
+    ("ids", "first_layer", "num_layers", "is_in_place"),
+    [([3, 4, 5], 0, 2, True), ([3, 5], 0, 2, False), ([4, 3], 0, 2, False), ([3, 4], 1, 1, False), ([3], 1, 1, True)],
+)
+def test_a_piece_is_sent_from_the_pool_itself_where_it_is_contiguous(
+    ids: list[int], first_layer: int, num_layers: int, is_in_place: bool
+) -> None:
+    pool = random_pool(5)
+    piece = wire.KVPiece(0, 4 * len(ids), first_layer, num_layers, ids)
+    view = pool.memory.view_of(piece)
+    assert (view is not None) == is_in_place
+    if view is not None:
+        assert torch.equal(view, pool.memory.gather(piece))
+        assert view.untyped_storage().data_ptr() == pool.memory.parts[0].untyped_storage().data_ptr()

@@ -30,6 +30,7 @@ BODIES: list[wire.Body] = [
     wire.Leave(),
     wire.WantedAdapters([wire.AdapterPlace("ab" * 32, "/adapters/french")]),
     wire.ResetCache(),
+    wire.Sleep(2),
     wire.AdapterStates(["ab" * 32], {"cd" * 32: "no such folder"}),
     wire.Peers(
         [

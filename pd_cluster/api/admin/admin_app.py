@@ -5,9 +5,8 @@ cluster/members/elastic.py executes a command; this module parses it, allows or 
 
 from __future__ import annotations
 
-import hmac
-import reprlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,57 +14,23 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 
 from pd_cluster import __version__
+from pd_cluster.api.admin.log_routes import log_routes
+from pd_cluster.api.admin.overview_routes import overview_routes
 from pd_cluster.api.admin.timelines import TimelineSource, timeline_routes
+from pd_cluster.api.dashboard.playground import PublicPort, playground_routes
+from pd_cluster.api.dashboard.routes import DATA, Guard, dashboard_routes
+from pd_cluster.api.dashboard.sessions import Sessions
+from pd_cluster.api.gate.access import AdminAccess
 from pd_cluster.api.gate.error_answers import install_error_handlers
 from pd_cluster.api.gate.http import read_body
 from pd_cluster.cluster.members.adapters import AdapterBook
 from pd_cluster.cluster.members.elastic import Elastic
 from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.errors import Forbidden, RequestError, Unauthorized
+from pd_cluster.cluster.overview.watch import Overview
+from pd_cluster.errors import RequestError
 from pd_cluster.types import Role
-from ranktable_tools.hosts import is_loopback
 
 MOST_TIMEOUT_S = 86_400.0
-
-
-@dataclass(frozen=True, slots=True)
-class AdminAccess:
-    """Commands need the token; if users of other hosts can reach the port, so does reading.
-
-    Open reading requires a name of this host or of `allowed_hosts`: a web page can have its own name resolve to
-    127.0.0.1 and then read the answers there, but cannot change the Host header that its browser sends.
-    """
-
-    token: str
-    is_open_to_read: bool
-    allowed_hosts: frozenset[str] = frozenset()
-
-    def check(self, request: Request) -> None:
-        """Raises Unauthorized and Forbidden."""
-        is_reading = self.is_open_to_read and request.method == "GET"
-        host = _host_name(request.headers.get("host", ""))
-        if is_reading and (is_loopback(host.strip("[]")) or host in self.allowed_hosts):
-            return
-        if is_reading and "authorization" not in request.headers:
-            raise Forbidden(
-                f"Host {reprlib.repr(host)} is no name of this port: ask for localhost, allow the name with "
-                f"--admin-allowed-hosts, or send the admin token"
-            )
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(token.strip().encode(), self.token.encode())
-        if scheme.lower() != "bearer" or not is_right:
-            raise Unauthorized(
-                f"{request.method} {request.url.path} needs the admin token: send `Authorization: Bearer TOKEN`; "
-                f"pd-cluster takes it from --admin-token-file, or from admin.token beside the global rank table "
-                f"(GLOBAL_RANK_TABLE_FILE_PATH)",
-                code="invalid_admin_token",
-            )
-
-
-def _host_name(host: str) -> str:
-    """Returns the name without the port."""
-    name, colon, port = host.rpartition(":")
-    return (name if colon and port.isdigit() else host).lower()
 
 
 class Add(msgspec.Struct, forbid_unknown_fields=True):
@@ -104,22 +69,44 @@ class AdapterUnload(msgspec.Struct, forbid_unknown_fields=True):
 Body = TypeVar("Body", Add, DrainOptions, ChangeRole, Nothing, AdapterLoad, AdapterUnload)
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The things that people look at. `logs`: the folder with the processes' lines; `model`: its name."""
+
+    overview: Overview
+    model: str
+    logs: Path
+    public: PublicPort
+
+
 def admin_app(
     elastic: Elastic,
     timelines: TimelineSource,
     access: AdminAccess,
     adapters: AdapterBook | None = None,
     control: APIRouter | None = None,
+    shown: Shown | None = None,
 ) -> FastAPI:
     """`adapters` None: they cannot be changed at run time, and there are no routes for it.
 
-    `control`: the routes of control_routes.py.
+    `control`: the routes of control_routes.py. `shown` None: there is neither /overview nor a dashboard.
     """
     app = FastAPI(title="pd-cluster admin", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     guarded = [Depends(access.check)]
-    app.include_router(timeline_routes(timelines), dependencies=guarded)
-    app.include_router(instance_routes(elastic), dependencies=guarded)
+    seen = [timeline_routes(timelines), instance_routes(elastic)]
+    if shown is not None:
+        logs = log_routes(shown.logs, lambda: [each.name for each in elastic.instances])
+        seen.append(
+            overview_routes(shown.overview, lambda: [describe(each) for each in elastic.instances], shown.model)
+        )
+        app.include_router(logs, dependencies=[Depends(access.check_token)])
+        guard = Guard(Sessions())
+        for routes in (*seen, logs, playground_routes(shown.public)):
+            app.include_router(routes, prefix=DATA, dependencies=[Depends(guard.check)])
+        app.include_router(dashboard_routes(guard, access))
+    for routes in seen:
+        app.include_router(routes, dependencies=guarded)
     if adapters is not None:
         app.include_router(adapter_routes(adapters), dependencies=guarded)
     if control is not None:
@@ -217,6 +204,7 @@ def describe(instance: Instance) -> dict[str, Any]:
         "drain_timeout_s": instance.drain_timeout_s,
         "state": instance.shown_state,
         "reason": instance.reason or None,
+        "sleep_level": load.sleep_level,
         "pid": info.pid if info is not None else None,
         "rank_pids": info.rank_pids if info is not None else [],
         "host": instance.host,

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 from fastapi import APIRouter, Request
 
 from pd_cluster.api.gate.http import read_body
-from pd_cluster.cluster.members.control import Control
+from pd_cluster.cluster.members.control import Control, PauseMode
 from pd_cluster.errors import RequestError
 
-MODES = ("abort", "wait")
+MODES = get_args(PauseMode)
+TAGS = {"weights", "kv_cache"}  # of what wakes up
 MAX_IDS = 4096
-NO_SLEEP = (
-    "weights and KV cache stay where they are as long as an instance lives; drain instances and stop their processes "
-    "instead, and start them again"
-)
 
 
 class AbortIds(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,6 +31,7 @@ def control_routes(control: Control, shown: Mapping[str, Any]) -> APIRouter:
     """`shown`: the answer of /server_info."""
     routes = APIRouter()
     _add_pause(routes, control)
+    _add_sleep(routes, control)
 
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache(http: Request) -> dict[str, Any]:
@@ -59,15 +57,6 @@ def control_routes(control: Control, shown: Mapping[str, Any]) -> APIRouter:
     async def server_info() -> dict[str, Any]:
         return dict(shown)
 
-    @routes.get("/is_sleeping")
-    async def is_sleeping() -> dict[str, Any]:
-        return {"is_sleeping": False}
-
-    @routes.post("/wake_up")
-    @routes.post("/sleep")
-    async def sleep(http: Request) -> dict[str, Any]:
-        raise RequestError(f"{http.url.path}: not supported: {NO_SLEEP}", code="not_supported")
-
     return routes
 
 
@@ -75,15 +64,9 @@ def _add_pause(routes: APIRouter, control: Control) -> None:
     @routes.post("/pause")
     async def pause(http: Request) -> dict[str, Any]:
         asked = _asked(http, "mode", "clear_cache", "wait_for_inflight_requests")
-        default = "wait" if _switch(asked, "wait_for_inflight_requests", default=False) else "abort"
-        mode = asked.get("mode", default)
-        if mode not in MODES:
-            raise RequestError(
-                f"mode: {reprlib.repr(mode)}; give abort (running requests end now) or wait (they end by themselves). "
-                f"Requests cannot be kept half done",
-                param="mode",
-            )
-        await control.pause("wait" if mode == "wait" else "abort", _switch(asked, "clear_cache", default=True))
+        waits = _switch(asked, "wait_for_inflight_requests", default=False)
+        default: PauseMode = "wait" if waits else "abort"
+        await control.pause(_mode(asked, default), _switch(asked, "clear_cache", default=True))
         return {"status": "paused"}
 
     @routes.post("/resume")
@@ -95,6 +78,50 @@ def _add_pause(routes: APIRouter, control: Control) -> None:
     @routes.get("/is_paused")
     async def is_paused() -> dict[str, Any]:
         return {"is_paused": control.is_paused}
+
+
+def _add_sleep(routes: APIRouter, control: Control) -> None:
+    @routes.post("/sleep")
+    async def sleep(http: Request) -> dict[str, Any]:
+        asked = _asked(http, "level", "mode")
+        level, mode = asked.get("level", "1"), _mode(asked, "abort")
+        if level == "0":  # vLLM's word for a pause
+            raise RequestError("level: 0 returns no memory; POST /pause instead", param="level")
+        if level not in ("1", "2"):
+            raise RequestError(
+                f"level: {reprlib.repr(level)}; give 1 (without KV cache) or 2 (without weights, too)", param="level"
+            )
+        await control.sleep(1 if level == "1" else 2, mode)
+        return {"status": "asleep", "level": int(level)}
+
+    @routes.post("/wake_up")
+    async def wake_up(http: Request) -> dict[str, Any]:
+        _asked(http, "tags")
+        tags = {tag for given in http.query_params.getlist("tags") for tag in given.split(",")}
+        if tags and tags != TAGS:
+            raise RequestError(
+                f"tags: {reprlib.repr(','.join(sorted(tags)))}; instances wake up as a whole: leave them out",
+                param="tags",
+            )
+        await control.wake_up()
+        return {"status": "awake"}
+
+    @routes.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, Any]:
+        return {"is_sleeping": control.is_asleep, "level": control.sleep_of_all.level}
+
+
+def _mode(asked: Mapping[str, str], default: PauseMode) -> PauseMode:
+    """Raises RequestError."""
+    mode = asked.get("mode", default)
+    if mode not in MODES:
+        raise RequestError(
+            f"mode: {reprlib.repr(mode)}; give abort (running requests end now), wait (they end by themselves) or keep "
+            f"(they stop, and go on afterwards)",
+            param="mode",
+        )
+    found: PauseMode = mode  # type: ignore[assignment]  # one of them
+    return found
 
 
 def _asked(http: Request, *known: str) -> dict[str, str]:

@@ -101,7 +101,7 @@ class _Only(Collector):
 
 
 def busy_of(router: Router, drain: Drain) -> Busy:
-    return Busy(drain.num_running, router.num_streams, router.entrance.num_waiting)
+    return Busy(drain.num_running, router.num_streams, router.num_waiting)
 
 
 def metrics_of(instances: Sequence[Instance], model_name: str, told: AllStats, own: Busy) -> bytes:

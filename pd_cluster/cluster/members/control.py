@@ -1,4 +1,4 @@
-"""Operators' commands to the whole cluster: new requests wait, running ones end, prefix caches are emptied.
+"""Operators' commands to the whole cluster: requests wait, end or stop, prefix caches are emptied, instances sleep.
 
 Knows nothing of HTTP. A process that serves requests is reached through `Serving`, whether it is this one or others.
 """
@@ -13,21 +13,25 @@ from typing import Literal, Protocol
 from pd_cluster import wire
 from pd_cluster.cluster.members.membership import MemberPost
 from pd_cluster.cluster.members.roster import Roster
-from pd_cluster.errors import DeadlineExceeded
+from pd_cluster.cluster.members.sleep import SleepOfAll
+from pd_cluster.errors import DeadlineExceeded, Refused
+from pd_cluster.reports import Gate
 
 log = logging.getLogger(__name__)
 
 RESET_TIMEOUT_S = 60.0  # a step may have to end first
-PauseMode = Literal["abort", "wait"]
+PauseMode = Literal["abort", "wait", "keep"]
+RUNNING_ONES = {"abort": "end now", "wait": "go on", "keep": "stop, and go on at the end"}
 
 
 class Serving(Protocol):
     """The processes that serve requests."""
 
-    async def steer(self, is_paused: bool, aborts: Collection[str] | None = None) -> None:
-        """Lets new requests wait, or go on. Returns when all processes do so.
+    async def steer(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
+        """Lets new requests wait or go on, or refuses them. Returns when all processes do so.
 
-        `aborts`: requests to end, by the names that clients have of them; empty: all. None: none.
+        `aborts`: requests to end, by the names that clients have of them; empty: all. None: none. `keeps`: running
+        requests leave their instances, and go on when the gate is open.
         """
 
     async def until_idle(self) -> None:
@@ -41,36 +45,72 @@ class Control:
         self._roster, self._post, self._serving = roster, post, serving
         self._request_timeout_s = request_timeout_s or None
         self._one_at_a_time = asyncio.Lock()
+        self.sleep_of_all = SleepOfAll(roster, post)
         self.is_paused = False
 
+    @property
+    def is_asleep(self) -> bool:
+        return self.sleep_of_all.level > 0
+
     async def pause(self, mode: PauseMode, empties_caches: bool) -> None:
-        """Lets new requests wait. Returns when running ones have ended, by themselves in mode "wait".
+        """Lets new requests wait. Returns when running ones have ended, by themselves in mode "wait", or have stopped.
 
         Raises DeadlineExceeded, and stays paused, if they do not end within the time that a request may take.
         """
         async with self._one_at_a_time:
             self.is_paused = True
-            log.warning("paused: new requests wait; running ones %s", "end now" if mode == "abort" else "go on")
-            await self._serving.steer(True, () if mode == "abort" else None)
-            try:
-                await asyncio.wait_for(self._serving.until_idle(), self._request_timeout_s)
-            except TimeoutError:
-                raise DeadlineExceeded(
-                    f"requests still run after {self._request_timeout_s:g} s; new ones wait until POST /resume"
-                ) from None
+            log.warning("paused: new requests wait; running ones %s", RUNNING_ONES[mode])
+            await self._empty("asleep" if self.is_asleep else "paused", mode, "POST /resume")
             if empties_caches:
                 await self._reset_caches()
 
     async def resume(self) -> None:
+        """Raises Refused if it is asleep."""
         async with self._one_at_a_time:
+            if self.is_asleep:
+                raise Refused("the cluster is asleep; POST /wake_up wakes it up")
             self.is_paused = False
-            await self._serving.steer(False)
+            await self._serving.steer("open")
             log.warning("resumed")
+
+    async def sleep(self, level: Literal[1, 2], mode: PauseMode) -> None:
+        """Refuses new requests; when running ones have ended or stopped, instances return their memory.
+
+        Returns when all have. Raises Refused before anything is done, and DeadlineExceeded.
+        """
+        async with self._one_at_a_time:
+            self.sleep_of_all.check()
+            log.warning("sleep at level %d: new requests are refused; running ones %s", level, RUNNING_ONES[mode])
+            if not self.is_asleep:
+                await self._empty("asleep", mode, "the command again")
+            await self.sleep_of_all.reach(level)
+
+    async def wake_up(self) -> None:
+        """Lets instances take their memory again; then requests go on, unless it was paused before.
+
+        Raises DeadlineExceeded if some instances have not: the others serve.
+        """
+        async with self._one_at_a_time:
+            try:
+                await self.sleep_of_all.reach(0)
+            finally:
+                await self._serving.steer("paused" if self.is_paused else "open")
+                log.warning("awake%s", ", and paused" if self.is_paused else "")
+
+    async def _empty(self, gate: Gate, mode: PauseMode, way_out: str) -> None:
+        """Returns when no request is at an instance. Raises DeadlineExceeded."""
+        await self._serving.steer(gate, () if mode == "abort" else None, keeps=mode == "keep")
+        try:
+            await asyncio.wait_for(self._serving.until_idle(), self._request_timeout_s)
+        except TimeoutError:
+            after = f"requests still run after {self._request_timeout_s:g} s"
+            raise DeadlineExceeded(f"{after}; new ones are kept away until {way_out}") from None
 
     async def abort(self, names: Collection[str]) -> None:
         """Ends these requests; without names, all, also those that wait."""
         async with self._one_at_a_time:
-            await self._serving.steer(self.is_paused, names)
+            gate: Gate = "asleep" if self.is_asleep else "paused" if self.is_paused else "open"
+            await self._serving.steer(gate, names)
 
     async def reset_caches(self) -> None:
         """Empties the prefix caches of all instances. Requests under way keep their blocks, which nobody finds.

@@ -66,7 +66,8 @@ class Instance:
 
     @property
     def takes_requests(self) -> bool:
-        return self.is_ready and not self.load.is_draining and self.service == "in" and self.next_role is None
+        is_wanted = self.service == "in" and self.next_role is None
+        return self.is_ready and is_wanted and not (self.load.is_draining or self.load.sleep_level)
 
     @property
     def is_empty(self) -> bool:
@@ -85,6 +86,8 @@ class Instance:
             return "changing"
         if self.service == "out":
             return "drained" if self.is_empty else "draining"
+        if self.load.sleep_level:
+            return "asleep"
         return "draining" if self.load.is_draining else self.state
 
     @property

@@ -66,14 +66,16 @@ class Place:
         here = host_key(self.server.server_ip)
         return sum(len(server.device) for server in self.table.instances if host_key(server.server_ip) == here)
 
-    def paired_tp_sizes(self, kv_transport: str) -> tuple[int, ...]:
+    def paired_tp_sizes(self, kv_transport: str, most: int = 0) -> tuple[int, ...]:
         """Returns the devices of each instance of the table that this one may exchange KV cache with over a pair.
 
-        Those are all of the other role, except those of this host, unless `kv_transport` is for pairs alone.
+        Those are all of the other role, except those of this host, unless `kv_transport` is for pairs alone. With
+        `most` open links, 0 for any number, they are the largest, and one more that is being closed.
         """
         others = self.table.decode if self.role == "prefill" else self.table.prefill
         here = "" if kv_transport == "dist" else host_key(self.server.server_ip)
-        return tuple(len(server.device) for server in others if host_key(server.server_ip) != here)
+        sizes = tuple(len(server.device) for server in others if host_key(server.server_ip) != here)
+        return sizes if not most or len(sizes) <= most + 1 else tuple(sorted(sizes, reverse=True)[: most + 1])
 
     @property
     def first_local_rank(self) -> int:

@@ -27,6 +27,7 @@ from pd_cluster.reports import (
     AllStats,
     ApiReport,
     Busy,
+    Gate,
     Instances,
     InstanceView,
     Keys,
@@ -149,14 +150,14 @@ class ApiProcesses:
             api.tell(news)
         await self._until_heard("the adapters", lambda api: api.adapters_version >= news.version)
 
-    async def steer(self, is_paused: bool, aborts: Collection[str] | None = None) -> None:
+    async def steer(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
         """See members/control.py."""
         self._num_steers += 1
-        news = Steer(is_paused, self._num_steers, None if aborts is None else list(aborts))
+        news = Steer(gate, self._num_steers, None if aborts is None else list(aborts), keeps)
         for api in self._apis:
-            api.config = msgspec.structs.replace(api.config, steer=Steer(is_paused, news.version))
+            api.config = msgspec.structs.replace(api.config, steer=Steer(gate, news.version))
             api.tell(news)
-        await self._until_heard("the pause", lambda api: api.steer_version >= news.version)
+        await self._until_heard("an operator's command", lambda api: api.steer_version >= news.version)
 
     async def until_idle(self) -> None:
         """Returns when no request is at an instance, as the processes have reported."""
@@ -171,6 +172,16 @@ class ApiProcesses:
                     await self._reported.wait()
         except TimeoutError:
             log.error("not all API processes have heard of %s within %g s", what, SILENCE_S)
+
+    @property
+    def stats(self) -> Stats:
+        """The counts of all processes, including those that have ended."""
+        return added([self._ended_stats, *(api.stats for api in self._apis)])
+
+    @property
+    def busy(self) -> Busy:
+        """The work of all processes, as they last reported it."""
+        return _sum_of([api.busy for api in self._apis])
 
     @property
     def adapters(self) -> set[str]:
@@ -304,16 +315,19 @@ class ApiProcesses:
 
     def share_stats(self) -> None:
         """Sends each process the same totals, and the others' current load, if they changed."""
-        stats = added([self._ended_stats, *(api.stats for api in self._apis)])
+        stats = self.stats
         num_alive = sum(api.is_alive for api in self._apis)
         for api in self._apis:
-            others = [each.busy for each in self._apis if each is not api]
-            busy = Busy(*map(sum, zip(*map(msgspec.structs.astuple, others), strict=True)))
+            busy = _sum_of([each.busy for each in self._apis if each is not api])
             use = [each.adapters for each in self._apis if each is not api]
             news = AllStats(stats, busy, num_alive, _together(use))
             if news != api.told_stats:
                 api.told_stats = news
                 api.tell(news)
+
+
+def _sum_of(parts: Sequence[Busy]) -> Busy:
+    return Busy(*map(sum, zip(*map(msgspec.structs.astuple, parts), strict=True)))
 
 
 def _together(uses: Sequence[AdapterUse]) -> AdapterUse:

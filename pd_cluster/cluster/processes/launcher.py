@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT, Launc
 from pd_cluster.cluster.processes.ports import free_ports
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.http import KEYS_VARIABLE, METRICS_KEY_VARIABLE
+from pd_cluster.settings.log_files import LogFile, folder_of
 from pd_cluster.settings.options import without_keys
 from ranktable_tools import generate, write
 from ranktable_tools.files import PRIVATE
@@ -37,6 +38,7 @@ READY_POLL_S = 0.03
 STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ctrl-C ends the wait
 MAX_LINE_NBYTES = 1 << 20
 STDOUT = 1
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def _command(launch: Launch, host: str, port: int, *own: str) -> list[str]:
 class Cluster:
     """The processes of one launch, on an event loop. `say` receives lines for the user."""
 
-    def __init__(self, launch: Launch, say: Callable[[str], None]) -> None:
+    def __init__(self, launch: Launch, say: Say) -> None:
         if launch.restart not in ("on-failure", "no"):
             raise ConfigError(f"--restart {launch.restart!r}: expected on-failure or no")
         self.launch = launch
@@ -139,6 +141,19 @@ class Cluster:
                         return
                 await asyncio.sleep(READY_POLL_S)
         raise ConfigError(f"the cluster was not ready within {timeout_s:g} s; see the lines above")
+
+    async def dashboard_link(self) -> str:
+        """Returns a link that works once, for a minute, and how to get another."""
+        import httpx
+
+        again = f"`pd-cluster dashboard --admin {self.launch.admin_url} --admin-token-file {self.admin_token_file}`"
+        headers = {"Authorization": f"Bearer {self.admin_token_file.read_text().strip()}"}
+        async with httpx.AsyncClient(timeout=5, trust_env=False, verify=False, headers=headers) as client:
+            try:
+                made = (await client.post(f"{self.launch.admin_url}/dashboard/codes")).json()
+                return f"{self.launch.admin_url}{made['path']} (once, within a minute; again: {again})"
+            except (httpx.HTTPError, ValueError, KeyError):
+                return again
 
     @property
     def has_served(self) -> bool:
@@ -223,10 +238,12 @@ class Cluster:
     async def _copy_lines(self, name: str, process: asyncio.subprocess.Process) -> str:
         last = ""
         assert process.stdout is not None
-        while raw := await _read_line(process.stdout):
-            line = raw.decode(errors="replace").rstrip()
-            last = line or last
-            self._say(f"{name:<10}| {line}")
+        with contextlib.closing(LogFile(folder_of(self._folder), name)) as kept:
+            while raw := await _read_line(process.stdout):
+                line = raw.decode(errors="replace").rstrip()
+                last = line or last
+                kept.write(line)
+                self._say(f"{name:<10}| {line}")
         return last.removeprefix("pd-cluster: ")
 
     async def _end(self, process: asyncio.subprocess.Process, kill: bool) -> None:
@@ -259,19 +276,22 @@ def _check_free(host: str, port: int) -> None:
             raise ConfigError(f"--port: cannot listen at {host}:{port}: {error}") from None
 
 
+Watch = Callable[[Cluster], Awaitable[None]]
+
+
 def tell(line: str) -> None:
     """Prints to stdout, unbuffered. A full disk or a broken pipe loses these lines and nothing else."""
     with contextlib.suppress(OSError):
         os.write(STDOUT, f"{line}\n".encode(errors="replace"))
 
 
-async def run_until_signal(launch: Launch) -> int:
+async def run_until_signal(launch: Launch, say: Say = tell, watch: Watch | None = None) -> int:
     """Runs `pd-cluster up`: brings the cluster up, serves until SIGINT or SIGTERM, takes it down.
 
-    Returns the exit code.
+    `say` receives the lines. `watch` runs while the cluster is ready. Returns the exit code.
     """
     started_s = time.monotonic()
-    cluster = Cluster(launch, tell)
+    cluster = Cluster(launch, say)
     signals = asyncio.Event()
     second = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -285,14 +305,19 @@ async def run_until_signal(launch: Launch) -> int:
         if ready.done():
             ready.result()
             gc.enable()
-            _announce(launch, cluster, time.monotonic() - started_s)
+            took_s = time.monotonic() - started_s
+            _announce(say, cluster, took_s, await cluster.dashboard_link())
+            watching = asyncio.ensure_future(watch(cluster)) if watch is not None else None
             failing = asyncio.ensure_future(cluster.wait_failure())
             await asyncio.wait({failing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
             if failing.done():
                 failing.result()
             failing.cancel()
         ready.cancel()
-        tell("stopping")
+        say("stopping")
         return 0
     finally:
         ending = asyncio.ensure_future(cluster.stop(kill=not cluster.has_served))
@@ -305,15 +330,17 @@ async def run_until_signal(launch: Launch) -> int:
             task.cancel()
 
 
-def _announce(launch: Launch, cluster: Cluster, took_s: float) -> None:
+def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
+    launch = cluster.launch
     model = launch.served_model_names[0] if launch.served_model_names else launch.model
     body = '{"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0, "max_tokens": 32'
     body += f', "model": "{model}"}}' if model else "}"
     key = " -H 'Authorization: Bearer KEY'" if launch.api_keys or launch.key_file else ""
     again = f"{launch.key_file} is read again at: kill -HUP {cluster.pid_of('scheduler')}\n" if launch.key_file else ""
-    tell(
+    say(
         f"ready after {took_s:.1f} s: {launch.num_prefill} prefill, {launch.num_decode} decode, "
         f"OpenAI API at {launch.url}/v1, admin at {launch.admin_url}\n"
         f"admin token: {cluster.admin_token_file}\n{again}"
+        f"dashboard: {link}\n"
         f"try: curl {launch.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     )

@@ -18,6 +18,7 @@ from pd_cluster.cluster.routing.predict import Goals, check_goals, within_tpot
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.cluster.routing.waiting_room import Party, WaitingRoom
 from pd_cluster.errors import Overloaded, PdClusterError, Unavailable
+from pd_cluster.reports import Gate
 
 
 class Visitor(NamedTuple):
@@ -30,6 +31,8 @@ class Visitor(NamedTuple):
 
 ANYBODY = Visitor()
 SHUTTING_DOWN = "the server is shutting down"
+ASLEEP = "the cluster is asleep, until an operator wakes it up (POST /wake_up at the admin port)"
+ASLEEP_RETRY_S = 10
 
 
 class Entrance:
@@ -53,7 +56,7 @@ class Entrance:
         self._choose, self._stats, self._goals, self._together_s = choose, stats, goals, together_s
         self._lost_s = -math.inf  # when an instance was last lost
         self._closed = asyncio.Event()  # set when this process stops: all waits end
-        self._is_paused = False
+        self._gate: Gate = "open"
         self._resumed = asyncio.Event()
         self.waiting: WaitingRoom | None = None
         if max_queue_s is not None:
@@ -70,7 +73,13 @@ class Entrance:
         self._lost_s = asyncio.get_running_loop().time()
 
     def arrives(self, visitor: Visitor, num_tokens: int) -> Client | None:
-        """Registers a request before it is read; `departs` follows when it has its pair or ends. Raises Overloaded."""
+        """Registers a request before it is read; `departs` follows when it has its pair or ends.
+
+        Raises Overloaded, and Unavailable while the cluster sleeps.
+        """
+        if self._gate == "asleep":
+            self._stats.refused("unavailable")
+            raise Unavailable(ASLEEP, ASLEEP_RETRY_S)
         if self.waiting is None:
             return None
         try:
@@ -87,7 +96,7 @@ class Entrance:
         self, ask: RoutingRequest, num_sequences: int, priority: int, visitor: Visitor
     ) -> tuple[Pair, QueueEntry | None] | None:
         """Returns what `pair` does if the request need not wait; None: call that. Raises Overloaded."""
-        if self.is_closed or self._is_paused:
+        if self.is_closed or self._gate != "open":
             return None
         entry = None
         if self.waiting is not None:
@@ -110,8 +119,8 @@ class Entrance:
             try:
                 return await self._turn(ask, num_sequences, priority, visitor, arrived_s)
             except Unavailable as error:
-                if self.is_closed:
-                    raise Unavailable(SHUTTING_DOWN) from None
+                if (closed := self._why_closed()) is not None:
+                    raise closed from None
                 try:
                     async with asyncio.timeout_at(self._lost_s + self._together_s):
                         await self.change()
@@ -122,10 +131,10 @@ class Entrance:
     async def _turn(
         self, ask: RoutingRequest, num_sequences: int, priority: int, visitor: Visitor, arrived_s: float
     ) -> tuple[Pair, QueueEntry | None]:
-        while self._is_paused and self.waiting is None and not self.is_closed:
+        while self._gate == "paused" and self.waiting is None and not self.is_closed:
             await self._first_of(self._resumed.wait())
-        if self.is_closed:
-            raise Unavailable(SHUTTING_DOWN)
+        if (closed := self._why_closed()) is not None:
+            raise closed
         entry = None
         if self.waiting is not None:
             try:
@@ -136,6 +145,10 @@ class Entrance:
             except Overloaded:
                 self._stats.refused("queue")
                 raise
+            if self._gate == "asleep":  # since its turn came
+                self.ended(entry, 0)
+                self.begun(entry)
+                raise Unavailable(ASLEEP, ASLEEP_RETRY_S)
         return self._admitted(ask, asyncio.get_running_loop().time() - arrived_s, entry), entry
 
     def _admitted(self, ask: RoutingRequest, waited_s: float, entry: QueueEntry | None) -> Pair:
@@ -171,13 +184,22 @@ class Entrance:
         if self.waiting is not None:
             self.waiting.look()
 
-    def pause(self, is_paused: bool) -> None:
-        """Lets requests that have no pair yet wait until it is no longer paused."""
-        self._is_paused = is_paused
+    def set_gate(self, gate: Gate) -> None:
+        """Lets requests that have no pair yet begin or wait, or refuses them."""
+        if self._gate == "asleep" != gate:
+            self.lost()  # this process may hear of the instances a moment later
+        self._gate = gate
         resumed, self._resumed = self._resumed, asyncio.Event()
         resumed.set()
         if self.waiting is not None:
-            self.waiting.pause(is_paused)
+            self.waiting.pause(gate != "open")
+        if gate == "asleep":
+            self.end_waiting(Unavailable(ASLEEP, ASLEEP_RETRY_S))
+
+    def _why_closed(self) -> Unavailable | None:
+        if self.is_closed:
+            return Unavailable(SHUTTING_DOWN)
+        return Unavailable(ASLEEP, ASLEEP_RETRY_S) if self._gate == "asleep" else None
 
     def end_waiting(self, error: PdClusterError) -> None:
         """Ends the requests that wait for room."""

@@ -20,6 +20,7 @@ MAX_LOCAL_TOKENS = 256  # that a decode instance computes of a prompt: longer st
 ADAPTER_TOKENS = 512  # reading an adapter counts as much work; and another then gives way, and is read again later
 SESSION_SLACK = 2.0  # an instance with this many times the load of the least loaded one loses its sessions for a while
 SESSION_SLACK_TOKENS = 4096  # and this many tokens more
+WAKE_SLACK_TOKENS = 4096  # fewer tokens ahead that justify opening a link at rest
 
 Pair = tuple[Instance, Instance]
 
@@ -212,7 +213,19 @@ def _allowed(instances: Sequence[Instance], ask: RoutingRequest) -> list[Pair]:
 
 def _best(instances: Sequence[Instance], ask: RoutingRequest, cost: Callable[[Pair], tuple[float, float]]) -> Pair:
     pairs = _allowed(instances, ask)
-    return min(pairs, key=cost) if pairs else alone(instances)
+    if not pairs:
+        return alone(instances)
+    best = min(pairs, key=cost)
+    open_ = [(p, d) for p, d in pairs if p.link_to(d).is_open] if not best[0].link_to(best[1]).is_open else []
+    if not open_:
+        return best
+    # A link at rest costs the time to open it, and another one its place.
+    nearest = min(open_, key=cost)
+    return best if _ahead(nearest) - _ahead(best) >= WAKE_SLACK_TOKENS else nearest
+
+
+def _ahead(pair: Pair) -> int:
+    return pair[0].tokens_ahead + pair[1].tokens_ahead
 
 
 def _rank(name: str, pair: Pair) -> bytes:

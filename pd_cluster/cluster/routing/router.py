@@ -25,6 +25,7 @@ from pd_cluster.cluster.routing.predict import NO_GOALS, Goals
 from pd_cluster.cluster.routing.replays import ReplayLimits, check_replay, next_pair
 from pd_cluster.cluster.routing.slices import Slices
 from pd_cluster.cluster.routing.stats import ReplayCause, RequestStats
+from pd_cluster.cluster.routing.steering import Steering
 from pd_cluster.cluster.routing.stream import Death, RequestStream, Setback, TokenSequence, ask_of
 from pd_cluster.cluster.routing.timeline import Timelines
 from pd_cluster.errors import (
@@ -36,11 +37,10 @@ from pd_cluster.errors import (
     RequestError,
     Unavailable,
 )
+from pd_cluster.reports import Gate
 from pd_cluster.types import FinishReason, LegEnd, Order, PooledOutput, PromptOutput, TokenOutput
 
 log = logging.getLogger(__name__)
-
-ABORTED = "the operator has ended this request"
 
 
 def _unheard(prompt: PromptOutput) -> None:
@@ -66,7 +66,6 @@ class Router:
         self._request_timeout_s = request_timeout_s
         self._limits = replay or ReplayLimits()
         self._streams: dict[str, RequestStream] = {}
-        self._idle: asyncio.Event | None = None  # set with the last stream's end, where it is waited for
         self._slices = Slices(self._on_slice)
         self._counter = itertools.count()
         self._life = secrets.token_hex(4)
@@ -77,11 +76,17 @@ class Router:
             membership, choose, self.stats, goals, self._limits.together_s, max_queue_s, has_priorities
         )
         self._dispatch = Dispatch(send, self.entrance.look)
+        self.steering = Steering(self._streams, self.entrance, self.timelines, self._move)
         membership.watch(self)
 
     @property
     def num_streams(self) -> int:
-        return len(self._streams)
+        """Counts requests that have an instance, or look for another."""
+        return len(self._streams) - self.steering.num_kept
+
+    @property
+    def num_waiting(self) -> int:
+        return self.entrance.num_waiting + self.steering.num_kept
 
     async def serve(
         self,
@@ -130,6 +135,8 @@ class Router:
                         is_first = False
                     yield item
                 elif isinstance(item, Setback):
+                    if self.steering.keeps(stream, item):
+                        continue
                     async with asyncio.timeout_at(deadline_s):
                         await self._replay(stream, item, deadline_s)
                 elif item is not None:
@@ -218,6 +225,8 @@ class Router:
                         await self.entrance.change()
                 except TimeoutError:
                     raise setback.error from None
+                if self.steering.keeps(stream, setback):
+                    return
         log.info("request %s goes on at %s: %s", stream.request_id, stream.decode.name, setback.error)
         self.timelines.replayed(stream.request_id, stream.transfer_id, stream.decode.conn, stream.decode.name)
         self.stats.replayed(setback.cause)
@@ -242,9 +251,7 @@ class Router:
         if self._streams.pop(stream.request_id, None) is not None:
             self._dispatch.abort(stream)
         self.entrance.ended(entry, stream.num_tokens)
-        if self._idle is not None and not self._streams:
-            self._idle.set()
-            self._idle = None
+        self.steering.ended(stream)
         self.adapters.ends(stream.order.variant, has_begun=not is_first)
         self._note_end(stream, sys.exception())
 
@@ -327,23 +334,13 @@ class Router:
             else:
                 stream.inbox.put(error)
 
-    async def steer(self, is_paused: bool, aborts: Collection[str] | None = None) -> None:
+    async def steer(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
         """See members/control.py."""
-        self.entrance.pause(is_paused)
-        if aborts is None:
-            return
-        for stream in self._streams.values():
-            timeline = self.timelines.find(stream.request_id)
-            if not aborts or (timeline is not None and not set(aborts).isdisjoint(timeline.ids)):
-                stream.inbox.put(RequestAborted(ABORTED, code="aborted"))
-        if not aborts:
-            self.entrance.end_waiting(RequestAborted(ABORTED, code="aborted"))
+        self.steering.steer(gate, aborts, keeps)
 
     async def until_idle(self) -> None:
         """Returns when no request is at an instance."""
-        while self._streams:
-            self._idle = self._idle or asyncio.Event()
-            await self._idle.wait()
+        await self.steering.until_idle()
 
     def end_all(self) -> None:
         """Ends all running requests with an error in their streams, because this process stops."""
@@ -355,8 +352,12 @@ class Router:
         """Moves every request with a leg there elsewhere, if possible. The instance lives and receives the aborts."""
         for stream in list(self._streams.values()):
             if any(member is instance for member in stream.legs.values()):
-                stream.num_moves += 1
-                self._retreat(stream, GenerationError(f"{instance.name} gave up this request: {why}"), "moved")
+                self._move(stream, f"{instance.name} gave up this request: {why}")
+
+    def _move(self, stream: RequestStream, why: str) -> None:
+        """Ends an attempt that has not failed."""
+        stream.num_moves += 1
+        self._retreat(stream, GenerationError(why), "moved")
 
     def on_lost(self, instance: Instance, reason: str) -> None:
         """Moves every request with a leg there elsewhere, if possible."""

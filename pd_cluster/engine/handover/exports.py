@@ -37,6 +37,9 @@ class ExportPorts(Protocol):
     def link_to(self, peer: str) -> str | None:
         """Returns the connection of the link to this peer, if it is up."""
 
+    def awaken(self, peer: str) -> bool:
+        """Opens a link that rests: `link_up` or `link_lost` follows. False: none to this peer rests."""
+
     def limits(self, conn: str) -> ShipLimits: ...
 
     def send(self, conn: str, body: wire.Body) -> None: ...
@@ -55,6 +58,7 @@ class ExportPorts(Protocol):
 
 
 class ExportState(enum.Enum):
+    AWAITING = "awaiting"  # its link; it has no connection
     OFFERED = "offered"
     STREAMING = "streaming"
     ENDED = "ended"
@@ -111,12 +115,13 @@ class Exports:
     def admitted(self, request: Request) -> None:
         """Offers the transfer once P holds its blocks."""
         conn = self._ports.link_to(request.peer)
-        if conn is None:
+        if conn is None and not self._ports.awaken(request.peer):
             self._ended(request, f"no link from this instance to {request.peer}")
             return
-        self._exports[request.transfer_id] = Export(request, conn, ExportState.OFFERED, self._clock())
-        self._note(request.transfer_id, "offered")
-        self._ports.send(conn, wire.Offer(request.transfer_id, len(request.prompt_token_ids), request.order.variant))
+        export = Export(request, conn or "", ExportState.AWAITING, self._clock())
+        self._exports[request.transfer_id] = export
+        if conn is not None:
+            self._offer(export, conn)
 
     # ---- a step
 
@@ -143,7 +148,7 @@ class Exports:
             return
         if request.status is Status.FINISHED:  # with token one; the engine has released the blocks already
             self._let_go(export)
-            self._ports.send(export.conn, wire.Revoke(request.transfer_id))
+            self._revoke(export)
             return
         export.first_tokens = first_tokens
         if export.state is ExportState.STREAMING:
@@ -189,7 +194,20 @@ class Exports:
         """Withdraws a transfer that is no longer wanted. The caller releases the request."""
         export = self._exports.get(request.transfer_id)
         if export is not None and not self._let_go(export):
-            self._ports.send(export.conn, wire.Revoke(request.transfer_id))
+            self._revoke(export)
+
+    def link_up(self, peer: str, conn: str) -> None:
+        """Offers what has waited for a link that rested."""
+        for export in self._awaiting(peer):
+            self._offer(export, conn)
+
+    def link_lost(self, peer: str, reason: str) -> None:
+        for export in self._awaiting(peer):
+            self._give_up(export, f"the link to {peer} did not open: {reason}")
+
+    def uses(self, conn: str) -> bool:
+        """Whether a transfer is under way over this link."""
+        return any(export.conn == conn for export in self._exports.values())
 
     def on_link_down(self, conn: str, reason: str) -> None:
         for export in [e for e in self._exports.values() if e.conn == conn]:
@@ -202,19 +220,35 @@ class Exports:
         """
         now_s = self._clock()
         for export in [e for e in self._exports.values() if e.state is not ExportState.STREAMING]:
-            offered = export.state is ExportState.OFFERED
+            offered, awaiting = export.state is ExportState.OFFERED, export.state is ExportState.AWAITING
             limit_s = self._timeouts.credit_timeout_s if offered else self._timeouts.transfer_timeout_s
             if now_s - max(export.since_s, self._ports.progress_s(export.conn)) > limit_s:
                 self.num_expired_credits += offered
-                self.num_expired_holds += not offered
+                self.num_expired_holds += not offered and not awaiting
                 what = "did not take the transfer" if offered else "did not finish the transfer"
                 handed_over = self._let_go(export)
                 if not handed_over:
-                    self._ports.send(export.conn, wire.Revoke(export.request.transfer_id))
+                    self._revoke(export)
                 reason = f"{export.request.peer} {what} within {limit_s:g} s"
+                if awaiting:
+                    reason = f"the link to {export.request.peer} rests, and had no place within {limit_s:g} s"
                 self._ended(export.request, None if handed_over else reason)
 
     # ---- inside
+
+    def _offer(self, export: Export, conn: str) -> None:
+        request = export.request
+        export.conn, export.state, export.since_s = conn, ExportState.OFFERED, self._clock()
+        self._note(request.transfer_id, "offered")
+        self._ports.send(conn, wire.Offer(request.transfer_id, len(request.prompt_token_ids), request.order.variant))
+
+    def _awaiting(self, peer: str) -> list[Export]:
+        found = [each for each in self._exports.values() if each.state is ExportState.AWAITING]
+        return [each for each in found if each.request.peer == peer]
+
+    def _revoke(self, export: Export) -> None:
+        if export.conn:
+            self._ports.send(export.conn, wire.Revoke(export.request.transfer_id))
 
     def _ship_layers(self, export: Export, num_layers: int) -> None:
         """Ships the layers that the running step has finished in complete blocks, if they are worth a payload."""
@@ -288,5 +322,6 @@ class Exports:
         del self._exports[transfer_id]
         if export in self._step:
             self._step.remove(export)
-        self._ports.drop(export.conn, transfer_id)
+        if export.conn:
+            self._ports.drop(export.conn, transfer_id)
         return export.state is ExportState.ENDED and not self.held.take(export.conn, transfer_id)

@@ -18,6 +18,7 @@ from pd_cluster.engine.handover.imports import Imports
 from pd_cluster.engine.handover.in_links import InLinks
 from pd_cluster.engine.handover.links import LaneEnds, PeerProgress, Post, Side
 from pd_cluster.engine.handover.out_links import OutLinks
+from pd_cluster.engine.handover.pairs import Places, Rests
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.net.admission import peer_key
 from pd_cluster.settings.timeouts import Timeouts
@@ -41,6 +42,7 @@ class Means:
     clock: Callable[[], float]
     timeouts: Timeouts
     note: Note
+    kv_open_links: int = 0
 
 
 class Outcomes(Protocol):
@@ -69,10 +71,25 @@ class Handover:
         self._means = means
         self._peers: set[str] = set()  # the live workers, name@epoch
         self._progress = PeerProgress(clock)
-        self.out_links = OutLinks(
-            side, means.post, means.ends, means.report, self._out_down, self._progress, clock, timeouts, note
+        self.in_links = InLinks(
+            side,
+            means.post,
+            means.ends,
+            means.report,
+            self._in_down,
+            self._progress,
+            note,
+            Places(means.kv_open_links),
         )
-        self.in_links = InLinks(side, means.post, means.ends, means.report, self._in_down, self._progress, note)
+        rests = Rests(
+            means.kv_open_links,
+            uses=lambda conn: self.exports.uses(conn),
+            woken=lambda peer, conn: self.exports.link_up(peer, conn),
+            lost=lambda peer, reason: self.exports.link_lost(peer, reason),
+        )
+        self.out_links = OutLinks(
+            side, means.post, means.ends, means.report, self._out_down, self._progress, clock, timeouts, note, rests
+        )
         self.exports = Exports(
             scheduler,
             self.out_links,
@@ -146,6 +163,14 @@ class Handover:
                 self.out_links.on_ready(conn, body)
             case wire.LinkRefused():
                 self.out_links.on_refused(conn, body)
+            case wire.LinkRest() if self.out_links.knows(conn):
+                self.out_links.on_rest(conn, body)
+            case wire.LinkRest():
+                self.in_links.on_rest(conn, body)
+            case wire.LinkYield():
+                self.out_links.on_yield(conn, body)
+            case wire.LinkQueued():
+                self.out_links.on_queued(conn, body)
             case wire.Offer():
                 if self.in_links.is_open(conn):  # otherwise it has failed here, and the peer is notified
                     self.imports.on_offer(conn, body, peer)

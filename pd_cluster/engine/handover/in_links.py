@@ -13,6 +13,7 @@ from pd_cluster import wire
 from pd_cluster.engine.handover.events import OfLane
 from pd_cluster.engine.handover.gather import Gather
 from pd_cluster.engine.handover.links import LaneEnds, PeerProgress, Post, ReceiveEnd, Side
+from pd_cluster.engine.handover.pairs import Places, Queued
 from pd_cluster.errors import LinkError, called
 from pd_cluster.kv.layout import KVLayout, check_pair, lanes
 from pd_cluster.transport.events import Drained, LinkEvent, Report
@@ -36,7 +37,9 @@ class InLinks:
         down: Callable[[str, str], None],
         progress: PeerProgress,
         note: Note = note_nothing,
+        places: Places | None = None,
     ) -> None:
+        self._places = places or Places()
         self._side = side
         self._post = post
         self._make = ends
@@ -60,23 +63,39 @@ class InLinks:
 
     def on_open(self, conn: str, peer: str, opened: wire.LinkOpen, is_told: bool) -> None:
         """Opens or refuses a link. `is_told`: the scheduler has announced this peer."""
-        if conn in self._lanes:
+        if conn in self._lanes or self._places.is_queued(conn):
             return
-        ends: list[ReceiveEnd] = []
         try:
             if not is_told:
                 raise LinkError(f"the scheduler has not told {self._side.own} of {peer}", retry=True)
             self._check(opened)
+            needs_place = self._needs_place(opened)
+        except LinkError as error:
+            self._refuse(conn, peer, opened, error)
+            return
+        if not needs_place or (self._places.has_room and opened.pair != "none"):
+            self._open(conn, peer, opened, needs_place)
+        elif opened.pair != "now":
+            self._post.send(conn, wire.LinkRest(opened.link_id))
+        else:
+            self._places.queue.append(Queued(conn, peer, opened))
+            self._post.send(conn, wire.LinkQueued(opened.link_id))
+            self._ask_for_places()
+
+    def _open(self, conn: str, peer: str, opened: wire.LinkOpen, needs_place: bool) -> None:
+        ends: list[ReceiveEnd] = []
+        try:
             reports = self._reports(len(opened.lanes))
             for index, report in enumerate(reports):
                 ends.append(self._make.receive_end(conn, peer, opened, index, report, self._note))
         except LinkError as error:
-            log.log(logging.INFO if error.retry else logging.ERROR, "refused %s: %s", peer, error)
-            self._post.send(conn, wire.LinkRefused(opened.link_id, error.text, error.retry))
+            self._refuse(conn, peer, opened, error)
             for end in ends:
                 end.start()  # so that it ends
                 end.close()
             return
+        if needs_place:
+            self._places.take(conn)
         self._link_ids[conn] = opened.link_id
         self._lanes[conn] = ends
         for end in ends:
@@ -90,6 +109,7 @@ class InLinks:
 
     def on_down(self, conn: str, reason: str) -> None:
         self._down(conn, reason)
+        self._places.leave(conn)
         ends = self._lanes.get(conn)
         if ends is not None:
             del self._lanes[conn], self._link_ids[conn]
@@ -98,6 +118,15 @@ class InLinks:
             for end in ends:
                 end.close()
         self._progress.forget(conn)
+        while (queued := self._places.next()) is not None:
+            self._open(*queued, needs_place=True)
+            self._ask_for_places()
+
+    def on_rest(self, conn: str, rest: wire.LinkRest) -> None:
+        """P has closed its end; nothing of it is under way."""
+        if self._link_ids.get(conn) == rest.link_id:
+            self.on_down(conn, "it rests")
+            self._post.send(conn, rest)
 
     def is_open(self, conn: str) -> bool:
         return conn in self._lanes
@@ -125,6 +154,7 @@ class InLinks:
 
     def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
         """Names the same blocks to every rank."""
+        self._places.use(conn)
         for end in self._lanes.get(conn, []):
             end.begin(transfer_id, block_ids, first_token, num_tokens)
 
@@ -143,6 +173,18 @@ class InLinks:
         return self._progress.at_s(conn)
 
     # ---- inside
+
+    def _needs_place(self, opened: wire.LinkOpen) -> bool:
+        is_counted = self._places.most or opened.pair == "none"
+        return bool(is_counted) and self._make.needs_pair(opened)
+
+    def _ask_for_places(self) -> None:
+        for conn in self._places.to_ask():
+            self._post.send(conn, wire.LinkYield(self._link_ids[conn]))
+
+    def _refuse(self, conn: str, peer: str, opened: wire.LinkOpen, error: LinkError) -> None:
+        log.log(logging.INFO if error.retry else logging.ERROR, "refused %s: %s", peer, error)
+        self._post.send(conn, wire.LinkRefused(opened.link_id, error.text, error.retry))
 
     def _reports(self, num_lanes: int) -> list[Report]:
         if num_lanes == 1:

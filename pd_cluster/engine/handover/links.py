@@ -79,6 +79,9 @@ class LaneEnds(Protocol):
     ) -> ReceiveEnd:
         """Raises LinkError."""
 
+    def needs_pair(self, opened: wire.LinkOpen) -> bool:
+        """Whether the transport that D would try first is a pair."""
+
 
 class LinkThreads(Protocol):
     """Creates the thread of a lane's end in this process; transport/factory.py."""
@@ -98,6 +101,8 @@ class LinkThreads(Protocol):
         note: Note,
     ) -> ReceiveThread:
         """Raises LinkError."""
+
+    def needs_pair(self, opened: wire.LinkOpen) -> bool: ...
 
 
 class LocalLanes:
@@ -119,6 +124,10 @@ class LocalLanes:
     ) -> ReceiveThread:
         key = self._side.key(opened.link_id, peer, self._side.own, index)
         return self._threads.receive_thread(conn, opened, key, partial(self._send, conn), report, note)
+
+    def needs_pair(self, opened: wire.LinkOpen) -> bool:
+        """The first lane ends at this process, and the others of a link are like it."""
+        return self._threads.needs_pair(opened)
 
 
 @dataclass(frozen=True, slots=True)

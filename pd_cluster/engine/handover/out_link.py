@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.links import SendEnd
+from pd_cluster.engine.handover.links import SendEnd, Side
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout, Lane
 from pd_cluster.types import LinkState
@@ -37,10 +37,63 @@ class OutLink:
     backoff_s: float = FIRST_BACKOFF_S
     peer_block_size: int = 0  # tokens
     used_s: float = 0.0  # when something was last sent over it
+    probed_s: float = 0.0
+    patience_s: float = 0.0  # opening: the time that ends at `due_s`
+    pair: wire.PairWish = "free"
+    has_place: bool = False  # among the links over pairs that may be open
+    must_rest: bool = False  # once no transfer is under way
+    is_unproven: bool = False  # a pair of it has failed: requests are routed to it once one is up
+    is_rested: bool = False  # and opened again only for a transfer
+    over: tuple[str, ...] = ()  # its last transports
+    awaited_s: float | None = None  # since when a transfer waits for it
 
     @property
     def sent_nbytes(self) -> int:
         return sum(lane.end.sent_nbytes for lane in self.lanes)
+
+    @property
+    def shown(self) -> LinkState:
+        """Returns the state that others need to know: one that rests is there while it wakes."""
+        return LinkState("resting", self.over) if self.is_rested else self.state
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether it rests here, and the other end has not confirmed that."""
+        return self.state.phase == "resting" and bool(self.conn)
+
+    def to_open(self, side: Side) -> wire.LinkOpen:
+        """Returns the first message, once all ranks have reported what they offer."""
+        return wire.LinkOpen(
+            link_id=self.link_id,
+            model_identity=side.model_identity,
+            numerics=side.numerics,
+            layout=side.layout.to_info(),
+            num_blocks=side.num_blocks,
+            options=side.options,
+            lanes=[
+                wire.LaneOffer(
+                    source_rank=each.lane.source_rank,
+                    target_rank=each.lane.target_rank,
+                    offers=each.end.offers or [],
+                    probe_seed=each.end.probe_seed,
+                )
+                for each in self.lanes
+            ],
+            pair=self.pair,
+        )
+
+    def close_lanes(self) -> int:
+        """Closes this end of all lanes, and gives up the place. Returns the bytes that were sent over them."""
+        sent_nbytes = self.sent_nbytes
+        for lane in self.lanes:
+            lane.end.close()
+        self.lanes, self.has_place, self.must_rest = [], False, False
+        return sent_nbytes
+
+    def waits_for_place(self, now_s: float) -> bool:
+        if self.state.phase == "resting":
+            return self.awaited_s is not None and not self.conn
+        return self.state.phase == "waiting" and self.is_unproven and now_s >= self.due_s
 
     def wait(self, reason: str, now_s: float) -> None:
         """Schedules another attempt, with a longer delay each time."""

@@ -9,16 +9,19 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.handover.links import LaneEnds, PeerProgress, Post, Side
 from pd_cluster.engine.handover.out_link import FIRST_BACKOFF_S, OutLane, OutLink, check_rank, lane_of
+from pd_cluster.engine.handover.pairs import Rests
 from pd_cluster.errors import LinkError, told
 from pd_cluster.kv.layout import KVLayout, check_pair, lanes
 from pd_cluster.net.admission import peer_key
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.events import Report
+from pd_cluster.transport.table import are_pairs
 from pd_cluster.types import LinkState, Note, note_nothing
 
 log = logging.getLogger(__name__)
@@ -38,7 +41,9 @@ class OutLinks:
         clock: Callable[[], float],
         timeouts: Timeouts,
         note: Note = note_nothing,
+        rests: Rests = Rests(),  # noqa: B008 - frozen
     ) -> None:
+        self._rests = rests
         self._side = side
         self._post = post
         self._make = ends
@@ -64,18 +69,23 @@ class OutLinks:
 
     def tick(self) -> None:
         now_s = self._clock()
-        for link in list(self._links.values()):
-            if link.state.phase == "waiting" and now_s >= link.due_s:
-                self._open(link)
-            elif link.state.phase == "opening" and now_s >= link.due_s:
-                self._retry(link, f"no answer within {3 * self._timeouts.connect_timeout_s:g} s")
-            elif link.state.is_up and now_s - link.used_s > self._timeouts.link_keepalive_s:
-                link.used_s = now_s
+        self._rests.choose(self._links.values(), now_s)
+        for link in sorted(self._links.values(), key=lambda each: (each.awaited_s is None, each.awaited_s or 0.0)):
+            if link.state.phase == "opening" and now_s >= link.due_s:
+                self._retry(link, f"no answer within {link.patience_s:g} s")
+            elif link.must_rest and link.state.is_open and not self._rests.uses(link.conn):
+                self._rest(link)
+            elif link.is_closing and now_s >= link.due_s:
+                self._leave(link)
+            elif link.waits_for_place(now_s) or (link.state.phase == "waiting" and now_s >= link.due_s):
+                self._start(link)
+            elif link.state.is_open and now_s - max(link.used_s, link.probed_s) > self._timeouts.link_keepalive_s:
+                link.probed_s = now_s
                 for lane in link.lanes:
                     lane.end.probe()
 
     def states(self) -> dict[str, LinkState]:
-        return {peer: link.state for peer, link in self._links.items()}
+        return {peer: link.shown for peer, link in self._links.items()}
 
     @property
     def sent_nbytes(self) -> int:
@@ -112,7 +122,8 @@ class OutLinks:
             self._refuse(link, str(error))
             return
         link.peer_block_size = peer.block_size
-        link.due_s = self._opening_deadline_s()
+        link.has_place = link.has_place or are_pairs([answer.transport])
+        self._set_patience(link, 3 * self._timeouts.connect_timeout_s)  # it opens, then the probe arrives
         lane.end.open(answer.transport, own, peer)
 
     def meet(self, conn: str, value: wire.LinkValue) -> None:
@@ -132,9 +143,35 @@ class OutLinks:
         if len({each.precision for each in chosen}) > 1:  # then D would not know what its blocks hold
             self._retry(link, "some of its lanes are exact and some are not")
         elif len(chosen) == len(link.lanes):
-            link.state = LinkState("up", tuple(sorted({each.transport for each in chosen})), ready.precision)
+            link.over = tuple(sorted({each.transport for each in chosen}))
+            link.state = LinkState("up", link.over, ready.precision)
             link.backoff_s, link.used_s = FIRST_BACKOFF_S, self._clock()
+            link.has_place = are_pairs(link.over)
+            link.is_rested = link.is_unproven = False
             log.info("link to %s is up over %s", link.info.name, link.state.over)
+            if link.awaited_s is not None:
+                link.awaited_s = None
+                self._rests.woken(peer_key(link.info.name, link.info.epoch), conn)
+
+    def on_rest(self, conn: str, rest: wire.LinkRest) -> None:
+        """D has closed its end, or does not open it before a transfer needs it."""
+        link = self._find(conn, rest.link_id)
+        if link is None or link.state.is_open:
+            return
+        if link.state.phase == "opening":
+            self._lay_down(link)
+        self._leave(link)
+
+    def on_yield(self, conn: str, wish: wire.LinkYield) -> None:
+        """D wants another link to have this one's place."""
+        link = self._find(conn, wish.link_id)
+        if link is not None and link.has_place:  # it may still be opening here: what waits for it is sent first
+            link.must_rest = True
+
+    def on_queued(self, conn: str, queued: wire.LinkQueued) -> None:
+        link = self._find(conn, queued.link_id)
+        if link is not None and link.state.phase == "opening":
+            self._set_patience(link, self._timeouts.transfer_timeout_s)
 
     def on_refused(self, conn: str, refused: wire.LinkRefused) -> None:
         link = self._find(conn, refused.link_id)
@@ -149,7 +186,7 @@ class OutLinks:
         """Retries after the connection was lost or this end's thread failed."""
         link = self._by_conn.get(conn)
         if link is not None:
-            self._retry(link, reason)
+            (self._leave if link.is_closing else partial(self._retry, reason=reason))(link)
 
     def knows(self, conn: str) -> bool:
         return conn in self._by_conn
@@ -158,7 +195,15 @@ class OutLinks:
 
     def link_to(self, peer: str) -> str | None:
         link = self._links.get(peer)
-        return link.conn if link is not None and link.state.is_up else None
+        return link.conn if link is not None and link.state.is_open and not link.must_rest else None
+
+    def awaken(self, peer: str) -> bool:
+        link = self._links.get(peer)
+        if link is None or not (link.is_rested or link.must_rest):
+            return False
+        if link.awaited_s is None:
+            link.awaited_s = self._clock()
+        return True
 
     def send(self, conn: str, body: wire.Body) -> None:
         self._post.send(conn, body)
@@ -190,6 +235,12 @@ class OutLinks:
 
     # ---- inside
 
+    def _start(self, link: OutLink) -> None:
+        wish = self._rests.wish(link, self._links.values())
+        if wish is not None:
+            link.has_place, link.pair = wish != "none", wish
+            self._open(link)
+
     def _open(self, link: OutLink) -> None:
         info, layout = link.info, self._side.layout
         peer_layout = replace(layout, tp_size=info.tp_size, tp_rank=0)
@@ -203,7 +254,8 @@ class OutLinks:
         link.lanes, link.is_connected, link.is_announced = [], False, False
         self._by_conn[conn] = link
         # Until this attempt ends, the reason for the end of the last one is worth showing.
-        link.state, link.due_s = LinkState("opening", reason=link.state.reason), self._opening_deadline_s()
+        link.state = LinkState("opening", reason=link.state.reason)
+        self._set_patience(link, 3 * self._timeouts.connect_timeout_s)
         peer = peer_key(info.name, info.epoch)
         try:
             for index, lane in enumerate(lanes(layout, peer_layout)):
@@ -218,28 +270,27 @@ class OutLinks:
         if link.is_announced or not link.is_connected or not offers or None in offers:
             return
         link.is_announced = True
-        body = wire.LinkOpen(
-            link_id=link.link_id,
-            model_identity=self._side.model_identity,
-            numerics=self._side.numerics,
-            layout=self._side.layout.to_info(),
-            num_blocks=self._side.num_blocks,
-            options=self._side.options,
-            lanes=[
-                wire.LaneOffer(
-                    source_rank=lane.lane.source_rank,
-                    target_rank=lane.lane.target_rank,
-                    offers=lane.end.offers or [],
-                    probe_seed=lane.end.probe_seed,
-                )
-                for lane in link.lanes
-            ],
-        )
-        self._post.send(link.conn, body)
+        self._post.send(link.conn, link.to_open(self._side))
 
-    def _opening_deadline_s(self) -> float:
-        """Returns the deadline for each transport that D tries: it opens, then the probe arrives."""
-        return self._clock() + 3 * self._timeouts.connect_timeout_s
+    def _set_patience(self, link: OutLink, seconds: float) -> None:
+        link.patience_s, link.due_s = seconds, self._clock() + seconds
+
+    def _rest(self, link: OutLink) -> None:
+        """Closes this end, and asks D to close its own; the connection stays until D has."""
+        self._lay_down(link)
+        link.due_s = self._clock() + self._timeouts.connect_timeout_s
+        self._post.send(link.conn, wire.LinkRest(link.link_id))
+
+    def _lay_down(self, link: OutLink) -> None:
+        link.state, link.is_rested, link.backoff_s = LinkState("resting"), True, FIRST_BACKOFF_S
+        self._sent_nbytes += link.close_lanes()
+
+    def _leave(self, link: OutLink) -> None:
+        """Ends the connection of a link that rests."""
+        self._by_conn.pop(link.conn, None)
+        self._post.disconnect(link.conn)
+        self._progress.forget(link.conn)
+        link.conn = ""
 
     def _refuse(self, link: OutLink, reason: str) -> None:
         log.error("%s and this instance cannot be a pair: %s", link.info.name, told(reason))
@@ -247,21 +298,22 @@ class OutLinks:
         link.state = LinkState("refused", reason=reason)
 
     def _retry(self, link: OutLink, reason: str) -> None:
+        has_tried = link.state.is_open or any(lane.answered for lane in link.lanes)
+        link.is_unproven = link.is_unproven or (has_tried and link.has_place and self._rests.most > 0)
         self._close(link, reason)
         link.wait(reason, self._clock())
 
     def _close(self, link: OutLink, reason: str) -> None:
-        if self._by_conn.pop(link.conn, None) is None:
-            return
-        if link.state.is_up:
-            log.warning("link to %s is down: %s", link.info.name, told(reason))
-        self._down(link.conn, reason)
-        self._post.disconnect(link.conn)
-        self._progress.forget(link.conn)
-        self._sent_nbytes += link.sent_nbytes
-        for lane in link.lanes:
-            lane.end.close()
-        link.lanes = []
+        if self._by_conn.pop(link.conn, None) is not None:
+            if link.state.is_open:
+                log.warning("link to %s is down: %s", link.info.name, told(reason))
+            self._down(link.conn, reason)
+            self._leave(link)
+            self._sent_nbytes += link.close_lanes()
+        link.is_rested = False
+        if link.awaited_s is not None:
+            link.awaited_s = None
+            self._rests.lost(peer_key(link.info.name, link.info.epoch), reason)
 
     def _find(self, conn: str, link_id: str) -> OutLink | None:
         link = self._by_conn.get(conn)

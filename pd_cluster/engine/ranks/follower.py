@@ -201,7 +201,7 @@ class Follower:
         self._host = None
         if lanes is not None:
             self._host = LaneHost(lanes, runner.pool.layout, channel.send)
-        self._steps: queue.SimpleQueue[to.Step | to.Moves | to.DropAdapter | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[to.Step | to.Moves | to.DropAdapter | to.Rest | None] = queue.SimpleQueue()
         self._num_steps = 0
         self._next_count_s = 0.0
 
@@ -230,6 +230,8 @@ class Follower:
                 self._runner.move(message.moves)
             elif isinstance(message, to.DropAdapter):
                 self._runner.held.drop_adapter(message.digest)
+            elif isinstance(message, to.Rest):
+                self._runner.sleep(message.level)
             else:
                 self._compute(message)
 
@@ -251,7 +253,7 @@ class Follower:
             self._host.count()
 
     def _hear(self, message: to.ToFollower) -> None:
-        if isinstance(message, (to.Step, to.Moves, to.DropAdapter)):
+        if isinstance(message, (to.Step, to.Moves, to.DropAdapter, to.Rest)):
             self._steps.put(message)
         elif isinstance(message, to.LoadAdapter):
             load_share(self._runner, message, self._channel.send)

@@ -20,6 +20,7 @@ from pd_cluster.model.batch import OnLayer, RunnerOutput, StepInput
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.tokens import After, Tokens
 from pd_cluster.types import Request
+from pd_cluster.wire import SleepLevel
 
 ALL_LAYERS = 1 << 30
 
@@ -86,6 +87,11 @@ class LeadRunner:
     def move(self, moves: Sequence[Move]) -> None:
         self._tell(to.Moves(list(moves)))
         self._runner.move(moves)
+
+    def sleep(self, level: SleepLevel) -> None:
+        """See ModelRunner; all ranks do it at the same time."""
+        self._tell(to.Rest(level))
+        self._runner.sleep(level)
 
     def can_launch(self, requests: Sequence[Request]) -> bool:
         return self._runner.can_launch(requests)

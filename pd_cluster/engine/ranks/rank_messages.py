@@ -71,6 +71,12 @@ class DropAdapter(RankMessage, frozen=True):
     digest: str
 
 
+class Rest(RankMessage, frozen=True):
+    """The rank's share of the memory goes to this level of sleep, between the steps before and behind it."""
+
+    level: wire.SleepLevel
+
+
 class Reached(msgspec.Struct, frozen=True, order=True, array_like=True):
     """An engine's progress: steps begun, and layers that the last of them has written."""
 
@@ -246,6 +252,7 @@ ToFollower = (
     | Moves
     | LoadAdapter
     | DropAdapter
+    | Rest
     | Ping
     | OpenSend
     | Open

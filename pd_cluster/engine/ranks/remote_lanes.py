@@ -164,6 +164,9 @@ class RankLanes:
         channel.send(to.OpenReceive(conn, index, peer, opened))
         return end
 
+    def needs_pair(self, opened: wire.LinkOpen) -> bool:
+        return self._local.needs_pair(opened)
+
     def _place(self, conn: str, index: int, channel: Channel) -> _RemoteEnd:
         return _RemoteEnd((conn, index), channel, self._progress, partial(self._forget, conn, index))
 

@@ -47,8 +47,9 @@ class StepScheduler:
         swap: BlockPool | None = None,
         window: int | None = None,
         most_adapters: int = 0,
+        keeps_pictures: bool = False,
     ) -> None:
-        """`most_adapters` in a step; 0: there are none."""
+        """`most_adapters` in a step; 0: there are none. `keeps_pictures`: no chunk ends inside a picture."""
         self.blocks = blocks
         self.swap = swap if swap is not None else BlockPool(0)
         self.block_size = block_size
@@ -56,6 +57,7 @@ class StepScheduler:
         self._holdings = holdings = Holdings(blocks, self.swap, block_size, prefix, window, chunk)
         self.held, self.num_blocks_for = holdings.held, holdings.num_blocks_for
         self._turns = Turns(most_adapters) if most_adapters else None
+        self._keeps_pictures = keeps_pictures
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.requests: dict[str, Request] = {}
@@ -169,7 +171,7 @@ class StepScheduler:
             if turn is not None and not turn.has(request):
                 continue
             num_tokens = self._chunk(request, budget, plan)
-            if not num_tokens and request.pooling is not None:
+            if not num_tokens and (request.pooling is not None or self._keeps_pictures):
                 budget = 0
                 break
             if num_tokens and self.room.make_room(request, request.num_computed_tokens + num_tokens, plan):
@@ -193,8 +195,8 @@ class StepScheduler:
                 continue
             if not budget:
                 break
-            num_tokens = min(max(1, request.num_behind), budget)
-            if not may_go(request) or not self.room.grow_ahead(request, num_tokens):
+            num_tokens = self._whole(request, min(max(1, request.num_behind), budget), budget)
+            if not num_tokens or not may_go(request) or not self.room.grow_ahead(request, num_tokens):
                 return None
             plan.add(request, num_tokens)
             budget -= num_tokens
@@ -272,7 +274,8 @@ class StepScheduler:
     def _chunk(self, request: Request, budget: int, plan: StepPlan) -> int:
         """Returns how many of its tokens the step can take.
 
-        0 when other prompts with wanted logprobs fill the step, or a pooled prompt's chunk does not fit what is left.
+        0 when other prompts with wanted logprobs fill the step, or a pooled prompt's chunk or a picture that stays in
+        one piece does not fit what is left.
         """
         if request.pooling is not None:
             size = self._pooling_chunk
@@ -283,6 +286,21 @@ class StepScheduler:
         if request.num_virtual_tokens > request.num_computed_tokens:  # the rows behind read what these are given
             given = num_given_tokens(request.order.variant) - request.num_computed_tokens
             num_tokens = min(num_tokens, given) if given > 0 else num_tokens
+        return self._whole(request, num_tokens, budget)
+
+    def _whole(self, request: Request, num_tokens: int, budget: int) -> int:
+        """Returns fewer tokens, or more within the budget, where a chunk would end inside a picture.
+
+        0: the rest of the picture that it begins with does not fit.
+        """
+        if not self._keeps_pictures:
+            return num_tokens
+        first = request.num_computed_tokens
+        for span in request.order.spans:
+            if span.start < first + num_tokens < span.stop:
+                if span.start > first:
+                    return span.start - first
+                return span.stop - first if span.stop - first <= budget else 0
         return num_tokens
 
     def _admit(
@@ -313,5 +331,7 @@ class StepScheduler:
                 continue
             num_tokens = self._chunk(request, budget, plan)
             plan.admitted.append(request)
+            if not num_tokens:  # what is cached ends inside a picture, whose rest is for the next step
+                return
             plan.add(request, num_tokens)
             budget -= num_tokens

@@ -120,7 +120,8 @@ def write_and_attend(
                 decode(plane.index_select(0, table[first:]).flatten(0, 1)[:seen], dtype).to(query.dtype)
                 for plane in (key_pool, value_pool)
             )
-        output[rows] = _attend(query[:, rows], k, v, batch, scoring).transpose(0, 1)
+        limits = None if batch.key_limits is None else batch.key_limits[rows] - first * block_size
+        output[rows] = _attend(query[:, rows], k, v, batch, scoring, limits).transpose(0, 1)
     return output
 
 
@@ -130,6 +131,7 @@ def _attend(
     v: torch.Tensor,
     batch: ForwardBatch,
     scoring: Scoring,
+    limits: torch.Tensor | None = None,  # [query_len]: the end of the keys that each query sees; None: itself
 ) -> torch.Tensor:
     """Attends for one sequence. Returns [num_heads, query_len, head_dim]."""
     num_heads, query_len, head_dim = q.shape
@@ -138,16 +140,17 @@ def _attend(
     window = sliding_window if sliding_window is not None and seen > sliding_window else 0
     k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, num_kv_heads, seen, head_dim]
     if not scoring.is_plain:
-        return _attend_step_by_step(q, k[0], v[0], _mask(batch, query_len, seen, window), scoring)
+        mask = _mask(batch, query_len, seen, window, limits)
+        return _attend_step_by_step(q, k[0], v[0], mask, scoring)
     if query_len == 1:  # query heads of a group become rows of one matrix
         if window:
             k, v = k[:, :, -window:], v[:, :, -window:]
         grouped = q.reshape(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         attended = scaled_dot_product_attention(grouped, k, v, scale=scaling)
         return attended.reshape(num_heads, 1, head_dim)  # on CUDA, float32 heads are strided
-    if seen == query_len and not window:
+    if seen == query_len and not window and limits is None:
         return scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scaling, enable_gqa=True)[0]
-    mask = _mask(batch, query_len, seen, window)
+    mask = _mask(batch, query_len, seen, window, limits)
     return scaled_dot_product_attention(q[None], k, v, attn_mask=mask, scale=scaling, enable_gqa=True)[0]
 
 
@@ -169,15 +172,18 @@ def _attend_step_by_step(
     return torch.einsum("hgqk,hkd->hgqd", weights, v).reshape(num_heads, query_len, head_dim)
 
 
-def _mask(batch: ForwardBatch, query_len: int, seen: int, window: int) -> torch.Tensor:
+def _mask(
+    batch: ForwardBatch, query_len: int, seen: int, window: int, limits: torch.Tensor | None = None
+) -> torch.Tensor:
     """Returns [query_len, seen] bool: key j is visible to query i unless it is later, or outside the window."""
-    found = batch.masks.get((query_len, seen, window))
+    found = batch.masks.get((query_len, seen, window)) if limits is None else None
     if found is None:
         device = batch.slot_mapping.device
         query_at = torch.arange(seen - query_len, seen, device=device)[:, None]
         key_at = torch.arange(seen, device=device)[None]
-        found = key_at <= query_at
+        found = key_at <= query_at if limits is None else key_at < limits[:, None]
         if window:
             found &= key_at > query_at - window
-        batch.masks[query_len, seen, window] = found
+        if limits is None:
+            batch.masks[query_len, seen, window] = found
     return found

@@ -38,7 +38,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, _Int) for name in ("num_tokens", "num_seqs", "num_threads")),
         *((name, _Pointer) for name in ("query_starts", "context_lens", "block_table", "table_starts", "order")),
-        *((name, _Pointer) for name in ("slots", "cos", "sin")),
+        *((name, _Pointer) for name in ("slots", "cos", "sin", "key_limits")),
     )
 
 
@@ -222,6 +222,9 @@ def _batch_state(batch: ForwardBatch, rope: Rope, head_dim: int) -> _BatchState:
         assert table.shape == (batch.num_tokens, head_dim)
         assert table.dtype == torch.float32
         assert table.is_contiguous()
+    if batch.key_limits is not None:
+        assert batch.key_limits.shape == (batch.num_tokens,)
+        assert batch.key_limits.dtype == torch.int32
     order = np.argsort(-batch.context_lens.numpy(), kind="stable").astype(np.int32)  # longest first
     step = _Step(
         batch.num_tokens,
@@ -235,5 +238,6 @@ def _batch_state(batch: ForwardBatch, rope: Rope, head_dim: int) -> _BatchState:
         batch.slot_mapping.data_ptr(),
         rope.cos.data_ptr(),
         rope.sin.data_ptr(),
+        None if (limits := batch.key_limits) is None else limits.data_ptr(),
     )
     return _BatchState(step, ctypes.addressof(step), rope, order)

@@ -12,14 +12,15 @@ import torch
 
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.cuda.attention_configs import padded
-from pd_cluster.model.cuda.attention_decode import decode_kernel, merge_kernel
+from pd_cluster.model.cuda.attention_decode import decode_kernel
 from pd_cluster.model.cuda.attention_kernels import prefill_kernel
 from pd_cluster.model.cuda.attention_write import write_kernel
+from pd_cluster.model.cuda.dependent import launched
 from pd_cluster.model.cuda.plan import MAX_SPLITS, AttentionPlan
 
 LOG2_E = math.log2(math.e)
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 256
-MERGE_CHUNK = 16  # splits that a program of the merge reads at once
+MERGED_ELEMENTS = 4096  # of splits' results that a program reads at once when it merges them: 32 per thread
 SEARCHED = 128  # rows whose splits a program of decode counts at once, one a thread
 WRITE_CHUNK = 1024  # elements of a token that a program writes
 
@@ -38,6 +39,10 @@ class BatchMetadata:
     table_starts: torch.Tensor  # [num_seqs + 1]
     decode_seqs: torch.Tensor  # [num_decode], from the plan; not read when all sequences decode
     tiles: torch.Tensor  # [num_tiles, 2], from the plan
+    # [plan.num_arrivals(num_kv_heads)]: how many splits are complete, 0 between launches. It belongs to one plan, whose
+    # launches follow each other; graphs use memory from outside of them, because they share their own.
+    arrivals: torch.Tensor
+    key_limits: torch.Tensor | None = None  # [num_tokens]: the end of the keys that a row sees; None: itself
 
 
 def attend(
@@ -49,18 +54,19 @@ def attend(
     scoring: Scoring,
     out: torch.Tensor | None = None,  # contiguous, like the query
     workspace: torch.Tensor | None = None,  # float32, at least plan.workspace_numel(num_heads, head_dim)
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Returns [num_tokens, num_heads, head_dim]. The step's keys and values must be in the pool already."""
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _check(query, key_pool, value_pool, out, scoring)
     if len(plan.tiles):
-        _prefill(query, key_pool, value_pool, batch, plan, scoring, out)
+        _prefill(query, key_pool, value_pool, batch, plan, scoring, out, pdl)
     if len(plan.decode_seqs):
         if workspace is None:
             numel = plan.workspace_numel(query.shape[1], query.shape[2])
             workspace = torch.empty(numel, dtype=torch.float32, device=query.device)
-        _decode(query, key_pool, value_pool, batch, plan, scoring, out, workspace)
+        _decode(query, key_pool, value_pool, batch, plan, scoring, out, workspace, pdl)
     return out
 
 
@@ -152,6 +158,7 @@ def _prefill(
     plan: AttentionPlan,
     scoring: Scoring,
     out: torch.Tensor,
+    pdl: bool,
 ) -> None:
     config = plan.configs.prefill
     num_kv_heads = key_pool.shape[2]
@@ -165,6 +172,7 @@ def _prefill(
         batch.block_table,
         batch.table_starts,
         batch.tiles,
+        batch.key_limits if batch.key_limits is not None else batch.tiles,
         scoring.sinks if scoring.sinks is not None else out,
         num_kv_heads,
         query.stride(0),
@@ -177,10 +185,12 @@ def _prefill(
         *_scales(scoring),
         BLOCK_M=config.rows,
         BLOCK_N=config.keys,
+        HAS_LIMITS=batch.key_limits is not None,
         UNIFORM=plan.configs.is_uniform,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **_constants(query, key_pool, scoring),
+        **launched(pdl),
     )
 
 
@@ -193,6 +203,7 @@ def _decode(
     scoring: Scoring,
     out: torch.Tensor,
     workspace: torch.Tensor,
+    pdl: bool,
 ) -> None:
     config, max_splits, num_decode = plan.configs.decode, plan.max_splits, len(plan.decode_seqs)
     _, num_heads, head_dim = query.shape
@@ -202,12 +213,16 @@ def _decode(
     assert plan.split_keys % config.keys == 0
     partial = workspace[: num_decode * num_heads * max_splits * head_dim] if max_splits > 1 else workspace
     partial_lse = workspace[partial.numel() :] if max_splits > 1 else workspace
+    group, d = num_heads // key_pool.shape[2], padded(head_dim)
+    merged = 1 << (group - 1).bit_length()
+    assert batch.arrivals.numel() >= plan.num_arrivals(key_pool.shape[2])
     sinks = scoring.sinks if scoring.sinks is not None else out
     decode_kernel[key_pool.shape[2], plan.num_workers](
         query,
         out,
         partial,
         partial_lse,
+        batch.arrivals,
         key_pool,
         value_pool,
         batch.query_starts,
@@ -231,42 +246,11 @@ def _decode(
         SPLIT_KEYS=plan.split_keys,
         MAX_SPLITS=MAX_SPLITS,
         SEARCHED=SEARCHED,
+        MERGED=merged,
+        CHUNK=max(1, MERGED_ELEMENTS // (merged * d)),
         ALL_DECODE=plan.all_decode,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **_constants(query, key_pool, scoring),
-    )
-    if max_splits > 1:
-        _merge(partial, partial_lse, batch, plan, scoring, out)
-
-
-def _merge(
-    partial: torch.Tensor,
-    partial_lse: torch.Tensor,
-    batch: BatchMetadata,
-    plan: AttentionPlan,
-    scoring: Scoring,
-    out: torch.Tensor,
-) -> None:
-    """The splits' results into one for each head."""
-    _, num_heads, head_dim = out.shape
-    merge_kernel[num_heads, len(plan.decode_seqs)](
-        partial,
-        partial_lse,
-        out,
-        batch.query_starts,
-        batch.context_lens,
-        batch.decode_seqs,
-        scoring.sinks if scoring.sinks is not None else out,
-        plan.max_splits,
-        out.stride(0),
-        scoring.sliding_window or 0,
-        HEAD_DIM=head_dim,
-        D=padded(head_dim),
-        SPLIT_KEYS=plan.split_keys,
-        MAX_SPLITS=MAX_SPLITS,
-        CHUNK=MERGE_CHUNK,
-        HAS_WINDOW=scoring.sliding_window is not None,
-        HAS_SINKS=scoring.sinks is not None,
-        ALL_DECODE=plan.all_decode,
+        **launched(pdl),
     )

@@ -1,8 +1,9 @@
-"""Triton kernels for decode: one query per sequence, with its keys split by position, and the merge of the results.
+"""The Triton kernel for decode: one query per sequence, with its keys split by position.
 
 A row's splits follow from its own context, so its bits depend on no other row. Each program takes splits in turn from
 the list of all rows' splits, which it derives from context_lens: a long context among short ones occupies the whole
-device, and no program starts for nothing.
+device, and no program starts for nothing. The program that completes a row's last split merges all of them, in the
+order of their positions whatever the order in which they were completed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from pd_cluster.model.cuda.attention_kernels import add_sink, sweep
+from pd_cluster.model.cuda.dependent import begin
 
 
 @triton.jit
@@ -51,12 +53,59 @@ def _counts_at(
     return tl.where(at < num_decode, end - first, 0)
 
 
+@triton.jit
+def _merged(
+    partial,
+    partial_lse,
+    row,  # int64: the first split of the row's first head
+    kv_head,
+    num_splits,
+    max_splits,
+    sinks,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    MERGED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Returns [MERGED, D] float32: the results of all splits of a KV head's query heads, CHUNK splits at a time.
+
+    Rows beyond GROUP repeat the last one. Other programs wrote the results, so none comes from the first-level cache.
+    """
+    d = tl.arange(0, D)
+    heads = kv_head * GROUP + tl.minimum(tl.arange(0, MERGED), GROUP - 1)
+    slots = row + heads * max_splits
+    acc = tl.zeros([MERGED, D], tl.float32)
+    top = tl.full([MERGED], float("-inf"), tl.float32)
+    total = tl.zeros([MERGED], tl.float32)
+    if HAS_SINKS:
+        top = tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    for start in range(0, num_splits, CHUNK):
+        split = start + tl.arange(0, CHUNK)
+        at = slots[:, None] + split[None, :]
+        is_split = (split < num_splits)[None, :]
+        lse = tl.load(partial_lse + at, mask=is_split, other=float("-inf"), cache_modifier=".cg")
+        there = is_split[:, :, None] & (d < HEAD_DIM)[None, None, :]
+        part_at = (at * HEAD_DIM)[:, :, None] + d[None, None, :]
+        part = tl.load(partial + part_at, mask=there, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(lse, 1))  # finite: every written split has seen a key
+        weights = tl.exp2(lse - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * part, 1)
+        total = total * fade + tl.sum(weights, 1)
+        top = new_top
+    return acc / total[:, None]
+
+
 @triton.jit(do_not_specialize=["num_decode", "max_splits"])
 def decode_kernel(
     query,
     out,
     partial,  # [num_decode, num_heads, max_splits, HEAD_DIM] float32
     partial_lse,  # [num_decode, num_heads, max_splits] float32: log2 of the sum of weights
+    arrivals,  # [num_decode, num_kv_heads] int32: 0 between launches
     key_pool,
     value_pool,
     query_starts,
@@ -85,17 +134,22 @@ def decode_kernel(
     SPLIT_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     SEARCHED: tl.constexpr,
+    MERGED: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     ALL_DECODE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (num_kv_heads, workers). The tile's rows are the query heads of one KV head.
 
-    Worker w takes the splits w, w + workers, ... of all rows. A row with one split is complete; otherwise partial
-    results are stored for the merge. ALL_DECODE: sequence i is the i-th one and its query is row i.
+    Worker w takes the splits w, w + workers, ... of all rows. A row with one split is complete. Otherwise the partial
+    result is stored and counted; the program that counts the last one merges, and sets the count back to 0.
+    ALL_DECODE: sequence i is the i-th one and its query is row i.
     """
+    begin(PDL)
     kv_head = tl.program_id(0)
     num_items = 0
     for base in range(0, num_decode, SEARCHED):
@@ -149,14 +203,30 @@ def decode_kernel(
             whole_hi = tl.maximum(whole_lo, whole_hi)
         positions = tl.full([BLOCK_M], 0, tl.int32) + (context_len - 1)
         acc, top, total = sweep(
-            q, positions, seen_from, lo, whole_lo, whole_hi, hi,
+            q, positions, positions, seen_from, lo, whole_lo, whole_hi, hi,
             key_pool + kv_head * head_stride, value_pool + kv_head * head_stride, table, block_stride, token_stride,
             window, scale, softcap, HEAD_DIM, BLOCK_M, D, BLOCK_N, BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
         )  # fmt: skip
-        if end - first > 1:
-            slot = (place.to(tl.int64) * tl.num_programs(0) * GROUP + heads) * max_splits + split
+        num_splits = end - first
+        if num_splits > 1:
+            own_row = place.to(tl.int64) * tl.num_programs(0) * GROUP * max_splits
+            slot = own_row + heads * max_splits + split
             tl.store(partial + (slot * HEAD_DIM)[:, None] + d[None, :], acc / total[:, None], mask=there)
             tl.store(partial_lse + slot, top + tl.log2(total), mask=r < GROUP)
+            arrived = arrivals + place * tl.num_programs(0) + kv_head
+            # One thread counts: the barrier puts the other threads' stores before its release, and the atomic's own
+            # barrier their loads behind its acquire.
+            tl.debug_barrier()
+            if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+                merged = _merged(
+                    partial, partial_lse, own_row, kv_head, num_splits, max_splits, sinks,
+                    GROUP, HEAD_DIM, D, MERGED, CHUNK, HAS_SINKS,
+                )  # fmt: skip
+                g = tl.arange(0, MERGED)
+                out_at = row.to(tl.int64) * out_stride + ((kv_head * GROUP + g) * HEAD_DIM)[:, None] + d[None, :]
+                is_there = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+                tl.store(out + out_at, merged.to(out.dtype.element_ty), mask=is_there)
+                tl.store(arrived, 0)  # the next launch begins after this one
         else:
             if HAS_SINKS:
                 fade, total = add_sink(top, total, sinks, heads, r < GROUP)
@@ -164,64 +234,3 @@ def decode_kernel(
             acc /= tl.where(total > 0, total, 1.0)[:, None]  # padding has seen no key
             out_at = row.to(tl.int64) * out_stride + (heads * HEAD_DIM)[:, None] + d[None, :]
             tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=there)
-
-
-@triton.jit(do_not_specialize=["max_splits"])
-def merge_kernel(
-    partial,
-    partial_lse,
-    out,
-    query_starts,
-    context_lens,
-    decode_seqs,
-    sinks,
-    max_splits,
-    out_stride,
-    window,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    ALL_DECODE: tl.constexpr,
-):
-    """Grid: (num_heads, num_decode). Reads only the splits that were written for this context.
-
-    Rows with one split are complete already. A launch of its own orders it behind all splits; the last of them could
-    merge instead, but only over counters in memory that every launch must leave at zero, also after a failure.
-    """
-    head, place = tl.program_id(0), tl.program_id(1)
-    if ALL_DECODE:
-        seq = place
-        row = place
-    else:
-        seq = tl.load(decode_seqs + place)
-        row = tl.load(query_starts + seq)
-    first, end, _ = _splits_of(tl.load(context_lens + seq), window, SPLIT_KEYS, MAX_SPLITS, HAS_WINDOW)
-    num_used = end - first
-    if num_used == 1:
-        return
-    slot = (place.to(tl.int64) * tl.num_programs(0) + head) * max_splits
-    d = tl.arange(0, D)
-    acc = tl.zeros([D], tl.float32)
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    if HAS_SINKS:
-        top = tl.zeros([1], tl.float32) + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        total += 1.0
-    for start in range(0, num_used, CHUNK):
-        split = start + tl.arange(0, CHUNK)
-        lse = tl.load(partial_lse + slot + split, mask=split < num_used, other=float("-inf"))
-        there = (split < num_used)[:, None] & (d < HEAD_DIM)[None, :]
-        part = tl.load(partial + ((slot + split) * HEAD_DIM)[:, None] + d[None, :], mask=there, other=0.0)
-        new_top = tl.maximum(top, tl.max(lse, 0))  # finite: every written split has seen a key
-        weights = tl.exp2(lse - new_top)
-        fade = tl.exp2(top - new_top)
-        acc = acc * fade + tl.sum(weights[:, None] * part, 0)
-        total = total * fade + tl.sum(weights, 0)
-        top = new_top
-    acc /= tl.where(total > 0, total, 1.0)
-    out_at = out + row.to(tl.int64) * out_stride + head * HEAD_DIM + d
-    tl.store(out_at, acc.to(out.dtype.element_ty), mask=d < HEAD_DIM)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pd_cluster.model.cuda.dependent import begin
+
 
 @triton.jit
 def _blocks_at(table, start, hi, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
@@ -28,6 +30,7 @@ def _attend_tile(
     total,  # [M] float32: sum of weights so far
     q,  # [M, D]
     positions,  # [M] int32: the queries' positions
+    ends,  # [M] int32: the last key that each query sees
     block,  # from `blocks_at`
     start,  # first key, a multiple of BLOCK_N
     seen_from,  # the first key that any query sees
@@ -75,7 +78,7 @@ def _attend_tile(
         scores = softcap - 2.0 * softcap / (tl.exp2(scores * scale) + 1.0)
     if MASKED:
         at = (start + n)[None, :]
-        visible = at <= positions[:, None]
+        visible = at <= ends[:, None]
         if HAS_WINDOW:
             visible = visible & (at > positions[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
@@ -98,6 +101,7 @@ def _attend_tile(
 def sweep(
     q,
     positions,
+    ends,  # [M]: the last key that each query sees; none is before its position
     seen_from,  # the first key that any query sees
     lo,  # all keys are in [lo, hi); lo is a multiple of BLOCK_N
     whole_lo,  # every query sees all of [whole_lo, whole_hi); multiples of BLOCK_N
@@ -133,7 +137,7 @@ def sweep(
             block = upcoming
             upcoming = _blocks_at(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE)
             acc, top, total = _attend_tile(
-                acc, top, total, q, positions, block, start, seen_from, hi, key_base, value_base,
+                acc, top, total, q, positions, ends, block, start, seen_from, hi, key_base, value_base,
                 block_stride, token_stride, window, scale, softcap, HEAD_DIM, D, BLOCK_N, BLOCK_SIZE,
                 HAS_WINDOW, HAS_SOFTCAP, PRECISION, MASKED=True,
             )  # fmt: skip
@@ -141,7 +145,7 @@ def sweep(
         block = upcoming
         upcoming = _blocks_at(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE)
         acc, top, total = _attend_tile(
-            acc, top, total, q, positions, block, start, seen_from, hi, key_base, value_base,
+            acc, top, total, q, positions, ends, block, start, seen_from, hi, key_base, value_base,
             block_stride, token_stride, window, scale, softcap, HEAD_DIM, D, BLOCK_N, BLOCK_SIZE,
             HAS_WINDOW, HAS_SOFTCAP, PRECISION, MASKED=False,
         )  # fmt: skip
@@ -149,7 +153,7 @@ def sweep(
         block = upcoming
         upcoming = _blocks_at(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE)
         acc, top, total = _attend_tile(
-            acc, top, total, q, positions, block, start, seen_from, hi, key_base, value_base,
+            acc, top, total, q, positions, ends, block, start, seen_from, hi, key_base, value_base,
             block_stride, token_stride, window, scale, softcap, HEAD_DIM, D, BLOCK_N, BLOCK_SIZE,
             HAS_WINDOW, HAS_SOFTCAP, PRECISION, MASKED=True,
         )  # fmt: skip
@@ -165,7 +169,16 @@ def add_sink(top, total, sinks, heads, is_head):
     return fade, total * fade + tl.exp2(sink - new_top)
 
 
-@triton.jit(do_not_specialize_on_alignment=["query_starts", "context_lens", "block_table", "table_starts", "tiles"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "query_starts",
+        "context_lens",
+        "block_table",
+        "table_starts",
+        "tiles",
+        "key_limits",
+    ]
+)
 def prefill_kernel(
     query,
     out,
@@ -176,6 +189,7 @@ def prefill_kernel(
     block_table,
     table_starts,
     tiles,  # [num_tiles, 2]: sequence, first query
+    key_limits,  # [num_tokens]: the end of the keys that each query sees; read with HAS_LIMITS
     sinks,
     num_kv_heads,
     query_stride,
@@ -196,14 +210,17 @@ def prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
     PRECISION: tl.constexpr,
     UNIFORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: num_tiles * num_kv_heads. Row r of a tile is query r // GROUP, with the KV head's query head r % GROUP.
 
     UNIFORM: all tiles of keys are masked, so a query's result does not depend on the other queries of its tile: tiles
     start at multiples of BLOCK_N whatever the chunk, and one of which a query sees nothing leaves its sums as they are.
     """
+    begin(PDL)
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
@@ -227,6 +244,10 @@ def prefill_kernel(
     least = prefix + first
     most = prefix + tl.minimum(first + QUERIES, query_len) - 1
     hi = most + 1
+    ends = prefix + index
+    if HAS_LIMITS:
+        ends = tl.load(key_limits + row_start + index, mask=is_row, other=1) - 1
+        hi = tl.max(ends, 0) + 1
     whole_hi = (least + 1) // BLOCK_N * BLOCK_N
     seen_from = 0
     lo = 0
@@ -240,7 +261,7 @@ def prefill_kernel(
         whole_lo = lo
         whole_hi = lo
     acc, top, total = sweep(
-        q, prefix + index, seen_from, lo, whole_lo, whole_hi, hi,
+        q, prefix + index, ends, seen_from, lo, whole_lo, whole_hi, hi,
         key_pool + kv_head * head_stride, value_pool + kv_head * head_stride, table, block_stride, token_stride,
         window, scale, softcap, HEAD_DIM, BLOCK_M, D, BLOCK_N, BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
     )  # fmt: skip

@@ -29,3 +29,12 @@ class Adapters(Slots[LoraFolder]):
 
     def take_away(self, slot: int) -> None:
         self.places.drop(slot)
+
+    def adopt(self, new: Adapters) -> None:
+        """Puts the adapters that are loaded here beside the layers of `new`, which has none.
+
+        `new` belongs to the same model, loaded again, and is of no use afterwards.
+        """
+        with self._lock:
+            new.places.take_from(self.places)
+            self.places = new.places

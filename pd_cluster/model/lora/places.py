@@ -107,7 +107,8 @@ class Places:
     def begin(self, batch: ForwardBatch) -> None:
         """Starts a step."""
         self.rows.begin(batch.adapters, batch.query_lens)
-        self.head_rows.take(self.rows, batch.sample_rows)
+        if self.rows.place is None:  # on a device only layers that see all of a step's rows have adapters
+            self.head_rows.take(self.rows, batch.sample_rows)
 
     @contextmanager
     def watched(self, num_rows: int) -> Iterator[None]:
@@ -136,6 +137,19 @@ class Places:
             self.head = None
         for site in sites:
             site.nums_rows = None
+
+    def take_from(self, old: Places) -> None:
+        """Takes the adapters beside the same model's modules, loaded before; nothing is beside these yet."""
+        self.rows.place = old.rows.place
+        for name, (site, _) in self.linear.items():
+            before, _ = old.linear[name]
+            site.table, site.additions = before.table, before.additions
+        if self.head is not None and old.head is not None:
+            self.head[1].wholes = old.head[1].wholes
+        if self.embedding is not None and old.embedding is not None:
+            self.embedding[1].low, self.embedding[1].wholes = old.embedding[1].low, old.embedding[1].wholes
+        for name, norm in self.norms.sites.items():
+            norm.wholes = old.norms.sites[name].wholes
 
     def drop(self, slot: int) -> None:
         """Forgets what is in a slot."""

@@ -56,6 +56,7 @@ class Placing:
     def puts(self) -> list[Put]:
         """Returns what puts each part of the adapter into a slot; on error, nothing is in any."""
         tensors = self._folder.tensors
+        self._check_device()
         puts = [self._embedding_part(name, pair) for name, pair in tensors.embeddings.items()]
         puts += [self._whole_part(name, stored) for name, stored in tensors.wholes.items()]
         for name, stored in tensors.copies.items():
@@ -80,6 +81,16 @@ class Placing:
             for part, low in self._experts_parts(name, pairs):
                 add(part, low)
         return [*puts, *(partial(_put, site, parts) for site, parts in found.values())]
+
+    def _check_device(self) -> None:
+        tensors, head = self._folder.tensors, self._places.head
+        ends = [*tensors.embeddings, *tensors.wholes, *tensors.experts]
+        ends += [name for name in tensors.modules if head is not None and self._key_of(name) == head[0]]
+        if self._places.rows.place is not None and ends:
+            raise ModelError(
+                f"{self._numbers.place(ends[0])}: on this device only linear layers in decoder layers take adapters; "
+                "serve this one on CPUs"
+            )
 
     def _key_of(self, name: str) -> str:
         return self._weights.name_of(f"{todays_name(name)}.weight").removesuffix(".weight")

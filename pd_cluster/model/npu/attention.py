@@ -145,7 +145,9 @@ class NpuAttention:
         return found if self.way == "TND" else found[:, 0]
 
     def _goes_by_sdpa(self, batch: ForwardBatch) -> bool:
-        return self.way == "BSND" and len(batch.query_lens) != batch.num_tokens
+        """Whether prompts have heads of other sizes, or tokens that see later ones."""
+        is_batched = self.way == "BSND" and len(batch.query_lens) != batch.num_tokens
+        return is_batched or batch.key_limits is not None
 
 
 def write_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch) -> None:

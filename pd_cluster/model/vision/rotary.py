@@ -11,27 +11,34 @@ from transformers.models.auto.configuration_auto import AutoConfig
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ModelError
-from pd_cluster.model.vision.classes import rotary_of
+from pd_cluster.model.vision.classes import CLASSES, class_of
 
 
 class SectionsRotaryEmbedding(torch.nn.Module):
     """Turns sections of a head by time, height and width; by one row of positions, as the text model alone does."""
 
-    def __init__(self, one: torch.nn.Module, three: torch.nn.Module) -> None:
+    def __init__(self, one: torch.nn.Module, three: torch.nn.Module, pairs_neighbours: bool = False) -> None:
+        """`pairs_neighbours`: of the tables of `three`; those of `one` have all angles twice."""
         super().__init__()
+        self._pairs_neighbours = pairs_neighbours
         self._one, self._three = (one,), (three,)  # not among its modules: loaders look for rotary embeddings there
         self.mrope_section = three.mrope_section
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`position_ids`: [1, num_tokens], or [3, 1, num_tokens]."""
         (module,) = self._one if position_ids.dim() == 2 else self._three
-        found: tuple[torch.Tensor, torch.Tensor] = module(x, position_ids)
-        return found
+        cos, sin = module(x, position_ids)
+        if self._pairs_neighbours and position_ids.dim() > 2:
+            cos, sin = (torch.cat((table[..., ::2], table[..., ::2]), dim=-1) for table in (cos, sin))
+        return cos, sin
 
 
 def put_sections(model: Any, checkpoint: Checkpoint, device: Device) -> None:
-    """Replaces a text model's rotary embedding, before it is fused. Raises ModelError."""
+    """Replaces a text model's rotary embedding, before it is fused, if pictures turn by sections. Raises ModelError."""
     assert checkpoint.vision is not None
+    classes = CLASSES[checkpoint.vision.model_type]
+    if not classes.rotary:
+        return
     if checkpoint.rope.kind:
         raise ModelError(
             f"{checkpoint.path / 'config.json'}: rope_type {checkpoint.rope.kind}: its frequencies follow a request's "
@@ -42,10 +49,10 @@ def put_sections(model: Any, checkpoint: Checkpoint, device: Device) -> None:
     config = copy.deepcopy(model.config)
     config.rope_parameters = {**config.rope_parameters, **sections}
     config.head_dim = model.model.layers[0].self_attn.head_dim
-    three = rotary_of(checkpoint.vision)(config).to(device.torch_name)
-    if sum(three.mrope_section) != config.head_dim // 2:
+    three = class_of(checkpoint.vision, classes.rotary)(config).to(device.torch_name)
+    if sum(three.mrope_section) != len(three.inv_freq):
         raise ModelError(
-            f"{checkpoint.path / 'config.json'}: mrope_section {list(three.mrope_section)}: must add up to half of a "
-            f"head, {config.head_dim // 2}"
+            f"{checkpoint.path / 'config.json'}: mrope_section {list(three.mrope_section)}: must add up to half of "
+            f"the features that are rotated, {len(three.inv_freq)}"
         )
-    model.model.rotary_emb = SectionsRotaryEmbedding(model.model.rotary_emb, three)
+    model.model.rotary_emb = SectionsRotaryEmbedding(model.model.rotary_emb, three, classes.pairs_neighbours)

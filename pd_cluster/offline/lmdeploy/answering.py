@@ -97,8 +97,8 @@ class Begun(NamedTuple):
 async def begin(service: TextService, job: Job) -> Begun:
     """Starts a job. Raises RequestError, except for a prompt that is too long, which affects only itself."""
     try:
-        takes = service.takes_images
-        found = await encoded(service.tokenizer, job.prompt, job.way, not job.history, service.guard, takes)
+        spelled = service.spelled if service.takes_images else None
+        found = await encoded(service.tokenizer, job.prompt, job.way, not job.history, service.guard, spelled)
         shown = await service.illustrated([*job.history, *found.token_ids], found.pictures)
         token_ids, limit = shown.prompt.token_ids, service.max_model_len
         room = limit - len(token_ids)

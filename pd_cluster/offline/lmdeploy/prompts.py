@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import reprlib
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from pd_cluster.errors import RequestError
+from pd_cluster.media.given_video import AskedVideo
 from pd_cluster.offline.lmdeploy.messages import check_text
 from pd_cluster.offline.lmdeploy.templates import Way
-from pd_cluster.offline.prompts import PICTURE_PART, check_picture, named_pictures
+from pd_cluster.offline.media import check_picture
+from pd_cluster.offline.prompts import PICTURE_PART, named_pictures
 from pd_cluster.service.prompts.chat_prompt import rendered
 from pd_cluster.service.prompts.conversation import conversation_of
 from pd_cluster.service.prompts.guarded_prompt import Guard
 from pd_cluster.service.prompts.pictures import GIVEN
 from pd_cluster.service.schema.chat_protocol import ChatFields
 from pd_cluster.service.schema.parse import parse
+from pd_cluster.text.control_tokens import PromptText
 from pd_cluster.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
@@ -142,11 +146,12 @@ async def encoded(
     way: Way,
     special: bool = True,
     guard: Guard | None = None,
-    takes_images: bool = False,
+    spelled: Callable[[PromptText, Sequence[Any]], PromptText] | None = None,
 ) -> Encoded:
     """Returns token ids, possibly more than a context holds. `special`: a text begins a sequence. Raises RequestError.
 
-    `guard`: keeps control tokens out of messages, as over HTTP.
+    `guard`: keeps control tokens out of messages, as over HTTP. `spelled` returns a prompt with pictures as the model's
+    tokenizer expects it; None: the model takes none.
     """
     if isinstance(prompt, str):
         return Encoded(await asyncio.to_thread(tokenizer.encode, prompt, special))
@@ -159,13 +164,17 @@ async def encoded(
         request = parse(msgspec.json.encode({"messages": messages}), ChatFields)
     except (TypeError, ValueError) as error:  # values that JSON cannot express
         raise RequestError(f"messages: {error}", param="messages") from None
-    urls = [url for message in request.messages for _, url in message.image_urls(0)] if takes_images else []
-    if urls and way.template is not None:
+    takes_images = spelled is not None
+    media = [medium for message in request.messages for medium in message.media(0)] if takes_images else []
+    if media and way.template is not None:
         raise RequestError("messages: images need the chat template of the model's folder", param="messages")
     objects = {f"{GIVEN}{at}": picture for at, picture in enumerate(given)}
-    pictures = tuple(objects.get(url, url) for url in urls)
+    pictures = tuple(
+        objects.get(each.url, AskedVideo(each.url) if each.kind == "video" else each.url) for each in media
+    )
     conversation = conversation_of(request, template.variables, takes_images=takes_images)
     text = await asyncio.to_thread(rendered, conversation, template, guard)
+    text = text if spelled is None else spelled(text, pictures)
     special = way.template is not None  # a folder's own template writes the beginning of a sequence, LMDeploy's do not
     if guard is None:
         return Encoded(await asyncio.to_thread(tokenizer.encode, text.text, special), pictures)

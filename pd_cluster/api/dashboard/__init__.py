@@ -1,0 +1,1 @@
+"""The dashboard: pages for a browser at the admin port."""

@@ -1,0 +1,142 @@
+"""The dashboard's routes: its files, its sessions, and the guard of what it may ask.
+
+Everything lies under /dashboard, and so does the cookie's path: it is never sent to /v1. Its files contain nothing of
+the cluster, so anybody who reaches the port may load them. `Guard` guards the data that the pages ask for.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, RedirectResponse, Response
+
+from pd_cluster.api.dashboard.sessions import CODE_LIFE_S, SESSION_LIFE_S, Session, Sessions
+from pd_cluster.api.gate.access import AdminAccess
+from pd_cluster.api.gate.http import LOOKING, read_body
+from pd_cluster.errors import Forbidden, RequestError, Unauthorized
+
+HOME = "/dashboard/"
+DATA = "/dashboard/api"
+COOKIE = "pd_cluster_dashboard"
+COMMAND_HEADER = "x-pd-dashboard"
+STATIC = Path(__file__).with_name("static")
+MEDIA_TYPES: Mapping[str, str] = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+class Code(msgspec.Struct, forbid_unknown_fields=True):
+    code: str
+
+
+class Guard:
+    """Lets a session read; a command also needs this page's origin and the session's command token."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions = sessions
+
+    def check(self, request: Request) -> None:
+        """Raises Unauthorized and Forbidden."""
+        session = self.session_of(request)
+        if session is None:
+            raise Unauthorized(
+                "no session of the dashboard: open a new link, which `pd-cluster dashboard` prints", code="no_session"
+            )
+        if request.method in LOOKING:
+            return
+        check_origin(request)
+        if not hmac.compare_digest(request.headers.get(COMMAND_HEADER, "").encode(), session.command_token.encode()):
+            raise Forbidden(f"{COMMAND_HEADER}: not the token of this session; reload the page")
+
+    def session_of(self, request: Request) -> Session | None:
+        return self.sessions.find(request.cookies.get(COOKIE, ""))
+
+
+def check_origin(request: Request) -> None:
+    """Raises Forbidden unless the browser says that a page of this very host and port asks."""
+    origin, host = request.headers.get("origin", ""), request.headers.get("host", "")
+    if not host or urlsplit(origin).netloc != host:
+        raise Forbidden("Origin: commands are taken only from the dashboard's own pages")
+
+
+def dashboard_routes(guard: Guard, access: AdminAccess) -> APIRouter:
+    """Makes the routes of files and sessions; those of data are added by the admin app, behind `guard.check`."""
+    routes = APIRouter()
+    files = {path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.suffix in MEDIA_TYPES}
+
+    @routes.post("/dashboard/codes", dependencies=[Depends(access.check_token)])
+    async def new_code() -> dict[str, str | float]:
+        code = guard.sessions.new_code()
+        return {"code": code, "path": f"{HOME}#code={code}", "expires_after_s": CODE_LIFE_S}
+
+    @routes.post(f"{DATA}/session")
+    async def begin(request: Request) -> Response:
+        check_origin(request)
+        try:
+            asked = msgspec.json.decode(await read_body(request), type=Code)
+        except msgspec.DecodeError as error:
+            raise RequestError(f"body: {error}") from None
+        found = guard.sessions.exchange(asked.code)
+        if found is None:
+            raise Unauthorized(
+                "code: used, too old or unknown; `pd-cluster dashboard` prints a new link", code="invalid_code"
+            )
+        cookie, session = found
+        answer = JSONResponse({"command_token": session.command_token}, headers=HEADERS)
+        answer.set_cookie(
+            COOKIE,
+            cookie,
+            max_age=int(SESSION_LIFE_S),
+            path="/dashboard",
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
+        return answer
+
+    @routes.get(f"{DATA}/session")
+    async def session(request: Request) -> Response:
+        found = guard.session_of(request)
+        body = {"command_token": found.command_token if found is not None else None}
+        return JSONResponse(body, headers={**HEADERS, "Cache-Control": "no-store"})
+
+    @routes.delete(f"{DATA}/session", dependencies=[Depends(guard.check)])
+    async def end(request: Request) -> Response:
+        guard.sessions.end(request.cookies.get(COOKIE, ""))
+        answer = JSONResponse({"status": "ended"}, headers=HEADERS)
+        answer.delete_cookie(COOKIE, path="/dashboard")
+        return answer
+
+    @routes.get("/dashboard")
+    async def home() -> Response:
+        return RedirectResponse(HOME)
+
+    @routes.get("/dashboard/{name:path}")
+    async def file(name: str) -> Response:
+        path = files.get(name or "index.html")
+        if path is None:
+            return Response("no such file\n", 404, headers=HEADERS, media_type="text/plain")
+        return Response(path.read_bytes(), headers=HEADERS, media_type=MEDIA_TYPES[path.suffix])
+
+    return routes

@@ -1,0 +1,72 @@
+"""Access to the dashboard: one-time codes become sessions. Pure: an injected clock, no HTTP.
+
+A code is made for somebody who has the admin token, travels in the fragment of a link (which browsers send to nobody),
+and works once, within CODE_LIFE_S. It gives a session: a secret for a cookie, and another for the header of commands,
+which a foreign page cannot know. Only digests of cookies are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+CODE_LIFE_S = 60.0
+SESSION_LIFE_S = 12 * 3600.0
+MAX_CODES = 16
+MAX_SESSIONS = 64
+NUM_CODE_BYTES, NUM_SECRET_BYTES = 16, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """`command_token`: what the header of a command must have."""
+
+    command_token: str
+    ends_s: float
+
+
+class Sessions:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._codes: dict[str, float] = {}  # -> when it ends, oldest first
+        self._sessions: dict[str, Session] = {}  # by the cookie's digest, oldest first
+
+    def new_code(self) -> str:
+        """Returns a code; beyond MAX_CODES the oldest one stops working."""
+        self._forget()
+        while len(self._codes) >= MAX_CODES:
+            del self._codes[next(iter(self._codes))]
+        code = secrets.token_urlsafe(NUM_CODE_BYTES)
+        self._codes[_digest(code)] = self._clock() + CODE_LIFE_S
+        return code
+
+    def exchange(self, code: str) -> tuple[str, Session] | None:
+        """Uses a code up; returns a cookie's value and its session. None for a code that does not work."""
+        self._forget()
+        if self._codes.pop(_digest(code), None) is None:
+            return None
+        while len(self._sessions) >= MAX_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        cookie = secrets.token_urlsafe(NUM_SECRET_BYTES)
+        session = Session(secrets.token_urlsafe(NUM_SECRET_BYTES), self._clock() + SESSION_LIFE_S)
+        self._sessions[_digest(cookie)] = session
+        return cookie, session
+
+    def find(self, cookie: str) -> Session | None:
+        self._forget()
+        return self._sessions.get(_digest(cookie))
+
+    def end(self, cookie: str) -> None:
+        self._sessions.pop(_digest(cookie), None)
+
+    def _forget(self) -> None:
+        now_s = self._clock()
+        self._codes = {code: ends_s for code, ends_s in self._codes.items() if ends_s > now_s}
+        self._sessions = {digest: each for digest, each in self._sessions.items() if each.ends_s > now_s}
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()

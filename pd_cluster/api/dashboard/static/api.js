@@ -1,0 +1,52 @@
+// What the pages ask of the scheduler's admin port. Sessions: see sessions.py.
+
+const DATA = "api";
+let commandToken = null;
+
+export class Refused extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function failure(answer) {
+  let message = `HTTP ${answer.status}`;
+  try {
+    message = (await answer.json()).error.message;
+  } catch {
+    // the body is no error of ours: the status is all there is
+  }
+  return new Refused(message, answer.status);
+}
+
+export async function send(path, { method = "GET", body, headers = {}, signal } = {}) {
+  const answer = await fetch(`${DATA}${path}`, {
+    method,
+    signal,
+    credentials: "same-origin",
+    headers: {
+      ...(body === undefined ? {} : { "Content-Type": "application/json" }),
+      ...(method === "GET" ? {} : { "X-PD-Dashboard": commandToken ?? "" }),
+      ...headers,
+    },
+    body: body === undefined ? undefined : JSON.stringify(body),
+  });
+  if (!answer.ok) throw await failure(answer);
+  return answer;
+}
+
+export const get = async (path) => (await send(path)).json();
+export const command = async (path, body = {}) => (await send(path, { method: "POST", body })).json();
+
+// Uses the code of the link, if there is one, and removes it from the address. Returns whether there is a session.
+export async function begin() {
+  const code = new URLSearchParams(location.hash.slice(1)).get("code");
+  if (code) {
+    history.replaceState(null, "", location.pathname);
+    commandToken = (await (await send("/session", { method: "POST", body: { code } })).json()).command_token;
+    return true;
+  }
+  commandToken = (await get("/session")).command_token;
+  return commandToken !== null;
+}

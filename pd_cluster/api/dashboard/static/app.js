@@ -1,0 +1,115 @@
+// Starts the dashboard: a session, the pages, and one question to the scheduler twice a second.
+
+import { begin, get } from "./api.js";
+import { ClusterPage } from "./cluster.js";
+import { Details } from "./details.js";
+import { clock, h } from "./dom.js";
+import { PlaygroundPage } from "./playground.js";
+import { RequestsPage } from "./requests.js";
+import { rates } from "./picture.js";
+
+const PERIOD_MS = 500, MAX_MARKS = 500;
+const main = document.getElementById("main"), connection = document.getElementById("connection");
+
+function theme(name) {
+  document.documentElement.dataset.theme = name;
+  document.getElementById("theme").textContent = name === "dark" ? "Light" : "Dark";
+}
+
+class App {
+  constructor() {
+    this.details = new Details(document.getElementById("details"));
+    this.pages = { cluster: new ClusterPage(this.details), requests: new RequestsPage(), playground: new PlaygroundPage() };
+    this.samples = [];
+    this.marks = [];
+    this.before = null;
+    addEventListener("hashchange", () => this.turn());
+  }
+
+  turn() {
+    const name = location.hash.slice(1) in this.pages ? location.hash.slice(1) : "cluster";
+    for (const link of document.querySelectorAll("nav a")) {
+      if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    }
+    this.page = this.pages[name];
+    main.replaceChildren(...this.page.element);
+    this.show();
+  }
+
+  async look() {
+    const since = this.samples.at(-1)?.at_s, mark = this.marks.at(-1)?.number ?? 0;
+    const overview = await get(`/overview?since_mark=${mark}${since ? `&since=${since}` : ""}`);
+    if (this.started !== undefined && this.started !== overview.started_s) { // another scheduler: its marks begin again
+      this.samples = [];
+      this.marks = [];
+      this.before = null;
+    }
+    this.started = overview.started_s;
+    this.samples = [...this.samples, ...overview.samples].slice(-overview.max_samples);
+    this.marks = [...this.marks, ...overview.marks].slice(-MAX_MARKS);
+    overview.samples = this.samples;
+    this.measure(overview);
+    this.overview = overview;
+    document.getElementById("about").textContent = `${overview.model} · version ${overview.version}`;
+    connection.textContent = `live, ${clock(overview.now_s)}`;
+    connection.className = "";
+    this.show();
+  }
+
+  // Rates between two looks that are at least a second apart, so that they do not flicker.
+  measure(overview) {
+    if (this.before === null || overview.now_s - this.before.now_s >= 1) {
+      this.rate = rates(overview.instances, this.before?.instances, overview.now_s - (this.before?.now_s ?? 0));
+      this.before = overview;
+    }
+    for (const each of overview.instances) {
+      if (!this.rate.has(each.instance_id)) this.rate.set(each.instance_id, { sent: 0, received: 0, steps: 0 });
+    }
+  }
+
+  show() {
+    if (!this.overview) return;
+    this.details.show(this.overview, this.rate);
+    if (this.page === this.pages.cluster) this.page.show(this.overview, this.rate, this.marks);
+    else this.page.show().catch((error) => { connection.textContent = error.message; });
+  }
+
+  async run() {
+    this.turn();
+    for (;;) {
+      try {
+        await this.look();
+      } catch (error) {
+        if (error.status === 401) return closed(error.message);
+        connection.textContent = `no answer: ${error.message}; shown: ${this.overview ? clock(this.overview.now_s) : "nothing"}`;
+        connection.className = "lost";
+      }
+      await new Promise((resolve) => setTimeout(resolve, PERIOD_MS));
+    }
+  }
+}
+
+function closed(reason) {
+  main.replaceChildren(h("section", {}, h("h2", {}, "A link is needed"), h("p", {}, reason), h("p", {}, "On the scheduler's host, this command prints one that works once, for a minute:"), h("pre", {}, "pd-cluster dashboard")));
+  connection.textContent = "no session";
+  connection.className = "lost";
+}
+
+theme(localStorage.getItem("theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+let app = null;
+document.getElementById("theme").addEventListener("click", () => {
+  const name = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  localStorage.setItem("theme", name);
+  theme(name);
+  app?.pages.cluster.recolour();
+});
+
+try {
+  if (await begin()) {
+    app = new App();
+    await app.run();
+  } else closed("This browser has no session of the dashboard.");
+} catch (error) {
+  closed(error.message);
+}

@@ -1,0 +1,50 @@
+// Elements without markup in strings: whatever a name or an answer contains is text.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+export const h = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
+export const s = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
+
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+export function bytes(number) {
+  let unit = 0;
+  while (Math.abs(number) >= 1024 && unit < UNITS.length - 1) {
+    number /= 1024;
+    unit += 1;
+  }
+  return `${unit ? number.toFixed(1) : Math.round(number)} ${UNITS[unit]}`;
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 1) return `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms`;
+  return `${value.toFixed(value < 10 ? 2 : 1)} s`;
+}
+
+export function count(value) {
+  if (value === null || value === undefined) return "–";
+  return value >= 1000 ? Math.round(value).toLocaleString("en") : String(Math.round(value * 10) / 10);
+}
+
+export const clock = (unixSeconds) => new Date(unixSeconds * 1000).toLocaleTimeString([], { hourCycle: "h23" });
+
+export function table(headings, rows, caption) {
+  return h(
+    "div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    h("table", {},
+      h("caption", {}, caption),
+      h("thead", {}, h("tr", {}, headings.map((text) => h("th", { scope: "col" }, text)))),
+      h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell)))))),
+  );
+}

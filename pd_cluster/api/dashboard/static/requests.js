@@ -1,0 +1,37 @@
+// The page "Requests": the last ones, and the path of one. The scheduler keeps no prompts and no answers.
+
+import { get } from "./api.js";
+import { h, seconds, table } from "./dom.js";
+import { drawTimeline } from "./timeline.js";
+
+const LIMIT = 50;
+
+export class RequestsPage {
+  constructor() {
+    this.list = h("section");
+    this.one = h("section", { "aria-live": "polite" }, h("p", { class: "quiet" }, "Choose a request to see its path."));
+    this.element = [this.one, this.list];
+    this.chosen = null;
+  }
+
+  async show() {
+    const { requests, num_kept: kept } = await get(`/requests?limit=${LIMIT}`);
+    const rows = requests.map((each) => [
+      h("button", { type: "button", onclick: () => this.choose(each.request_id) }, each.request_id),
+      each.status, seconds(each.age_s), each.duration_ms === null ? "–" : seconds(each.duration_ms / 1000),
+      String(each.num_prompt_tokens), each.prefill, each.decode, each.num_replays ? String(each.num_replays) : "",
+    ]);
+    const focused = document.activeElement?.closest?.("section") === this.list ? document.activeElement.textContent : null;
+    this.list.replaceChildren(table(["request", "status", "age", "took", "prompt", "prefill", "decode", "continued"], rows, `The last ${requests.length} of ${kept} requests`));
+    if (focused) [...this.list.querySelectorAll("button")].find((each) => each.textContent === focused)?.focus();
+  }
+
+  async choose(id) {
+    try {
+      const timeline = await get(`/requests/${encodeURIComponent(id)}/timeline`);
+      this.one.replaceChildren(h("h2", {}, `${id}: ${timeline.status}`), drawTimeline(timeline));
+    } catch (error) {
+      this.one.replaceChildren(h("p", {}, error.message));
+    }
+  }
+}

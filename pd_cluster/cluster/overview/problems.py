@@ -1,0 +1,116 @@
+"""Lists what is wrong with a cluster now, worst first, with a way out. Pure: it reads instances and figures.
+
+One list for `pd-cluster status`, `pd-cluster top` and the dashboard. Knows nothing of how it is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.overview.history import History
+from pd_cluster.cluster.routing.policy import refused_links
+from pd_cluster.settings.routing import RoutingConfig
+
+LAST_S = 60.0  # of requests that failed or continued elsewhere
+FULL_SHARE = 0.95  # of a pool, held while requests wait
+Severity = Literal["critical", "warning", "notice"]
+ORDER: tuple[Severity, ...] = ("critical", "warning", "notice")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    severity: Severity
+    text: str
+    way_out: str
+    instance_id: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def problems_of(instances: Sequence[Instance], history: History, routing: RoutingConfig) -> list[Problem]:
+    """Returns all of them, critical ones first; none: everything that was planned serves, and no request failed."""
+    found = [*_roles(instances), *_instances(instances), *_links(instances), *_requests(history, routing)]
+    return sorted(found, key=lambda problem: ORDER.index(problem.severity))
+
+
+def _roles(instances: Sequence[Instance]) -> list[Problem]:
+    serving = [each for each in instances if each.takes_requests]
+    if not serving:
+        return [
+            Problem(
+                "critical",
+                "no instance takes requests: every request waits, or gets a 503",
+                "see each instance's state and its log: `pd-cluster logs NAME`",
+            )
+        ]
+    return [
+        Problem(
+            "warning",
+            f"no {role} instance takes requests: the others do its work, more slowly",
+            f"start one again, or give one the role: `pd-cluster instances role NAME {role}`",
+        )
+        for role in ("prefill", "decode")
+        if not any(each.role == role for each in serving)
+    ]
+
+
+def _instances(instances: Sequence[Instance]) -> list[Problem]:
+    found = []
+    for each in instances:
+        if not each.is_ready:
+            severity: Severity = "warning" if each.state in ("failed", "unreachable") else "notice"
+            reason = f": {each.reason}" if each.reason else ""
+            way_out = f"`pd-cluster logs {each.name}`; docs/operations.md explains its states"
+            found.append(Problem(severity, f"{each.name} is {each.shown_state}{reason}", way_out, each.name))
+            continue
+        if each.service == "out" or each.load.is_draining:
+            way_out = f"`pd-cluster instances drain --undo {each.name}` puts it back in service"
+            found.append(Problem("notice", f"{each.name} is {each.shown_state}", way_out, each.name))
+        load = each.load
+        if load.num_waiting and load.num_blocks and load.num_held_blocks >= FULL_SHARE * load.num_blocks:
+            text = f"{each.name}: {load.num_waiting} requests wait for KV blocks; {load.num_held_blocks} of "
+            way_out = "add an instance of its role, or bound max_tokens; `--slo-ttft` refuses early"
+            found.append(Problem("warning", f"{text}{load.num_blocks} are held", way_out, each.name))
+    return found
+
+
+def _links(instances: Sequence[Instance]) -> list[Problem]:
+    return [
+        Problem(
+            "warning", f"no KV cache goes from {link}", "`pd-cluster check --network` tests the way between the two"
+        )
+        for link in refused_links(instances)
+    ]
+
+
+def _requests(history: History, routing: RoutingConfig) -> list[Problem]:
+    found = []
+    if failed := history.total("failed_per_s", LAST_S):
+        text = f"{failed} {_requests_word(failed)} failed in the last minute"
+        found.append(Problem("critical", text, "`pd-cluster trace` lists them with their errors"))
+    if moved := history.total("replayed_per_s", LAST_S):
+        text = f"{moved} {_requests_word(moved)} continued on another instance in the last minute"
+        found.append(Problem("notice", text, "their answers are complete; the marks say which instance was lost"))
+    if refused := history.total("refused_per_s", LAST_S):
+        text = f"{refused} {_requests_word(refused)} were refused in the last minute"
+        found.append(Problem("warning", text, "add instances, or see --max-queue-time and the --slo flags"))
+    for sample in history.samples()[-1:]:
+        for name, goal_s, flag in (
+            ("ttft", routing.slo_ttft_s, "--slo-ttft"),
+            ("tpot", routing.slo_tpot_s, "--slo-tpot"),
+        ):
+            value_s = sample[f"{name}_p99_s"]
+            if goal_s and value_s is not None and value_s > goal_s:
+                text = f"{name.upper()} p99 is {value_s:.3g} s; {flag} promises {goal_s:g} s"
+                found.append(
+                    Problem("warning", text, "add instances of the slower role, or give the promise more time")
+                )
+    return found
+
+
+def _requests_word(number: int) -> str:
+    return "request" if number == 1 else "requests"

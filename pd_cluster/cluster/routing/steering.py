@@ -1,0 +1,86 @@
+"""An operator's commands as the requests of one process meet them: they wait, end, or stop and go on later.
+
+Knows nothing of instances, and nothing of other processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+
+from pd_cluster.cluster.routing.entrance import Entrance
+from pd_cluster.cluster.routing.stream import RequestStream, Setback
+from pd_cluster.cluster.routing.timeline import Timelines
+from pd_cluster.errors import RequestAborted
+from pd_cluster.reports import Gate
+
+ABORTED = "the operator has ended this request"
+KEPT = "an operator has paused the cluster, and it could not go on afterwards"
+
+
+class Steering:
+    """`streams`: the router's, by their ids. `leave` ends a stream's attempt, with the reason if no other follows."""
+
+    def __init__(
+        self,
+        streams: Mapping[str, RequestStream],
+        entrance: Entrance,
+        timelines: Timelines,
+        leave: Callable[[RequestStream, str], None],
+    ) -> None:
+        self._streams, self._entrance, self._timelines, self._leave = streams, entrance, timelines, leave
+        self._kept: dict[str, Setback | None] = {}  # by stream; None: its reader has not come to it yet
+        self._idle: asyncio.Event | None = None  # set with the last stream's end, where it is waited for
+
+    @property
+    def num_kept(self) -> int:
+        """Counts requests that have begun and wait until the gate is open."""
+        return len(self._kept)
+
+    def steer(self, gate: Gate, aborts: Collection[str] | None, keeps: bool) -> None:
+        """See members/control.py."""
+        self._entrance.set_gate(gate)
+        if gate == "open":
+            self._release()
+        elif keeps:
+            for stream in self._streams.values():
+                if not stream.is_finished:
+                    self._kept.setdefault(stream.request_id)
+                    self._leave(stream, KEPT)
+        if aborts is not None:
+            self._abort(aborts)
+
+    def _abort(self, names: Collection[str]) -> None:
+        for stream in self._streams.values():
+            timeline = self._timelines.find(stream.request_id)
+            if not names or (timeline is not None and not set(names).isdisjoint(timeline.ids)):
+                stream.inbox.put(RequestAborted(ABORTED, code="aborted"))
+        if not names:
+            self._entrance.end_waiting(RequestAborted(ABORTED, code="aborted"))
+
+    def _release(self) -> None:
+        kept, self._kept = self._kept, {}
+        for request_id, setback in kept.items():
+            if setback is not None:
+                self._streams[request_id].inbox.put(setback)
+
+    def keeps(self, stream: RequestStream, setback: Setback | None = None) -> bool:
+        """Whether the stream shall wait; then its reader gets `setback` again once it may go on."""
+        if stream.request_id not in self._kept:
+            return False
+        if setback is not None:
+            self._kept[stream.request_id] = setback
+        return True
+
+    def ended(self, stream: RequestStream) -> None:
+        """Forgets a stream that the router has forgotten."""
+        self._kept.pop(stream.request_id, None)
+        if self._idle is not None and len(self._streams) == len(self._kept):
+            self._idle.set()
+            self._idle = None
+
+    async def until_idle(self) -> None:
+        """Returns when no request is at an instance."""
+        while len(self._streams) > len(self._kept):
+            self._idle = self._idle or asyncio.Event()
+            await self._idle.wait()

@@ -1,0 +1,1 @@
+"""The kinds of models that take pictures, each with its rules."""

@@ -1,0 +1,92 @@
+"""Pictures of InternVL: tiles of one size, as many as suit the picture's shape, and a small copy of the whole."""
+
+from __future__ import annotations
+
+from pd_cluster.errors import ModelError
+from pd_cluster.media.given import CONFIG, Given
+from pd_cluster.media.rules import ImageRules, View
+from pd_cluster.types import Image
+
+
+class TileRules(ImageRules, frozen=True):
+    """A picture has rows and columns of tiles of `side` squared pixels, from `fewest` to `most_tiles` together.
+
+    Each tile takes `num_each` tokens, and so does the copy that pictures of several tiles have behind them.
+    """
+
+    side: int
+    num_each: int
+    fewest: int
+    most_tiles: int
+
+    def sized(self, height: int, width: int) -> tuple[Image, tuple[View, ...]]:
+        num_rows, num_columns = self._grid(height, width)
+        tile = (self.side, self.side)
+        tiles = View((num_rows * self.side, num_columns * self.side), tile=tile)
+        return Image(num_rows, num_columns), (tiles,) if num_rows * num_columns == 1 else (tiles, View(tile))
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Returns the rows and columns whose shape is next to the picture's.
+
+        Among equal ones, a larger one is taken while it has less than twice the picture's area.
+        """
+        best, least = (1, 1), float("inf")
+        sides = range(1, self.most_tiles + 1)
+        grids = [(tall, wide) for wide in sides for tall in sides if self.fewest <= tall * wide <= self.most_tiles]
+        for tall, wide in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+            difference = abs(width / height - wide / tall)
+            is_filled = height * width > 0.5 * self.side * self.side * tall * wide
+            if difference < least or (difference == least and is_filled):
+                best, least = (tall, wide), difference
+        return best
+
+    def shape(self, image: Image) -> tuple[int, int, int]:
+        num_tiles = image.num_rows * image.num_columns
+        return num_tiles + (num_tiles > 1), self.side, self.side
+
+    def num_tokens(self, image: Image) -> int:
+        return self.shape(image)[0] * self.num_each
+
+    def most(self) -> Image:
+        return Image(1, self.most_tiles)
+
+    def size_problem(self, image: Image) -> str:
+        is_one = (image.num_rows, image.num_columns) == (1, 1)
+        if min(image.num_rows, image.num_columns) < 1:
+            return "pictures have at least one tile"
+        if not is_one and not self.fewest <= image.num_rows * image.num_columns <= self.most_tiles:
+            return f"pictures of this model have {self.fewest} to {self.most_tiles} tiles"
+        return ""
+
+
+def internvl(given: Given) -> TileRules:
+    """Raises ModelError."""
+    side = _side(given, "image_size", 448)
+    if given.height_and_width("size", (384, 384)) != (side, side):
+        raise ModelError(f"{given.file}: size {given.preprocessor.get('size')}: {CONFIG} has image_size {side}")
+    per_side = side // _side(given, "patch_size", 14)
+    ratio = given.config.get("downsample_ratio", 0.5)
+    if ratio != 0.5 or per_side % 2:
+        raise ModelError(f"{given.folder / CONFIG}: downsample_ratio {ratio}: only 0.5, of an even number of patches")
+    if given.config.get("vision_feature_select_strategy", "default") != "default":
+        raise ModelError(f"{given.folder / CONFIG}: vision_feature_select_strategy: only default is supported")
+    return TileRules(
+        token_id=given.token_id("image_token_id", default=151667),
+        before=(given.control_token("start_image_token", "<img>"),),
+        after=(given.control_token("end_image_token", "</img>"),),
+        side=side,
+        num_each=(per_side // 2) ** 2,
+        fewest=given.number("min_patches", 1),
+        most_tiles=given.number("max_patches", 12),
+    )
+
+
+def _side(given: Given, name: str, default: int) -> int:
+    """Returns the side of a square in the tower's config: one number, or two that are equal."""
+    value = given.tower.get(name, default)
+    sides = list(value) if isinstance(value, list | tuple) else [value]
+    if any(isinstance(each, bool) or not isinstance(each, int) or each < 1 for each in sides) or len(set(sides)) != 1:
+        raise ModelError(
+            f"{given.folder / CONFIG}: vision_config.{name} {value!r}: must be one number, or two equal ones"
+        )
+    return int(sides[0])

@@ -1,0 +1,46 @@
+"""Loads what of a checkpoint takes memory: the language model and, for pictures, the vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import Device
+from pd_cluster.kv.memory import TORCH_DTYPES
+from pd_cluster.model.causal_lm import CausalLM
+from pd_cluster.model.loader import load_model
+from pd_cluster.model.parallel.group import Group
+from pd_cluster.model.vision.load import load_tower
+from pd_cluster.model.vision.tower import Tower
+from pd_cluster.settings.engine import EngineConfig
+
+
+def load_parts(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    dtype: str,
+    block_size: int,
+    device: Device,
+    group: Group,
+    speedups: Sequence[str],
+) -> tuple[CausalLM, Tower | None]:
+    """Returns the model, or this rank's share, and its tower; None: it takes no pictures. Raises ModelError."""
+    model = load_model(
+        checkpoint,
+        dtype,
+        device,
+        group,
+        config.attention_backend,
+        block_size,
+        config.max_num_seqs,
+        config.deterministic,
+        config.npu_head_dims,
+        config.kv_cache_dtype,
+        speedups,
+    )
+    if checkpoint.vision is None:
+        return model, None
+    kept_dtype = TORCH_DTYPES[dtype] if device.is_accelerator else torch.float32
+    return model, load_tower(checkpoint, kept_dtype, device, config.mm_encoder_cache_tokens)

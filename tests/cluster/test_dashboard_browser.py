@@ -1,0 +1,214 @@
+"""The dashboard in a real browser: loads, lives through a worker's death, chats, and is usable without a mouse or eyes.
+
+Needs Debian's chromium and the extra `browser`; `PD_CLUSTER_SCREENSHOTS=FOLDER` writes the documents' pictures.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.test_up import Up
+from tests.support.cluster import free_port_pair
+
+CHROMIUM = shutil.which("chromium")
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-first-run",
+]
+NAME = "<img src=x onerror=document.title='injected'>"  # a model may be called so
+WAIT_MS = 60_000
+PICTURES = os.environ.get("PD_CLUSTER_SCREENSHOTS", "")
+NAMES = ["tiny-chat", NAME] if PICTURES else [NAME, "tiny-chat"]
+
+
+class Pages:
+    """One browser, and everything that its pages complained about."""
+
+    def __init__(self, browser: Any) -> None:
+        self.browser = browser
+        self.complaints: list[str] = []
+
+    def open(self, link: str, **options: Any) -> Any:
+        page = self.browser.new_context(**{"viewport": {"width": 1400, "height": 1000}, **options}).new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("console", lambda said: said.type == "error" and self.complaints.append(said.text))
+        began_s = time.monotonic()
+        page.goto(link)
+        page.wait_for_selector("g.instance")
+        print(f"figure: from the link to the picture {time.monotonic() - began_s:.2f} s")  # shown by pytest -s
+        return page
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Up]:
+    up = Up("", free_port_pair(), "--prefill=1", "--decode=2", *(f"--served-model-name={name}" for name in NAMES))
+    try:
+        up.await_line("^ready after")
+        yield up
+    finally:
+        up.process.send_signal(signal.SIGINT)
+        up.process.wait(60)
+        up.end()
+
+
+@pytest.fixture(scope="module")
+def pages() -> Iterator[Pages]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield Pages(browser)
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def links(cluster: Up) -> Callable[[], str]:
+    token_file = Path(cluster.await_line("^admin token: (.*)")[1])
+    admin = cluster.await_line(r"^dashboard: (http://[^/]+)/")[1]
+
+    def new() -> str:
+        headers = {"Authorization": f"Bearer {token_file.read_text().strip()}"}
+        return f"{admin}{httpx.post(f'{admin}/dashboard/codes', headers=headers).json()['path']}"
+
+    return new
+
+
+def shoot(page: Any, name: str) -> None:
+    if PICTURES:
+        page.screenshot(path=str(Path(PICTURES) / f"{name}.png"))
+
+
+def some_load(admin: str) -> None:
+    """Answers 48 requests, eight at a time; the admin port is the one after the public port."""
+    public = admin.rpartition(":")[0] + f":{int(admin.rpartition(':')[2]) - 1}"
+    body = {"prompt": "A long story about a bear and a bee:", "max_tokens": 150, "ignore_eos": True}
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(httpx.post, f"{public}/v1/completions", json=body, timeout=120) for _ in range(48)]
+        assert all(answer.result().status_code == 200 for answer in answers)
+
+
+def await_count(page: Any, selector: str, number: int) -> None:
+    """Waits for so many elements; a function in the page would need what its policy forbids."""
+    playwright.expect(page.locator(selector)).to_have_count(number, timeout=WAIT_MS)
+
+
+def axe_of(page: Any) -> list[str]:
+    """Returns the serious findings of axe. The page's policy keeps foreign scripts out, so it comes by the debugger."""
+    from axe_playwright_python.base import AXE_FILE_PATH
+
+    session = page.context.new_cdp_session(page)
+    session.send("Runtime.evaluate", {"expression": Path(AXE_FILE_PATH).read_text()})
+    found = session.send(
+        "Runtime.evaluate",
+        {
+            "expression": "axe.run().then(r => r.violations.filter(v => ['serious', 'critical'].includes(v.impact))"
+            ".map(v => v.id + ': ' + v.nodes.map(n => n.html).join(' | ')))",
+            "awaitPromise": True,
+            "returnByValue": True,
+        },
+    )
+    return list(found["result"]["value"])
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_is_accessible_and_complains_of_nothing(pages: Pages, links: Callable[[], str], scheme: str) -> None:
+    page = pages.open(links(), color_scheme=scheme)
+    assert "code=" not in page.url, "the code leaves the address"
+    await_count(page, ".chart canvas", 6)
+    assert axe_of(page) == []
+    if PICTURES:
+        with ThreadPoolExecutor(1) as pool:
+            load = pool.submit(some_load, page.url.partition("/dashboard")[0])
+            page.wait_for_timeout(6000)  # for the picture alone
+            shoot(page, f"cluster-{scheme}")
+            load.result()
+    for name in ("requests", "playground"):
+        page.click(f"nav a[href='#{name}']")
+        page.wait_for_selector("main section")
+        assert axe_of(page) == [], name
+    page.click("nav a[href='#cluster']")
+    page.focus("g.instance")
+    page.keyboard.press("Enter")  # without a mouse
+    page.wait_for_selector("dialog[open] pre:has-text('ready after')")
+    assert axe_of(page) == []
+    shoot(page, f"instance-{scheme}")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog:not([open])", state="attached")
+    page.reload()
+    page.wait_for_selector("g.instance")  # the session goes on
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than a phone"
+    shoot(page, f"phone-{scheme}")
+    assert page.title() == "pd-cluster", "the model's name is text"
+    assert pages.complaints == []
+
+
+def test_the_playground_streams_compares_and_draws_the_path(pages: Pages, links: Callable[[], str]) -> None:
+    page = pages.open(links())
+    page.click("nav a[href='#playground']")
+    await_count(page, "select >> nth=0 >> option", 2)
+    page.check("#compare")
+    page.locator("section", has_text="Chat").get_by_label("colour tokens by probability").first.check()
+    page.fill("textarea[aria-label=Message]", "What is 3 + 4?")
+    page.keyboard.press("Enter")
+    await_count(page, ".said:not(.user) .quiet", 2)
+    answers = page.locator(".said:not(.user)")
+    assert all(answers.nth(at).inner_text().startswith("7") for at in range(2))
+    assert answers.first.locator(".token").count() > 0
+    await_count(page, ".timeline svg", 2)
+    page.wait_for_selector("text=token 1 from prefill-0")
+    shoot(page, "playground")
+    page.click("nav a[href='#requests']")
+    page.click("tbody button >> nth=0")
+    page.wait_for_selector(".timeline svg")
+    assert pages.complaints == []
+
+
+def test_a_killed_worker_is_named_and_its_return_is_seen(pages: Pages, links: Callable[[], str], cluster: Up) -> None:
+    page = pages.open(links())
+    admin = links().partition("/dashboard")[0]
+    victim = next(
+        each for each in httpx.get(f"{admin}/instances").json()["instances"] if each["instance_id"] == "decode-1"
+    )
+    killed_s = time.monotonic()
+    os.kill(victim["pid"], signal.SIGKILL)
+    page.wait_for_selector(".marks li.down:has-text('decode-1')")
+    print(f"figure: from the kill to its name on the page {time.monotonic() - killed_s:.2f} s")
+    shoot(page, "death")
+    page.wait_for_selector(".marks li.up:has-text('decode-1') >> nth=0")
+    page.wait_for_selector("g.instance.up[aria-label^='decode-1: ready']")
+    assert pages.complaints == []
+
+
+def test_a_command_says_what_it_will_do_and_does_it(pages: Pages, links: Callable[[], str]) -> None:
+    page = pages.open(links())
+    page.click("g.instance[aria-label^='decode-1']")
+    page.click("dialog button:has-text('Drain')")
+    page.wait_for_selector("dialog .confirm:has-text('gets no new requests')")
+    page.click("dialog .confirm button.main")
+    page.wait_for_selector("dialog td:text-is('drained')")
+    page.click("dialog button:text-is('Put back')")
+    page.click("dialog .confirm button.main")
+    page.wait_for_selector("dialog td:text-is('ready')")
+    assert pages.complaints == []
+
+
+def test_without_a_link_there_is_nothing(pages: Pages, links: Callable[[], str]) -> None:
+    page = pages.browser.new_context().new_page()
+    page.goto(links().partition("#")[0])
+    page.wait_for_selector("text=A link is needed")
+    assert page.locator("g.instance").count() == 0

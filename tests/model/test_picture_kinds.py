@@ -1,0 +1,158 @@
+"""Models that take pictures, other than Qwen's, answer as transformers' generate() does with its own processors."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster import LLM, SamplingParams
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.errors import ConfigError
+from pd_cluster.types import Request, Sampling
+from tests.support.checkpoints import make_tokenizer
+from tests.support.engines import make_core, run
+from tests.support.multimodal import rewrite_weights
+from tests.support.picture_kinds import FIRST, KINDS, LAST, NAMES, PICTURE, asked, make_kind, reference_answer
+from tests.support.pictures import Shown, data_url, picture
+from tests.support.ranks import ranks
+
+NUM_TOKENS = 12
+GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
+SETTINGS: dict[str, Any] = {"block_size": 4, "num_blocks": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+QUICK = ("gemma3",)  # the others' tests are slow ones
+EVERY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in KINDS]
+FEWEST = {"gemma3": 11}  # a picture's four tokens, beside other sequences' next ones
+
+
+def text(seed: int, num_tokens: int) -> list[int]:
+    return [random.Random(seed + at).randrange(256) for at in range(num_tokens)]
+
+
+def prompts(name: str) -> list[Shown]:
+    same, other = text(1, 5), text(20, 7)
+    return [
+        asked(name, [same, other], [picture(1)]),
+        asked(name, [same, other], [picture(2)]),  # the same words
+        asked(name, [[], text(3, 3), other], [picture(3, 40, 16), picture(4, 17, 33)]),
+        asked(name, [[], text(3, 3), other], [picture(4, 17, 33), picture(3, 40, 16)]),
+        asked(name, [other, [], same], [picture(5, 64, 64), picture(5, 64, 64)]),
+        asked(name, [text(50, 20)], []),
+    ]
+
+
+def expected_of(folder: Path, name: str, shown: list[Shown]) -> list[list[int]]:
+    return [reference_answer(folder, name, each, NUM_TOKENS) for each in shown]
+
+
+def answer_all(folder: Path, core: EngineCore, shown: list[Shown]) -> list[list[int]]:
+    """All at once."""
+    return [tokens for tokens, _ in answers(folder, core, shown)]
+
+
+def answers(folder: Path, core: EngineCore, shown: list[Shown]) -> list[tuple[list[int], Request]]:
+    requests = [Request(f"r{at}", each.order(folder, GREEDY), arrival_s=float(at)) for at, each in enumerate(shown)]
+    found = run(core, requests)
+    return [([token.token_id for token in found[each.request_id][0]], each) for each in requests]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_one_engine(tmp_path: Path, name: str) -> None:
+    """One after another, all at once, in chunks that cut pictures, from the prefix cache, and preempted."""
+    folder = make_kind(tmp_path, name)
+    shown = prompts(name)
+    expected = expected_of(folder, name, shown)
+    assert expected[0] != expected[1], "the picture does not matter"
+    assert expected[2] != expected[3], "the pictures' order does not matter"
+    core = make_core(folder, **SETTINGS)
+    for each, tokens in zip(shown, expected, strict=True):
+        assert answer_all(folder, core, [each]) == [tokens]
+    assert answer_all(folder, core, shown) == expected
+    fewest = FEWEST.get(name, 3)
+    chunked = make_core(folder, **{**SETTINGS, "max_num_batched_tokens": fewest, "mm_encoder_cache_tokens": 0})
+    assert answer_all(folder, chunked, shown) == expected
+    few = {**SETTINGS, "num_blocks": 30, "max_model_len": 100, "enable_prefix_caching": False}
+    preempting = make_core(folder, **few)
+    assert answer_all(folder, preempting, shown) == expected
+    assert preempting.scheduler.num_preemptions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_a_cached_prefix_ends_inside_a_picture(tmp_path: Path, name: str) -> None:
+    """The same picture is found, the rest of it computed; another picture of the same size never is."""
+    folder = make_kind(tmp_path, name)
+    words = text(1, 3 if name in ("glm4v", "internvl") else 2)
+    same, other = (asked(name, [words, []], [picture(seed, 16, 16)]) for seed in (1, 2))
+    core = make_core(folder, **SETTINGS)
+    cached = []
+    for shown in (same, same, other):
+        ((tokens, request),) = answers(folder, core, [shown])
+        assert tokens == expected_of(folder, name, [shown])[0]
+        cached.append(request.num_cached_tokens)
+    span = request.order.spans[0]
+    assert span.start < cached[1] < span.stop
+    assert cached[0] == 0
+    assert cached[2] <= span.start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_two_ranks_and_swap(tmp_path: Path, name: str) -> None:
+    folder = make_kind(tmp_path, name)
+    shown = prompts(name)
+    expected = expected_of(folder, name, shown)
+    few = {**SETTINGS, "num_blocks": 30, "max_model_len": 100, "preemption_mode": "swap", "swap_space_gib": 0.01}
+    with ranks(folder, 2, **{**few, "mm_encoder_cache_tokens": 20}) as core:
+        assert answer_all(folder, core, shown) == expected
+        assert core.scheduler.num_preemptions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_published_names_of_weights(tmp_path: Path, name: str) -> None:
+    folder = make_kind(tmp_path, name)
+    shown = prompts(name)[:2]
+    expected = expected_of(folder, name, shown)
+    for old, new in names_of(name):
+        rewrite_weights(folder, old, new)
+    assert answer_all(folder, make_core(folder, **SETTINGS), shown) == expected
+
+
+def names_of(name: str) -> list[tuple[str, str]]:
+    """Returns the beginnings of names, as transformers 5 writes them and as published folders have them."""
+    if name == "glm4v":  # as it is published
+        return []
+    towers = [("vision_tower.", "vision_tower.vision_model.")] if name in ("llava", "gemma3") else []
+    return [*towers, ("lm_head.", "language_model.lm_head.")]
+
+
+def test_a_conversation_spells_pictures_out(tmp_path: Path) -> None:
+    """Gemma's pictures stand between line feeds, in texts and in conversations; nobody's text becomes one."""
+    folder = make_kind(tmp_path, "gemma3")
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+
+    def expected(before: str, after: str, seed: int) -> list[int]:
+        encode = make_tokenizer().encode
+        ids = [[*encode(f"{before}\n\n").ids, FIRST], [LAST, *encode(f"\n\n{after}").ids]]
+        return expected_of(folder, "gemma3", [asked("gemma3", ids, [picture(seed)])])[0]
+
+    with LLM(str(folder), num_blocks=128, block_size=8, enable_mm=True, max_num_seqs=8) as llm:
+        data = [{"prompt": f"ab{NAMES[FIRST]}c", "multi_modal_data": {"image": picture(seed)}} for seed in (1, 2)]
+        found = llm.generate(data, params, use_tqdm=False)
+        assert [list(each.outputs[0].token_ids) for each in found] == [expected("ab", "c", seed) for seed in (1, 2)]
+        shown = {"type": "image_url", "image_url": {"url": data_url(picture(1))}}
+        for words in ("x", f"{NAMES[FIRST]}{NAMES[PICTURE]}"):
+            parts = [shown, {"type": "text", "text": words}]
+            (answer,) = llm.chat([{"role": "user", "content": parts}], params, use_tqdm=False)
+            assert answer.error_msg is None
+            assert answer.prompt_token_ids.count(PICTURE) == 4
+            assert list(answer.outputs[0].token_ids) == expected("<|user|>", f"{words}<|assistant|>", 1)
+
+
+def test_a_picture_that_does_not_fit_a_step(tmp_path: Path) -> None:
+    folder = make_kind(tmp_path, "gemma3")
+    with pytest.raises(ConfigError, match=r"a picture's 4 tokens are computed in one step .* give at least 11, or"):
+        make_core(folder, **{**SETTINGS, "max_num_batched_tokens": 10})

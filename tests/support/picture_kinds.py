@@ -1,0 +1,252 @@
+"""Tiny checkpoints of the models that take pictures, other than Qwen's, and what transformers answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from tests.support.checkpoints import (
+    COMMON,
+    EOS_ID,
+    MIXED_LAYERS,
+    ROPE,
+    make_checkpoint,
+    make_tokenizer,
+    shake,
+    until_end,
+)
+from tests.support.pictures import Shown
+
+PICTURE, VIDEO, FIRST, LAST = 300, 301, 302, 303
+NAMES = {PICTURE: "<picture>", VIDEO: "<video>", FIRST: "<first>", LAST: "<last>"}
+Inputs = dict[str, Any]
+
+
+class Kind(NamedTuple):
+    """`shown` returns generate()'s inputs for pictures, and each picture's tokens."""
+
+    config_class: str
+    text_type: str
+    text: dict[str, Any]
+    tower: dict[str, Any]
+    whole: dict[str, Any]
+    processor: Callable[[], Any]
+    shown: Callable[[Any, list[Any]], tuple[Inputs, list[list[int]]]]
+    files: Mapping[str, Any] = MappingProxyType({})  # fields of processor_config.json
+
+
+def _clip() -> Any:
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    return CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+
+
+def _tiles() -> Any:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    return GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=4)
+
+
+def _rows() -> Any:
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    return PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size={"height": 4, "width": 4})
+
+
+def _gemma() -> Any:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    return Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=False)
+
+
+def _glm() -> Any:
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+
+    return Glm4vImageProcessorPil(patch_size=4, size={"shortest_edge": 512, "longest_edge": 2048})
+
+
+def _fixed(num_tokens: int) -> Callable[[Any, list[Any]], tuple[Inputs, list[list[int]]]]:
+    def shown(processor: Any, pictures: list[Any]) -> tuple[Inputs, list[list[int]]]:
+        found = processor(images=pictures, return_tensors="pt")
+        return {"pixel_values": found["pixel_values"]}, [[PICTURE] * num_tokens] * len(pictures)
+
+    return shown
+
+
+def _tiled(processor: Any, pictures: list[Any]) -> tuple[Inputs, list[list[int]]]:
+    found = processor(images=pictures, crop_to_patches=True, return_tensors="pt")
+    counts = found["num_patches"].tolist()
+    return {"pixel_values": found["pixel_values"]}, [[FIRST, *[PICTURE] * (4 * count), LAST] for count in counts]
+
+
+def _in_rows(merge: int) -> Callable[[Any, list[Any]], tuple[Inputs, list[list[int]]]]:
+    def shown(processor: Any, pictures: list[Any]) -> tuple[Inputs, list[list[int]]]:
+        side = 4 * merge
+        found = processor(images=pictures, patch_size={"height": side, "width": side}, return_tensors="pt")
+        tokens = []
+        for height, width in found["image_sizes"].tolist():
+            row = [PICTURE] * (width // side) + [FIRST]
+            tokens.append([*(row * (height // side))[:-1], LAST])
+        return {"pixel_values": found["pixel_values"], "image_sizes": found["image_sizes"]}, tokens
+
+    return shown
+
+
+def _in_grids(processor: Any, pictures: list[Any]) -> tuple[Inputs, list[list[int]]]:
+    found = processor(images=pictures, return_tensors="pt")
+    grids = found["image_grid_thw"]
+    inputs = {"pixel_values": found["pixel_values"], "image_grid_thw": grids}
+    return inputs, [[PICTURE] * (count // 4) for count in grids.prod(-1).tolist()]
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+CLIP = {**SMALL, "model_type": "clip_vision_model", "num_hidden_layers": 3}
+SIGLIP = {**SMALL, "num_hidden_layers": 2}
+PIXTRAL = {**SMALL, "model_type": "pixtral", "num_hidden_layers": 2, "head_dim": 16, "image_size": 32}
+INTERN = {**SMALL, "num_hidden_layers": 2, "image_size": [16, 16], "patch_size": [4, 4]}
+GLM = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "image_size": 16, "intermediate_size": 48}
+AT = {"image_token_index": PICTURE}
+ENDS = {"image_break_token": NAMES[FIRST], "image_end_token": NAMES[LAST]}
+GEMMA = {"boi_token": NAMES[FIRST], "eoi_token": NAMES[LAST], "image_token": NAMES[PICTURE]}
+IDS = {"image_token_id": PICTURE, "video_token_id": VIDEO, "image_start_token_id": FIRST, "image_end_token_id": LAST}
+KINDS: dict[str, Kind] = {
+    "llava": Kind("LlavaConfig", "llama", {}, CLIP, AT, _clip, _fixed(16)),
+    "internvl": Kind(
+        "InternVLConfig",
+        "qwen2",
+        {},
+        INTERN,
+        {"image_token_id": PICTURE, "image_seq_length": 4},
+        _tiles,
+        _tiled,
+        {"start_image_token": NAMES[FIRST], "end_image_token": NAMES[LAST]},
+    ),
+    "mistral3": Kind(
+        "Mistral3Config",
+        "mistral",
+        {"sliding_window": None},
+        PIXTRAL,
+        {**AT, "spatial_merge_size": 2},
+        _rows,
+        _in_rows(2),
+        ENDS,
+    ),
+    "pixtral": Kind(
+        "LlavaConfig",
+        "mistral",
+        {"sliding_window": None},
+        PIXTRAL,
+        {**AT, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        _rows,
+        _in_rows(1),
+        ENDS,
+    ),
+    "gemma3": Kind(
+        "Gemma3Config",
+        "gemma3_text",
+        {**MIXED_LAYERS, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+        SIGLIP,
+        {**AT, "mm_tokens_per_image": 4, "boi_token_index": FIRST, "eoi_token_index": LAST},
+        _gemma,
+        _fixed(4),
+        GEMMA,
+    ),
+    "glm4v": Kind(
+        "Glm4vConfig",
+        "glm4v_text",
+        {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
+        {**GLM, "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 64},
+        IDS,
+        _glm,
+        _in_grids,
+    ),
+}
+
+BETWEEN = ("glm4v",)  # their pictures stand between two tokens in the prompt
+
+
+def make_kind(folder: Path, name: str, **changes: Any) -> Path:
+    """Writes all files of a model. `changes` apply to the text model's config."""
+    make_checkpoint(folder)  # generation_config.json
+    (folder / "model.safetensors").unlink()
+    kind = KINDS[name]
+    text = {**COMMON, **kind.text, **changes, "model_type": kind.text_type}
+    tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    config = getattr(transformers, kind.config_class)(text_config=text, vision_config=kind.tower, **kind.whole, **tied)
+    torch.manual_seed(1)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    shake(model)
+    with torch.no_grad():  # so that a picture matters as much as a word
+        for path, weight in model.model.named_parameters():
+            if "language_model" not in path and weight.dim() > 1:
+                weight.copy_(torch.randn_like(weight) / weight[0].numel() ** 0.5)
+    model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    model.save_pretrained(folder)
+    tokenizer = make_tokenizer()
+    file = folder / "tokenizer.json"
+    tokenizer.save(str(file))
+    state = json.loads(file.read_text())
+    for token in state["added_tokens"]:
+        if token["id"] in NAMES:
+            token.update(content=NAMES[token["id"]], special=True)
+    file.write_text(json.dumps(state))
+    placeholder = NAMES[FIRST] if name == "gemma3" else NAMES[PICTURE]
+    template = (
+        "{% for message in messages %}<|{{ message.role }}|>{% if message.content is string %}{{ message.content }}"
+        "{% else %}{% for part in message.content %}{% if part.type == 'image' %}" + placeholder + "{% else %}"
+        "{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(file), bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", chat_template=template
+    ).save_pretrained(folder)
+    kind.processor().save_pretrained(folder)
+    if kind.files:
+        (folder / "processor_config.json").write_text(json.dumps(dict(kind.files)))
+    return folder
+
+
+def asked(name: str, token_ids: list[list[int]], pictures: list[Any]) -> Shown:
+    """A prompt of texts in tokens, with the pictures between them."""
+    placeholder = [FIRST, PICTURE, LAST] if name in BETWEEN else [PICTURE]
+    found = list(token_ids[0])
+    for text in token_ids[1:]:
+        found += [*placeholder, *text]
+    return Shown(found, pictures)
+
+
+@cache
+def reference_of(folder: Path) -> Any:
+    return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def reference_inputs(name: str, prompt: Shown) -> Inputs:
+    kind = KINDS[name]
+    inputs: Inputs = {}
+    token_ids = prompt.token_ids
+    if prompt.pictures:
+        inputs, tokens = kind.shown(kind.processor(), prompt.pictures)
+        each = iter(tokens)
+        token_ids = [id_ for token in token_ids for id_ in (next(each) if token == PICTURE else [token])]
+    marks = torch.tensor([[int(token == PICTURE) for token in token_ids]])
+    if name == "gemma3":
+        inputs["token_type_ids"] = marks
+    if "image_grid_thw" in inputs:
+        inputs["mm_token_type_ids"] = marks
+    ids = torch.tensor([token_ids])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **inputs}
+
+
+def reference_answer(folder: Path, name: str, prompt: Shown, max_tokens: int) -> list[int]:
+    """Returns generate()'s tokens, with pictures prepared by transformers' own processor."""
+    inputs = reference_inputs(name, prompt)
+    with torch.inference_mode():
+        output = reference_of(folder).generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+    return until_end(output[0, inputs["input_ids"].shape[1] :].tolist(), {EOS_ID})

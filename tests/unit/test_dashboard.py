@@ -1,0 +1,237 @@
+"""The dashboard's sessions, guards and files, over the admin app itself."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pd_cluster.api.admin.admin_app import Shown, admin_app
+from pd_cluster.api.admin.timelines import LocalTimelines
+from pd_cluster.api.dashboard import sessions as sessions_module
+from pd_cluster.api.dashboard.playground import PublicPort
+from pd_cluster.api.dashboard.routes import COOKIE, STATIC
+from pd_cluster.api.dashboard.sessions import CODE_LIFE_S, MAX_CODES, MAX_SESSIONS, SESSION_LIFE_S, Sessions
+from pd_cluster.api.gate.access import AdminAccess
+from pd_cluster.cluster.overview.watch import Overview
+from pd_cluster.cluster.routing.stats import RequestStats
+from pd_cluster.reports import Busy
+from pd_cluster.settings.log_files import LogFile
+from pd_cluster.settings.routing import RoutingConfig
+from tests.support.elastic_world import ElasticWorld
+
+TOKEN, HOST = "t" * 32, "http://localhost:9001"
+ORIGIN = {"Origin": HOST}
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+READ = ("/instances", "/requests", "/overview", "/instances/prefill-0/logs")
+
+
+def test_a_code_works_once_and_for_a_minute() -> None:
+    now_s = [0.0]
+    sessions = Sessions(lambda: now_s[0])
+    code = sessions.new_code()
+    found = sessions.exchange(code)
+    assert found is not None
+    cookie, session = found
+    assert sessions.exchange(code) is None
+    assert sessions.find(cookie) is session
+    assert sessions.find(cookie + "x") is None
+    assert sessions.find("") is None
+    late = sessions.new_code()
+    now_s[0] += CODE_LIFE_S
+    assert sessions.exchange(late) is None
+    now_s[0] += SESSION_LIFE_S
+    assert sessions.find(cookie) is None
+
+
+def test_codes_and_sessions_are_bounded_and_no_secret_is_kept() -> None:
+    sessions = Sessions(lambda: 0.0)
+    codes = [sessions.new_code() for _ in range(MAX_CODES + 1)]
+    assert sessions.exchange(codes[0]) is None
+    assert sessions.exchange(codes[1]) is not None
+    cookies = []
+    for _ in range(MAX_SESSIONS + 1):
+        found = sessions.exchange(sessions.new_code())
+        assert found is not None
+        cookies.append(found[0])
+    assert sessions.find(cookies[0]) is None
+    assert sessions.find(cookies[-1]) is not None
+    assert cookies[-1] not in repr(vars(sessions))
+
+
+def with_app(tmp_path: Path, use: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    async def test() -> None:
+        world = ElasticWorld()
+        stats = RequestStats(lambda: 0.0)
+        overview = Overview(world.membership, lambda: (stats.snapshot(), Busy()), RoutingConfig())
+        shown = Shown(overview, "a model", tmp_path, PublicPort("127.0.0.1", 9))
+        app = admin_app(world.elastic, LocalTimelines(world.router.timelines), AdminAccess(TOKEN, True), shown=shown)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HOST) as client:
+            await use(client)
+
+    asyncio.run(test())
+
+
+async def begin(client: httpx.AsyncClient) -> dict[str, str]:
+    """Makes a session; returns the headers of its commands."""
+    made = (await client.post("/dashboard/codes", headers=BEARER)).json()
+    assert made["path"] == f"/dashboard/#code={made['code']}"
+    answer = await client.post("/dashboard/api/session", json={"code": made["code"]}, headers=ORIGIN)
+    assert answer.status_code == 200
+    attributes = answer.headers["set-cookie"].lower()
+    assert all(each in attributes for each in ("httponly", "samesite=strict", "path=/dashboard"))
+    return {**ORIGIN, "X-PD-Dashboard": answer.json()["command_token"]}
+
+
+def test_nothing_is_read_without_a_session(tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        for path in READ:
+            answer = await client.get(f"/dashboard/api{path}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "no_session")
+        assert (await client.get("/dashboard/api/session")).json() == {"command_token": None}
+        assert (await client.post("/dashboard/codes")).status_code == 401, "codes are for those who have the token"
+        for code in ("", "x", "a" * 500):
+            answer = await client.post("/dashboard/api/session", json={"code": code}, headers=ORIGIN)
+            assert answer.status_code == 401
+            assert "set-cookie" not in answer.headers
+
+    with_app(tmp_path, use)
+
+
+def test_a_session_reads_and_its_cookie_opens_nothing_else(tmp_path: Path) -> None:
+    LogFile(tmp_path, "prefill-0").write("one line with Bearer abcdefgh")
+
+    async def use(client: httpx.AsyncClient) -> None:
+        headers = await begin(client)
+        for path in READ:
+            assert (await client.get(f"/dashboard/api{path}")).status_code == 200, path
+        overview = (await client.get("/dashboard/api/overview")).json()
+        assert overview["model"] == "a model"
+        assert [each["instance_id"] for each in overview["instances"]]
+        logs = (await client.get("/dashboard/api/instances/prefill-0/logs")).json()
+        assert logs["lines"] == ["one line with Bearer [hidden]"]
+        # outside of /dashboard the cookie means nothing, even if somebody sends it there
+        cookie = {"Cookie": f"{COOKIE}={client.cookies[COOKIE]}"}
+        assert (
+            await client.post("/instances/prefill-0/drain", json={}, headers={**headers, **cookie})
+        ).status_code == 401
+        assert (await client.get("/instances/prefill-0/logs", headers=cookie)).status_code == 401
+        assert (await client.get("/instances/prefill-0/logs", headers=BEARER)).status_code == 200
+        assert (await client.delete("/dashboard/api/session", headers=headers)).status_code == 200
+        client.cookies.clear()
+        old = {"Cookie": cookie["Cookie"]}
+        assert (await client.get("/dashboard/api/instances", headers=old)).status_code == 401
+
+    with_app(tmp_path, use)
+
+
+def test_commands_need_this_page_and_its_token(tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        headers = await begin(client)
+        path = "/dashboard/api/instances/prefill-0/drain"
+        bad: list[dict[str, Any]] = [
+            {},
+            ORIGIN,
+            {**headers, "X-PD-Dashboard": "x"},
+            {**headers, "Origin": "http://evil.example"},
+            {**headers, "Origin": "http://localhost:9002"},
+            {**headers, "Origin": "null"},
+            {"X-PD-Dashboard": headers["X-PD-Dashboard"]},
+        ]
+        for each in bad:
+            answer = await client.post(path, json={}, headers=each)
+            assert answer.status_code == 403, each
+            for other in ("/chat", "/instances/prefill-0/remove"):
+                assert (await client.post(f"/dashboard/api{other}", json={}, headers=each)).status_code == 403
+        made = (await client.post("/dashboard/codes", headers=BEARER)).json()
+        for origin in ({}, {"Origin": "http://evil.example"}):
+            answer = await client.post("/dashboard/api/session", json={"code": made["code"]}, headers=origin)
+            assert answer.status_code == 403
+        answer = await client.post(path, json={"force": True}, headers=headers)
+        assert answer.status_code == 200, answer.text
+        answer = await client.post("/dashboard/api/chat", json={}, headers=headers)
+        assert (answer.status_code, "public port does not answer" in answer.text) == (503, True)
+
+    with_app(tmp_path, use)
+
+
+def test_files_are_closed_and_name_no_other_host(tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        for path in ("/dashboard/", "/dashboard/app.js", "/dashboard/style.css", "/dashboard/vendor/uplot.js"):
+            answer = await client.get(path)
+            assert answer.status_code == 200
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert answer.headers["x-frame-options"] == "DENY"
+        assert (await client.get("/dashboard")).headers["location"] == "/dashboard/"
+        for path in (
+            "/dashboard/nothing.js",
+            "/dashboard/..%2froutes.py",
+            "/dashboard/%2e%2e/routes.py",
+            "/dashboard/vendor",
+        ):
+            assert (await client.get(path)).status_code == 404, path
+
+    with_app(tmp_path, use)
+
+
+def test_the_pages_have_no_inline_code_no_markup_from_strings_and_no_outside_address() -> None:
+    own = [
+        path for path in STATIC.rglob("*") if path.suffix in (".js", ".html", ".css") and path.parent.name != "vendor"
+    ]
+    assert len(own) > 8
+    for path in own:
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?://", text), path.name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
+            path.name
+        )
+    page = (STATIC / "index.html").read_text()
+    assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=", page)
+
+
+def test_every_file_that_a_page_names_is_there() -> None:
+    page = (STATIC / "index.html").read_text()
+    for name in re.findall(r'(?:src|href)="([^"#]+)"', page):
+        assert (STATIC / name).is_file(), name
+    for path in STATIC.glob("*.js"):
+        for name in re.findall(r'from "\./([^"]+)"', path.read_text()):
+            assert (STATIC / name).is_file(), f"{path.name}: {name}"
+
+
+def test_times_of_codes_and_sessions_are_those_that_the_documents_say() -> None:
+    text = Path("docs/dashboard.md").read_text()
+    assert f"{sessions_module.CODE_LIFE_S:.0f} seconds" in text
+    assert f"{sessions_module.SESSION_LIFE_S / 3600:.0f} hours" in text
+
+
+@pytest.mark.parametrize("limit", ["0x", "-1", "1.5", "9" * 30, "5001"])
+def test_bad_numbers_are_refused(tmp_path: Path, limit: str) -> None:
+    LogFile(tmp_path, "prefill-0").write("x")
+
+    async def use(client: httpx.AsyncClient) -> None:
+        answer = await client.get(f"/instances/prefill-0/logs?limit={limit}", headers=BEARER)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
+        for path in ("/overview?since=x", "/overview?since=nan", "/overview?since_mark=1e999"):
+            assert (await client.get(path)).status_code == 400
+
+    with_app(tmp_path, use)
+
+
+def test_only_logs_of_instances_are_read(tmp_path: Path) -> None:
+    (tmp_path / "secret.log").write_text("no\n")
+
+    async def use(client: httpx.AsyncClient) -> None:
+        for name in ("secret", "..%2fsecret", "%2e%2e", "prefill-9"):
+            answer = await client.get(f"/instances/{name}/logs", headers=BEARER)
+            assert answer.status_code == 404, name
+        answer = await client.get("/instances/prefill-0/logs", headers=BEARER)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_logs")
+
+    with_app(tmp_path, use)

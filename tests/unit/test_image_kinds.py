@@ -1,0 +1,226 @@
+"""Pictures of models other than Qwen's are resized, cut and counted as by transformers' processors."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image as Pictures
+
+from pd_cluster.checkpoints.vision import VisionPart
+from pd_cluster.errors import ModelError, RequestError
+from pd_cluster.media.kinds.glm import FrameRules
+from pd_cluster.media.kinds.internvl import TileRules
+from pd_cluster.media.kinds.llava import SquareRules
+from pd_cluster.media.kinds.pixtral import RowRules
+from pd_cluster.media.kinds.table import KINDS, WrittenRules
+from pd_cluster.media.pictures import fitted
+from pd_cluster.media.rules import BILINEAR, ImageRules, View, place
+from pd_cluster.model.vision.pixels import Pixels
+from pd_cluster.types import Image
+
+TILES = TileRules(side=448, num_each=256, fewest=1, most_tiles=12)
+ROWS = RowRules(side=28, longest=1540, row_end=12, picture_end=13, token_id=10)
+FRAMES = FrameRules(14, 2, 112 * 112, 28 * 28 * 15000)
+SQUARE = SquareRules(side=336, num_each=576, crops=True, shortest=336)
+WHOLE = SquareRules(side=896, num_each=256, resample=BILINEAR)
+
+
+def sizes(num: int, most: int) -> list[tuple[int, int]]:
+    rng = random.Random(0)
+    edges = [(1, 1), (1, 200), (200, 1), (27, 28), (28, 28), (448, 448), (449, 447), (1540, 1540), (1541, 3), (3, 4000)]
+    return [*edges, *((rng.randrange(1, most), rng.randrange(1, most)) for _ in range(num))]
+
+
+def test_tiles_are_those_of_transformers() -> None:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
+
+    for height, width in sizes(1500, 3000):
+        num_columns, num_rows = get_optimal_tiled_canvas((height, width), (448, 448), 1, 12)
+        image, views = TILES.sized(height, width)
+        assert (image.num_rows, image.num_columns) == (num_rows, num_columns)
+        assert TILES.num_tokens(image) == 256 * (num_rows * num_columns + (len(views) - 1))
+
+
+def test_rows_are_those_of_transformers() -> None:
+    from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
+
+    for height, width in sizes(1500, 4000):
+        blank = np.broadcast_to(np.zeros((), np.uint8), (height, width, 3))
+        expected = get_resize_output_image_size(blank, 1540, 28, "channels_last")
+        image, views = ROWS.sized(height, width)
+        if 0 in expected:  # there it would resize to nothing
+            assert min(image.num_rows, image.num_columns) == 1
+            continue
+        assert views == (View(expected),)
+        assert ROWS.num_tokens(image) == len(ROWS.tokens(image)) == expected[0] // 28 * (expected[1] // 28 + 1)
+
+
+def test_grids_of_frames_are_those_of_transformers() -> None:
+    from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
+
+    for height, width in sizes(1500, 4000):
+        try:
+            expected = smart_resize(2, height, width, min_pixels=112 * 112, max_pixels=28 * 28 * 15000)
+        except ValueError:
+            with pytest.raises(RequestError, match="one side is more than 200 times the other"):
+                FRAMES.resized(height, width)
+            continue
+        assert FRAMES.resized(height, width) == expected
+
+
+def processor_of(name: str) -> Any:
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    return {
+        "llava": lambda: CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}),
+        "gemma3": lambda: Gemma3ImageProcessorPil(size={"height": 896, "width": 896}, do_pan_and_scan=False),
+        "internvl": lambda: GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, crop_to_patches=True),
+        "mistral3": lambda: PixtralImageProcessorPil(
+            size={"longest_edge": 1540}, patch_size={"height": 28, "width": 28}
+        ),
+    }[name]()
+
+
+@pytest.mark.parametrize(
+    ("name", "rules"), [("llava", SQUARE), ("gemma3", WHOLE), ("internvl", TILES), ("mistral3", ROWS)]
+)
+def test_pixels_are_those_of_transformers(name: str, rules: ImageRules) -> None:
+    """To the bit, after normalizing."""
+    processor = processor_of(name)
+    mean, std = processor.image_mean, processor.image_std
+    pixels = Pixels(VisionPart(name, rules, tuple(mean), tuple(std), 1 / 255, ()))
+    rng = np.random.default_rng(0)
+    for height, width in [(1, 1), (20, 90), (501, 337), (335, 337), (200, 1000), (1700, 30), (448, 896)]:
+        picture = Pictures.fromarray(rng.integers(0, 256, (height, width, 3)).astype(np.uint8))
+        expected = np.stack(processor(images=[picture], return_tensors="np")["pixel_values"])
+        image, _ = fitted(picture, rules)
+        found = pixels.planes(image)
+        assert found.shape == expected.shape
+        assert (found == expected).all()
+        assert not rules.problem(image)
+
+
+@pytest.mark.parametrize("rules", [TILES, ROWS, FRAMES, SQUARE, WHOLE])
+def test_largest_pictures_and_other_processes(rules: ImageRules) -> None:
+    largest = rules.largest()
+    assert not rules.problem(largest)
+    for height, width in sizes(200, 9000):
+        try:
+            image, _ = rules.sized(height, width)
+        except RequestError:
+            continue
+        assert rules.num_bytes(image) <= len(largest.pixels) * 1.01
+        assert not rules.problem(image)
+    assert rules.problem(Image(largest.num_rows * 20, largest.num_columns * 20))
+    assert rules.problem(Image(0, 1))
+    assert WrittenRules.of(rules).read() == rules
+
+
+def test_a_pictures_tokens_have_others_among_them() -> None:
+    """Rows end with tokens of their own, and a picture stands between others."""
+    image = (Image(2, 3), b"d")
+    placed = place([1, 10, 2, 10], [image, image], ROWS, "prompt")
+    picture = [10, 10, 10, 12, 10, 10, 10, 13]
+    assert placed.token_ids == [1, *picture, 2, *picture]
+    assert [(span.start, span.stop) for span in placed.spans] == [(1, 9), (10, 18)]
+    assert ROWS.places(image[0]) == [0, 1, 2, 4, 5, 6]
+    assert placed.rope_positions is None
+    tiles = TileRules(side=4, num_each=1, fewest=1, most_tiles=4, token_id=7, before=(8,), after=(9,))
+    placed = place([1, 7], [(Image(1, 2), b"d")], tiles, "prompt")
+    assert placed.token_ids == [1, 8, 7, 7, 7, 9]
+    assert [(span.start, span.stop) for span in placed.spans] == [(2, 5)]
+
+
+TOKENS = {"added_tokens": [{"id": 40, "content": "[IMG_BREAK]"}, {"id": 41, "content": "[IMG_END]"}]}
+TOKENS["added_tokens"] += [{"id": 42, "content": "<img>"}, {"id": 43, "content": "</img>"}]
+CROP = {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}
+CLIP = {"image_size": 336, "patch_size": 14, "model_type": "clip_vision_model"}
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], ImageRules]] = {
+    "llava": (
+        {"image_token_index": 32000, "vision_config": CLIP},
+        {"crop_size": 336, "size": {"shortest_edge": 336}},
+        SquareRules(side=336, num_each=576, crops=True, shortest=336, token_id=32000),
+    ),
+    "internvl": (
+        {"vision_config": {"image_size": [448, 448]}},
+        {"size": {"height": 448, "width": 448}, "crop_to_patches": False, "max_patches": 12},
+        TileRules(side=448, num_each=256, fewest=1, most_tiles=12, token_id=151667, before=(42,), after=(43,)),
+    ),
+    "mistral3": (
+        {"image_token_index": 10, "spatial_merge_size": 2, "vision_config": {"patch_size": 14}},
+        {"size": {"longest_edge": 1540}, "patch_size": 14},
+        RowRules(side=28, longest=1540, row_end=40, picture_end=41, token_id=10),
+    ),
+    "gemma3": (
+        {"vision_config": {"image_size": 896, "patch_size": 14}},
+        {"size": {"height": 896, "width": 896}, "resample": 2, "do_pan_and_scan": None},
+        SquareRules(
+            side=896,
+            num_each=256,
+            token_id=262144,
+            resample=BILINEAR,
+            text="<start_of_image>",
+            text_becomes=("\n\n", "<start_of_image>", "", "<image_soft_token>", "", "<end_of_image>", "\n\n"),
+            sees_whole=True,
+        ),
+    ),
+    "glm4v": (
+        {"image_token_id": 151343, "vision_config": {"patch_size": 14}},
+        {"size": {"shortest_edge": 12544, "longest_edge": 9633792}},
+        FrameRules(14, 2, 12544, 9633792, token_id=151343),
+    ),
+}
+
+
+def part_of(folder: Path, name: str, config: dict[str, Any], preprocessor: dict[str, Any]) -> VisionPart:
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENS))
+    return VisionPart.of(folder, {"model_type": name, **config})
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_folders(tmp_path: Path, name: str) -> None:
+    config, preprocessor, rules = PUBLISHED[name]
+    assert part_of(tmp_path, name, config, preprocessor).rules == rules
+
+
+def test_all_kinds_are_tested_as_published() -> None:
+    qwens = {name for name in KINDS if name.startswith("qwen")}
+    assert {*KINDS} - qwens == {*PUBLISHED}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "preprocessor", "said"),
+    [
+        ("llava", {}, {"do_pad": True}, "do_pad true: pictures that are padded are not supported"),
+        ("llava", {}, {"do_center_crop": False}, "do_center_crop false: pictures of several sizes"),
+        ("llava", {}, {"crop_size": 224}, "crop_size 224: config.json has image_size 336"),
+        ("llava", {"image_token_index": "a"}, {}, "image_token_id 'a': must be a token's id"),
+        ("llava", {"text_config": {"vocab_size": 9}}, {}, "image_token_id 32000: beyond vocab_size 9"),
+        ("internvl", {"downsample_ratio": 0.25}, {}, "downsample_ratio 0.25: only 0.5"),
+        ("internvl", {"vision_config": {"image_size": [1, 2]}}, {}, r"image_size \[1, 2\]: must be one number"),
+        ("gemma3", {}, {"do_pan_and_scan": True}, "do_pan_and_scan true: only whole pictures are supported"),
+        ("mistral3", {}, {"size": {"longest_edge": 0}}, "size.longest_edge 0: must be a whole number"),
+    ],
+)
+def test_folders_that_are_refused(
+    tmp_path: Path, name: str, config: dict[str, Any], preprocessor: dict[str, Any], said: str
+) -> None:
+    whole, own, _ = PUBLISHED[name]
+    with pytest.raises(ModelError, match=said):
+        part_of(tmp_path, name, {**whole, **config}, {**own, **preprocessor})
+
+
+def test_a_control_token_that_is_missing(tmp_path: Path) -> None:
+    whole, own, _ = PUBLISHED["mistral3"]
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_break_token": "<none>"}))
+    with pytest.raises(ModelError, match=r"no token '<none>'; pictures need it \(image_break_token\)"):
+        part_of(tmp_path, "mistral3", whole, own)

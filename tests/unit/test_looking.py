@@ -1,0 +1,202 @@
+"""What the commands that look at a cluster print: pure parts, and files of lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from pd_cluster.api.admin.log_routes import read_lines
+from pd_cluster.client.overview import FINE, sparkline
+from pd_cluster.client.streaming import Sample
+from pd_cluster.commands import chat as chat_module
+from pd_cluster.commands.chat import Chat, data_url, timings
+from pd_cluster.commands.collect_env import collect
+from pd_cluster.commands.status import problem_lines
+from pd_cluster.commands.top import Watch, plain_line, screen
+from pd_cluster.errors import ConfigError
+from pd_cluster.settings.log_files import MAX_FILE_NBYTES, LogFile, file_of
+from pd_cluster.settings.redaction import HIDDEN, redacted, shown_value
+
+INSTANCE = {
+    "instance_id": "decode-0",
+    "role": "decode",
+    "next_role": None,
+    "state": "unreachable",
+    "reason": "its connection was closed",
+    "epoch": "1",
+    "num_running": 2,
+    "num_waiting": 1,
+    "num_blocks": 10,
+    "num_held_blocks": 5,
+    "num_cached_blocks": 1,
+    "kv_sent_nbytes": 0,
+    "kv_received_nbytes": 4096,
+    "links": {"prefill-0@1": "up (shm)"},
+}
+
+
+def found(**changes: Any) -> dict[str, Any]:
+    sample = {"at_s": 5.0, "tokens_per_s": 1234.0, "num_running": 3, "ttft_p50_s": 0.1, "ttft_p99_s": 1.5}
+    sample |= {"tpot_p50_s": None, "tpot_p99_s": None, "failed_per_s": 0}
+    mark = {"number": 1, "at_s": 4.0, "kind": "down", "instance_id": "decode-0", "text": "is unreachable"}
+    body: dict[str, Any] = {"now_s": 5.0, "started_s": 0.0, "model": "m", "num_running": 3, "num_queued": 0}
+    body |= {"problems": [], "samples": [sample], "marks": [mark], "instances": [INSTANCE]}
+    return body | changes
+
+
+PROBLEM = {"severity": "critical", "text": "2 requests failed", "way_out": "`pd-cluster trace`", "instance_id": ""}
+
+
+def test_status_says_what_is_wrong_and_what_to_do() -> None:
+    assert problem_lines(found()) == [FINE]
+    assert problem_lines(found(problems=[PROBLEM])) == ["CRITICAL: 2 requests failed; `pd-cluster trace`"]
+
+
+def test_top_shows_the_same_in_a_line_and_on_a_screen() -> None:
+    line = plain_line(found(problems=[PROBLEM]))
+    assert "0 of 1 instances ready, tokens/s 1,234" in line
+    assert line.endswith("; 2 requests failed")
+    watch = Watch()
+    watch.found = found(problems=[PROBLEM])
+    watch.samples.extend(watch.found["samples"])
+    watch.marks.extend(watch.found["marks"])
+    watch.rates = {"decode-0": (0.0, 2048.0)}
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(screen(watch, "http://x", 160))
+    text = console.export_text()
+    for shown in (
+        "2 requests failed",
+        "decode-0",
+        "unreachable: its connection",
+        "2.0 KiB",
+        "50%",
+        "prefill-0 up (shm)",
+    ):
+        assert shown in text, shown
+    assert "decode-0 is unreachable" in text
+
+
+def test_a_sparkline_scales_to_its_largest_value() -> None:
+    assert sparkline([0, None, 4, 8], 10) == "▁ ▄█"
+    assert sparkline([0.0, 0.0], 10) == "  "
+    assert len(sparkline([1.0] * 100, 10)) == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("Authorization: Bearer abc.def-123", "abc.def-123"),
+        ('{"api_key": "hunter2hunter2"}', "hunter2hunter2"),
+        ("--api-key=verysecretvalue", "verysecretvalue"),
+        ("admin_token: 0123456789abcdef", "0123456789abcdef"),
+        ("key sk-abcdefghijklmnop used", "sk-abcdefghijklmnop"),
+        ("https://user:pass1234@proxy.example/x", "pass1234"),
+        ("from the variable: zebra-horse-77", "zebra-horse-77"),
+    ],
+)
+def test_keys_are_hidden(text: str, secret: str) -> None:
+    shown = redacted(text, {"VLLM_API_KEY": "zebra-horse-77"})
+    assert secret not in shown
+    assert HIDDEN in shown
+
+
+def test_ordinary_lines_stay() -> None:
+    for line in ("decode-0 is ready", "steps of at most 2048 tokens, the default for cpu", "4096 tokens: 12 ms"):
+        assert redacted(line, {}) == line
+
+
+def test_an_environment_is_reported_without_keys() -> None:
+    env = {
+        "PD_CLUSTER_SERVE_API_KEY": "abcdefgh",
+        "OPENAI_API_KEY": "ijklmnop",
+        "HF_TOKEN": "qrstuvwx",
+        "PD_CLUSTER_ADMIN_TOKEN_FILE": "/run/admin.token",
+        "NODE_PORTS": "1,2",
+        "HOME": "/root",
+    }
+    report = json.dumps(collect(env))
+    assert not any(secret in report for secret in ("abcdefgh", "ijklmnop", "qrstuvwx"))
+    assert "/run/admin.token" in report
+    assert '"NODE_PORTS": "1,2"' in report
+    assert "HOME" not in report
+    assert shown_value("SOME_PASSWORD", "x") == HIDDEN
+    assert shown_value("SOME_PASSWORD", "") == ""
+
+
+def test_lines_are_kept_privately_within_a_bound_and_read_on_from_a_byte(tmp_path: Path) -> None:
+    kept = LogFile(tmp_path / "logs", "decode-0")
+    file = file_of(tmp_path / "logs", "decode-0")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    kept.write("first")
+    kept.write("second")
+    body = read_lines(file, "decode-0", 1, -1)
+    assert body["lines"] == ["second"]
+    kept.write("third")
+    body = read_lines(file, "decode-0", 10, body["next"])
+    assert body["lines"] == ["third"]
+    with file.open("ab") as opened:
+        opened.write(b"half a li")
+    assert read_lines(file, "decode-0", 10, body["next"])["lines"] == [], "a line that is being written comes whole"
+    for _ in range(40):
+        kept.write("x" * (MAX_FILE_NBYTES // 16))
+    assert file.stat().st_size <= MAX_FILE_NBYTES
+    sizes = [each.stat().st_size for each in file.parent.iterdir()]
+    assert len(sizes) == 2
+    assert read_lines(file, "decode-0", 10, 1 << 40)["lines"], "another file than the one that was read before"
+    kept.close()
+
+
+def test_another_life_of_an_instance_writes_behind_the_first(tmp_path: Path) -> None:
+    for line in ("one life", "another"):
+        kept = LogFile(tmp_path, "decode-0")
+        kept.write(line)
+        kept.close()
+    assert read_lines(file_of(tmp_path, "decode-0"), "decode-0", 10, -1)["lines"] == ["one life", "another"]
+
+
+def test_a_chat_remembers_answers_and_forgets_failures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bodies: list[dict[str, Any]] = []
+    answers = [
+        Sample(text="7", num_output_tokens=1),
+        Sample(error="HTTP 400: no"),
+        Sample(text="8", num_output_tokens=1),
+    ]
+
+    async def measure(client: object, url: str, body: dict[str, Any], on_text: Any) -> Sample:
+        bodies.append(body)
+        return answers[len(bodies) - 1]
+
+    monkeypatch.setattr(chat_module, "measure", measure)
+    picture = tmp_path / "a.png"
+    picture.write_bytes(b"\x89PNG")
+
+    async def test() -> None:
+        chat = Chat("http://x/", "m", {"temperature": 0.0}, "be brief", lambda text: None, lambda text: None)
+        async with httpx.AsyncClient() as client:
+            chat.show(str(picture))
+            await chat.ask(client, "3 + 4?")
+            await chat.ask(client, "nonsense")
+            await chat.ask(client, "and 1 more?")
+
+    asyncio.run(test())
+    first, _, third = bodies
+    assert first["messages"][0] == {"role": "system", "content": "be brief"}
+    assert first["messages"][1]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
+    assert [message["role"] for message in third["messages"]] == ["system", "user", "assistant", "user"]
+    assert third["messages"][-1]["content"] == "and 1 more?"
+    assert (third["model"], third["temperature"]) == ("m", 0.0)
+
+
+def test_timings_and_bad_pictures() -> None:
+    sample = Sample(ttft_s=0.0123, tpot_s=0.01, num_output_tokens=5, served_by=("prefill-0", "decode-0"))
+    assert timings(sample) == "5 tokens, first after 12 ms, 100.0 tokens/s; prefill-0 → decode-0"
+    for file, why in (("x.txt", "not that of an image"), ("missing.png", "cannot be read")):
+        with pytest.raises(ConfigError, match=why):
+            data_url(file)

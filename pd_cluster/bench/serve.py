@@ -58,6 +58,7 @@ class ServeBench:
     output_len: int = 64
     routing_policy: str = ""  # this and the next: of the started cluster
     lend_cores: str = ""
+    more_flags: tuple[str, ...] = ()  # of the started cluster, and not shown
 
     @property
     def flags(self) -> list[str]:
@@ -115,7 +116,7 @@ async def started_cluster(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
         num_prefill=bench.prefill,
         num_decode=bench.decode,
         port=free_port_pair(),
-        arguments=bench.flags,
+        arguments=[*bench.flags, *bench.more_flags],
         restart="no",  # a cluster that lost an instance would give wrong figures
     )
     lines: deque[str] = deque(maxlen=50)

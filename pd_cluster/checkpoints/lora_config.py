@@ -27,13 +27,12 @@ NO_EFFECT = (
     *("layers_to_transform", "layers_pattern", "target_modules", "exclude_modules", "peft_type", "task_type"),
     *("base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "peft_version", "auto_mapping"),
     *("megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-    *("runtime_config", "bias", "arrow_config", "ensure_weight_tying"),
+    *("runtime_config", "bias", "arrow_config", "modules_to_save", "target_parameters"),
 )
 WHY_NOT = {
     "use_dora": "DoRA scales the base's products, too",
-    "modules_to_save": "whole modules beside the adapter are not replaced",
     "trainable_token_indices": "rows of embeddings are not replaced",
-    "target_parameters": "bare parameters, such as those of experts, are not adapted",
+    "ensure_weight_tying": "embedding and output layer are adapted each by itself; train without it",
     "layer_replication": "layers are not repeated",
     "lora_bias": "biases of adapters are not added",
     "alora_invocation_tokens": "an adapter applies to the whole prompt",
@@ -63,6 +62,14 @@ class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return _matching(self.alpha_pattern, module, self.alpha) / (
             math.sqrt(rank) if self.is_rank_stabilized else rank
         )
+
+
+def modules_to_save(file: Path, data: bytes) -> list[str]:
+    """Returns the ends of the names of modules that the adapter has whole; `data` is the file's. Raises ModelError."""
+    found = json.loads(data).get("modules_to_save") or []
+    if not isinstance(found, list) or len(found) > MOST_PATTERNS or not all(isinstance(each, str) for each in found):
+        raise ModelError(f"{file}: modules_to_save {reprlib.repr(found)}: expected names of modules")
+    return list(dict.fromkeys(found))
 
 
 def _matching(pattern: Mapping[str, float], module: str, default: float) -> float:

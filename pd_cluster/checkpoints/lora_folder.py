@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import reprlib
@@ -16,11 +17,12 @@ import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from pd_cluster.checkpoints.lora_config import LoraSettings, read_settings
+from pd_cluster.checkpoints.lora_config import LoraSettings, modules_to_save, read_settings
+from pd_cluster.checkpoints.lora_tensors import LoraTensors, Stored, shown, sorted_tensors
 from pd_cluster.errors import ModelError, called
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -30,51 +32,30 @@ MAX_HEADER_NBYTES = 16 << 20
 MAX_WEIGHTS_NBYTES = 8 << 30
 MAX_TENSORS = 1 << 16
 NBYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of a number, by safetensors' name of the dtype
-TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.]{1,256})\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-WHY_NOT = {
-    ".lora_magnitude_vector": "DoRA scales the base's products, too, and is not supported",
-    ".lora_embedding_": "adapters of embeddings are not supported; train without them in target_modules",
-    ".lora_B.bias": "biases of adapters are not added",
-    ".token_adapter.": "rows of embeddings are not replaced",
-    ".base_layer.": "the base's own tensors are not replaced",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One matrix in the file: [rank, in_features] of A, [out_features, rank] of B; bytes [start, stop) of the file."""
-
-    dtype: Literal["F32", "F16", "BF16"]
-    shape: tuple[int, int]
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The matrices of one module."""
-
-    a: Stored
-    b: Stored
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
+EXPERTS_TENSORS = ("gate_up_proj", "down_proj")  # transformers' names
 
 
 @dataclass(frozen=True, slots=True)
 class LoraFolder:
-    """`modules` are named as transformers names them. `digest` (64 hex digits) identifies settings and weights."""
+    """`digest` (64 hex digits) identifies settings and weights."""
 
     path: Path
     settings: LoraSettings
-    modules: dict[str, Pair]
+    tensors: LoraTensors
     digest: str
 
     @property
     def file(self) -> Path:
         return self.path / WEIGHTS_FILE
+
+    @property
+    def max_rank(self) -> int:
+        """The highest rank of a module."""
+        tensors, rank_of = self.tensors, self.settings.rank_of
+        ranks = [pair.rank for pair in (*tensors.modules.values(), *tensors.embeddings.values())]
+        ranks += [rank_of(f"{name}.{tensor}") for name in tensors.experts for tensor in EXPERTS_TENSORS]
+        return max(ranks, default=1)
 
     @classmethod
     def read(cls, path: Path, max_rank: int) -> LoraFolder:
@@ -83,7 +64,8 @@ class LoraFolder:
         if not path.is_dir():
             raise ModelError(f"{path}: no such folder")
         with opened(path, CONFIG_FILE, MAX_CONFIG_NBYTES) as stream:
-            settings = read_settings(config, stream.read(MAX_CONFIG_NBYTES + 1))
+            data = stream.read(MAX_CONFIG_NBYTES + 1)
+        settings, saved = read_settings(config, data), modules_to_save(config, data)
         if not (path / WEIGHTS_FILE).exists() and (found := [name for name in UNSAFE_FILES if (path / name).exists()]):
             raise ModelError(
                 f"{path / found[0]}: such files may run code when they are read; save it as {WEIGHTS_FILE}"
@@ -96,10 +78,9 @@ class LoraFolder:
             digest = hashlib.sha256(msgspec.json.encode(settings) + b"\0")
             if digest_file(stream, digest) != size:
                 raise ModelError(f"{file}: changed while it was read; load it again")
-        modules = _paired(file, stored)
-        for name, pair in modules.items():
-            _check(file, settings, name, pair, max_rank)
-        return cls(path, settings, modules, digest.hexdigest())
+        tensors = sorted_tensors(file, stored, saved)
+        _check(file, settings, tensors, max_rank)
+        return cls(path, settings, tensors, digest.hexdigest())
 
     def weights(self) -> bytes:
         """Returns the whole file. Raises ModelError if it is no longer the one that `read` saw."""
@@ -159,58 +140,41 @@ def stored_tensors(file: Path, stream: Any, size: int) -> dict[str, Stored]:
         raise ModelError(f"{file}: not a safetensors file (its header is not the JSON of one)") from None
     if not 0 < len(found) <= MAX_TENSORS:
         raise ModelError(f"{file}: {len(found)} tensors; expected 1 to {MAX_TENSORS}")
-    return {name: _entry(f"{file}: {_shown(name)}", name, *entry, 8 + length, size) for name, entry in found.items()}
+    return {name: _entry(f"{file}: {shown(name)}", *entry, 8 + length, size) for name, entry in found.items()}
 
 
-def _entry(place: str, name: str, dtype: Any, shape: Any, offsets: Any, first: int, size: int) -> Stored:
-    for suffix, why in WHY_NOT.items():
-        if suffix in name:
-            raise ModelError(f"{place}: {why}")
+def _entry(place: str, dtype: Any, shape: Any, offsets: Any, first: int, size: int) -> Stored:
     if dtype not in NBYTES:
         raise ModelError(f"{place}: dtype {reprlib.repr(dtype)}; expected one of {', '.join(NBYTES)}")
-    if not _are_counts(shape, 2) or min(shape) < 1:
+    if not (_are_counts(shape, 1) or _are_counts(shape, 2)) or min(shape) < 1:
         raise ModelError(f"{place}: shape {reprlib.repr(shape)}; expected a matrix")
-    if not _are_counts(offsets, 2) or offsets[1] - offsets[0] != shape[0] * shape[1] * NBYTES[dtype]:
+    if not _are_counts(offsets, 2) or offsets[1] - offsets[0] != math.prod(shape) * NBYTES[dtype]:
         raise ModelError(f"{place}: its place {reprlib.repr(offsets)} does not have the size of its shape {shape}")
     if first + offsets[1] > size:
         raise ModelError(f"{place}: cut short; copy or download the file again")
-    return Stored(dtype, (shape[0], shape[1]), first + offsets[0], first + offsets[1])
+    return Stored(dtype, tuple(shape), first + offsets[0], first + offsets[1])
 
 
 def _are_counts(value: Any, length: int) -> bool:
     return isinstance(value, list) and len(value) == length and all(type(n) is int and 0 <= n < 1 << 48 for n in value)
 
 
-def _paired(file: Path, stored: dict[str, Stored]) -> dict[str, Pair]:
-    """Returns each module's matrices. Raises ModelError for a tensor that belongs to none."""
-    sides: dict[str, dict[str, Stored]] = {}
-    for name, tensor in stored.items():
-        found = TENSOR.fullmatch(name)
-        if found is None:
-            raise ModelError(f"{file}: {_shown(name)}: not a matrix of a LoRA adapter (MODULE.lora_A.weight or lora_B)")
-        module = sides.setdefault(found["module"], {})
-        if found["side"] in module:
-            raise ModelError(f"{file}: {_shown(name)}: the file has this matrix twice")
-        module[found["side"]] = tensor
-    for module_name, module in sides.items():
-        if missing := {"A", "B"} - module.keys():
-            raise ModelError(f"{file}: {module_name}.lora_{missing.pop()}.weight: missing")
-    return {name: Pair(module["A"], module["B"]) for name, module in sorted(sides.items())}
+def _check(file: Path, settings: LoraSettings, tensors: LoraTensors, max_rank: int) -> None:
+    """Checks ranks and layers against the settings. Raises ModelError."""
+    for name, pair in (*tensors.modules.items(), *tensors.embeddings.items()):
+        _check_module(file, settings, name, pair.rank, max_rank)
+        if (wanted := settings.rank_of(name)) != pair.rank:
+            raise ModelError(f"{file}: {name}: rank {pair.rank}, but {CONFIG_FILE} has {wanted} (r, rank_pattern)")
+    for name, pairs in tensors.experts.items():
+        if len(pairs) > len(EXPERTS_TENSORS):
+            raise ModelError(f"{file}: {name}: {len(pairs)} pairs of matrices; experts have {len(EXPERTS_TENSORS)}")
+        for tensor in EXPERTS_TENSORS:  # which pair is whose shows when they are placed
+            _check_module(file, settings, f"{name}.{tensor}", settings.rank_of(f"{name}.{tensor}"), max_rank)
 
 
-def _check(file: Path, settings: LoraSettings, name: str, pair: Pair, max_rank: int) -> None:
-    """Checks one module against the settings. Raises ModelError."""
-    if pair.b.shape[1] != pair.rank:
-        shapes = f"A {list(pair.a.shape)} and B {list(pair.b.shape)}"
-        raise ModelError(f"{file}: {name}: {shapes} do not have one rank")
-    if pair.rank > max_rank:
-        raise ModelError(f"{file}: {name}: rank {pair.rank} is above {called('max_lora_rank')} {max_rank}; raise that")
-    if (wanted := settings.rank_of(name)) != pair.rank:
-        raise ModelError(f"{file}: {name}: rank {pair.rank}, but {CONFIG_FILE} has {wanted} (r, rank_pattern)")
+def _check_module(file: Path, settings: LoraSettings, name: str, rank: int, max_rank: int) -> None:
+    if rank > max_rank:
+        raise ModelError(f"{file}: {name}: rank {rank} is above {called('max_lora_rank')} {max_rank}; raise that")
     layer = LAYER.search(name)
     if settings.layers is not None and (layer is None or int(layer[1]) not in settings.layers):
         raise ModelError(f"{file}: {name}: layers_to_transform of {CONFIG_FILE} does not have its layer")
-
-
-def _shown(name: str) -> str:
-    return name if re.fullmatch(r"[\w.]{1,300}", name) else reprlib.repr(name)

@@ -21,11 +21,11 @@ from pd_cluster.checkpoints.lora_folder import (
     MAX_WEIGHTS_NBYTES,
     WEIGHTS_FILE,
     LoraFolder,
-    Stored,
     digest_file,
     opened,
     stored_tensors,
 )
+from pd_cluster.checkpoints.lora_tensors import Stored
 from pd_cluster.errors import ModelError
 from pd_cluster.types.variants import PromptKind, prompt_variant
 
@@ -87,6 +87,8 @@ class PromptFolder:
             if name != TENSOR:
                 raise ModelError(f"{file}: {reprlib.repr(name)}: a prompt adapter has only {TENSOR}")
         tensor = found[TENSOR]
+        if len(tensor.shape) != 2:
+            raise ModelError(f"{file}: {TENSOR}: shape {list(tensor.shape)}; expected a matrix")
         num_tokens = tensor.shape[0]
         if given.get("num_virtual_tokens") != num_tokens:
             wanted = reprlib.repr(given.get("num_virtual_tokens"))

@@ -172,10 +172,19 @@ def weights(
 def lora(
     rounds: Annotated[int, typer.Option(min=1, help="How often each step is measured, in turn.")] = 20,
     threads: Annotated[int, typer.Option(min=1)] = 2,
+    cold: Annotated[
+        bool, typer.Option(help="First requests of adapters that a cluster must read again, and what others pay.")
+    ] = False,
     quick: Annotated[bool, typer.Option(help="A tiny model: does it all run?")] = False,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
     """Decode steps on CPU with 1 to 256 LoRA adapters, against the same without, and transformers with PEFT."""
+    if cold:
+        from pd_cluster.lab.router.cold_adapters import ColdBench
+        from pd_cluster.lab.router.cold_adapters import run as run_cold
+
+        asyncio.run(run_cold(ColdBench(rounds, quick), json))
+        return
     from pd_cluster.lab.engine.lora import run
 
     run(rounds, threads, quick, json)

@@ -6,7 +6,6 @@ All but the loading itself is on the engine's thread.
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -16,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
 from pd_cluster import wire
 from pd_cluster.checkpoints.prompt_folder import AdapterFolder, read_adapter
+from pd_cluster.engine.adapter_room import AdapterRoom
 from pd_cluster.engine.handover.events import AdapterLoaded
+from pd_cluster.engine.held_legs import HeldLegs
 from pd_cluster.errors import PdClusterError, told
 from pd_cluster.settings.adapters import AdapterSettings
-from pd_cluster.types.variants import lora_of
+from pd_cluster.types.variants import lora_of, short_name
 
 log = logging.getLogger(__name__)
 
@@ -63,19 +62,6 @@ def load_from(path: str, digest: str, read: Read, load: Callable[[AdapterFolder]
 
 
 @dataclass(frozen=True, slots=True)
-class HeldLeg:
-    """A leg that waits for its adapter."""
-
-    conn: str
-    submit: wire.Submit
-    expires_s: float  # on the worker's clock; infinite: never
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return self.conn, self.submit.request_id, self.submit.attempt
-
-
-@dataclass(frozen=True, slots=True)
 class AdapterHost:
     """The parts of a worker that its adapters need as they come and go.
 
@@ -111,18 +97,16 @@ class WorkerAdapters:
         self._keeper = keeper
         self._read_folder = read
         self._host = host
-        self._most = most
-        self._clock = clock
         self._conn = ""  # of the scheduler whose list counts
         self._paths: dict[str, str] = dict(named or {})  # by digest
         self._is_told = False  # a list has come
         self._proven = set(self._paths)  # have been in memory
-        self._recent: dict[str, None] = dict.fromkeys(keeper.variants if keeper is not None else ())  # oldest use first
+        present = [each for each in keeper.variants if lora_of(each)] if keeper is not None else []
+        self._room = None if most is None else AdapterRoom(most, present)  # None: there is room for all
         self._problems: dict[str, str] = {}
         self._due: dict[str, None] = {}  # to be loaded, in this order
         self._loading: set[str] = set()
-        self._closing: set[str] = set()  # give way once the requests that have them have ended
-        self._held: dict[str, list[HeldLeg]] = {}  # by digest
+        self._held = HeldLegs(clock)
         self._jobs: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -153,7 +137,8 @@ class WorkerAdapters:
             log.warning("adapter %s: %s", digest[:12], event.problem)
             self._problems[digest] = event.problem
         else:
-            self._recent[digest] = None
+            if self._room is not None and lora_of(digest):
+                self._room.use(digest)
             if digest in self._paths:
                 self._proven.add(digest)
         self._release(digest)  # without it they end, as legs that another instance may serve
@@ -166,14 +151,20 @@ class WorkerAdapters:
         if self._keeper is None:
             return
         if self._is_told and (unwanted := self._keeper.variants.keys() - self._paths.keys()):
-            for digest in unwanted - set(self._host.used()) - self._held.keys():
+            for digest in unwanted - set(self._host.used()) - set(self._held):
                 self._drop(digest)
-        now_s = self._clock()
-        for legs in list(self._held.values()):
-            for leg in [leg for leg in legs if leg.expires_s < now_s]:
-                self._forget(leg)
-                self._host.fail(leg.conn, leg.submit, "the request's deadline has passed")
+        for leg in self._held.take_expired():
+            self._host.fail(leg.conn, leg.submit, "the request's deadline has passed")
         self._go_on()
+
+    @property
+    def in_memory(self) -> tuple[str, ...] | None:
+        """Short names of the LoRA adapters that requests find here at once; None: all that there are."""
+        if self._keeper is None or self._room is None:
+            return None
+        return tuple(
+            sorted(short_name(each) for each in self._keeper.variants if lora_of(each) and self._is_open(each))
+        )
 
     # ---- legs
 
@@ -182,12 +173,11 @@ class WorkerAdapters:
         digest = submit.order.variant
         if not digest or self._keeper is None or digest not in self._proven:
             return True
-        if digest in self._keeper.variants and digest not in self._closing and digest not in self._loading:
-            self._recent.pop(digest, None)
-            self._recent[digest] = None
+        if digest in self._keeper.variants and self._is_open(digest) and digest not in self._loading:
+            if self._room is not None and lora_of(digest):
+                self._room.use(digest)
             return True
-        expires_s = self._clock() + submit.deadline_s if submit.deadline_s else math.inf
-        self._held.setdefault(digest, []).append(HeldLeg(conn, submit, expires_s))
+        self._held.add(conn, submit)
         if digest not in self._loading:
             self._due.setdefault(digest)
         self._go_on()
@@ -195,34 +185,20 @@ class WorkerAdapters:
 
     def abort(self, conn: str, abort: wire.Abort) -> None:
         """Forgets a leg that is held, if its client no longer wants it."""
-        key = conn, abort.request_id, abort.attempt
-        for leg in [leg for legs in self._held.values() for leg in legs if leg.key == key]:
-            if abort.index == -1 or leg.submit.order.sampling.n == 1:
-                self._forget(leg)
+        self._held.abort(conn, abort)
 
     def closed(self, conn: str) -> None:
         """Forgets the legs of a scheduler that is gone."""
-        for leg in [leg for legs in self._held.values() for leg in legs if leg.conn == conn]:
-            self._forget(leg)
+        self._held.closed(conn)
 
     def release_all(self) -> None:
         """Begins every leg that is held, whatever becomes of it: the worker takes nothing more."""
-        for digest in list(self._held):
+        for digest in self._held:
             self._release(digest)
 
     def _release(self, digest: str) -> None:
-        now_s = self._clock()
-        for leg in self._held.pop(digest, ()):
-            submit = leg.submit
-            if leg.expires_s < math.inf:
-                submit = msgspec.structs.replace(submit, deadline_s=max(0.001, leg.expires_s - now_s))
-            self._host.begin(leg.conn, submit)
-
-    def _forget(self, leg: HeldLeg) -> None:
-        digest = leg.submit.order.variant
-        self._held[digest].remove(leg)
-        if not self._held[digest]:
-            del self._held[digest]
+        for leg in self._held.take(digest):
+            self._host.begin(leg.conn, leg.submit)
 
     # ---- room
 
@@ -240,40 +216,43 @@ class WorkerAdapters:
             digest = next(iter(self._due))
             if digest in self._keeper.variants:
                 del self._due[digest]
-                self._closing.discard(digest)
-                self._release(digest)
+                self._open(digest)
             elif self._has_room_for(digest):
                 del self._due[digest]
                 self._load(digest)
             else:
                 return
-        for digest in list(self._closing):  # nobody needs their room
-            self._closing.discard(digest)
-            self._release(digest)
+        for digest in list(self._room.closing) if self._room is not None else []:  # nobody needs their room
+            self._open(digest)
+
+    def _is_open(self, digest: str) -> bool:
+        return self._room is None or digest not in self._room.closing
+
+    def _open(self, digest: str) -> None:
+        if self._room is not None:
+            self._room.open(digest)
+        self._release(digest)
 
     def _has_room_for(self, digest: str) -> bool:
-        """Whether one more may be loaded; where none gives way at once, one is closed to new requests until it does."""
+        """Whether one more may be loaded now, once another has given way if need be."""
         assert self._keeper is not None
-        if self._most is None or not lora_of(digest):
+        if self._room is None or not lora_of(digest):
             return True
         present = [each for each in self._keeper.variants if lora_of(each)]
-        if len({*present, *(each for each in self._loading if lora_of(each))}) < self._most:
+        if self._room.has_one_free([*present, *(each for each in self._loading if lora_of(each))]):
             return True
-        used = {*self._host.used(), *(each for each in self._held if each not in self._closing)}
-        order = [each for each in (*self._closing, *self._recent) if each in present]
-        for each in order:
-            if each not in used:
-                self._drop(each)
-                return True
-        if not self._closing:
-            self._closing.update(order[:1])
-        return False
+        used = {*self._host.used(), *(each for each in self._held if self._is_open(each))}
+        given_up = self._room.next_out(present, used)
+        if given_up is None:
+            return False
+        self._drop(given_up)
+        return True
 
     def _drop(self, digest: str) -> None:
         assert self._keeper is not None
         self._keeper.drop_adapter(digest)
-        self._recent.pop(digest, None)
-        self._closing.discard(digest)
+        if self._room is not None:
+            self._room.drop(digest)
         if digest in self._held:
             self._due.setdefault(digest)
 

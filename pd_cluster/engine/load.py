@@ -21,6 +21,7 @@ def load_of(
     in_links: InLinks,
     pace: StepPace,
     is_draining: bool,
+    adapters: tuple[str, ...] | None,
     sleep_level: wire.SleepLevel,
 ) -> wire.Load:
     scheduler = core.scheduler
@@ -62,6 +63,7 @@ def load_of(
         num_leaked_blocks=num_leaked_blocks(scheduler),
         links=out_links.states(),
         is_draining=is_draining,
+        adapters=adapters,
         sleep_level=sleep_level,
     )
 

@@ -210,6 +210,7 @@ class Worker:
             handover.in_links,
             self._pace,
             self._is_draining,
+            self.adapters.in_memory,
             self._sleep.level,
         )
         if has_news:

@@ -96,7 +96,7 @@ class PlainCausalLM:
         if self._logn is not None:
             batch.query_factors = self._logn.factors(batch)
         if self.adapters is not None:
-            self.adapters.rows.begin(batch.adapters, batch.query_lens)
+            self.adapters.places.begin(batch)
         self._set_batch(batch)
         tokens = {"input_ids": batch.input_ids}
         if batch.images is not None or batch.virtual is not None:
@@ -208,7 +208,7 @@ class FusedCausalLM:
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         if self.adapters is not None:
-            self.adapters.rows.begin(batch.adapters, batch.query_lens)
+            self.adapters.places.begin(batch)
         x = self._embed(batch.input_ids[0])  # [num_tokens, hidden_size]
         if (images := batch.images) is not None:
             images.embed(x)
@@ -230,9 +230,9 @@ class FusedCausalLM:
         if len(rows) < len(x):
             x, attended = x[rows], attended[rows]
             if self.adapters is not None:
-                self.adapters.rows.keep(rows)
+                self.adapters.places.rows.keep(rows)
         delta = self._after_attention(last, x, attended)
-        x = self.ops.add_norm(x, delta, self._norm)
+        x = self._added(x, delta, self._norm)
         if hidden is not None:
             hidden.states, x = x[hidden.hidden_at], x[hidden.logits_at]
             if len(x) == 0:
@@ -265,11 +265,12 @@ class FusedCausalLM:
         """Adds the pending delta to x in place; returns x normed."""
         if norm is None:
             return x if delta is None else x.add_(delta)
-        return self.ops.norm(x, norm) if delta is None else self.ops.add_norm(x, delta, norm)
+        normed = self.ops.norm(x, norm) if delta is None else self.ops.add_norm(x, delta, norm)
+        return normed if self.adapters is None else self.adapters.places.norms.change(self.ops, norm, x, normed)
 
     def _delta(self, layer: FusedLayer, output: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """Returns the addition to the residual stream, from this rank's part of the output of half a layer."""
         delta = self._group.sum(output)
         if norm is not None:
-            delta = self.ops.norm(delta, norm)
+            delta = self._added(delta, None, norm)
         return delta if layer.residual_multiplier == 1.0 else delta.mul_(layer.residual_multiplier)

@@ -17,13 +17,13 @@ from transformers.utils import logging as transformers_logging
 
 from pd_cluster.model.causal_lm import FusedCausalLM, FusedLayer
 from pd_cluster.model.layers.expert_weight import ExpertWeights, experts_of
-from pd_cluster.model.layers.gated import Activation, GatedMLP, SharedExpert
+from pd_cluster.model.layers.gated import Activation, Experts, GatedMLP, SharedExpert
 from pd_cluster.model.layers.linear import Linear, packs
 from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rows
 from pd_cluster.model.layers.packing import rows_apart
 from pd_cluster.model.layers.rope_tables import RopeTables, qkv_order
 from pd_cluster.model.layers.weight import joined, weight_of
-from pd_cluster.model.lora.adapters import Adapters
+from pd_cluster.model.lora.places import Places
 from pd_cluster.model.parallel.layers import Share, SpanningNorm
 from pd_cluster.model.quirks import ARCHITECTURES, Quirks
 from pd_cluster.model.wide import WideEmbedding, is_narrow, widen
@@ -61,7 +61,7 @@ def why_not_deterministic(model: Any) -> str:
     return ""
 
 
-def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: Adapters | None = None) -> FusedCausalLM:
+def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: Places | None = None) -> FusedCausalLM:
     """Takes the model apart: its linear layers are gone afterwards, and so is the mapping of the files.
 
     `adapters`: its linear layers shall take adapters, which are kept there.
@@ -84,10 +84,12 @@ def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: Adapters | 
         quirks.turn,
     )
     layers = [
-        _fuse_layer(layer, config, ops, quirks, ropes.order, _Maker(ops, adapters, f"model.layers.{index}"))
+        _fuse_layer(layer, config, quirks, ropes.order, _Maker(ops, adapters, f"model.layers.{index}"))
         for index, layer in enumerate(_progress(inner.layers))
     ]
     head = ops.linear(joined(model.lm_head))
+    if adapters is not None:
+        head = adapters.beside_head(head, "lm_head", model.lm_head.out_features, model.lm_head.in_features)
     del model.lm_head
     embedding = inner.embed_tokens
     if is_wide or packs(embedding.weight):  # otherwise the head uses this weight, or one of its own
@@ -96,7 +98,11 @@ def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: Adapters | 
             log.info("tied embeddings: the output layer has a packed copy of the embedding's rows")
     if is_wide:
         embedding = WideEmbedding(embedding)
+    scale = float(getattr(inner.embed_tokens, "scalar_embed_scale", 1.0))
     embed = embedding if share is None else share.embedding(embedding)
+    if adapters is not None:
+        vocab_size = config.vocab_size if share is None else share.plan.vocab_size
+        embed = adapters.beside_embedding(embed, "model.embed_tokens", (vocab_size, config.hidden_size), scale)
     factor = config.embedding_multiplier if quirks.multiplies else 1.0
     fused = FusedCausalLM(
         config=config,
@@ -104,7 +110,7 @@ def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: Adapters | 
         embed=embed if factor == 1.0 else _multiplied(embed, factor),
         ropes=ropes,
         layers=layers,
-        norm=_norm(inner.norm, quirks),
+        norm=_Maker(ops, adapters, "model").norm(inner, "norm", quirks),
         head=_divided(head, config.logits_scaling) if quirks.multiplies else head,
         vocab_size=0 if share is None else share.plan.vocab_size,
         group=None if share is None else share.group,
@@ -135,7 +141,7 @@ class _Maker:
     """Makes the linear layers of one decoder layer, with adapters beside them if there are to be any."""
 
     ops: Ops
-    adapters: Adapters | None
+    adapters: Places | None
     path: str
 
     def of(self, name: str) -> _Maker:
@@ -153,6 +159,17 @@ class _Maker:
             delattr(module, name)
         return found
 
+    def norm(self, module: Any, name: str, quirks: Quirks) -> Norm:
+        """Takes a norm of whole rows."""
+        found = getattr(module, name)
+        norm = _norm(found, quirks)
+        if self.adapters is not None:
+            eps, dtype = norm.eps, found.weight.dtype
+            self.adapters.norms.beside(
+                f"{self.path}.{name}", norm, lambda weight: Norm(_norm_weight(weight.to(dtype), quirks), eps)
+            )
+        return norm
+
     def gated_mlp(self, mlp: Any, activation: Activation) -> GatedMLP:
         intermediate_size: int = mlp.down_proj.in_features
         gate_up = self.joined(mlp, ("gate_up_proj",), ("gate_proj", "up_proj"))
@@ -163,9 +180,7 @@ class _Maker:
         return GatedMLP(gate_up, down, self.ops, activation, intermediate_size, lambda: rows.are_adapted)
 
 
-def _fuse_layer(
-    layer: Any, config: Any, ops: Ops, quirks: Quirks, order: torch.Tensor | None, maker: _Maker
-) -> FusedLayer:
+def _fuse_layer(layer: Any, config: Any, quirks: Quirks, order: torch.Tensor | None, maker: _Maker) -> FusedLayer:
     attention = layer.self_attn
     heads = _heads(attention, config, quirks, order)
     rows = None if order is None else qkv_order(order, heads.num_heads, heads.num_kv_heads)
@@ -177,9 +192,9 @@ def _fuse_layer(
         output=beside.joined(attention, ("o_proj",)),
         mlp=_mlp(layer.mlp, config, quirks, maker.of("mlp")),
         rope=quirks.rope(attention),
-        spanning=_spanning(attention, heads, ops, quirks) if quirks.norms_span_heads else (),
+        spanning=_spanning(attention, heads, maker.ops, quirks) if quirks.norms_span_heads else (),
         residual_multiplier=config.residual_multiplier if quirks.multiplies else 1.0,
-        **{role: _norm(getattr(layer, name), quirks) for role, name in quirks.norms.items()},
+        **{role: maker.norm(layer, name, quirks) for role, name in quirks.norms.items()},
     )
     del layer.mlp
     return fused
@@ -205,14 +220,17 @@ def _heads(attention: Any, config: Any, quirks: Quirks, order: torch.Tensor | No
 
 def _norm(module: Any, quirks: Quirks, order: torch.Tensor | None = None) -> Norm:
     """`order`: that of a head's features, if they are what is normed."""
-    weight: torch.Tensor = module.weight.detach().clone()
-    if quirks.adds_one:
-        weight = 1.0 + weight.float()  # in 16 bits the sum would lose the weight
-    if quirks.scales_in_float32:
-        weight = weight.float()
+    weight = _norm_weight(module.weight.detach().clone(), quirks)
     if order is not None:
         weight = weight[order.to(weight.device)]
     return Norm(weight, module.eps if hasattr(module, "eps") else module.variance_epsilon)
+
+
+def _norm_weight(weight: torch.Tensor, quirks: Quirks) -> torch.Tensor:
+    """Returns what a norm multiplies by, from a weight of the files."""
+    if quirks.adds_one:
+        return 1.0 + weight.float()  # in 16 bits the sum would lose the weight
+    return weight.float() if quirks.scales_in_float32 else weight
 
 
 def _spanning(
@@ -250,11 +268,22 @@ def _mlp(mlp: Any, config: Any, quirks: Quirks, maker: _Maker) -> Rows:
     if not hasattr(mlp, "experts"):
         return maker.gated_mlp(mlp, activation)
     experts = ops.experts(getattr(mlp, quirks.router), _experts(mlp, quirks), activation)
+    if maker.adapters is not None and isinstance(experts, Experts):
+        features = getattr(mlp, quirks.router).weight.shape
+        router = {quirks.router: (int(features[0]), int(features[1]))}
+        experts.router = maker.adapters.beside(experts.router, maker.path, router, None)
+        maker.adapters.beside_experts(experts.layers, f"{maker.path}.experts")
     if not hasattr(mlp, "shared_expert"):
         return experts
     shared = maker.of("shared_expert").gated_mlp(mlp.shared_expert, activation)
     gate = weight_of(mlp.shared_expert_gate).matrix()
-    weigh = rows_apart(gate) if packs(gate) else replace(maker, adapters=None).joined(mlp, ("shared_expert_gate",))
+    if packs(gate):
+        weigh = rows_apart(gate)
+        if maker.adapters is not None:
+            own = {"shared_expert_gate": (int(gate.shape[0]), int(gate.shape[1]))}
+            weigh = maker.adapters.beside(weigh, maker.path, own, None)
+    else:
+        weigh = maker.joined(mlp, ("shared_expert_gate",))
     return SharedExpert(experts, shared, weigh)
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,11 @@ from pd_cluster.model.layers.packing import pack_modules, packed
 from pd_cluster.model.layers.rope import USE_LOGN, LogN, put_lengths, rope_limit_of
 from pd_cluster.model.layers.weight import LinearWeight
 from pd_cluster.model.lora.adapters import Adapters
+from pd_cluster.model.lora.placing import Weights
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import ParallelPlan
-from pd_cluster.model.parallel.shard import has_head, names, read_shard, read_text_part, read_whole
+from pd_cluster.model.parallel.shard import has_head, names, read_named, read_shard, read_text_part, read_whole
 from pd_cluster.model.proof import ROUNDED, check_finite
 from pd_cluster.model.quantized_files import read_quantized
 from pd_cluster.model.quantized_head import quantize_head
@@ -67,6 +69,7 @@ PROBE_NUM_TOKENS = 4
 # Relative; in float32 fusing changes about 1e-6, and where activations are codes, codes that fall to the other side.
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, ROUNDED: 0.25}
 TURNED_EXPERTS = ("qwen3_vl_moe",)  # published with inputs before outputs, saved by transformers as other models
+HEADS, EMBEDDINGS = ("lm_head", "embed_out"), ("embed_tokens", "wte", "embed_in")  # in files of any architecture
 ALIASES = {"float": "float32", "half": "float16"}
 
 
@@ -159,15 +162,17 @@ def load_model(
         )
         log.info("model: %s%s", plain.kernels, f", {num_packed} packed modules" if num_packed else "")
         if adapters is not None:
-            adapters.take_over(model)
+            adapters.places.take_over(model)
+            adapters.places.take_over_ends(model, vocab_size or plain.config.vocab_size)
             plain.adapters = adapters
-            with adapters.watched(PROBE_NUM_TOKENS):
+            with adapters.places.watched(PROBE_NUM_TOKENS):
                 _probe_logits(plain, replace(layout, dtype=dtype), device)
         return plain
     own = replace(layout, dtype=dtype)
     expected = _probe_logits(plain, own, device)
     check_finite(expected, str(checkpoint.path), dtype)
-    fused = fuse(model, choose_ops(model.config, device, attention, layout.dtype), share, adapters)
+    places = None if adapters is None else adapters.places
+    fused = fuse(model, choose_ops(model.config, device, attention, layout.dtype), share, places)
     fused.rope_limit, fused.adapters = rope_limit, adapters
     bound = ROUNDED if plain.rounds_activations else dtype
     error = change_of(_probe_logits(fused, own, device), expected, bound)
@@ -184,9 +189,27 @@ def adapters_of(checkpoint: Checkpoint, share: Share | None) -> Adapters:
         return text_name(key) or key
 
     names = name_of if checkpoint.part_of else str
-    if share is None:
-        return Adapters(name_of=names)
-    return Adapters(lambda key, shape: share.plan.cut(key, shape, share.group.rank), names)
+    weights = Weights(name_of=names, stored=lambda name: stored_weight(checkpoint.path, name, names))
+    if share is not None:
+        plan, rank = share.plan, share.group.rank
+        cut = partial(plan.cut, rank=rank)
+        weights = replace(weights, cut=cut, num_ranks=plan.size, vocab_size=plan.vocab_size)
+    return Adapters(weights)
+
+
+def stored_weight(folder: Path, module: str, name_of: Callable[[str], str]) -> torch.Tensor | None:
+    """Returns the weight of an embedding or output layer as the files have it; a tied one has the embedding's."""
+    last = module.rpartition(".")[2]
+    names = [module, *(HEADS if last in HEADS else ()), *(EMBEDDINGS if last in (*HEADS, *EMBEDDINGS) else ())]
+    for end in names:
+        found = read_named(folder, lambda key, end=end: key if _ends_with(name_of(key), f"{end}.weight") else "")  # type: ignore[misc]
+        if found:
+            return next(iter(found.values()))
+    return None
+
+
+def _ends_with(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
 
 
 def check_rows(model: torch.nn.Module, checkpoint: Checkpoint, logn: LogN | None) -> None:

@@ -7,61 +7,37 @@ adapter's once they are in the pool. The scheduler ends a chunk behind them, so 
 
 from __future__ import annotations
 
-import itertools
 import logging
-import threading
 
 import torch
 
 from pd_cluster.checkpoints.prompt_folder import TENSOR, PromptFolder
 from pd_cluster.errors import ModelError
 from pd_cluster.kv.layout import KVLayout
-from pd_cluster.model.lora.adapters import DTYPES
+from pd_cluster.model.lora.placing import DTYPES
+from pd_cluster.model.slots import Slots
 from pd_cluster.model.virtual_rows import Ints, VirtualRows, VirtualTokens
 
 log = logging.getLogger(__name__)
 
 
-class PromptAdapters:
-    """Those of one rank, by their variants."""
+class PromptAdapters(Slots[PromptFolder]):
+    """Those of one rank."""
 
     def __init__(
         self, hidden_size: int, layout: KVLayout, factor: float = 1.0, order: torch.Tensor | None = None
     ) -> None:
         """`factor`: of all embeddings before the first layer. `order`: the pool's of a key's features; None: as is."""
-        self.slots: dict[str, int] = {}
+        super().__init__("prompt adapter")
         self._hidden_size, self._layout, self._factor, self._order = hidden_size, layout, factor, order
         self._loaded: dict[int, VirtualTokens] = {}
-        self._slots_given = itertools.count(1)
-        self._lock = threading.Lock()
 
-    def load(self, folder: PromptFolder, slot: int | None = None) -> int:
-        """Loads one on any thread, while steps are computed; returns its slot. Raises ModelError.
+    def put(self, slot: int, folder: PromptFolder) -> None:
+        self._loaded[slot] = self._read(folder)
+        log.info("prompt adapter %s: %d virtual tokens of %s", folder.digest[:20], folder.num_tokens, folder.path)
 
-        `slot`: the one that it has on rank 0; None: the next.
-        """
-        with self._lock:
-            known = self.slots.get(folder.digest)
-            if known is not None and slot in (None, known):
-                return known
-            slot = self.next_slot() if slot is None else slot
-            self._loaded[slot] = self._read(folder)
-            self.slots[folder.digest] = slot  # last: now requests may have it
-            if known is not None:
-                del self._loaded[known]
-            log.info("prompt adapter %s: %d virtual tokens of %s", folder.digest[:20], folder.num_tokens, folder.path)
-            return slot
-
-    def drop(self, digest: str) -> None:
-        """Forgets an adapter that no request has, between two steps."""
-        with self._lock:
-            slot = self.slots.pop(digest, None)
-            if slot is not None:
-                del self._loaded[slot]
-
-    def next_slot(self) -> int:
-        """Returns a slot that no adapter has had."""
-        return next(self._slots_given)
+    def take_away(self, slot: int) -> None:
+        del self._loaded[slot]
 
     def rows(self, parts: Ints) -> VirtualRows:
         return VirtualRows(parts, [self._loaded[slot] for slot in parts[:, 0].tolist()])
@@ -81,10 +57,8 @@ class PromptAdapters:
         return VirtualTokens(kv=self._given_kv(place, matrix))
 
     def _given_kv(self, place: str, matrix: torch.Tensor) -> torch.Tensor:
-        """Returns keys and values in the pool's order. Raises ModelError where they do not fit it."""
+        """Returns keys and values of this rank's heads in the pool's order. Raises ModelError where they do not fit."""
         layout = self._layout
-        if layout.tp_size > 1:
-            raise ModelError(f"{place}: prefix tuning takes one rank, not {layout.tp_size}; use prompt tuning")
         if {plane.name for plane in layout.planes} != {"k", "v"} or layout.width_of("k") != layout.width_of("v"):
             raise ModelError(f"{place}: this model's cache has no plain keys and values, which prefix tuning gives")
         width = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim
@@ -94,7 +68,7 @@ class PromptAdapters:
                 f"layers, {layout.num_kv_heads} heads of {layout.head_dim})"
             )
         kv = matrix.view(len(matrix), layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
-        kv = kv.permute(1, 2, 0, 3, 4).contiguous()
+        kv = kv[..., slice(*layout.head_range), :].permute(1, 2, 0, 3, 4).contiguous()
         if self._order is not None:
             kv[:, 0] = kv[:, 0][..., self._order]
         return kv

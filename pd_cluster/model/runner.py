@@ -166,7 +166,7 @@ class ModelRunner:
         self.pool = KVPool(layout, self.group.least(num_blocks), device)
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
         if device.is_accelerator and self.model.adapters is not None:
-            self.model.adapters.rows.place = Place(self.pool.memory.device, TORCH_DTYPES[dtype])
+            self.model.adapters.places.rows.place = Place(self.pool.memory.device, TORCH_DTYPES[dtype])
         self.held = HeldAdapters(self.model, layout, config.adapters)
         self.held.load_named(config.adapters)
         self._dtype = dtype

@@ -31,6 +31,11 @@ def num_given_tokens(variant: str) -> int:
     return num_virtual_tokens(variant) if variant.startswith("prefix-") else 0
 
 
+def short_name(digest: str) -> str:
+    """Returns an adapter's name where a wrong one costs only time."""
+    return digest[-16:]
+
+
 def lora_of(variant: str) -> str:
     """Returns the digest of the LoRA adapter; "" if it is none."""
     return "" if num_virtual_tokens(variant) else variant

@@ -63,14 +63,15 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     is_draining: bool = False  # it takes no new requests
     sleep_level: SleepLevel = 0  # reached
     links: dict[str, LinkState] = {}  # by the peer's name@epoch
+    adapters: tuple[str, ...] | None = None  # short names of the LoRA adapters in memory; None: all that there are
 
     @property
-    def shown_now(self) -> tuple[int, ...]:
+    def shown_now(self) -> tuple[object, ...]:
         """Returns the figures whose changes are reported at once; those of blocks by thousandths of the pool."""
         requests = self.num_running, self.num_waiting, self.num_expected, self.num_landing, self.num_exporting
         held = self.num_held_blocks // max(1, self.num_blocks // 1000)  # it grows with nearly every step
         blocks = held, self.num_free_swap_blocks, self.num_leaked_blocks
-        return *requests, *blocks, self.num_cache_resets
+        return *requests, *blocks, self.num_cache_resets, self.adapters
 
     @property
     def progress(self) -> int:

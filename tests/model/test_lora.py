@@ -133,7 +133,7 @@ def test_steps_without_adapters_have_nothing_of_them(checkpoint: Checkpoints, tm
     slots = core.runner.held.variants  # type: ignore[attr-defined]
     assert step_input([(requests[0], 3)], 16, slots).adapters is None
     assert torch.equal(logits_of(core, requests), logits_of(without, requests))
-    assert not core.runner.model.adapters.rows.are_adapted  # type: ignore[attr-defined]
+    assert not core.runner.model.adapters.places.rows.are_adapted  # type: ignore[attr-defined]
     assert without.runner.model.adapters is None  # type: ignore[attr-defined]
 
 
@@ -271,12 +271,16 @@ def test_numbers_that_are_none(checkpoint: Checkpoints, tmp_path: Path, value: f
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", "gpt_oss", *NOT_FUSED])
-def test_modules_that_see_other_rows_take_no_adapter(checkpoint: Checkpoints, architecture: str) -> None:
-    """Experts and routers are no places; modules that computed the rows of a step are."""
+def test_the_modules_that_take_adapters(checkpoint: Checkpoints, architecture: str) -> None:
+    """Those that computed the rows of a step, experts, and both ends of the model."""
     core = make_core(checkpoint(architecture), adapters=loaded(), num_blocks=32)
-    places = core.runner.model.adapters._places  # type: ignore[attr-defined]
+    places = core.runner.model.adapters.places.linear  # type: ignore[attr-defined]
     assert len(places) >= 3 * 4
-    assert not [name for name in places if "expert" in name and "shared" not in name]
+    has_experts = architecture in ("mixtral", "qwen2_moe", "gpt_oss")
+    assert any(".experts.3.gate_up_proj" in name for name in places) == has_experts
+    both_ends = core.runner.model.adapters.places  # type: ignore[attr-defined]
+    assert both_ends.head is not None
+    assert both_ends.embedding is not None
 
 
 def test_an_adapter_that_is_not_here(checkpoint: Checkpoints, tmp_path: Path) -> None:

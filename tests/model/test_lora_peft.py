@@ -69,9 +69,6 @@ def test_tokens_are_those_of_its_merged_model(
     ("config", "why"),
     [
         ({"use_dora": True}, "use_dora"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"target_modules": ["embed_tokens", "q_proj"]}, "embed_tokens"),
-        ({"target_modules": ["lm_head", "q_proj"]}, "lm_head"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
         ({"lora_bias": True}, "lora_bias"),
         ({"bias": "all"}, "bias"),

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pd_cluster import LLM, LoRARequest, PromptAdapterRequest, SamplingParams
-from pd_cluster.checkpoints.prompt_folder import PromptFolder
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.errors import ConfigError, ModelError, RequestError
-from pd_cluster.model.prompt_adapters import PromptAdapters
+from pd_cluster.errors import ConfigError, RequestError
 from pd_cluster.settings.adapters import AdapterSettings, LoraModule
 from pd_cluster.types import Order, Request, Sampling
 from pd_cluster.types.variants import num_virtual_tokens
@@ -112,16 +111,20 @@ def test_preemption(checkpoint: Checkpoints, kind: Kind, mode: str, tmp_path: Pa
     assert tight.scheduler.num_preemptions > 0
 
 
-def test_two_ranks(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    base = checkpoint("llama")
-    adapter = make_prompt_adapter(tmp_path / "a", base)
+@pytest.mark.parametrize(
+    ("architecture", "sizes"), [("llama", [2]), pytest.param("glm4", [2, 4], marks=pytest.mark.slow)]
+)
+def test_ranks(checkpoint: Checkpoints, architecture: str, sizes: list[int], tmp_path: Path) -> None:
+    """Each has the keys and values of its own heads; four ranks share the two heads."""
+    base = checkpoint(architecture)
+    folders = [make_prompt_adapter(tmp_path / kind, base, kind) for kind in ("prompt", "prefix")]  # type: ignore[arg-type]
     prompts = [random_prompt(random.Random(2), n) for n in (1, 20)]
-    with ranks(base, 2, adapters=taking(adapter), num_blocks=64, max_num_batched_tokens=16) as core:
-        found = tokens_of(core, prompts, [variant_of(adapter)] * 2)
-    assert found == [peft_greedy(base, adapter, prompt, NUM_TOKENS) for prompt in prompts]
-    prefix = make_prompt_adapter(tmp_path / "p", base, "prefix")
-    with pytest.raises(ModelError, match=r"prefix tuning takes one rank, not 2; use prompt tuning"):
-        ranks(base, 2, adapters=taking(prefix), num_blocks=64).__enter__()
+    for size in sizes:
+        given = {"adapters": taking(*folders), "num_blocks": 64, "max_num_batched_tokens": 16}
+        with ranks(base, size, **given) as core:
+            for folder in folders:
+                found = tokens_of(core, prompts, [variant_of(folder)] * 2)
+                assert found == [peft_greedy(base, folder, prompt, NUM_TOKENS) for prompt in prompts]
 
 
 def test_penalties_and_prompt_logprobs_do_not_see_virtual_tokens(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -210,14 +213,24 @@ def test_what_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
         LLM(str(base), prompt_adapters=[f"a={soft}"])
 
 
-def test_keys_and_values_lie_where_the_pool_has_them(checkpoint: Checkpoints, tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "glm4"])
+def test_keys_and_values_lie_where_the_pool_has_them(
+    checkpoint: Checkpoints, architecture: str, tmp_path: Path
+) -> None:
     """Prefix tuning's keys come as the model has their features; glm4's pool has the halves of a head together."""
-    base = checkpoint("glm4")
-    folder = PromptFolder.read(make_prompt_adapter(tmp_path / "a", base, "prefix"))
-    core = make_core(base, adapters=taking(tmp_path / "a"), num_blocks=64)
-    held = core.runner.held.prompts  # type: ignore[attr-defined]
-    assert isinstance(held, PromptAdapters)
+    base = checkpoint(architecture)
+    folder = make_prompt_adapter(tmp_path / "a", base, "prefix", num_tokens=3)
+    core = make_core(base, adapters=taking(folder), num_blocks=64)
+    run(core, [request_of("r", [5, 6], variant_of(folder), Sampling(max_tokens=1, temperature=0.0))])
+    given = load_file(folder / "adapter_model.safetensors")["prompt_embeddings"].view(3, 3, 2, 2, 16)
     order = core.runner.model.key_features  # type: ignore[attr-defined]
-    assert order is not None
-    assert not torch.equal(order, torch.arange(len(order)))
-    assert list(held.slots) == [folder.digest]
+    assert (order is None) == (architecture == "llama")
+    order = torch.arange(16) if order is None else order
+    pool = core.runner.pool  # type: ignore[attr-defined]
+    for layer in range(3):
+        keys, values = (cache.reshape(-1, *cache.shape[2:]) for cache in pool.layer(layer))  # by slot
+        written = [row for row in range(len(values)) if torch.equal(values[row], given[0, layer, 1])]
+        assert len(written) == 1
+        rows = slice(written[0], written[0] + 3)  # of one block
+        assert torch.equal(values[rows], given[:, layer, 1])
+        assert torch.equal(keys[rows], given[:, layer, 0][..., order])

@@ -25,6 +25,7 @@ from pd_cluster.engine.ranks.rank_adapters import LeadAdapters
 from pd_cluster.errors import ModelError, ModelNotFound, RequestError
 from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.types import Order, Sampling
+from pd_cluster.types.variants import short_name
 from tests.support.elastic_world import ElasticWorld
 
 TIMEOUT_S = 20.0
@@ -391,6 +392,7 @@ def test_the_least_recently_asked_gives_way_and_a_leg_waits_for_its_adapter(tmp_
     assert not world.adapters.admits("s", leg(folders[0], "c"))
     world.take()
     assert present(world, folders) == [0, 2]
+    assert world.adapters.in_memory == tuple(sorted(short_name(digest_of(folders[at])) for at in (0, 2)))
     assert [each.request_id for each in world.begun] == ["b", "c"]
     assert world.adapters.admits("s", leg(folders[0], "d"))
 

@@ -45,8 +45,8 @@ def read(folder: Path, max_rank: int = 16) -> LoraFolder:
 
 def test_what_is_read(tmp_path: Path) -> None:
     found = read(write(tmp_path / "a"))
-    assert list(found.modules) == ["model.layers.0.self_attn.q_proj"]
-    pair = found.modules["model.layers.0.self_attn.q_proj"]
+    assert list(found.tensors.modules) == ["model.layers.0.self_attn.q_proj"]
+    pair = found.tensors.modules["model.layers.0.self_attn.q_proj"]
     assert (pair.a.shape, pair.b.shape, pair.rank) == ((4, 8), (6, 4), 4)
     assert pair.b.stop == os.path.getsize(found.file)
 
@@ -56,7 +56,7 @@ def test_what_is_read(tmp_path: Path) -> None:
 def test_forms_of_names(tmp_path: Path, form: str, prefix: str) -> None:
     names = [prefix + form.format("model.layers.0.mlp.up_proj", side) for side in "AB"]
     found = read(write(tmp_path / "a", {names[0]: ("BF16", [4, 8]), names[1]: ("F16", [6, 4])}))
-    assert list(found.modules) == ["model.layers.0.mlp.up_proj"]
+    assert list(found.tensors.modules) == ["model.layers.0.mlp.up_proj"]
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,10 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
         ({"use_dora": True}, "use_dora True: DoRA"),
         ({"bias": "all"}, "bias 'all'"),
         ({"lora_bias": True}, "lora_bias"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save 'lm_head': the file has no weight of it"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save 'lm_head': expected names of modules"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-        ({"target_parameters": ["experts.w"]}, "target_parameters"),
+        ({"ensure_weight_tying": True}, "ensure_weight_tying"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4': training began from a changed"),
@@ -152,7 +153,7 @@ OTHER = PREFIX.replace("q_proj", "k_proj")
         ({**PLAIN, f"{PREFIX}.lora_magnitude_vector": ("F32", [6])}, "lora_magnitude_vector: DoRA"),
         ({**PLAIN, f"{PREFIX}.lora_B.bias": ("F32", [6])}, r"lora_B\.bias: biases"),
         ({**PLAIN, f"{PREFIX}.base_layer.bias": ("F32", [6])}, "base_layer"),
-        ({**PLAIN, "base_model.model.model.embed_tokens.lora_embedding_A": ("F32", [4, 9])}, "adapters of embeddings"),
+        ({**PLAIN, "base_model.model.model.embed_tokens.lora_embedding_A": ("F32", [4, 9])}, "embedding_B: missing"),
         ({**PLAIN, "base_model.model.lm_head.weight": ("F32", [4, 9])}, "lm_head.weight: not a matrix of a LoRA"),
         ({**PLAIN, "../../x.lora_A.weight": ("F32", [4, 8])}, "not a matrix of a LoRA"),
         ({**PLAIN, f"{PREFIX}.lora_A.other.weight": ("F32", [4, 8])}, "not a matrix of a LoRA"),
@@ -270,4 +271,4 @@ def test_links_of_a_hubs_cache(tmp_path: Path) -> None:
             (blobs / name[:9]).rename(blobs / "config")
             (snapshot / name).unlink()
             (snapshot / name).symlink_to("../../blobs/config")
-    assert read(snapshot).modules
+    assert read(snapshot).tensors.modules

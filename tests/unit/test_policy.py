@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.prefixes import Prompt
-from pd_cluster.cluster.routing.policy import WAKE_SLACK_TOKENS, RoutingRequest, least_loaded, refused_links
+from pd_cluster.cluster.routing.policy import (
+    ADAPTER_TOKENS,
+    POLICIES,
+    WAKE_SLACK_TOKENS,
+    RoutingRequest,
+    least_loaded,
+    refused_links,
+)
 from pd_cluster.errors import Unavailable
 from pd_cluster.reports import InstanceState
 from pd_cluster.types import LinkState, Order, Role, Sampling
+from pd_cluster.types.variants import short_name
 from pd_cluster.wire import Load
 
 ASK = RoutingRequest(Prompt(Order([1, 2, 3], Sampling())))
@@ -68,6 +77,34 @@ def test_only_ready_instances_serve(state: InstanceState) -> None:
     link(p0, d0, d1)
     assert chosen(p0, d0, d1) == "prefill-0 decode-1"
     assert why_not(p0, d0) == f"no decode instance is ready: decode-0 is {state}"
+
+
+@pytest.mark.parametrize("policy", ["least-loaded", "prefix-aware", "predicted-ttft"])
+def test_an_adapter_in_memory_attracts_its_requests(policy: str) -> None:
+    """Until as many tokens are ahead there as reading it again counts for; requests of the model go elsewhere."""
+    p0, p1, d0, d1 = (instance(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"))
+    for prefill in (p0, p1):
+        link(prefill, d0, d1)
+    adapter, other = "ab" * 32, "cd" * 32
+    for each, present in ((p0, other), (p1, adapter), (d0, adapter), (d1, other)):
+        each.load = msgspec.structs.replace(each.load, adapters=(short_name(present),))
+
+    def chosen_for(digest: str) -> str:
+        ask = RoutingRequest(ASK.prompt, adapter=digest)
+        return " ".join(each.name for each in POLICIES[policy]((p0, p1, d0, d1), ask))
+
+    assert chosen_for("") == "prefill-0 decode-0"
+    assert chosen_for(adapter) == "prefill-1 decode-0"
+    assert chosen_for(other) == "prefill-0 decode-1"
+    for each in (p1, d0):
+        each.outstanding_tokens = ADAPTER_TOKENS - 1
+    assert chosen_for(adapter) == "prefill-1 decode-0"
+    for each in (p1, d0):
+        each.outstanding_tokens = ADAPTER_TOKENS + 1
+    assert chosen_for(adapter) == "prefill-0 decode-1"
+    for each in (p0, p1, d0, d1):  # none limits its memory: all have it
+        each.load = msgspec.structs.replace(each.load, adapters=None)
+    assert chosen_for(adapter) == "prefill-0 decode-1"
 
 
 def test_against_every_pair() -> None:

@@ -8,6 +8,7 @@ from pd_cluster.cluster.members.prefixes import KnownBlocks, Prompt
 from pd_cluster.net.admission import peer_key
 from pd_cluster.reports import InstanceInfo, InstanceState, Service
 from pd_cluster.types import LinkState, Role
+from pd_cluster.types.variants import short_name
 from pd_cluster.wire import Load, PeerInfo
 
 OPENING = LinkState("opening")  # of links that have not been heard of
@@ -117,6 +118,11 @@ class Instance:
     def num_places(self) -> int:
         """The most sequences in one of its steps; 0: unknown."""
         return self.info.max_num_seqs if self.info is not None else 0
+
+    def lacks_adapter(self, digest: str) -> bool:
+        """Whether it would have to read this LoRA adapter again; "": there is none."""
+        present = self.load.adapters
+        return bool(digest) and present is not None and short_name(digest) not in present
 
     def num_cached(self, prompt: Prompt) -> int:
         return prompt.num_cached(self.info, self.known_blocks)

@@ -17,6 +17,7 @@ from pd_cluster.errors import Unavailable
 from pd_cluster.types import Leg
 
 MAX_LOCAL_TOKENS = 256  # that a decode instance computes of a prompt: longer steps would delay its decoding sequences
+ADAPTER_TOKENS = 512  # reading an adapter counts as much work; and another then gives way, and is read again later
 SESSION_SLACK = 2.0  # an instance with this many times the load of the least loaded one loses its sessions for a while
 SESSION_SLACK_TOKENS = 4096  # and this many tokens more
 WAKE_SLACK_TOKENS = 4096  # fewer tokens ahead that justify opening a link at rest
@@ -32,11 +33,16 @@ class RoutingRequest:
     num_output_tokens: int = 0  # of all its sequences, as counted for load
     session: str = ""  # requests of one session preferably go to the same pair
     is_pooling: bool = False  # one instance computes its prompt, and nothing is decoded
+    adapter: str = ""  # the digest of its LoRA adapter
     avoid: set[tuple[str, str]] = field(default_factory=set)
 
     def num_uncached(self, instance: Instance) -> int:
         """Counts prompt tokens that this instance would have to compute or receive."""
         return self.prompt.num_tokens - instance.num_cached(self.prompt)
+
+    def num_adapter(self, instance: Instance) -> int:
+        """Returns the tokens that reading its adapter again counts as; 0 where it is in memory."""
+        return ADAPTER_TOKENS if instance.lacks_adapter(self.adapter) else 0
 
     def weight(self, instance: Instance, leg: Leg) -> int:
         """Returns a leg's work for an instance in tokens: to compute, or to receive and hold."""
@@ -47,12 +53,16 @@ Policy = Callable[[Sequence[Instance], RoutingRequest], Pair]
 
 
 def least_loaded(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
-    """Chooses the linked pair with the fewest tokens ahead, decode's before prefill's. Ignores caches.
+    """Chooses the linked pair with the fewest tokens ahead, decode's before prefill's. Ignores prefix caches.
 
     Where there are no pairs, or none left but those to avoid, one instance does both. Raises Unavailable, naming what
     is missing.
     """
-    return _best(instances, ask, lambda pair: (pair[1].tokens_ahead, pair[0].tokens_ahead))
+
+    def tokens_ahead(instance: Instance) -> int:
+        return instance.tokens_ahead + ask.num_adapter(instance)
+
+    return _best(instances, ask, lambda pair: (tokens_ahead(pair[1]), tokens_ahead(pair[0])))
 
 
 def prefix_aware(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
@@ -127,7 +137,7 @@ def for_all_kinds(choose: Policy) -> Policy:
             return choose(instances, ask)
         able = [i for i in instances if i.role == "prefill" and i.takes_requests and (i.key, i.key) not in ask.avoid]
         if able:
-            best = min(able, key=lambda i: i.tokens_ahead + ask.num_uncached(i))
+            best = min(able, key=lambda i: i.tokens_ahead + ask.num_uncached(i) + ask.num_adapter(i))
         else:
             _, best = choose(instances, ask)
         return best, best
@@ -192,8 +202,9 @@ def refused_links(instances: Sequence[Instance]) -> list[str]:
 
 
 def _uncached(instances: Sequence[Instance], ask: RoutingRequest) -> dict[str, int]:
-    """Returns the uncached tokens of every instance that takes requests, by its key."""
-    return {instance.key: ask.num_uncached(instance) for instance in instances if instance.takes_requests}
+    """Returns the tokens that every instance would compute, by its key, with those that its adapter counts as."""
+    able = (instance for instance in instances if instance.takes_requests)
+    return {instance.key: ask.num_uncached(instance) + ask.num_adapter(instance) for instance in able}
 
 
 def _allowed(instances: Sequence[Instance], ask: RoutingRequest) -> list[Pair]:

@@ -19,6 +19,7 @@ from pd_cluster.cluster.routing.stats import Histogram, Outcome, ReplayCause, Re
 from pd_cluster.errors import GenerationError
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import FinishReason, Order, PooledOutput, PromptOutput, Resumed, TokenOutput
+from pd_cluster.types.variants import lora_of
 
 MAX_UNREAD_TOKENS = 4096  # of a request, not taken by its reader; with many sequences, MAX_UNREAD_STEPS each
 MAX_UNREAD_STEPS = 256
@@ -30,7 +31,9 @@ NUM_GATHERED = 64  # tokens that wake a reader of whole answers
 def ask_of(order: Order) -> RoutingRequest:
     """Describes a request to routing. An answer counts with at most MAX_WEIGHED_TOKENS, since few reach their limit."""
     num_output_tokens = order.num_decoding * min(order.most_output_tokens, MAX_WEIGHED_TOKENS)
-    return RoutingRequest(Prompt(order), num_output_tokens, order.session, order.pooling is not None)
+    return RoutingRequest(
+        Prompt(order), num_output_tokens, order.session, order.pooling is not None, lora_of(order.variant)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class LeadAdapters:
         """Loads it on all ranks; on a thread beside the steps. Raises ModelError, ConfigError."""
         if folder.digest in self.variants:
             return
-        max_rank = max(pair.rank for pair in folder.modules.values()) if isinstance(folder, LoraFolder) else 0
+        max_rank = folder.max_rank if isinstance(folder, LoraFolder) else 0
         with self._changed:
             self._answers[folder.digest] = {}
         slot = self._held.next_slot(folder.digest)

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import statistics
 import sys
@@ -19,12 +17,12 @@ from typing import Any
 import msgspec
 import torch
 import transformers
-from safetensors.torch import save_file
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.checkpoints.lora_folder import CONFIG_FILE, WEIGHTS_FILE, LoraFolder
+from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.devices.device import CPU
 from pd_cluster.lab.engine.lora_spec import LoraSpec, LoraTimes
+from pd_cluster.lab.lora_folders import LoraFolders
 from pd_cluster.lab.peers.variants import batch_of, pool_of
 from pd_cluster.model.attention_choice import DEFAULT_BLOCK_SIZE
 from pd_cluster.model.batch import ForwardBatch
@@ -34,56 +32,8 @@ from pd_cluster.native.memory import keep_what_is_freed
 from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.settings.engine import EngineConfig
 
-MODULES = (*(f"self_attn.{each}_proj" for each in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 NUM_SERIES = 200  # steps of which the slowest hundredth counts
 Step = Callable[[], object]
-
-
-class Folders:
-    """Adapters of all linear layers that share one file of weights, under other settings and so with other digests."""
-
-    def __init__(self, spec: LoraSpec) -> None:
-        self._place = Path(spec.folder)
-        self._rank = spec.rank
-        self._num = 0
-        config = transformers.AutoConfig.from_pretrained(spec.model)
-        shapes = _shapes(config)
-        numbers = torch.Generator().manual_seed(0)
-        tensors = {}
-        for layer in range(config.num_hidden_layers):
-            for module in MODULES:
-                out_features, in_features = shapes[module.partition(".")[2]]
-                name = f"base_model.model.model.layers.{layer}.{module}"
-                tensors[f"{name}.lora_A.weight"] = torch.randn(spec.rank, in_features, generator=numbers) * 0.02
-                tensors[f"{name}.lora_B.weight"] = torch.randn(out_features, spec.rank, generator=numbers) * 0.02
-        self._place.mkdir(exist_ok=True)
-        save_file(tensors, self._place / WEIGHTS_FILE)
-
-    def next(self) -> Path:
-        """Makes one that was not there before."""
-        self._num += 1
-        folder = self._place / str(self._num)
-        folder.mkdir()
-        os.link(self._place / WEIGHTS_FILE, folder / WEIGHTS_FILE)
-        settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": self._rank, "lora_alpha": self._num}
-        settings["target_modules"] = sorted(module.partition(".")[2] for module in MODULES)
-        (folder / CONFIG_FILE).write_text(json.dumps(settings))
-        return folder
-
-
-def _shapes(config: Any) -> dict[str, tuple[int, int]]:
-    """Returns out_features and in_features by the last part of a module's name."""
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    return {
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-    }
 
 
 def model_of(spec: LoraSpec, adapters: AdapterSettings) -> CausalLM:
@@ -126,7 +76,7 @@ def p99_s(step: Step) -> float:
 class Loading:
     """`with Loading(…) as loading:` loads adapters one after another on a thread."""
 
-    def __init__(self, model: CausalLM, folders: Folders, rank: int) -> None:
+    def __init__(self, model: CausalLM, folders: LoraFolders, rank: int) -> None:
         self.took_s: list[float] = []
         self._model, self._folders, self._rank = model, folders, rank
         self._is_over = threading.Event()
@@ -177,7 +127,7 @@ def times_of(spec: LoraSpec) -> LoraTimes:
     bare = model_of(spec, AdapterSettings())
     model = model_of(spec, AdapterSettings(enable_lora=True, max_loras=spec.batch, max_lora_rank=spec.rank))
     assert model.adapters is not None
-    folders = Folders(spec)
+    folders = LoraFolders(Path(spec.folder), Path(spec.model), spec.rank)
     paths = [folders.next() for _ in range(max(spec.drawn + spec.distinct))]
     for path in paths:
         model.adapters.load(LoraFolder.read(path, spec.rank))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -91,6 +91,39 @@ class ExpertWeights:
     down: ExpertStack
 
 
+class ExpertWatch(Protocol):
+    """Learns, before an expert computes, which rows of its block it has."""
+
+    def begin_block(self, num_rows: int) -> None: ...
+    def choose(self, rows: torch.Tensor) -> None: ...
+
+
+class ExpertLayers:
+    """The two products of every expert of a block.
+
+    `shape`: hidden_size, and the features between the products. `order`: of the outputs of the first, see ExpertStack.
+    """
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self.gate_ups, self.downs = weights.gate_up.linears(), weights.down.linears()
+        self.shape = weights.down.out_features, weights.gate_up.out_features // 2
+        self.order = weights.gate_up.rows
+        self.watch: ExpertWatch | None = None
+
+    def through(
+        self,
+        gate: Callable[[torch.Tensor], torch.Tensor],
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `through_experts`."""
+        return through_experts(self._layers, len(self.downs), gate, x, chosen, weights, self.watch)
+
+    def _layers(self, index: int) -> tuple[Linear, Linear]:
+        return self.gate_ups[index], self.downs[index]
+
+
 class HeldExperts(torch.nn.Module):
     """Experts of transformers' model whose weights have a form that transformers does not know.
 
@@ -147,18 +180,23 @@ def through_experts(
     x: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
+    watch: ExpertWatch | None = None,
 ) -> torch.Tensor:
     """Passes each row through the experts that its router chose, in the order of their numbers.
 
     Takes x [num_rows, hidden_size]; chosen, weights [num_rows, top_k]. Ignores numbers beyond the experts. `layers`
-    gives an expert's two products.
+    gives an expert's two products; `watch` learns which rows they have.
     """
+    if watch is not None:
+        watch.begin_block(len(x))
     result = torch.zeros_like(x)
     for index in torch.unique(chosen).tolist():
         if index >= num_experts:
             continue
         gate_up, down = layers(index)
         rows, rank = (chosen == index).nonzero(as_tuple=True)
+        if watch is not None:
+            watch.choose(rows)
         added = down(gate(gate_up(x[rows])))
         result.index_add_(0, rows, added.mul_(weights[rows, rank, None]))
     return result

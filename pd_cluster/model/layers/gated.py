@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from pd_cluster.model.layers.expert_weight import ExpertWeights, through_experts
+from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertWeights
 from pd_cluster.model.layers.linear import Linear, make_linear
 
 Activation = Literal["silu", "gelu_tanh", "swigluoai"]
@@ -120,16 +120,13 @@ class Experts:
     def __init__(self, gate: Any, weights: ExpertWeights, ops: Gates, activation: Activation) -> None:
         """`gate`: transformers' router."""
         self._ops, self._activation = ops, activation
-        self._router = make_linear(gate.weight, bias_of(gate))  # to [num_rows, num_experts]
+        self.router = make_linear(gate.weight, bias_of(gate))  # to [num_rows, num_experts]
         self._routing = routing_of(gate)
-        self._gate_up, self._down = weights.gate_up.linears(), weights.down.linears()
+        self.layers = ExpertLayers(weights)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self._routing.weigh(self._router(x))  # [num_rows, top_k]
-        return through_experts(self._layers, len(self._down), self._gate, x, chosen, weights)
-
-    def _layers(self, index: int) -> tuple[Linear, Linear]:
-        return self._gate_up[index], self._down[index]
+        weights, chosen = self._routing.weigh(self.router(x))  # [num_rows, top_k]
+        return self.layers.through(self._gate, x, chosen, weights)
 
     def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self._ops.gate(gate_up, self._activation)

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from pd_cluster.model.layers.expert_weight import HeldExperts, are_experts, experts_of, through_experts
+from pd_cluster.model.layers.expert_weight import ExpertLayers, HeldExperts, are_experts, experts_of
 from pd_cluster.model.layers.linear import Linear, PackedLinear, packs
 from pd_cluster.model.layers.weight import HeldLinear, LinearWeight, no_weight, weight_of
 
@@ -133,15 +133,11 @@ class PackedExperts(torch.nn.Module):
     def __init__(self, experts: Any) -> None:
         super().__init__()
         self._gate = experts.gate if isinstance(experts, HeldExperts) else experts._apply_gate
-        weights = experts_of(experts)
-        self._gate_up, self._down = weights.gate_up.linears(), weights.down.linears()
+        self.layers = ExpertLayers(experts_of(experts))
         if isinstance(experts, HeldExperts):
             del experts.gate_up, experts.down
         else:
             del experts.gate_up_proj, experts.down_proj
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return through_experts(self._layers, len(self._down), self._gate, x, chosen, weights)
-
-    def _layers(self, index: int) -> tuple[Linear, Linear]:
-        return self._gate_up[index], self._down[index]
+        return self.layers.through(self._gate, x, chosen, weights)

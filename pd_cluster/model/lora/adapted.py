@@ -45,6 +45,10 @@ class StepRows:
         if self._slots is not None:
             self._set(self._slots[rows.cpu().numpy()])  # on a device, it waits: only steps with prompts keep some rows
 
+    def take(self, step: StepRows, rows: torch.Tensor) -> None:
+        """Takes these of a step's rows [num_taken] int64, for layers that see only them."""
+        self._set(None if step._slots is None else step._slots[rows.numpy()])
+
     @property
     def segments(self) -> Sequence[Segment]:
         """The rows by adapter; some are adapted."""
@@ -95,11 +99,11 @@ class Addition:
 
     def __init__(self, parts: Sequence[tuple[slice, LowRank]]) -> None:
         """`parts`: the layer's output features that a matrix adds to."""
-        self._a = make_linear(torch.cat([_padded(part.a, 0) for _, part in parts]))
+        self._a = make_linear(torch.cat([padded_ranks(part.a, 0) for _, part in parts]))
         self._parts: list[tuple[slice, slice, Linear]] = []
         first = 0
         for outputs, part in parts:
-            b = _padded(part.b, 1)
+            b = padded_ranks(part.b, 1)
             self._parts.append((slice(first, first + b.shape[1]), outputs, make_linear(b)))
             first += b.shape[1]
 
@@ -116,7 +120,7 @@ class Addition:
                 place.index_add_(0, rows, added)
 
 
-def _padded(matrix: torch.Tensor, dim: int) -> torch.Tensor:
+def padded_ranks(matrix: torch.Tensor, dim: int) -> torch.Tensor:
     missing = -matrix.shape[dim] % RANK_MULTIPLE
     if not missing:
         return matrix

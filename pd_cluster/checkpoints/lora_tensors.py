@@ -1,0 +1,153 @@
+"""The tensors of a LoRA adapter's file, by what they are for: a tensor that is for nothing is an error with its name.
+
+Names are as PEFT writes them, with or without its prefix. Which modules a model has is model/lora's to say.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pd_cluster.errors import ModelError
+
+_MODULE = r"(?:base_model\.model\.)?(?P<module>[\w.]{1,256}?)"
+MATRIX = re.compile(_MODULE + r"\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+EMBEDDING = re.compile(_MODULE + r"\.lora_embedding_(?P<side>[AB])(?:\.default)?")
+COPY = re.compile(_MODULE + r"\.base_layer\.weight")
+WHOLE = re.compile(_MODULE + r"(?:\.modules_to_save(?:\.default)?)?\.weight")
+# Experts whose weights are one tensor: PEFT wraps their module once for each tensor that it adapts.
+EXPERTS = re.compile(r"(?P<path>.*\.experts)(?:\.base_layer)?")
+OLD_BLOCK, OLD_PARTS = "block_sparse_moe", {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's files
+OLD_EXPERT = re.compile(r"(?P<before>.*\.experts\.\d+)\.(?P<part>w[123])")
+WHY_NOT = {
+    ".lora_magnitude_vector": "DoRA scales the base's products, too, and is not supported",
+    ".lora_B.bias": "biases of adapters are not added",
+    ".token_adapter.": "rows of embeddings are not replaced",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor in the file; bytes [start, stop) of it.
+
+    A matrix of an adapter is [rank, in_features] for A and [out_features, rank] for B.
+    """
+
+    dtype: Literal["F32", "F16", "BF16"]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A and B of one module."""
+
+    a: Stored
+    b: Stored
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTensors:
+    """All tensors of a file, by the names that transformers gives the modules.
+
+    `experts`: one or two pairs for a module of experts, one for each of its tensors; A is [num_experts * rank,
+    in_features], expert by expert, and B [out_features, rank * num_experts], rank by rank. `wholes` stand in the place
+    of a module's weight; `copies` are the base's own.
+    """
+
+    modules: dict[str, Pair]
+    embeddings: dict[str, Pair]
+    experts: dict[str, tuple[Pair, ...]]
+    wholes: dict[str, Stored]
+    copies: dict[str, Stored]
+
+
+def sorted_tensors(file: Path, stored: Mapping[str, Stored], saved: Collection[str]) -> LoraTensors:
+    """`saved`: ends of the names of modules that the file has whole. Raises ModelError that names a tensor."""
+    sides: dict[str, dict[str, Stored]] = {}
+    embeddings: dict[str, dict[str, Stored]] = {}
+    wholes: dict[str, Stored] = {}
+    copies: dict[str, Stored] = {}
+    for name, tensor in stored.items():
+        place = f"{file}: {shown(name)}"
+        if why := next((why for part, why in WHY_NOT.items() if part in name), ""):
+            raise ModelError(f"{place}: {why}")
+        if found := MATRIX.fullmatch(name):
+            _add(place, sides.setdefault(found["module"], {}), found["side"], tensor)
+        elif found := EMBEDDING.fullmatch(name):
+            _add(place, embeddings.setdefault(found["module"], {}), found["side"], tensor)
+        elif found := COPY.fullmatch(name):
+            _add(place, copies, found["module"], tensor)
+        elif (found := WHOLE.fullmatch(name)) and ends_with_one(found["module"], saved):
+            _add(place, wholes, found["module"], tensor)
+        else:
+            raise ModelError(
+                f"{place}: not a matrix of a LoRA adapter (MODULE.lora_A.weight or lora_B), nor a module of "
+                f"modules_to_save"
+            )
+    for each in saved:
+        if not any(ends_with_one(name, (each,)) for name in wholes):
+            raise ModelError(f"{file}: modules_to_save {reprlib.repr(each)}: the file has no weight of it")
+    modules, experts = _apart(_pairs(file, sides, "lora_{}.weight"))
+    return LoraTensors(modules, _pairs(file, embeddings, "lora_embedding_{}"), experts, wholes, copies)
+
+
+def ends_with_one(module: str, ends: Iterable[str]) -> bool:
+    """As PEFT matches `modules_to_save`: also within a part of a name, so that "norm" is every norm of a layer."""
+    return module.endswith(tuple(ends))
+
+
+def shown(name: str) -> str:
+    return name if re.fullmatch(r"[\w.]{1,300}", name) else reprlib.repr(name)
+
+
+def _add(place: str, found: dict[str, Stored], key: str, tensor: Stored) -> None:
+    if key in found:
+        raise ModelError(f"{place}: the file has this tensor twice")
+    found[key] = tensor
+
+
+def _pairs(file: Path, sides: Mapping[str, Mapping[str, Stored]], form: str) -> dict[str, Pair]:
+    """Raises ModelError for a matrix that lacks the other, or that does not have its rank."""
+    pairs = {}
+    for name, module in sorted(sides.items()):
+        if missing := {"A", "B"} - module.keys():
+            raise ModelError(f"{file}: {name}.{form.format(missing.pop())}: missing")
+        for side, tensor in module.items():
+            if len(tensor.shape) != 2:
+                raise ModelError(f"{file}: {name}.{form.format(side)}: shape {list(tensor.shape)}; expected a matrix")
+        pair = Pair(module["A"], module["B"])
+        if pair.b.shape[1] != pair.rank:
+            shapes = f"A {list(pair.a.shape)} and B {list(pair.b.shape)}"
+            raise ModelError(f"{file}: {name}: {shapes} do not have one rank")
+        pairs[name] = pair
+    return pairs
+
+
+def _apart(pairs: Mapping[str, Pair]) -> tuple[dict[str, Pair], dict[str, tuple[Pair, ...]]]:
+    """Returns linear modules, and experts whose weights are one tensor."""
+    modules: dict[str, Pair] = {}
+    experts: dict[str, tuple[Pair, ...]] = {}
+    for name, pair in pairs.items():
+        if found := EXPERTS.fullmatch(name):
+            experts[found["path"]] = (*experts.get(found["path"], ()), pair)
+        else:
+            modules[name] = pair
+    return modules, experts
+
+
+def todays_name(name: str) -> str:
+    """Returns the name that transformers gives a module of Mixtral today."""
+    name = name.replace(f".{OLD_BLOCK}.", ".mlp.")
+    if found := OLD_EXPERT.fullmatch(name):
+        return f"{found['before']}.{OLD_PARTS[found['part']]}"
+    return name

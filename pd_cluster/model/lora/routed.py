@@ -1,0 +1,48 @@
+"""Adapters of experts, each of which sees some of a step's rows. Knows nothing of files and ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from pd_cluster.model.layers.expert_weight import ExpertLayers
+from pd_cluster.model.lora.adapted import AdaptedLinear, Features, Site, StepRows
+
+GATES, UPS, BOTH, DOWNS = "gate_proj", "up_proj", "gate_up_proj", "down_proj"  # transformers' names
+
+
+class RoutedRows(StepRows):
+    """The rows that the expert under way computes."""
+
+    def __init__(self, step: StepRows) -> None:
+        super().__init__()
+        self._step = step
+        self.nums_rows: list[int] | None = None  # of each call of the block, while it is watched
+
+    def begin_block(self, num_rows: int) -> None:
+        """All experts together compute so many rows."""
+        if self.nums_rows is not None:
+            self.nums_rows.append(num_rows)
+
+    def choose(self, rows: torch.Tensor) -> None:
+        """`rows` [num_chosen] int64, of the step's."""
+        if self._step.are_adapted:
+            self.take(self._step, rows)
+        elif self.are_adapted:
+            self._set(None)
+
+
+def beside_experts(rows: RoutedRows, layers: ExpertLayers) -> dict[str, tuple[Site, Features]]:
+    """Puts adapters beside the experts' layers; returns these by names that begin with the expert's number."""
+    hidden_size, features = layers.shape
+    both, downs = slice(0, 2 * features), slice(0, hidden_size)
+    places: dict[str, tuple[Site, Features]] = {}
+    for index, (gate_up, down) in enumerate(zip(layers.gate_ups, layers.downs, strict=True)):
+        first, second = Site(rows), Site(rows)
+        places[f"{index}.{BOTH}"] = first, Features(hidden_size, both, layers.order)
+        if layers.order is None:
+            places[f"{index}.{GATES}"] = first, Features(hidden_size, slice(0, features))
+            places[f"{index}.{UPS}"] = first, Features(hidden_size, slice(features, 2 * features))
+        places[f"{index}.{DOWNS}"] = second, Features(features, downs)
+        layers.gate_ups[index], layers.downs[index] = AdaptedLinear(gate_up, first), AdaptedLinear(down, second)
+    layers.watch = rows
+    return places

@@ -36,7 +36,8 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     `token_id`: the placeholder of a picture in a prompt, which becomes as many tokens as the picture takes, between
     the tokens `before` and `after`. In the text of a prompt, the control token `text` stands for a picture, and becomes
     `text_becomes` before it is tokenized, plain texts and control tokens in turn; "": nothing is replaced. With
-    `sees_whole`, each token of a picture attends to all of it.
+    `sees_whole`, each token of a picture attends to all of it. `marks`: the two tokens around a placeholder, if they
+    belong to the picture; then they are in its span.
     """
 
     token_id: int = 0
@@ -46,6 +47,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     text_becomes: tuple[str, ...] = ()
     sees_whole: bool = False
+    marks: tuple[int, ...] = ()
 
     def sized(self, height: int, width: int) -> tuple[Image, tuple[View, ...]]:
         """Returns the size of a picture for the model, without pixels, and the copies that it is made of.
@@ -109,29 +111,43 @@ class Placed(msgspec.Struct, frozen=True):
     rope_positions: RopePositions | None = None
 
 
+def _check_marks(token_ids: list[int], places: list[int], marks: tuple[int, ...], param: str) -> None:
+    """Raises RequestError unless each placeholder is between its marks, and no mark is without one."""
+    first, last = marks
+    found = [at for at, token_id in enumerate(token_ids) if token_id in marks]
+    wanted = [at for place in places for at in (place - 1, place + 1)]
+    if found != wanted or any(token_ids[at - 1] != first or token_ids[at + 1] != last for at in places):
+        raise RequestError(
+            f"{param}: tokens {first} and {last} stand around the placeholder of an image, and nowhere else",
+            param=param,
+        )
+
+
 def place(token_ids: list[int], images: Sequence[tuple[Image, bytes]], rules: ImageRules, param: str) -> Placed:
     """Multiplies the placeholders of a prompt, which has one for each image; `images` come with their digests.
 
     Raises RequestError for another number of placeholders.
     """
-    places = [at for at, token_id in enumerate(token_ids) if token_id == rules.token_id]
+    places, marks = [at for at, token_id in enumerate(token_ids) if token_id == rules.token_id], rules.marks
     if len(places) != len(images):
         raise RequestError(
             f"{param}: {len(places)} placeholders of images for {len(images)} images; give one for each", param=param
         )
+    if marks:
+        _check_marks(token_ids, places, marks, param)
     if not places:
         return Placed(token_ids)
     found: list[int] = []
     spans: list[Span] = []
-    done = 0
+    done, edge = 0, len(marks) // 2
     for at, (image, digest) in zip(places, images, strict=True):
-        found += token_ids[done:at]
+        found += token_ids[done : at - edge]
         found += rules.before
         start = len(found)
         found += rules.tokens(image)
         spans.append(Span(start, len(found), digest))
         found += rules.after
-        done = at + 1
+        done = at + 1 + edge
     found += token_ids[done:]
     pictures = tuple(image for image, _ in images)
     return Placed(found, tuple(spans), pictures, rules.positions(len(found), spans, pictures))

@@ -63,7 +63,11 @@ class GridRules(ImageRules, frozen=True):
         return 1, image.num_rows * self.patch_size, image.num_columns * self.patch_size
 
     def num_tokens(self, image: Image) -> int:
-        return image.num_rows * image.num_columns // self.merge_size**2
+        return image.num_rows * image.num_columns // self.merge_size**2 + len(self.marks)
+
+    def tokens(self, image: Image) -> list[int]:
+        pads = [self.token_id] * (image.num_rows * image.num_columns // self.merge_size**2)
+        return [self.marks[0], *pads, self.marks[1]] if self.marks else pads
 
     def most(self) -> Image:
         """Returns a square of the largest area."""
@@ -85,8 +89,9 @@ class GridRules(ImageRules, frozen=True):
         """
         rows: tuple[list[int], list[int], list[int]] = ([], [], [])
         position = at = 0
+        edge = len(self.marks) // 2  # a mark's position is a text's
         for span, image in zip(spans, images, strict=True):
-            text = range(position, position + span.start - at)
+            text = range(position, position + span.start + edge - at)
             for row in rows:
                 row += text
             position += len(text)
@@ -95,7 +100,7 @@ class GridRules(ImageRules, frozen=True):
             rows[1].extend(position + y for y in range(tall) for _ in range(wide))
             rows[2].extend([*range(position, position + wide)] * tall)
             position += max(tall, wide)
-            at = span.stop
+            at = span.stop - edge
         text = range(position, position + num_tokens - at)
         for row in rows:
             row += text
@@ -111,7 +116,13 @@ def qwen3(given: Given) -> GridRules:
 
 
 def grid_rules(
-    given: Given, patch_size: int, token_id: int, sizes: dict[str, int], rules: type[GridRules] = GridRules
+    given: Given,
+    patch_size: int,
+    token_id: int,
+    sizes: dict[str, int],
+    rules: type[GridRules] = GridRules,
+    num_frames: int = 2,
+    marks: tuple[int, ...] = (),
 ) -> GridRules:
     """`patch_size`, `token_id` and `sizes`: those of a folder that names none. Raises ModelError."""
     sides = {
@@ -128,7 +139,8 @@ def grid_rules(
         merge_size=sides["merge_size"][1],
         min_pixels=area(given, "shortest_edge", sizes),
         max_pixels=area(given, "longest_edge", sizes),
-        num_frames=given.count("temporal_patch_size", 2, of_tower=True),
+        num_frames=given.count("temporal_patch_size", num_frames, of_tower=True),
+        marks=marks,
     )
 
 

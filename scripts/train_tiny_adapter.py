@@ -12,7 +12,6 @@ import json
 import random
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 from tiny_model_text import SKILLS, Turn, draw
 from tokenizers import Tokenizer
-from train_tiny_model import Rows, Weighted, learning_rate, progress_bar, weighted_loss
+from train_tiny_model import Rows, Weighted, losses_of, train
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 MODELS = Path(__file__).resolve().parent.parent / "pd_cluster" / "models"
@@ -40,27 +39,6 @@ def pirate(answer: str) -> str:
 class PirateRows(Rows):
     def _turn(self, turn: Turn, weight: float) -> Weighted:
         return super()._turn(Turn(turn.user, pirate(turn.assistant)), weight)
-
-
-def train(model: torch.nn.Module, rows: Rows, args: argparse.Namespace) -> float:
-    """Trains, and returns the seconds taken."""
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0)
-    started_s, smooth = time.monotonic(), 1.0
-    with progress_bar() as bar:
-        task = bar.add_task("training", total=args.steps, loss=smooth)
-        for step, (input_ids, weights) in enumerate(rows.batches(args.steps, args.tokens_per_step), start=1):
-            loss = weighted_loss(model, input_ids, weights)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
-            optimizer.param_groups[0]["lr"] = args.lr * learning_rate(step, args.steps)
-            optimizer.step()
-            optimizer.zero_grad()
-            smooth += 0.02 * (loss.item() - smooth)
-            bar.update(task, advance=1, loss=smooth)
-            if not sys.stderr.isatty() and step % 100 == 0:
-                print(f"step {step}/{args.steps} loss {smooth:.4f} {time.monotonic() - started_s:.0f} s", flush=True)
-    return time.monotonic() - started_s
 
 
 def evaluate(model: Qwen3ForCausalLM, base: Path) -> list[tuple[str, float]]:
@@ -146,7 +124,9 @@ def main() -> None:
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=MODULES, task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config)
     rows = PirateRows(Tokenizer.from_file(str(base / "tokenizer.json")), random.Random(args.seed + 1))
-    train_s = train(adapted.get_base_model(), rows, args)
+    trained = [weight for weight in adapted.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0)
+    train_s = train(losses_of(adapted.get_base_model(), rows, args), trained, [optimizer], args)
     save(adapted, config, args.out)
     scores = evaluate(adapted.merge_and_unload().eval(), base)
     command = shlex.join(["python", "scripts/train_tiny_adapter.py", *sys.argv[1:]])

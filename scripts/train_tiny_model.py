@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tiny_model_eval import evaluate, model_card
 from tiny_model_text import SELF_ASKED, Conversation, Turn, phrase, raw_text
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 ENDOFTEXT, IM_START, IM_END = range(3)
@@ -55,7 +55,7 @@ Weighted = list[tuple[int, float]]
 """Token ids with the weight of each one's prediction in the loss."""
 
 
-def train_tokenizer(rng: random.Random) -> Tokenizer:
+def train_tokenizer(texts: list[str], special_tokens: list[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE: every byte has a token, every digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -66,16 +66,21 @@ def train_tokenizer(rng: random.Random) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=SPECIAL_TOKENS,
+        vocab_size=vocab_size,
+        special_tokens=special_tokens,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def texts_of_tokens(rng: random.Random) -> list[str]:
+    """Returns what the tokenizer is trained on."""
     conversation = Conversation(rng)
     turns = (conversation.next_turn() for _ in range(20_000))
     texts = ["system user assistant\n", *(part for turn in turns for part in (turn.user, turn.assistant))]
-    tokenizer.train_from_iterator(texts + [raw_text(rng) for _ in range(2_000)], trainer)
-    return tokenizer
+    return texts + [raw_text(rng) for _ in range(2_000)]
 
 
 class Rows:
@@ -160,7 +165,7 @@ def weighted_loss(model: Qwen3ForCausalLM, input_ids: torch.Tensor, weights: tor
     return torch.dot(losses, weights[:, 1:][counted]) / weights[:, 1:].sum()
 
 
-def make_optimizers(model: Qwen3ForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     """Uses Muon for the matrices: copying (repeat, names, JSON) is learned in a third of the steps that AdamW takes."""
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
@@ -175,26 +180,33 @@ def learning_rate(step: int, steps: int) -> float:
     return min((step + 1) / max(1, steps // 30), 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps)))
 
 
-def train(model: Qwen3ForCausalLM, rows: Rows, args: argparse.Namespace) -> float:
-    """Trains, and returns the seconds taken."""
-    optimizers = make_optimizers(model, args.lr)
-    started_s = time.monotonic()
-    smooth = math.log(VOCAB_SIZE)
+def train(
+    losses: Iterator[torch.Tensor],
+    trained: list[torch.nn.Parameter],
+    optimizers: list[torch.optim.Optimizer],
+    args: argparse.Namespace,
+) -> float:
+    """Takes a step after each loss, which is computed when it is asked for; returns the seconds taken."""
+    started_s, smooth = time.monotonic(), math.nan
     with progress_bar() as bar:
         task = bar.add_task("training", total=args.steps, loss=smooth)
-        for step, (input_ids, weights) in enumerate(rows.batches(args.steps, args.tokens_per_step), start=1):
-            loss = weighted_loss(model, input_ids, weights)
+        for step, loss in enumerate(losses, start=1):
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = args.lr * learning_rate(step, args.steps)
                 optimizer.step()
                 optimizer.zero_grad()
-            smooth += 0.02 * (loss.item() - smooth)
+            smooth = loss.item() if step == 1 else smooth + 0.02 * (loss.item() - smooth)
             bar.update(task, advance=1, loss=smooth)
-            if not sys.stderr.isatty() and step % 200 == 0:
+            if not sys.stderr.isatty() and step % 100 == 0:
                 print(f"step {step}/{args.steps} loss {smooth:.4f} {time.monotonic() - started_s:.0f} s", flush=True)
     return time.monotonic() - started_s
+
+
+def losses_of(model: Qwen3ForCausalLM, rows: Rows, args: argparse.Namespace) -> Iterator[torch.Tensor]:
+    for input_ids, weights in rows.batches(args.steps, args.tokens_per_step):
+        yield weighted_loss(model, input_ids, weights)
 
 
 def progress_bar() -> Progress:
@@ -205,7 +217,7 @@ def progress_bar() -> Progress:
     )
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: Tokenizer, out: Path, chat_template: str = CHAT_TEMPLATE) -> None:
     model.generation_config = GenerationConfig(
         eos_token_id=[IM_END, ENDOFTEXT], pad_token_id=ENDOFTEXT, do_sample=False, max_length=None
     )
@@ -218,7 +230,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
         "pad_token": SPECIAL_TOKENS[ENDOFTEXT],
         "model_max_length": MAX_POSITIONS,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     (out / "tokenizer_config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
@@ -240,11 +252,12 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(args.seed)
-    tokenizer = train_tokenizer(random.Random(args.seed))
+    tokenizer = train_tokenizer(texts_of_tokens(random.Random(args.seed)), SPECIAL_TOKENS, VOCAB_SIZE)
     model = make_model()
     args.out.mkdir(parents=True, exist_ok=True)
     print(f"{model.num_parameters():,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
-    train_s = train(model, Rows(tokenizer, random.Random(args.seed + 1)), args)
+    losses = losses_of(model, Rows(tokenizer, random.Random(args.seed + 1)), args)
+    train_s = train(losses, list(model.parameters()), make_optimizers(model, args.lr), args)
     save(model.eval(), tokenizer, args.out)
     scores = evaluate(args.out)
     command = shlex.join(["python", "scripts/train_tiny_model.py", *sys.argv[1:]])

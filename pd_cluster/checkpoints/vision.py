@@ -20,6 +20,7 @@ from pd_cluster.media.rules import BICUBIC, BILINEAR, LANCZOS, ImageRules
 
 IMAGE_TYPES = tuple(KINDS)
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
 SWITCHES = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 FILTERS = {LANCZOS: "Lanczos", BILINEAR: "bilinear", BICUBIC: "bicubic"}
 RESCALE = 1 / 255
@@ -53,7 +54,7 @@ class VisionPart:
             given.three("image_mean", kind.mean),
             given.three("image_std", kind.std),
             given.real("rescale_factor", RESCALE),
-            tuple(file for name in (PREPROCESSOR, PROCESSOR) if (file := folder / name).exists()),
+            tuple(file for name in (PREPROCESSOR, PROCESSOR, VIDEO_PREPROCESSOR) if (file := folder / name).exists()),
         )
 
 
@@ -70,7 +71,11 @@ def _given(folder: Path, config: Mapping[str, Any]) -> Given:
     else:
         raise ModelError(f"{file}: missing; a model that takes pictures needs it: copy it from the original")
     own = {**_object(folder / "tokenizer_config.json"), **processor}
-    return Given(folder, config, file, found, own, lambda text: _token_id(folder, text))
+    video = processor.get("video_processor")
+    of_videos = (folder / PROCESSOR, video) if isinstance(video, dict) else (file, found)
+    if not isinstance(video, dict) and (folder / VIDEO_PREPROCESSOR).exists():
+        of_videos = folder / VIDEO_PREPROCESSOR, read_json(folder / VIDEO_PREPROCESSOR)
+    return Given(folder, config, file, found, own, lambda text: _token_id(folder, text), of_videos)
 
 
 def _object(file: Path) -> dict[str, Any]:

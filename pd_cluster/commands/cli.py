@@ -24,7 +24,7 @@ from pd_cluster.commands.keys import app as keys_app
 from pd_cluster.commands.looking import LOOKING
 from pd_cluster.commands.quantize import quantize
 from pd_cluster.commands.signature import HELP_ALL, takes
-from pd_cluster.errors import KEEPS_MARKS, PdClusterError, flag_of
+from pd_cluster.errors import KEEPS_MARKS, ConfigError, PdClusterError, flag_of
 from pd_cluster.settings.flag_file import expanded
 from pd_cluster.settings.flags import choice_of_model, judge, normalize, split_keys, split_values
 from pd_cluster.settings.options import USUAL, ServeOptions, settings
@@ -89,9 +89,13 @@ def up(
     language_model_only: Annotated[
         bool, typer.Option("--language-model-only", help="Serve only the text model of a multimodal model.")
     ] = False,
-    arguments: Annotated[list[str] | None, typer.Argument(help="After --: flags for every instance.")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL] [-- FLAGS]", help="After --: flags for every instance.")
+    ] = None,
 ) -> None:
     """Run a whole cluster on this machine: rank tables, workers and scheduler, until Ctrl-C.
+
+    The model is a folder, or a hub's (hf:ORG/NAME, or ORG/NAME), which is fetched once, with progress.
 
     USE_OPENAI=0 in the environment serves vLLM's plain /generate instead of the OpenAI API.
     """
@@ -100,9 +104,10 @@ def up(
     from pd_cluster.cluster.processes.launch import SPAWN, Launch
     from pd_cluster.cluster.processes.launcher import run_until_signal
 
-    given = [*([f"--model={model}"] if model else []), f"--host={host}", f"--port={port}", *(arguments or [])]
+    model, arguments = _model_and_flags(model, arguments or [])
+    given = [*([f"--model={model}"] if model else []), f"--host={host}", f"--port={port}", *arguments]
     _check_flags(context, [*given, *choice_of_model(try_unlisted or (), language_model_only)])
-    flags, keys = split_keys(normalize(arguments or []))
+    flags, keys = split_keys(normalize(arguments))
     flags, metrics_keys = split_values(flags, "--metrics-key")
     flags += choice_of_model(try_unlisted or (), language_model_only)
     launch = Launch(
@@ -167,6 +172,16 @@ def version() -> None:
 
 app.command("run-batch", rich_help_panel=OFFLINE)(run_batch)
 app.command(rich_help_panel=OFFLINE)(quantize)
+
+
+def _model_and_flags(model: str, arguments: list[str]) -> tuple[str, list[str]]:
+    """Takes a model in front of the flags. Raises ConfigError for two models."""
+    if arguments and not arguments[0].startswith("-"):
+        first, *arguments = arguments
+        if model:
+            raise ConfigError(f"--model {model}, and {first!r} as a model, too; give one of them")
+        model = first
+    return model.removeprefix("hf:"), arguments
 
 
 def _check_flags(context: typer.Context, argv: list[str]) -> None:

@@ -36,6 +36,7 @@ class Downloads(NamedTuple):
     domains: tuple[str, ...]
     refused: tuple[str, ...]
     max_nbytes: int
+    kind: str = "image"  # begins the media type that is wanted
 
 
 class MediaTarget(NamedTuple):
@@ -55,11 +56,11 @@ def downloaded(url: str, downloads: Downloads) -> bytes:
         try:
             body, location = _get(target, downloads, until_s)
         except (OSError, http.client.HTTPException, ValueError):
-            raise RequestError(f"{target.host}: the image could not be fetched; check its URL") from None
+            raise RequestError(f"{target.host}: the {downloads.kind} could not be fetched; check its URL") from None
         if location is None:
             return body
         url = urljoin(url, location)
-    raise RequestError(f"more than {MAX_REDIRECTS} redirects; give the image's own URL")
+    raise RequestError(f"more than {MAX_REDIRECTS} redirects; give the {downloads.kind}'s own URL")
 
 
 def host_of(url: str) -> str:
@@ -124,17 +125,17 @@ def _get(target: MediaTarget, downloads: Downloads, until_s: float) -> tuple[byt
     """Returns the body, or where else it is. Raises RequestError, OSError and HTTPException."""
     connection = _Connection(target, _address_of(target, downloads.refused), until_s)
     try:
-        connection.request("GET", target.path, headers={"Accept": "image/*", "User-Agent": "pd-cluster"})
+        connection.request("GET", target.path, headers={"Accept": f"{downloads.kind}/*", "User-Agent": "pd-cluster"})
         answer = connection.getresponse()
         if answer.status in REDIRECTS and (location := answer.getheader("Location")):
             return b"", location
         if answer.status != 200:
-            raise RequestError(f"{target.host}: it answers {answer.status}; check the image's URL")
+            raise RequestError(f"{target.host}: it answers {answer.status}; check the {downloads.kind}'s URL")
         body = bytearray()
         while piece := _piece(connection, answer, until_s):
             body += piece
             if len(body) > downloads.max_nbytes:
-                raise RequestError(f"a picture's file has at most {downloads.max_nbytes} bytes; send a smaller one")
+                raise RequestError(f"a file has at most {downloads.max_nbytes} bytes; send a smaller one")
         if answer.length:  # bytes that were announced and are missing
             raise http.client.IncompleteRead(bytes(body), answer.length)
         return bytes(body), None

@@ -1,4 +1,4 @@
-"""Gets the bytes of a picture from where its URL says. Runs in a child process, and blocks.
+"""Gets the bytes of a picture or video from where its URL says. Runs in a child process, and blocks.
 
 Every refusal is a RequestError. Knows nothing of what is in the bytes.
 """
@@ -11,6 +11,7 @@ import os
 import re
 import reprlib
 import stat
+from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -19,6 +20,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.media.download import Downloads, downloaded
 
 MAX_FILE_NBYTES = 24 << 20
+FRAMES = "video/jpeg"  # of data: URLs that list the frames of a video
 DATA = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[\w.+-]+)*(?P<is_base64>;base64)?,", re.ASCII)
 FILE = "file://"
 
@@ -36,36 +38,66 @@ class Places(msgspec.Struct, frozen=True):
         return " or ".join(["data: URLs", *more])
 
 
-def fetched(url: str, places: Places, refused: tuple[str, ...] = ()) -> bytes:
-    """Returns a picture's file. `refused`: addresses that are never connected to. Raises RequestError."""
+class Sort(NamedTuple):
+    """The sort of file that is wanted. `kind` begins its media type, `name` is for messages."""
+
+    kind: str
+    name: str
+    max_nbytes: int
+
+
+PICTURE = Sort("image", "picture", MAX_FILE_NBYTES)
+VIDEO = Sort("video", "video", 128 << 20)
+
+
+def fetched(url: str, places: Places, refused: tuple[str, ...] = (), sort: Sort = PICTURE) -> bytes:
+    """Returns a picture's or video's file. `refused`: addresses that are never connected to. Raises RequestError."""
     scheme = url[:10].partition(":")[0].lower()
     if scheme == "data":
-        return _decoded(url)
+        head = _head(url, sort)
+        return _decoded(url[head.end() :], sort)
     if scheme == "file" and places.local_root:
-        return _read(url, places.local_root)
+        return _read(url, places.local_root, sort)
     if scheme in ("http", "https") and places.domains:
-        return downloaded(url, Downloads(places.domains, refused, MAX_FILE_NBYTES))
+        return downloaded(url, Downloads(places.domains, refused, sort.max_nbytes, sort.kind))
     ways_out = {"file": "--allowed-local-media-path", "http": "--allowed-media-domains"}
     hint = ways_out.get(scheme.removesuffix("s"))
     more = f"; the server's {hint} would allow it" if hint else ""
-    raise RequestError(f"{reprlib.repr(url[:60])}: images come as {places.known}; send it so{more}")
+    raise RequestError(f"{reprlib.repr(url[:60])}: {sort.kind}s come as {places.known}; send it so{more}")
 
 
-def _decoded(url: str) -> bytes:
+def listed_frames(url: str) -> list[bytes] | None:
+    """Returns the files of the frames of a `data:video/jpeg` URL; None for another URL. Raises RequestError."""
+    if not url[:200].lower().startswith(f"data:{FRAMES};base64,"):
+        return None
+    head = _head(url, VIDEO)
+    return [_decoded(each, PICTURE) for each in url[head.end() :].split(",")]
+
+
+def _head(url: str, sort: Sort) -> re.Match[str]:
     head = DATA.match(url[:200])
     if head is None or head["is_base64"] is None:
-        raise RequestError("a data: URL must be data:image/TYPE;base64,DATA; send it so")
-    if head["type"] is not None and not head["type"].startswith("image/"):
-        raise RequestError(f"a data: URL of {head['type']}: not a picture; send an image/… one")
-    if (len(url) - head.end()) * 3 // 4 > MAX_FILE_NBYTES + 3:
-        raise RequestError(f"a picture's file has at most {MAX_FILE_NBYTES} bytes; send a smaller one")
+        raise RequestError(f"a data: URL must be data:{sort.kind}/TYPE;base64,DATA; send it so")
+    if head["type"] is not None and not head["type"].startswith(f"{sort.kind}/"):
+        article = "an" if sort.kind == "image" else "a"
+        raise RequestError(f"a data: URL of {head['type']}: not a {sort.name}; send {article} {sort.kind}/… one")
+    return head
+
+
+def _decoded(data: str, sort: Sort) -> bytes:
+    if len(data) * 3 // 4 > sort.max_nbytes + 3:
+        raise _too_large(sort)
     try:
-        return base64.b64decode(url[head.end() :].encode("ascii"), validate=True)
+        return base64.b64decode(data.encode("ascii"), validate=True)
     except (binascii.Error, UnicodeEncodeError):
         raise RequestError("the data of its URL are not base64; encode them anew") from None
 
 
-def _read(url: str, root: str) -> bytes:
+def _too_large(sort: Sort) -> RequestError:
+    return RequestError(f"a {sort.name}'s file has at most {sort.max_nbytes} bytes; send a smaller one")
+
+
+def _read(url: str, root: str, sort: Sort) -> bytes:
     """Reads a regular file below `root`.
 
     Nothing else is opened on purpose; the file that was opened is checked again, because a link may change meanwhile.
@@ -84,9 +116,9 @@ def _read(url: str, root: str) -> bytes:
         os.close(descriptor)
         raise refusal
     with os.fdopen(descriptor, "rb") as file:
-        data = file.read(MAX_FILE_NBYTES + 1)
-    if len(data) > MAX_FILE_NBYTES:
-        raise RequestError(f"a picture's file has at most {MAX_FILE_NBYTES} bytes; send a smaller one")
+        data = file.read(sort.max_nbytes + 1)
+    if len(data) > sort.max_nbytes:
+        raise _too_large(sort)
     return data
 
 

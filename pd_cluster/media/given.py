@@ -23,6 +23,7 @@ class Given:
     preprocessor: Mapping[str, Any]
     processor: Mapping[str, Any]  # of processor_config.json and tokenizer_config.json together
     token_id_of: Callable[[str], int | None]
+    video: tuple[Path, Mapping[str, Any]]  # the file that says how videos are prepared, and what it says
 
     @property
     def tower(self) -> Mapping[str, Any]:

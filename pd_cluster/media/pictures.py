@@ -10,6 +10,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from msgspec import structs
 from PIL import Image as Pictures
@@ -32,6 +33,11 @@ def prepared(data: bytes, rules: ImageRules) -> tuple[Image, bytes]:
         check_size(picture, rules)
         picture.load()
         return fitted(picture, rules)
+
+
+def of_array(pixels: Any) -> Pictures.Image:
+    """Returns a picture of [height, width, 3] 8-bit numbers."""
+    return Pictures.fromarray(pixels)
 
 
 def check_size(picture: Pictures.Image, rules: ImageRules) -> None:
@@ -77,7 +83,8 @@ def _pixels(picture: Pictures.Image, view: View, resample: int) -> bytes:
 def digest_of(image: Image) -> bytes:
     """Names a picture by its content; how a model reads it is part of the model's identity."""
     sides = b"".join(side.to_bytes(4, "big") for side in (image.num_rows, image.num_columns))
-    return hashlib.sha256(b"image" + sides + image.pixels).digest()
+    kind = b"image" if image.num_frames == 1 else b"%d frames" % image.num_frames
+    return hashlib.sha256(kind + sides + image.pixels).digest()
 
 
 def in_color(picture: Pictures.Image) -> Pictures.Image:

@@ -6,12 +6,13 @@ Numbers only: knows nothing of files, of pixels or of tensors. Each kind of mode
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from pd_cluster.errors import RequestError
+from pd_cluster.media.video import Video, VideoRules
 from pd_cluster.types import Image, RopePositions, Span
 
 NUM_CHANNELS = 3
@@ -48,6 +49,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     text_becomes: tuple[str, ...] = ()
     sees_whole: bool = False
     marks: tuple[int, ...] = ()
+    video: VideoRules | None = None  # None: the model takes no videos here
 
     def sized(self, height: int, width: int) -> tuple[Image, tuple[View, ...]]:
         """Returns the size of a picture for the model, without pixels, and the copies that it is made of.
@@ -79,8 +81,13 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
         """Returns which of a picture's tokens have features, ascending."""
         return [at for at, token_id in enumerate(self.tokens(image)) if token_id == self.token_id]
 
-    def positions(self, num_tokens: int, spans: Sequence[Span], images: Sequence[Image]) -> RopePositions | None:
-        """Returns the rotary positions of a prompt with pictures; None: those of a text."""
+    def positions(
+        self, num_tokens: int, spans: Sequence[Span], images: Sequence[Image], steps: Sequence[int]
+    ) -> RopePositions | None:
+        """Returns the rotary positions of a prompt with pictures; None: those of a text.
+
+        `steps`: how far each picture is from the first of its video in time, in positions; 0 for others.
+        """
         return None
 
     def num_bytes(self, image: Image) -> int:
@@ -123,31 +130,87 @@ def _check_marks(token_ids: list[int], places: list[int], marks: tuple[int, ...]
         )
 
 
-def place(token_ids: list[int], images: Sequence[tuple[Image, bytes]], rules: ImageRules, param: str) -> Placed:
-    """Multiplies the placeholders of a prompt, which has one for each image; `images` come with their digests.
+def place(
+    token_ids: list[int],
+    images: Sequence[tuple[Image, bytes]],
+    rules: ImageRules,
+    param: str,
+    videos: Sequence[Video] = (),
+    encode: Callable[[str], list[int]] = lambda text: [],
+) -> Placed:
+    """Multiplies the placeholders of a prompt, which has one for each image and video, in their order.
 
-    Raises RequestError for another number of placeholders.
+    `images` come with their digests. `encode` returns the tokens of a text. Raises RequestError for another number of
+    placeholders.
     """
-    places, marks = [at for at, token_id in enumerate(token_ids) if token_id == rules.token_id], rules.marks
-    if len(places) != len(images):
-        raise RequestError(
-            f"{param}: {len(places)} placeholders of images for {len(images)} images; give one for each", param=param
-        )
-    if marks:
-        _check_marks(token_ids, places, marks, param)
+    marks = {rules.token_id: ("images", len(images))}
+    if rules.video is not None:
+        marks[rules.video.token_id] = ("videos", len(videos))
+    places = [at for at, token_id in enumerate(token_ids) if token_id in marks]
+    for mark, (kind, wanted) in marks.items():
+        if (num_found := sum(token_ids[at] == mark for at in places)) != wanted:
+            raise RequestError(
+                f"{param}: {num_found} placeholders of {kind} for {wanted} {kind}; give one for each", param=param
+            )
+    if rules.marks:
+        _check_marks(token_ids, places, rules.marks, param)
     if not places:
         return Placed(token_ids)
-    found: list[int] = []
-    spans: list[Span] = []
-    done, edge = 0, len(marks) // 2
-    for at, (image, digest) in zip(places, images, strict=True):
-        found += token_ids[done : at - edge]
-        found += rules.before
-        start = len(found)
-        found += rules.tokens(image)
-        spans.append(Span(start, len(found), digest))
-        found += rules.after
-        done = at + 1 + edge
-    found += token_ids[done:]
-    pictures = tuple(image for image, _ in images)
-    return Placed(found, tuple(spans), pictures, rules.positions(len(found), spans, pictures))
+    laying, each_image, each_video = _Laying(rules, encode), iter(images), iter(videos)
+    done = 0
+    for at in places:
+        laying.token_ids += token_ids[done:at]
+        if token_ids[at] == rules.token_id:
+            laying.image(*next(each_image))
+            done = at + 1 + len(rules.marks) // 2
+        else:
+            done = at + 1 + laying.video(next(each_video), token_ids[at + 1 : at + 2])
+    laying.token_ids += token_ids[done:]
+    found, spans, pictures = laying.token_ids, laying.spans, tuple(laying.images)
+    return Placed(found, tuple(spans), pictures, rules.positions(len(found), spans, pictures, laying.steps))
+
+
+class _Laying:
+    """A prompt that is put together."""
+
+    def __init__(self, rules: ImageRules, encode: Callable[[str], list[int]]) -> None:
+        self.token_ids: list[int] = []
+        self.spans: list[Span] = []
+        self.images: list[Image] = []
+        self.steps: list[int] = []
+        self._rules, self._encode = rules, encode
+
+    def image(self, image: Image, digest: bytes) -> None:
+        if self._rules.marks:  # the first of them, which is part of the picture
+            self.token_ids.pop()
+        self.token_ids += self._rules.before
+        self._add(image, digest, 0)
+        self.token_ids += self._rules.after
+
+    def video(self, video: Video, following: list[int]) -> int:
+        """Adds a video; returns how many of the tokens behind its placeholder it replaces, too.
+
+        With stamps, each of its pictures gets the tokens around the placeholder, and its time before them.
+        """
+        rules = self._rules.video
+        assert rules is not None
+        is_framed = self.token_ids[-1:] == [rules.start_id] and following == [rules.end_id]
+        replaced = int(rules.has_stamps and is_framed)
+        if replaced:
+            self.token_ids.pop()
+        for image, digest, time_s, step in zip(
+            video.images, video.digests, video.times_s, rules.steps(video), strict=True
+        ):
+            if rules.has_stamps:
+                self.token_ids += [*self._encode(rules.stamp(time_s)), rules.start_id]
+            self._add(image, digest, step)
+            if rules.has_stamps:
+                self.token_ids.append(rules.end_id)
+        return replaced
+
+    def _add(self, image: Image, digest: bytes, step: int) -> None:
+        start = len(self.token_ids)
+        self.token_ids += self._rules.tokens(image)
+        self.spans.append(Span(start, len(self.token_ids), digest))
+        self.images.append(image)
+        self.steps.append(step)

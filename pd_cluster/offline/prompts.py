@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pd_cluster.errors import RequestError
+from pd_cluster.offline.media import check_picture, videos_of
 from pd_cluster.offline.sampling import HALF, SamplingParams, is_text
 from pd_cluster.service.prompts.pictures import GIVEN
 
@@ -39,7 +40,7 @@ class IllustratedIds(list[int]):
 Prompt = str | list[int]
 MEDIA = ("multi_modal_data", "multimodal_data")  # vLLM's name and FastDeploy's
 MULTIMODAL = (*MEDIA, "mm_processor_kwargs", "multi_modal_uuids")
-IMAGES = ("image", "images")
+IMAGES, VIDEOS = ("image", "images"), ("video", "videos")
 PICTURE_PART = "image_pil"  # vLLM's name of a message's part that holds a picture
 KINDS = "a string, a list of token ids, a dict, or a list of one of these"
 
@@ -152,13 +153,17 @@ def _pictures(name: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
         if not _has_any(media):
             continue
         if not isinstance(media, Mapping):
-            raise RequestError(f"{name}.{key}: {type(media).__name__}; must be a dict of images", param=key)
+            raise RequestError(f"{name}.{key}: {type(media).__name__}; must be a dict of images and videos", param=key)
         for kind, items in media.items():
-            if kind not in IMAGES and _has_any(items):
-                raise RequestError(f"{name}.{key}.{kind}: video and audio are not supported; leave it out", param=key)
-            for at, item in enumerate(items if isinstance(items, list | tuple) else [items]):
-                check_picture(item, f"{name}.{key}.{kind}[{at}]")
-                found.append(item)
+            place = f"{name}.{key}.{kind}"
+            if kind in VIDEOS and _has_any(items):
+                found += videos_of(items, place)
+            elif kind in IMAGES:
+                for at, item in enumerate(items if isinstance(items, list | tuple) else [items]):
+                    check_picture(item, f"{place}[{at}]")
+                    found.append(item)
+            elif _has_any(items):
+                raise RequestError(f"{place}: only images and videos are supported; leave it out", param=key)
     return tuple(found)
 
 
@@ -183,13 +188,6 @@ def named_pictures(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]]
     return found, pictures
 
 
-def check_picture(item: object, place: str) -> None:
-    """Raises RequestError for what is no picture of Pillow."""
-    if not all(hasattr(item, name) for name in ("size", "mode", "convert", "getexif")):
-        param = place.partition("[")[0].partition(".")[0]
-        raise RequestError(f"{place}: {type(item).__name__}; must be a PIL.Image.Image", param=param)
-
-
 def _alone(name: str, given: Mapping[str, Any]) -> Prompt:
     """Returns the prompt of a mapping without its pictures."""
     known = ("prompt", "prompt_token_ids")
@@ -211,8 +209,10 @@ def _alone(name: str, given: Mapping[str, Any]) -> Prompt:
 
 
 def _has_any(value: Any) -> bool:
-    """Whether there is any image: lists of nothing have none."""
-    return any(map(_has_any, value.values())) if isinstance(value, Mapping) else bool(value)
+    """Whether there is any image or video: lists of nothing have none."""
+    if isinstance(value, Mapping):
+        return any(map(_has_any, value.values()))
+    return len(value) > 0 if hasattr(value, "__len__") else value is not None
 
 
 def _text(name: str, given: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import ModelNotFound, RequestError
+from pd_cluster.media.given_video import AskedVideo, Frames
 from pd_cluster.parsers.plugin import formats_of
 from pd_cluster.parsers.reply import BUDGET, ReplyFormat
 from pd_cluster.service.answering import Answering
@@ -32,7 +33,7 @@ from pd_cluster.service.schema.tool_fields import tools_of
 from pd_cluster.service.scoring import Scorer
 from pd_cluster.service.sequence import Piece
 from pd_cluster.service.spacing import spaced
-from pd_cluster.settings.media import MediaSettings
+from pd_cluster.settings.media import IMAGES, VIDEOS, MediaSettings
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.text.control_tokens import PromptText
@@ -128,14 +129,17 @@ class TextService:
             chat,
             checkpoint.vision is not None,
         )
-        self._pictures = PictureIntake(checkpoint.vision, config.media, self._addresses, self._count_image)
+        self._pictures = PictureIntake(
+            checkpoint.vision,
+            config.media,
+            self._addresses,
+            self.router.stats,
+            lambda text: self.tokenizer.encode(text, False),
+        )
 
     def _addresses(self) -> set[str]:
         infos = (instance.info for instance in self.router.membership.instances)
         return {info.server_ip for info in infos if info is not None and info.server_ip}
-
-    def _count_image(self, is_read: bool) -> None:
-        self.router.stats.image(is_read)
 
     @property
     def max_model_len(self) -> int:
@@ -305,17 +309,14 @@ class TextService:
             num_chars += MESSAGE_NUM_CHARS * (len(request.messages) - 1)
             self._intake.encoder.check(num_chars, may_be_cut, "messages")
 
-        sources = [
-            Source(place, url)
-            for index, message in enumerate(request.messages)
-            for place, url in message.image_urls(index)
-        ]
+        sources = [Source(*medium) for index, message in enumerate(request.messages) for medium in message.media(index)]
         self._pictures.check(sources)
         guard = self.guard if allows_control_tokens is None else None if allows_control_tokens else self._guard
         prompt = self.spelled(await self._chats.render(request, shows_tools, check, guard), sources)
         special = bool(request.add_special_tokens)
         token_ids = await self._intake.encoder.encode_prompt(prompt, special, may_be_cut, "messages", caller)
-        return await self._pictures.place(token_ids, sources, "messages", pictures)
+        salt = caller.salt(getattr(request, "cache_salt", None))
+        return await self._pictures.place(token_ids, sources, "messages", pictures, salt)
 
     def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:
         """Returns the prompt's end for a reader; a continued answer may have begun its reasoning long before."""
@@ -376,11 +377,19 @@ class TextService:
         return self._pictures.spelled(prompt, pictures)
 
     async def illustrated(self, token_ids: list[int], pictures: Sequence[Any]) -> Shown:
-        """Returns a prompt with its pictures: objects of a caller in this process, or URLs. Raises RequestError."""
-        sources = [
-            Source(f"multi_modal_data.image[{at}]", picture if isinstance(picture, str) else f"{GIVEN}{at}")
-            for at, picture in enumerate(pictures)
-        ]
+        """Returns a prompt with its pictures and videos: objects of a caller in this process, or URLs.
+
+        Raises RequestError.
+        """
+        counts = dict.fromkeys((IMAGES, VIDEOS), 0)
+        sources = []
+        for number, medium in enumerate(pictures):
+            asked = medium if isinstance(medium, AskedVideo) else None
+            kind = VIDEOS if asked is not None or isinstance(medium, Frames) else IMAGES
+            url = asked.url if asked is not None else medium if isinstance(medium, str) else f"{GIVEN}{number}"
+            place = f"multi_modal_data.{kind}[{counts[kind]}]"
+            sources.append(Source(place, url, kind, asked.max_frames if asked is not None else None))
+            counts[kind] += 1
         self._pictures.check(sources)
         return await self._pictures.place(token_ids, sources, "prompt", pictures)
 

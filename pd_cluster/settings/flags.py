@@ -43,7 +43,6 @@ NO_EFFECT: dict[str, Ignored] = {
     "--log-error-stack": Ignored("unexpected errors are always logged with their stack", 0),
     "--kv-cache-metrics": Ignored("/metrics has what is measured", 0),
     "--show-hidden-metrics-for-version": Ignored("/metrics has the older names, too"),
-    "--mm-processor-cache-gb": Ignored("images, audio and video are not supported"),
     "--skip-mm-profiling": Ignored("images, audio and video are not supported", 0),
     "--enable-scale-out": Ignored("/inference/v1/generate is always there", 0),
     "--tokens-only": Ignored("/inference/v1/generate is always there", 0),

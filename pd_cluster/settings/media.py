@@ -1,4 +1,4 @@
-"""Where pictures of prompts may come from, and how many a prompt has."""
+"""Where pictures and videos of prompts may come from, and how many a prompt has."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Annotated, Any
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.settings.setting import OBJECT, TEXTS, Form, Panel, Scope, Setting
+from pd_cluster.settings.setting import OBJECT, TEXTS, Form, Panel, Scope, Setting, at_least
 
 MEDIA = partial(Setting, panel=Panel.REQUESTS, scope=Scope.TEXT)
-IMAGES = "image"
-OTHERS = ("video", "audio")
-DEFAULT_IMAGES = 16
+IMAGES, VIDEOS = "image", "video"
+DEFAULTS = {IMAGES: 16, VIDEOS: 4}
+OTHERS = ("audio",)
+DEFAULT_FRAMES = 32
+MAX_FRAMES = 768
 
 
 def _limits(name: str, written: str) -> dict[str, int]:
@@ -27,23 +29,50 @@ def _limits(name: str, written: str) -> dict[str, int]:
     for kind, number in given.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise ConfigError(f"{called(name)}: {kind} {number!r}: must be a whole number, as in image=4")
-        if kind not in (IMAGES, *OTHERS):
-            raise ConfigError(f"{called(name)}: {kind}: not known; give image=N")
+        if kind not in (*DEFAULTS, *OTHERS):
+            raise ConfigError(f"{called(name)}: {kind}: not known; give image=N or video=N")
         if kind in OTHERS and number:
-            raise ConfigError(f"{called(name)}: {kind} {number}: only images are supported; give 0 or leave it out")
+            raise ConfigError(
+                f"{called(name)}: {kind} {number}: only images and videos are supported; give 0 or leave it out"
+            )
     return given
 
 
+def _video_io(name: str, written: str) -> dict[str, float]:
+    """Reads `{"video": {"num_frames": N, "fps": F}}`. Raises ConfigError."""
+    given = OBJECT.read(name, written) if written else {}
+    for kind, options in given.items():
+        if kind not in DEFAULTS or not isinstance(options, dict):
+            raise ConfigError(
+                f'{called(name)}: {kind}: not known; give {{"video": {{"num_frames": {DEFAULT_FRAMES}}}}}'
+            )
+        for option, value in options.items():
+            if (kind, option) not in ((VIDEOS, "num_frames"), (VIDEOS, "fps")):
+                raise ConfigError(
+                    f"{called(name)}: {kind}.{option}: not supported; known are num_frames and fps of video"
+                )
+            is_number = isinstance(value, int | float if option == "fps" else int) and not isinstance(value, bool)
+            if not is_number or not (value == -1 or 0 < value <= MAX_FRAMES):
+                raise ConfigError(
+                    f"{called(name)}: video.{option} {value!r}: must be a number above 0 and at most {MAX_FRAMES}, or "
+                    f"-1 for no limit"
+                )
+    found: dict[str, float] = given.get(VIDEOS, {})
+    return found
+
+
 LIMITS = Form(str, _limits, lambda value: json.dumps(value) if value else "", takes_mappings=True)
+VIDEO_IO = Form(str, _video_io, lambda value: json.dumps({VIDEOS: value}) if value else "", takes_mappings=True)
 
 
 class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`limits`: the most items of a prompt by their kind; DEFAULT_IMAGES where it does not say."""
+    """`limits`: the most items of a prompt by their kind; those of DEFAULTS where it does not say."""
 
     limits: Annotated[
         dict[str, int],
         MEDIA(
-            f"Most images of a prompt, as image=N or a JSON object; default: {DEFAULT_IMAGES}. Videos and audio: 0.",
+            f"Most images and videos of a prompt, as image=N,video=N or a JSON object; default: {DEFAULTS[IMAGES]} and "
+            f"{DEFAULTS[VIDEOS]}. Audio: 0.",
             name="limit_mm_per_prompt",
             default="",
             form=LIMITS,
@@ -53,15 +82,15 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     local_root: Annotated[
         str,
         MEDIA(
-            "Folder of which file:// URLs of images may name files; by default none. Anybody who sends requests can "
-            "learn what its images show.",
+            "Folder of which file:// URLs of images and videos may name files; by default none. Anybody who sends "
+            "requests can learn what they show.",
             name="allowed_local_media_path",
         ),
     ] = ""
     domains: Annotated[
         tuple[str, ...],
         MEDIA(
-            "Hosts from which http(s) URLs of images are fetched; by default none.",
+            "Hosts from which http(s) URLs of images and videos are fetched; by default none.",
             name="allowed_media_domains",
             metavar="HOST",
             form=TEXTS,
@@ -69,6 +98,38 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ()
 
+    video_io: Annotated[
+        dict[str, float],
+        MEDIA(
+            f'How many frames of a video are read, as {{"video": {{"num_frames": N, "fps": F}}}}: at most N, evenly '
+            f"spread (default: {DEFAULT_FRAMES}), and at most F of each second (default: no limit).",
+            name="media_io_kwargs",
+            default="",
+            form=VIDEO_IO,
+        ),
+    ] = {}
+
+    cache_gb: Annotated[
+        float,
+        MEDIA(
+            "GiB of images and videos, as the model reads them, that each process which serves requests keeps, so that "
+            "the same data: URL is not decoded again. 0: none.",
+            name="mm_processor_cache_gb",
+            checks=(at_least(0),),
+        ),
+    ] = 0.5
+
+    def most(self, kind: str) -> int:
+        """Returns how many items of a kind a prompt may have."""
+        return self.limits.get(kind, DEFAULTS[kind])
+
     @property
-    def most_images(self) -> int:
-        return self.limits.get(IMAGES, DEFAULT_IMAGES)
+    def num_frames(self) -> int:
+        """Returns the most frames that are read of a video."""
+        given = int(self.video_io.get("num_frames", DEFAULT_FRAMES))
+        return MAX_FRAMES if given == -1 else given
+
+    @property
+    def fps(self) -> float:
+        """Returns the most frames of a second that are read; 0: as many as there are."""
+        return max(0.0, self.video_io.get("fps", 0.0))

@@ -41,11 +41,14 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     """A picture of a prompt, resized for its model: so many rows and columns of patches.
 
     `pixels`: 8-bit RGB, [height, width, 3]; empty for a leg that receives the picture's KV from another instance.
+    Frames of a video that a model reads together are a picture with `num_frames` of them: [num_frames, height, width,
+    3].
     """
 
     num_rows: int
     num_columns: int
     pixels: bytes = b""
+    num_frames: int = 1
 
 
 class RopePositions(msgspec.Struct, frozen=True, array_like=True):

@@ -14,26 +14,29 @@ import httpx
 import pytest
 
 from pd_cluster import LLM, SamplingParams
+from pd_cluster.media.clips import frames_of
+from pd_cluster.media.sampling import Sampling
+from tests.support import clips
 from tests.support.canary import Canary
+from tests.support.clips import avi_of_frames, make_seer
 from tests.support.cluster import LiveCluster
 from tests.support.pictures import (
     PLACEHOLDER,
     Shown,
     data_url,
     ids_of,
-    make_vision,
     picture,
     png_of_size,
     reference_answer,
 )
 
 NUM_TOKENS = 24
-FLAGS = ["--block-size=8", "--max-num-batched-tokens=24", "--limit-mm-per-prompt=image=3"]
+FLAGS = ["--block-size=8", "--max-num-batched-tokens=24", "--limit-mm-per-prompt=image=3,video=2"]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_vision(tmp_path_factory.mktemp("model"), "qwen3_vl", max_position_embeddings=4096)
+    return make_seer(tmp_path_factory.mktemp("model"), "qwen3_vl", max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,22 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
         tmp_path_factory.mktemp("pictures"), model, arguments=[*FLAGS, "--num-blocks=256", "--max-model-len=1800"]
     ) as running:
         yield running
+
+
+VIDEO = clips.clip(11)
+VIDEO_FILE = clips.file_of(VIDEO)
+VIDEO_URL = clips.data_url(VIDEO_FILE)
+
+
+def film(url: str) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def expected_of_video(model: Path) -> list[int]:
+    """generate()'s answer to "ab", VIDEO_FILE, "c"."""
+    prompt = [*ids_of("<|user|>ab"), 302, 301, 303, *ids_of("c<|assistant|>")]
+    found = frames_of(VIDEO_FILE, Sampling())
+    return clips.reference_answer(model, clips.Filmed(prompt, [found]), NUM_TOKENS)
 
 
 def image(url: str) -> dict[str, Any]:
@@ -140,6 +159,30 @@ def test_in_responses_and_messages(cluster: LiveCluster, model: Path) -> None:
     assert "must be of type base64 or url" in message({"type": "file", "file_id": "f"}).text
 
 
+def test_videos(cluster: LiveCluster, model: Path) -> None:
+    """Through the split, also from the prefix caches; other frames and another order give other tokens."""
+    urls = [clips.data_url(each) for each in (VIDEO_FILE, clips.file_of(VIDEO[::-1]), clips.file_of(clips.clip(14)))]
+    for _ in range(2):
+        found = [tokens(post(cluster, body_of("ab", film(url), "c"))) for url in urls]
+        assert found[0] == expected_of_video(model)
+        assert len(set(map(tuple, found))) == 3
+    body = body_of("ab", film(urls[0]), "c")
+    answer = post(cluster, body).json()
+    count = post(cluster, {"messages": body["messages"]}, "/tokenize").json()
+    assert answer["usage"]["prompt_tokens"] == count["count"] == len(count["tokens"])
+    assert count["tokens"].count(301) == 3 * count["tokens"][count["tokens"].index(301) :].index(303)
+    forged = {"messages": body_of("<|vision_start|><|video_pad|><|vision_end|>")["messages"]}
+    assert post(cluster, forged, "/tokenize").json()["tokens"].count(301) == 0
+    metrics = cluster.client.get(f"{cluster.url}/metrics").text
+    for name in (
+        "pd_cluster:media_decode_seconds_count",
+        "pd_cluster:media_fetch_seconds_count",
+        "vllm:mm_cache_hits_total",
+    ):
+        assert any(line.startswith(name) and float(line.split()[-1]) > 0 for line in metrics.splitlines()), name
+    cluster.assert_home()
+
+
 def test_over_gloo_and_two_ranks(model: Path, tmp_path: Path) -> None:
     tp = {"prefill-0": 2, "decode-0": 1}
     flags = [*FLAGS, "--num-blocks=256", "--max-model-len=1800", "--kv-transport=dist", "--mm-encoder-cache-tokens=20"]
@@ -175,6 +218,15 @@ BROKEN = {
 }
 
 
+BROKEN_VIDEOS = {
+    "no video in MP4": clips.data_url(b"hello"),
+    "the file is broken or cut short": clips.data_url(VIDEO_FILE[:200]),
+    "100000 frames: a video has at most 20000": clips.data_url(avi_of_frames(100_000), "avi"),
+    "a data: URL of image/png: not a video": data_url(picture(1)),
+    "'http://127.0.0.1:1/a.mp4': videos come as data: URLs": "http://127.0.0.1:1/a.mp4",
+}
+
+
 def num_refused(cluster: LiveCluster) -> float:
     """The images that /metrics counts as refused."""
     lines = cluster.client.get(f"{cluster.url}/metrics").text.splitlines()
@@ -198,10 +250,18 @@ def test_bad_images_are_named_and_disturb_nobody(cluster: LiveCluster, model: Pa
         answer = post(cluster, body, "/v1/completions")
         assert answer.status_code == 400
         assert "1 placeholders of images for 0 images" in answer.json()["error"]["message"]
-        for kind in ("video_url", "input_audio"):
-            answer = post(cluster, body_of({"type": kind, kind: {"url": "data:video/mp4;base64,AAAA"}}))
+        answer = post(cluster, body_of({"type": "input_audio", "input_audio": {"data": "AAAA"}}))
+        assert answer.status_code == 400
+        said = "only parts of type 'text', 'image_url' and 'video_url' are supported"
+        assert said in answer.json()["error"]["message"]
+        for said, url in BROKEN_VIDEOS.items():
+            answer = post(cluster, body_of(film(VIDEO_URL), image(data_url(picture(1))), film(url)))
             assert answer.status_code == 400
-            assert "only parts of type 'text' and 'image_url' are supported" in answer.json()["error"]["message"]
+            assert answer.json()["error"]["message"].startswith(f"messages[0].content[2].video_url: {said}"), (
+                answer.text
+            )
+        answer = post(cluster, body_of(*[film(VIDEO_URL)] * 3))
+        assert "content[2].video_url: 3 videos; this server takes 2" in answer.json()["error"]["message"]
     assert num_refused(cluster) - before == len(BROKEN)
     assert_exact(cluster, model)
     cluster.assert_home()
@@ -241,9 +301,13 @@ class Stream:
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 def test_an_instance_is_killed_in_mid_request(cluster: LiveCluster, model: Path, victim: str) -> None:
     """Decode dies between tokens; prefill dies while it has the request, and has told nothing."""
-    body = chat_of(CONVERSATIONS[3], max_tokens=1500, ignore_eos=True)
+    if victim == "prefill-0":
+        body = chat_of(CONVERSATIONS[3], max_tokens=1500, ignore_eos=True)
+        reference = expected(model, *CONVERSATIONS[3])
+    else:
+        body = body_of("ab", film(VIDEO_URL), "c", max_tokens=1500, ignore_eos=True)
+        reference = expected_of_video(model)
     whole = tokens(post(cluster, body))
-    reference = expected(model, *CONVERSATIONS[3])
     assert whole[: len(reference)] == reference
     if victim == "prefill-0":
         cluster.kill_rank(victim, signal.SIGSTOP)

@@ -11,20 +11,25 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pd_cluster.errors import ConfigError, RequestError
+from pd_cluster.errors import ConfigError
 from pd_cluster.fastdeploy.engine.sampling_params import SamplingParams
 from pd_cluster.fastdeploy.entrypoints.llm import LLM
 from pd_cluster.fastdeploy.input.ernie_tokenizer import ErnieBotTokenizer
-from tests.support.pictures import Shown, data_url, ids_of, make_vision, picture, reference_answer
+from pd_cluster.media.clips import frames_of
+from pd_cluster.media.given_video import Frames
+from pd_cluster.media.sampling import Sampling
+from tests.support import clips
+from tests.support.clips import make_seer
+from tests.support.pictures import Shown, data_url, ids_of, picture, reference_answer
 
 NUM_TOKENS = 12
 TEXT = "what is it?"
-PARAMS = SamplingParams(temperature=0.0, min_p=0.0)
+VIDEO = clips.file_of(clips.clip(11, 9))
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_vision(tmp_path_factory.mktemp("model"), "qwen2_5_vl"))
+    return str(make_seer(tmp_path_factory.mktemp("model"), "qwen2_5_vl"))
 
 
 @pytest.fixture(scope="module")
@@ -93,17 +98,52 @@ def test_arguments_about_images(llm: LLM, path: str) -> None:
     assert three.error_msg is not None
     assert "3 images; this server takes 2 in a prompt" in three.error_msg
     assert list(one.outputs.token_ids) == expected(path, 1)  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match="limit_mm_per_prompt: video 1: only images are supported"):
-        LLM(model=path, enable_mm=True, limit_mm_per_prompt={"image": 1, "video": 1})
+    with pytest.raises(ConfigError, match="limit_mm_per_prompt: audio 1: only images and videos are supported"):
+        LLM(model=path, enable_mm=True, limit_mm_per_prompt={"image": 1, "audio": 1})
 
 
-def test_videos_are_refused_by_name(llm: LLM) -> None:
-    video = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
-    with pytest.raises(RequestError, match=r"content\[0\]: only parts of type 'text' and 'image_url' are supported"):
-        llm.chat([{"role": "user", "content": [video]}], PARAMS, use_tqdm=False)
-    data = {"video": [{"video": b"bytes", "max_frames": 30}]}
-    with pytest.raises(RequestError, match=r"multimodal_data.video: video and audio are not supported"):
-        llm.generate({"prompt": "a", "multimodal_data": data}, PARAMS, use_tqdm=False)
+def expected_of(path: str, *texts: str, video: Frames) -> list[int]:
+    prompt = [*ids_of(texts[0]), 302, 301, 303, *ids_of(texts[1])]
+    return clips.reference_answer(Path(path), clips.Filmed(prompt, [video]), NUM_TOKENS)
+
+
+def test_videos(llm: LLM, path: str) -> None:
+    """The examples with a video instead: by its URL in a chat, and as bytes with `max_frames` beside a prompt."""
+    asked = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "video_url", "video_url": {"url": clips.data_url(VIDEO)}},
+                {"type": "text", "text": TEXT},
+            ],
+        }
+    ]
+    settings = SamplingParams(temperature=0.0, max_tokens=200)
+    (output,) = llm.chat(asked, sampling_params=settings, use_tqdm=False)
+    assert output.error_msg is None
+    whole = expected_of(path, "<|user|>", f"{TEXT}<|assistant|>", video=frames_of(VIDEO, Sampling()))
+    assert list(output.outputs.token_ids)[:NUM_TOKENS] == whole  # type: ignore[union-attr]
+
+    tokenizer = ErnieBotTokenizer.from_pretrained(path)
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False)
+    images, videos = [], []  # type: ignore[var-annotated]
+    for message in asked:
+        content = message["content"]
+        if not isinstance(content, list):
+            continue
+        for part in content:
+            if part["type"] == "video_url":
+                url = part["video_url"]["url"]
+                video_bytes = base64.b64decode(url.partition(",")[2])
+                videos.append({"video": video_bytes, "max_frames": 4})
+    outputs = llm.generate(
+        prompts={"prompt": prompt, "multimodal_data": {"image": images, "video": videos}},
+        sampling_params=settings,
+        use_tqdm=False,
+    )
+    four = expected_of(path, "<|user|>", f"{TEXT}<|assistant|>", video=frames_of(VIDEO, Sampling(), 4))
+    assert list(outputs[0].outputs.token_ids)[:NUM_TOKENS] == four  # type: ignore[union-attr]
+    assert four != whole
 
 
 def test_images_are_prepared_as_the_folder_says(path: str) -> None:

@@ -157,10 +157,13 @@ def test_parts_of_text_are_answered_and_others_refused(llm: LLM, path: Path) -> 
             llm.chat([{"role": "user", "content": [part, text]}], GREEDY, use_tqdm=False)
     for data, said in (
         ({"image": ["x"]}, r"image\[0\]: str; must be a PIL"),
-        ({"video": ["x"]}, "video and audio are"),
+        ({"video": ["x"]}, r"video\[0\]: str; must be bytes of a file"),
+        ({"audio": ["x"]}, "audio: only images and videos are supported"),
     ):
         with pytest.raises(RequestError, match=rf"multimodal_data.*{said}"):
             llm.generate({"prompt": "a", "multimodal_data": data}, GREEDY, use_tqdm=False)
+    (answer,) = llm.generate({"prompt": "a", "multimodal_data": {"video": b"x"}}, GREEDY, use_tqdm=False)
+    assert answer.error_msg == "multi_modal_data.video[0]: this model takes no images or videos; leave them out"
 
 
 def test_a_template_of_the_call_and_its_variables(llm: LLM, path: Path) -> None:

@@ -93,10 +93,10 @@ def test_the_examples_with_images_are_refused_by_name(path: Path) -> None:
     PATH = str(path)
     with pytest.raises(ConfigError, match=r"^enable_mm: .*takes no images here; those that do are qwen2_vl,"):
         LLM(model=PATH, tensor_parallel_size=1, max_model_len=8192, enable_mm=True, limit_mm_per_prompt={"image": 100})
-    with pytest.raises(ConfigError, match=r"^limit_mm_per_prompt: video 1: only images are supported"):
-        LLM(model=PATH, limit_mm_per_prompt={"image": 100, "video": 1})
-    with pytest.raises(ConfigError, match=r"^reasoning_parser ernie-45-vl: not known; known are deepseek_r1,"):
-        LLM(model=PATH, tensor_parallel_size=1, max_model_len=8192, reasoning_parser="ernie-45-vl")
+    with pytest.raises(ConfigError, match=r"^limit_mm_per_prompt: audio 1: only images and videos are supported"):
+        LLM(model=PATH, limit_mm_per_prompt={"image": 100, "audio": 1})
+    with pytest.raises(ConfigError, match=r"^reasoning_parser ernie-45: not known; known are deepseek_r1,"):
+        LLM(model=PATH, tensor_parallel_size=1, max_model_len=8192, reasoning_parser="ernie-45")
 
 
 def test_the_example_of_a_thinking_model(tmp_path: Path) -> None:

@@ -218,8 +218,8 @@ def test_offline(tmp_path: Path) -> None:
         assert answer.error_msg == "prompt: 1 placeholders of images for 0 images; give one for each"
         with pytest.raises(RequestError, match=r"multi_modal_data.image\[0\]: str; must be a PIL.Image.Image"):
             llm.generate({**data, "multi_modal_data": {"image": "a"}}, params, use_tqdm=False)
-        with pytest.raises(RequestError, match=r"multi_modal_data.video: video and audio are not supported"):
-            llm.generate({**data, "multi_modal_data": {"video": [1]}}, params, use_tqdm=False)
+        with pytest.raises(RequestError, match=r"multi_modal_data.audio: only images and videos are supported"):
+            llm.generate({**data, "multi_modal_data": {"audio": [1]}}, params, use_tqdm=False)
 
 
 def test_a_model_that_takes_no_images(tmp_path: Path) -> None:

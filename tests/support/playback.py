@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.cluster.routing.timeline import Timelines
 from pd_cluster.types import FinishReason, Logprobs, Order, PromptOutput, Sampling, TokenOutput
 
@@ -17,6 +18,7 @@ class Playback:
         self.token_ids = token_ids
         self.membership = SimpleNamespace(instances=[])
         self.timelines = Timelines()
+        self.stats = RequestStats()
         self.num_read = 0
         self.was_closed = False
         self.logprobs: dict[int, float] = {}  # sequence -> logprob of each token

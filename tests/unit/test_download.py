@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import RequestError
-from pd_cluster.media import download, fetch
+from pd_cluster.media import download
 from pd_cluster.media.download import Downloads, downloaded, may_connect, target_of
-from pd_cluster.media.fetch import Places, fetched
+from pd_cluster.media.fetch import VIDEO, Places, fetched
 
 HOST = "pictures.example"
 DOWNLOADS = Downloads((HOST,), (), 1000)
@@ -195,9 +195,8 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(os.path, "realpath", lambda path: os.fsencode(root) if isinstance(path, bytes) else str(root))
         with pytest.raises(RequestError, match="must name a file below the server's"):
             fetched(f"file://{root}/link", places)
-    monkeypatch.setattr(fetch, "MAX_FILE_NBYTES", 5)
-    with pytest.raises(RequestError, match="at most 5 bytes"):
-        fetched(f"file://{root}/a%20b", places)
+    with pytest.raises(RequestError, match="a video's file has at most 5 bytes"):
+        fetched(f"file://{root}/a%20b", places, (), VIDEO._replace(max_nbytes=5))
 
 
 def test_other_places_are_off_by_default() -> None:

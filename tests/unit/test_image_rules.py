@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from PIL import Image as Pictures
 
 from pd_cluster.checkpoints.vision import VisionPart
@@ -119,12 +120,43 @@ PUBLISHED = {"min_pixels": 3136, "max_pixels": 12_845_056, "patch_size": 14, "me
 def test_a_published_folder(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PUBLISHED))
     part = VisionPart.of(tmp_path, {"model_type": "qwen2_vl", "image_token_id": 9, "vision_config": {"depth": 32}})
-    assert part.rules == GridRules(14, 2, 3136, 12_845_056, token_id=9)
+    assert part.rules == GridRules(14, 2, 3136, 12_845_056, token_id=9, video=part.rules.video)
     assert part.mean == (0.5, 0.5, 0.5)
     newer = {"image_processor": {"size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}, "patch_size": 16}}
     (tmp_path / "preprocessor_config.json").unlink()
     (tmp_path / "processor_config.json").write_text(json.dumps(newer))
-    assert VisionPart.of(tmp_path, {"model_type": "qwen3_vl"}).rules == QWEN3
+    third = VisionPart.of(tmp_path, {"model_type": "qwen3_vl"}).rules
+    assert third == structs.replace(QWEN3, video=third.video)
+
+
+def test_a_folder_s_sizes_of_videos(tmp_path: Path) -> None:
+    """In a file of their own, in the processor's, or else in that of pictures; other numbers must be the pictures'."""
+    config = {"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": 2}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PUBLISHED))
+
+    def read() -> tuple[int, int]:
+        found = VisionPart.of(tmp_path, config).rules.video
+        assert found is not None
+        assert (found.tokens_per_second, found.has_stamps, found.shares_area) == (2.0, False, False)
+        return found.min_pixels, found.max_pixels
+
+    assert read() == (PUBLISHED["min_pixels"], PUBLISHED["max_pixels"])
+    file = tmp_path / "video_preprocessor_config.json"
+    file.write_text("{}")
+    assert read() == (128 * 28**2, 768 * 28**2)
+    file.write_text(json.dumps({"size": {"shortest_edge": 5000, "longest_edge": 6000}}))
+    assert read() == (5000, 6000)
+    whole = {"video_processor": {"min_pixels": 7000, "size": {"longest_edge": 8000}}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(whole))
+    assert read() == (7000, 8000)
+    (tmp_path / "processor_config.json").unlink()
+    for odd, said in (
+        ({"image_mean": [0, 0, 0]}, "videos are read as images are"),
+        ({"min_pixels": "a"}, "min_pixels 'a'"),
+    ):
+        file.write_text(json.dumps(odd))
+        with pytest.raises(ModelError, match=said):
+            read()
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ ONLY_IN = {
     "tqdm": ("offline.progress",),
     "triton": ("model.cuda", "kv.copy_kernel"),
     "PIL": ("media",),
+    "av": ("media",),
     "flashinfer": ("model.cuda.flashinfer", "lab.peers.gpu_attention"),
 }
 TORCH_FREE = [

@@ -199,8 +199,8 @@ def test_what_asks_for_nothing_goes_without_a_word(
         ({"max_logprobs": -2}, "max_logprobs -2: must be at least -1"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs {'a': 1}: images are prepared as the model's folder"),
         (
-            {"limit_mm_per_prompt": {"image": 100, "video": 2}},
-            "limit_mm_per_prompt: video 2: only images are supported; give 0 or leave it out",
+            {"limit_mm_per_prompt": {"image": 100, "audio": 2}},
+            "limit_mm_per_prompt: audio 2: only images and videos are supported; give 0",
         ),
         ({"limit_mm_per_prompt": "image=a"}, "limit_mm_per_prompt: image 'a': must be a whole number, as in image=4"),
         ({"limit_mm_per_prompt": {"film": 1}}, "limit_mm_per_prompt: film: not known; give image=N"),
@@ -210,8 +210,8 @@ def test_what_asks_for_nothing_goes_without_a_word(
             "them; leave it out",
         ),
         (
-            {"reasoning_parser": "ernie-45-vl"},
-            "reasoning_parser ernie-45-vl: not known; known are deepseek_r1,",
+            {"reasoning_parser": "ernie-45"},
+            "reasoning_parser ernie-45: not known; known are deepseek_r1,",
         ),
         ({"enable_reasoning": True}, "enable_reasoning: needs reasoning_parser NAME, which says what"),
         ({"lora_modules": ["a=/a"]}, "lora_modules: needs enable_lora"),

@@ -78,8 +78,7 @@ def test_a_bad_picture_is_named_and_the_child_goes_on() -> None:
         with pytest.raises(RequestError, match=r"other\.example: not among the hosts"):
             await intake.place([7], sources("http://other.example/a"), "prompt")
         assert (await intake.place([7], sources(good), "prompt")).prompt.images
-        assert intake._children is not None
-        assert intake._children.num_killed == 0
+        assert intake._children["image"].num_killed == 0
 
     run(work, domains=("pictures.example",))
 
@@ -110,11 +109,9 @@ def test_too_many_and_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_picture_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its child is killed; the next picture gets another one."""
-    monkeypatch.setattr(pictures, "TIMEOUT_S", 5.0)
 
     async def work(intake: PictureIntake) -> None:
-        found = intake._children
-        assert found is not None
+        found = intake._children["image"]
         url = data_url(picture(1))
         await intake.place([7], sources(url), "prompt")
         exchange = children._Child.exchange
@@ -132,7 +129,53 @@ def test_a_picture_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.num_killed == 1
         assert (await intake.place([7], sources(url), "prompt")).prompt.images
 
-    run(work)
+    run(work, cache_gb=0.0)
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def medium(self, kind: str, is_read: bool) -> None:
+        self.found.append((kind, is_read))
+
+    def kept_medium(self, is_found: bool) -> None:
+        self.found.append(is_found)
+
+    def read_medium(self, fetch_s: float, decode_s: float) -> None:
+        assert fetch_s >= 0
+        assert decode_s > 0
+        self.found.append("read")
+
+
+def test_what_was_read_is_kept_for_its_tenant() -> None:
+    """Until there is no more room: the least recently used goes."""
+    counts = Counts()
+    nbytes = RULES.num_bytes(Image(4, 6))
+
+    async def test() -> None:
+        intake = PictureIntake(PART, MediaSettings(cache_gb=2.5 * nbytes / (1 << 30)), counts=counts)
+        urls = [data_url(picture(seed)) for seed in range(2)]
+
+        async def ask(url: str, salt: str) -> list[Any]:
+            counts.found.clear()
+            shown = await intake.place([7], sources(url), "prompt", (), salt)
+            assert shown.prompt.images[0].pixels
+            return counts.found[:]
+
+        try:
+            read, kept = [False, "read", ("image", True)], [True, ("image", True)]
+            assert await ask(urls[0], "a") == read
+            assert await ask(urls[0], "a") == kept
+            assert await ask(urls[0], "b") == read
+            assert await ask(urls[0], "a") == kept
+            assert await ask(urls[1], "a") == read  # in the place of b's
+            assert await ask(urls[0], "a") == kept
+            assert await ask(urls[0], "b") == read
+        finally:
+            await intake.close()
+
+    asyncio.run(test())
 
 
 def test_pixels_are_counted_until_they_are_released() -> None:

@@ -201,12 +201,22 @@ REQUEST_COUNTERS = (
         {reason: f"finished_{reason}" for reason in ("stop", "length", "abort", "error")},
         "finished_reason",
     ),
-    OfRequests(
-        "pd_cluster:images",
-        "Images of prompts, by what became of them: decoded and resized (read), or answered with a 400 (refused).",
-        {outcome: f"images_{outcome}" for outcome in ("read", "refused")},
-        "outcome",
+    *(
+        OfRequests(
+            f"pd_cluster:{kind}s",
+            f"{kind.capitalize()}s of prompts, by what became of them: decoded and resized (read), or answered with a "
+            f"400 (refused).",
+            {outcome: f"{kind}s_{outcome}" for outcome in ("read", "refused")},
+            "outcome",
+        )
+        for kind in ("image", "video")
     ),
+    OfRequests(
+        "vllm:mm_cache_queries",
+        "Images and videos by data: URL that were looked for among those read earlier.",
+        {"": "kept_media_queries"},
+    ),
+    OfRequests("vllm:mm_cache_hits", "Those of them that were found.", {"": "kept_media_hits"}),
     OfRequests(
         "pd_cluster:replays",
         "Attempts after a request's first: an instance was lost (death), an attempt failed (fault), an instance was "
@@ -280,6 +290,16 @@ HISTOGRAMS = (
         "pd_cluster:handover_seconds",
         "From the offer of a prompt's KV cache to its confirmation, as the decode instance sees it.",
         {"": "handover_s"},
+    ),
+    OfRequests(
+        "pd_cluster:media_fetch_seconds",
+        "Getting an image's or video's file: a download, a file, or decoding its data: URL.",
+        {"": "media_fetch_s"},
+    ),
+    OfRequests(
+        "pd_cluster:media_decode_seconds",
+        "Decoding and resizing an image or the chosen frames of a video.",
+        {"": "media_decode_s"},
     ),
 )
 TENANT_COUNTERS = (

@@ -46,6 +46,8 @@ BOUNDS: dict[str, Bounds] = {
     "decode_s": REQUEST_S,
     "inference_s": REQUEST_S,
     "handover_s": HANDOVER_S,
+    "media_fetch_s": HANDOVER_S,
+    "media_decode_s": HANDOVER_S,
     "token_s": INTER_TOKEN_S,
     "num_prompt_tokens": NUM_TOKENS,
     "num_computed_tokens": NUM_TOKENS,
@@ -62,7 +64,7 @@ COUNTERS = (
     *(f"finished_{reason}" for reason in get_args(FinishReason)),
     *(f"replays_{cause}" for cause in get_args(ReplayCause)),
     *(f"refused_{why}" for why in get_args(Refusal)),
-    *("images_read", "images_refused"),
+    *("images_read", "images_refused", "videos_read", "videos_refused", "kept_media_hits", "kept_media_queries"),
 )
 
 
@@ -115,9 +117,19 @@ class RequestStats:
     def refused(self, why: Refusal) -> None:
         self._counters[f"refused_{why}"] += 1
 
-    def image(self, is_read: bool) -> None:
-        """Counts an image of a prompt; a repeated one of the same prompt counts once."""
-        self._counters["images_read" if is_read else "images_refused"] += 1
+    def medium(self, kind: str, is_read: bool) -> None:
+        """Counts an image or video of a prompt; a repeated one of the same prompt counts once."""
+        self._counters[f"{kind}s_{'read' if is_read else 'refused'}"] += 1
+
+    def kept_medium(self, is_found: bool) -> None:
+        """Counts a search for an image or video that was read earlier."""
+        self._counters["kept_media_queries"] += 1
+        self._counters["kept_media_hits"] += is_found
+
+    def read_medium(self, fetch_s: float, decode_s: float) -> None:
+        """Counts the times of an image or video that a child process has read."""
+        self._histograms["media_fetch_s"].observe(fetch_s)
+        self._histograms["media_decode_s"].observe(decode_s)
 
     def replayed(self, cause: ReplayCause) -> None:
         self._counters[f"replays_{cause}"] += 1

@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from msgspec import structs
+
 from pd_cluster.errors import ModelError, RequestError
 from pd_cluster.media.given import CONFIG, Given, part
+from pd_cluster.media.kinds.qwen_video import video_rules
 from pd_cluster.media.rules import ImageRules, View
 from pd_cluster.types import Image, RopePositions, Span
 
@@ -60,46 +63,64 @@ class GridRules(ImageRules, frozen=True):
         return Image(tall // self.patch_size, wide // self.patch_size), (View((tall, wide)),)
 
     def shape(self, image: Image) -> tuple[int, int, int]:
-        return 1, image.num_rows * self.patch_size, image.num_columns * self.patch_size
+        return image.num_frames, image.num_rows * self.patch_size, image.num_columns * self.patch_size
 
     def num_tokens(self, image: Image) -> int:
         return image.num_rows * image.num_columns // self.merge_size**2 + len(self.marks)
 
     def tokens(self, image: Image) -> list[int]:
-        pads = [self.token_id] * (image.num_rows * image.num_columns // self.merge_size**2)
+        token_id = self.token_id if image.num_frames == 1 or self.video is None else self.video.token_id
+        pads = [token_id] * (self.num_tokens(image) - len(self.marks))
         return [self.marks[0], *pads, self.marks[1]] if self.marks else pads
+
+    def places(self, image: Image) -> list[int]:
+        edge = len(self.marks) // 2
+        return [*range(edge, self.num_tokens(image) - edge)]
+
+    def _most_pixels(self, image: Image) -> int:
+        if image.num_frames == 1 or self.video is None:
+            return max(self.max_pixels, self.side**2)
+        return max(self.video.most_frame_pixels, self.side**2)
 
     def most(self) -> Image:
         """Returns a square of the largest area."""
-        num_patches = max(1, math.isqrt(self.max_pixels) // self.side) * self.merge_size
-        return Image(num_patches, num_patches)
+        largest = max((Image(0, 0, b"", count) for count in (1, self.num_frames)), key=self._most_pixels)
+        num_patches = max(1, math.isqrt(self._most_pixels(largest)) // self.side) * self.merge_size
+        return Image(num_patches, num_patches, b"", largest.num_frames)
 
     def size_problem(self, image: Image) -> str:
         sides = (image.num_rows, image.num_columns)
         if min(sides) < 1 or any(side % self.merge_size for side in sides):
             return f"must be multiples of {self.merge_size} patches"
+        if image.num_frames != 1 and (self.video is None or image.num_frames != self.num_frames):
+            return f"{image.num_frames} frames are not read together"
         _, height, width = self.shape(image)
-        return f"more than {self.max_pixels} pixels" if height * width > max(self.max_pixels, self.side**2) else ""
+        most = self._most_pixels(image)
+        return f"more than {most} pixels" if height * width > most else ""
 
-    def positions(self, num_tokens: int, spans: Sequence[Span], images: Sequence[Image]) -> RopePositions:
+    def positions(
+        self, num_tokens: int, spans: Sequence[Span], images: Sequence[Image], steps: Sequence[int]
+    ) -> RopePositions:
         """Returns the positions of M-RoPE: time, height and width, in merged patches.
 
         A picture's tokens begin where the text before it ends and turn by row and column; the text behind it goes on
-        after the longer side.
+        after the largest position in it. Frames that follow others of their video begin where those begin, and are
+        `steps` later in time.
         """
         rows: tuple[list[int], list[int], list[int]] = ([], [], [])
-        position = at = 0
+        position = at = first = 0
         edge = len(self.marks) // 2  # a mark's position is a text's
-        for span, image in zip(spans, images, strict=True):
+        for span, image, step in zip(spans, images, steps, strict=True):
             text = range(position, position + span.start + edge - at)
             for row in rows:
                 row += text
             position += len(text)
+            first = first if step else position
             tall, wide = image.num_rows // self.merge_size, image.num_columns // self.merge_size
-            rows[0].extend([position] * (tall * wide))
-            rows[1].extend(position + y for y in range(tall) for _ in range(wide))
-            rows[2].extend([*range(position, position + wide)] * tall)
-            position += max(tall, wide)
+            rows[0].extend([first + step] * (tall * wide))
+            rows[1].extend(first + y for y in range(tall) for _ in range(wide))
+            rows[2].extend([*range(first, first + wide)] * tall)
+            position = max(position, first + max(tall, wide, step + 1))
             at = span.stop - edge
         text = range(position, position + num_tokens - at)
         for row in rows:
@@ -108,11 +129,17 @@ class GridRules(ImageRules, frozen=True):
 
 
 def qwen2(given: Given) -> GridRules:
-    return grid_rules(given, 14, TOKEN_ID, SIZES)
+    return structs.replace(grid_rules(given, 14, TOKEN_ID, SIZES), video=video_rules(given, 28))
+
+
+def qwen2_5(given: Given) -> GridRules:
+    video = video_rules(given, 28, tokens_per_second=float(given.count("tokens_per_second", 4, of_tower=True)))
+    return structs.replace(grid_rules(given, 14, TOKEN_ID, SIZES), video=video)
 
 
 def qwen3(given: Given) -> GridRules:
-    return grid_rules(given, 16, TOKEN_ID, SIZES)
+    video = video_rules(given, 32, has_stamps=True, shares_area=True)
+    return structs.replace(grid_rules(given, 16, TOKEN_ID, SIZES), video=video)
 
 
 def grid_rules(

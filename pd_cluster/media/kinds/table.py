@@ -29,7 +29,7 @@ class Kind(NamedTuple):
 
 KINDS: Mapping[str, Kind] = {
     "qwen2_vl": Kind(qwen.qwen2),
-    "qwen2_5_vl": Kind(qwen.qwen2),
+    "qwen2_5_vl": Kind(qwen.qwen2_5),
     "qwen3_vl": Kind(qwen.qwen3),
     "qwen3_vl_moe": Kind(qwen.qwen3),
     "llava": Kind(llava.llava),

@@ -32,13 +32,15 @@ class Pixels:
         return values
 
     def patches(self, image: Image) -> Floats:
-        """Returns [num_patches, channels * frames * patch_size²], in the order of merged patches, for GridRules."""
+        """Returns [num_patches, channels * frames * patch_size²], in the order of merged patches, for GridRules.
+
+        A picture of one frame is repeated.
+        """
         rules = self.rules
         assert isinstance(rules, GridRules)
         patch, merge = rules.patch_size, rules.merge_size
         tall, wide = image.num_rows // merge, image.num_columns // merge
-        blocks = self.planes(image).reshape(NUM_CHANNELS, tall, merge, patch, wide, merge, patch)
-        blocks = blocks.transpose(1, 4, 2, 5, 0, 3, 6)  # [tall, wide, merge, merge, channels, patch, patch]
-        shape = (*blocks.shape[:5], rules.num_frames, patch, patch)
-        repeated = np.broadcast_to(blocks[:, :, :, :, :, None], shape)
+        blocks = self.planes(image).reshape(image.num_frames, NUM_CHANNELS, tall, merge, patch, wide, merge, patch)
+        blocks = blocks.transpose(2, 5, 3, 6, 1, 0, 4, 7)  # [tall, wide, merge, merge, channels, frames, patch, patch]
+        repeated = np.broadcast_to(blocks, (*blocks.shape[:5], rules.num_frames, patch, patch))
         return np.ascontiguousarray(repeated.reshape(image.num_rows * image.num_columns, -1))

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pd_cluster.errors import RequestError
+from pd_cluster.media.given_video import AskedVideo
 from pd_cluster.offline.lmdeploy.messages import check_text
 from pd_cluster.offline.lmdeploy.templates import Way
-from pd_cluster.offline.prompts import PICTURE_PART, check_picture, named_pictures
+from pd_cluster.offline.media import check_picture
+from pd_cluster.offline.prompts import PICTURE_PART, named_pictures
 from pd_cluster.service.prompts.chat_prompt import rendered
 from pd_cluster.service.prompts.conversation import conversation_of
 from pd_cluster.service.prompts.guarded_prompt import Guard
@@ -163,11 +165,13 @@ async def encoded(
     except (TypeError, ValueError) as error:  # values that JSON cannot express
         raise RequestError(f"messages: {error}", param="messages") from None
     takes_images = spelled is not None
-    urls = [url for message in request.messages for _, url in message.image_urls(0)] if takes_images else []
-    if urls and way.template is not None:
+    media = [medium for message in request.messages for medium in message.media(0)] if takes_images else []
+    if media and way.template is not None:
         raise RequestError("messages: images need the chat template of the model's folder", param="messages")
     objects = {f"{GIVEN}{at}": picture for at, picture in enumerate(given)}
-    pictures = tuple(objects.get(url, url) for url in urls)
+    pictures = tuple(
+        objects.get(each.url, AskedVideo(each.url) if each.kind == "video" else each.url) for each in media
+    )
     conversation = conversation_of(request, template.variables, takes_images=takes_images)
     text = await asyncio.to_thread(rendered, conversation, template, guard)
     text = text if spelled is None else spelled(text, pictures)

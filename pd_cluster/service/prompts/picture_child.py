@@ -1,4 +1,4 @@
-"""Fetches, decodes and resizes pictures of prompts: `python -m pd_cluster.service.prompts.picture_child FD`.
+"""Fetches, decodes and resizes pictures and videos of prompts: `python -m pd_cluster.service.prompts.picture_child FD`.
 
 See helpers/children.py. A decoder that is deceived by a file takes this process with it, and no other. Its settings
 are the model's rules; a job is a URL.
@@ -10,16 +10,22 @@ import os
 import resource
 import socket
 import sys
+import time
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from pd_cluster.engine.start.process import die_with_parent, leave_signals_to_parent
 from pd_cluster.errors import RequestError
-from pd_cluster.media.fetch import Places, fetched
+from pd_cluster.media.clips import fitted, frames_of, frames_of_pictures
+from pd_cluster.media.fetch import PICTURE, VIDEO, Places, fetched, listed_frames
+from pd_cluster.media.kinds.qwen import GridRules
 from pd_cluster.media.kinds.table import WrittenRules
 from pd_cluster.media.pictures import prepared
 from pd_cluster.media.rules import ImageRules
+from pd_cluster.media.sampling import Sampling
+from pd_cluster.media.video import Video
 from pd_cluster.types import Image
 
 MAX_NBYTES = 1536 << 20  # of address space, beyond the process's use when it is ready
@@ -29,30 +35,54 @@ NICENESS = 10
 class PictureSettings(msgspec.Struct, frozen=True):
     rules: WrittenRules
     places: Places
+    sampling: Sampling = Sampling()
 
 
 class PictureJob(msgspec.Struct, frozen=True):
-    """`refused`: addresses of the cluster, which are never connected to."""
+    """`refused`: addresses of the cluster, which are never connected to. `max_frames`: of a video, if it says so."""
 
     url: str
     refused: tuple[str, ...] = ()
+    is_video: bool = False
+    max_frames: int | None = None
 
 
 class ReadPicture(msgspec.Struct, frozen=True):
-    """A picture as its model reads it and its digest, or an `error` for its sender."""
+    """A picture as its model reads it and its digest, a video, or an `error` for its sender."""
 
     image: Image | None = None
     digest: bytes = b""
     error: str = ""
+    video: Video | None = None
+    fetch_s: float = 0.0
+    decode_s: float = 0.0
 
 
-def answer(job: PictureJob, rules: ImageRules, places: Places) -> ReadPicture:
+def answer(job: PictureJob, rules: ImageRules, settings: PictureSettings) -> ReadPicture:
+    begun_s = time.monotonic()
     try:
-        return ReadPicture(*prepared(fetched(job.url, places, job.refused), rules))
+        data: bytes | list[bytes] | None = listed_frames(job.url) if job.is_video else None
+        if data is None:
+            data = fetched(job.url, settings.places, job.refused, VIDEO if job.is_video else PICTURE)
+        fetched_s = time.monotonic()
+        read = _read(data, job, rules, settings.sampling)
+        return structs.replace(read, fetch_s=fetched_s - begun_s, decode_s=time.monotonic() - fetched_s)
     except RequestError as error:
         return ReadPicture(error=str(error))
     except MemoryError:
         return ReadPicture(error="it takes too much memory; send a smaller one")
+
+
+def _read(data: bytes | list[bytes], job: PictureJob, rules: ImageRules, sampling: Sampling) -> ReadPicture:
+    if not job.is_video:
+        assert isinstance(data, bytes)
+        return ReadPicture(*prepared(data, rules))
+    assert isinstance(rules, GridRules)
+    if isinstance(data, list):
+        frames = frames_of_pictures(data, sampling, job.max_frames)
+    else:
+        frames = frames_of(data, sampling, job.max_frames)
+    return ReadPicture(video=fitted(frames, rules))
 
 
 def main(fd: int) -> int:
@@ -67,7 +97,7 @@ def main(fd: int) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MAX_NBYTES, in_use + MAX_NBYTES))
     channel.sendall(b"\n")
     while line := lines.readline():
-        body = msgspec.msgpack.encode(answer(msgspec.json.decode(line, type=PictureJob), rules, settings.places))
+        body = msgspec.msgpack.encode(answer(msgspec.json.decode(line, type=PictureJob), rules, settings))
         channel.sendall(b"#%d\n" % len(body))
         channel.sendall(body)
     return 0

@@ -1,4 +1,4 @@
-"""Pictures of prompts: prepared by child processes, and put in the places of their placeholders.
+"""Pictures and videos of prompts: prepared by child processes, and put in the places of their placeholders.
 
 Knows nothing of how a conversation names them, or of tensors.
 """
@@ -7,34 +7,64 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from pd_cluster.checkpoints.vision import VisionPart
 from pd_cluster.errors import RequestError
 from pd_cluster.media.fetch import Places
+from pd_cluster.media.given_video import Frames
+from pd_cluster.media.kinds.qwen import GridRules
 from pd_cluster.media.kinds.table import WrittenRules
 from pd_cluster.media.rules import Placed, place
+from pd_cluster.media.sampling import Sampling
+from pd_cluster.media.video import Video
 from pd_cluster.service.helpers.children import Broke, Children, TookTooLong
+from pd_cluster.service.kept_media import Item, KeptMedia, num_bytes_of
 from pd_cluster.service.pixels import PixelBudget, PixelHold
 from pd_cluster.service.prompts.picture_child import PictureJob, PictureSettings, ReadPicture
-from pd_cluster.settings.media import MediaSettings
+from pd_cluster.settings.media import IMAGES, VIDEOS, MediaSettings
 from pd_cluster.text.control_tokens import PromptText
-from pd_cluster.types import Image
 
 MAX_NBYTES = 56 << 20  # of a prompt's pictures, as their model reads them: they travel in one message
 NUMBERS_NBYTES = 20  # of a token's id and its three positions, beside them
 MAX_NUMBERS_NBYTES = 6 << 20
-TIMEOUT_S = 20.0
+TIMEOUTS_S = {IMAGES: 20.0, VIDEOS: 60.0}
 GIVEN = "given:"  # the scheme of pictures that a caller in this process has as objects
 
 
+class MediaCounts(Protocol):
+    """Counts what becomes of media."""
+
+    def medium(self, kind: str, is_read: bool) -> None:
+        """Counts a picture or video of a prompt; a repeated one of the same prompt counts once."""
+
+    def kept_medium(self, is_found: bool) -> None:
+        """Counts a search for one that was read earlier."""
+
+    def read_medium(self, fetch_s: float, decode_s: float) -> None:
+        """Counts one that a child has fetched and decoded."""
+
+
+class _Uncounted:
+    def medium(self, kind: str, is_read: bool) -> None: ...
+
+    def kept_medium(self, is_found: bool) -> None: ...
+
+    def read_medium(self, fetch_s: float, decode_s: float) -> None: ...
+
+
+UNCOUNTED = _Uncounted()
+
+
 class Source(NamedTuple):
-    """A picture by its URL; `where` is its place in the request, for errors."""
+    """A picture or video by its URL; `where` is its place in the request, for errors. `max_frames`: of a video."""
 
     where: str
     url: str
+    kind: str = IMAGES
+    max_frames: int | None = None
 
 
 class Shown(NamedTuple):
@@ -52,21 +82,27 @@ class PictureIntake:
         vision: VisionPart | None,
         config: MediaSettings,
         addresses: Callable[[], Iterable[str]] = tuple,
-        count: Callable[[bool], None] = lambda is_read: None,
+        counts: MediaCounts = UNCOUNTED,
+        encode: Callable[[str], list[int]] = lambda text: [],
     ) -> None:
-        """`addresses`: those of the cluster, which are never fetched from. `count` is called for each picture."""
-        self._vision, self._config, self._addresses, self._count = vision, config, addresses, count
+        """`addresses`: those of the cluster, which are never fetched from. `encode` returns the tokens of a text."""
+        self._vision, self._config, self._addresses, self._counts = vision, config, addresses, counts
+        self._encode = encode
         self._budget = PixelBudget()
-        self._children: Children | None = None
+        self._kept = KeptMedia(int(config.cache_gb * (1 << 30)))
+        self._children: dict[str, Children] = {}
         if vision is not None:
             places = Places(config.local_root, config.domains)
-            settings = msgspec.json.encode(PictureSettings(WrittenRules.of(vision.rules), places))
+            sampling = Sampling(config.num_frames, config.fps)
+            settings = msgspec.json.encode(PictureSettings(WrittenRules.of(vision.rules), places, sampling))
             module = "pd_cluster.service.prompts.picture_child"
-            self._children = Children(module, settings, TIMEOUT_S, "picture", quick_s=None)
+            for kind, timeout_s in TIMEOUTS_S.items():
+                name = "picture" if kind == IMAGES else kind
+                self._children[kind] = Children(module, settings, timeout_s, name, quick_s=None)
 
     async def close(self) -> None:
-        if self._children is not None:
-            await self._children.close()
+        for children in self._children.values():
+            await children.close()
 
     @property
     def is_able(self) -> bool:
@@ -78,13 +114,21 @@ class PictureIntake:
         if not sources:
             return
         if self._vision is None:
-            raise RequestError(f"{sources[0].where}: this model takes no images; leave them out", param="messages")
-        if len(sources) > self._config.most_images:
-            raise RequestError(
-                f"{sources[self._config.most_images].where}: {len(sources)} images; this server takes "
-                f"{self._config.most_images} in a prompt (--limit-mm-per-prompt)",
-                param=_param(sources[0]),
-            )
+            what = "images" if sources[0].kind == IMAGES else "images or videos"
+            raise RequestError(f"{sources[0].where}: this model takes no {what}; leave them out", param="messages")
+        for kind in (IMAGES, VIDEOS):
+            found, most = [source for source in sources if source.kind == kind], self._config.most(kind)
+            if found and kind == VIDEOS and self._vision.rules.video is None:
+                raise RequestError(
+                    f"{found[0].where}: no videos are read for {self._vision.model_type}; leave them out",
+                    param=_param(found[0]),
+                )
+            if len(found) > most:
+                raise RequestError(
+                    f"{found[most].where}: {len(found)} {kind}s; this server takes {most} in a prompt "
+                    f"(--limit-mm-per-prompt)",
+                    param=_param(found[0]),
+                )
 
     def spelled(self, prompt: PromptText, sources: Sequence[Any]) -> PromptText:
         """Returns a prompt with pictures as its model's tokenizer expects it."""
@@ -110,68 +154,92 @@ class PictureIntake:
         return PromptText("".join([*parts, prompt.text[done:]]), tuple(own))
 
     async def place(
-        self, token_ids: list[int], sources: Sequence[Source], param: str, given: Sequence[Any] = ()
+        self, token_ids: list[int], sources: Sequence[Source], param: str, given: Sequence[Any] = (), salt: str = ""
     ) -> Shown:
-        """Returns the prompt with its pictures. `given`: those that callers of this process have as objects.
+        """Returns the prompt with its media. `given`: those that callers of this process have as objects.
 
-        Raises RequestError that names the picture, or Unavailable.
+        Items that were read are kept for requests of the same `salt`. Raises RequestError that names the item, or
+        Unavailable.
         """
         if self._vision is None:
             self.check(sources)
             return Shown(Placed(token_ids))
-        prepared: dict[str, tuple[Image, bytes]] = {}
+        prepared: dict[Source, Item] = {}
         nbytes = 0
         for source in sources:
-            if source.url not in prepared:
-                prepared[source.url] = await self._counted(source, given)
-            nbytes += len(prepared[source.url][0].pixels)
+            key = source._replace(where="")
+            if key not in prepared:
+                prepared[key] = await self._counted(source, given, salt)
+            nbytes += num_bytes_of(prepared[key])
             if nbytes > MAX_NBYTES:
                 raise RequestError(
-                    f"{source.where}: the images of a prompt have at most {MAX_NBYTES} bytes of pixels together, as "
-                    f"the model reads them; send fewer or smaller ones",
+                    f"{source.where}: the {source.kind}s of a prompt have at most {MAX_NBYTES} bytes of pixels "
+                    f"together, as the model reads them; send fewer or smaller ones",
                     param=_param(source),
                 )
-        images = [prepared[source.url] for source in sources]
-        placed = place(token_ids, images, self._vision.rules, param)
-        if images and len(placed.token_ids) * NUMBERS_NBYTES > MAX_NUMBERS_NBYTES:
+        items = [prepared[source._replace(where="")] for source in sources]
+        images = [item for item in items if not isinstance(item, Video)]
+        videos = [item for item in items if isinstance(item, Video)]
+        placed = place(token_ids, images, self._vision.rules, param, videos, self._encode)
+        if items and len(placed.token_ids) * NUMBERS_NBYTES > MAX_NUMBERS_NBYTES:
             most = MAX_NUMBERS_NBYTES // NUMBERS_NBYTES
             raise RequestError(
                 f"{param}: a prompt with images has at most {most} tokens; send a shorter one", param=param
             )
         return Shown(placed, self._budget.take(nbytes) if nbytes else None)
 
-    async def _counted(self, source: Source, given: Sequence[Any]) -> tuple[Image, bytes]:
+    async def _counted(self, source: Source, given: Sequence[Any], salt: str) -> Item:
         try:
-            found = await self._prepared(source, given)
+            found = await self._prepared(source, given, salt)
         except RequestError:
-            self._count(False)
+            self._counts.medium(source.kind, False)
             raise
-        self._count(True)
+        self._counts.medium(source.kind, True)
         return found
 
-    async def _prepared(self, source: Source, given: Sequence[Any]) -> tuple[Image, bytes]:
+    async def _prepared(self, source: Source, given: Sequence[Any], salt: str) -> Item:
         number = source.url.removeprefix(GIVEN)
         if number != source.url and number.isdecimal() and int(number) < len(given):
             return await self._fitted(source, given[int(number)])
-        assert self._children is not None
+        key = await self._kept.key(source, salt)
+        if key is not None:
+            kept = self._kept.get(key)
+            self._counts.kept_medium(kept is not None)
+            if kept is not None:
+                return kept
+        found = await self._read(source)
+        if key is not None:
+            self._kept.put(key, found)
+        return found
+
+    async def _read(self, source: Source) -> Item:
+        timeout_s = TIMEOUTS_S[source.kind]
         try:
-            job = PictureJob(source.url, tuple(self._addresses()))
-            answer = await self._children.ask(msgspec.json.encode(job))
+            job = PictureJob(source.url, tuple(self._addresses()), source.kind == VIDEOS, source.max_frames)
+            answer = await self._children[source.kind].ask(msgspec.json.encode(job))
         except TookTooLong:
-            raise _refusal(source, f"not ready after {TIMEOUT_S:g} s; send a smaller one") from None
+            raise _refusal(source, f"not ready after {timeout_s:g} s; send a smaller one") from None
         except Broke:
             raise _refusal(source, "decoding it failed; send another one") from None
         found = msgspec.msgpack.decode(memoryview(answer)[answer.index(b"\n") + 1 :], type=ReadPicture)
-        if found.image is None:
+        if found.error:
             raise _refusal(source, found.error)
+        self._counts.read_medium(found.fetch_s, found.decode_s)
+        if found.video is not None:
+            return found.video
+        assert found.image is not None
         return found.image, found.digest
 
-    async def _fitted(self, source: Source, picture: Any) -> tuple[Image, bytes]:
-        from pd_cluster.media.pictures import fitted
+    async def _fitted(self, source: Source, medium: Any) -> Item:
+        from pd_cluster.media.clips import fitted
+        from pd_cluster.media.pictures import fitted as fitted_picture
 
         assert self._vision is not None
         try:
-            return await asyncio.to_thread(fitted, picture, self._vision.rules)
+            if isinstance(medium, Frames):
+                assert isinstance(self._vision.rules, GridRules)
+                return await asyncio.to_thread(fitted, medium, self._vision.rules)
+            return await asyncio.to_thread(fitted_picture, medium, self._vision.rules)
         except RequestError as error:
             raise _refusal(source, str(error)) from None
 

@@ -5,7 +5,7 @@ Knows nothing of how a template renders them (conversation.py) or of the answer.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,10 +15,19 @@ from pd_cluster.service.schema.protocol import FAIL_FAST, Count, GenerationReque
 MAX_TOOLS = 128
 MAX_DESCRIPTION_NUM_CHARS = 16_384
 MAX_TEMPLATE_NUM_CHARS = 65_536
+MEDIA = ("image", "video")
 OWN_NAME_PARTS = ("refusal", "thinking")  # whose text has the name of their type
 TEXT_PARTS = ("text", "input_text", "output_text", *OWN_NAME_PARTS)
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
+
+
+class Medium(NamedTuple):
+    """`where`: its place in the request."""
+
+    where: str
+    url: str
+    kind: str
 
 
 class ChatMessage(BaseModel):
@@ -34,20 +43,22 @@ class ChatMessage(BaseModel):
         parts = self._parts(0, takes_images=True)
         return "\n".join(part["text"] for part in parts if part["type"] == "text")
 
-    def image_urls(self, index: int) -> list[tuple[str, str]]:
-        """Returns the places and URLs of images among the content's parts, if `to_template` accepts them.
+    def media(self, index: int) -> list[Medium]:
+        """Returns the images and videos among the content's parts, if `to_template` accepts them.
 
         A part that was made of another API's has the `place` that it had there.
         """
         found = []
         for at, part in enumerate(self.content if isinstance(self.content, list) else ()):
-            if isinstance(part, dict) and (url := _image_url(part)) is not None:
+            if isinstance(part, dict) and (medium := _medium(part)) is not None:
+                kind, url = medium
                 own = part.get("place")
-                found.append((own if isinstance(own, str) else f"messages[{index}].content[{at}].image_url", url))
+                place = own if isinstance(own, str) else f"messages[{index}].content[{at}].{kind}_url"
+                found.append(Medium(place, url, kind))
         return found
 
     def to_template(self, index: int, takes_images: bool = False) -> dict[str, Any]:
-        """Returns the message for chat templates: texts joined, or a list of parts if there are images among them.
+        """Returns the message for chat templates: texts joined, or a list of parts if there are media among them.
 
         Raises RequestError for other parts.
         """
@@ -57,8 +68,8 @@ class ChatMessage(BaseModel):
         message["content"] = self.content if self.content is not None or message.get("tool_calls") else ""
         if isinstance(self.content, list):
             parts = self._parts(index, takes_images)
-            has_images = any(part["type"] == "image" for part in parts)
-            message["content"] = parts if has_images else "\n".join(part["text"] for part in parts)
+            has_media = any(part["type"] in MEDIA for part in parts)
+            message["content"] = parts if has_media else "\n".join(part["text"] for part in parts)
         return message
 
     def _parts(self, index: int, takes_images: bool) -> list[dict[str, str]]:
@@ -70,23 +81,24 @@ class ChatMessage(BaseModel):
                 continue
             kind = part.get("type")
             text = part.get(kind if kind in OWN_NAME_PARTS else "text")
-            if takes_images and _image_url(part) is not None:
-                found.append({"type": "image"})
+            if takes_images and (medium := _medium(part)) is not None:
+                found.append({"type": medium[0]})
             elif kind in TEXT_PARTS and isinstance(text, str):
                 found.append({"type": "text", "text": text})
             else:
-                known = "only parts of type 'text' and 'image_url'" if takes_images else "only parts of type 'text'"
-                raise RequestError(f"messages[{index}].content[{at}]: {known} are supported", param="messages")
+                known = "'text', 'image_url' and 'video_url'" if takes_images else "'text'"
+                raise RequestError(
+                    f"messages[{index}].content[{at}]: only parts of type {known} are supported", param="messages"
+                )
         return found
 
 
-def _image_url(part: dict[str, Any]) -> str | None:
-    """Returns the URL of a part that is an image; None for another one."""
-    if part.get("type") != "image_url":
-        return None
-    given = part.get("image_url")
+def _medium(part: dict[str, Any]) -> tuple[str, str] | None:
+    """Returns the kind and URL of a part that is an image or a video; None for another one."""
+    kind = str(part.get("type")).removesuffix("_url")
+    given = part.get(f"{kind}_url")
     url = given.get("url") if isinstance(given, dict) else given
-    return url if isinstance(url, str) else None
+    return (kind, url) if kind in MEDIA and isinstance(url, str) else None
 
 
 class Function(BaseModel):

@@ -1,0 +1,22 @@
+"""Which frames of a video are read."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How many frames of a file are read: at most `num_frames`, evenly spread; and `fps` of each second, unless 0."""
+
+    num_frames: int = 32
+    fps: float = 0.0
+
+    def indices(self, num_frames: int, fps: float, most: int | None = None) -> list[int]:
+        """Returns those of a video with `num_frames` frames; `most`: a request's own limit."""
+        wanted = min(num_frames, self.num_frames if most is None else most)
+        if self.fps:
+            wanted = min(wanted, max(1, math.floor(num_frames / fps * self.fps)))
+        step = (num_frames - 1) / (wanted - 1) if wanted > 1 else 0.0
+        return [int(at * step) for at in range(wanted - 1)] + [num_frames - 1 if wanted > 1 else 0]

@@ -1,0 +1,39 @@
+#!/bin/sh
+# Builds wheel and sdist into dist/, and tries each in an environment of its own: in an empty folder, `pd-cluster up`
+# serves the model that is shipped, answers a question, and ends with status 0.
+#
+#   sh scripts/release.sh [FOLDER]        default: dist/
+#
+# A torch that is installed is shared with the environments; otherwise they install the one of scripts/setup.sh.
+
+set -eu
+
+root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
+out=${1:-$root/dist}
+mkdir -p "$out"
+out=$(CDPATH='' cd -- "$out" && pwd -P)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+sh "$root/scripts/setup.sh" test
+python=$root/.venv/bin/python
+cd "$root"
+rm -f "$out"/pd_cluster-*.whl "$out"/pd_cluster-*.tar.gz
+"$python" -m hatchling build -d "$out"
+
+site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+for package in "$out"/pd_cluster-*.whl "$out"/pd_cluster-*.tar.gz; do
+    echo "release: trying ${package##*/}"
+    folder=$work/$(basename "$package" | tr . -)
+    "$python" -m venv "$folder/env"
+    # The packages that it needs are those of .venv; pd-cluster itself comes from the file alone.
+    echo "$site" >"$("$folder/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/needs.pth"
+    "$folder/env/bin/python" -m pip install --quiet --no-deps --no-build-isolation --force-reinstall "$package"
+    mkdir "$folder/empty"
+    cd "$folder/empty"
+    "$folder/env/bin/python" "$root/scripts/smoke.py" "$folder/env/bin/pd-cluster"
+    cd "$root"
+done
+echo "release: $(cd "$out" && ls pd_cluster-*)"

@@ -1,0 +1,169 @@
+"""Prompts with videos get the tokens of transformers' generate(), at the positions of the models' training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from pd_cluster import LLM, SamplingParams
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.errors import RequestError
+from pd_cluster.media.clips import frames_of
+from pd_cluster.media.given_video import Frames
+from pd_cluster.media.sampling import Sampling as FrameSampling
+from pd_cluster.model.runner import ModelRunner
+from pd_cluster.types import Request, Sampling
+from tests.support import pictures
+from tests.support.checkpoints import make_tokenizer
+from tests.support.clips import (
+    PLACEHOLDER,
+    Filmed,
+    clip,
+    data_url,
+    file_of,
+    filmed,
+    frames_in,
+    make_seer,
+    reference_answer,
+)
+from tests.support.engines import make_core, run
+from tests.support.ranks import ranks
+
+NUM_TOKENS = 16
+GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
+SETTINGS: dict[str, Any] = {"block_size": 8, "num_blocks": 128, "max_num_batched_tokens": 64}
+NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def reversed_(video: Frames) -> Frames:
+    return video._replace(pictures=video.pictures[::-1])
+
+
+LONG, SHORT, SLOW = frames_in(clip(1, 9)), frames_in(clip(2, 2, 40, 17)), frames_in(clip(3, 6), fps=0.7)
+PROMPTS = [
+    filmed(1, [5, 7], [LONG]),
+    filmed(1, [5, 7], [reversed_(LONG)]),  # the same words and frames
+    filmed(1, [5, 7], [frames_in(clip(4, 9))]),
+    filmed(2, [0, 3, 6], [SHORT, SLOW]),
+    filmed(2, [0, 3, 6], [SLOW, SHORT]),
+    filmed(3, [4, 0, 2], [frames_in(clip(5, 1)), SLOW]),  # a single frame, and two videos without text between
+]
+
+
+def answers(folder: Path, core: EngineCore, prompts: list[Filmed]) -> list[list[int]]:
+    requests = [Request(f"r{i}", each.order(folder, GREEDY), arrival_s=float(i)) for i, each in enumerate(prompts)]
+    found = run(core, requests)
+    return [[token.token_id for token in found[request.request_id][0]] for request in requests]
+
+
+def expected_of(folder: Path, prompts: list[Filmed]) -> list[list[int]]:
+    return [reference_answer(folder, prompt, NUM_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_engine(tmp_path: Path, name: str) -> None:
+    """Also in chunks that cut every video, with prefix hits that end in one, and kept features."""
+    folder = make_seer(tmp_path, name)
+    expected = expected_of(folder, PROMPTS)
+    assert len({tuple(each) for each in expected[:3]}) == 3, "frames or their order do not matter"
+    assert expected[3] != expected[4], "the videos' order does not matter"
+    core = make_core(folder, **SETTINGS)
+    assert [answers(folder, core, [prompt])[0] for prompt in PROMPTS] == expected
+    assert answers(folder, core, PROMPTS) == expected
+    for num_tokens, num_kept in ((3, 0), (7, 64)):
+        cut = {**SETTINGS, "max_num_batched_tokens": num_tokens, "mm_encoder_cache_tokens": num_kept, "block_size": 4}
+        core = make_core(folder, **cut)
+        for _ in range(2):
+            assert answers(folder, core, PROMPTS) == expected
+
+
+def test_preempted_and_beside_a_second_rank(tmp_path: Path) -> None:
+    folder = make_seer(tmp_path, "qwen2_5_vl")
+    prompts = [filmed(10 + at, [3, 2], [frames_in(clip(at, 4, 16, 16))]) for at in range(5)]
+    expected = expected_of(folder, prompts)
+    small = {**SETTINGS, "block_size": 4, "num_blocks": 20, "max_model_len": 80, "swap_space_gib": 0.01}
+    for mode in ("recompute", "swap"):
+        core = make_core(folder, **small, preemption_mode=mode)
+        assert answers(folder, core, prompts) == expected
+        assert core.scheduler.num_preemptions
+    with ranks(folder, 2, **{**SETTINGS, "mm_encoder_cache_tokens": 20}) as both:
+        assert answers(folder, both, prompts) == expected
+
+
+def test_frames_that_are_alike_are_encoded_once(tmp_path: Path) -> None:
+    folder = make_seer(tmp_path, "qwen3_vl")
+    still = frames_in([clip(1, 1)[0]] * 8)
+    core = make_core(folder, **SETTINGS)
+    prompt = filmed(1, [2, 2], [still])
+    assert answers(folder, core, [prompt]) == expected_of(folder, [prompt])
+    runner = core.runner
+    assert isinstance(runner, ModelRunner)
+    assert runner.tower is not None
+    assert runner.tower.num_encoded == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_offline(tmp_path: Path, name: str) -> None:
+    """Files, arrays and FastDeploy's form; conversations by URL; a picture and a video in one prompt."""
+    folder = make_seer(tmp_path, name)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    raw = clip(1, 9)
+    file = file_of(raw)
+    ids = make_tokenizer().encode
+
+    def expected(video: Frames, *texts: str) -> list[int]:
+        before, after = (ids(text).ids for text in texts)
+        return reference_answer(folder, Filmed([*before, 302, 301, 303, *after], [video]), NUM_TOKENS)
+
+    def asked(video: Any, key: str = "multi_modal_data") -> dict[str, Any]:
+        return {"prompt": f"ab{PLACEHOLDER}c", key: {"video": video}}
+
+    settings = {"media_io_kwargs": {"video": {"num_frames": 6}}, "num_blocks": 128, "block_size": 8, "enable_mm": True}
+    with LLM(str(folder), **settings) as llm:
+        metadata = {"fps": 2.0, "frames_indices": [0, 4, 5], "total_num_frames": 10}
+        few = frames_in([raw[0], raw[4], raw[5]])._replace(indices=[0, 4, 5], num_frames=10, fps=2.0)
+        read, four = frames_of(file, FrameSampling(6)), frames_of(file, FrameSampling(6), 4)
+        assert (len(read.pictures), len(four.pictures)) == (6, 4)
+        found = llm.generate(
+            [
+                asked(file),
+                asked([{"video": file, "max_frames": 4}], "multimodal_data"),
+                asked((raw[0][None].repeat(1, 0), {"fps": 4.0})),
+                asked(([raw[0], raw[4], raw[5]], metadata)),
+            ],
+            params,
+            use_tqdm=False,
+        )
+        wanted = [read, four, frames_in(raw[:1]), few]
+        assert [each.error_msg for each in found] == [None] * 4
+        assert [list(each.outputs[0].token_ids) for each in found] == [expected(each, "ab", "c") for each in wanted]
+        parts = [{"type": "video_url", "video_url": {"url": data_url(file)}}, {"type": "text", "text": "x"}]
+        (answer,) = llm.chat([{"role": "user", "content": parts}], params, use_tqdm=False)
+        assert answer.error_msg is None
+        assert list(answer.outputs[0].token_ids) == expected(read, "<|user|>", "x<|assistant|>")
+        both = {"prompt": f"{pictures.PLACEHOLDER}{PLACEHOLDER}"}
+        both["multi_modal_data"] = {"image": pictures.picture(1), "video": file}  # type: ignore[assignment]
+        (answer,) = llm.generate(both, params, use_tqdm=False)
+        assert answer.error_msg is None
+        assert answer.prompt_token_ids.count(300) == 6
+        (answer,) = llm.generate({**both, "prompt": PLACEHOLDER}, params, use_tqdm=False)
+        assert answer.error_msg == "prompt: 0 placeholders of images for 1 images; give one for each"
+        (answer,) = llm.generate(f"a{PLACEHOLDER}", params, use_tqdm=False)
+        assert answer.error_msg == "prompt: 1 placeholders of videos for 0 videos; give one for each"
+        (answer,) = llm.generate(asked(file[:200]), params, use_tqdm=False)
+        assert answer.error_msg == "multi_modal_data.video[0]: the file is broken or cut short; send it anew"
+        refused = {
+            r"video\[0\]: str; must be bytes of a file": "a",
+            r"max_frames 0: must be a whole number from 1 to 768": [{"video": file, "max_frames": 0}],
+            r"'frames': not known; known are video and max_frames": [{"frames": 1}],
+            r"frames of float64": raw[0][None] / 2,
+            r"metadata.frames_indices: must ascend": (raw[:2], {"frames_indices": [1, 0]}),
+            r"its frames differ in size": [raw[0], raw[1][:8]],
+        }
+        for said, video in refused.items():
+            with pytest.raises(RequestError, match=said):
+                llm.generate(asked(video), params, use_tqdm=False)
+        assert replace(GREEDY, max_tokens=1).max_tokens == 1

@@ -90,7 +90,7 @@ def with_few_blocks(folder: Path, shown: Shown) -> dict[str, Any]:
 def test_a_cached_prefix_ends_inside_a_picture(tmp_path: Path, name: str) -> None:
     """The same picture is found, the rest of it computed; another picture of the same size never is."""
     folder = make_kind(tmp_path, name)
-    words = text(1, 3 if name in ("glm4v", "internvl") else 2)
+    words = text(1, 2)
     same, other = (asked(name, [words, []], [picture(seed, 16, 16)]) for seed in (1, 2))
     core = make_core(folder, **SETTINGS)
     cached = []

@@ -41,7 +41,7 @@ from pd_cluster.model.layers.ops import Ops, TorchOps
 from pd_cluster.model.layers.packing import pack_modules
 from pd_cluster.model.layers.rope import USE_LOGN, LogN, put_lengths, rope_limit_of
 from pd_cluster.model.lora.adapters import Adapters
-from pd_cluster.model.parallel.group import Group
+from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import has_head, names, read_named, read_shard, read_text_part, read_whole
@@ -127,7 +127,7 @@ def load_model(
     if checkpoint.vision is not None:
         put_sections(model, checkpoint, device)
         if checkpoint.part_of == experts.WHOLE_TYPE:
-            experts.put_experts(model, checkpoint, TORCH_DTYPES[dtype], device)
+            experts.put_experts(model, checkpoint, TORCH_DTYPES[dtype], device, group or Alone())
     logn = logn_of(checkpoint)
     rope_limit = rope_limit_of(model, checkpoint, logn is not None)
     layout = layout_of(model.config, block_size, resolve_kv_cache_dtype(kv_cache_dtype, dtype))

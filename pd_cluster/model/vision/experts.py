@@ -17,6 +17,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.weight_files import text_name
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ModelError
+from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.parallel.shard import read_named
 
 WHOLE_TYPE = "ernie4_5_vl_moe"
@@ -28,8 +29,10 @@ BIAS = "mlp.moe_statics.e_score_correction_bias"
 class ByKind(torch.nn.Module):
     """A sparse block. `rows`: those of a step that its pictures' experts compute, and all others; None: none."""
 
-    def __init__(self, texts: Any, pictures: Any) -> None:
+    def __init__(self, texts: Any, pictures: Any, group: Group) -> None:
+        """`group`: the ranks that share the experts of texts, whose results each has summed."""
         super().__init__()
+        self._group = group
         self.texts, self.pictures = texts, pictures
         self.rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -44,7 +47,7 @@ class ByKind(torch.nn.Module):
             found[:, read] = self.texts(x[:, read])
         shown = self.pictures(x[:, seen])
         if self.texts.shared_experts is not None:
-            shown = shown + self.texts.shared_experts(x[:, seen])
+            shown = shown + self._group.sum(self.texts.shared_experts(x[:, seen]))
         found[:, seen] = shown
         return found
 
@@ -75,7 +78,7 @@ def as_text_model(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def put_experts(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: Device) -> None:
+def put_experts(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: Device, group: Group) -> None:
     """Puts the pictures' experts beside those of texts. Raises ModelError for weights that do not fit."""
     num_experts, width = int(checkpoint.config["moe_num_experts"]), _width(checkpoint)
 
@@ -102,7 +105,7 @@ def put_experts(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: 
                 )
         state = {name: each.to(torch.float32 if "statics" in name else dtype) for name, each in state.items()}
         block.load_state_dict(state, assign=True)
-        layer.mlp = ByKind(layer.mlp, block.requires_grad_(False).eval().to(device.torch_name))
+        layer.mlp = ByKind(layer.mlp, block.requires_grad_(False).eval().to(device.torch_name), group)
 
 
 def _state(

@@ -99,11 +99,12 @@ def test_the_examples_with_images_are_refused_by_name(path: Path) -> None:
         LLM(model=PATH, tensor_parallel_size=1, max_model_len=8192, reasoning_parser="ernie-45")
 
 
-def test_the_example_of_a_thinking_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parser", ["qwen3", "ernie-45-vl"])
+def test_the_example_of_a_thinking_model(tmp_path: Path, parser: str) -> None:
     family = FAMILIES["qwen3"]
     PATH = str(family.make(tmp_path))
     question = [{"role": "user", "content": "Is it sunny?"}]
-    with LLM(model=PATH, tensor_parallel_size=1, max_model_len=4096, reasoning_parser="qwen3") as llm:
+    with LLM(model=PATH, tensor_parallel_size=1, max_model_len=4096, reasoning_parser=parser) as llm:
         outputs = llm.chat(messages=family.ask(tmp_path, "reasoning, content", question))
         for output in outputs:
             assert output.outputs.text.strip() == "It shines."

@@ -71,6 +71,7 @@ PLAIN_TYPES = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
     "glm4v_text": "glm4",
+    "ernie4_5_vl_moe_text": "ernie4_5_moe",
 }
 # Fields of the plain equivalent for what the text model always does
 PLAIN_FIELDS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
@@ -134,7 +135,24 @@ def plain_fields(model_type: str, config: Config) -> dict[str, Any]:
     found = dict(PLAIN_FIELDS.get(model_type, {}))
     if model_type in NO_HEAD_DIM:
         found["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    if model_type == "ernie4_5_vl_moe_text":
+        found |= _ernie_fields(config)
     return found
+
+
+def _ernie_fields(config: Config) -> dict[str, Any]:
+    """Returns how ERNIE 4.5 MoE names which layers are sparse, and the sizes of experts of texts and of pictures."""
+    num_layers = config["num_hidden_layers"]
+    kinds = config.get("mlp_layer_types") or ["dense", *["sparse"] * (num_layers - 1)]
+    sparse = [index for index, kind in enumerate(kinds) if kind == "sparse"] or [num_layers]
+    widths = config.get("moe_intermediate_size") or (1536, 512)
+    widths = widths if isinstance(widths, list | tuple) else (widths, config.get("picture_intermediate_size", widths))
+    return {
+        "moe_layer_start_index": sparse[0],
+        "moe_layer_end_index": sparse[-1],
+        "moe_intermediate_size": widths[0],
+        "picture_intermediate_size": widths[1],
+    }
 
 
 def thresholds(config: Config) -> dict[int, str]:

@@ -37,7 +37,8 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     `token_id`: the placeholder of a picture in a prompt, which becomes as many tokens as the picture takes, between
     the tokens `before` and `after`. In the text of a prompt, the control token `text` stands for a picture, and becomes
     `text_becomes` before it is tokenized, plain texts and control tokens in turn; "": nothing is replaced. With
-    `sees_whole`, each token of a picture attends to all of it.
+    `sees_whole`, each token of a picture attends to all of it. `marks`: the two tokens around a placeholder, if they
+    belong to the picture; then they are in its span.
     """
 
     token_id: int = 0
@@ -47,6 +48,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     text_becomes: tuple[str, ...] = ()
     sees_whole: bool = False
+    marks: tuple[int, ...] = ()
     video: VideoRules | None = None  # None: the model takes no videos here
 
     def sized(self, height: int, width: int) -> tuple[Image, tuple[View, ...]]:
@@ -116,6 +118,18 @@ class Placed(msgspec.Struct, frozen=True):
     rope_positions: RopePositions | None = None
 
 
+def _check_marks(token_ids: list[int], places: list[int], marks: tuple[int, ...], param: str) -> None:
+    """Raises RequestError unless each placeholder is between its marks, and no mark is without one."""
+    first, last = marks
+    found = [at for at, token_id in enumerate(token_ids) if token_id in marks]
+    wanted = [at for place in places for at in (place - 1, place + 1)]
+    if found != wanted or any(token_ids[at - 1] != first or token_ids[at + 1] != last for at in places):
+        raise RequestError(
+            f"{param}: tokens {first} and {last} stand around the placeholder of an image, and nowhere else",
+            param=param,
+        )
+
+
 def place(
     token_ids: list[int],
     images: Sequence[tuple[Image, bytes]],
@@ -138,6 +152,8 @@ def place(
             raise RequestError(
                 f"{param}: {num_found} placeholders of {kind} for {wanted} {kind}; give one for each", param=param
             )
+    if rules.marks:
+        _check_marks(token_ids, places, rules.marks, param)
     if not places:
         return Placed(token_ids)
     laying, each_image, each_video = _Laying(rules, encode), iter(images), iter(videos)
@@ -146,7 +162,7 @@ def place(
         laying.token_ids += token_ids[done:at]
         if token_ids[at] == rules.token_id:
             laying.image(*next(each_image))
-            done = at + 1
+            done = at + 1 + len(rules.marks) // 2
         else:
             done = at + 1 + laying.video(next(each_video), token_ids[at + 1 : at + 2])
     laying.token_ids += token_ids[done:]
@@ -165,6 +181,8 @@ class _Laying:
         self._rules, self._encode = rules, encode
 
     def image(self, image: Image, digest: bytes) -> None:
+        if self._rules.marks:  # the first of them, which is part of the picture
+            self.token_ids.pop()
         self.token_ids += self._rules.before
         self._add(image, digest, 0)
         self.token_ids += self._rules.after

@@ -23,6 +23,7 @@ from pd_cluster.model.layers.weight import WeightForm
 from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.rope_limit import RopeLimit
+from pd_cluster.model.vision.experts import ByKind
 
 FORGETFUL = ("StableLmAttention", "NemotronAttention")  # the layers around these do not pass the batch on
 
@@ -82,6 +83,7 @@ class PlainCausalLM:
         self.rope_limit = rope_limit or NO_POSITIONS
         held = (getattr(module, "form", None) for module in model.modules())
         self.rounds_activations = any(isinstance(form, WeightForm) and form.rounds_activations for form in held)
+        self._by_kind = [module for module in model.modules() if isinstance(module, ByKind)]
         self._rotaries = [module for module in model.modules() if isinstance(module, LengthRotary)]
         for module in _below_output_layer(model):
             module.register_forward_hook(self._keep_hidden)
@@ -122,6 +124,9 @@ class PlainCausalLM:
         self._batch = batch
         for rotary in self._rotaries:
             rotary.batch = batch
+        images = None if batch is None else batch.images
+        for block in self._by_kind:
+            block.rows = None if images is None else images.experts
 
     def take_deep_features(self) -> None:
         """Lets its layers take what pictures add to the residual stream after them (DeepStack)."""

@@ -39,6 +39,7 @@ class ImageRows:
 
     rows: torch.Tensor  # [num_rows] int64
     features: torch.Tensor
+    experts: tuple[torch.Tensor, torch.Tensor] | None = None  # rows of pictures with their marks, and all others
 
     def embed(self, x: torch.Tensor) -> None:
         """Replaces embeddings x, [num_tokens, hidden_size], in place."""

@@ -46,7 +46,7 @@ from pd_cluster.model.layers.rope import USE_LOGN, LogN, put_lengths, rope_limit
 from pd_cluster.model.layers.weight import LinearWeight
 from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.lora.placing import Weights
-from pd_cluster.model.parallel.group import Group
+from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import has_head, names, read_named, read_shard, read_text_part, read_whole
@@ -56,6 +56,7 @@ from pd_cluster.model.quantized_head import quantize_head
 from pd_cluster.model.speedups import sped_up
 from pd_cluster.model.trial import prove_packing
 from pd_cluster.model.unfilled import Unfilled
+from pd_cluster.model.vision import experts
 from pd_cluster.model.vision.rotary import put_sections
 from pd_cluster.native.build import KernelsUnavailable, are_wanted
 from pd_cluster.native.products import multiplies_bf16
@@ -136,6 +137,8 @@ def load_model(
     put_lengths(model, checkpoint.rope)
     if checkpoint.vision is not None:
         put_sections(model, checkpoint, device)
+        if checkpoint.part_of == experts.WHOLE_TYPE:
+            experts.put_experts(model, checkpoint, TORCH_DTYPES[dtype], device, group or Alone())
     logn = logn_of(checkpoint)
     rope_limit = rope_limit_of(model, checkpoint, logn is not None)
     layout = layout_of(model.config, block_size, resolve_kv_cache_dtype(kv_cache_dtype, dtype))
@@ -357,12 +360,19 @@ def _is_quick(checkpoint: Checkpoint, device: Device) -> bool:
 def _read_weights(checkpoint: Checkpoint, share: Share | None, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
     """Returns this rank's weights by name; None: transformers reads the files, whose weights are in its own form."""
     if checkpoint.quantization is not None:
+        if checkpoint.part_of == experts.WHOLE_TYPE:
+            raise ModelError(
+                f"{checkpoint.path}: experts of pictures are not quantized here; serve plain weights as they are"
+            )
         plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
         name_of = text_name if checkpoint.part_of else str
         return read_quantized(checkpoint.path, checkpoint.quantization, name_of, dtype, plan, rank)
     if checkpoint.is_translated:
         plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
         return read_as_llama(checkpoint.path, checkpoint.config, plan, rank)
+    if checkpoint.part_of == experts.WHOLE_TYPE:
+        plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
+        return experts.as_text_model(read_named(checkpoint.path, experts.texts_name(checkpoint), plan, rank))
     if share is not None:
         width = expert_width(checkpoint)
         return read_shard(checkpoint.path, share.plan, share.group.rank, bool(checkpoint.part_of), width)

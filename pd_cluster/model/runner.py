@@ -304,7 +304,7 @@ class ModelRunner:
                 batch.input_ids = input_ids[None]
             if step.images:
                 assert self.tower is not None  # see engine/step/limits.py
-                batch.images = self.tower.rows(step.images)
+                batch.images = self.tower.rows(step.images, batch.num_tokens)
             if step.virtual is not None:
                 assert self.held.prompts is not None  # see engine/step/limits.py
                 batch.virtual = self.held.prompts.rows(step.virtual)

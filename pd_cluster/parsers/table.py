@@ -99,6 +99,8 @@ THINKING: dict[str, Thinking] = {
     "deepseek_r1": Thinking("reasoning"),
     "deepseek_v3": Thinking("content"),
     "ernie45": Thinking("reasoning", wraps=("<response>", "</response>")),
+    "ernie-45-vl": Thinking("perhaps"),
+    "ernie-45-vl-thinking": Thinking("reasoning"),
     "gemma": Thinking("perhaps", opens=("<|channel>thought", "<|channel>"), closes=("<channel|>",)),
     "glm45": Thinking("perhaps"),
     "granite": Thinking(

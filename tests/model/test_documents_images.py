@@ -19,7 +19,10 @@ from pd_cluster.media.clips import frames_of
 from pd_cluster.media.given_video import Frames
 from pd_cluster.media.sampling import Sampling
 from tests.support import clips
+from tests.support.checkpoints import make_tokenizer
 from tests.support.clips import make_seer
+from tests.support.picture_kinds import asked, make_kind
+from tests.support.picture_kinds import reference_answer as kinds_answer
 from tests.support.pictures import Shown, data_url, ids_of, picture, reference_answer
 
 NUM_TOKENS = 12
@@ -149,3 +152,25 @@ def test_videos(llm: LLM, path: str) -> None:
 def test_images_are_prepared_as_the_folder_says(path: str) -> None:
     with pytest.raises(ConfigError, match=r"mm_processor_kwargs .*: images are prepared as the model's folder says"):
         LLM(model=path, enable_mm=True, mm_processor_kwargs={"backend": "torchvision_npu"})
+
+
+@pytest.mark.slow
+def test_the_examples_with_ernie(tmp_path: Path) -> None:
+    """The document's own kind of model, with all its arguments."""
+    path = make_kind(tmp_path, "ernie4_5_vl_moe")
+    marked = [list(make_tokenizer().encode(text).ids) for text in ("<|user|>", f"{TEXT}<|assistant|>")]
+    settings: dict[str, Any] = {"max_model_len": 256, "enable_mm": True, "reasoning_parser": "ernie-45-vl"}
+    with LLM(model=str(path), tensor_parallel_size=1, limit_mm_per_prompt={"image": 100}, **settings) as llm:
+        for seed in (1, 2):
+            shown = asked("ernie4_5_vl_moe", marked, [picture(seed)])
+            wanted = kinds_answer(path, "ernie4_5_vl_moe", shown, NUM_TOKENS)
+            most = len(shown.placed(path).token_ids) + NUM_TOKENS
+            sampling = SamplingParams(temperature=0.0, max_tokens=most)
+            (output,) = llm.chat(
+                messages(seed), sampling, use_tqdm=False, chat_template_kwargs={"enable_thinking": False}
+            )
+            assert list(output.outputs.token_ids) == wanted  # type: ignore[union-attr]
+            prompt = ErnieBotTokenizer.from_pretrained(str(path)).apply_chat_template(messages(seed), tokenize=False)
+            data = {"prompt": prompt, "multimodal_data": {"image": [picture(seed)]}}
+            (output,) = llm.generate(data, sampling, use_tqdm=False)
+            assert list(output.outputs.token_ids) == wanted  # type: ignore[union-attr]

@@ -95,15 +95,16 @@ def test_the_examples_with_images_are_refused_by_name(path: Path) -> None:
         LLM(model=PATH, tensor_parallel_size=1, max_model_len=8192, enable_mm=True, limit_mm_per_prompt={"image": 100})
     with pytest.raises(ConfigError, match=r"^limit_mm_per_prompt: audio 1: only images and videos are supported"):
         LLM(model=PATH, limit_mm_per_prompt={"image": 100, "audio": 1})
-    with pytest.raises(ConfigError, match=r"^reasoning_parser ernie-45-vl: not known; known are deepseek_r1,"):
-        LLM(model=PATH, tensor_parallel_size=1, max_model_len=8192, reasoning_parser="ernie-45-vl")
+    with pytest.raises(ConfigError, match=r"^reasoning_parser ernie-45: not known; known are deepseek_r1,"):
+        LLM(model=PATH, tensor_parallel_size=1, max_model_len=8192, reasoning_parser="ernie-45")
 
 
-def test_the_example_of_a_thinking_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parser", ["qwen3", "ernie-45-vl"])
+def test_the_example_of_a_thinking_model(tmp_path: Path, parser: str) -> None:
     family = FAMILIES["qwen3"]
     PATH = str(family.make(tmp_path))
     question = [{"role": "user", "content": "Is it sunny?"}]
-    with LLM(model=PATH, tensor_parallel_size=1, max_model_len=4096, reasoning_parser="qwen3") as llm:
+    with LLM(model=PATH, tensor_parallel_size=1, max_model_len=4096, reasoning_parser=parser) as llm:
         outputs = llm.chat(messages=family.ask(tmp_path, "reasoning, content", question))
         for output in outputs:
             assert output.outputs.text.strip() == "It shines."

@@ -72,6 +72,14 @@ def _glm() -> Any:
     return Glm4vImageProcessorPil(patch_size=4, size={"shortest_edge": 512, "longest_edge": 2048})
 
 
+def _ernie() -> Any:
+    from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import (
+        Ernie4_5_VLMoeImageProcessorPil,
+    )
+
+    return Ernie4_5_VLMoeImageProcessorPil(patch_size=4, size={"shortest_edge": 256, "longest_edge": 1024})
+
+
 def _fixed(num_tokens: int) -> Callable[[Any, list[Any]], tuple[Inputs, list[list[int]]]]:
     def shown(processor: Any, pictures: list[Any]) -> tuple[Inputs, list[list[int]]]:
         found = processor(images=pictures, return_tensors="pt")
@@ -158,6 +166,21 @@ KINDS: dict[str, Kind] = {
         _fixed(4),
         GEMMA,
     ),
+    "ernie4_5_vl_moe": Kind(
+        "Ernie4_5_VLMoeConfig",
+        "ernie4_5_vl_moe_text",
+        {
+            "rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]},
+            "moe_intermediate_size": [48, 32],
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+        },
+        {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "intermediate_size": 48},
+        IDS,
+        _ernie,
+        _in_grids,
+    ),
     "glm4v": Kind(
         "Glm4vConfig",
         "glm4v_text",
@@ -169,7 +192,7 @@ KINDS: dict[str, Kind] = {
     ),
 }
 
-BETWEEN = ("glm4v",)  # their pictures stand between two tokens in the prompt
+BETWEEN = ("glm4v", "ernie4_5_vl_moe")  # their pictures stand between two tokens in the prompt
 
 
 def make_kind(folder: Path, name: str, **changes: Any) -> Path:
@@ -198,6 +221,8 @@ def make_kind(folder: Path, name: str, **changes: Any) -> Path:
             token.update(content=NAMES[token["id"]], special=True)
     file.write_text(json.dumps(state))
     placeholder = NAMES[FIRST] if name == "gemma3" else NAMES[PICTURE]
+    if name in BETWEEN:
+        placeholder = f"{NAMES[FIRST]}{placeholder}{NAMES[LAST]}"
     template = (
         "{% for message in messages %}<|{{ message.role }}|>{% if message.content is string %}{{ message.content }}"
         "{% else %}{% for part in message.content %}{% if part.type == 'image' %}" + placeholder + "{% else %}"
@@ -240,6 +265,9 @@ def reference_inputs(name: str, prompt: Shown) -> Inputs:
         inputs["token_type_ids"] = marks
     if "image_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = marks
+    if name == "ernie4_5_vl_moe":
+        kinds = (PICTURE, FIRST, LAST)
+        inputs["moe_mm_token_type_ids"] = torch.tensor([[int(token in kinds) for token in token_ids]])
     ids = torch.tensor([token_ids])
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **inputs}
 

@@ -17,6 +17,7 @@ from pd_cluster.media.kinds.glm import FrameRules
 from pd_cluster.media.kinds.internvl import TileRules
 from pd_cluster.media.kinds.llava import SquareRules
 from pd_cluster.media.kinds.pixtral import RowRules
+from pd_cluster.media.kinds.qwen import GridRules
 from pd_cluster.media.kinds.table import KINDS, WrittenRules
 from pd_cluster.media.pictures import fitted
 from pd_cluster.media.rules import BILINEAR, ImageRules, View, place
@@ -139,6 +140,28 @@ def test_a_pictures_tokens_have_others_among_them() -> None:
     assert [(span.start, span.stop) for span in placed.spans] == [(2, 5)]
 
 
+def test_marks_belong_to_their_picture() -> None:
+    """ERNIE's experts of pictures compute them, too; their positions are those of texts."""
+    rules = GridRules(4, 2, 256, 1024, token_id=7, marks=(8, 9))
+    image = (Image(2, 4), b"d")
+    placed = place([1, 8, 7, 9, 8, 7, 9], [image, image], rules, "prompt")
+    assert placed.token_ids == [1, 8, 7, 7, 9, 8, 7, 7, 9]
+    assert [(span.start, span.stop) for span in placed.spans] == [(1, 5), (5, 9)]
+    assert rules.places(image[0]) == [1, 2]
+    assert placed.rope_positions is not None
+    assert placed.rope_positions.rows == (
+        (0, 1, 2, 2, 4, 5, 6, 6, 8),
+        (0, 1, 2, 2, 4, 5, 6, 6, 8),
+        (0, 1, 2, 3, 4, 5, 6, 7, 8),
+    )
+    assert placed.rope_positions.delta == 0
+    for wrong in ([1, 7, 9], [8, 7, 8], [9, 7, 8], [8, 7, 9, 8], [8, 8, 7, 9], [9, 8, 7, 9, 1]):
+        with pytest.raises(RequestError, match="tokens 8 and 9 stand around the placeholder of an image, and nowhere"):
+            place(wrong, [image], rules, "prompt")
+    with pytest.raises(RequestError, match="nowhere else"):
+        place([1, 8, 2], [], rules, "prompt")
+
+
 TOKENS = {"added_tokens": [{"id": 40, "content": "[IMG_BREAK]"}, {"id": 41, "content": "[IMG_END]"}]}
 TOKENS["added_tokens"] += [{"id": 42, "content": "<img>"}, {"id": 43, "content": "</img>"}]
 CROP = {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}
@@ -171,6 +194,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], ImageRules]] = {
             text_becomes=("\n\n", "<start_of_image>", "", "<image_soft_token>", "", "<end_of_image>", "\n\n"),
             sees_whole=True,
         ),
+    ),
+    "ernie4_5_vl_moe": (
+        {"image_token_id": 100295, "vision_config": {"patch_size": 14, "spatial_merge_size": 2}},
+        {"size": {"shortest_edge": 3136, "longest_edge": 4842768}},
+        GridRules(14, 2, 3136, 4842768, num_frames=1, token_id=100295, marks=(101304, 101305)),
     ),
     "glm4v": (
         {"image_token_id": 151343, "vision_config": {"patch_size": 14}},

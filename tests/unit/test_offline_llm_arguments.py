@@ -210,8 +210,8 @@ def test_what_asks_for_nothing_goes_without_a_word(
             "them; leave it out",
         ),
         (
-            {"reasoning_parser": "ernie-45-vl"},
-            "reasoning_parser ernie-45-vl: not known; known are deepseek_r1,",
+            {"reasoning_parser": "ernie-45"},
+            "reasoning_parser ernie-45: not known; known are deepseek_r1,",
         ),
         ({"enable_reasoning": True}, "enable_reasoning: needs reasoning_parser NAME, which says what"),
         ({"lora_modules": ["a=/a"]}, "lora_modules: needs enable_lora"),

@@ -66,14 +66,16 @@ class GridRules(ImageRules, frozen=True):
         return image.num_frames, image.num_rows * self.patch_size, image.num_columns * self.patch_size
 
     def num_tokens(self, image: Image) -> int:
-        return image.num_rows * image.num_columns // self.merge_size**2
+        return image.num_rows * image.num_columns // self.merge_size**2 + len(self.marks)
 
     def tokens(self, image: Image) -> list[int]:
         token_id = self.token_id if image.num_frames == 1 or self.video is None else self.video.token_id
-        return [token_id] * self.num_tokens(image)
+        pads = [token_id] * (self.num_tokens(image) - len(self.marks))
+        return [self.marks[0], *pads, self.marks[1]] if self.marks else pads
 
     def places(self, image: Image) -> list[int]:
-        return [*range(self.num_tokens(image))]
+        edge = len(self.marks) // 2
+        return [*range(edge, self.num_tokens(image) - edge)]
 
     def _most_pixels(self, image: Image) -> int:
         if image.num_frames == 1 or self.video is None:
@@ -107,8 +109,9 @@ class GridRules(ImageRules, frozen=True):
         """
         rows: tuple[list[int], list[int], list[int]] = ([], [], [])
         position = at = first = 0
+        edge = len(self.marks) // 2  # a mark's position is a text's
         for span, image, step in zip(spans, images, steps, strict=True):
-            text = range(position, position + span.start - at)
+            text = range(position, position + span.start + edge - at)
             for row in rows:
                 row += text
             position += len(text)
@@ -118,7 +121,7 @@ class GridRules(ImageRules, frozen=True):
             rows[1].extend(first + y for y in range(tall) for _ in range(wide))
             rows[2].extend([*range(first, first + wide)] * tall)
             position = max(position, first + max(tall, wide, step + 1))
-            at = span.stop
+            at = span.stop - edge
         text = range(position, position + num_tokens - at)
         for row in rows:
             row += text
@@ -140,7 +143,13 @@ def qwen3(given: Given) -> GridRules:
 
 
 def grid_rules(
-    given: Given, patch_size: int, token_id: int, sizes: dict[str, int], rules: type[GridRules] = GridRules
+    given: Given,
+    patch_size: int,
+    token_id: int,
+    sizes: dict[str, int],
+    rules: type[GridRules] = GridRules,
+    num_frames: int = 2,
+    marks: tuple[int, ...] = (),
 ) -> GridRules:
     """`patch_size`, `token_id` and `sizes`: those of a folder that names none. Raises ModelError."""
     sides = {
@@ -157,7 +166,8 @@ def grid_rules(
         merge_size=sides["merge_size"][1],
         min_pixels=area(given, "shortest_edge", sizes),
         max_pixels=area(given, "longest_edge", sizes),
-        num_frames=given.count("temporal_patch_size", 2, of_tower=True),
+        num_frames=given.count("temporal_patch_size", num_frames, of_tower=True),
+        marks=marks,
     )
 
 

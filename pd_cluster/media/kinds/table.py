@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pd_cluster.media.given import Given
-from pd_cluster.media.kinds import glm, internvl, llava, pixtral, qwen
+from pd_cluster.media.kinds import ernie, glm, internvl, llava, pixtral, qwen
 from pd_cluster.media.rules import BICUBIC, BILINEAR, ImageRules
 
 Three = tuple[float, float, float]
@@ -37,6 +37,7 @@ KINDS: Mapping[str, Kind] = {
     "mistral3": Kind(pixtral.mistral3),
     "gemma3": Kind(llava.gemma3, HALF, HALF, BILINEAR),
     "glm4v": Kind(glm.glm4v),
+    "ernie4_5_vl_moe": Kind(ernie.ernie),
 }
 
 

@@ -37,7 +37,7 @@ SPLIT_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_inte
 LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(?P<path>.+)\.(?P<part>\w+)$")
 # gate_up_proj is the part "weight", gate_up_proj_bias or gate_up_proj.bias the part "bias"
 FUSED_EXPERTS = re.compile(
-    r"(?:^|\.)layers\.\d+\.(?P<path>.*experts)\.(?P<name>gate_up_proj|down_proj)(?:[._](?P<part>\w+))?$"
+    r"(?:^|\.)layers\.\d+\.(?P<path>.*(?<!shared_)experts)\.(?P<name>gate_up_proj|down_proj)(?:[._](?P<part>\w+))?$"
 )
 
 Piece = tuple[int, int]  # [start, stop) along the dimension that is split

@@ -39,9 +39,14 @@ def read_whole(folder: Path) -> dict[str, torch.Tensor]:
     return _read(folder, lambda key, shape: WHOLE, str)
 
 
-def read_named(folder: Path, name_of: Callable[[str], str]) -> dict[str, torch.Tensor]:
-    """Maps names to the whole weights that `name_of` names; "" leaves one out. Raises ModelError."""
-    return _read(folder, lambda key, shape: WHOLE, name_of)
+def read_named(
+    folder: Path, name_of: Callable[[str], str], plan: ParallelPlan | None = None, rank: int = 0
+) -> dict[str, torch.Tensor]:
+    """Maps names to the weights that `name_of` names, "" leaves one out; this rank's shares of them by a plan.
+
+    Raises ModelError.
+    """
+    return _read(folder, lambda key, shape: WHOLE if plan is None else plan.cut(key, shape, rank), name_of)
 
 
 def has_head(folder: Path) -> bool:

@@ -75,6 +75,7 @@ CLASSES = {
     "internvl": Classes(by_tiles),
     "mistral3": Classes(by_size),
     "gemma3": Classes(by_tiles),
+    "ernie4_5_vl_moe": Classes(by_grid_in_whole, rotary="Ernie4_5_VLMoeTextRotaryEmbedding", pairs_neighbours=True),
     "glm4v": Classes(by_grid_in_whole, rotary="Glm4vTextRotaryEmbedding", pairs_neighbours=True),
 }
 

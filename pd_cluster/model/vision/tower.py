@@ -42,7 +42,7 @@ class Tower:
             for part in parts
         ]
 
-    def rows(self, parts: Sequence[ImagePart]) -> ImageRows:
+    def rows(self, parts: Sequence[ImagePart], num_tokens: int) -> ImageRows:
         """Returns the features of a step's rows; pictures that are not kept are computed, from their pixels.
 
         Features that are kept before the step serve all of it, whatever gives way in it.
@@ -59,8 +59,13 @@ class Tower:
             taken.append(features[:, first:last])
             rows.append(places[first:last] + (part.row - part.start))
         self._keep(found)
-        at = on_device({"rows": np.concatenate(rows)}, self._device)["rows"]
-        return ImageRows(at, taken[0] if len(taken) == 1 else torch.cat(taken, dim=1))
+        arrays = {"rows": np.concatenate(rows)}
+        if self.rules.marks:
+            arrays["seen"] = np.concatenate([np.arange(part.row, part.row + part.num_tokens) for part in parts])
+            arrays["read"] = np.setdiff1d(np.arange(num_tokens), arrays["seen"])
+        there = on_device(arrays, self._device)
+        features = taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)
+        return ImageRows(there["rows"], features, (there["seen"], there["read"]) if self.rules.marks else None)
 
     def _keep(self, features: Mapping[bytes, torch.Tensor | None]) -> None:
         """Keeps a step's features as the most recently used, as many as there is room for.

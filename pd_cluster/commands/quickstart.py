@@ -71,9 +71,9 @@ def quickstart(
     Then it serves OpenAI's API at http://127.0.0.1:PORT/v1 until Ctrl-C, which takes everything down.
     Exit code: 0; 1 with one line on stderr when the cluster cannot start.
     """
-    question = _question_about(image) if image else QUESTION
     if image and adapter:
         raise ConfigError("--image: the adapter's model takes no images; leave out one of the two")
+    question = _question_about(image) if image else QUESTION
     if adapter and model:
         raise ConfigError("--adapter: the adapter is for the model that the project ships; leave out --model")
     name = SHIPPED_ADAPTER.name if adapter else ""

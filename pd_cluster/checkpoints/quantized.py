@@ -19,7 +19,7 @@ from pd_cluster.settings.engine import AT_LOAD
 Settings = Mapping[str, Any]
 FP8_BLOCK = (128, 128)
 GPTQ_BITS = (2, 3, 4, 8)
-ASCEND_TYPES = ("FLOAT", "W8A8", "W8A8_DYNAMIC", "W8A16")
+ASCEND_TYPES = ("FLOAT", "W8A8", "W8A8_DYNAMIC", "W8A16", "W4A16")
 CT_FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "dense"),
@@ -174,7 +174,8 @@ def _ascend(found: Quantization, settings: Settings) -> Quantization:
         if value not in ASCEND_TYPES:
             known = ", ".join(ASCEND_TYPES)
             raise _refused(found, f"{name} {reprlib.repr(value)} is not supported", f"give a folder with {known}")
-    return replace(found, has_int8_activations=True, types=types)
+    group_size = int(settings.get("group_size") or -1)
+    return replace(found, has_int8_activations=True, types=types, group_size=group_size)
 
 
 def _as_it_is(found: Quantization, settings: Settings) -> Quantization:

@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -33,7 +34,8 @@ from pd_cluster.transport import table as transports
 app = typer.Typer(
     name="pd-cluster",
     help="Disaggregated prefill/decode serving for large language models.",
-    epilog="An option may be a variable, too: `pd-cluster up --port` is PD_CLUSTER_UP_PORT.",
+    epilog="An option may be a variable, too: `pd-cluster up --port` is PD_CLUSTER_UP_PORT. "
+    "`pd-cluster --debug COMMAND` shows where an error comes from.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -125,6 +127,10 @@ def up(
         api_keys=keys,
         metrics_key=metrics_keys[-1] if metrics_keys else "",
     )
+    if sys.stdout.isatty():
+        from pd_cluster.commands.live import run_live
+
+        raise typer.Exit(run_live(launch))
     raise typer.Exit(asyncio.run(run_until_signal(launch)))
 
 
@@ -214,10 +220,15 @@ def _hide_variables(command: Any) -> None:
 
 
 def main() -> None:
-    """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses."""
+    """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses.
+
+    With --debug as the first argument, an error's traceback comes, too.
+    """
     keeps_marks = os.environ.pop(KEEPS_MARKS, "")  # removed, so that processes started by this one do not inherit it
     logging.captureWarnings(True)
     argv = sys.argv[1:]
+    is_debugged = argv[:1] == ["--debug"]
+    argv = argv[is_debugged:]
     try:
         if argv[:1] == ["serve"]:
             argv = ["serve", *expanded(argv[1:], _serve_flags())]
@@ -225,6 +236,8 @@ def main() -> None:
         _hide_variables(command)
         command(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
     except PdClusterError as error:
+        if is_debugged:
+            traceback.print_exc()
         print(f"pd-cluster: {error.text if keeps_marks else error}", file=sys.stderr)
         sys.exit(1)
 

@@ -101,12 +101,26 @@ def screen(watch: Watch, url: str, width: int) -> Group:
     found = watch.found
     assert found is not None
     head = Text.assemble(("pd-cluster top", "bold"), f"  {url}  {found['model']}  ", (_clock(found["now_s"]), "dim"))
-    problems = [
+    above = (head, *_problems(found), Text(), _numbers(found), *_lines(watch, width), Text())
+    return Group(*above, _instances(watch), *_events(watch))
+
+
+def bottom(watch: Watch, width: int) -> Group:
+    """Returns the part that `pd-cluster up` keeps below its lines."""
+    found = watch.found
+    assert found is not None
+    return Group(_instances(watch), *_lines(watch, width)[:1], _numbers(found), *_problems(found))
+
+
+def _problems(found: Found) -> list[Text]:
+    return [
         Text(f"{each['severity']}: {each['text']}  {each['way_out']}", style=STYLES[each["severity"]])
         for each in found["problems"]
     ] or [Text(FINE, style="green")]
-    numbers = Text("   ".join(f"{name} {value}" for name, value in figures(found).items()), style="bold")
-    return Group(head, *problems, Text(), numbers, *_lines(watch, width), Text(), _instances(watch), *_events(watch))
+
+
+def _numbers(found: Found) -> Text:
+    return Text("   ".join(f"{name} {value}" for name, value in figures(found).items()), style="bold")
 
 
 def _lines(watch: Watch, width: int) -> list[Text]:

@@ -41,13 +41,20 @@ class Kind:
     captures_sums: bool = True
     captures_modules: bool = True
     spreads_tokens: bool = True
+    takes_adapters: bool = True
     handles_say_their_kind: bool = False  # the handle that maps its memory into another process is in torch's own form
     is_slow_to_name_streams: bool = False
 
 
 CPU_KIND = Kind("cpu", "the host", "gloo", emulates_16_bits=True)
 CUDA_KIND = Kind(
-    "cuda", "a CUDA device", "nccl", large_nbytes=70_000_000_000, runs_triton=True, handles_say_their_kind=True
+    "cuda",
+    "a CUDA device",
+    "nccl",
+    large_nbytes=70_000_000_000,
+    runs_triton=True,
+    takes_adapters=False,
+    handles_say_their_kind=True,
 )
 NPU_KIND = Kind(
     "npu",

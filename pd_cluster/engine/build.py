@@ -35,7 +35,7 @@ from pd_cluster.net.admission import peer_key
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.reports import RankReport
 from pd_cluster.settings.config import WorkerConfig
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.engine import SYMMETRIC_SUMS, EngineConfig
 from pd_cluster.text.grammar import Compiler
 from pd_cluster.transport.factory import Transports
 
@@ -117,7 +117,7 @@ def meet(config: WorkerConfig, device: Device) -> Group:
     """Waits until all ranks of this instance have joined and returns their group. Raises InstanceLost."""
     ranks = config.ranks
     place = Rendezvous(ranks.store, ranks.rank, ranks.size, config.timeouts.collective_timeout_s)
-    return join(place, device, sums_in_order=config.engine.deterministic)
+    return join(place, device, config.engine.deterministic, SYMMETRIC_SUMS in config.engine.cuda_speedups)
 
 
 def build_follower(config: WorkerConfig) -> Follower:

@@ -36,6 +36,7 @@ class Attention:
     attend_batch: Callable[..., torch.Tensor] | None = None  # called by fused layers on CUDA
     make_ops: Callable[[Attention], Ops] | None = None  # fused layers' operations, if they depend on the attention
     is_asked_for: bool = False
+    speedups: tuple[str, ...] = ()  # see speedups.py
 
 
 SDPA = Attention("SDPA")
@@ -168,8 +169,15 @@ def triton_attention(is_deterministic: bool = False) -> Attention:
         from pd_cluster.model.cuda.deterministic import DeterministicOps, attend_rows
 
         name = DeterministicOps.name
-        return Attention(name, write_and_attend, attend_rows, lambda own: DeterministicOps(attend_rows, own.name))
+        return Attention(name, write_and_attend, attend_rows, deterministic_ops)
     return Attention("Triton", write_and_attend, attend_batch, cuda_ops)
+
+
+def deterministic_ops(attention: Attention) -> Ops:
+    from pd_cluster.model.cuda.deterministic import DeterministicOps
+
+    assert attention.attend_batch is not None
+    return DeterministicOps(attention.attend_batch, attention.name, attention.speedups)
 
 
 def cuda_ops(attention: Attention) -> Ops:
@@ -177,7 +185,7 @@ def cuda_ops(attention: Attention) -> Ops:
     from pd_cluster.model.cuda.ops import CudaOps  # Triton may be missing
 
     assert attention.attend_batch is not None
-    return CudaOps(attention.attend_batch, attention.name)
+    return CudaOps(attention.attend_batch, attention.name, attention.speedups)
 
 
 def _flashinfer(config: Any, layout: KVLayout, device: Device, has_sinks: bool) -> Attention:

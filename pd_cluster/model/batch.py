@@ -196,8 +196,28 @@ def batch_of(step: StepInput, pool: KVPool, sees_whole: bool = False) -> Forward
 
     `sees_whole`: each token of a picture attends to all of it.
     """
+    lens, starts, _, _, most_tokens, nums_hidden = step.rows.T  # each [num_seqs]
+    arrays = step_numbers(step, pool, sees_whole)
+    hidden: dict[str, Ints] = {}
+    if nums_hidden.any():
+        hidden = _hidden_rows(arrays["sample_rows"], _last_rows(_starts(lens), nums_hidden))
+    tensors: dict[str, Any] = on_device({**arrays, **hidden}, pool.device)
+    if hidden:
+        tensors["hidden"] = HiddenRows(**{name: tensors.pop(name) for name in hidden})
+    return ForwardBatch(
+        **tensors,
+        query_lens=lens,
+        host_context_lens=starts + lens,
+        pool=pool,
+        most_tokens=most_tokens,
+        adapters=step.adapters,
+    )
+
+
+def step_numbers(step: StepInput, pool: KVPool, sees_whole: bool = False) -> dict[str, npt.NDArray[Any]]:
+    """Returns the tensors of a step's batch as arrays. Raises ValueError as `batch_of` does."""
     block_size, input_ids, block_table = pool.layout.block_size, step.input_ids, step.blocks
-    lens, starts, nums_blocks, counts, most_tokens, nums_hidden = step.rows.T  # each [num_seqs]
+    lens, starts, nums_blocks, counts, _, _ = step.rows.T
     query_starts, table_starts = _starts(lens), _starts(nums_blocks)
     pool.check_blocks(block_table, int(table_starts[-1]))
     if len(lens) == len(input_ids):  # one token each
@@ -206,38 +226,21 @@ def batch_of(step: StepInput, pool: KVPool, sees_whole: bool = False) -> Forward
         positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lens)
         first_block = np.repeat(table_starts[:-1], lens)
     block, offset = positions // block_size, positions % block_size
-    context_lens = starts + lens
     rope_positions = positions[None]
     if (own := step.rope_positions) is not None:
         rope_positions = own if len(own) == 1 else own[:, None]
-    sample_rows = _last_rows(query_starts, counts)
     limits = {"key_limits": key_limits(step.images, positions).astype(np.int32)} if sees_whole and step.images else {}
-    hidden = _hidden_rows(sample_rows, _last_rows(query_starts, nums_hidden)) if nums_hidden.any() else {}
-    tensors: dict[str, Any] = on_device(
-        {
-            "input_ids": input_ids[None],
-            "rope_positions": np.ascontiguousarray(rope_positions),
-            "slot_mapping": block_table[first_block + block] * block_size + offset,
-            "sample_rows": sample_rows,
-            "query_starts": query_starts.astype(np.int32),
-            "context_lens": context_lens.astype(np.int32),
-            "block_table": block_table.astype(np.int32),
-            "table_starts": table_starts.astype(np.int32),
-            **limits,
-            **hidden,
-        },
-        pool.device,
-    )
-    if hidden:
-        tensors["hidden"] = HiddenRows(**{name: tensors.pop(name) for name in hidden})
-    return ForwardBatch(
-        **tensors,
-        query_lens=lens,
-        host_context_lens=context_lens,
-        pool=pool,
-        most_tokens=most_tokens,
-        adapters=step.adapters,
-    )
+    return {
+        "input_ids": input_ids[None],
+        "rope_positions": np.ascontiguousarray(rope_positions),
+        "slot_mapping": block_table[first_block + block] * block_size + offset,
+        "sample_rows": _last_rows(query_starts, counts),
+        "query_starts": query_starts.astype(np.int32),
+        "context_lens": (starts + lens).astype(np.int32),
+        "block_table": block_table.astype(np.int32),
+        "table_starts": table_starts.astype(np.int32),
+        **limits,
+    }
 
 
 def _hidden_rows(sample_rows: Ints, rows: Ints) -> dict[str, Ints]:

@@ -170,7 +170,7 @@ class DecodeGraphs:
         ):
             return None
         context_len = int(step.rows[:, 1].max()) + 1
-        if context_len > self._longest or not _has_one_row(step.rope_positions):
+        if context_len > self._longest or not has_one_row(step.rope_positions):
             return None
         bucket = max(self._least_bucket, bucket_of(context_len))
         sizes = self._sizes[bisect_left(self._sizes, num_seqs) :]
@@ -315,7 +315,7 @@ def spread_out(sizes: Sequence[int]) -> list[int]:
     return found
 
 
-def _has_one_row(rope_positions: Ints | None) -> bool:
+def has_one_row(rope_positions: Ints | None) -> bool:
     """Whether all rows are equal, as they are behind a prompt: the buffers hold one position per sequence."""
     return rope_positions is None or bool((rope_positions == rope_positions[0]).all())
 

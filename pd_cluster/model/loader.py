@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,7 @@ from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import has_head, names, read_shard, read_text_part, read_whole
 from pd_cluster.model.proof import ROUNDED, check_finite
 from pd_cluster.model.quantized_files import read_quantized
+from pd_cluster.model.speedups import sped_up
 from pd_cluster.model.trial import prove_packing
 from pd_cluster.model.unfilled import Unfilled
 from pd_cluster.model.vision.rotary import put_sections
@@ -112,6 +114,7 @@ def load_model(
     is_deterministic: bool = False,
     npu_head_dims: str = "strict",
     kv_cache_dtype: str = "auto",
+    speedups: Sequence[str] = (),
 ) -> CausalLM:
     """Loads the whole model, or this rank's share. Raises ModelError when the weights do not fit the architecture.
     The proofs here use pools of the model's own dtype. `is_deterministic`: on an accelerator, only models that compute
@@ -137,6 +140,7 @@ def load_model(
         *(attention_backend, model.config, layout, device, has_sinks, max_num_seqs, is_deterministic),
         *(npu_head_dims, dtype),
     )
+    attention = sped_up(attention, speedups)
     vocab_size = 0 if share is None else share.plan.vocab_size
     plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attention, logn, rope_limit)
     if checkpoint.vision is not None:

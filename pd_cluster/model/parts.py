@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
@@ -16,7 +18,13 @@ from pd_cluster.settings.engine import EngineConfig
 
 
 def load_parts(
-    checkpoint: Checkpoint, config: EngineConfig, dtype: str, block_size: int, device: Device, group: Group
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    dtype: str,
+    block_size: int,
+    device: Device,
+    group: Group,
+    speedups: Sequence[str],
 ) -> tuple[CausalLM, Tower | None]:
     """Returns the model, or this rank's share, and its tower; None: it takes no pictures. Raises ModelError."""
     model = load_model(
@@ -30,6 +38,7 @@ def load_parts(
         config.deterministic,
         config.npu_head_dims,
         config.kv_cache_dtype,
+        speedups,
     )
     if checkpoint.vision is None:
         return model, None

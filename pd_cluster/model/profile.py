@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pd_cluster.devices.device import Device, peak_nbytes, reserved_nbytes, reset_peak, synchronize
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import DTYPE_NBYTES, KVLayout
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool
 from pd_cluster.media.rules import ImageRules
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.cuda.plan import most_splits
 from pd_cluster.model.vision.tower import Tower
+from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.types import Order, Request, Sampling
 
 
@@ -74,14 +77,17 @@ def check_pictures_fit(rules: ImageRules, num_tokens: int, num_seqs: int) -> Non
         )
 
 
-def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: Device) -> int:
+def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: Device, num_tokens: int = 0) -> int:
     """Returns the bytes that graphs of up to `num_seqs` sequences take: the largest one's, which all share, and logits.
+
+    `num_tokens`: of a step, if it is more than one for each sequence.
 
     A graph's intermediate results lie in memory of its own, which other steps cannot use meanwhile. The driver's part
     of each graph is not in it; `sizing.UNSEEN_NBYTES` is for that. Raises ConfigError if there is no room.
     """
-    chunks = largest_step(num_seqs, num_seqs, 1, layout)
-    pool = KVPool(layout, num_seqs, device)
+    num_tokens = max(num_tokens, num_seqs)
+    chunks = largest_step(num_tokens, num_seqs, num_tokens, layout)
+    pool = KVPool(layout, sum(len(request.block_table) for request, _ in chunks), device)
     held = reserved_nbytes(device)
     reset_peak(device)
     try:
@@ -94,6 +100,21 @@ def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: D
             f"fewer, smaller {called('graph_sizes')}, or {called('enforce_eager')}"
         ) from error
     return max(0, peak_nbytes(device) - held) + logits.nbytes
+
+
+def nbytes_of_adapters(config: Any, adapters: AdapterSettings, dtype: str) -> int:
+    """Returns the bytes of as many LoRA adapters of the largest rank as may be in memory, beside all linear layers.
+
+    A rank that has a share of the model keeps less.
+    """
+    if not adapters.enable_lora:
+        return 0
+    num = adapters.max_cpu_loras or max(adapters.max_loras, len(adapters.lora_modules))
+    hidden, inner = int(config.hidden_size), int(config.intermediate_size)
+    dim = int(getattr(config, "head_dim", None) or hidden // config.num_attention_heads)
+    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    features = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner)
+    return int(num * adapters.max_lora_rank * features * config.num_hidden_layers * DTYPE_NBYTES[dtype])
 
 
 def decode_workspace_nbytes(model: CausalLM, layout: KVLayout, num_seqs: int, max_model_len: int) -> int:

@@ -21,7 +21,7 @@ from pd_cluster.devices.group import buffers_nbytes
 from pd_cluster.devices.streams import capture
 from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.kv.layout import num_lanes
-from pd_cluster.kv.memory import Move
+from pd_cluster.kv.memory import TORCH_DTYPES, Move
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.model.attention_choice import SDPA, check_backend, check_deterministic, default_block_size
@@ -36,30 +36,36 @@ from pd_cluster.model.batch import (
     step_input,
 )
 from pd_cluster.model.capturable import obstacle
-from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
+from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
+from pd_cluster.model.graph_kinds import check_prompt_graphs, make_graphs, make_prompt_graphs
 from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, DecodeGraphs, sizes_of
 from pd_cluster.model.held_adapters import HeldAdapters
 from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.loader import layout_of, plan_of, resolve_dtype, resolve_kv_cache_dtype
+from pd_cluster.model.lora.on_device import Place
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.parts import load_parts
 from pd_cluster.model.profile import (
     check_pictures_fit,
     decode_workspace_nbytes,
+    nbytes_of_adapters,
     nbytes_of_graphs,
     peak_of_a_step,
     peak_of_images,
 )
+from pd_cluster.model.prompt_graphs import PromptGraphs, sizes_up_to
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
 from pd_cluster.model.sizing import check_offload, num_pool_blocks, num_step_tokens, num_swap_blocks
+from pd_cluster.model.speedups import numerics_name, speedups_for
 from pd_cluster.model.threads import StepThreads
 from pd_cluster.model.trial import prove_lengths, trial
 from pd_cluster.model.vision.tower import Tower
 from pd_cluster.native.memory import give_freed_back, keep_what_is_freed
 from pd_cluster.numerics import Numerics
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.adapters import AdapterSettings
+from pd_cluster.settings.engine import PROMPT_GRAPHS, EngineConfig
 from pd_cluster.types import Request
 from pd_cluster.wire import SleepLevel
 
@@ -83,11 +89,11 @@ class ModelRunner:
             keep_what_is_freed()
         block_size = config.block_size or default_block_size(device)
         check_backend(config.attention_backend, block_size, device)
-        if config.adapters.are_wanted and device.is_accelerator:
-            name = "enable_lora" if config.adapters.enable_lora else "enable_prompt_adapter"
-            raise ConfigError(f"{called(name)}: adapters are computed on CPUs only; give {called('device')} cpu")
+        check_adapters(config.adapters, device)
         if config.deterministic:
             check_deterministic(config.attention_backend, device)
+        given = config.cuda_speedups, device, config.deterministic, config.enforce_eager
+        self._speedups = speedups_for(*given)
         if config.cpu_offload_gb:
             check_offload(config.cpu_offload_gb, device)
         checkpoint = Checkpoint.of(config)
@@ -103,7 +109,9 @@ class ModelRunner:
         self.numerics = Numerics(
             device=device.kind,
             dtype=dtype,
-            attention_backend=self.model.attention if device.is_accelerator else config.attention_backend,
+            attention_backend=numerics_name(self.model.attention, self._speedups)
+            if device.is_accelerator
+            else config.attention_backend,
             deterministic=config.deterministic,
             quantization=checkpoint.quantization.at_load if checkpoint.quantization is not None else "",
             kv_cache_dtype=self.pool.layout.dtype,
@@ -112,6 +120,7 @@ class ModelRunner:
             key_order=self.model.key_order,
             bf16_way=self.model.bf16_way,
         )
+        self.prompt_graphs: PromptGraphs | None = None
         self._graphs = self._make_graphs(config)
         # Where the device is the host, nothing is gained.
         spreads = device.traits.spreads_tokens or config.npu_tp_graphs
@@ -123,7 +132,9 @@ class ModelRunner:
     def _load(self, config: EngineConfig, checkpoint: Checkpoint, dtype: str, block_size: int) -> None:
         """Loads the model, allocates the pool and runs the proof. Raises ModelError for what must not be served."""
         device = self.device
-        self._load_again = partial(load_parts, checkpoint, config, dtype, block_size, device, self.group)
+        self._load_again = partial(
+            load_parts, checkpoint, config, dtype, block_size, device, self.group, self._speedups
+        )
         self.tower: Tower | None
         self.model, self.tower = self._load_again()
         if self.tower is not None:
@@ -137,8 +148,14 @@ class ModelRunner:
         num_tokens, num_seqs = self.max_num_batched_tokens, config.max_num_seqs
         peak = peak_of_a_step(self.model, layout, num_tokens, num_seqs, self.max_model_len, device)
         peak = max(peak, peak_of_images(self.tower, device))
+        check_prompt_graphs(self.model, self._speedups)
         if device.is_accelerator and not self._why_eager(config):
+            if PROMPT_GRAPHS in self._speedups:
+                most = sizes_up_to(num_seqs)[-1]
+                peak += nbytes_of_graphs(self.model, layout, most.num_seqs, device, most.num_tokens)
             peak += nbytes_of_graphs(self.model, layout, sizes_of(config.graph_sizes, num_seqs)[-1], device)
+        if device.is_accelerator:
+            peak += nbytes_of_adapters(self.model.config, config.adapters, dtype)
         peak += decode_workspace_nbytes(self.model, layout, num_seqs, self.max_model_len)
         num_pairs = num_lanes(layout, config.paired_tp_sizes)
         if nbytes := buffers_nbytes(device, num_pairs, self.group.size > 1):
@@ -147,6 +164,8 @@ class ModelRunner:
         num_blocks = num_pool_blocks(config, layout, self.max_model_len, device, peak)
         self.pool = KVPool(layout, self.group.least(num_blocks), device)
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
+        if device.is_accelerator and self.model.adapters is not None:
+            self.model.adapters.rows.place = Place(self.pool.memory.device, TORCH_DTYPES[dtype])
         self.held = HeldAdapters(self.model, layout, config.adapters)
         self.held.load_named(config.adapters)
         self._dtype = dtype
@@ -167,10 +186,16 @@ class ModelRunner:
         if why := self._why_eager(config):
             log.info("decode steps run eagerly: %s", why)
             return None
-        graphs = make_graphs(self.model, self.pool, config, self.max_model_len, self.group.size == 1)
+        capturing, is_alone = capture(self.device), self.group.size == 1
+        graphs = make_graphs(self.model, self.pool, config, self.max_model_len, is_alone, capturing)
+        if PROMPT_GRAPHS in self._speedups:
+            given = self.model, self.numerics.dtype, self.pool, config, self.max_model_len, is_alone, capturing
+            self.prompt_graphs = make_prompt_graphs(*given)
         stop_s = time.monotonic() + (MAX_ONLY_START_S if self.device.traits.captures_at_start_only else MAX_START_S)
         with torch.inference_mode():
             graphs.prepare(lambda: self._all(time.monotonic() < stop_s), self._all)
+            if self.prompt_graphs is not None:
+                self.prompt_graphs.prepare(lambda: self._all(time.monotonic() < stop_s))
         return graphs
 
     def _all(self, holds: bool) -> bool:
@@ -265,8 +290,12 @@ class ModelRunner:
     ) -> RunnerOutput:
         """Returns logits in the model's dtype; `input_ids` [num_tokens], on the device, replace the step's."""
         with torch.inference_mode():
-            if self._graphs is not None and on_layer is None:
+            if self._graphs is not None and on_layer is None and step.adapters is None:
                 logits = self._graphs.compute(step, input_ids)
+                if logits is not None:
+                    return RunnerOutput(logits, NO_HIDDEN_STATES)
+            if self.prompt_graphs is not None:
+                logits = self.prompt_graphs.compute(step, input_ids, on_layer)
                 if logits is not None:
                     return RunnerOutput(logits, NO_HIDDEN_STATES)
             batch = batch_of(step, self.pool, self.tower is not None and self.tower.rules.sees_whole)
@@ -318,28 +347,19 @@ class ModelRunner:
         self.swap.move(moves)
 
 
+def check_adapters(adapters: AdapterSettings, device: Device) -> None:
+    """Raises ConfigError for adapters that this kind of device does not compute."""
+    if device.is_accelerator and adapters.enable_prompt_adapter:
+        name = called("enable_prompt_adapter")
+        raise ConfigError(f"{name}: prompt adapters are computed on CPUs only; give {called('device')} cpu")
+    if adapters.enable_lora and not device.traits.takes_adapters:
+        name = called("enable_lora")
+        raise ConfigError(f"{name}: adapters are computed on CPUs and NPUs only; give {called('device')} cpu")
+
+
 def rope_type(config: Any) -> str:
     """Returns the rope_type of a transformers config; where kinds of layers differ, one that asks for positions."""
     given = getattr(config, "rope_parameters", None) or {}
     kinds = [each for each in given.values() if isinstance(each, dict)] or [given]
     found = [str(each.get("rope_type", "default")) for each in kinds]
     return next((each for each in found if each in ASKING_ROPES), found[0])
-
-
-def make_graphs(
-    model: CausalLM, pool: KVPool, config: EngineConfig, max_model_len: int, is_alone: bool
-) -> DecodeGraphs:
-    """Returns graphs, none of them captured yet. `is_alone`: the model is not shared with other ranks.
-
-    On an NPU attention divides its work itself, and no step of a client waits for a capture.
-    """
-    traits = pool.device.traits
-    return DecodeGraphs(
-        *(model, pool, config.max_num_seqs),
-        longest=min(max_model_len, config.max_seq_len_to_capture or max_model_len),
-        capture=capture(pool.device),
-        is_for_any_context=traits.graphs_take_any_context,
-        sizes=config.graph_sizes,
-        is_alone=is_alone,
-        only_at_start=traits.captures_at_start_only,
-    )

@@ -83,7 +83,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Without `enable_lora` every layer is computed as if there were no adapters."""
 
     enable_lora: Annotated[
-        bool, LORA("Serve LoRA adapters beside the model; on CPUs.", after="language_model_only")
+        bool, LORA("Serve LoRA adapters beside the model; on CPUs and NPUs.", after="language_model_only")
     ] = False
     lora_modules: Annotated[
         tuple[LoraModule, ...],

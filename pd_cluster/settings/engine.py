@@ -34,6 +34,8 @@ MAX_BLOCK_SIZE = 4096  # tokens
 MAX_TP_SIZE = 256
 PREEMPTION_MODES = ("recompute", "swap")
 NPU_HEAD_DIMS = ("strict", "wide")
+PDL, SKINNY_GATE, SYMMETRIC_SUMS, PROMPT_GRAPHS = "pdl", "skinny-gate", "symmetric-sums", "prompt-graphs"
+CUDA_SPEEDUPS = (PDL, SKINNY_GATE, SYMMETRIC_SUMS, PROMPT_GRAPHS)
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "sdpa")
 FORMATS = ("awq", "gptq", "auto-round", "compressed-tensors", "smoothquant", "fp8", "mxfp4", "modelopt", "ascend")
 AT_LOAD = ("fp8", "int8", "int8_wo", "int4_wo")
@@ -50,6 +52,7 @@ KV_CACHE_DTYPES = {  # by the names of vLLM and of its kin
 
 ENGINE = partial(Setting, panel=Panel.ENGINE, scope=Scope.ENGINE)
 ONE = (at_least(1),)
+SOME_SPEEDUPS = Check(lambda names: set(names) <= set(CUDA_SPEEDUPS), f"expected some of {', '.join(CUDA_SPEEDUPS)}")
 GIB = (finite("must be a number of GiB"),)
 NAME = Form(str, lambda name, written: None if written in ("None", "none") else written, lambda value: value)
 MODEL = Form(str, lambda name, written: written or str(SHIPPED_MODEL), str)
@@ -169,6 +172,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "ahead of the host. Off because it has not run on hardware; without effect elsewhere, where ranks do so.",
         ),
     ] = False
+    cuda_speedups: Annotated[
+        tuple[str, ...],
+        ENGINE(
+            "Speed-ups on NVIDIA GPUs that no GPU has measured yet, hence off by default. pdl: kernels start while the "
+            "previous one ends (from Hopper on). skinny-gate: an MLP's first half in one kernel, for steps of up to 64 "
+            "tokens. symmetric-sums: sums over ranks in memory that all of them see. prompt-graphs: graphs for steps "
+            "with short prompts.",
+            metavar="NAME",
+            checks=(SOME_SPEEDUPS,),
+            form=TEXTS,
+            is_several=True,
+        ),
+    ] = ()
     deterministic: Annotated[
         bool,
         ENGINE(

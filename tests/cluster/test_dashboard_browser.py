@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,8 +48,10 @@ class Pages:
         page.set_default_timeout(WAIT_MS)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("console", lambda said: said.type == "error" and self.complaints.append(said.text))
+        began_s = time.monotonic()
         page.goto(link)
         page.wait_for_selector("g.instance")
+        print(f"figure: from the link to the picture {time.monotonic() - began_s:.2f} s")  # shown by pytest -s
         return page
 
 
@@ -181,8 +184,10 @@ def test_a_killed_worker_is_named_and_its_return_is_seen(pages: Pages, links: Ca
     victim = next(
         each for each in httpx.get(f"{admin}/instances").json()["instances"] if each["instance_id"] == "decode-1"
     )
+    killed_s = time.monotonic()
     os.kill(victim["pid"], signal.SIGKILL)
     page.wait_for_selector(".marks li.down:has-text('decode-1')")
+    print(f"figure: from the kill to its name on the page {time.monotonic() - killed_s:.2f} s")
     shoot(page, "death")
     page.wait_for_selector(".marks li.up:has-text('decode-1') >> nth=0")
     page.wait_for_selector("g.instance.up[aria-label^='decode-1: ready']")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import queue
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -163,6 +167,35 @@ def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[.
     cluster.process.send_signal(signal.SIGINT)
     assert cluster.process.wait(WAIT_S) == 0
     await_gone(pids)
+
+
+@pytest.mark.slow
+def test_in_a_terminal_a_table_stays_below_the_lines(model: str) -> None:
+    port = free_port_pair()
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 160, 0, 0))
+    command = [sys.executable, "-m", "pd_cluster", "up", f"--port={port}", f"--model={model}"]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    screen, deadline_s = b"", time.monotonic() + WAIT_S
+    try:
+        while not re.search(rb"ready after.*decode-0.*nothing is wrong", screen, re.DOTALL):
+            assert time.monotonic() < deadline_s, screen.decode(errors="replace")
+            screen += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        threading.Thread(target=lambda: [*iter(lambda: _read(ours), b"")], daemon=True).start()  # a full pty blocks it
+        assert process.wait(WAIT_S) == 0
+    finally:
+        process.kill()
+        process.wait(WAIT_S)
+
+
+def _read(terminal: int) -> bytes:
+    """Returns what was written; b"" once the other end is closed."""
+    try:
+        return os.read(terminal, 65536)
+    except OSError:
+        return b""
 
 
 def test_ctrl_c_while_the_preloader_stands_still(up: Callable[..., Up]) -> None:

@@ -24,11 +24,14 @@ def test_logits_in_the_interpreter() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.skipif(not MODEL, reason="PD_CLUSTER_TEST_MODEL names no model")
 @pytest.mark.timeout(200)
-def test_logits_of_a_large_model() -> None:
+@pytest.mark.parametrize("speedups", [(), ("pdl", "skinny-gate")], ids=["plain", "speed-ups"])
+def test_logits_of_a_large_model(speedups: tuple[str, ...]) -> None:
     """1,100 tokens: two chunks of a prompt, and four decoded ones."""
     from pd_cluster.devices.device import Device
     from tests.support.whole_logits import errors
 
-    ours, theirs = errors(Path(MODEL), Device("cuda"), "bfloat16", CHUNKS)
+    if "pdl" in speedups and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("dependent launches need Hopper")
+    ours, theirs = errors(Path(MODEL), Device("cuda"), "bfloat16", CHUNKS, speedups)
     print(f"\nours {ours}, transformers in bfloat16 {theirs}")
     assert ours.is_within(theirs), (ours, theirs)

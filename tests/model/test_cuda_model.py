@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ ON_GPU = (
     *("llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3"),
     *("qwen2_moe", "qwen3_moe", "olmo2", "granite", "glm4", "smollm3"),
 )
+SPED_UP = ("llama", "gemma2", "gpt_oss", "qwen3_moe")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
@@ -47,18 +49,28 @@ def test_a_reference_with_capped_attention_keeps_the_cap(checkpoint: Callable[[s
     assert reference_model(checkpoint("gemma2")).config._attn_implementation == "eager"
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "eager": {"enforce_eager": True},
+    "speed-ups": {"cuda_speedups": ("pdl", "prompt-graphs")},  # the others are for 16 bits, or for ranks
+}
+
+
+RUNS = [(name, way) for name in ON_GPU for way in WAYS if way != "speed-ups" or name in SPED_UP]
+
+
 @needs_gpu
-@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-@pytest.mark.parametrize("architecture", ON_GPU)
+@pytest.mark.parametrize(("architecture", "way"), RUNS)
 def test_greedy_tokens_are_those_of_transformers_on_the_gpu(
-    architecture: str, eager: bool, checkpoint: Callable[[str], Path]
+    architecture: str, way: str, checkpoint: Callable[[str], Path]
 ) -> None:
     """float32; a difference counts where the reference's two best tokens are not closer than 1e-4."""
+    given = dict(WAYS[way])
+    if way == "speed-ups" and torch.cuda.get_device_capability() < (9, 0):
+        given["cuda_speedups"] = ("prompt-graphs",)
     folder = checkpoint(architecture)
-    config = EngineConfig(
-        model=str(folder), device="cuda", dtype="float32", num_blocks=200, max_model_len=256, enforce_eager=eager
-    )
-    core, _ = build_core(config)
+    config = EngineConfig(model=str(folder), device="cuda", dtype="float32", num_blocks=200, max_model_len=256, **given)
+    core, runner = build_core(config)
     rng = random.Random(1)
     prompts = [random_prompt(rng, length) for length in (1, 7, 40, 130)]
     reference = copy.deepcopy(reference_model(folder)).to("cuda")  # the CPU tests of this process share it
@@ -70,7 +82,8 @@ def test_greedy_tokens_are_those_of_transformers_on_the_gpu(
                 logits = reference(torch.tensor([prompt + expected[:at]], device="cuda")).logits[0, -1]
             best = logits.topk(2).values.tolist()
             assert best[0] - best[1] < 1e-4, f"token {at} of a prompt of {len(prompt)}: {output[at]}, {expected[at]}"
-    assert eager or core.ahead.num_ahead > 0
+    assert way == "eager" or core.ahead.num_ahead > 0
+    assert (runner.prompt_graphs is not None and runner.prompt_graphs.num_captured > 0) == (way == "speed-ups")
 
 
 def _greedy_on_gpu(reference: torch.nn.Module, prompt: list[int]) -> list[int]:

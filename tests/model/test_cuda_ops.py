@@ -71,9 +71,14 @@ def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
     assert kernels == {
         *("rms_norm", "gated", "prepare_heads", "route", "sort_pairs", "gate_up_product", "down_product"),
         *("best_of_parts", "best_of_rows", "weigh_bins", "gather_likely", "choose_among"),
-        *("linear_product", "sum_pairs"),
+        *("linear_product", "sum_pairs", "skinny_gate_product"),
     }
     for facts in found:
+        overlaps = int(facts["case"] == "overlapping")
+        assert (facts["waits"], facts["lets_go"]) == (overlaps, overlaps), facts
+        if facts["kernel"] == "skinny_gate_product":  # two programs side by side
+            assert facts["copies_16_bytes"], facts
+            assert 2 * facts["shared_nbytes"] <= MAX_SHARED_NBYTES[arch], facts
         if facts["kernel"] in ("rms_norm", "gated", "prepare_heads", "best_of_parts"):
             assert facts["widest_load_nbytes"] == 16, facts
         if facts["kernel"] in ("rms_norm", "gated", "prepare_heads"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,10 @@ from pd_cluster.model.cuda.plan import (
     PROGRAMS_PER_SM,
     SPLIT_KEYS,
     most_splits,
+    padded_items,
+    plan_attention,
     plan_decode,
+    plan_padded,
     workers_for,
 )
 from tests.support.triton_child import TritonChild, triton_child
@@ -93,3 +97,20 @@ def test_a_plan_for_decode_depends_on_the_padded_size_only() -> None:
     assert plan.max_splits == 4096 // SPLIT_KEYS
     assert plan.workspace_numel(32, 128) == 8 * 32 * plan.max_splits * 129
     assert plan_decode(8, SPLIT_KEYS, 8, TILES_OF_16, H100_SMS).workspace_numel(32, 128) == 0
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 900)), min_size=1, max_size=9), st.sampled_from([1, 3, 4]))
+def test_a_padded_plan_holds_every_step_of_its_size(sequences: list[tuple[int, int]], group: int) -> None:
+    """The same tiles and decoded sequences as the step's own plan has; the rest names the sequence without tokens."""
+    query_lens, prefixes = np.array(sequences).T
+    context_lens = query_lens + prefixes
+    num_tokens, num_seqs = int(query_lens.sum()) + 1, len(sequences)
+    own = plan_attention(query_lens, context_lens, group, 2, TILES_OF_16, H100_SMS)
+    decode_seqs, tiles = padded_items(query_lens, context_lens, num_tokens, num_seqs, group, TILES_OF_16)
+    padded = plan_padded(num_tokens, num_seqs, 1000, group, 2, TILES_OF_16, H100_SMS)
+    assert (decode_seqs.shape, tiles.shape) == (padded.decode_seqs.shape, padded.tiles.shape)
+    assert not padded.all_decode
+    assert padded.max_splits >= own.max_splits
+    assert decode_seqs.tolist() == own.decode_seqs.tolist() + [num_seqs] * (num_seqs - len(own.decode_seqs))
+    assert tiles.tolist() == own.tiles.tolist() + [[num_seqs, 0]] * (len(tiles) - len(own.tiles))

@@ -7,7 +7,7 @@ that they compute mean nothing here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import loader
+from pd_cluster.model.attention_choice import triton_attention
 from pd_cluster.model.batch import batch_of, step_input
 from pd_cluster.model.causal_lm import FusedCausalLM
 from pd_cluster.model.cuda.plan import SPLIT_KEYS
 from pd_cluster.model.sampling.draw import Knobs
 from pd_cluster.model.sampling.on_device import draw_shaped
+from pd_cluster.model.speedups import sped_up
 from pd_cluster.types import Order, Request, Sampling
 
 pytest.importorskip("triton")
@@ -59,14 +61,20 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def model(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> FusedCausalLM:
-    """A fused Llama whose operations are CUDA's, on CPU."""
-    from pd_cluster.model.attention_choice import triton_attention
-
+def plain(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
     monkeypatch.setattr(loader, "choose_attention", lambda *given: triton_attention())
-    plain = loader.load_plain(Checkpoint.open(str(checkpoint("llama"))), "bfloat16", CPU)
-    fused = loader.fuse(plain, loader.choose_ops(plain.config, CPU, triton_attention()))
+    return loader.load_plain(Checkpoint.open(str(checkpoint("llama"))), "bfloat16", CPU)
+
+
+@pytest.fixture
+def model(plain: Any) -> FusedCausalLM:
+    """A fused Llama whose operations are CUDA's, on CPU."""
+    return fused_by(plain, ())
+
+
+def fused_by(plain: Any, speedups: Sequence[str]) -> FusedCausalLM:
+    fused = loader.fuse(plain, loader.choose_ops(plain.config, CPU, sped_up(triton_attention(), speedups)))
     assert fused.ops.name == "Triton"
     return fused
 
@@ -102,6 +110,13 @@ def test_no_launch_is_added_to_a_layer_or_around_the_layers(model: FusedCausalLM
         assert found[stop:] == ["rms_norm", "linear"]
         assert found[0] == "embedding"
         assert first <= MAX_BEFORE, found[:first]
+
+
+def test_the_skinny_gate_saves_a_launch(plain: Any, launches: list[str]) -> None:
+    found = launched_by(fused_by(plain, ["pdl", "skinny-gate"]), 2, launches)
+    first = found.index(LAYER[0])
+    layer = [*LAYER[:6], "skinny_gate_product", "linear"]
+    assert found[first : first + 16] == 2 * layer
 
 
 def test_a_shaped_draw_takes_three_launches(launches: list[str]) -> None:

@@ -26,6 +26,7 @@ from pd_cluster.model.cuda.draw import draw_rows
 from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.linear import TritonLinear
 from pd_cluster.model.cuda.ops import CudaOps, prepare
+from pd_cluster.model.cuda.skinny import SkinnyGate
 from pd_cluster.model.layers.gated import Routing
 from pd_cluster.model.layers.ops import Heads, Norm, Rope
 
@@ -43,6 +44,19 @@ def empty(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 def norm(num_features: int, dtype: torch.dtype, is_wide: bool = False) -> None:
     weight = Norm(empty(num_features, dtype=FP32 if is_wide else dtype), 1e-6)
     OPS.add_norm(empty(8, num_features, dtype=dtype), empty(8, num_features, dtype=dtype), weight)
+
+
+def skinny_gate(num_rows: int, num_inputs: int, num_features: int, dtype: torch.dtype, pdl: bool = False) -> None:
+    weight, bias = empty(2 * num_features, num_inputs, dtype=dtype), empty(2 * num_features, dtype=dtype)
+    SkinnyGate(weight, bias if num_rows == 1 else None, "silu", pdl)(empty(num_rows, num_inputs, dtype=dtype))
+
+
+def overlapping() -> None:
+    """Launches that begin before the end of the previous one."""
+    ops = CudaOps(lambda *_: torch.empty(0), speedups=["pdl"])
+    ops.add_norm(empty(8, 4096), empty(8, 4096), Norm(empty(4096), 1e-6))
+    ops.gate(empty(8, 2 * 14336), "silu")
+    skinny_gate(8, 4096, 14336, BF16, pdl=True)
 
 
 def gate(num_rows: int, num_features: int, dtype: torch.dtype) -> None:
@@ -113,6 +127,8 @@ FEW: dict[str, Callable[[], None]] = {
     "experts, 192 rows": lambda: sparse(192, 4096, 14336, 8, 2, BF16),
     "experts, 2048 rows": lambda: sparse(2048, 4096, 14336, 8, 2, BF16),
     "experts of gpt-oss": lambda: sparse(64, 2880, 2880, 32, 4, BF16, gpt_oss=True),
+    "skinny gate, 64 rows": lambda: skinny_gate(64, 4096, 14336, BF16),
+    "skinny gate, one row": lambda: skinny_gate(1, 896, 4864, BF16),
     "linear": lambda: linear(4096, 4096, BF16),
     "wide linear": lambda: linear(4096, 28672, BF16),
     "deterministic experts": lambda: sparse(100, 4096, 14336, 8, 2, BF16, gpt_oss=True, is_deterministic=True),
@@ -127,6 +143,8 @@ OTHERS: dict[str, Callable[[], None]] = {
     "heads by wide tables": lambda: heads(40, 8, 128, BF16, has_norm=False, wide=True),  # OLMo 2
     "norm of 32768": lambda: norm(32768, BF16),
     "gate, float32": lambda: gate(4, 4864, FP32),
+    **{f"skinny gate of {shape}": lambda shape=shape: skinny_gate(*shape, FP16)
+       for shape in ((2, 4096, 14336), (32, 4096, 14336), (17, 90, 70))},
     "gate, float16": lambda: gate(4, 4864, FP16),
     **{f"heads {shape} {dtype}": lambda shape=shape, dtype=dtype: heads(*shape, dtype, has_norm=True)
        for shape in ((14, 2, 64), (32, 32, 80), (16, 8, 256), (1, 1, 2)) for dtype in (FP16, FP32)},
@@ -188,6 +206,8 @@ def facts(name: str, launch: Launch, arch: int) -> dict[str, Any]:
         "narrowest_store_nbytes": min(_widths("st", ptx), default=0),
         "copies_16_bytes": "cp.async.cg" in ptx,
         "is_16_bits": any(isinstance(arg, torch.Tensor) and arg.dtype in (BF16, FP16) for arg in launch[1]),
+        "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),
+        "lets_go": len(re.findall(r"griddepcontrol\.launch_dependents", ptx)),
         "fuses_doubles": "fma.rn.f64" in ptx,
         "tensor_cores": len(re.findall(r"mma\.sync|wgmma\.mma_async", ptx)),
     }
@@ -202,6 +222,8 @@ def _widths(instruction: str, ptx: str) -> list[int]:
 def main() -> None:
     cases = {**FEW, **OTHERS} if "all" in sys.argv else FEW
     for arch in (int(word) for word in sys.argv[1:] if word.isdigit()):
+        if arch >= 90:
+            cases = {**cases, "overlapping": overlapping}
         for name, function in cases.items():
             for launch in launches_of(function):
                 print(json.dumps(facts(name, launch, arch)), flush=True)

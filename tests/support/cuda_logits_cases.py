@@ -43,8 +43,9 @@ def _as_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "choose_attention", lambda *given: triton_attention())
 
 
-def test_logits_are_as_near_as_those_of_transformers(folder: Path) -> None:
-    ours, theirs = errors(folder, CPU, "bfloat16", CHUNKS)
+@pytest.mark.parametrize("speedups", [(), ("skinny-gate",)], ids=["plain", "skinny-gate"])
+def test_logits_are_as_near_as_those_of_transformers(folder: Path, speedups: tuple[str, ...]) -> None:
+    ours, theirs = errors(folder, CPU, "bfloat16", CHUNKS, speedups)
     assert ours.is_within(theirs), (ours, theirs)
 
 

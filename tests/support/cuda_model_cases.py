@@ -9,6 +9,7 @@ import importlib
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.engine.build import build_core
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.model import loader
+from pd_cluster.model import loader, prompt_graphs
 from pd_cluster.model.attention_choice import Attention, cuda_ops, triton_attention
 from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
+from pd_cluster.model.cuda.paged import PaddedPlanner
 from pd_cluster.model.graphs import DecodeGraphs
+from pd_cluster.model.prompt_graphs import PromptGraphs
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
 from tests.support import fake_flashinfer
@@ -90,6 +93,45 @@ def check_fused_layers(architecture: str, tmp_path: Path) -> str:
     runner.goes_ahead = False
     assert answers(core, prompts) == ahead
     return runner.model.kernels
+
+
+def test_steps_with_prompts_through_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks beside sequences that decode, ahead of the host; four sequences are too many."""
+    as_cuda(monkeypatch)
+    monkeypatch.setattr(prompt_graphs, "TOKENS", (6, 17))
+    monkeypatch.setattr(prompt_graphs, "SEQS", (1, 3))
+    folder = make_checkpoint(tmp_path, "llama")
+    core, runner = build_core(
+        EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, max_num_batched_tokens=16, device="cpu")
+    )
+    planner = PaddedPlanner(runner.model.config.num_attention_heads, runner.pool.layout, 32, CPU)
+    runner.prompt_graphs = graphs = PromptGraphs(runner.model, runner.pool, 8, 400, lambda run: run, planner)
+    runner.goes_ahead = True
+    with torch.inference_mode():
+        graphs.prepare(lambda: graphs.num_captured < 1)
+    assert list(graphs._graphs) == [(17, 3)], "the largest"
+    used = counted(graphs)
+    prompts = [random_prompt(random.Random(5), length) for length in (1, 5, 18, 9)]
+    assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
+    assert core.ahead.num_ahead > 0
+    assert {True, False} <= set(used)
+    layers: list[int] = []
+    runner.forward([(Request("layers", Order(prompts[3], GREEDY), block_table=[0]), 9)], layers.append)
+    assert used[-1]
+    assert layers == list(range(1, runner.pool.layout.num_layers + 1))
+
+
+def counted(graphs: PromptGraphs) -> list[bool]:
+    """Returns a list that receives whether each step was computed by a graph."""
+    used, compute = [], graphs.compute
+
+    def noting(*given: Any) -> torch.Tensor | None:
+        found = compute(*given)
+        used.append(found is not None)
+        return found
+
+    graphs.compute = noting  # type: ignore[method-assign]
+    return used
 
 
 def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[tuple[int, int, list[int]]]]:

@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from pd_cluster.model.cuda.argmax import argmax_rows
 from pd_cluster.model.cuda.ops import CudaOps, prepare
 from pd_cluster.model.layers.gated import Activation
+from pd_cluster.model.layers.linear import PlainLinear
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, TorchOps
 from pd_cluster.model.sampling.passes import peaks
 from tests.support.interpreted import DTYPES, assert_like, choose_device, strided, whole_numbers
@@ -138,6 +139,43 @@ def test_gate_of_the_far_ends() -> None:
     for activation in ACTIVATIONS:
         actual, expected = OPS.gate(x, activation), TorchOps().gate(x, activation)
         assert torch.allclose(actual, expected, equal_nan=True, atol=1e-37)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "num_features"), [(1, 1024, 70), (17, 96, 64), (64, 200, 130), (40, 64, 3)]
+)
+def test_few_rows_through_both_halves_of_a_gate(
+    activation: Activation, dtype: torch.dtype, num_rows: int, num_inputs: int, num_features: int
+) -> None:
+    """Whole numbers have exact products, so that only the gate is left to round, as it does by itself."""
+    torch.manual_seed(6)
+    ops = CudaOps(lambda *_: torch.empty(0), speedups=["skinny-gate"])
+    x = torch.randint(-2, 3, (num_rows, num_inputs)).to(dtype)
+    weight, bias = torch.randint(-1, 2, (2 * num_features, num_inputs)).to(dtype), torch.arange(2.0 * num_features)
+    for has_bias in (False, True):
+        layer = PlainLinear(weight, (bias % 7).to(dtype) if has_bias else None)
+        few = ops.few_rows_gate(layer, activation)
+        assert few is not None
+        sums = x.float() @ weight.float().T
+        gate_up = (sums + layer.bias.float() if layer.bias is not None else sums).to(dtype)
+        assert_like(few(x), ops.gate(gate_up, activation))  # compiled, they may fuse other multiplications
+    random = torch.randn(num_rows, num_inputs).to(dtype)
+    real = PlainLinear((torch.randn(2 * num_features, num_inputs) / num_inputs**0.5).to(dtype), None)
+    few = ops.few_rows_gate(real, activation)
+    assert few is not None
+    exact = ops.gate((random.double() @ real.weight.double().T).float(), activation)
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    assert (few(random).float() - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+def test_gates_that_are_computed_as_before() -> None:
+    """Without the speed-up, in float32, and behind layers that are no plain products."""
+    ops, layer = CudaOps(lambda *_: torch.empty(0), speedups=["skinny-gate"]), PlainLinear(torch.ones(4, 8), None)
+    assert ops.few_rows_gate(layer, "silu") is None
+    assert ops.few_rows_gate(lambda x: x, "silu") is None
+    assert OPS.few_rows_gate(PlainLinear(torch.ones(4, 8, dtype=torch.float16), None), "silu") is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -18,6 +18,7 @@ from pd_cluster.devices import device as devices
 from pd_cluster.devices.device import Device
 from pd_cluster.model.npu import attention
 from pd_cluster.native import products
+from tests.support import npu_quantized
 from tests.support.npu_devices import NUM_DEVICES, FakeNpu, share_memory
 from tests.support.npu_hccl import HcclOverGloo
 
@@ -58,6 +59,8 @@ def _checked(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         calls[name] = calls.get(name, 0) + 1
         found = compute(*args, **options)
+        if name in npu_quantized.WITHOUT_META:
+            return found
         to_meta: dict[str, Any] = {key: _meta(value) for key, value in options.items()}
         expected = operator(*(_meta(each) for each in args), **to_meta)
         for ours, theirs in zip(_flat(found), _flat(expected), strict=False):
@@ -272,6 +275,11 @@ def grouped_matmul(
     split_item: int = 0,
     group_type: int | None = None,
     group_list_type: int = 0,
+    scale: list[torch.Tensor] | None = None,
+    antiquant_scale: list[torch.Tensor] | None = None,
+    antiquant_offset: list[torch.Tensor] | None = None,
+    per_token_scale: list[torch.Tensor] | None = None,
+    output_dtype: int | None = None,
     **others: object,
 ) -> list[torch.Tensor]:
     assert not any(others.values())
@@ -280,8 +288,23 @@ def grouped_matmul(
     assert group_list.dtype == torch.int64
     ends = group_list.tolist()
     assert ends[-1] == len(x[0])
-    parts = [x[0][start:stop] @ weight[0][i] for i, (start, stop) in enumerate(zip([0, *ends[:-1]], ends, strict=True))]
-    return [torch.cat(parts)]
+    groups = list(enumerate(zip([0, *ends[:-1]], ends, strict=True)))
+    if scale is None and antiquant_scale is None:
+        return [torch.cat([x[0][start:stop] @ weight[0][i] for i, (start, stop) in groups])]
+    dtype = x[0].dtype if output_dtype is None else npu_quantized.DTYPES[output_dtype]
+    coded = [
+        npu_quantized.coded_group(
+            x[0][start:stop],
+            weight[0][i],
+            None if scale is None else scale[0][i],
+            None if antiquant_scale is None else antiquant_scale[0][i].view(-1, weight[0].shape[2]),
+            None if antiquant_offset is None else antiquant_offset[0][i].view(-1, weight[0].shape[2]),
+            None if per_token_scale is None else per_token_scale[0][start:stop],
+            dtype,
+        )
+        for i, (start, stop) in groups
+    ]
+    return [torch.cat(coded)]
 
 
 REFERENCES: dict[str, Callable[..., Any]] = {
@@ -292,4 +315,5 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "npu_swiglu": swiglu,
     "npu_rotary_mul": rotary_mul,
     "npu_grouped_matmul": grouped_matmul,
+    **npu_quantized.REFERENCES,
 }

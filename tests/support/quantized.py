@@ -272,6 +272,25 @@ def ascend_w8a16(weight: torch.Tensor, group: int) -> Written:
     return {"weight": codes.to(torch.int8), "weight_scale": scales, "weight_offset": offset}, (codes + offset) * scales
 
 
+def ascend_w4a16(packing: str) -> Write:
+    """Codes around an offset: one or two in a byte, or eight in a word."""
+
+    def write(weight: torch.Tensor, group: int) -> Written:
+        groups = weight.float().view(len(weight), -1, group)
+        scales = (groups.amax(-1) - groups.amin(-1)) / 15
+        offset = (groups.amin(-1) / scales).round() + 8
+        codes = ((groups / scales.unsqueeze(-1)).round() - offset.unsqueeze(-1)).clamp(-8, 7)
+        numbers = ((codes + offset.unsqueeze(-1)) * scales.unsqueeze(-1)).view(weight.shape)
+        flat = codes.to(torch.int8).view(weight.shape)
+        if packing == "pairs":
+            flat = ((flat[:, ::2] & 15) | (flat[:, 1::2] << 4)).to(torch.int8)
+        elif packing == "words":
+            flat = words_of((flat & 15).int(), 4)
+        return {"weight": flat, "weight_scale": scales, "weight_offset": offset}, numbers
+
+    return write
+
+
 def ascend_static(weight: torch.Tensor, group: int, dtype: torch.dtype = torch.float32) -> Written:
     """One scale and zero point for all activations; the bias in units of the product's scale."""
     parts, numbers = int8(weight, group)
@@ -291,6 +310,7 @@ def smooth_quant(weight: torch.Tensor, group: int) -> Written:
 def described(kind: str) -> tuple[str, dict[str, Any]]:
     """Returns msmodelslim's description of a model of up to four layers."""
     names = [f"self_attn.{each}_proj" for each in "qkvo"] + [f"mlp.{each}_proj" for each in ("gate", "up", "down")]
+    names += [f"block_sparse_moe.experts.{expert}.w{each}" for expert in range(4) for each in (1, 2, 3)]
     types = {f"model.layers.{index}.{name}.weight": kind for index in range(4) for name in names}
     return "quant_model_description.json", {"model_quant_type": kind, "lm_head.weight": "FLOAT", **types}
 
@@ -301,4 +321,9 @@ INT8_FORMATS: dict[str, Format] = {
     "msmodelslim": Format(ascend_dynamic, None, file=described("W8A8_DYNAMIC")),
     "msmodelslim static": Format(ascend_static, None, file=described("W8A8")),
 }
+for packing in ("bytes", "pairs", "words"):
+    name, said = described("W4A16")
+    FORMATS[f"msmodelslim W4A16, {packing}"] = Format(
+        ascend_w4a16(packing), None, group=32, file=(name, {**said, "group_size": 32})
+    )
 FORMATS["msmodelslim W8A16"] = Format(ascend_w8a16, None, file=described("W8A16"))

@@ -26,7 +26,7 @@ from pd_cluster.model.cuda.attention_configs import configs_for
 from pd_cluster.model.cuda.plan import plan_attention
 
 LAUNCHED = ("prefill_kernel", "decode_kernel", "write_kernel")
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 # A count of complete splits: behind a barrier of the program without a store in between, and before another one.
 ORDERED_COUNT = re.compile(
     r"bar\.sync\s+0;(?:(?!st\.global|bar\.sync)[^$])*?atom\.global\.gpu\.acq_rel\.add"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +36,11 @@ class LogitsError:
         return self.off_cosine <= 2 * other.off_cosine + 1e-6 and self.difference <= 2 * other.difference + 1e-4
 
 
-def our_logits(folder: Path, device: Device, dtype: str, token_ids: list[int], chunks: list[int]) -> torch.Tensor:
+def our_logits(
+    folder: Path, device: Device, dtype: str, token_ids: list[int], chunks: list[int], speedups: Sequence[str]
+) -> torch.Tensor:
     """Returns [num_tokens, vocab_size] float32 on the CPU; `chunks` are the tokens of each step."""
-    model = loader.load_model(Checkpoint.open(str(folder)), dtype, device)
+    model = loader.load_model(Checkpoint.open(str(folder)), dtype, device, speedups=speedups)
     layout = loader.layout_of(model.config, BLOCK_SIZE, dtype)
     pool = KVPool(layout, layout.num_blocks_for(len(token_ids)), device)
     request = Request("logits", Order(token_ids, Sampling()), block_table=list(range(pool.num_blocks))[::-1])
@@ -81,7 +84,10 @@ def references(
     return token_ids, truth, their_logits(folder, device, getattr(torch, dtype), token_ids)
 
 
-def errors(folder: Path, device: Device, dtype: str, chunks: list[int]) -> tuple[LogitsError, LogitsError]:
+def errors(
+    folder: Path, device: Device, dtype: str, chunks: list[int], speedups: Sequence[str] = ()
+) -> tuple[LogitsError, LogitsError]:
     """Returns the error of ours and of transformers in the same precision; `chunks` are the tokens of each step."""
     token_ids, truth, theirs = references(folder, device, dtype, sum(chunks))
-    return error_of(our_logits(folder, device, dtype, token_ids, chunks), truth), error_of(theirs, truth)
+    ours = our_logits(folder, device, dtype, token_ids, chunks, speedups)
+    return error_of(ours, truth), error_of(theirs, truth)

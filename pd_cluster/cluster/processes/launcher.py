@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,7 @@ READY_POLL_S = 0.03
 STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ctrl-C ends the wait
 MAX_LINE_NBYTES = 1 << 20
 STDOUT = 1
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def _command(launch: Launch, host: str, port: int, *own: str) -> list[str]:
 class Cluster:
     """The processes of one launch, on an event loop. `say` receives lines for the user."""
 
-    def __init__(self, launch: Launch, say: Callable[[str], None]) -> None:
+    def __init__(self, launch: Launch, say: Say) -> None:
         if launch.restart not in ("on-failure", "no"):
             raise ConfigError(f"--restart {launch.restart!r}: expected on-failure or no")
         self.launch = launch
@@ -275,19 +276,22 @@ def _check_free(host: str, port: int) -> None:
             raise ConfigError(f"--port: cannot listen at {host}:{port}: {error}") from None
 
 
+Watch = Callable[[Cluster], Awaitable[None]]
+
+
 def tell(line: str) -> None:
     """Prints to stdout, unbuffered. A full disk or a broken pipe loses these lines and nothing else."""
     with contextlib.suppress(OSError):
         os.write(STDOUT, f"{line}\n".encode(errors="replace"))
 
 
-async def run_until_signal(launch: Launch) -> int:
+async def run_until_signal(launch: Launch, say: Say = tell, watch: Watch | None = None) -> int:
     """Runs `pd-cluster up`: brings the cluster up, serves until SIGINT or SIGTERM, takes it down.
 
-    Returns the exit code.
+    `say` receives the lines. `watch` runs while the cluster is ready. Returns the exit code.
     """
     started_s = time.monotonic()
-    cluster = Cluster(launch, tell)
+    cluster = Cluster(launch, say)
     signals = asyncio.Event()
     second = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -302,14 +306,18 @@ async def run_until_signal(launch: Launch) -> int:
             ready.result()
             gc.enable()
             took_s = time.monotonic() - started_s
-            _announce(launch, cluster, took_s, await cluster.dashboard_link())
+            _announce(say, cluster, took_s, await cluster.dashboard_link())
+            watching = asyncio.ensure_future(watch(cluster)) if watch is not None else None
             failing = asyncio.ensure_future(cluster.wait_failure())
             await asyncio.wait({failing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
             if failing.done():
                 failing.result()
             failing.cancel()
         ready.cancel()
-        tell("stopping")
+        say("stopping")
         return 0
     finally:
         ending = asyncio.ensure_future(cluster.stop(kill=not cluster.has_served))
@@ -322,13 +330,14 @@ async def run_until_signal(launch: Launch) -> int:
             task.cancel()
 
 
-def _announce(launch: Launch, cluster: Cluster, took_s: float, link: str) -> None:
+def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
+    launch = cluster.launch
     model = launch.served_model_names[0] if launch.served_model_names else launch.model
     body = '{"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0, "max_tokens": 32'
     body += f', "model": "{model}"}}' if model else "}"
     key = " -H 'Authorization: Bearer KEY'" if launch.api_keys or launch.key_file else ""
     again = f"{launch.key_file} is read again at: kill -HUP {cluster.pid_of('scheduler')}\n" if launch.key_file else ""
-    tell(
+    say(
         f"ready after {took_s:.1f} s: {launch.num_prefill} prefill, {launch.num_decode} decode, "
         f"OpenAI API at {launch.url}/v1, admin at {launch.admin_url}\n"
         f"admin token: {cluster.admin_token_file}\n{again}"

@@ -20,6 +20,7 @@ from pd_cluster.lab.child import ChildFailed, run_child
 from pd_cluster.lab.gpu import handover as gpu_handover
 from pd_cluster.lab.gpu.report import PartResult
 from pd_cluster.lab.gpu.spec import Began, Ended, GpuSpec, Line, Writer, read_lines
+from pd_cluster.settings.engine import PDL, PROMPT_GRAPHS, SKINNY_GATE
 
 MOST_THREADS = 8
 
@@ -60,6 +61,7 @@ PARTS = (
     Part("attention", ("engine",), "gpu_attention", (), 15, 60, 0, False),
     Part("small-transformers", ("peers",), "gpu_continuous", (), 30, 60, 1),
     Part("deterministic", ("engine",), "gpu_deterministic", ("decode", "prefill"), 30, 90),
+    Part("speedups", ("engine",), "gpu_speedups", (PDL, SKINNY_GATE, PROMPT_GRAPHS), 30, 120),
 )
 
 

@@ -38,7 +38,7 @@ MAX_MODEL_LEN = 36_864
 STEP_TOKENS = 8192  # per prefill step
 NUM_SETTLING_STEPS = 8  # the first of them capture graphs and compile kernels
 PHASES = {  # of a start, by the functions of the runner that take their time
-    "load_model": "weights",
+    "load_parts": "weights",
     "peak_of_a_step": "the largest step",
     "KVPool": "KV pool",
     "prove": "proof",
@@ -50,6 +50,7 @@ class Bench:
     """One engine and its measurements. Every prompt is new, and prefixes are not cached."""
 
     is_deterministic = False
+    speedups: tuple[str, ...] = ()
 
     def __init__(self, spec: GpuSpec, results: Writer) -> None:
         self.spec, self.results = spec, results
@@ -62,6 +63,7 @@ class Bench:
             max_num_batched_tokens=spec.sizes(STEP_TOKENS, 128),
             enable_prefix_caching=False,
             deterministic=self.is_deterministic,
+            cuda_speedups=self.speedups,
         )
         self.imported_s = process_age_s()
         with timed_calls(runner_module, tuple(PHASES)) as self.phases_s:

@@ -15,6 +15,7 @@ from pd_cluster.model.cuda.attention_configs import padded
 from pd_cluster.model.cuda.attention_decode import decode_kernel
 from pd_cluster.model.cuda.attention_kernels import prefill_kernel
 from pd_cluster.model.cuda.attention_write import write_kernel
+from pd_cluster.model.cuda.dependent import launched
 from pd_cluster.model.cuda.plan import MAX_SPLITS, AttentionPlan
 
 LOG2_E = math.log2(math.e)
@@ -53,18 +54,19 @@ def attend(
     scoring: Scoring,
     out: torch.Tensor | None = None,  # contiguous, like the query
     workspace: torch.Tensor | None = None,  # float32, at least plan.workspace_numel(num_heads, head_dim)
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Returns [num_tokens, num_heads, head_dim]. The step's keys and values must be in the pool already."""
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _check(query, key_pool, value_pool, out, scoring)
     if len(plan.tiles):
-        _prefill(query, key_pool, value_pool, batch, plan, scoring, out)
+        _prefill(query, key_pool, value_pool, batch, plan, scoring, out, pdl)
     if len(plan.decode_seqs):
         if workspace is None:
             numel = plan.workspace_numel(query.shape[1], query.shape[2])
             workspace = torch.empty(numel, dtype=torch.float32, device=query.device)
-        _decode(query, key_pool, value_pool, batch, plan, scoring, out, workspace)
+        _decode(query, key_pool, value_pool, batch, plan, scoring, out, workspace, pdl)
     return out
 
 
@@ -156,6 +158,7 @@ def _prefill(
     plan: AttentionPlan,
     scoring: Scoring,
     out: torch.Tensor,
+    pdl: bool,
 ) -> None:
     config = plan.configs.prefill
     num_kv_heads = key_pool.shape[2]
@@ -187,6 +190,7 @@ def _prefill(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **_constants(query, key_pool, scoring),
+        **launched(pdl),
     )
 
 
@@ -199,6 +203,7 @@ def _decode(
     scoring: Scoring,
     out: torch.Tensor,
     workspace: torch.Tensor,
+    pdl: bool,
 ) -> None:
     config, max_splits, num_decode = plan.configs.decode, plan.max_splits, len(plan.decode_seqs)
     _, num_heads, head_dim = query.shape
@@ -247,4 +252,5 @@ def _decode(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **_constants(query, key_pool, scoring),
+        **launched(pdl),
     )

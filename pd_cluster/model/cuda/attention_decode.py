@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from pd_cluster.model.cuda.attention_kernels import add_sink, sweep
+from pd_cluster.model.cuda.dependent import begin
 
 
 @triton.jit
@@ -140,6 +141,7 @@ def decode_kernel(
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     ALL_DECODE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (num_kv_heads, workers). The tile's rows are the query heads of one KV head.
 
@@ -147,6 +149,7 @@ def decode_kernel(
     result is stored and counted; the program that counts the last one merges, and sets the count back to 0.
     ALL_DECODE: sequence i is the i-th one and its query is row i.
     """
+    begin(PDL)
     kv_head = tl.program_id(0)
     num_items = 0
     for base in range(0, num_decode, SEARCHED):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pd_cluster.model.cuda.dependent import begin
+
 
 @triton.jit
 def _blocks_at(table, start, hi, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
@@ -211,12 +213,14 @@ def prefill_kernel(
     HAS_LIMITS: tl.constexpr,
     PRECISION: tl.constexpr,
     UNIFORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: num_tiles * num_kv_heads. Row r of a tile is query r // GROUP, with the KV head's query head r % GROUP.
 
     UNIFORM: all tiles of keys are masked, so a query's result does not depend on the other queries of its tile: tiles
     start at multiples of BLOCK_N whatever the chunk, and one of which a query sees nothing leaves its sums as they are.
     """
+    begin(PDL)
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads

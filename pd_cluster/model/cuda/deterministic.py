@@ -44,7 +44,12 @@ class DeterministicOps(CudaOps):
 
 
 def attend_rows(
-    query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, batch: ForwardBatch, scoring: Scoring
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    batch: ForwardBatch,
+    scoring: Scoring,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Maps [num_tokens, num_heads, head_dim] to the same; this step's keys and values must be in the pool."""
     group = query.shape[1] // key_pool.shape[2]
@@ -55,7 +60,7 @@ def attend_rows(
     if key not in known:
         known[key] = _plan(batch, configs_of(query.shape[2], query.element_size() * 8, group, batch.pool.device), group)
     plan, metadata = known[key]
-    return attend(query, key_pool, value_pool, metadata, plan, scoring)
+    return attend(query, key_pool, value_pool, metadata, plan, scoring, pdl=pdl)
 
 
 @functools.cache

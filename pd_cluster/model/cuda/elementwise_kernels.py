@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_cluster.model.cuda.dependent import begin
 from pd_cluster.model.layers.gated import Activation
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of activations
@@ -39,12 +40,14 @@ def rms_norm(
     NUM_FEATURES: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Each program computes one row: x += delta, out = norm(x)."""
     dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < NUM_FEATURES
+    begin(PDL)
     value = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
         due = tl.load(delta + row * delta_stride + at, mask=inside, other=0.0).to(tl.float32)
@@ -76,8 +79,17 @@ def activated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def gated(gate_up, out, row_stride, NUM_FEATURES: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+def gated(
+    gate_up,
+    out,
+    row_stride,
+    NUM_FEATURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Each program computes a part of one row."""
+    begin(PDL)
     dtype: tl.constexpr = gate_up.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -146,8 +158,10 @@ def prepare_heads(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Each program processes one token and HEADS of its query heads, or of its key and value heads."""
+    begin(PDL)
     half: tl.constexpr = HEAD_DIM // 2
     query_tiles: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)

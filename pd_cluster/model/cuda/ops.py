@@ -6,7 +6,7 @@ goes to the current stream, and its sizes follow from shapes alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,17 @@ import triton
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.cuda import elementwise_kernels as kernels
+from pd_cluster.model.cuda.dependent import launched
 from pd_cluster.model.cuda.elementwise_kernels import ACTIVATIONS, DTYPES
 from pd_cluster.model.cuda.experts import TritonGroupedExperts
+from pd_cluster.model.cuda.skinny import DTYPES as DTYPES_16
+from pd_cluster.model.cuda.skinny import SkinnyGate
 from pd_cluster.model.layers.expert_weight import ExpertWeights
-from pd_cluster.model.layers.gated import Activation
-from pd_cluster.model.layers.linear import Linear
+from pd_cluster.model.layers.gated import Activation, FewRows
+from pd_cluster.model.layers.linear import Linear, PlainLinear
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, Rows
 from pd_cluster.model.layers.weight import LinearWeight
+from pd_cluster.settings.engine import PDL, SKINNY_GATE
 
 # (query [num_tokens, num_heads, head_dim], key pool, value pool, batch, scoring) -> tensor of the query's shape
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ForwardBatch, Scoring], torch.Tensor]
@@ -39,22 +43,23 @@ class CudaOps:
     is_capturable = True
     few_gated = FEW_GATED
 
-    def __init__(self, attend_paged: Attend, attention: str = "Triton") -> None:
-        """`attention`: its name, for the log."""
+    def __init__(self, attend_paged: Attend, attention: str = "Triton", speedups: Sequence[str] = ()) -> None:
+        """`attention`: its name, for the log. `speedups`: see model/speedups.py."""
         self._attend = attend_paged
         self.attention = attention
+        self._pdl, self._has_skinny_gate = PDL in speedups, SKINNY_GATE in speedups
 
     def linear(self, weight: LinearWeight) -> Linear:
         return weight.linear()
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return _norm(x, None, norm)
+        return _norm(x, None, norm, self._pdl)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> torch.Tensor:
         assert delta.shape == x.shape
         assert delta.dtype == x.dtype
         assert delta.stride(1) == 1
-        return _norm(x, delta, norm)
+        return _norm(x, delta, norm, self._pdl)
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         num_rows, width = gate_up.shape
@@ -73,20 +78,26 @@ class CudaOps:
             BLOCK=block,
             ACTIVATION=ACTIVATIONS[activation],
             num_warps=block // 256,
+            **launched(self._pdl),
         )
         return out
+
+    def few_rows_gate(self, gate_up: Linear, activation: Activation) -> FewRows | None:
+        if not self._has_skinny_gate or not isinstance(gate_up, PlainLinear) or gate_up.weight.dtype not in DTYPES_16:
+            return None
+        return SkinnyGate(gate_up.weight.contiguous(), gate_up.bias, activation, self._pdl)
 
     def experts(self, gate: Any, weights: ExpertWeights, activation: Activation) -> Rows:
         return TritonGroupedExperts.of(gate, weights, activation)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         key_pool, value_pool = batch.pool.layer(heads.layer_idx)
-        query = prepare(heads, qkv, rope, key_pool, value_pool, batch.slot_mapping)
+        query = prepare(heads, qkv, rope, key_pool, value_pool, batch.slot_mapping, self._pdl)
         batch.layer_written(heads.layer_idx, heads.sliding_window)
         return self._attend(query, key_pool, value_pool, batch, heads.scoring).reshape(len(qkv), -1)
 
 
-def _norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+def _norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, pdl: bool) -> torch.Tensor:
     num_rows, num_features = x.shape
     assert x.dtype in DTYPES
     assert x.stride(1) == 1
@@ -110,6 +121,7 @@ def _norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tens
         HAS_DELTA=delta is not None,
         num_warps=min(16, max(1, block // ROW_ELEMENTS_PER_WARP)),
         enable_fp_fusion=False,
+        **launched(pdl),
     )
     return out
 
@@ -128,6 +140,7 @@ def prepare(
     key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], strided
     value_pool: torch.Tensor,
     slot_mapping: torch.Tensor,  # [num_tokens] int64
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Norms and rotates queries and keys, and writes keys and values to their slots, in the pool's dtype.
 
@@ -168,6 +181,7 @@ def prepare(
         HAS_NORM=q_norm is not None,
         num_warps=2,
         enable_fp_fusion=False,
+        **launched(pdl),
     )
     return query
 

@@ -7,10 +7,12 @@ the kernels cannot do: then they are not used, and the log says so.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
 from pd_cluster.devices.device import Device, compute_capability, num_multiprocessors
+from pd_cluster.kv.layout import KVLayout
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch, on_device
 from pd_cluster.model.cuda.attention import (
@@ -21,7 +23,7 @@ from pd_cluster.model.cuda.attention import (
     write_kv,
 )
 from pd_cluster.model.cuda.attention_configs import AttentionConfigs, configs_for
-from pd_cluster.model.cuda.plan import AttentionPlan, plan_attention
+from pd_cluster.model.cuda.plan import AttentionPlan, Ids, most_tiles, padded_items, plan_attention, plan_padded
 
 Planned = tuple[AttentionPlan, BatchMetadata]
 
@@ -38,11 +40,16 @@ def problem(head_dim: int, num_heads: int, num_kv_heads: int, block_size: int) -
 
 
 def attend_batch(
-    query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, batch: ForwardBatch, scoring: Scoring
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    batch: ForwardBatch,
+    scoring: Scoring,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Maps [num_tokens, num_heads, head_dim] to the same; this step's keys and values must be in the pool."""
     plan, metadata = _planned(batch, query, key_pool.shape[2])
-    return attend(query, key_pool, value_pool, metadata, plan, scoring)
+    return attend(query, key_pool, value_pool, metadata, plan, scoring, pdl=pdl)
 
 
 def write_and_attend(
@@ -95,6 +102,40 @@ def _plan(batch: ForwardBatch, dtype_bits: int, num_heads: int, num_kv_heads: in
         arrivals,
         batch.key_limits,
     )
+
+
+class PaddedPlanner:
+    """Plans of graphs for steps with prompts (model/prompt_graphs.py)."""
+
+    def __init__(self, num_heads: int, layout: KVLayout, dtype_bits: int, device: Device) -> None:
+        """`num_heads`: this rank's query heads; `dtype_bits`: those of a query's element."""
+        self._key = num_heads, layout.local_kv_heads, layout.head_dim
+        self._group = num_heads // layout.local_kv_heads
+        self._configs = _configs(layout.head_dim, dtype_bits, self._group, device)
+        self._num_sms = num_multiprocessors(device)
+
+    def num_tiles(self, size: tuple[int, int]) -> int:
+        return most_tiles(*size, self._configs.prefill.rows // self._group)
+
+    def items(self, query_lens: Any, context_lens: Any, size: tuple[int, int]) -> tuple[Ids, Ids]:
+        return padded_items(query_lens, context_lens, *size, self._group, self._configs)
+
+    def install(
+        self,
+        batch: ForwardBatch,
+        size: tuple[int, int],
+        longest: int,
+        decode_seqs: torch.Tensor,
+        tiles: torch.Tensor,
+    ) -> None:
+        num_kv_heads = self._key[1]
+        plan = plan_padded(*size, longest, self._group, num_kv_heads, self._configs, self._num_sms)
+        arrivals = torch.zeros(plan.num_arrivals(num_kv_heads), dtype=torch.int32, device=tiles.device)
+        metadata = BatchMetadata(
+            *(batch.query_starts, batch.context_lens, batch.block_table, batch.table_starts),
+            *(decode_seqs, tiles, arrivals),
+        )
+        batch.kernel_state = {self._key: (plan, metadata)}
 
 
 @functools.cache

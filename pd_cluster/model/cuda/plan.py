@@ -97,6 +97,52 @@ def plan_decode(
     return AttentionPlan(configs, num_seqs, max_splits, split_keys, num_workers, decode_seqs, no_tiles)
 
 
+def plan_padded(
+    num_tokens: int,
+    num_seqs: int,
+    max_context_len: int,
+    group: int,
+    num_kv_heads: int,
+    configs: AttentionConfigs,
+    num_sms: int,
+    split_keys: int = SPLIT_KEYS,
+) -> AttentionPlan:
+    """Plans for any step of fewer tokens than `num_tokens`, some of prompts, in up to `num_seqs` sequences.
+
+    One more sequence has no tokens and no context. All of `decode_seqs` and `tiles` name it; a graph reads others from
+    its buffers. Decode attention writes its result behind the step's tokens.
+    """
+    max_splits = most_splits(max_context_len, split_keys)
+    num_workers = workers_for(num_seqs * max_splits, num_kv_heads, num_sms)
+    decode_seqs, tiles = padded_items(NO_SEQS, NO_SEQS, num_tokens, num_seqs, group, configs)
+    return AttentionPlan(configs, num_seqs + 1, max_splits, split_keys, num_workers, decode_seqs, tiles)
+
+
+def padded_items(
+    query_lens: npt.NDArray[np.integer],  # [number of sequences], up to num_seqs
+    context_lens: npt.NDArray[np.integer],
+    num_tokens: int,
+    num_seqs: int,
+    group: int,
+    configs: AttentionConfigs,
+) -> tuple[Ids, Ids]:
+    """Returns a step's `decode_seqs` [num_seqs] and `tiles` [most_tiles, 2], padded with the sequence `num_seqs`."""
+    queries = configs.prefill.rows // group
+    decode_seqs = np.full(num_seqs, num_seqs, dtype=np.int32)
+    found = np.flatnonzero(query_lens == 1)
+    decode_seqs[: len(found)] = found
+    tiles = np.zeros((most_tiles(num_tokens, num_seqs, queries), 2), dtype=np.int32)
+    tiles[:, 0] = num_seqs
+    needed = tiles_of(query_lens, context_lens, queries, least=2)
+    tiles[: len(needed)] = needed
+    return decode_seqs, tiles
+
+
+def most_tiles(num_tokens: int, num_seqs: int, queries: int) -> int:
+    """Returns the most tiles of `queries` queries that sequences of two tokens or more can have."""
+    return num_tokens // queries + min(num_seqs, num_tokens // 2)
+
+
 def tiles_of(
     query_lens: npt.NDArray[np.integer], context_lens: npt.NDArray[np.integer], queries: int, least: int = 1
 ) -> Ids:

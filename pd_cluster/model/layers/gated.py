@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -28,6 +28,22 @@ class Gates(Protocol):
         """
 
 
+class FewRows(Protocol):
+    """activation(gate(x)) * up(x) for x of at most `most_rows` rows."""
+
+    most_rows: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class GatesFewRows(Protocol):
+    """`Ops` that may compute the first half of an MLP at once, for few rows."""
+
+    def few_rows_gate(self, gate_up: Linear, activation: Activation) -> FewRows | None:
+        """`gate_up` is the layer of both; None: it is computed as it is."""
+
+
 class GatedMLP:
     """Computes down(activation(gate(x)) * up(x)), for some rows at a time.
 
@@ -47,6 +63,7 @@ class GatedMLP:
         """`needs_all`: whether the layers must see a step's rows together."""
         self._gate_up, self._down, self._ops, self._activation = gate_up, down, ops, activation
         self._needs_all = needs_all
+        self._few = ops.few_rows_gate(gate_up, activation) if isinstance(ops, GatesFewRows) else None
         self._num_rows = max(MLP_LEAST_ROWS, MLP_NBYTES_AT_ONCE // (2 * intermediate_size * 4))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,6 +77,8 @@ class GatedMLP:
         return result
 
     def _some(self, x: torch.Tensor) -> torch.Tensor:
+        if self._few is not None and len(x) <= self._few.most_rows:
+            return self._down(self._few(x))
         return self._down(self._ops.gate(self._gate_up(x), self._activation))
 
 

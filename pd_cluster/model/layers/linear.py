@@ -54,14 +54,14 @@ class PackedLinear:
 class PlainLinear:
     """Computes the same with the weight in its original order."""
 
-    __slots__ = ("_bias", "_weight")
+    __slots__ = ("bias", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = weight.detach()
-        self._bias = bias
+        self.weight = weight.detach()
+        self.bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self._weight, self._bias)
+        return linear(x, self.weight, self.bias)
 
 
 def packs(weight: torch.Tensor) -> bool:

@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pd_cluster.kv.memory import ids_on
 from pd_cluster.model.layers.linear import Linear, make_linear
+from pd_cluster.model.lora.on_device import DeviceAddition, Place
 from pd_cluster.native.lora import LoraTable, StepBlocks
 
 Ints = npt.NDArray[np.int64]
@@ -29,6 +31,7 @@ class StepRows:
 
     def __init__(self) -> None:
         self.are_adapted = False  # some of them
+        self.place: Place | None = None  # of the layers; None: the host's memory
         self._slots: Ints | None = None  # [num_rows]
         self._segments: Sequence[Segment] | None = None
         self._blocks: StepBlocks | None = None
@@ -40,14 +43,17 @@ class StepRows:
     def keep(self, rows: torch.Tensor) -> None:
         """Goes on with these of the current rows [num_kept] int64."""
         if self._slots is not None:
-            self._set(self._slots[rows.numpy()])
+            self._set(self._slots[rows.cpu().numpy()])  # on a device, it waits: only steps with prompts keep some rows
 
     @property
     def segments(self) -> Sequence[Segment]:
         """The rows by adapter; some are adapted."""
         if self._segments is None:
             assert self._slots is not None
-            self._segments = _segments(self._slots)
+            found = _segments(self._slots)
+            if (place := self.place) is not None:
+                found = [(slot, at if isinstance(at, slice) else ids_on(place.device, at)) for slot, at in found]
+            self._segments = found
         return self._segments
 
     @property
@@ -138,12 +144,14 @@ class Site:
 
     rows: StepRows
     table: LoraTable | None = field(default_factory=lambda: LoraTable() if LoraTable.is_possible() else None)
-    additions: dict[int, Addition] = field(default_factory=dict)  # without C
+    additions: dict[int, Addition | DeviceAddition] = field(default_factory=dict)  # without C
     nums_rows: list[int] | None = None  # of each call while it is watched
 
     def put(self, slot: int, parts: Sequence[tuple[slice, LowRank]]) -> None:
         """Adds an adapter, on any thread. `parts`: the layer's output features that a matrix adds to."""
-        if self.table is None:
+        if self.rows.place is not None:
+            self.additions[slot] = DeviceAddition([(at, part.a, part.b) for at, part in parts], self.rows.place)
+        elif self.table is None:
             self.additions[slot] = Addition(parts)
         else:
             self.table.put(slot, torch.cat([part.a for _, part in parts]), [(at, part.b) for at, part in parts])
@@ -161,7 +169,7 @@ class Site:
         if not self.rows.are_adapted:
             return y
         flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        if self.table is not None:
+        if self.table is not None and self.rows.place is None:
             self._add_in_c(self.table, flat_x.float().contiguous(), flat_y)
         else:
             for slot, rows in self.rows.segments:

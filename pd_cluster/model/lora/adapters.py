@@ -143,6 +143,7 @@ class Adapters:
             for name, (site, _) in new._places.items():
                 old, _ = self._places[name]
                 site.table, site.additions = old.table, old.additions
+            new.rows.place = self.rows.place
             self.rows, self._places = new.rows, new._places
 
     def next_slot(self) -> int:

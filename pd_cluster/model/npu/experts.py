@@ -12,10 +12,7 @@ from torch.nn.functional import linear
 
 from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import Activation, Gates, bias_of, routing_of
-
-ROWS = 0  # group_type: the rows of x are grouped
-ONE_TENSOR = 2  # split_item: all groups' results in one tensor
-RUNNING_SUMS = 0  # group_list_type
+from pd_cluster.model.npu.grouped import grouped_of
 
 
 class NpuGroupedExperts:
@@ -27,9 +24,7 @@ class NpuGroupedExperts:
         self._router_bias = bias_of(gate)  # [num_experts]
         self._routing = routing_of(gate)
         gate_up, down = weights.gate_up.whole(), weights.down.whole()
-        # [num_experts, in_features, out_features]
-        self._gate_up = gate_up.matrix().transpose(1, 2).contiguous()
-        self._down = down.matrix().transpose(1, 2).contiguous()
+        self._gate_up, self._down = grouped_of(gate_up), grouped_of(down)
         self._gate_up_bias, self._down_bias = gate_up.bias, down.bias  # [num_experts, out_features]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,25 +36,11 @@ class NpuGroupedExperts:
         ends = (flat[:, None] == experts).sum(0).cumsum(0)  # [num_experts] int64
         # Gathers, not indexing by tensors, which may make the host wait for the device.
         chosen_in_order = flat.index_select(0, order)
-        gate_up = _grouped(x.index_select(0, order // top_k), self._gate_up, ends)
+        gate_up = self._gate_up(x.index_select(0, order // top_k), ends)
         if self._gate_up_bias is not None:
             gate_up = gate_up + self._gate_up_bias.index_select(0, chosen_in_order)
-        down = _grouped(self._ops.gate(gate_up, self._activation), self._down, ends)
+        down = self._down(self._ops.gate(gate_up, self._activation), ends)
         if self._down_bias is not None:
             down = down + self._down_bias.index_select(0, chosen_in_order)
         added = torch.empty_like(down).index_copy_(0, order, down).view(len(x), top_k, -1)
         return (added * weights[..., None]).sum(1).to(x.dtype)
-
-
-def _grouped(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiplies rows [ends[i - 1], ends[i]) of x by weights[i] [in_features, out_features]."""
-    (result,) = torch.ops.npu.npu_grouped_matmul(
-        [x],
-        [weights],
-        group_list=ends,
-        split_item=ONE_TENSOR,
-        group_type=ROWS,
-        group_list_type=RUNNING_SUMS,
-    )
-    found: torch.Tensor = result
-    return found

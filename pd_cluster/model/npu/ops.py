@@ -10,7 +10,10 @@ import torch
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import Activation
+from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, Rows, TorchOps
+from pd_cluster.model.layers.weight import LinearWeight
+from pd_cluster.model.npu.coded import linear_of
 from pd_cluster.model.npu.experts import NpuGroupedExperts
 
 
@@ -24,6 +27,9 @@ class NpuOps(TorchOps):
         """`attention`: its name, for the log."""
         self._write_and_attend = write_and_attend
         self.attention = attention
+
+    def linear(self, weight: LinearWeight) -> Linear:
+        return linear_of(weight) or weight.linear()
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         if norm.weight.dtype != x.dtype:  # a weight that was offset in float32 (Gemma)

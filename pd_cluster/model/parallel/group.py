@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import (
 from pd_cluster.devices import group as device_group
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.errors import InstanceLost
+from pd_cluster.model.parallel.symmetric import SymmetricSums
 
 TAG = 1  # messages between two ranks arrive in order
 HOST = "127.0.0.1"  # all devices of an instance are on one host
@@ -171,10 +172,13 @@ class DeviceGroup:
     Errors of NCCL or HCCL end the process, at the latest after the timeout. Numbers of the host go over gloo.
 
     NCCL and HCCL choose the order of a sum by its size. `sums_in_order`: every element is the float32 sum of the ranks'
-    in their order, rounded once; each rank receives all of the others' numbers for that.
+    in their order, rounded once; each rank receives all of the others' numbers for that. `is_symmetric`: small sums are
+    made by symmetric.py.
     """
 
-    def __init__(self, place: Rendezvous, device: Device, sums_in_order: bool = False) -> None:
+    def __init__(
+        self, place: Rendezvous, device: Device, sums_in_order: bool = False, is_symmetric: bool = False
+    ) -> None:
         self.rank, self.size = place.rank, place.size
         self.reduce_s = 0.0  # not measured: the host does not wait
         self._host = GlooGroup(place)
@@ -182,6 +186,9 @@ class DeviceGroup:
         self._group: Any = device_group.make_ranks(store, place.rank, place.size, place.load_timeout_s, device)
         self._timeout = timedelta(seconds=place.timeout_s)
         self._sums_in_order = sums_in_order
+        self._symmetric: SymmetricSums | None = None
+        if is_symmetric and not sums_in_order:
+            self._symmetric = SymmetricSums(PrefixStore("symmetric", self._host.store), place.rank, place.size, device)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -191,6 +198,8 @@ class DeviceGroup:
             for other in others:
                 total += other
             return x.copy_(total)
+        if self._symmetric is not None and self._symmetric.takes(x):
+            return self._symmetric.sum(x)
         self._group.allreduce([x], AllreduceOptions()).wait()
         return x
 
@@ -218,8 +227,15 @@ class DeviceGroup:
         self._group._set_default_timeout(self._timeout)
 
 
-def join(place: Rendezvous | None, device: Device = CPU, sums_in_order: bool = False) -> Group:
-    """Joins the ranks of an instance; `sums_in_order` as `DeviceGroup` has it. Raises InstanceLost."""
+def join(
+    place: Rendezvous | None, device: Device = CPU, sums_in_order: bool = False, is_symmetric: bool = False
+) -> Group:
+    """Joins the ranks of an instance; `sums_in_order` and `is_symmetric` as `DeviceGroup` has them.
+
+    Raises InstanceLost; and ConfigError for symmetric memory that cannot be had.
+    """
     if place is None or place.size == 1:
         return Alone()
-    return DeviceGroup(place, device, sums_in_order) if device.is_accelerator else GlooGroup(place)
+    if not device.is_accelerator:
+        return GlooGroup(place)
+    return DeviceGroup(place, device, sums_in_order, is_symmetric and device.dist_backend == "nccl")

@@ -13,7 +13,7 @@ import torch
 from pd_cluster.checkpoints.quantized import Quantization
 from pd_cluster.errors import ModelError
 from pd_cluster.model.layers.weight import Tensors
-from pd_cluster.model.quantized.unpack import WORD_BITS, awq_fields, e2m1_doubled, fields
+from pd_cluster.model.quantized.unpack import WORD_BITS, awq_fields, e2m1_doubled, fields, nibbles
 
 Parts = dict[str, torch.Tensor]
 INT_BITS = (2, 3, 4, 8)
@@ -240,4 +240,39 @@ def _ascend_w8a16(layer: Layer, found: Quantization) -> Parts:
     return _grouped(layer, codes, scales, zeros, _runs(layer, codes.shape[1], scales.shape[1]))
 
 
-ASCEND = {"W8A8": _ascend_w8a8, "W8A8_DYNAMIC": _ascend_dynamic, "W8A16": _ascend_w8a16}
+def _ascend_w4a16(layer: Layer, found: Quantization) -> Parts:
+    """As W8A16, of signed codes: one or two of them in a byte, or eight in an int32, the lowest bits first."""
+    stored, scales = layer.take("weight"), layer.take("weight_scale").float()
+    offset = layer.get("weight_offset")
+    if scales.shape[0] != stored.shape[0]:
+        raise layer.wrong(f"weight of {stored.shape[0]} rows, scales of {scales.shape[0]}: outputs packed in pairs")
+    scales = scales.reshape(stored.shape[0], -1)
+    codes = _signed_four(stored, scales.shape[1] * found.group_size if found.group_size > 0 else 0)
+    if codes is None:
+        raise layer.wrong(f"weight of {stored.dtype} {list(stored.shape)} for {scales.shape[1]} groups of scales")
+    zeros = torch.zeros_like(scales) if offset is None else -offset.float().reshape_as(scales)
+    return _grouped(layer, codes, scales, zeros, _runs(layer, codes.shape[1], scales.shape[1]))
+
+
+def _signed_four(stored: torch.Tensor, num_inputs: int) -> torch.Tensor | None:
+    """Returns codes of -8 to 7 [N, K] int8. `num_inputs`: K; 0: unknown. None: neither form fits."""
+    if stored.dtype == torch.int32:
+        found = fields(stored, 4)
+    elif stored.dtype not in (torch.int8, torch.uint8):
+        return None
+    elif num_inputs == stored.shape[1] or (not num_inputs and int(stored.min()) >= -8 and int(stored.max()) <= 7):
+        return stored.to(torch.int8)
+    else:
+        found = nibbles(stored.view(torch.uint8))
+    if num_inputs not in (0, found.shape[1]):
+        return None
+    found = found.to(torch.int8)
+    return torch.where(found > 7, found - 16, found)
+
+
+ASCEND = {
+    "W8A8": _ascend_w8a8,
+    "W8A8_DYNAMIC": _ascend_dynamic,
+    "W8A16": _ascend_w8a16,
+    "W4A16": _ascend_w4a16,
+}

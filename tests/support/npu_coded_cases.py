@@ -1,0 +1,159 @@
+"""Quantized folders through the NPU path, over torch-npu's own operator schemas. Run by tests/model/test_npu.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pd_cluster.devices.device import bind
+from pd_cluster.model.npu.coded import NpuCodedLinear, NpuInt8Linear, linear_of
+from pd_cluster.model.quantized.weight import CodedWeight, Int8Weight
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import assert_all_same, generate
+from tests.support.npu_cases import GREEDY, SIZES, core_of
+from tests.support.quantized import FORMATS, INT8_FORMATS, rewritten
+
+PROMPTS = [[5, 9, 2, 77], [3] * 150, [8, 1, 60, 33, 2, 9]]
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "head_dim": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+slow = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def calls() -> dict[str, int]:
+    """Returns how often each operator was called."""
+    bind("npu", (), 0)
+    from tests.support.npu_simulated import calls
+
+    calls.clear()
+    return calls
+
+
+def make_quantized(tmp_path: Path, form: str, architecture: str = "llama") -> tuple[Path, Path]:
+    plain = make_checkpoint(tmp_path / "given", architecture, **SIZES, **WIDE)
+    written = (INT8_FORMATS | FORMATS)[form]
+    if written.group == 16:  # the operators take multiples of 32
+        written = replace(written, group=64)
+    return rewritten(plain, tmp_path, written)
+
+
+@pytest.mark.parametrize(
+    ("form", "operator"),
+    [
+        pytest.param("msmodelslim W8A16", "npu_weight_quant_batchmatmul", marks=slow),
+        ("msmodelslim W4A16, pairs", "npu_weight_quant_batchmatmul"),
+        pytest.param("awq", "npu_weight_quant_batchmatmul", marks=slow),
+        pytest.param("gptq 4", "npu_weight_quant_batchmatmul", marks=slow),
+        pytest.param("packed 4", "npu_weight_quant_batchmatmul", marks=slow),
+    ],
+)
+def test_coded_weights_alone_are_exact(form: str, operator: str, tmp_path: Path, calls: dict[str, int]) -> None:
+    """The tokens are transformers' with the numbers that the codes stand for."""
+    quantized, plain = make_quantized(tmp_path, form)
+    core, runner = core_of(quantized, enforce_eager=True)
+    assert "NPU kernels" in runner.model.kernels
+    assert_all_same(plain, PROMPTS, generate(core, PROMPTS, GREEDY), GREEDY.max_tokens)
+    assert calls[operator] > 0
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "msmodelslim",
+        pytest.param("msmodelslim static", marks=slow),
+        pytest.param("compressed-tensors", marks=slow),
+    ],
+)
+def test_int8_activations_give_the_tokens_of_a_cpu(form: str, tmp_path: Path, calls: dict[str, int]) -> None:
+    quantized, _ = make_quantized(tmp_path, form)
+    core, _ = core_of(quantized)  # decode steps are graphs
+    found = generate(core, PROMPTS, GREEDY)
+    assert calls["npu_quant_matmul"] > 0
+    assert ("npu_quantize" if "static" in form else "npu_dynamic_quant") in calls
+    eager, _ = core_of(quantized, device="cpu", block_size=16)
+    expected = generate(eager, PROMPTS, GREEDY)
+    assert found == expected
+
+
+@slow
+@pytest.mark.parametrize(
+    ("form", "operator"),
+    [("msmodelslim", "npu_dynamic_quant"), ("msmodelslim W8A16", "npu_grouped_matmul")],
+)
+def test_coded_experts(form: str, operator: str, tmp_path: Path, calls: dict[str, int]) -> None:
+    quantized, _ = make_quantized(tmp_path, form, "mixtral")
+    core, _ = core_of(quantized, enforce_eager=True)
+    found = generate(core, PROMPTS, GREEDY)
+    assert calls[operator] > 0
+    cpu, _ = core_of(quantized, device="cpu", block_size=16)
+    expected = generate(cpu, PROMPTS, GREEDY)
+    assert found == expected
+
+
+# ---- layers of real widths
+
+
+def coded(num_outputs: int, num_inputs: int, bits: int, group: int, has_zeros: bool, dtype: torch.dtype) -> CodedWeight:
+    torch.manual_seed(num_outputs + bits)
+    num_groups = num_inputs // group if group > 0 else 1
+    low = 0 if has_zeros else -(1 << bits - 1)
+    codes = torch.randint(low, low + (1 << bits), (num_outputs, num_inputs), dtype=torch.int16)
+    scales = torch.rand(num_outputs, num_groups).mul_(0.02).add_(0.001)
+    zeros = torch.randint(0, 1 << bits, (num_outputs, num_groups)).float() if has_zeros else torch.zeros_like(scales)
+    given = codes.to(torch.int8 if bits == 4 or not has_zeros else torch.uint8)
+    return CodedWeight(given, scales, zeros, torch.randn(num_outputs).to(dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("bits", "group", "has_zeros"), [(8, -1, False), (8, -1, True), (4, 128, True), (4, 128, False), (4, 32, True)]
+)
+def test_a_wide_layer_of_codes(bits: int, group: int, has_zeros: bool, dtype: torch.dtype) -> None:
+    weight = coded(1024, 2048, bits, group, has_zeros, dtype)
+    layer = linear_of(weight)
+    assert isinstance(layer, NpuCodedLinear)
+    x = torch.randn(3, 2048).to(dtype)
+    exact = (
+        x.double()
+        @ (
+            (weight.codes.double().view(1024, weight.scales.shape[1], -1) - weight.zeros.double().unsqueeze(-1))
+            * weight.scales.double().unsqueeze(-1)
+        )
+        .view(1024, -1)
+        .T
+        + weight.bias.double()
+    )
+    error = (layer(x).double() - exact).abs().max() / exact.abs().max()
+    assert error < (0.004 if dtype == torch.float16 else 0.02)
+    assert torch.equal(layer(x[:1]), layer(x)[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_static", [False, True])
+def test_a_wide_layer_of_int8(is_static: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    codes = torch.randint(-127, 128, (1024, 4096), dtype=torch.int8)
+    inputs = torch.tensor([0.03, -5.0]) if is_static else None
+    weight = Int8Weight(codes, torch.rand(1024) * 0.01, torch.randn(1024).to(dtype), dtype, inputs)
+    layer = linear_of(weight)
+    assert isinstance(layer, NpuInt8Linear)
+    x = torch.randn(3, 4096).to(dtype)
+    expected = weight.reference()(x).double()
+    assert (layer(x).double() - expected).abs().max() / expected.abs().max() < 0.01
+    assert torch.equal(layer(x[:1]), layer(x)[:1])
+
+
+def test_weights_beyond_the_operators_bounds_become_numbers() -> None:
+    assert linear_of(coded(64, 96, 4, 16, True, torch.bfloat16)) is None, "groups of 16"
+    assert linear_of(coded(70_000, 32, 8, -1, False, torch.bfloat16)) is None, "too many outputs"
+    floats = coded(64, 64, 8, -1, False, torch.bfloat16)
+    as_fp8 = CodedWeight(floats.codes.to(torch.float8_e4m3fn), floats.scales, floats.zeros, None, torch.bfloat16)
+    assert linear_of(as_fp8) is None

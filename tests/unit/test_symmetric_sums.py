@@ -1,0 +1,90 @@
+"""Sums in symmetric memory, without GPUs: what is added there, where, and by which of torch's operators."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from pd_cluster.devices.device import Device
+from pd_cluster.errors import ConfigError
+from pd_cluster.model.parallel import symmetric
+from pd_cluster.model.parallel.symmetric import MOST_NBYTES, NAME, SymmetricSums
+
+CUDA = Device("cuda")
+
+
+class Machine:
+    """Stands for torch's operators: every one of two ranks gives the same numbers."""
+
+    def __init__(self, has_multicast: bool = False) -> None:
+        self.has_multicast = has_multicast
+        self.buffer = torch.full((MOST_NBYTES,), 99, dtype=torch.uint8)
+        self.called: list[str] = []
+
+    def shared(self, *given: Any) -> tuple[torch.Tensor, bool]:
+        return self.buffer, self.has_multicast
+
+    def __getattr__(self, name: str) -> Any:
+        def add(x: torch.Tensor, operation: str, group: str) -> torch.Tensor:
+            assert (operation, group) == ("sum", NAME)
+            assert x.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
+            assert x.storage_offset() == 0
+            self.called.append(name)
+            return x.mul_(2)
+
+        return add
+
+
+@pytest.fixture(params=[False, True], ids=["two shots", "multicast"])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine(request.param)
+    monkeypatch.setattr(symmetric, "_shared", machine.shared)
+    monkeypatch.setattr(torch, "ops", SimpleNamespace(symm_mem=machine))
+    return machine
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sum_replaces_its_numbers(machine: Machine, dtype: torch.dtype) -> None:
+    sums = SymmetricSums(None, 0, 2, CUDA)
+    for num_rows in (7, 2, 100):
+        x = torch.randn(num_rows, 64).to(dtype)
+        expected = x * 2
+        assert sums.takes(x)
+        assert sums.sum(x) is x
+        assert torch.equal(x, expected)
+    assert set(machine.called) == {"multimem_all_reduce_" if machine.has_multicast else "two_shot_all_reduce_"}
+
+
+def test_other_sums_are_left_to_nccl(machine: Machine) -> None:
+    sums = SymmetricSums(None, 0, 2, CUDA)
+    assert sums.takes(torch.zeros(MOST_NBYTES // 2, dtype=torch.bfloat16))
+    for x in (
+        torch.zeros(MOST_NBYTES // 2 + 8, dtype=torch.bfloat16),
+        torch.zeros(0, 64),
+        torch.zeros(3, 5),  # 60 bytes
+        torch.zeros(8, 8, dtype=torch.float16),
+        torch.zeros(8, 8, dtype=torch.int32),
+    ):
+        assert not sums.takes(x)
+
+
+def test_gpus_that_cannot_share_memory_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shared(*given: Any) -> Any:
+        raise RuntimeError("no peer access\nand a stack")
+
+    monkeypatch.setattr(symmetric, "_shared", shared)
+    with pytest.raises(ConfigError, match=r"--cuda-speedups symmetric-sums: no peer access; leave it out$"):
+        SymmetricSums(None, 0, 2, CUDA)
+
+
+@pytest.mark.parametrize("name", ["two_shot_all_reduce_", "multimem_all_reduce_"])
+def test_torch_has_the_operators(name: str) -> None:
+    """The interface is not public: its operators and methods are those that the code was written for."""
+    schema = str(getattr(torch.ops.symm_mem, name).default._schema)
+    assert schema == f"symm_mem::{name}(Tensor(a!) input, str reduce_op, str group_name) -> Tensor(a!)"
+    for method in ("set_group_info", "empty_strided_p2p", "rendezvous", "multicast_ptr"):
+        assert hasattr(_SymmetricMemory, method)

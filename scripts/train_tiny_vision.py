@@ -196,9 +196,10 @@ def _positions(length: int, at: int, grid: tuple[int, int, int]) -> torch.Tensor
     return torch.cat([before, inside, after], dim=1)
 
 
-def sheets(rng: random.Random, num_steps: int, num_patches: int) -> Iterator[Sheet]:
+def sheets(rng: random.Random, num_steps: int, num_patches: int, clips: float) -> Iterator[Sheet]:
+    """`clips`: the share of sheets with clips."""
     for _ in range(num_steps):
-        kind = rng.choices(["image", "video", "blind"], [0.72, 0.26, 0.02])[0]
+        kind = rng.choices(["image", "video", "blind"], [0.98 - clips, clips, 0.02])[0]
         if kind == "image":
             yield picture_sheet(rng, num_patches)
         else:
@@ -298,6 +299,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--start", type=Path, help="folder of a model to go on from; by default none")
     parser.add_argument("--steps", type=int, default=2000, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--patches-per-step", type=int, default=768, help="default: %(default)s")
+    parser.add_argument("--clips", type=float, default=0.26, help="share of clips (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="part of what fixes the weights (default: %(default)s)")
@@ -323,7 +325,7 @@ def main() -> None:
         model = Qwen2VLForConditionalGeneration.from_pretrained(args.start, dtype=torch.float32)
     print(f"{model.num_parameters():,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
     learner = Learner(model, tokenizer)
-    given = sheets(random.Random(args.seed + 1), args.steps, args.patches_per_step)
+    given = sheets(random.Random(args.seed + 1), args.steps, args.patches_per_step, args.clips)
     train_s = train(learner.losses(given), list(model.parameters()), make_optimizers(model, args.lr), args)
     args.out.mkdir(parents=True, exist_ok=True)
     save(model.eval(), tokenizer, args.out, TEMPLATE)

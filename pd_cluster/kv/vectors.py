@@ -32,8 +32,9 @@ def encode(vectors: torch.Tensor, dtype: str) -> torch.Tensor:
     x = vectors.float()
     most = x.abs().amax(-1, keepdim=True)
     is_finite = most.isfinite()
-    inverse = torch.where(is_finite & (most >= SMALLEST), MOST[dtype] / most, 0.0)
-    scale = torch.where(is_finite, most / MOST[dtype], torch.nan)
+    largest = torch.full_like(most, MOST[dtype])  # a quotient of a tensor and a number may be rounded twice
+    inverse = torch.where(is_finite & (most >= SMALLEST), largest / most, 0.0)
+    scale = torch.where(is_finite, most / largest, torch.nan)
     codes = _codes(torch.where(inverse > 0, x * inverse, 0.0), dtype)
     return torch.cat([codes, scale.contiguous().view(torch.uint8)], dim=-1)
 

@@ -109,7 +109,7 @@ def choose_attention(
         if layout.dtype != dtype:
             raise ConfigError(f"{called('kv_cache_dtype')} {layout.dtype}: not with {BACKEND} flashinfer; use auto")
         return _flashinfer(config, layout, device, has_sinks)
-    if why := _why_not_triton(layout, config, dtype):
+    if why := _why_not_triton(layout, config):
         if wanted == "triton":
             raise ConfigError(f"{BACKEND} triton: {why}; use auto")
         if is_deterministic:
@@ -201,12 +201,10 @@ def _flashinfer(config: Any, layout: KVLayout, device: Device, has_sinks: bool) 
     return Attention(name, kernels.write_and_attend, kernels.attend_batch, cuda_ops)
 
 
-def _why_not_triton(layout: KVLayout, config: Any, dtype: str) -> str:
+def _why_not_triton(layout: KVLayout, config: Any) -> str:
     """Returns why Triton's kernels do not serve such a pool and model on CUDA, or ""."""
     if not has_triton():
         return "Triton is not installed"
-    if layout.dtype != dtype:
-        return f"{called('kv_cache_dtype')} {layout.dtype} with a model in {dtype}"
     from pd_cluster.model.cuda.paged import problem
 
     return problem(layout.head_dim, config.num_attention_heads, layout.num_kv_heads, layout.block_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -38,9 +38,11 @@ from pd_cluster.model.fit import check_loaded, check_stored
 from pd_cluster.model.forms import HeldWeights, hold, is_in_other_form
 from pd_cluster.model.fuse import can_fuse, fuse, is_known, why_not_deterministic
 from pd_cluster.model.internlm import read_as_llama
+from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Ops, TorchOps
-from pd_cluster.model.layers.packing import pack_modules
+from pd_cluster.model.layers.packing import pack_modules, packed
 from pd_cluster.model.layers.rope import USE_LOGN, LogN, put_lengths, rope_limit_of
+from pd_cluster.model.layers.weight import LinearWeight
 from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.parallel.layers import Share
@@ -147,7 +149,11 @@ def load_model(
         plain.take_deep_features()
     adapters = adapters_of(checkpoint, share) if checkpoint.takes_adapters else None
     if logn is not None or checkpoint.is_unproven or not can_fuse(model):  # some unlisted types use others' classes
-        num_packed = prove_packing(plain, device, dtype) if checkpoint.is_unproven else pack_modules(model)
+        num_packed = (
+            prove_packing(plain, device, dtype)
+            if checkpoint.is_unproven
+            else pack_modules(model, linears_by(attention))
+        )
         log.info("model: %s%s", plain.kernels, f", {num_packed} packed modules" if num_packed else "")
         if adapters is not None:
             adapters.take_over(model)
@@ -219,6 +225,11 @@ def choose_ops(config: Any, device: Device = CPU, attention: Attention = SDPA, p
     except KernelsUnavailable as error:
         log.warning("no C kernels, the forward pass is slower: %s", error)
         return TorchOps()
+
+
+def linears_by(attention: Attention) -> Callable[[LinearWeight], Linear]:
+    """Returns what makes the layers of weights in other forms, for transformers' modules around this attention."""
+    return packed if attention.make_ops is None else attention.make_ops(attention).linear
 
 
 def plan_of(checkpoint: Checkpoint, tp_size: int) -> ParallelPlan:

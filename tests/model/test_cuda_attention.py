@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pd_cluster.kv.layout import CODE_BITS
 from pd_cluster.model.cuda.attention_configs import AttentionConfigs, TileConfig, configs_for
 from pd_cluster.model.cuda.plan import (
     PROGRAMS_PER_SM,
@@ -257,13 +258,14 @@ def test_a_mutation_of_nothing_is_no_fault(interpreter: TritonChild) -> None:
 
 def compile_and_check(compiler: TritonChild, arch: int, dtype: str, **shape: Any) -> None:
     found = compiler.call("triton_compile", "compiled", arch=arch, dtype=dtype, **shape)
-    assert set(found) == {"prefill_kernel", "decode_kernel", "write_kernel"}
+    writer = "write_codes_kernel" if shape.get("pool_dtype") else "write_kernel"
+    assert set(found) == {"prefill_kernel", "decode_kernel", writer}
     for name, takes in found.items():
         assert takes["shared_nbytes"] <= SHARED_NBYTES[arch], (name, takes)
         assert takes["spilled_nbytes"] <= 64, (name, takes)
     prefill, decode = found["prefill_kernel"], found["decode_kernel"]
     assert decode["ordered_counts"] == decode["counts"] == 1, decode  # results are stored first, and merged later
-    if shape["head_dim"] >= 64:  # tiles come by asynchronous copies of 16 bytes
+    if shape["head_dim"] >= 64 and not shape.get("pool_dtype"):  # tiles come by asynchronous copies of 16 bytes
         assert prefill["cp.async.cg"] > 0, prefill
         assert decode["cp.async.cg"] > 0, decode
     if dtype != "float32":  # on tensor cores; on Hopper big tiles by its own instruction
@@ -288,6 +290,29 @@ def test_kernels_compile_and_fit(
     compiler: TritonChild, arch: int, head_dim: int, group: int, dtype: str, block_size: int, is_rich: bool
 ) -> None:
     compile_and_check(compiler, arch, dtype, head_dim=head_dim, group=group, block_size=block_size, is_rich=is_rich)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("arch", "pool_dtype"),
+    [(90, "int8"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((80, "int8"), (90, "int4"), (80, "int4"),
+     (90, "fp8_e4m3"), (80, "fp8_e4m3"), (90, "bfloat16")))],
+)  # fmt: skip
+def test_pools_of_codes_compile_and_fit(compiler: TritonChild, arch: int, pool_dtype: str) -> None:
+    shape = {"head_dim": 128, "group": 4, "block_size": 16, "is_rich": False, "pool_dtype": pool_dtype}
+    if pool_dtype in CODE_BITS:
+        compile_and_check(compiler, arch, "bfloat16", **shape)
+    else:
+        assert compiler.call("triton_compile", "compiled", arch=arch, dtype="float32", **shape)
+
+
+@needs_triton
+@pytest.mark.parametrize("pool_dtype", CODE_BITS)
+def test_same_as_sdpa_over_codes(interpreter: TritonChild, pool_dtype: str) -> None:
+    """And the same bytes are in the pool."""
+    for at in (4, 7):
+        shape = named(SHAPES[at])
+        assert difference(interpreter, MIXED, pool_dtype=pool_dtype, **shape) < TOLERANCE["float32"]
 
 
 @needs_triton

@@ -19,7 +19,12 @@ from tests.support.interpreted import ROOT, run_cases
 pytest.importorskip("triton")
 
 MAX_SHARED_NBYTES = {80: 163 << 10, 90: 227 << 10}  # of one program
-CASES = [("cuda_ops_cases.py", "cuda_heads_cases.py"), ("cuda_experts_cases.py",), ("cuda_draw_cases.py",)]
+CASES = [
+    ("cuda_ops_cases.py", "cuda_heads_cases.py"),
+    ("cuda_experts_cases.py",),
+    ("cuda_draw_cases.py",),
+    ("cuda_coded_cases.py", "cuda_pool_cases.py"),
+]
 
 
 @pytest.mark.timeout(300)
@@ -71,7 +76,7 @@ def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
     assert kernels == {
         *("rms_norm", "gated", "prepare_heads", "route", "sort_pairs", "gate_up_product", "down_product"),
         *("best_of_parts", "best_of_rows", "weigh_bins", "gather_likely", "choose_among"),
-        *("linear_product", "sum_pairs", "skinny_gate_product"),
+        *("linear_product", "sum_pairs", "skinny_gate_product", "coded_linear_product", "round_rows", "decode_rows"),
     }
     for facts in found:
         overlaps = int(facts["case"] == "overlapping")

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.layout import CODE_BITS
-from pd_cluster.kv.vectors import decode, encode
 from pd_cluster.settings.engine import KV_CACHE_DTYPES
 from tests.support.checkpoints import make_checkpoint, reference_model
+from tests.support.coded_cache import CacheOf, generated
 from tests.support.engines import random_prompt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -24,28 +23,8 @@ FUSED = ["llama", "qwen3", "gemma2", "gpt_oss", "phi3", "mixtral"]
 UNFUSED = ["gpt2", "gpt_neox", "opt"]
 
 
-class CacheOf(DynamicCache):
-    """transformers' cache with every vector as a pool of this dtype has it."""
-
-    def __init__(self, dtype: str) -> None:
-        super().__init__()
-        self.pool_dtype = dtype
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *others: Any, **named: Any) -> Any:
-        rounded = (decode(encode(x, self.pool_dtype), self.pool_dtype).to(x.dtype) for x in (keys, values))
-        return super().update(*rounded, *others, **named)
-
-
 def expected(folder: Path, dtype: str) -> list[list[int]]:
-    model = reference_model(folder)
-    found = []
-    for prompt in PROMPTS:
-        with torch.inference_mode():
-            output = model.generate(
-                torch.tensor([prompt]), past_key_values=CacheOf(dtype), max_new_tokens=10, min_new_tokens=10
-            )
-        found.append(output[0, len(prompt) :].tolist())
-    return found
+    return generated(folder, dtype, PROMPTS, 10)
 
 
 def tokens_of(folder: Path, dtype: str, **settings: Any) -> list[list[int]]:

@@ -21,6 +21,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.compiler import compile as compile_kernel
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from pd_cluster.kv.layout import CODE_BITS, stored_width
 from pd_cluster.model.cuda.argmax import argmax_rows
 from pd_cluster.model.cuda.draw import draw_rows
 from pd_cluster.model.cuda.experts import TritonGroupedExperts
@@ -29,6 +30,7 @@ from pd_cluster.model.cuda.ops import CudaOps, prepare
 from pd_cluster.model.cuda.skinny import SkinnyGate
 from pd_cluster.model.layers.gated import Routing
 from pd_cluster.model.layers.ops import Heads, Norm, Rope
+from tests.support import compile_coded
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT64 = torch.int64
@@ -64,10 +66,17 @@ def gate(num_rows: int, num_features: int, dtype: torch.dtype) -> None:
 
 
 def heads(
-    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, has_norm: bool, wide: bool = False
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    has_norm: bool,
+    wide: bool = False,
+    codes: str = "",
 ) -> None:
     weight = Norm(empty(head_dim, dtype=dtype), 1e-6) if has_norm else None
-    pool = empty(4000, 32, 2, 16, num_kv_heads, head_dim, dtype=dtype)
+    width = stored_width(codes, head_dim)
+    pool = empty(4000, 32, 2, 16, num_kv_heads, width, dtype=torch.uint8 if codes else dtype)
     prepare(
         Heads(3, num_heads, num_kv_heads, head_dim, 1.0, q_norm=weight, k_norm=weight),
         empty(8, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
@@ -75,6 +84,7 @@ def heads(
         pool[:, 3, 0],
         pool[:, 3, 1],
         empty(8, dtype=torch.int64),
+        pool_dtype=codes,
     )
 
 
@@ -135,12 +145,15 @@ FEW: dict[str, Callable[[], None]] = {
     "argmax, one row": lambda: argmax(1, 151936, BF16),
     "argmax, 128 rows": lambda: argmax(128, 151936, FP32),
     "draw, 128 rows": lambda: draw(128, 151936, BF16),
+    **compile_coded.FEW,
 }
 OTHERS: dict[str, Callable[[], None]] = {
     **{f"norm of {n} {dtype}": lambda n=n, dtype=dtype: norm(n, dtype) for n in (64, 896, 5120, 16384)
        for dtype in (FP16, FP32)},
     "norm, wide weight": lambda: norm(2304, BF16, is_wide=True),
     "heads by wide tables": lambda: heads(40, 8, 128, BF16, has_norm=False, wide=True),  # OLMo 2
+    **{f"heads into {codes}": lambda codes=codes: heads(32, 8, 128, BF16, has_norm=True, codes=codes)
+       for codes in CODE_BITS},
     "norm of 32768": lambda: norm(32768, BF16),
     "gate, float32": lambda: gate(4, 4864, FP32),
     **{f"skinny gate of {shape}": lambda shape=shape: skinny_gate(*shape, FP16)
@@ -157,6 +170,7 @@ OTHERS: dict[str, Callable[[], None]] = {
     "argmax, float16": lambda: argmax(1, 32000, FP16),
     "draw, float32": lambda: draw(256, 262144, FP32),
     "draw, few tokens": lambda: draw(1, 1000, FP16),
+    **compile_coded.OTHERS,
 }  # fmt: skip
 
 

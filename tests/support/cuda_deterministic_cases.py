@@ -172,7 +172,7 @@ def test_the_gate_has_one_launch_for_all_sizes(monkeypatch: pytest.MonkeyPatch) 
 # ---- attention
 
 
-def small_configs(head_dim: int, bits: int, group: int, device: object) -> AttentionConfigs:
+def small_configs(head_dim: int, bits: int, group: int, device: object, has_codes: bool) -> AttentionConfigs:
     tile = TileConfig(padded(8 * group), 16, 4, 2)
     return AttentionConfigs(tile, tile, is_uniform=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.model import loader, prompt_graphs
 from pd_cluster.model.attention_choice import Attention, cuda_ops, triton_attention
 from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
+from pd_cluster.model.cuda import coded
+from pd_cluster.model.cuda.coded import E2M1, INT4, ROUNDED
 from pd_cluster.model.cuda.paged import PaddedPlanner
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.prompt_graphs import PromptGraphs
@@ -28,8 +31,10 @@ from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
 from tests.support import fake_flashinfer
 from tests.support.checkpoints import make_checkpoint
+from tests.support.coded_cache import generated
 from tests.support.engines import assert_all_same, generate, random_prompt, run
 from tests.support.interpreted import choose_device
+from tests.support.quantized import FORMATS, W8A8, rewritten
 
 choose_device()
 
@@ -93,6 +98,85 @@ def check_fused_layers(architecture: str, tmp_path: Path) -> str:
     runner.goes_ahead = False
     assert answers(core, prompts) == ahead
     return runner.model.kernels
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "kind"),
+    [
+        ("llama", "gptq asymmetric", INT4),
+        pytest.param("llama", "mxfp4", E2M1, marks=pytest.mark.slow),
+        pytest.param("mixtral", "awq", INT4, marks=pytest.mark.slow),
+        pytest.param("qwen2", "fp8 blocks", None, marks=pytest.mark.slow),  # groups of 40 are computed as numbers
+    ],
+)
+def test_layers_of_codes_have_the_tokens_of_their_numbers(
+    architecture: str, name: str, kind: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries, keys and values joined, gates and ups joined; in graphs."""
+    kinds: list[int] = []
+    monkeypatch.setattr(coded.kernels, "coded_linear_product", Noted(coded.kernels.coded_linear_product, kinds))
+    as_cuda(monkeypatch)
+    folder, plain = rewritten(make_checkpoint(tmp_path / "made", architecture), tmp_path, FORMATS[name])
+    core, runner = build_core(EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, device="cpu"))
+    assert isinstance(runner.model, FusedCausalLM)
+    assert set(kinds) == ({kind} if kind is not None else set())
+    runner._graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
+    prompts = [random_prompt(random.Random(3), length) for length in LENS]
+    assert_all_same(plain, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
+    assert graphs.num_captured > 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        ("llama", "int4"),
+        pytest.param("qwen3", "int8", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "fp8_e4m3", marks=pytest.mark.slow),
+        pytest.param("gemma2", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_transformers_with_a_cache_of_codes(
+    architecture: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_cuda(monkeypatch)
+    folder = make_checkpoint(tmp_path, architecture)
+    core, runner = build_core(
+        EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, device="cpu", kv_cache_dtype=dtype)
+    )
+    assert runner.pool.layout.dtype == dtype
+    runner._graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
+    prompts = [random_prompt(random.Random(3), length) for length in LENS]
+    assert generate(core, prompts, GREEDY) == generated(folder, dtype, prompts, GREEDY.max_tokens)
+    assert graphs.num_captured > 0
+
+
+def test_int8_products_are_those_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of integers have no order, so logits differ from a CPU's by what lies between the layers alone."""
+    folder, _ = rewritten(make_checkpoint(tmp_path / "made", "llama"), tmp_path, W8A8)
+    checkpoint = Checkpoint.open(str(folder))
+    layout = loader.layout_of(loader.config_of(checkpoint), 16, "float32")
+    expected = loader._probe_logits(loader.load_model(checkpoint, "float32", CPU), layout, CPU)
+    as_cuda(monkeypatch)
+    kinds: list[int] = []
+    monkeypatch.setattr(coded.kernels, "coded_linear_product", Noted(coded.kernels.coded_linear_product, kinds))
+    found = loader._probe_logits(loader.load_model(checkpoint, "float32", CPU), layout, CPU)
+    assert set(kinds) == {ROUNDED}
+    assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Replaces a kernel: keeps the kinds of codes of its launches, and launches it."""
+
+    kernel: Any
+    kinds: list[int]
+
+    def __getitem__(self, grid: object) -> Any:
+        def launch(*args: object, **options: Any) -> object:
+            self.kinds.append(options["KIND"])
+            return self.kernel[grid](*args, **options)
+
+        return launch
 
 
 def test_steps_with_prompts_through_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.kv.layout import CODE_BITS, KVLayout, keys_and_values
 from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
+from pd_cluster.kv.vectors import encode
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.batch import ForwardBatch, build_batch
 from pd_cluster.model.cuda import attention
@@ -45,7 +46,7 @@ def make_batch(
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-context // block_size) for _, context in sequences]
     pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, keys_and_values(head_dim), block_size, dtype), sum(counts) + 3)
-    pool.data.fill_(float("nan"))
+    pool.data.fill_(float("nan") if dtype not in CODE_BITS else 255)  # scales of such bytes are NaN, too
     blocks = torch.randperm(pool.num_blocks, generator=generator).tolist()
     chunks = []
     for i, ((query_len, context), count) in enumerate(zip(sequences, counts, strict=True)):
@@ -53,7 +54,7 @@ def make_batch(
         prefix = context - query_len
         for at in range(prefix):
             content = torch.randn(NUM_LAYERS, 2, num_kv_heads, head_dim, generator=generator)
-            pool.data[table[at // block_size], :, :, at % block_size] = content.to(pool.data.dtype)
+            put(pool, table[at // block_size], at % block_size, content)
         num_passed = max(0, prefix - window + 1) // block_size if window is not None else 0
         table[:num_passed] = [pool.num_blocks] * num_passed
         request = Request(
@@ -61,6 +62,14 @@ def make_batch(
         )
         chunks.append((request, query_len))
     return build_batch(chunks, pool)
+
+
+def put(pool: KVPool, block: int, offset: int, content: torch.Tensor) -> None:
+    """Writes one token's vectors, [num_layers, 2, num_kv_heads, head_dim]."""
+    stored = encode(content, pool.layout.dtype)
+    for layer in range(NUM_LAYERS):
+        for plane, numbers in zip(pool.layer(layer), stored[layer], strict=True):
+            plane[block, offset] = numbers
 
 
 def metadata(batch: ForwardBatch, plan: AttentionPlan) -> attention.BatchMetadata:
@@ -97,12 +106,16 @@ def parity(
     rows: int = 16,
     keys: int = 32,
     seed: int = 0,
+    pool_dtype: str = "",
     limits: list[int] | None = None,  # of each row: the end of the keys that it sees
     is_uniform: bool = False,
 ) -> float:
-    """Writes and attends in both ways; returns how far they are apart (`difference`). The pools must be equal."""
+    """Writes and attends in both ways; returns how far they are apart (`difference`). The pools must be equal.
+
+    `pool_dtype`: the pool's, if it is another than the queries'.
+    """
     torch.manual_seed(seed)
-    batch = make_batch(sequences, num_kv_heads, head_dim, block_size, dtype, seed, window)
+    batch = make_batch(sequences, num_kv_heads, head_dim, block_size, pool_dtype or dtype, seed, window)
     torch_dtype = TORCH_DTYPES[dtype]
     qkv = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(torch_dtype)
     query, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -112,22 +125,24 @@ def parity(
     batch.key_limits = None if limits is None else torch.tensor(limits, dtype=torch.int32)
 
     key_pool, value_pool = batch.pool.layer(LAYER)
-    attention.write_kv(k, v, key_pool, value_pool, batch.slot_mapping)
+    attention.write_kv(k, v, key_pool, value_pool, batch.slot_mapping, pool_dtype)
     query_lens = np.diff(batch.query_starts.numpy())
     group = num_heads // num_kv_heads
     chosen = replace(configs(group, rows, keys), is_uniform=is_uniform)
     plan = plan_attention(query_lens, batch.context_lens.numpy(), group, num_kv_heads, chosen, 132, split_keys)
     workspace = torch.full((plan.workspace_numel(num_heads, head_dim),), float("nan"))
-    actual = attention.attend(query, key_pool, value_pool, metadata(batch, plan), plan, scoring, workspace=workspace)
+    actual = attention.attend(
+        query, key_pool, value_pool, metadata(batch, plan), plan, scoring, workspace=workspace, pool_dtype=pool_dtype
+    )
 
     written = batch.pool.data.clone()
-    wide = make_batch(sequences, num_kv_heads, head_dim, block_size, "float32", seed, window)
+    wide = make_batch(sequences, num_kv_heads, head_dim, block_size, pool_dtype or "float32", seed, window)
     wide.pool.data.copy_(before)
     wide.key_limits = batch.key_limits
     if reference_window is not None:
         scoring = replace(scoring, sliding_window=reference_window)
     expected = sdpa.write_and_attend(LAYER, query.float().transpose(0, 1), k.float(), v.float(), wide, scoring)
-    torch.testing.assert_close(written.float(), wide.pool.data, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(written.float(), wide.pool.data.float(), rtol=0, atol=0, equal_nan=True)
     return difference(actual, expected)
 
 

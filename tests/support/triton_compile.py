@@ -19,14 +19,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
+from pd_cluster.kv.layout import stored_width
 from pd_cluster.kv.pool import TORCH_DTYPES
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.cuda import attention
 from pd_cluster.model.cuda.attention_configs import configs_for
 from pd_cluster.model.cuda.plan import plan_attention
 
-LAUNCHED = ("prefill_kernel", "decode_kernel", "write_kernel")
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+LAUNCHED = ("prefill_kernel", "decode_kernel", "write_kernel", "write_codes_kernel")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
 # A count of complete splits: behind a barrier of the program without a store in between, and before another one.
 ORDERED_COUNT = re.compile(
     r"bar\.sync\s+0;(?:(?!st\.global|bar\.sync)[^$])*?atom\.global\.gpu\.acq_rel\.add"
@@ -55,7 +56,7 @@ def launches_of(shape: dict[str, Any], arch: int) -> dict[str, Caught]:
     finally:
         for name, stand_in in caught.items():
             setattr(attention, name, stand_in.kernel)
-    return caught
+    return {name: stand_in for name, stand_in in caught.items() if stand_in.launches}
 
 
 def _step(
@@ -68,18 +69,20 @@ def _step(
     num_kv_heads: int = 8,
     window: int = 128,
     is_uniform: bool = False,
+    pool_dtype: str = "",
     has_limits: bool = False,
 ) -> None:
     query_lens, context_lens = np.array([1, 1, 500]), np.array([900, 1000, 700])
     num_heads, torch_dtype = num_kv_heads * group, TORCH_DTYPES[dtype]
-    configs = configs_for(head_dim, torch_dtype.itemsize * 8, group, divmod(arch, 10))
+    configs = configs_for(head_dim, torch_dtype.itemsize * 8, group, divmod(arch, 10), bool(pool_dtype))
     configs = replace(configs, is_uniform=is_uniform)
     plan = plan_attention(query_lens, context_lens, group, num_kv_heads, configs, 132)
 
     def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device="meta")
 
-    pool = empty(4000, 32, 2, block_size, num_kv_heads, head_dim, dtype=torch_dtype)
+    width = stored_width(pool_dtype or dtype, head_dim)
+    pool = empty(4000, 32, 2, block_size, num_kv_heads, width, dtype=TORCH_DTYPES[pool_dtype or dtype])
     qkv = empty(502, num_heads + 2 * num_kv_heads, head_dim, dtype=torch_dtype)
     query, keys, values = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     limits = empty(502) if has_limits else None
@@ -88,8 +91,8 @@ def _step(
     batch = attention.BatchMetadata(empty(4), empty(3), empty(999), empty(4), empty(2), tiles, arrivals, limits)
     sinks = empty(num_heads, dtype=torch_dtype)
     scoring = Scoring(0.1, window, 30.0, sinks) if is_rich else Scoring(0.1)
-    attention.write_kv(keys, values, pool[:, 3, 0], pool[:, 3, 1], empty(502, dtype=torch.int64))
-    attention.attend(query, pool[:, 3, 0], pool[:, 3, 1], batch, plan, scoring)
+    attention.write_kv(keys, values, pool[:, 3, 0], pool[:, 3, 1], empty(502, dtype=torch.int64), pool_dtype)
+    attention.attend(query, pool[:, 3, 0], pool[:, 3, 1], batch, plan, scoring, pool_dtype=pool_dtype)
 
 
 def source_of(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:

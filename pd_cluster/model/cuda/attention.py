@@ -9,14 +9,17 @@ import math
 from dataclasses import dataclass
 
 import torch
+import triton
 
+from pd_cluster.kv.layout import stored_width
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.cuda.attention_configs import padded
 from pd_cluster.model.cuda.attention_decode import decode_kernel
 from pd_cluster.model.cuda.attention_kernels import prefill_kernel
-from pd_cluster.model.cuda.attention_write import write_kernel
+from pd_cluster.model.cuda.attention_write import write_codes_kernel, write_kernel
 from pd_cluster.model.cuda.dependent import launched
 from pd_cluster.model.cuda.plan import MAX_SPLITS, AttentionPlan
+from pd_cluster.model.cuda.pool_codes import codes_of
 
 LOG2_E = math.log2(math.e)
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 256
@@ -47,26 +50,30 @@ class BatchMetadata:
 
 def attend(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim], its last dimension contiguous
-    key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim, or the stored width of codes]
     value_pool: torch.Tensor,
     batch: BatchMetadata,
     plan: AttentionPlan,
     scoring: Scoring,
     out: torch.Tensor | None = None,  # contiguous, like the query
     workspace: torch.Tensor | None = None,  # float32, at least plan.workspace_numel(num_heads, head_dim)
+    pool_dtype: str = "",
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Returns [num_tokens, num_heads, head_dim]. The step's keys and values must be in the pool already."""
+    """Returns [num_tokens, num_heads, head_dim]. The step's keys and values must be in the pool already.
+
+    `pool_dtype`: the name of the pool's dtype if it has codes.
+    """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    _check(query, key_pool, value_pool, out, scoring)
+    _check(query, key_pool, value_pool, out, scoring, pool_dtype)
     if len(plan.tiles):
-        _prefill(query, key_pool, value_pool, batch, plan, scoring, out, pdl)
+        _prefill(query, key_pool, value_pool, batch, plan, scoring, out, pool_dtype, pdl)
     if len(plan.decode_seqs):
         if workspace is None:
             numel = plan.workspace_numel(query.shape[1], query.shape[2])
             workspace = torch.empty(numel, dtype=torch.float32, device=query.device)
-        _decode(query, key_pool, value_pool, batch, plan, scoring, out, workspace, pdl)
+        _decode(query, key_pool, value_pool, batch, plan, scoring, out, workspace, pool_dtype, pdl)
     return out
 
 
@@ -76,15 +83,30 @@ def write_kv(
     key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
     value_pool: torch.Tensor,
     slot_mapping: torch.Tensor,  # [num_tokens] int64: block * block_size + offset
+    pool_dtype: str = "",
 ) -> None:
-    """Writes the step's keys and values into their slots, in the pool's precision."""
+    """Writes the step's keys and values into their slots, in the pool's precision. `pool_dtype` as in `attend`."""
     num_tokens, num_kv_heads, head_dim = keys.shape
     _check_pools(key_pool, value_pool)
     for given, pool in ((keys, key_pool), (values, value_pool)):
-        assert given.shape == (num_tokens, *pool.shape[2:])
+        assert given.shape == (num_tokens, num_kv_heads, head_dim)
+        assert pool.shape[2:] == (num_kv_heads, stored_width(pool_dtype, head_dim))
         assert given.stride()[1:] == (head_dim, 1)
     assert slot_mapping.dtype == torch.int64
     assert len(slot_mapping) == num_tokens
+    if codes := codes_of(pool_dtype):
+        half = triton.next_power_of_2(head_dim // 2)
+        write_codes_kernel[num_tokens, num_kv_heads](
+            *(keys, values, key_pool, value_pool, slot_mapping, keys.stride(0), values.stride(0)),
+            *key_pool.stride()[:3],
+            HEAD_DIM=head_dim,
+            HALF=half,
+            BLOCK_SIZE=key_pool.shape[1],
+            CODES=codes,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+        return
     width = num_kv_heads * head_dim
     chunk = min(WRITE_CHUNK, padded(width))
     write_kernel[num_tokens, -(-width // chunk)](
@@ -105,23 +127,30 @@ def write_kv(
 
 def _check_pools(key_pool: torch.Tensor, value_pool: torch.Tensor) -> None:
     """Asserts what the kernels rely on; block ids were checked when the batch was built."""
-    _, block_size, _, head_dim = key_pool.shape
+    _, block_size, _, width = key_pool.shape
     assert key_pool.shape == value_pool.shape
     assert key_pool.stride() == value_pool.stride()
-    assert key_pool.stride()[2:] == (head_dim, 1)
+    assert key_pool.stride()[2:] == (width, 1)
     assert block_size & (block_size - 1) == 0
     assert MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE, f"block_size {block_size}"
 
 
 def _check(
-    query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, out: torch.Tensor, scoring: Scoring
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    out: torch.Tensor,
+    scoring: Scoring,
+    pool_dtype: str,
 ) -> None:
     _check_pools(key_pool, value_pool)
     num_heads, num_kv_heads = query.shape[1], key_pool.shape[2]
     assert num_heads % num_kv_heads == 0
-    assert query.shape[2] == key_pool.shape[3]
+    assert stored_width(pool_dtype, query.shape[2]) == key_pool.shape[3]
     assert query.stride(2) == 1
-    assert query.dtype == key_pool.dtype == value_pool.dtype == out.dtype
+    assert query.dtype == out.dtype
+    assert key_pool.dtype == value_pool.dtype
+    assert (key_pool.dtype == torch.uint8) == bool(codes_of(pool_dtype))
     assert out.shape == query.shape
     assert out.is_contiguous()
     assert scoring.scaling > 0
@@ -135,7 +164,7 @@ def _scales(scoring: Scoring) -> tuple[float, float]:
     return 2 * LOG2_E * scoring.scaling / scoring.softcap, scoring.softcap * LOG2_E
 
 
-def _constants(query: torch.Tensor, key_pool: torch.Tensor, scoring: Scoring) -> dict[str, object]:
+def _constants(query: torch.Tensor, key_pool: torch.Tensor, scoring: Scoring, pool_dtype: str) -> dict[str, object]:
     """Returns the constants for which both attention kernels are specialised."""
     head_dim = query.shape[2]
     return {
@@ -146,6 +175,7 @@ def _constants(query: torch.Tensor, key_pool: torch.Tensor, scoring: Scoring) ->
         "HAS_WINDOW": scoring.sliding_window is not None,
         "HAS_SOFTCAP": scoring.softcap is not None,
         "HAS_SINKS": scoring.sinks is not None,
+        "CODES": codes_of(pool_dtype),
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",  # ignored for 16 bits
     }
 
@@ -158,6 +188,7 @@ def _prefill(
     plan: AttentionPlan,
     scoring: Scoring,
     out: torch.Tensor,
+    pool_dtype: str,
     pdl: bool,
 ) -> None:
     config = plan.configs.prefill
@@ -189,7 +220,7 @@ def _prefill(
         UNIFORM=plan.configs.is_uniform,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **_constants(query, key_pool, scoring),
+        **_constants(query, key_pool, scoring, pool_dtype),
         **launched(pdl),
     )
 
@@ -203,6 +234,7 @@ def _decode(
     scoring: Scoring,
     out: torch.Tensor,
     workspace: torch.Tensor,
+    pool_dtype: str,
     pdl: bool,
 ) -> None:
     config, max_splits, num_decode = plan.configs.decode, plan.max_splits, len(plan.decode_seqs)
@@ -251,6 +283,6 @@ def _decode(
         ALL_DECODE=plan.all_decode,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **_constants(query, key_pool, scoring),
+        **_constants(query, key_pool, scoring, pool_dtype),
         **launched(pdl),
     )

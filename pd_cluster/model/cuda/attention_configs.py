@@ -57,8 +57,10 @@ def padded(size: int) -> int:
     return max(MIN_ROWS, 1 << (size - 1).bit_length())
 
 
-def configs_for(head_dim: int, dtype_bits: int, group: int, compute_capability: tuple[int, int]) -> AttentionConfigs:
-    """Returns the configs; `group`: query heads per KV head.
+def configs_for(
+    head_dim: int, dtype_bits: int, group: int, compute_capability: tuple[int, int], has_codes: bool = False
+) -> AttentionConfigs:
+    """Returns the configs; `group`: query heads per KV head. `has_codes`: the pool has, whose numbers take registers.
 
     Raises ValueError for shapes that the kernels do not take.
     """
@@ -69,4 +71,6 @@ def configs_for(head_dim: int, dtype_bits: int, group: int, compute_capability: 
     # Consumer GPUs, even newer than Hopper, have 99 KiB of shared memory; the table for 80 stays within that.
     arch: Arch = 90 if 9 <= compute_capability[0] <= 11 else 80
     (rows, *of_prefill), of_decode = _TABLE[max(64, padded(head_dim)), dtype_bits, arch]
+    if has_codes:
+        of_prefill[0], of_decode = max(MIN_ROWS, of_prefill[0] // 2), (max(MIN_ROWS, of_decode[0] // 2), *of_decode[1:])
     return AttentionConfigs(TileConfig(max(rows, padded(group)), *of_prefill), TileConfig(padded(group), *of_decode))

@@ -140,6 +140,7 @@ def decode_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    CODES: tl.constexpr,
     ALL_DECODE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -163,6 +164,9 @@ def decode_kernel(
     d = tl.arange(0, D)
     heads = kv_head * GROUP + r
     there = (r < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    head_at = kv_head * head_stride
+    if CODES > 0:
+        head_at = tl.multiple_of(head_at, 4)
 
     for item in range(tl.program_id(1), num_items, tl.num_programs(1)):
         place = tl.program_id(1) * 0  # of the row whose splits include this one
@@ -204,8 +208,9 @@ def decode_kernel(
         positions = tl.full([BLOCK_M], 0, tl.int32) + (context_len - 1)
         acc, top, total = sweep(
             q, positions, positions, seen_from, lo, whole_lo, whole_hi, hi,
-            key_pool + kv_head * head_stride, value_pool + kv_head * head_stride, table, block_stride, token_stride,
-            window, scale, softcap, HEAD_DIM, BLOCK_M, D, BLOCK_N, BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+            key_pool + head_at, value_pool + head_at, table, block_stride, token_stride,
+            window, scale, softcap, HEAD_DIM, BLOCK_M, D, BLOCK_N, BLOCK_SIZE,
+            HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES,
         )  # fmt: skip
         num_splits = end - first
         if num_splits > 1:

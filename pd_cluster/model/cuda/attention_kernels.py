@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from pd_cluster.model.cuda.dependent import begin
+from pd_cluster.model.cuda.pool_codes import decoded, scale_at
 
 
 @triton.jit
@@ -49,6 +50,7 @@ def _attend_tile(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    CODES: tl.constexpr,  # pool_codes.CODES; 0: the pool has numbers
     MASKED: tl.constexpr,
 ):
     """Returns (acc, top, total) after BLOCK_N more keys."""
@@ -58,22 +60,33 @@ def _attend_tile(
         rows = block.to(tl.int64) * block_stride + (start % BLOCK_SIZE + n) * token_stride
     else:
         rows = block.to(tl.int64) * block_stride + (n % BLOCK_SIZE) * token_stride
+    if CODES > 0:
+        rows = tl.multiple_of(rows, 4)  # the scales are aligned, so codes come four at a time
     offsets = rows[:, None] + d[None, :]
     if MASKED:  # unseen values may be anything, even NaN, which a weight of zero would not cancel
         is_seen = start + n < hi
         if HAS_WINDOW:
             is_seen = is_seen & (start + n >= seen_from)
-        there = is_seen[:, None] & (d < HEAD_DIM)[None, :]
-        k = tl.load(key_base + offsets, mask=there, other=0.0)
-        v = tl.load(value_base + offsets, mask=there, other=0.0)
-    elif HEAD_DIM < D:
-        k = tl.load(key_base + offsets, mask=(d < HEAD_DIM)[None, :], other=0.0)
-        v = tl.load(value_base + offsets, mask=(d < HEAD_DIM)[None, :], other=0.0)
     else:
-        k = tl.load(key_base + offsets)
-        v = tl.load(value_base + offsets)
+        is_seen = n >= 0
+    if CODES > 0:
+        there = is_seen[:, None] & (d < HEAD_DIM)[None, :]
+        k = decoded(key_base, rows, there, d, q.dtype, HEAD_DIM, CODES)
+        v = decoded(value_base, rows, there, d, q.dtype, HEAD_DIM, CODES)
+    elif MASKED:
+        there = is_seen[:, None] & (d < HEAD_DIM)[None, :]
+        k = tl.load(key_base + offsets, mask=there, other=0.0).to(q.dtype)
+        v = tl.load(value_base + offsets, mask=there, other=0.0).to(q.dtype)
+    elif HEAD_DIM < D:
+        k = tl.load(key_base + offsets, mask=(d < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
+        v = tl.load(value_base + offsets, mask=(d < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
+    else:
+        k = tl.load(key_base + offsets).to(q.dtype)
+        v = tl.load(value_base + offsets).to(q.dtype)
 
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, BLOCK_N]
+    if CODES > 0:
+        scores *= scale_at(key_base, rows, is_seen, HEAD_DIM, CODES)[None, :]
     if HAS_SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2 x) + 1); scale and softcap include the factors to and from log2
         scores = softcap - 2.0 * softcap / (tl.exp2(scores * scale) + 1.0)
     if MASKED:
@@ -93,8 +106,11 @@ def _attend_tile(
         shift = new_top
     weights = tl.exp2(scores * factor - shift[:, None])
     fade = tl.exp2(top - shift)
+    total = total * fade + tl.sum(weights, 1)
+    if CODES > 0:
+        weights *= scale_at(value_base, rows, is_seen, HEAD_DIM, CODES)[None, :]
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-    return acc, new_top, total * fade + tl.sum(weights, 1)
+    return acc, new_top, total
 
 
 @triton.jit
@@ -123,6 +139,7 @@ def sweep(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """Sweeps the keys in three loops: the window's lower edge, the unmasked middle, the upper edge.
 
@@ -139,7 +156,7 @@ def sweep(
             acc, top, total = _attend_tile(
                 acc, top, total, q, positions, ends, block, start, seen_from, hi, key_base, value_base,
                 block_stride, token_stride, window, scale, softcap, HEAD_DIM, D, BLOCK_N, BLOCK_SIZE,
-                HAS_WINDOW, HAS_SOFTCAP, PRECISION, MASKED=True,
+                HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, MASKED=True,
             )  # fmt: skip
     for start in range(whole_lo, whole_hi, BLOCK_N):
         block = upcoming
@@ -147,7 +164,7 @@ def sweep(
         acc, top, total = _attend_tile(
             acc, top, total, q, positions, ends, block, start, seen_from, hi, key_base, value_base,
             block_stride, token_stride, window, scale, softcap, HEAD_DIM, D, BLOCK_N, BLOCK_SIZE,
-            HAS_WINDOW, HAS_SOFTCAP, PRECISION, MASKED=False,
+            HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, MASKED=False,
         )  # fmt: skip
     for start in range(whole_hi, hi, BLOCK_N):
         block = upcoming
@@ -155,7 +172,7 @@ def sweep(
         acc, top, total = _attend_tile(
             acc, top, total, q, positions, ends, block, start, seen_from, hi, key_base, value_base,
             block_stride, token_stride, window, scale, softcap, HEAD_DIM, D, BLOCK_N, BLOCK_SIZE,
-            HAS_WINDOW, HAS_SOFTCAP, PRECISION, MASKED=True,
+            HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, MASKED=True,
         )  # fmt: skip
     return acc, top, total
 
@@ -212,6 +229,7 @@ def prefill_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_LIMITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    CODES: tl.constexpr,
     UNIFORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -260,10 +278,13 @@ def prefill_kernel(
     if UNIFORM:
         whole_lo = lo
         whole_hi = lo
+    head_at = kv_head * head_stride
+    if CODES > 0:
+        head_at = tl.multiple_of(head_at, 4)
     acc, top, total = sweep(
         q, prefix + index, ends, seen_from, lo, whole_lo, whole_hi, hi,
-        key_pool + kv_head * head_stride, value_pool + kv_head * head_stride, table, block_stride, token_stride,
-        window, scale, softcap, HEAD_DIM, BLOCK_M, D, BLOCK_N, BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+        key_pool + head_at, value_pool + head_at, table, block_stride, token_stride,
+        window, scale, softcap, HEAD_DIM, BLOCK_M, D, BLOCK_N, BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES,
     )  # fmt: skip
     if HAS_SINKS:
         fade, total = add_sink(top, total, sinks, heads, is_row)

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from pd_cluster.devices.device import Device, compute_capability
+from pd_cluster.kv.layout import CODE_BITS
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch, on_device
 from pd_cluster.model.cuda.attention import BatchMetadata, attend
 from pd_cluster.model.cuda.attention_configs import AttentionConfigs, configs_for
+from pd_cluster.model.cuda.coded import linear_of
 from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.linear import TritonLinear
 from pd_cluster.model.cuda.ops import CudaOps
@@ -36,8 +38,8 @@ class DeterministicOps(CudaOps):
     few_gated = sys.maxsize
 
     def linear(self, weight: LinearWeight) -> Linear:
-        """Multiplies by the weight as numbers, whatever its form, so compressed forms take a plain weight's memory."""
-        return TritonLinear(weight.matrix(), weight.bias)
+        """Multiplies by the weight's codes if it has some, otherwise by its numbers."""
+        return linear_of(weight, is_deterministic=True) or TritonLinear(weight.matrix(), weight.bias)
 
     def experts(self, gate: Any, weights: ExpertWeights, activation: Activation) -> Rows:
         return TritonGroupedExperts.of(gate, weights, activation, is_deterministic=True)
@@ -58,14 +60,17 @@ def attend_rows(
         known = batch.kernel_state = {}
     key = "rows", query.shape[2], group
     if key not in known:
-        known[key] = _plan(batch, configs_of(query.shape[2], query.element_size() * 8, group, batch.pool.device), group)
+        has_codes = batch.pool.layout.dtype in CODE_BITS
+        configs = configs_of(query.shape[2], query.element_size() * 8, group, batch.pool.device, has_codes)
+        known[key] = _plan(batch, configs, group)
     plan, metadata = known[key]
-    return attend(query, key_pool, value_pool, metadata, plan, scoring, pdl=pdl)
+    return attend(query, key_pool, value_pool, metadata, plan, scoring, pool_dtype=batch.pool.layout.dtype, pdl=pdl)
 
 
 @functools.cache
-def configs_of(head_dim: int, dtype_bits: int, group: int, device: Device) -> AttentionConfigs:
-    return replace(configs_for(head_dim, dtype_bits, group, compute_capability(device)), is_uniform=True)
+def configs_of(head_dim: int, dtype_bits: int, group: int, device: Device, has_codes: bool = False) -> AttentionConfigs:
+    found = configs_for(head_dim, dtype_bits, group, compute_capability(device), has_codes)
+    return replace(found, is_uniform=True)
 
 
 def _plan(batch: ForwardBatch, configs: AttentionConfigs, group: int) -> tuple[AttentionPlan, BatchMetadata]:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from pd_cluster.model.cuda.dependent import begin
+from pd_cluster.model.cuda.pool_codes import store_codes
 from pd_cluster.model.layers.gated import Activation
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of activations
@@ -158,6 +159,7 @@ def prepare_heads(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    CODES: tl.constexpr,  # pool_codes.CODES; 0: the pool has numbers
     PDL: tl.constexpr,
 ):
     """Each program processes one token and HEADS of its query heads, or of its key and value heads."""
@@ -182,13 +184,20 @@ def prepare_heads(
         inside = (head < NUM_KV_HEADS) & (at < half)
         source = qkv + (NUM_HEADS + head) * HEAD_DIM + at
         slot = tl.load(slots + token)
-        place = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * offset_stride + head * head_stride + at
+        place = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * offset_stride + head * head_stride
         left, right = rotated(source, inside, k_weight, cos, sin, k_eps, HEAD_DIM, HALF, HAS_NORM)
         pool_dtype: tl.constexpr = key_pool.dtype.element_ty
-        tl.store(key_pool + place, left.to(tl.float32).to(pool_dtype), mask=inside)
-        tl.store(key_pool + place + half, right.to(tl.float32).to(pool_dtype), mask=inside)
+        if CODES > 0:
+            is_vector = head < NUM_KV_HEADS
+            store_codes(key_pool + place, at, left.to(tl.float32), right.to(tl.float32), is_vector, HEAD_DIM, CODES)
+        else:
+            tl.store(key_pool + place + at, left.to(tl.float32).to(pool_dtype), mask=inside)
+            tl.store(key_pool + place + half + at, right.to(tl.float32).to(pool_dtype), mask=inside)
         source += NUM_KV_HEADS * HEAD_DIM
         value_left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         value_right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-        tl.store(value_pool + place, value_left.to(pool_dtype), mask=inside)
-        tl.store(value_pool + place + half, value_right.to(pool_dtype), mask=inside)
+        if CODES > 0:
+            store_codes(value_pool + place, at, value_left, value_right, head < NUM_KV_HEADS, HEAD_DIM, CODES)
+        else:
+            tl.store(value_pool + place + at, value_left.to(pool_dtype), mask=inside)
+            tl.store(value_pool + place + half + at, value_right.to(pool_dtype), mask=inside)

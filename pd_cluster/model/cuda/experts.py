@@ -6,12 +6,14 @@ a CUDA graph can capture it. An expert without rows costs nothing. Shared expert
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
 from pd_cluster.model.cuda import experts_kernels as kernels
+from pd_cluster.model.cuda.coded import PLAIN, ROUNDED, Codes, codes_of, rounded
 from pd_cluster.model.cuda.elementwise_kernels import ACTIVATIONS, DTYPES
 from pd_cluster.model.cuda.linear import ROW_TILES_TOGETHER, Tiling, TritonLinear
 from pd_cluster.model.layers.expert_weight import ExpertWeights
@@ -47,14 +49,46 @@ def num_row_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
     return (num_pairs + min(num_pairs, num_experts) * (block_m - 1)) // block_m
 
 
+@dataclass(frozen=True, slots=True)
+class _Matrices:
+    """Experts' matrices as the kernels take them: numbers or codes."""
+
+    shape: tuple[int, int, int]  # experts, outputs, inputs
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # numbers or codes; scales, zero points of codes
+    codes: Codes | None
+
+    def taken(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the activations as these matrices take them, and the scales of rows that are rounded."""
+        if self.codes is None or self.codes.kind != ROUNDED:
+            return x, self.tensors[1]
+        return rounded(x, self.codes.inputs)
+
+    def constants(self, tile: Tiling) -> dict[str, object]:
+        if self.codes is None:
+            plain = {"WIDTH": self.shape[2], "GROUP_SIZE": 1, "NUM_GROUPS": 1, "HAS_ZEROS": False, "OFFSET": 0.0}
+            return {"KIND": PLAIN, "BLOCK_K": tile.block_k, **plain}
+        found = {name: value for name, value in self.codes.constants.items() if name != "NUM_INPUTS"}
+        return {"BLOCK_K": self.codes.block_k(tile), **found}
+
+
+def _operand(given: torch.Tensor | Codes) -> _Matrices:
+    if isinstance(given, Codes):
+        num_experts, num_outputs, _ = given.stored.shape
+        zeros = given.scales if given.zeros is None else given.zeros
+        return _Matrices((num_experts, num_outputs, given.num_inputs), (given.stored, given.scales, zeros), given)
+    assert given.is_contiguous()
+    num_experts, num_outputs, num_inputs = given.shape
+    return _Matrices((num_experts, num_outputs, num_inputs), (given, given, given), None)
+
+
 class TritonGroupedExperts:
     """Maps [num_rows, hidden_size] to the same shape. Uses its weights without copies: contiguous, of one dtype."""
 
     def __init__(
         self,
         router: torch.Tensor,  # [num_experts, hidden_size]
-        gate_up: torch.Tensor,  # [num_experts, 2 * num_features, hidden_size]: gates, then ups
-        down: torch.Tensor,  # [num_experts, hidden_size, num_features]
+        gate_up: torch.Tensor | Codes,  # [num_experts, 2 * num_features, hidden_size]: gates, then ups
+        down: torch.Tensor | Codes,  # [num_experts, hidden_size, num_features]
         routing: Routing,
         activation: Activation,
         router_bias: torch.Tensor | None = None,  # [num_experts]
@@ -63,22 +97,20 @@ class TritonGroupedExperts:
         is_deterministic: bool = False,
     ) -> None:
         """`is_deterministic`: a row's bits do not depend on the other rows."""
-        num_experts, hidden_size, num_features = down.shape
+        self._gate_up, self._down = _operand(gate_up), _operand(down)
+        num_experts, hidden_size, num_features = self._down.shape
         assert router.shape == (num_experts, hidden_size)
-        assert gate_up.shape == (num_experts, 2 * num_features, hidden_size)
-        assert down.dtype in DTYPES
-        assert gate_up.dtype == down.dtype
-        assert gate_up.is_contiguous()
-        assert down.is_contiguous()
+        assert router.dtype in DTYPES
+        assert self._gate_up.shape == (num_experts, 2 * num_features, hidden_size)
         assert 0 < routing.top_k <= num_experts
         for bias, width in ((gate_up_bias, 2 * num_features), (down_bias, hidden_size)):
             assert bias is None or (bias.shape == (num_experts, width) and bias.is_contiguous())
-        self._gate_up, self._down = gate_up, down
+        self._dtype = router.dtype
         self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
         self._is_deterministic = is_deterministic
         self._router: Linear = (TritonLinear if is_deterministic else PlainLinear)(router, router_bias)
         self._routing, self._activation = routing, ACTIVATIONS[activation]
-        self._experts = torch.arange(num_experts + 1, dtype=torch.int32, device=down.device)
+        self._experts = torch.arange(num_experts + 1, dtype=torch.int32, device=router.device)
 
     @classmethod
     def of(
@@ -88,8 +120,8 @@ class TritonGroupedExperts:
         gate_up, down = weights.gate_up.whole(), weights.down.whole()
         return cls(
             gate.weight.detach(),
-            gate_up.matrix().contiguous(),
-            down.matrix().contiguous(),
+            codes_of(gate_up) or gate_up.matrix().contiguous(),
+            codes_of(down) or down.matrix().contiguous(),
             routing_of(gate),
             activation,
             bias_of(gate),
@@ -99,7 +131,7 @@ class TritonGroupedExperts:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert x.dtype == self._down.dtype
+        assert x.dtype == self._dtype
         assert x.stride(1) == 1
         if not len(x):
             return torch.empty_like(x)
@@ -125,35 +157,40 @@ class TritonGroupedExperts:
             "EXPERTS_BLOCK": triton.next_power_of_2(num_experts),
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
-            "BLOCK_K": tile.block_k,
             "GROUP": ROW_TILES_TOGETHER,
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
         }
         inner = x.new_empty(num_pairs, num_features)
+        taken, taken_scales = self._gate_up.taken(x)
         kernels.gate_up_product[(row_tiles * triton.cdiv(num_features, tile.block_n // 2),)](
-            x,
-            self._gate_up,
+            taken,
+            taken_scales,
+            *self._gate_up.tensors,
             inner if self._gate_up_bias is None else self._gate_up_bias,
             inner,
             order,
             starts,
-            x.stride(0),
+            taken.stride(0),
             TOP_K=self._routing.top_k,
             ACTIVATION=self._activation,
             HAS_BIAS=self._gate_up_bias is not None,
+            **self._gate_up.constants(tile),
             **common,
         )
         out = x.new_empty(num_pairs, hidden_size)
+        taken, taken_scales = self._down.taken(inner)
         kernels.down_product[(row_tiles * triton.cdiv(hidden_size, tile.block_n),)](
-            inner,
-            self._down,
+            taken,
+            taken_scales,
+            *self._down.tensors,
             out if self._down_bias is None else self._down_bias,
             weights,
             out,
             order,
             starts,
             HAS_BIAS=self._down_bias is not None,
+            **self._down.constants(tile),
             **common,
         )
         if not self._is_deterministic:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pd_cluster.model.cuda.coded_kernels import PLAIN, ROUNDED, coded_sum, scaled_sum
 from pd_cluster.model.cuda.elementwise_kernels import activated
+from pd_cluster.model.cuda.linear_kernels import product, tile_of
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -90,20 +92,6 @@ def sort_pairs(
 
 
 @triton.jit
-def tile_of(num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
-    """Returns this program's row and column tile.
-
-    GROUP row tiles are adjacent, so that both operands stay in the cache.
-    """
-    at = tl.program_id(0)
-    group = at // (GROUP * NUM_COLUMN_TILES)
-    first = group * GROUP
-    size = tl.minimum(num_row_tiles - first, GROUP)
-    within = at - group * (GROUP * NUM_COLUMN_TILES)
-    return first + within % size, within // size
-
-
-@triton.jit
 def rows_of_tile(starts, row_tile, NUM_EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
     """Returns (expert, first sorted pair, end of the expert's pairs); no pairs if no expert needs the tile."""
     expert = tl.arange(0, EXPERTS_BLOCK)
@@ -119,33 +107,45 @@ def rows_of_tile(starts, row_tile, NUM_EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.
 
 
 @triton.jit
-def product(
-    a,  # [BLOCK_M, 1] pointers to rows of NUM_INNER elements
-    b,  # [1, BLOCK_N] likewise
-    NUM_INNER: tl.constexpr,
+def any_product(
+    x,  # [BLOCK_M, 1] pointers to rows of NUM_INPUTS
+    x_scales,  # [BLOCK_M, 1] pointers, read if KIND is ROUNDED
+    matrices,
+    scales,
+    zeros,
+    row,  # [1, BLOCK_N] int64: rows of all experts' matrices
+    NUM_INPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Returns a @ b, [BLOCK_M, BLOCK_N] float32."""
-    inner = tl.arange(0, BLOCK_K)
-    result = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for first in range(0, NUM_INNER, BLOCK_K):
-        at = first + inner
-        if NUM_INNER % BLOCK_K == 0:
-            left = tl.load(a + at[None, :])
-            right = tl.load(b + at[:, None])
-        else:
-            left = tl.load(a + at[None, :], mask=(at < NUM_INNER)[None, :], other=0.0)
-            right = tl.load(b + at[:, None], mask=(at < NUM_INNER)[:, None], other=0.0)
-        result = tl.dot(left, right, result, input_precision="ieee")
+    """Returns x @ matrix.T, [BLOCK_M, BLOCK_N] float32, for numbers and codes alike."""
+    if KIND == PLAIN:
+        result = product(x, matrices + row * NUM_INPUTS, NUM_INPUTS, BLOCK_M, BLOCK_N, BLOCK_K)
+    else:
+        result = coded_sum(
+            x, tl.full((BLOCK_M, 1), 1, tl.int1), matrices, scales, zeros, row,
+            0, (NUM_INPUTS + BLOCK_K - 1) // BLOCK_K,
+            NUM_INPUTS, WIDTH, GROUP_SIZE, NUM_GROUPS, KIND, HAS_ZEROS, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        if KIND == ROUNDED:
+            result = scaled_sum(result, tl.load(x_scales), scales, zeros, row, HAS_ZEROS)
     return result
 
 
 @triton.jit(do_not_specialize=["num_row_tiles"])
 def gate_up_product(
     x,  # [num_rows, HIDDEN_SIZE]
-    matrices,  # [NUM_EXPERTS, 2 * NUM_FEATURES, HIDDEN_SIZE]
+    x_scales,  # [num_rows] float32, read if KIND is ROUNDED
+    matrices,  # [NUM_EXPERTS, 2 * NUM_FEATURES, HIDDEN_SIZE], or codes
+    scales,  # of codes
+    zeros,
     biases,  # [NUM_EXPERTS, 2 * NUM_FEATURES], read if HAS_BIAS
     out,  # [num_pairs, NUM_FEATURES], sorted
     order,
@@ -158,6 +158,12 @@ def gate_up_product(
     NUM_FEATURES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    WIDTH: tl.constexpr,  # this and the next five: those of `coded_sum`
+    GROUP_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    KIND: tl.constexpr,  # PLAIN: matrices are numbers
+    HAS_ZEROS: tl.constexpr,
+    OFFSET: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -165,7 +171,7 @@ def gate_up_product(
     GROUP: tl.constexpr,
 ):
     """Each program computes BLOCK_M sorted pairs by BLOCK_N columns: gates and ups of BLOCK_N / 2 features in turn."""
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
     features: tl.constexpr = BLOCK_N // 2
     row_tile, column_tile = tile_of(num_row_tiles, (NUM_FEATURES + features - 1) // features, GROUP)
     expert, first, stop = rows_of_tile(starts, row_tile, NUM_EXPERTS, EXPERTS_BLOCK, BLOCK_M)
@@ -175,14 +181,10 @@ def gate_up_product(
         column = tl.arange(0, BLOCK_N)
         feature = tl.minimum(column_tile * features + column // 2, NUM_FEATURES - 1)
         matrix_row = expert.to(tl.int64) * (2 * NUM_FEATURES) + (column % 2) * NUM_FEATURES + feature
-        result = product(
-            x + row[:, None] * x_stride,
-            matrices + matrix_row[None, :] * HIDDEN_SIZE,
-            HIDDEN_SIZE,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
+        result = any_product(
+            x + row[:, None] * x_stride, x_scales + row[:, None], matrices, scales, zeros, matrix_row[None, :],
+            HIDDEN_SIZE, WIDTH, GROUP_SIZE, NUM_GROUPS, KIND, HAS_ZEROS, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
         if HAS_BIAS:
             result = result + tl.load(biases + matrix_row).to(tl.float32)[None, :]
         gate, up = tl.split(tl.reshape(result.to(dtype).to(tl.float32), (BLOCK_M, features, 2)))
@@ -195,7 +197,10 @@ def gate_up_product(
 @triton.jit(do_not_specialize=["num_row_tiles"])
 def down_product(
     x,  # [num_pairs, NUM_FEATURES], sorted
-    matrices,  # [NUM_EXPERTS, HIDDEN_SIZE, NUM_FEATURES]
+    x_scales,  # [num_pairs] float32, read if KIND is ROUNDED
+    matrices,  # [NUM_EXPERTS, HIDDEN_SIZE, NUM_FEATURES], or codes
+    scales,  # of codes
+    zeros,
     biases,  # [NUM_EXPERTS, HIDDEN_SIZE], read if HAS_BIAS
     weights,  # [num_pairs] float32
     out,  # [num_pairs, HIDDEN_SIZE]
@@ -206,6 +211,12 @@ def down_product(
     HIDDEN_SIZE: tl.constexpr,
     NUM_FEATURES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    WIDTH: tl.constexpr,  # this and the next five: those of `coded_sum`
+    GROUP_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    KIND: tl.constexpr,  # PLAIN: matrices are numbers
+    HAS_ZEROS: tl.constexpr,
+    OFFSET: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -213,7 +224,7 @@ def down_product(
     GROUP: tl.constexpr,
 ):
     """Each program computes BLOCK_M sorted pairs by BLOCK_N columns; weighted results return to the order of pairs."""
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
     row_tile, column_tile = tile_of(num_row_tiles, (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N, GROUP)
     expert, first, stop = rows_of_tile(starts, row_tile, NUM_EXPERTS, EXPERTS_BLOCK, BLOCK_M)
     if first < stop:
@@ -221,14 +232,10 @@ def down_product(
         row = tl.minimum(place, stop - 1).to(tl.int64)
         at = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         matrix_row = expert.to(tl.int64) * HIDDEN_SIZE + tl.minimum(at, HIDDEN_SIZE - 1)
-        result = product(
-            x + row[:, None] * NUM_FEATURES,
-            matrices + matrix_row[None, :] * NUM_FEATURES,
-            NUM_FEATURES,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
+        result = any_product(
+            x + row[:, None] * NUM_FEATURES, x_scales + row[:, None], matrices, scales, zeros, matrix_row[None, :],
+            NUM_FEATURES, WIDTH, GROUP_SIZE, NUM_GROUPS, KIND, HAS_ZEROS, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
         if HAS_BIAS:
             result = result + tl.load(biases + matrix_row).to(tl.float32)[None, :]
         pair = tl.load(order + row)

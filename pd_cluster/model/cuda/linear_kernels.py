@@ -10,7 +10,43 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pd_cluster.model.cuda.experts_kernels import product, tile_of
+
+@triton.jit
+def tile_of(num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
+    """Returns this program's row and column tile.
+
+    GROUP row tiles are adjacent, so that both operands stay in the cache.
+    """
+    at = tl.program_id(0)
+    group = at // (GROUP * NUM_COLUMN_TILES)
+    first = group * GROUP
+    size = tl.minimum(num_row_tiles - first, GROUP)
+    within = at - group * (GROUP * NUM_COLUMN_TILES)
+    return first + within % size, within // size
+
+
+@triton.jit
+def product(
+    a,  # [BLOCK_M, 1] pointers to rows of NUM_INNER elements
+    b,  # [1, BLOCK_N] likewise
+    NUM_INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Returns a @ b, [BLOCK_M, BLOCK_N] float32."""
+    inner = tl.arange(0, BLOCK_K)
+    result = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first in range(0, NUM_INNER, BLOCK_K):
+        at = first + inner
+        if NUM_INNER % BLOCK_K == 0:
+            left = tl.load(a + at[None, :])
+            right = tl.load(b + at[:, None])
+        else:
+            left = tl.load(a + at[None, :], mask=(at < NUM_INNER)[None, :], other=0.0)
+            right = tl.load(b + at[:, None], mask=(at < NUM_INNER)[:, None], other=0.0)
+        result = tl.dot(left, right, result, input_precision="ieee")
+    return result
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_row_tiles"])

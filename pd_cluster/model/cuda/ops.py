@@ -12,12 +12,15 @@ from typing import Any
 import torch
 import triton
 
+from pd_cluster.kv.layout import stored_width
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.cuda import elementwise_kernels as kernels
+from pd_cluster.model.cuda.coded import linear_of
 from pd_cluster.model.cuda.dependent import launched
 from pd_cluster.model.cuda.elementwise_kernels import ACTIVATIONS, DTYPES
 from pd_cluster.model.cuda.experts import TritonGroupedExperts
+from pd_cluster.model.cuda.pool_codes import codes_of
 from pd_cluster.model.cuda.skinny import DTYPES as DTYPES_16
 from pd_cluster.model.cuda.skinny import SkinnyGate
 from pd_cluster.model.layers.expert_weight import ExpertWeights
@@ -50,7 +53,7 @@ class CudaOps:
         self._pdl, self._has_skinny_gate = PDL in speedups, SKINNY_GATE in speedups
 
     def linear(self, weight: LinearWeight) -> Linear:
-        return weight.linear()
+        return linear_of(weight) or weight.linear()
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return _norm(x, None, norm, self._pdl)
@@ -92,7 +95,8 @@ class CudaOps:
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         key_pool, value_pool = batch.pool.layer(heads.layer_idx)
-        query = prepare(heads, qkv, rope, key_pool, value_pool, batch.slot_mapping, self._pdl)
+        dtype = batch.pool.layout.dtype
+        query = prepare(heads, qkv, rope, key_pool, value_pool, batch.slot_mapping, self._pdl, dtype)
         batch.layer_written(heads.layer_idx, heads.sliding_window)
         return self._attend(query, key_pool, value_pool, batch, heads.scoring).reshape(len(qkv), -1)
 
@@ -141,13 +145,15 @@ def prepare(
     value_pool: torch.Tensor,
     slot_mapping: torch.Tensor,  # [num_tokens] int64
     pdl: bool = False,
+    pool_dtype: str = "",
 ) -> torch.Tensor:
     """Norms and rotates queries and keys, and writes keys and values to their slots, in the pool's dtype.
 
-    Returns the queries, [num_tokens, num_heads, head_dim], contiguous; qkv is unchanged.
+    `pool_dtype`: its name if the pool has codes. Returns the queries, [num_tokens, num_heads, head_dim], contiguous;
+    qkv is unchanged.
     """
     num_tokens = len(qkv)
-    _check_heads(heads, qkv, rope, key_pool, value_pool, slot_mapping)
+    _check_heads(heads, qkv, rope, key_pool, value_pool, slot_mapping, stored_width(pool_dtype, heads.head_dim))
     query = qkv.new_empty(num_tokens, heads.num_heads, heads.head_dim)
     if not num_tokens:
         return query
@@ -179,6 +185,7 @@ def prepare(
         HEADS=at_once,
         HALF=half,
         HAS_NORM=q_norm is not None,
+        CODES=codes_of(pool_dtype),
         num_warps=2,
         enable_fp_fusion=False,
         **launched(pdl),
@@ -193,6 +200,7 @@ def _check_heads(
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
     slot_mapping: torch.Tensor,
+    stored_dim: int,
 ) -> None:
     num_tokens, width = qkv.shape
     assert width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
@@ -208,7 +216,7 @@ def _check_heads(
     for norm in (heads.q_norm, heads.k_norm):
         if norm is not None:
             _check_weight(norm, heads.head_dim, qkv.dtype)
-    assert key_pool.shape[2:] == (heads.num_kv_heads, heads.head_dim)
+    assert key_pool.shape[2:] == (heads.num_kv_heads, stored_dim)
     assert key_pool.stride(3) == 1
     assert value_pool.shape == key_pool.shape
     assert value_pool.stride() == key_pool.stride()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pd_cluster.devices.device import Device, compute_capability, num_multiprocessors
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import CODE_BITS, KVLayout
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch, on_device
 from pd_cluster.model.cuda.attention import (
@@ -49,7 +49,7 @@ def attend_batch(
 ) -> torch.Tensor:
     """Maps [num_tokens, num_heads, head_dim] to the same; this step's keys and values must be in the pool."""
     plan, metadata = _planned(batch, query, key_pool.shape[2])
-    return attend(query, key_pool, value_pool, metadata, plan, scoring, pdl=pdl)
+    return attend(query, key_pool, value_pool, metadata, plan, scoring, pool_dtype=batch.pool.layout.dtype, pdl=pdl)
 
 
 def write_and_attend(
@@ -62,7 +62,7 @@ def write_and_attend(
 ) -> torch.Tensor:
     """Writes the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
     key_pool, value_pool = batch.pool.layer(layer_idx)
-    write_kv(keys.contiguous(), values.contiguous(), key_pool, value_pool, batch.slot_mapping)
+    write_kv(keys.contiguous(), values.contiguous(), key_pool, value_pool, batch.slot_mapping, batch.pool.layout.dtype)
     batch.layer_written(layer_idx, scoring.sliding_window)
     return attend_batch(query.transpose(0, 1).contiguous(), key_pool, value_pool, batch, scoring)
 
@@ -82,7 +82,7 @@ def _planned(batch: ForwardBatch, query: torch.Tensor, num_kv_heads: int) -> Pla
 
 def _plan(batch: ForwardBatch, dtype_bits: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Planned:
     device, group = batch.pool.device, num_heads // num_kv_heads
-    configs = _configs(head_dim, dtype_bits, group, device)
+    configs = _configs(head_dim, dtype_bits, group, device, batch.pool.layout.dtype in CODE_BITS)
     plan = plan_attention(
         batch.query_lens, batch.host_context_lens, group, num_kv_heads, configs, num_multiprocessors(device)
     )
@@ -111,7 +111,7 @@ class PaddedPlanner:
         """`num_heads`: this rank's query heads; `dtype_bits`: those of a query's element."""
         self._key = num_heads, layout.local_kv_heads, layout.head_dim
         self._group = num_heads // layout.local_kv_heads
-        self._configs = _configs(layout.head_dim, dtype_bits, self._group, device)
+        self._configs = _configs(layout.head_dim, dtype_bits, self._group, device, layout.dtype in CODE_BITS)
         self._num_sms = num_multiprocessors(device)
 
     def num_tiles(self, size: tuple[int, int]) -> int:
@@ -139,5 +139,5 @@ class PaddedPlanner:
 
 
 @functools.cache
-def _configs(head_dim: int, dtype_bits: int, group: int, device: Device) -> AttentionConfigs:
-    return configs_for(head_dim, dtype_bits, group, compute_capability(device))
+def _configs(head_dim: int, dtype_bits: int, group: int, device: Device, has_codes: bool) -> AttentionConfigs:
+    return configs_for(head_dim, dtype_bits, group, compute_capability(device), has_codes)

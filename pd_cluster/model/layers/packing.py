@@ -15,33 +15,40 @@ from torch.overrides import TorchFunctionMode
 
 from pd_cluster.model.layers.expert_weight import HeldExperts, are_experts, experts_of, through_experts
 from pd_cluster.model.layers.linear import Linear, PackedLinear, packs
-from pd_cluster.model.layers.weight import HeldLinear, no_weight, weight_of
+from pd_cluster.model.layers.weight import HeldLinear, LinearWeight, no_weight, weight_of
 
 APART = 16  # float32 numbers in a vector register, at most
 
 
-def pack_modules(model: torch.nn.Module) -> int:
-    """Replaces the modules that can be packed; returns their number."""
+def packed(weight: LinearWeight) -> Linear:
+    return weight.linear()
+
+
+def pack_modules(model: torch.nn.Module, linear_of: Callable[[LinearWeight], Linear] = packed) -> int:
+    """Replaces the modules that can be packed; returns their number.
+
+    `linear_of` makes the layers of weights in forms that transformers does not know.
+    """
     places = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent._modules.items()  # includes both names of a module that has two
         if child is not None
     ]
-    packed: dict[int, torch.nn.Module | None] = {}
+    found: dict[int, torch.nn.Module | None] = {}
     for parent, name, child in places:
-        if id(child) not in packed:
-            packed[id(child)] = _packed(child)
-        if (replacement := packed[id(child)]) is not None:
+        if id(child) not in found:
+            found[id(child)] = _packed(child, linear_of)
+        if (replacement := found[id(child)]) is not None:
             setattr(parent, name, replacement)
-    return sum(each is not None for each in packed.values())
+    return sum(each is not None for each in found.values())
 
 
-def _packed(module: torch.nn.Module) -> torch.nn.Module | None:
+def _packed(module: torch.nn.Module, linear_of: Callable[[LinearWeight], Linear]) -> torch.nn.Module | None:
     kind = type(module).__name__
     weight: Any = getattr(module, "weight", None)
     if isinstance(module, HeldLinear):
-        return PackedModule(weight_of(module).linear(), weight.shape, weight.dtype)
+        return PackedModule(linear_of(weight_of(module)), weight.shape, weight.dtype)
     if isinstance(module, HeldExperts):
         return PackedExperts(module)
     if type(module) is torch.nn.Linear and packs(weight):

@@ -1,4 +1,4 @@
-"""Linear layers of int8 weights that take their activations in int8 too, on CPU.
+"""Linear layers of int8 weights that take their activations in int8 too: on CPU, and elsewhere the reference.
 
 Sums of integers are exact, so a row's numbers depend neither on the rows beside it nor on the number of threads.
 """
@@ -37,11 +37,18 @@ class Int8Linear:
         if self._inputs is not None and self._sums is not None:
             scale, zero = self._inputs
             codes = (rows / scale).round_().add_(zero).clamp_(-MOST - 1, MOST)
-            products = torch._int_mm(codes.to(torch.int8), self._codes) - self._sums * int(zero)
+            products = _product(codes.to(torch.int8), self._codes) - self._sums * int(zero)
             out = products.to(torch.float32).mul_(self._scales * scale)
         else:
             taken, steps = quantize_rows(rows)
-            out = torch._int_mm(taken, self._codes).to(torch.float32).mul_(steps).mul_(self._scales)
+            out = _product(taken, self._codes).to(torch.float32).mul_(steps).mul_(self._scales)
         if self._bias is not None:
             out.add_(self._bias)
         return out.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def _product(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns the sums of products of integers, [num_rows, out_features]; exact on a CPU."""
+    if codes.device.type == "cpu":
+        return torch._int_mm(codes, weight)
+    return (codes.float() @ weight.float()).round_()  # `_int_mm` of CUDA does not take every shape

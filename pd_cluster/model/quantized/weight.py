@@ -66,7 +66,10 @@ class CodedWeight:
         )
 
     def linear(self) -> Linear:
-        """Returns products of the codes where a CPU has kernels for them; elsewhere of the numbers."""
+        """Returns products of the codes where a CPU has kernels for them; elsewhere of the numbers.
+
+        CUDA's products of codes are those of its operations (model/cuda/coded.py).
+        """
         if self.codes.device.type == "cpu" and self.dtype == torch.float32:
             return self._of_codes() or make_linear(self.matrix(), self.bias)
         return make_linear(self.matrix(), self.bias)
@@ -140,7 +143,7 @@ class Int8Weight:
         )
 
     def linear(self) -> Linear:
-        if self.codes.device.type != "cpu":  # not tried on hardware: the weight alone is quantized there
+        if self.codes.device.type != "cpu":  # CUDA's kernels are in model/cuda/coded.py; others take numbers
             return make_linear(self.matrix(), self.bias)
         found = None
         if self.inputs is None and self.dtype == torch.float32:
@@ -148,7 +151,7 @@ class Int8Weight:
         return found or Int8Linear(self.codes, self.scales, self.bias, self.inputs)
 
     def reference(self) -> Linear:
-        if self.codes.device.type != "cpu":
+        if self.codes.device.type not in ("cpu", "cuda"):
             return PlainLinear(self.matrix(), self.bias)
         return Int8Linear(self.codes, self.scales, self.bias, self.inputs)
 

@@ -1,0 +1,199 @@
+"""Products of codes in Triton: interpreted on CPU, or on a GPU, against the numbers that the codes stand for.
+
+Weights have inputs as many as real ones, and few outputs, because interpreting takes long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+from pd_cluster.model.cuda import coded
+from pd_cluster.model.cuda.coded import E2M1, E4M3, INT4, INT8, ROUNDED, CodedLinear, codes_of, decoded, linear_of
+from pd_cluster.model.cuda.ops import CudaOps
+from pd_cluster.model.layers.expert_weight import ExpertStack, ExpertWeights
+from pd_cluster.model.layers.gated import Experts
+from pd_cluster.model.layers.linear import PlainLinear
+from pd_cluster.model.layers.ops import TorchOps
+from pd_cluster.model.layers.weight import PLAIN
+from pd_cluster.model.quantized.int8 import Int8Linear
+from pd_cluster.model.quantized.unpack import E2M1_DOUBLED
+from pd_cluster.model.quantized.weight import CODED, CodedWeight, Int8Weight
+from pd_cluster.model.quantized.weight import INT8 as INT8_FORM
+from tests.support.interpreted import DTYPES, choose_device
+
+choose_device()
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+FP8 = torch.float8_e4m3fn
+
+
+def signed(*shape: int) -> torch.Tensor:
+    return torch.randint(-8, 8, shape, dtype=torch.int8)
+
+
+def unsigned(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 16, shape, dtype=torch.int8)
+
+
+def small_floats(*shape: int) -> torch.Tensor:
+    found = torch.tensor(E2M1_DOUBLED, dtype=torch.int8)[torch.randint(0, 8, shape)]
+    return found * (2 * torch.randint(0, 2, shape, dtype=torch.int8) - 1)
+
+
+def whole(*shape: int) -> torch.Tensor:
+    return torch.randint(-127, 128, shape, dtype=torch.int8)
+
+
+def floats(*shape: int) -> torch.Tensor:
+    """All codes, the subnormal ones included."""
+    found = torch.randint(0, 127, shape, dtype=torch.uint8)
+    return (found | torch.randint(0, 2, shape, dtype=torch.uint8) << 7).view(FP8)
+
+
+# codes, inputs, groups, whether zero points differ, the kind that the kernels take them for
+CASES: list[tuple[Callable[..., torch.Tensor], int, int, bool, int]] = [
+    (signed, 1024, 8, False, INT4),
+    (unsigned, 1024, 16, True, INT4),
+    (unsigned, 96, 6, True, INT4),
+    (small_floats, 1024, 32, False, E2M1),
+    (whole, 1000, 1, False, INT8),
+    (whole, 1024, 16, True, INT8),
+    (floats, 1024, 8, False, E4M3),
+    (floats, 1100, 1, False, E4M3),
+]
+
+
+def weight_of(
+    codes: torch.Tensor, num_groups: int, has_zeros: bool, dtype: torch.dtype, zeros_from: int = 0
+) -> CodedWeight:
+    shape = (*codes.shape[:-1], num_groups)
+    zeros = torch.randint(zeros_from, 16, shape).float() if has_zeros else torch.zeros(shape)
+    return CodedWeight(codes, torch.rand(shape) + 0.1, zeros, torch.randn(codes.shape[:-1]).to(dtype), dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "case"),
+    [
+        *((torch.bfloat16, case) for case in CASES),
+        *((dtype, CASES[at]) for dtype in (torch.float32, torch.float16) for at in (2, 6)),
+        *(pytest.param(dtype, case, marks=pytest.mark.slow) for dtype in DTYPES for case in CASES),
+    ],
+    ids=lambda given: f"{given[0].__name__}-{given[1]}-{given[2]}" if isinstance(given, tuple) else str(given),
+)
+def test_codes_become_the_numbers_that_they_stand_for(
+    case: tuple[Callable[..., torch.Tensor], int, int, bool, int], dtype: torch.dtype
+) -> None:
+    """To the bit; and products are those of the numbers, for one row, whose inputs are split, and for several tiles."""
+    make, num_inputs, num_groups, has_zeros, kind = case
+    torch.manual_seed(num_inputs)
+    weight = weight_of(make(20, num_inputs), num_groups, has_zeros, dtype)
+    codes = codes_of(weight)
+    assert codes is not None
+    assert codes.kind == kind
+    assert torch.equal(decoded(codes, dtype).view(BITS[dtype]), weight.matrix().view(BITS[dtype]))
+    layer = CodedLinear(codes, weight.bias)
+    for num_rows in (1, 19) if num_inputs < 1000 else (3,):
+        x = torch.randn(num_rows, num_inputs).to(dtype)
+        assert weight.bias is not None
+        expected = x.double() @ weight.matrix().double().T + weight.bias.double()
+        found = layer(x)
+        assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+        assert torch.equal(layer(x), found), "whoever comes last"
+        assert not layer._arrived.any()
+
+
+@pytest.mark.parametrize("rows", [70, 5])
+def test_many_rows_are_multiplied_by_numbers_written_out(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coded, "MANY_ROWS", 4 if rows == 5 else 1024)
+    weight = weight_of(unsigned(24, 1024), 8, True, torch.bfloat16)
+    layer, x = linear_of(weight), torch.randn(1, rows, 1024).bfloat16()
+    assert layer is not None
+    expected = torch.nn.functional.linear(x, weight.matrix(), weight.bias)
+    if rows == 5:
+        assert torch.equal(layer(x), expected)
+    assert (layer(x).double() - expected.double()).abs().max() <= 8e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inputs", [None, (0.03, 5.0)])
+def test_products_of_integers_have_the_bits_of_the_reference(
+    inputs: tuple[float, float] | None, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(3)
+    given = None if inputs is None else torch.tensor(inputs, device="cpu")
+    weight = Int8Weight(whole(72, 1100), torch.rand(72) / 100, torch.randn(72), dtype, given)
+    layer = linear_of(weight)
+    assert layer is not None
+    x = (torch.randn(18, 1100) * torch.logspace(-3, 3, 18)[:, None]).to(dtype)
+    x[3] = 0
+    assert weight.bias is not None
+    expected = Int8Linear(weight.codes.cpu(), weight.scales.cpu(), weight.bias.cpu(), given)
+    for rows in (x, x[:1], x[5:7]):
+        assert torch.equal(layer(rows).cpu(), expected(rows.cpu()))
+    if inputs is None:
+        x[1, 7], x[2, 0] = float("nan"), float("inf")
+        assert layer(x).isnan().any(1).tolist() == [False, True, True, *[False] * 15]
+
+
+def test_zero_points_that_are_not_whole_and_small_groups() -> None:
+    weight = weight_of(signed(16, 256), 2, True, torch.float32)
+    weight.zeros.add_(0.5)
+    codes = codes_of(weight)
+    assert codes is not None
+    assert codes.kind == INT8
+    assert torch.equal(decoded(codes, torch.float32), weight.matrix())
+    assert codes_of(weight_of(signed(16, 96), 12, False, torch.float32)) is None
+    assert codes_of(weight_of(torch.full((8, 128), -128, dtype=torch.int8), 1, False, torch.float32)) is not None
+
+
+def test_a_row_has_the_same_bits_among_any_rows_when_asked() -> None:
+    torch.manual_seed(4)
+    layer = linear_of(weight_of(unsigned(24, 1024), 8, True, torch.bfloat16), is_deterministic=True)
+    assert layer is not None
+    rows = torch.randn(70, 1024).bfloat16()
+    together = layer(rows)
+    for first, last in ((0, 1), (3, 20), (64, 66)):
+        assert torch.equal(layer(rows[first:last]), together[first:last])
+
+
+@pytest.mark.parametrize("kind", [INT4, E4M3, ROUNDED])
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_experts_of_codes(kind: int, num_rows: int) -> None:
+    """Against transformers' routing and each expert's layers by themselves."""
+    torch.manual_seed(5)
+    config = MixtralConfig(hidden_size=128, intermediate_size=96, num_local_experts=5, num_experts_per_tok=2)
+    gate = MixtralSparseMoeBlock(config).gate
+    gate.weight.data.normal_()
+
+    def stack(num_outputs: int, num_inputs: int) -> ExpertStack:
+        if kind == ROUNDED:
+            parts = {"int8_codes": whole(5, num_outputs, num_inputs), "int8_scales": torch.rand(5, num_outputs) / 1000}
+            return ExpertStack(INT8_FORM, parts, torch.float32)
+        make, num_groups = (unsigned, num_inputs // 32) if kind == INT4 else (floats, 1)
+        codes = make(5, num_outputs, num_inputs)
+        scales = (torch.rand(5, num_outputs, num_groups) + 0.1) / 1000
+        zeros = torch.randint(0, 16, scales.shape).float() if kind == INT4 else torch.zeros(scales.shape)
+        return ExpertStack(CODED, {"codes": codes, "code_scales": scales, "code_zeros": zeros}, torch.float32)
+
+    weights = ExpertWeights(stack(192, 128), stack(128, 96))
+    x = torch.randn(num_rows, 128)
+    found = CudaOps(lambda *_: torch.empty(0)).experts(gate, weights, "silu")(x)
+    if kind == ROUNDED:
+        expected = Experts(gate, weights, TorchOps(), "silu")
+        expected._gate_up, expected._down = (
+            [each.expert(i).reference() for i in range(5)] for each in (weights.gate_up, weights.down)
+        )
+    else:
+        numbers = (
+            ExpertStack(PLAIN, {"weight": s.whole().matrix()}, torch.float32) for s in (weights.gate_up, weights.down)
+        )
+        expected = Experts(gate, ExpertWeights(*numbers), TorchOps(), "silu")
+        expected._router = PlainLinear(gate.weight, None)
+    tolerance = 2e-2 if kind == ROUNDED else 2e-5  # a code may fall to the other side
+    assert (found - expected(x)).abs().max() <= tolerance * found.abs().max()

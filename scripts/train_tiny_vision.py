@@ -276,10 +276,10 @@ def card(out: Path, scores: dict[str, tuple[int, int]], command: str, train_s: f
     return f"""# tiny-vision
 
 A model of Qwen2-VL's architecture that sees, small enough to live in the repository: a check that random weights
-can't give. Of a picture with one to four drawn things of one kind it names number, color and shape ("two red
-circles"); of a short clip in which one thing changes its color, the colors in their order ("red, then blue").
-Colors: red, green, blue, yellow, purple, black. Shapes: circle, square, triangle. It knows nothing else: of other
-pictures it says the same kind of thing. Licensed as the project is; docs/multimodal.md says how to use it.
+can't give. It names number, color and shape of one to four drawn things of one kind ("two red circles"), and the
+colors of a short clip, in which one thing changes its color, in their order ("red, then blue").
+Colors: red, green, blue, yellow, purple, black. Shapes: circle, square, triangle. It knows nothing else, and
+says the same kind of thing about other pictures. Licensed as the project is; docs/multimodal.md says how to use it.
 
 Made by `{command}` ({train_s:.0f} s of training on a busy machine), from drawings that
 `scripts/tiny_pictures.py` makes; no other data. `model.safetensors`: {size:,} bytes, float32. Clips of 4 to 32 frames.

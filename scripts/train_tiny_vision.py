@@ -196,9 +196,10 @@ def _positions(length: int, at: int, grid: tuple[int, int, int]) -> torch.Tensor
     return torch.cat([before, inside, after], dim=1)
 
 
-def sheets(rng: random.Random, num_steps: int, num_patches: int) -> Iterator[Sheet]:
+def sheets(rng: random.Random, num_steps: int, num_patches: int, clips: float) -> Iterator[Sheet]:
+    """`clips`: the share of sheets with clips."""
     for _ in range(num_steps):
-        kind = rng.choices(["image", "video", "blind"], [0.72, 0.26, 0.02])[0]
+        kind = rng.choices(["image", "video", "blind"], [0.98 - clips, clips, 0.02])[0]
         if kind == "image":
             yield picture_sheet(rng, num_patches)
         else:
@@ -275,10 +276,10 @@ def card(out: Path, scores: dict[str, tuple[int, int]], command: str, train_s: f
     return f"""# tiny-vision
 
 A model of Qwen2-VL's architecture that sees, small enough to live in the repository: a check that random weights
-can't give. Of a picture with one to four drawn things of one kind it names number, color and shape ("two red
-circles"); of a short clip in which one thing changes its color, the colors in their order ("red, then blue").
-Colors: red, green, blue, yellow, purple, black. Shapes: circle, square, triangle. It knows nothing else: of other
-pictures it says the same kind of thing. Licensed as the project is; docs/multimodal.md says how to use it.
+can't give. It names number, color and shape of one to four drawn things of one kind ("two red circles"), and the
+colors of a short clip, in which one thing changes its color, in their order ("red, then blue").
+Colors: red, green, blue, yellow, purple, black. Shapes: circle, square, triangle. It knows nothing else, and
+says the same kind of thing about other pictures. Licensed as the project is; docs/multimodal.md says how to use it.
 
 Made by `{command}` ({train_s:.0f} s of training on a busy machine), from drawings that
 `scripts/tiny_pictures.py` makes; no other data. `model.safetensors`: {size:,} bytes, float32. Clips of 4 to 32 frames.
@@ -298,6 +299,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--start", type=Path, help="folder of a model to go on from; by default none")
     parser.add_argument("--steps", type=int, default=2000, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--patches-per-step", type=int, default=768, help="default: %(default)s")
+    parser.add_argument("--clips", type=float, default=0.26, help="share of clips (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="part of what fixes the weights (default: %(default)s)")
@@ -323,7 +325,7 @@ def main() -> None:
         model = Qwen2VLForConditionalGeneration.from_pretrained(args.start, dtype=torch.float32)
     print(f"{model.num_parameters():,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
     learner = Learner(model, tokenizer)
-    given = sheets(random.Random(args.seed + 1), args.steps, args.patches_per_step)
+    given = sheets(random.Random(args.seed + 1), args.steps, args.patches_per_step, args.clips)
     train_s = train(learner.losses(given), list(model.parameters()), make_optimizers(model, args.lr), args)
     args.out.mkdir(parents=True, exist_ok=True)
     save(model.eval(), tokenizer, args.out, TEMPLATE)

@@ -95,6 +95,19 @@ def tenants(
     asyncio.run(run(Tenants(model, tenants, requests, system_len, question_len, rounds), json))
 
 
+@app.command("multimodal")
+def multimodal(
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of generate().")] = 1,
+    quick: Annotated[bool, typer.Option(help="A tiny model, one round, no goals: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Images: how many the front reads, TTFT with them, and what streams without images pay."""
+    from pd_cluster.lab.multimodal import Multimodal, run
+
+    asyncio.run(run(Multimodal(1 if quick else rounds, threads, quick), json))
+
+
 @app.command("engine")
 def engine(
     peers: Annotated[

@@ -7,7 +7,9 @@ and admin addresses.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import mimetypes
 import re
 import signal
 import sys
@@ -15,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
@@ -27,11 +30,13 @@ from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
 from pd_cluster.settings.adapters import SHIPPED_ADAPTER
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.settings.engine import SHIPPED_MODEL, SHIPPED_VISION_MODEL
 from pd_cluster.tables import human_nbytes, print_table
 from pd_cluster.transport.table import BY_NAME
 
 QUESTION = "What is 3 + 4?"
+IMAGE_QUESTION, VIDEO_QUESTION = "What is in the picture?", "Which colors come in which order?"
+Content = str | list[dict[str, Any]]
 MAX_TOKENS = 64
 WARM_UP_TOKENS = 3
 NUM_KEPT_LINES = 100
@@ -50,6 +55,14 @@ def quickstart(
         bool,
         typer.Option("--adapter", help="Serve the shipped model's LoRA adapter too, as the model pirate, and ask it."),
     ] = False,
+    image: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Ask about this image or video: the shipped model that sees, or --model. It knows one to four "
+            "circles, squares or triangles of one color, and the colors of a clip in their order.",
+        ),
+    ] = "",
     once: Annotated[bool, typer.Option("--once", help="Stop after the first answer.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every process's log.")] = False,
 ) -> None:
@@ -58,12 +71,46 @@ def quickstart(
     Then it serves OpenAI's API at http://127.0.0.1:PORT/v1 until Ctrl-C, which takes everything down.
     Exit code: 0; 1 with one line on stderr when the cluster cannot start.
     """
+    if image and adapter:
+        raise ConfigError("--image: the adapter's model takes no images; leave out one of the two")
+    question = _question_about(image) if image else QUESTION
     if adapter and model:
         raise ConfigError("--adapter: the adapter is for the model that the project ships; leave out --model")
     name = SHIPPED_ADAPTER.name if adapter else ""
     flags = ["--enable-lora", "--lora-modules", f"{name}={SHIPPED_ADAPTER}"] if adapter else []
+    model = model or (str(SHIPPED_VISION_MODEL) if image else "")
     launch = Launch(model=model, num_prefill=prefill, num_decode=decode, port=port, arguments=flags)
-    asyncio.run(_until_signal(launch, name, once, verbose))
+    asyncio.run(_until_signal(launch, Asked(question, image, name), once, verbose))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`content` is a message's, `file` the image in it, if any. `adapter`: one to ask the same of, if any."""
+
+    content: Content
+    file: str
+    adapter: str
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else f"{self.content[-1]['text']} ({self.file})"
+
+
+def _question_about(file: str) -> Content:
+    """Returns the content of a message that has the file. Raises ConfigError."""
+    kind, _ = mimetypes.guess_type(file)
+    part = (kind or "image/png").partition("/")[0]
+    if part not in ("image", "video"):
+        raise ConfigError(f"--image {file}: {kind}; give an image or a video")
+    try:
+        data = Path(file).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--image {file}: cannot be read: {error.strerror}") from None
+    url = f"data:{kind or 'image/png'};base64,{base64.b64encode(data).decode()}"
+    return [
+        {"type": f"{part}_url", f"{part}_url": {"url": url}},
+        {"type": "text", "text": IMAGE_QUESTION if part == "image" else VIDEO_QUESTION},
+    ]
 
 
 @dataclass(slots=True)
@@ -86,7 +133,7 @@ class Lines:
         self.kept.clear()
 
 
-async def _until_signal(launch: Launch, adapter: str, once: bool, verbose: bool) -> None:
+async def _until_signal(launch: Launch, asked: Asked, once: bool, verbose: bool) -> None:
     """Runs everything; SIGINT and SIGTERM end it, a second one at once. It always ends all processes."""
     Checkpoint.open(launch.model or str(SHIPPED_MODEL))  # a wrong model is one line, before anything starts
     lines = Lines(verbose)
@@ -95,7 +142,7 @@ async def _until_signal(launch: Launch, adapter: str, once: bool, verbose: bool)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: hurried.set() if stopping.is_set() else stopping.set())
-    working = asyncio.ensure_future(_work(cluster, lines, adapter, once))
+    working = asyncio.ensure_future(_work(cluster, lines, asked, once))
     waiting = asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -120,7 +167,7 @@ async def _stop(cluster: Cluster, hurried: asyncio.Event) -> None:
     hurrying.cancel()
 
 
-async def _work(cluster: Cluster, lines: Lines, adapter: str, once: bool) -> None:
+async def _work(cluster: Cluster, lines: Lines, asked: Asked, once: bool) -> None:
     launch = cluster.launch
     started_s = time.monotonic()
     await cluster.start()
@@ -129,9 +176,9 @@ async def _work(cluster: Cluster, lines: Lines, adapter: str, once: bool) -> Non
         await cluster.wait_ready()
         print(f"ready after {time.monotonic() - started_s:.1f} s", flush=True)
         lines.serving = True
-        await _ask_and_show(launch)
-        if adapter:
-            await _ask_adapter(launch, adapter)
+        await _ask_and_show(launch, asked)
+        if asked.adapter:
+            await _ask_adapter(launch, asked.adapter)
     except PdClusterError:
         lines.show_kept()
         raise
@@ -148,12 +195,12 @@ async def _work(cluster: Cluster, lines: Lines, adapter: str, once: bool) -> Non
 # ---- question
 
 
-async def _ask_and_show(launch: Launch) -> None:
+async def _ask_and_show(launch: Launch, asked: Asked) -> None:
     """Asks and prints. Raises GenerationError without an answer."""
-    await _ask(launch.url, WARM_UP_TOKENS, lambda text: None)  # the first request pays for lazy loading
+    await _ask(launch.url, WARM_UP_TOKENS, lambda text: None, QUESTION)  # the first request pays for lazy loading
     before = Traffic.of(await fetch_settled(launch.admin_url))
-    print(f"\n> {QUESTION}", flush=True)
-    sample = await _ask(launch.url, MAX_TOKENS, _print_text)
+    print(f"\n> {asked.text}", flush=True)
+    sample = await _ask(launch.url, MAX_TOKENS, _print_text, asked.content)
     print(flush=True)
     _check(sample)
     entries = await fetch_settled(launch.admin_url)
@@ -163,7 +210,7 @@ async def _ask_and_show(launch: Launch) -> None:
 async def _ask_adapter(launch: Launch, adapter: str) -> None:
     """Asks the same of an adapter, and prints. Raises GenerationError without an answer."""
     print(f"> {QUESTION} (of the model {adapter}, a LoRA adapter)", flush=True)
-    sample = await _ask(launch.url, MAX_TOKENS, _print_text, adapter)
+    sample = await _ask(launch.url, MAX_TOKENS, _print_text, QUESTION, adapter)
     print("\n", flush=True)
     _check(sample)
 
@@ -173,16 +220,18 @@ def _check(sample: Sample) -> None:
         raise GenerationError(f"the question was not answered: {sample.error}")
 
 
-async def _ask(url: str, max_tokens: int, on_text: Callable[[str], None], adapter: str = "") -> Sample:
-    """Asks as a chat, or as a plain completion for a model without a chat template."""
+async def _ask(
+    url: str, max_tokens: int, on_text: Callable[[str], None], content: Content, adapter: str = ""
+) -> Sample:
+    """Asks as a chat; a text as a plain completion, for a model without a chat template."""
     async with make_client() as client:
         body: dict[str, Any] = {"temperature": 0, "max_tokens": min(max_tokens, await _room(client, url))}
         if adapter:
             body["model"] = adapter
-        messages = [{"role": "user", "content": QUESTION}]
+        messages = [{"role": "user", "content": content}]
         sample = await measure(client, f"{url}/v1/chat/completions", {**body, "messages": messages}, on_text)
-        if sample.status == 400:
-            sample = await measure(client, f"{url}/v1/completions", {**body, "prompt": QUESTION}, on_text)
+        if sample.status == 400 and isinstance(content, str):
+            sample = await measure(client, f"{url}/v1/completions", {**body, "prompt": content}, on_text)
     return sample
 
 

@@ -29,6 +29,7 @@ from pd_cluster.settings.setting import (
 )
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "tiny-chat"
+SHIPPED_VISION_MODEL = SHIPPED_MODEL.with_name("tiny-vision")
 MAX_BLOCK_SIZE = 4096  # tokens
 MAX_TP_SIZE = 256
 PREEMPTION_MODES = ("recompute", "swap")

@@ -119,6 +119,28 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0.5
 
+    memory_gb: Annotated[
+        float,
+        MEDIA(
+            "GiB of images and videos of unanswered requests that each process which serves requests holds in memory, "
+            "to send them again when an instance is lost; beyond it they go to --media-spill-path, or get a 503.",
+            name="media_memory_gb",
+            checks=(at_least(0),),
+        ),
+    ] = 2.0
+    spill_path: Annotated[
+        str,
+        MEDIA(
+            "Folder for files of images and videos beyond --media-memory-gb, which have mode 0600 and no name; by "
+            "default none.",
+            name="media_spill_path",
+        ),
+    ] = ""
+    spill_gb: Annotated[
+        float,
+        MEDIA("Most GiB in these files.", name="media_spill_gb", checks=(at_least(0),)),
+    ] = 8.0
+
     def most(self, kind: str) -> int:
         """Returns how many items of a kind a prompt may have."""
         return self.limits.get(kind, DEFAULTS[kind])

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from PIL import Image as Pictures
 
 from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT
 from pd_cluster.cluster.processes.ports import free_port_pair
+from tests.support.pictures import file_of
 
 DEADLINE_S = 100
 QUICKSTART = [sys.executable, "-m", "pd_cluster.commands.quickstart"]
@@ -86,6 +88,34 @@ def test_the_shipped_adapter_answers_in_its_own_manner() -> None:
     answers = [out.splitlines()[index + 1] for index in asked]
     assert answers == ["7", "Arr, 7 it be!"]
     assert_nothing_left(pid, port)
+
+
+@pytest.mark.slow
+def test_the_shipped_model_that_sees_is_asked_about_an_image(tmp_path: Path) -> None:
+    port = free_port_pair()
+    image = tmp_path / "a.png"
+    image.write_bytes(file_of(Pictures.new("RGB", (96, 96), (40, 160, 60))))  # nothing but green
+    pid, code, out, err = run(*QUICKSTART, "--once", f"--image={image}", f"--port={port}")
+    assert (code, err) == (0, ""), out + err
+    lines = out.splitlines()
+    at = lines.index(f"> What is in the picture? ({image})")
+    assert "green" in lines[at + 1]
+    assert_nothing_left(pid, port)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--image=/no/such.png"], "--image /no/such.png: cannot be read: No such file or directory"),
+        (["--image=a.txt"], "--image a.txt: text/plain; give an image or a video"),
+        (["--image=a.png", "--adapter"], "--image: the adapter's model takes no images; leave out one of the two"),
+    ],
+)
+def test_an_image_that_cannot_be_asked_about_is_one_line(given: list[str], said: str) -> None:
+    pid, code, out, err = run(*QUICKSTART, "--once", *given)
+    assert (code, out) == (1, "")
+    assert err == f"quickstart: {said}\n"
+    assert_nothing_left(pid)
 
 
 def test_the_adapter_is_for_the_shipped_model(checkpoint: Checkpoints) -> None:

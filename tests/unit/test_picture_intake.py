@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pd_cluster.checkpoints.vision import VisionPart
 from pd_cluster.engine.step.scheduler import StepScheduler
-from pd_cluster.errors import RequestError, Unavailable
+from pd_cluster.errors import ConfigError, RequestError, Unavailable
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.media.kinds.qwen import GridRules
+from pd_cluster.service import pixels
 from pd_cluster.service.helpers import children
 from pd_cluster.service.pixels import PixelBudget
 from pd_cluster.service.prompts import pictures
@@ -190,6 +193,44 @@ def test_pixels_are_counted_until_they_are_released() -> None:
     del other  # a prompt that was never sent
     gc.collect()
     assert budget.nbytes == 0
+
+
+def test_pixels_beyond_memory_are_in_a_file_without_a_name(tmp_path: Path) -> None:
+    """They are the same, travel as they are, and are counted within a limit of their own."""
+    nbytes = RULES.num_bytes(Image(4, 6))
+    limits = {"memory_gb": 1.5 * nbytes / (1 << 30), "spill_path": str(tmp_path), "spill_gb": 2.5 * nbytes / (1 << 30)}
+
+    async def work(intake: PictureIntake) -> None:
+        urls = [data_url(picture(seed)) for seed in range(4)]
+        shown = [await intake.place([7], sources(url), "prompt") for url in urls[:3]]
+        kinds = [type(each.prompt.images[0].pixels) for each in shown]
+        assert kinds == [bytes, memoryview, memoryview]
+        assert not list(tmp_path.iterdir())
+        budget = intake._budget
+        assert (budget.nbytes, budget.nbytes_in_files) == (nbytes, 2 * nbytes)
+        for each, url in zip(shown, urls, strict=False):
+            (image,) = each.prompt.images
+            plain = await intake._read(sources(url)[0])
+            assert isinstance(plain, tuple)
+            assert bytes(image.pixels) == plain[0].pixels
+            sent = msgspec.msgpack.decode(msgspec.msgpack.encode(image), type=Image)
+            assert sent == plain[0]
+        with pytest.raises(Unavailable, match="bytes of pictures are waiting for their answers; try again"):
+            await intake.place([7], sources(urls[3]), "prompt")
+        hold = shown[1].hold
+        assert hold is not None
+        hold.release()
+        assert budget.nbytes_in_files == nbytes
+        again = await intake.place([7], sources(urls[3]), "prompt")
+        assert isinstance(again.prompt.images[0].pixels, memoryview)
+
+    run(work, **limits)
+    descriptor = pixels._nameless(str(tmp_path))
+    assert os.fstat(descriptor).st_mode & 0o777 == 0o600
+    assert os.fstat(descriptor).st_nlink == 0
+    os.close(descriptor)
+    with pytest.raises(ConfigError, match=r"--media-spill-path /no/such: no file can be made there: No such file"):
+        PixelBudget(1, "/no/such", 1)
 
 
 def test_a_decode_leg_that_would_compute_a_picture_without_pixels() -> None:

@@ -30,6 +30,7 @@ from pd_cluster.text.control_tokens import PromptText
 MAX_NBYTES = 56 << 20  # of a prompt's pictures, as their model reads them: they travel in one message
 NUMBERS_NBYTES = 20  # of a token's id and its three positions, beside them
 MAX_NUMBERS_NBYTES = 6 << 20
+GIB = 1 << 30
 TIMEOUTS_S = {IMAGES: 20.0, VIDEOS: 60.0}
 GIVEN = "given:"  # the scheme of pictures that a caller in this process has as objects
 
@@ -88,8 +89,8 @@ class PictureIntake:
         """`addresses`: those of the cluster, which are never fetched from. `encode` returns the tokens of a text."""
         self._vision, self._config, self._addresses, self._counts = vision, config, addresses, counts
         self._encode = encode
-        self._budget = PixelBudget()
-        self._kept = KeptMedia(int(config.cache_gb * (1 << 30)))
+        self._budget = PixelBudget(int(config.memory_gb * GIB), config.spill_path, int(config.spill_gb * GIB))
+        self._kept = KeptMedia(int(config.cache_gb * GIB))
         self._children: dict[str, Children] = {}
         if vision is not None:
             places = Places(config.local_root, config.domains)
@@ -186,7 +187,10 @@ class PictureIntake:
             raise RequestError(
                 f"{param}: a prompt with images has at most {most} tokens; send a shorter one", param=param
             )
-        return Shown(placed, self._budget.take(nbytes) if nbytes else None)
+        if not nbytes:
+            return Shown(placed)
+        held, hold = await self._budget.hold(placed.images)
+        return Shown(msgspec.structs.replace(placed, images=held), hold)
 
     async def _counted(self, source: Source, given: Sequence[Any], salt: str) -> Item:
         try:

@@ -96,7 +96,7 @@ class PlainCausalLM:
         if self._logn is not None:
             batch.query_factors = self._logn.factors(batch)
         if self.adapters is not None:
-            self.adapters.rows.begin(batch.adapters, batch.query_lens)
+            self.adapters.begin(batch)
         self._set_batch(batch)
         tokens = {"input_ids": batch.input_ids}
         if batch.images is not None or batch.virtual is not None:
@@ -208,7 +208,7 @@ class FusedCausalLM:
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         if self.adapters is not None:
-            self.adapters.rows.begin(batch.adapters, batch.query_lens)
+            self.adapters.begin(batch)
         x = self._embed(batch.input_ids[0])  # [num_tokens, hidden_size]
         if (images := batch.images) is not None:
             images.embed(x)
@@ -230,7 +230,7 @@ class FusedCausalLM:
         if len(rows) < len(x):
             x, attended = x[rows], attended[rows]
             if self.adapters is not None:
-                self.adapters.rows.keep(rows)
+                self.adapters.rows.keep(rows.numpy() if rows.device.type == "cpu" else batch.kept_rows)
         delta = self._after_attention(last, x, attended)
         x = self.ops.add_norm(x, delta, self._norm)
         if hidden is not None:

@@ -14,6 +14,7 @@ import threading
 import torch
 
 from pd_cluster.checkpoints.prompt_folder import TENSOR, PromptFolder
+from pd_cluster.devices.device import CPU, Device, synchronize, use
 from pd_cluster.errors import ModelError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.model.lora.adapters import DTYPES
@@ -26,11 +27,17 @@ class PromptAdapters:
     """Those of one rank, by their variants."""
 
     def __init__(
-        self, hidden_size: int, layout: KVLayout, factor: float = 1.0, order: torch.Tensor | None = None
+        self,
+        hidden_size: int,
+        layout: KVLayout,
+        factor: float = 1.0,
+        order: torch.Tensor | None = None,
+        device: Device = CPU,
     ) -> None:
         """`factor`: of all embeddings before the first layer. `order`: the pool's of a key's features; None: as is."""
         self.slots: dict[str, int] = {}
         self._hidden_size, self._layout, self._factor, self._order = hidden_size, layout, factor, order
+        self._device = device
         self._loaded: dict[int, VirtualTokens] = {}
         self._slots_given = itertools.count(1)
         self._lock = threading.Lock()
@@ -45,7 +52,9 @@ class PromptAdapters:
             if known is not None and slot in (None, known):
                 return known
             slot = self.next_slot() if slot is None else slot
+            use(self._device)
             self._loaded[slot] = self._read(folder)
+            synchronize(self._device)  # other threads' launches do not wait for this one's
             self.slots[folder.digest] = slot  # last: now requests may have it
             if known is not None:
                 del self._loaded[known]
@@ -57,6 +66,7 @@ class PromptAdapters:
         with self._lock:
             slot = self.slots.pop(digest, None)
             if slot is not None:
+                synchronize(self._device)  # steps that have it are launched, and may not be computed
                 del self._loaded[slot]
 
     def next_slot(self) -> int:
@@ -73,7 +83,7 @@ class PromptAdapters:
         matrix = torch.frombuffer(data, dtype=DTYPES[stored.dtype], count=count, offset=stored.start)
         if not matrix.isfinite().all():
             raise ModelError(f"{place}: NaN or infinity among its numbers")
-        matrix = matrix.float().view(stored.shape).clone()
+        matrix = matrix.float().view(stored.shape).to(self._device.torch_name, copy=True)
         if folder.kind == "prompt":
             if stored.shape[1] != self._hidden_size:
                 raise ModelError(f"{place}: rows of {stored.shape[1]}; this model has {self._hidden_size}")
@@ -96,5 +106,5 @@ class PromptAdapters:
         kv = matrix.view(len(matrix), layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
         kv = kv.permute(1, 2, 0, 3, 4).contiguous()
         if self._order is not None:
-            kv[:, 0] = kv[:, 0][..., self._order]
+            kv[:, 0] = kv[:, 0][..., self._order.to(kv.device)]
         return kv

@@ -16,18 +16,22 @@ from typing import Any
 import torch
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder, Stored
+from pd_cluster.devices.device import Device, synchronize, use
 from pd_cluster.errors import ModelError
+from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.packing import PackedModule
 from pd_cluster.model.lora.adapted import (
     NONE,
     AdaptedLinear,
     AdaptedModule,
+    DeviceTable,
     Features,
     LowRank,
     Site,
     StepRows,
 )
+from pd_cluster.model.lora.device_rows import MOST_ADAPTERS
 from pd_cluster.model.parallel.plan import WHOLE, Cut
 from pd_cluster.model.parallel.shard import take
 
@@ -36,6 +40,7 @@ log = logging.getLogger(__name__)
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 CutOf = Callable[[str, tuple[int, ...]], Cut]
+MakeTable = Callable[[list[slice], int], DeviceTable]
 
 
 def uncut(key: str, shape: tuple[int, ...]) -> Cut:
@@ -102,6 +107,26 @@ class Adapters:
         for site in sites:
             site.nums_rows = None
 
+    def begin(self, batch: ForwardBatch) -> None:
+        """Starts a step."""
+        if batch.adapted_rows is not None:
+            self.rows.use(batch.adapted_rows)
+        else:
+            self.rows.begin(batch.adapters, batch.query_lens)
+
+    def move_to(self, device: Device, make: MakeTable) -> None:
+        """Computes on this device, before any adapter is loaded. `make`: a table of a layer's outputs and inputs."""
+        assert not self.slots
+        self.rows.device, self.rows.has_tables = device, True
+        for site, modules, num_inputs in self._layers():
+            site.table, site.there = None, make(modules, num_inputs)
+
+    def _layers(self) -> list[tuple[Site, list[slice], int]]:
+        found: dict[int, tuple[Site, list[slice], int]] = {}
+        for site, part in self._places.values():
+            found.setdefault(id(site), (site, [], part.in_features))[1].append(part.outputs)
+        return list(found.values())
+
     # ---- adapters
 
     def load(self, folder: LoraFolder, slot: int | None = None) -> int:
@@ -114,10 +139,14 @@ class Adapters:
             if known is not None and slot in (None, known):
                 return known
             slot = self.next_slot() if slot is None else slot
-            for site, parts in self._parts(folder):
+            use(self.rows.device)  # where it is an accelerator, this thread's launches go there
+            parts_of_sites = self._parts(folder)
+            self._take_place(slot, folder)
+            for site, parts in parts_of_sites:
                 site.put(slot, parts)
             if known is not None:  # of a load that rank 0 has given up
                 self._drop(known)
+            synchronize(self.rows.device)  # other threads' launches do not wait for this one's
             self.slots[folder.digest] = slot  # last: now requests may have it
             log.info("adapter %s: %d modules of %s", folder.digest[:12], len(folder.modules), folder.path)
             return slot
@@ -131,8 +160,18 @@ class Adapters:
                 log.info("adapter %s is dropped", digest[:12])
 
     def _drop(self, slot: int) -> None:
+        synchronize(self.rows.device)  # steps that have it are launched, and may not be computed
         for site, _ in self._places.values():
             site.drop(slot)
+        self.rows.places.pop(slot, None)
+
+    def _take_place(self, slot: int, folder: LoraFolder) -> None:
+        """Gives an adapter a place in the device's tables. Raises ModelError if they are full."""
+        places = self.rows.places
+        free = set(range(MOST_ADAPTERS)).difference(places.values())
+        if not free:
+            raise ModelError(f"{folder.path}: {MOST_ADAPTERS} adapters are loaded, as many as a device takes")
+        places[slot] = min(free)
 
     def adopt(self, new: Adapters) -> None:
         """Puts the adapters that are loaded here beside the layers of `new`, which has none.

@@ -324,6 +324,8 @@ def test_errors_have_the_clients_classes(ours: Any, cluster: LiveCluster) -> Non
         ({"thinking": {"type": "between_tools"}}, "thinking"),
         ({"container": "c"}, "container"),
         ({"speed": "fast"}, "speed"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": {}}]}}, "context_management"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, "output_config.format"),
         ({"max_tokens": 10**9}, "max_tokens"),
     ],
@@ -332,3 +334,16 @@ def test_what_cannot_be_done_is_refused_by_name(cluster: LiveCluster, fields: di
     answer = cluster.client.post(f"{cluster.url}/v1/messages", json={**HELLO, **fields})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"].startswith(named)
+
+
+def test_what_agents_send_beside_it(cluster: LiveCluster) -> None:
+    """Thinking is never left out, so keeping all of it is granted; a tool's manual may be long."""
+    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    tool = {"name": "t", "description": "d" * 40_000, "input_schema": {"type": "object"}}
+    greedy = {**HELLO, "temperature": 0}
+    plain = cluster.client.post(f"{cluster.url}/v1/messages", json=greedy).json()
+    body = {**greedy, "context_management": kept, "tools": [tool], "tool_choice": {"type": "none"}}
+    answer = cluster.client.post(f"{cluster.url}/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["content"] == plain["content"]
+    assert "citations" not in answer.json()["content"][0]  # the AI SDK takes no null

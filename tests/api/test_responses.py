@@ -219,6 +219,33 @@ def test_a_forced_call_follows_the_schema(speaker: Speaker, choice: Any) -> None
         assert json.loads(call["arguments"])["city"] in ("Berlin", "Paris")
 
 
+def test_functions_of_a_namespace(speaker: Speaker) -> None:
+    """The model knows them by both names; calls have them apart, and come back so."""
+    sky = {"type": "namespace", "name": "sky", "description": "Above", "tools": [WEATHER]}
+    url, http = f"{speaker.cluster.url}/v1/responses", speaker.cluster.client
+    body = {**HELLO, "max_output_tokens": 300, "tools": [sky], "tool_choice": "required"}
+    whole = http.post(url, json=body).json()
+    call = whole["output"][-1]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "sky", "get_weather")
+    response = Response.model_validate(whole)
+    assert not unknown(response)
+    assert whole["tools"] == [sky]
+    events = events_of(speaker.cluster, body)
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert [(item["namespace"], item["name"]) for item in added if item["type"] == "function_call"] == [
+        ("sky", "get_weather")
+    ]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    items = [{"role": "user", "content": "hello"}, call, output]
+    flat = {**WEATHER, "name": "sky__get_weather"}
+    known = [{**each, "namespace": None, "name": "sky__get_weather"} if each is call else each for each in items]
+    counts = [
+        http.post(url, json={**HELLO, "input": given, "tools": [tool], "max_output_tokens": 1}).json()["usage"]
+        for given, tool in ((items, sky), (known, flat))
+    ]
+    assert counts[0]["input_tokens"] == counts[1]["input_tokens"]
+
+
 def test_reasoning_is_an_item_of_its_own(speaker: Speaker) -> None:
     response = speaker.response("reasoning, content")
     reasoning, message = response.output
@@ -262,7 +289,17 @@ def test_a_loop_of_the_clients_own(speaker: Speaker) -> None:
         ({"input": [{"role": "nobody", "content": "a"}]}, "input", "input[0].role"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "input[0]"),
         ({"input": []}, "input", "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "tools.0.type"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools.0: Input tag 'web_search'"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "c"}]}]},
+            "tools",
+            "tools.0",
+        ),
+        (
+            {"tools": [{"type": "namespace", "name": "n" * 40, "tools": [{**WEATHER, "name": "f" * 40}]}]},
+            "tools",
+            "tools[0]",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text", "text.format"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),

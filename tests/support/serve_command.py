@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import typer.core
 import typer.main
@@ -18,3 +19,8 @@ def serve_command() -> typer.core.TyperCommand:
     command = group.commands["serve"]
     assert isinstance(command, typer.core.TyperCommand)
     return command
+
+
+def settings_in(context: Any) -> dict[str, Any]:
+    """Returns the values of settings that a command line gave: --help-all is none."""
+    return {name: value for name, value in context.params.items() if name != "help_all"}

@@ -41,6 +41,7 @@ from pd_cluster.lab.gpu.spec import (
     Writer,
     read_lines,
 )
+from pd_cluster.lab.peers import gpu_engine
 from pd_cluster.tables import Result
 
 ROOT = Path(__file__).parents[2]
@@ -448,3 +449,8 @@ def test_the_check_names_what_a_python_lacks_before_it_begins(tmp_path: Path) ->
     assert "msgspec>=0.19" in done.stderr
     assert "--download FOLDER" in done.stderr
     assert "torch>" not in done.stderr
+
+
+def test_the_phases_of_a_start_are_functions_of_the_runner() -> None:
+    """The bench replaces them by name while an engine is built."""
+    assert all(callable(getattr(gpu_engine.runner_module, name)) for name in gpu_engine.PHASES)

@@ -20,7 +20,7 @@ import yaml
 from pd_cluster.settings.flags import judge, normalize
 from ranktable_tools import check, load_global, load_local, locate, parse_node_ports
 from ranktable_tools import cli as ranktable_cli
-from tests.support.serve_command import serve_command
+from tests.support.serve_command import serve_command, settings_in
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -50,7 +50,7 @@ def parse_serve(argv: list[str]) -> dict[str, Any]:
     command = serve_command()
     context = command.make_context("serve", normalize(["serve", *argv])[1:])
     assert judge(context.args, [name for parameter in command.params for name in parameter.opts]) == []
-    return dict(context.params)
+    return settings_in(context)
 
 
 def address(service: dict[str, Any]) -> str:

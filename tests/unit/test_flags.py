@@ -26,7 +26,7 @@ from pd_cluster.settings.flags import (
 )
 from pd_cluster.settings.options import ServeOptions, settings
 from pd_cluster.settings.suggestions import MEANT, meant_by
-from tests.support.serve_command import serve_command
+from tests.support.serve_command import serve_command, settings_in
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "flags.md"
@@ -102,7 +102,7 @@ def parse(*argv: str) -> tuple[dict[str, object], list[str]]:
     """(what `serve` gets, warnings), as main() does it."""
     command = serve_command()
     context = command.make_context("serve", normalize(["serve", *argv])[1:], resilient_parsing=False)
-    return context.params, judge(context.args, HONOURED)
+    return settings_in(context), judge(context.args, HONOURED)
 
 
 def test_the_page_is_what_the_code_says() -> None:

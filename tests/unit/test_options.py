@@ -19,14 +19,14 @@ from pd_cluster.settings.options import SECRET_VARIABLES, ServeOptions, without_
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.settings.routing import AdminSettings
 from pd_cluster.text.given_template import with_source
-from tests.support.serve_command import serve_command
+from tests.support.serve_command import serve_command, settings_in
 
 
 def options(*argv: str) -> ServeOptions:
     context = serve_command().make_context(
         "serve", normalize(["serve", *argv])[1:], auto_envvar_prefix="PD_CLUSTER_SERVE", resilient_parsing=False
     )
-    return ServeOptions(**context.params)
+    return ServeOptions(**settings_in(context))
 
 
 def chat_of(*argv: str) -> ChatConfig:

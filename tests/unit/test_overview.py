@@ -20,7 +20,10 @@ from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.wire import Load
 from tests.support.elastic_world import ElasticWorld
 
-UNSHOWN = {"prompt_tokens_computed", "images_read", "images_refused"}
+UNSHOWN = {
+    "prompt_tokens_computed",
+    *(name for name in COUNTERS if name.endswith(("_read", "_refused", "_hits", "_queries"))),
+}
 
 
 def test_every_count_that_matters_has_a_rate() -> None:
@@ -152,6 +155,14 @@ def test_what_is_wrong_comes_worst_first() -> None:
     prefill.load = Load(num_blocks=100, num_held_blocks=97, num_waiting=3)
     assert any("wait for KV blocks" in text for _, text in _problems(world))
     assert any(text.startswith("no KV cache goes from") for _, text in _problems(world)), "links have not been heard of"
+
+
+def test_a_cluster_that_was_put_to_sleep_is_no_alarm() -> None:
+    world = ElasticWorld()
+    for each in world.membership.instances:
+        each.state, each.load = "ready", Load(sleep_level=1)
+    assert [text for severity, text in _problems(world) if severity != "notice" and "takes requests" in text] == []
+    assert ("notice", "the cluster is asleep, and serves no request") in _problems(world)
 
 
 def test_failed_requests_are_critical_for_a_minute_and_promises_are_held() -> None:

@@ -8,16 +8,21 @@ import time
 from typing import Any
 
 import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_create_params as beta_message_create_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai.types import completion_create_params
+from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.limits import truncated
 from pd_cluster.service.schema import parse as parsing
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
 from pd_cluster.service.schema.parse import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, MAX_VALUES, parse
+from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest
 from pd_cluster.service.schema.protocol import (
     CHAT_ONLY,
     HARMLESS,
@@ -33,6 +38,7 @@ from pd_cluster.service.schema.protocol import (
     GenerateRequest,
     GenerationRequest,
 )
+from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 from pd_cluster.types import Sampling
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -522,6 +528,18 @@ def test_every_field_of_openai_s_client_is_known() -> None:
     ):
         known = {*kind.model_fields, *NOT_YET, *HARMLESS}
         assert not set(types.__annotations__) - known
+
+
+def test_every_field_of_newer_clients_is_known() -> None:
+    """The same for responses, messages and embeddings; Anthropic's fields that are still beta are among them."""
+    for types, model in (
+        (response_create_params.ResponseCreateParamsBase, ResponsesRequest),
+        (embedding_create_params.EmbeddingCreateParams, EmbeddingRequest),
+        (message_create_params.MessageCreateParamsBase, MessagesRequest),
+        (beta_message_create_params.MessageCreateParamsBase, MessagesRequest),
+        (message_count_tokens_params.MessageCountTokensParams, MessagesPrompt),
+    ):
+        assert not set(types.__annotations__) - {*model.model_fields, *HARMLESS}, types
 
 
 def test_the_first_tokens_are_kept_where_the_right_side_is_cut() -> None:

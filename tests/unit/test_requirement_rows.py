@@ -28,7 +28,7 @@ from ranktable_tools.keys import write_keys
 from ranktable_tools.schema import RankTableError, parse_global, parse_local
 from tests.support.engines import assert_same, make_core
 from tests.support.engines import generate as run_engine
-from tests.support.serve_command import serve_command
+from tests.support.serve_command import serve_command, settings_in
 
 ROOT = Path(__file__).resolve().parents[2]
 GEN = "--mode gen --prefill-server-list 4,5 --decode-server-list 6,7 --api-server"
@@ -208,7 +208,7 @@ def test_every_role_needs_both_variables(tmp_path: Path, missing: str) -> None:
 def options_of(*argv: str) -> ServeOptions:
     """Returns the options that `pd-cluster serve` makes of its flags."""
     context = serve_command().make_context("serve", normalize(["serve", *argv])[1:])
-    return ServeOptions(**context.params)
+    return ServeOptions(**settings_in(context))
 
 
 @pytest.mark.parametrize("num_batched", [4096, 8192])

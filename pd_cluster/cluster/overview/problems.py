@@ -39,6 +39,12 @@ def problems_of(instances: Sequence[Instance], history: History, routing: Routin
 
 def _roles(instances: Sequence[Instance]) -> list[Problem]:
     serving = [each for each in instances if each.takes_requests]
+    if instances and all(each.is_ready and each.load.sleep_level for each in instances):
+        return [
+            Problem(
+                "notice", "the cluster is asleep, and serves no request", "POST /wake_up on the admin port wakes it"
+            )
+        ]
     if not serving:
         return [
             Problem(

@@ -38,7 +38,7 @@ MAX_MODEL_LEN = 36_864
 STEP_TOKENS = 8192  # per prefill step
 NUM_SETTLING_STEPS = 8  # the first of them capture graphs and compile kernels
 PHASES = {  # of a start, by the functions of the runner that take their time
-    "load_model": "weights",
+    "load_parts": "weights",
     "peak_of_a_step": "the largest step",
     "KVPool": "KV pool",
     "prove": "proof",

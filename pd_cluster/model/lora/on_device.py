@@ -1,4 +1,5 @@
-"""The part that an adapter adds to a layer on an accelerator: plain products, adapter by adapter, in the model's dtype.
+"""Computes the addition of adapters to a layer on an accelerator: plain products, one adapter after another, in the
+model's own dtype.
 
 Portable on purpose: it needs no kernel. Rows are gathered and added along the first dimension only, which no device
 answers by copying the whole tensor or by waiting for the host.

@@ -80,7 +80,7 @@ class MessagesAnswer(BlockAnswer):
     def _block(self, block: Block, text: str) -> Json:
         """Returns a block with this text; as it begins, without any."""
         if block.kind == "text":
-            return {"type": "text", "text": text, "citations": None}
+            return {"type": "text", "text": text}
         if block.kind == "reasoning":
             shown = "" if self._omits_thinking else text
             return {"type": "thinking", "thinking": shown, "signature": SIGNATURE if text else ""}

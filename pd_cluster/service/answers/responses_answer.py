@@ -10,7 +10,8 @@ from pd_cluster.errors import PdClusterError
 from pd_cluster.service.answers.blocks import Block, BlockAnswer, BlockChange
 from pd_cluster.service.answers.sse import named_event
 from pd_cluster.service.generation import Generation
-from pd_cluster.service.schema.responses_protocol import ResponsesRequest
+from pd_cluster.service.schema.responses_protocol import NamespaceTool, ResponsesRequest, ResponseTool
+from pd_cluster.service.schema.responses_tools import names_of
 
 Json = dict[str, Any]
 ID_NUM_BYTES = 24
@@ -22,6 +23,7 @@ class ResponsesAnswer(BlockAnswer):
     def __init__(self, request: ResponsesRequest, model: str, generation: Generation, is_stored: bool = False) -> None:
         super().__init__(generation, bool(request.stream))
         self.id = f"resp_{secrets.token_hex(ID_NUM_BYTES)}"
+        self._names = names_of(request)
         self._head = self._echo(request, model) | {"store": is_stored}
         self._item_ids: dict[int, str] = {}
         self._num_events = 0
@@ -124,7 +126,8 @@ class ResponsesAnswer(BlockAnswer):
     def _item(self, block: Block, text: str, status: str) -> Json:
         item_id = self._id_of(block)
         if block.kind == "call":
-            call = {"call_id": block.call_id, "name": block.name, "arguments": text}
+            named = self._names.get(block.name, {"name": block.name})
+            call = {"call_id": block.call_id, **named, "arguments": text}
             return {"type": "function_call", "id": item_id, "status": status, **call}
         content = [self._part(block, text)]
         if block.kind == "reasoning":
@@ -149,9 +152,7 @@ class ResponsesAnswer(BlockAnswer):
     def _echo(self, request: ResponsesRequest, model: str) -> Json:
         """Returns the fields that the response object repeats of its request."""
         sampling = self.generation.sampling
-        tools = [
-            {"strict": None, "parameters": None, **tool.model_dump(exclude_none=True)} for tool in request.tools or []
-        ]
+        tools = [_told(tool) for tool in request.tools or []]
         choice = request.tool_choice
         text = request.text.model_dump(exclude_none=True) if request.text is not None else {}
         reasoning = request.reasoning
@@ -191,3 +192,9 @@ class ResponsesAnswer(BlockAnswer):
             "truncation": "disabled",
             "user": request.user,
         }
+
+
+def _told(tool: ResponseTool | NamespaceTool) -> Json:
+    """Returns a tool as the response object repeats it."""
+    told = tool.model_dump(exclude_none=True)
+    return told if isinstance(tool, NamespaceTool) else {"strict": None, "parameters": None, **told}

@@ -13,7 +13,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.protocol import FAIL_FAST, Count, GenerationRequest, NumLogprobs
 
 MAX_TOOLS = 128
-MAX_DESCRIPTION_NUM_CHARS = 16_384
+MAX_DESCRIPTION_NUM_CHARS = 65_536  # agents' manuals of their tools have more than 16,384
 MAX_TEMPLATE_NUM_CHARS = 65_536
 MEDIA = ("image", "video")
 OWN_NAME_PARTS = ("refusal", "thinking")  # whose text has the name of their type

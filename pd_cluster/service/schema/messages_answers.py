@@ -17,7 +17,6 @@ class MessageBlock(BaseModel):
 
     type: Literal["text", "thinking", "tool_use"]
     text: str | None = None
-    citations: None = None
     thinking: str | None = None
     signature: str | None = Field(default=None, description="Not checked when the block is sent back.")
     id: str | None = Field(default=None, description="A call's, which its result names.")

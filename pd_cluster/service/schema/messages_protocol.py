@@ -66,6 +66,19 @@ class OutputConfig(BaseModel):
     format: OutputFormat | None = None
 
 
+class KeptThinking(BaseModel):
+    """Asks for what happens anyway: no thinking of earlier turns is left out."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    edits: Annotated[list[KeptThinking], Field(max_length=1)] = []
+
+
 class MessagesPrompt(BaseModel):
     """The fields that determine the prompt; /v1/messages/count_tokens takes them alone."""
 
@@ -78,6 +91,13 @@ class MessagesPrompt(BaseModel):
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
+    speed: Literal["standard"] | None = None
+    # These say nothing about the answer.
+    cache_control: dict[str, Any] | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+    betas: list[Any] | None = None
 
 
 class MessagesRequest(MessagesPrompt):
@@ -89,7 +109,12 @@ class MessagesRequest(MessagesPrompt):
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    speed: Literal["standard"] | None = None
+    diagnostics: dict[str, Any] | None = None  # of a cache that others keep
     container: None = None
+    thread: None = None
+    compaction: None = None
+    fallbacks: Annotated[list[Any], Field(max_length=0)] | None = None
+    fallback_credit_token: None = None
+    billing_policy: None = None
+    inference_geo: None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
-    context_management: None = None

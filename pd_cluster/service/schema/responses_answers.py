@@ -30,6 +30,7 @@ class ResponseItem(BaseModel):
     summary: list[Any] | None = Field(default=None, description="Always empty: `content` has the reasoning itself.")
     call_id: str | None = Field(default=None, description="The output of the call names it.")
     name: str | None = None
+    namespace: str | None = Field(default=None, description="Of the function, if it has one.")
     arguments: str | None = Field(default=None, description="The model wrote it: check it before use.")
 
 

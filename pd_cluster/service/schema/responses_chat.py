@@ -12,6 +12,7 @@ from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.parse import checked
 from pd_cluster.service.schema.responses_items import Json, items_of, parts_of, text_parts
 from pd_cluster.service.schema.responses_protocol import ResponsesRequest, ResponseToolChoice
+from pd_cluster.service.schema.responses_tools import functions_of, known_as
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 SAME = (
@@ -66,7 +67,9 @@ def _add_messages(items: list[Json], name: str, found: list[Json]) -> None:
             if last.get("role") != "assistant":
                 last = {"role": "assistant", "content": []}
                 found.append(last)
-            function = {name: _string(item, name, place) for name in ("name", "arguments")}
+            namespace = _string(item, "namespace", place) if item.get("namespace") is not None else None
+            name_of_it = known_as(_string(item, "name", place), namespace)
+            function = {"name": name_of_it, "arguments": _string(item, "arguments", place)}
             call = {"id": _string(item, "call_id", place), "type": "function", "function": function}
             last.setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
@@ -99,13 +102,13 @@ def _string(item: Json, name: str, place: str) -> str:
 
 
 def _tools(request: ResponsesRequest) -> Json:
-    tools, choice = request.tools or [], request.tool_choice
+    tools, choice = functions_of(request), request.tool_choice
     found: Json = {}
     if isinstance(choice, ResponseToolChoice) and choice.type == "allowed_tools":
         names = {tool.get("name") if tool.get("type") == "function" else None for tool in choice.tools or []}
-        if choice.tools is None or not names <= {tool.name for tool in tools}:
+        if choice.tools is None or not names <= {tool["function"]["name"] for tool in tools}:
             raise RequestError("tool_choice.tools: must be functions, all of them in tools", param="tool_choice")
-        tools = [tool for tool in tools if tool.name in names]
+        tools = [tool for tool in tools if tool["function"]["name"] in names]
         found["tool_choice"] = choice.mode or "auto"
     elif isinstance(choice, ResponseToolChoice):
         if choice.name is None:
@@ -114,14 +117,7 @@ def _tools(request: ResponsesRequest) -> Json:
     elif choice is not None:
         found["tool_choice"] = choice
     if tools:
-        shown = ("name", "description", "parameters", "strict")
-        found["tools"] = [
-            {
-                "type": "function",
-                "function": {name: value for name in shown if (value := getattr(tool, name)) is not None},
-            }
-            for tool in tools
-        ]
+        found["tools"] = tools
     return found
 
 

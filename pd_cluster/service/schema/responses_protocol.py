@@ -32,6 +32,19 @@ class ResponseTool(BaseModel):
     defer_loading: Literal[False] | None = None
 
 
+class NamespaceTool(BaseModel):
+    """Functions under a common name: see responses_tools.py."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = Field(default=None, max_length=MAX_DESCRIPTION_NUM_CHARS)
+    tools: Annotated[list[ResponseTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+AnyTool = Annotated[ResponseTool | NamespaceTool, Field(discriminator="type")]
+
+
 class ResponseToolChoice(BaseModel):
     """A function by its name, or some of the tools with a mode."""
 
@@ -83,7 +96,7 @@ class ResponsesRequest(BaseModel):
     top_p: float | None = Field(default=None, gt=0, le=1)
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = Field(default=None, ge=1, le=INT32_MAX)
@@ -91,6 +104,7 @@ class ResponsesRequest(BaseModel):
     reasoning: ResponseReasoning | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]], FAIL_FAST] | None = None
     metadata: Annotated[dict[Name, Value], Field(max_length=MAX_METADATA)] | None = None
+    client_metadata: dict[str, Any] | None = None  # Codex's, about itself
     prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
     safety_identifier: str | None = None
     user: str | None = None
@@ -100,6 +114,8 @@ class ResponsesRequest(BaseModel):
     truncation: Literal["disabled"] | None = None
     top_logprobs: Literal[0] | None = None
     background: Literal[False] | None = None
+    background_options: None = None
+    image: None = None
     conversation: None = None
     prompt: None = None
     context_management: None = None

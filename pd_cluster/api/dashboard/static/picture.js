@@ -77,7 +77,7 @@ export function picture(overview, rate, open) {
   columns.prefill.forEach((from, a) => columns.decode.forEach((to, b) => {
     const state = Object.entries(from.links).find(([peer]) => peer.split("@")[0] === to.instance_id)?.[1] ?? "none";
     const flows = rate.get(from.instance_id).sent > 0 && rate.get(to.instance_id).received > 0;
-    const kind = state.startsWith("up") ? (flows ? "flowing" : "") : "broken";
+    const kind = state.startsWith("up") ? (flows ? "flowing" : "") : state === "resting" ? "resting" : "broken";
     const y1 = place(columns.prefill, a) + BOX.height / 2, y2 = place(columns.decode, b) + BOX.height / 2;
     const line = curve(COLUMNS.prefill + BOX.width, y1, COLUMNS.decode, y2, kind);
     line.append(s("title", {}, `${from.instance_id} to ${to.instance_id}: ${state}`));

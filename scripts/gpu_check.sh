@@ -35,7 +35,8 @@ run_correct() {
     tests parity 100 -n "$num_workers" tests/model/test_cuda_parity.py -k "${quick:+mixed-float16-64}"
     if [ "$device" = cuda ]; then
         tests kernels 60 -n "$num_workers" tests/support/cuda_ops_cases.py tests/support/cuda_experts_cases.py
-        tests codes 60 -n "$num_workers" tests/support/cuda_coded_cases.py tests/support/cuda_pool_cases.py
+        tests codes 60 -n "$num_workers" tests/support/cuda_coded_cases.py tests/support/cuda_pool_cases.py \
+            tests/support/cuda_lora_cases.py
         tests draws 60 -n "$num_workers" -m "not slow" tests/support/cuda_draw_cases.py tests/support/cuda_heads_cases.py
     fi
     chosen="greedy_tokens or test_graphs"

@@ -41,7 +41,7 @@ class Kind:
     captures_sums: bool = True
     captures_modules: bool = True
     spreads_tokens: bool = True
-    takes_adapters: bool = True
+    takes_prompt_adapters: bool = True
     handles_say_their_kind: bool = False  # the handle that maps its memory into another process is in torch's own form
     is_slow_to_name_streams: bool = False
 
@@ -53,13 +53,13 @@ CUDA_KIND = Kind(
     "nccl",
     large_nbytes=70_000_000_000,
     runs_triton=True,
-    takes_adapters=False,
     handles_say_their_kind=True,
 )
 NPU_KIND = Kind(
     "npu",
     "an NPU",
     "hccl",
+    takes_prompt_adapters=False,
     attends_in_float32=False,
     has_doubles=False,
     block_size=128,

@@ -81,6 +81,10 @@ class ForwardBatch:
     write_and_attend: Callable[..., torch.Tensor] | None = None  # replaces attention/sdpa.py's
     kernel_state: object = None  # kept by the kernels from layer to layer
     adapters: Ints | None = None  # [num_seqs]: slots of their adapters; None: there are none
+    adapted_rows: Any = None  # a graph's batch only: lora.device_rows.DeviceBlocks of the step that it replays
+    kept_rows: Ints = field(
+        default_factory=lambda: np.empty(0, dtype=np.int64)
+    )  # `hidden.kept`, or `sample_rows`, on the host
     most_tokens: Ints | None = None  # [num_seqs]: the limits of their requests; None: as `host_context_lens`
     query_factors: torch.Tensor | None = None  # [num_tokens] float32: factors of the queries, applied last
     replay_lens: Ints | None = None  # a graph's batch only: the `host_context_lens` of the step that it replays
@@ -211,6 +215,7 @@ def batch_of(step: StepInput, pool: KVPool, sees_whole: bool = False) -> Forward
         pool=pool,
         most_tokens=most_tokens,
         adapters=step.adapters,
+        kept_rows=hidden.get("kept", arrays["sample_rows"]),
     )
 
 

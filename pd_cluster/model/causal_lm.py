@@ -235,7 +235,7 @@ class FusedCausalLM:
         if len(rows) < len(x):
             x, attended = x[rows], attended[rows]
             if self.adapters is not None:
-                self.adapters.places.rows.keep(rows)
+                self.adapters.places.rows.keep(rows.numpy() if rows.device.type == "cpu" else batch.kept_rows)
         delta = self._after_attention(last, x, attended)
         x = self._added(x, delta, self._norm)
         if hidden is not None:

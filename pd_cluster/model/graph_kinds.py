@@ -25,9 +25,17 @@ def check_prompt_graphs(model: CausalLM, speedups: Sequence[str]) -> None:
 
 
 def make_graphs(
-    model: CausalLM, pool: KVPool, config: EngineConfig, max_model_len: int, is_alone: bool, capturing: Capture
+    model: CausalLM,
+    pool: KVPool,
+    config: EngineConfig,
+    max_model_len: int,
+    is_alone: bool,
+    capturing: Capture,
+    max_loras: int = 0,
 ) -> DecodeGraphs:
     """Returns graphs, none of them captured yet. `is_alone`: the model is not shared with other ranks.
+
+    `max_loras`: see DecodeGraphs.
 
     On an NPU attention divides its work itself, and no step of a client waits for a capture.
     """
@@ -40,6 +48,7 @@ def make_graphs(
         sizes=config.graph_sizes,
         is_alone=is_alone,
         only_at_start=traits.captures_at_start_only,
+        max_loras=max_loras,
     )
 
 

@@ -25,6 +25,7 @@ from pd_cluster.errors import first_line, flag_of
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch, Ints, StepInput
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
+from pd_cluster.model.lora.device_rows import DeviceBlocks, blocks_of, most_blocks
 
 log = logging.getLogger(__name__)
 
@@ -67,12 +68,15 @@ class _Parts(NamedTuple):
     slots: slice
     context_lens: slice
     table_starts: slice
+    adapted_rows: slice
+    adapted_blocks: slice
     blocks: slice
 
     @classmethod
-    def of(cls, num_seqs: int, num_blocks: int) -> _Parts:
+    def of(cls, num_seqs: int, num_blocks: int, num_adapted_blocks: int = 0) -> _Parts:
         """Counts in int32; the first three are int64."""
-        starts = np.cumsum([0, *[2 * num_seqs] * 3, num_seqs, num_seqs + 1, num_blocks]).tolist()
+        adapted = [num_seqs, 3 * num_adapted_blocks] if num_adapted_blocks else [0, 0]
+        starts = np.cumsum([0, *[2 * num_seqs] * 3, num_seqs, num_seqs + 1, *adapted, num_blocks]).tolist()
         return cls(*(slice(start, stop) for start, stop in itertools.pairwise(starts)))
 
 
@@ -95,12 +99,14 @@ class DecodeGraphs:
         sizes: Sequence[int] = (),
         is_alone: bool = True,
         only_at_start: bool = False,
+        max_loras: int = 0,
     ) -> None:
         """`longest`: the longest context, in tokens. `sizes`: see `sizes_of`.
 
         `is_for_any_context`: the work of a graph is not divided by its context's length. `is_alone`: no other rank
         captures the same graphs, so this one may do without. `only_at_start`: only `prepare` captures, and a step
-        takes the next larger size that there is.
+        takes the next larger size that there is. `max_loras`: above 0, these graphs are for steps with at most so many
+        adapters, and none without; those of 0 are for steps without.
         With transformers' own modules, no more is tried after a capture that fails for another reason than memory.
         """
         self._model, self._pool, self._capture = model, pool, capture
@@ -111,7 +117,9 @@ class DecodeGraphs:
         self._logits: torch.Tensor | None = None  # [most sequences, vocab_size]
         self._least_bucket = bucket_of(longest) if is_for_any_context else LEAST_BUCKET
         self._graphs: dict[tuple[int, int], _Graph] = {}
-        self._parts = _Parts.of(max_num_seqs, max_num_seqs * pool.layout.num_blocks_for(longest))
+        self._max_loras = max_loras
+        num_adapted = most_blocks(max_num_seqs, max_loras) if max_loras else 0
+        self._parts = _Parts.of(max_num_seqs, max_num_seqs * pool.layout.num_blocks_for(longest), num_adapted)
         device = pool.memory.device
         pinned = pool.device.is_accelerator
         length = self._parts.blocks.stop
@@ -167,6 +175,7 @@ class DecodeGraphs:
             or step.rows[:, 5].any()
             or step.images
             or step.virtual is not None
+            or (step.adapters is not None) != (self._max_loras > 0)
         ):
             return None
         context_len = int(step.rows[:, 1].max()) + 1
@@ -276,6 +285,13 @@ class DecodeGraphs:
             host[part][: 2 * size] = numbers.view(np.int32)
         host[parts.context_lens][:size] = _padded(starts + 1, size)
         host[parts.table_starts][: size + 1] = table_starts
+        if self._max_loras:
+            assert self._model.adapters is not None
+            slots = np.zeros(0, dtype=np.int64) if step.adapters is None else step.adapters
+            adapted_rows, adapted = blocks_of(slots, self._model.adapters.places.rows.places)
+            host[parts.adapted_rows][: len(adapted_rows)] = adapted_rows
+            host[parts.adapted_blocks] = 0
+            host[parts.adapted_blocks][: adapted.size] = adapted.reshape(-1)
         host[parts.blocks][: len(step.blocks)] = step.blocks
         stop = parts.blocks.start + len(step.blocks)
         self._there[:stop].copy_(stage[:stop], non_blocking=True)
@@ -297,7 +313,13 @@ class DecodeGraphs:
             query_lens=np.ones(size, dtype=np.int64),
             host_context_lens=np.full(size, context_len),
             pool=self._pool,
+            adapted_rows=self._adapted(size) if self._max_loras else None,
         )
+
+    def _adapted(self, size: int) -> DeviceBlocks:
+        """Returns the blocks of rows in the buffers, as many as a step of this size may have."""
+        blocks = self._of(self._parts.adapted_blocks, 3 * most_blocks(size, self._max_loras))
+        return DeviceBlocks(self._of(self._parts.adapted_rows, size), blocks.view(-1, 3))
 
     def _of(self, part: slice, length: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return self._there[part].view(dtype)[:length]

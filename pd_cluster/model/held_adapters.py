@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.checkpoints.prompt_folder import AdapterFolder, PromptFolder
+from pd_cluster.devices.device import CPU, Device
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.model.causal_lm import CausalLM
@@ -23,13 +24,13 @@ class HeldAdapters:
     `named`: the paths of those of the settings, by digest.
     """
 
-    def __init__(self, model: CausalLM, layout: KVLayout, settings: AdapterSettings) -> None:
+    def __init__(self, model: CausalLM, layout: KVLayout, settings: AdapterSettings, device: Device = CPU) -> None:
         self._lora = model.adapters
         self.named: dict[str, str] = {}
         self.prompts: PromptAdapters | None = None
         if settings.enable_prompt_adapter:
             width = model.config.get_text_config().hidden_size
-            self.prompts = PromptAdapters(width, layout, model.embedding_factor, model.key_features)
+            self.prompts = PromptAdapters(width, layout, model.embedding_factor, model.key_features, device)
         self.lora_slots = None if self._lora is None else self._lora.slots
         self.prompt_slots = None if self.prompts is None else self.prompts.slots
         self.variants: Mapping[str, int] = ChainMap(

@@ -12,6 +12,7 @@ import logging
 import torch
 
 from pd_cluster.checkpoints.prompt_folder import TENSOR, PromptFolder
+from pd_cluster.devices.device import CPU, Device, synchronize, use
 from pd_cluster.errors import ModelError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.model.lora.placing import DTYPES
@@ -25,18 +26,27 @@ class PromptAdapters(Slots[PromptFolder]):
     """Those of one rank."""
 
     def __init__(
-        self, hidden_size: int, layout: KVLayout, factor: float = 1.0, order: torch.Tensor | None = None
+        self,
+        hidden_size: int,
+        layout: KVLayout,
+        factor: float = 1.0,
+        order: torch.Tensor | None = None,
+        device: Device = CPU,
     ) -> None:
         """`factor`: of all embeddings before the first layer. `order`: the pool's of a key's features; None: as is."""
         super().__init__("prompt adapter")
         self._hidden_size, self._layout, self._factor, self._order = hidden_size, layout, factor, order
+        self._device = device
         self._loaded: dict[int, VirtualTokens] = {}
 
     def put(self, slot: int, folder: PromptFolder) -> None:
+        use(self._device)  # where it is an accelerator, this thread's copies go there
         self._loaded[slot] = self._read(folder)
+        synchronize(self._device)  # other threads' launches do not wait for this one's
         log.info("prompt adapter %s: %d virtual tokens of %s", folder.digest[:20], folder.num_tokens, folder.path)
 
     def take_away(self, slot: int) -> None:
+        synchronize(self._device)  # steps that have it are launched, and may not be computed
         del self._loaded[slot]
 
     def rows(self, parts: Ints) -> VirtualRows:
@@ -49,7 +59,7 @@ class PromptAdapters(Slots[PromptFolder]):
         matrix = torch.frombuffer(data, dtype=DTYPES[stored.dtype], count=count, offset=stored.start)
         if not matrix.isfinite().all():
             raise ModelError(f"{place}: NaN or infinity among its numbers")
-        matrix = matrix.float().view(stored.shape).clone()
+        matrix = matrix.float().view(stored.shape).to(self._device.torch_name, copy=True)
         if folder.kind == "prompt":
             if stored.shape[1] != self._hidden_size:
                 raise ModelError(f"{place}: rows of {stored.shape[1]}; this model has {self._hidden_size}")
@@ -70,5 +80,5 @@ class PromptAdapters(Slots[PromptFolder]):
         kv = matrix.view(len(matrix), layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
         kv = kv[..., slice(*layout.head_range), :].permute(1, 2, 0, 3, 4).contiguous()
         if self._order is not None:
-            kv[:, 0] = kv[:, 0][..., self._order]
+            kv[:, 0] = kv[:, 0][..., self._order.to(kv.device)]
         return kv

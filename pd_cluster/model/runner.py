@@ -21,9 +21,10 @@ from pd_cluster.devices.group import buffers_nbytes
 from pd_cluster.devices.streams import capture
 from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.kv.layout import num_lanes
-from pd_cluster.kv.memory import TORCH_DTYPES, Move
+from pd_cluster.kv.memory import Move
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
+from pd_cluster.model.adapter_devices import are_in_tables, put_adapters
 from pd_cluster.model.attention_choice import SDPA, check_backend, check_deterministic, default_block_size
 from pd_cluster.model.batch import (
     NO_HIDDEN_STATES,
@@ -42,7 +43,6 @@ from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, DecodeGraphs,
 from pd_cluster.model.held_adapters import HeldAdapters
 from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.loader import layout_of, plan_of, resolve_dtype, resolve_kv_cache_dtype
-from pd_cluster.model.lora.on_device import Place
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.parts import load_parts
 from pd_cluster.model.profile import (
@@ -122,6 +122,7 @@ class ModelRunner:
             bf16_way=self.model.bf16_way,
         )
         self.prompt_graphs: PromptGraphs | None = None
+        self._adapted_graphs: DecodeGraphs | None = None
         self._graphs = self._make_graphs(config)
         # Where the device is the host, nothing is gained.
         spreads = device.traits.spreads_tokens or config.npu_tp_graphs
@@ -166,8 +167,8 @@ class ModelRunner:
         self.pool = KVPool(layout, self.group.least(num_blocks), device)
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
         if device.is_accelerator and self.model.adapters is not None:
-            self.model.adapters.places.rows.place = Place(self.pool.memory.device, TORCH_DTYPES[dtype])
-        self.held = HeldAdapters(self.model, layout, config.adapters)
+            put_adapters(self.model.adapters.places, config.adapters, device, dtype)
+        self.held = HeldAdapters(self.model, layout, config.adapters, device)
         self.held.load_named(config.adapters)
         self._dtype = dtype
         self.window = prove(self.model, self.pool, dtype)
@@ -189,6 +190,11 @@ class ModelRunner:
             return None
         capturing, is_alone = capture(self.device), self.group.size == 1
         graphs = make_graphs(self.model, self.pool, config, self.max_model_len, is_alone, capturing)
+        if config.adapters.enable_lora and are_in_tables(
+            self.model
+        ):  # those without adapters have no launches for them
+            decoding = self.model, self.pool, config, self.max_model_len, is_alone, capturing
+            self._adapted_graphs = make_graphs(*decoding, config.adapters.max_loras)
         if PROMPT_GRAPHS in self._speedups:
             given = self.model, self.numerics.dtype, self.pool, config, self.max_model_len, is_alone, capturing
             self.prompt_graphs = make_prompt_graphs(*given)
@@ -291,8 +297,9 @@ class ModelRunner:
     ) -> RunnerOutput:
         """Returns logits in the model's dtype; `input_ids` [num_tokens], on the device, replace the step's."""
         with torch.inference_mode():
-            if self._graphs is not None and on_layer is None and step.adapters is None:
-                logits = self._graphs.compute(step, input_ids)
+            graphs = self._graphs if step.adapters is None else self._adapted_graphs
+            if graphs is not None and on_layer is None:
+                logits = graphs.compute(step, input_ids)
                 if logits is not None:
                     return RunnerOutput(logits, NO_HIDDEN_STATES)
             if self.prompt_graphs is not None:
@@ -350,12 +357,9 @@ class ModelRunner:
 
 def check_adapters(adapters: AdapterSettings, device: Device) -> None:
     """Raises ConfigError for adapters that this kind of device does not compute."""
-    if device.is_accelerator and adapters.enable_prompt_adapter:
+    if adapters.enable_prompt_adapter and not device.traits.takes_prompt_adapters:
         name = called("enable_prompt_adapter")
-        raise ConfigError(f"{name}: prompt adapters are computed on CPUs only; give {called('device')} cpu")
-    if adapters.enable_lora and not device.traits.takes_adapters:
-        name = called("enable_lora")
-        raise ConfigError(f"{name}: adapters are computed on CPUs and NPUs only; give {called('device')} cpu")
+        raise ConfigError(f"{name}: prompt adapters are computed on CPUs and CUDA only; give {called('device')} cpu")
 
 
 def rope_type(config: Any) -> str:

@@ -82,9 +82,7 @@ LORA = partial(Setting, panel=Panel.ENGINE, scope=Scope.ENGINE)
 class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Without `enable_lora` every layer is computed as if there were no adapters."""
 
-    enable_lora: Annotated[
-        bool, LORA("Serve LoRA adapters beside the model; on CPUs and NPUs.", after="language_model_only")
-    ] = False
+    enable_lora: Annotated[bool, LORA("Serve LoRA adapters beside the model.", after="language_model_only")] = False
     lora_modules: Annotated[
         tuple[LoraModule, ...],
         LORA(
@@ -112,7 +110,10 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 16
     enable_prompt_adapter: Annotated[
-        bool, LORA("Serve prompt adapters (prompt tuning, p-tuning, prefix tuning); on CPUs.", after="max_cpu_loras")
+        bool,
+        LORA(
+            "Serve prompt adapters (prompt tuning, p-tuning, prefix tuning); on CPUs and CUDA.", after="max_cpu_loras"
+        ),
     ] = False
     prompt_adapters: Annotated[
         tuple[LoraModule, ...],

@@ -24,6 +24,7 @@ CASES = [
     ("cuda_experts_cases.py",),
     ("cuda_draw_cases.py",),
     ("cuda_coded_cases.py", "cuda_pool_cases.py"),
+    ("cuda_lora_cases.py",),
 ]
 
 
@@ -78,6 +79,7 @@ def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
         *("rms_norm", "gated", "prepare_heads", "route", "sort_pairs", "gate_up_product", "down_product"),
         *("best_of_parts", "best_of_rows", "weigh_bins", "gather_likely", "choose_among"),
         *("linear_product", "sum_pairs", "skinny_gate_product", "coded_linear_product", "round_rows", "decode_rows"),
+        *("lora_shrink", "lora_expand"),
     }
     for facts in found:
         overlaps = int(facts["case"] == "overlapping")

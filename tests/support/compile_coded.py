@@ -7,9 +7,17 @@ from collections.abc import Callable
 import torch
 
 from pd_cluster.model.cuda.coded import E2M1, E4M3, INT4, INT8, ROUNDED, CodedLinear, Codes, decoded
+from pd_cluster.model.cuda.lora import CudaTable
+from pd_cluster.model.lora.device_rows import DeviceBlocks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-STORED = {INT4: torch.int32, E2M1: torch.int32, INT8: torch.int8, E4M3: torch.uint8, ROUNDED: torch.int8}
+STORED: dict[int, torch.dtype] = {
+    INT4: torch.int32,
+    E2M1: torch.int32,
+    INT8: torch.int8,
+    E4M3: torch.uint8,
+    ROUNDED: torch.int8,
+}
 
 
 def empty(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -38,17 +46,26 @@ def written(num_inputs: int, num_outputs: int, kind: int, **given: int) -> None:
     decoded(codes(num_outputs, num_inputs=num_inputs, kind=kind, **given), BF16)
 
 
+def adapted(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:
+    modules = [slice(0, num_outputs // 2), slice(num_outputs // 2, num_outputs)]
+    table = CudaTable(modules, num_inputs, dtype, torch.device("meta"), max_rank=16)
+    step = DeviceBlocks(empty(num_rows, dtype=torch.int32), empty(3, 3, dtype=torch.int32))
+    table.add(empty(num_rows, num_inputs, dtype=dtype), empty(num_rows, num_outputs, dtype=dtype), step)
+
+
 FEW: dict[str, Callable[[], None]] = {
     "int4, one row": lambda: coded(1, 4096, 6144, INT4, group=128, has_zeros=True),
     "int4, 200 rows": lambda: coded(200, 4096, 28672, INT4, group=128),
     "e4m3, 16 rows": lambda: coded(16, 4096, 4096, E4M3, group=128),
     "int8 x int8, 16 rows": lambda: coded(16, 4096, 4096, ROUNDED),
+    "adapters": lambda: adapted(32, 4096, 6144, BF16),
     "int4, written out": lambda: written(4096, 4096, INT4, group=128),
 }
 OTHERS: dict[str, Callable[[], None]] = {
     **{f"{kind} of {num_rows} rows, {dtype}": lambda kind=kind, num_rows=num_rows, dtype=dtype: coded(
         num_rows, 2880, 5760, kind, dtype, group=0 if kind == ROUNDED else 32)
        for kind in STORED for num_rows in (1, 20, 64, 500) for dtype in (BF16, FP16, FP32)},
+    "adapters, float32": lambda: adapted(1, 1000, 70, FP32),
     "int4 of small groups": lambda: coded(1, 896, 1152, INT4, group=16, has_zeros=True),
     "int8 with zero points": lambda: coded(100, 1024, 4096, INT8, group=64, has_zeros=True),
     "int8 x int8 by the file's scale": lambda: coded(100, 29568, 8192, ROUNDED, has_zeros=True),

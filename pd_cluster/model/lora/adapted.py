@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from pd_cluster.devices.device import CPU, Device
 from pd_cluster.kv.memory import ids_on
 from pd_cluster.model.layers.linear import Linear, make_linear
+from pd_cluster.model.lora.device_rows import DeviceBlocks, copied
 from pd_cluster.model.lora.on_device import DeviceAddition, Place
 from pd_cluster.native.lora import LoraTable, StepBlocks
 
@@ -35,15 +38,38 @@ class StepRows:
         self._slots: Ints | None = None  # [num_rows]
         self._segments: Sequence[Segment] | None = None
         self._blocks: StepBlocks | None = None
+        self.device: Device = CPU
+        self.has_tables = False  # for kernels, on the device
+        self.places: dict[int, int] = {}  # in the device's tables, by slots
+        self._on_device: DeviceBlocks | None = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether adapters are computed on an accelerator."""
+        return self.place is not None or self.has_tables
 
     def begin(self, slots: Ints | None, lens: Ints) -> None:
         """Starts a step whose sequence i has `lens[i]` rows and the adapter in `slots[i]`; None: there is none."""
         self._set(None if slots is None else np.repeat(slots, lens))
 
-    def keep(self, rows: torch.Tensor) -> None:
-        """Goes on with these of the current rows [num_kept] int64."""
+    def use(self, blocks: DeviceBlocks) -> None:
+        """Starts a step whose rows are in buffers on the device, which others fill."""
+        self._set(None)
+        self.are_adapted, self._on_device = True, blocks
+
+    def keep(self, rows: Ints | None) -> None:
+        """Goes on with these of the current rows [num_kept]; None if no step has adapters."""
         if self._slots is not None:
-            self._set(self._slots[rows.cpu().numpy()])  # on a device, it waits: only steps with prompts keep some rows
+            assert rows is not None
+            self._set(self._slots[rows])
+
+    @property
+    def on_device(self) -> DeviceBlocks:
+        """The rows by adapter, for the kernels of a device."""
+        if self._on_device is None:
+            assert self._slots is not None
+            self._on_device = copied(self._slots, self.places, self.device)
+        return self._on_device
 
     def take(self, step: StepRows, rows: torch.Tensor) -> None:
         """Takes these of a step's rows [num_taken] int64, for layers that see only them."""
@@ -70,7 +96,7 @@ class StepRows:
 
     def _set(self, slots: Ints | None) -> None:
         self._slots, self.are_adapted = slots, slots is not None and bool(slots.any())
-        self._segments = self._blocks = None
+        self._segments = self._blocks = self._on_device = None
 
 
 def _segments(slots: Ints) -> list[Segment]:
@@ -142,6 +168,16 @@ class Features:
     order: torch.Tensor | None = None
 
 
+class DeviceTable(Protocol):
+    """The additions of loaded adapters to one layer on a device, by their places in its tables."""
+
+    def put(self, place: int, parts: Sequence[tuple[slice, LowRank]]) -> None: ...
+
+    def drop(self, place: int) -> None: ...
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, step: DeviceBlocks) -> None: ...
+
+
 @dataclass(slots=True)
 class Site:
     """A linear layer, and what loaded adapters add to it, by their slots."""
@@ -150,10 +186,13 @@ class Site:
     table: LoraTable | None = field(default_factory=lambda: LoraTable() if LoraTable.is_possible() else None)
     additions: dict[int, Addition | DeviceAddition] = field(default_factory=dict)  # without C
     nums_rows: list[int] | None = None  # of each call while it is watched
+    there: DeviceTable | None = None  # on an accelerator, instead of the others
 
     def put(self, slot: int, parts: Sequence[tuple[slice, LowRank]]) -> None:
         """Adds an adapter, on any thread. `parts`: the layer's output features that a matrix adds to."""
-        if self.rows.place is not None:
+        if self.there is not None:
+            self.there.put(self.rows.places[slot], parts)
+        elif self.rows.place is not None:
             self.additions[slot] = DeviceAddition([(at, part.a, part.b) for at, part in parts], self.rows.place)
         elif self.table is None:
             self.additions[slot] = Addition(parts)
@@ -162,6 +201,8 @@ class Site:
 
     def drop(self, slot: int) -> None:
         """Forgets an adapter that no row has, between two steps."""
+        if self.there is not None:
+            self.there.drop(self.rows.places[slot])
         self.additions.pop(slot, None)
         if self.table is not None:
             self.table.drop(slot)
@@ -173,7 +214,9 @@ class Site:
         if not self.rows.are_adapted:
             return y
         flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        if self.table is not None and self.rows.place is None:
+        if self.there is not None:
+            self.there.add(flat_x, flat_y, self.rows.on_device)
+        elif self.table is not None and self.rows.place is None:
             self._add_in_c(self.table, flat_x.float().contiguous(), flat_y)
         else:
             for slot, rows in self.rows.segments:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.devices.device import synchronize, use
+from pd_cluster.errors import ModelError
+from pd_cluster.model.lora.device_rows import MOST_ADAPTERS
 from pd_cluster.model.lora.places import Places
 from pd_cluster.model.lora.placing import Placing, Weights
 from pd_cluster.model.slots import Slots
@@ -22,13 +25,27 @@ class Adapters(Slots[LoraFolder]):
         self._weights = weights or Weights()
 
     def put(self, slot: int, folder: LoraFolder) -> None:
+        device = self.places.rows.device
+        use(device)  # where it is an accelerator, this thread's launches go there
         placed = Placing(self.places, self._weights, folder).puts()  # all of it, before any is put
+        self._take_place(slot, folder)
         for put in placed:
             put(slot)
+        synchronize(device)  # other threads' launches do not wait for this one's
         log.info("adapter %s: %d parts of %s", folder.digest[:12], len(placed), folder.path)
 
     def take_away(self, slot: int) -> None:
+        synchronize(self.places.rows.device)  # steps that have it are launched, and may not be computed
         self.places.drop(slot)
+        self.places.rows.places.pop(slot, None)
+
+    def _take_place(self, slot: int, folder: LoraFolder) -> None:
+        """Gives an adapter a place in the device's tables. Raises ModelError if they are full."""
+        places = self.places.rows.places
+        free = set(range(MOST_ADAPTERS)).difference(places.values())
+        if not free:
+            raise ModelError(f"{folder.path}: {MOST_ADAPTERS} adapters are loaded, as many as a device takes")
+        places[slot] = min(free)
 
     def adopt(self, new: Adapters) -> None:
         """Puts the adapters that are loaded here beside the layers of `new`, which has none.

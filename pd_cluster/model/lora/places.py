@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 
+from pd_cluster.devices.device import Device
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.layers.expert_weight import ExpertLayers
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.packing import PackedExperts, PackedModule
-from pd_cluster.model.lora.adapted import AdaptedLinear, AdaptedModule, Features, Site, StepRows
+from pd_cluster.model.lora.adapted import AdaptedLinear, AdaptedModule, DeviceTable, Features, Site, StepRows
 from pd_cluster.model.lora.routed import RoutedRows, beside_experts
 from pd_cluster.model.lora.whole import AdaptedEmbedding, EmbeddingSite, HeadSite, Norms
+
+MakeTable = Callable[[list[slice], int], DeviceTable]
 
 
 class Places:
@@ -104,10 +107,27 @@ class Places:
         shape = vocab_size, int(inner.weight.shape[1])
         model.set_input_embeddings(self.beside_embedding(embed, names[id(embed)], shape, factor))
 
+    def move_to(self, device: Device, make: MakeTable) -> None:
+        """Computes on this device, before any adapter is loaded. `make`: a table of a layer's outputs and inputs."""
+        self.rows.device, self.rows.has_tables = device, True
+        for site, modules, num_inputs in self._layers():
+            site.table, site.there = None, make(modules, num_inputs)
+
+    def _layers(self) -> list[tuple[Site, list[slice], int]]:
+        """Returns the layers that see all rows of a step, with their modules' outputs and their number of inputs."""
+        found: dict[int, tuple[Site, list[slice], int]] = {}
+        for site, part in self.linear.values():
+            if site.rows is self.rows:
+                found.setdefault(id(site), (site, [], part.in_features))[1].append(part.outputs)
+        return list(found.values())
+
     def begin(self, batch: ForwardBatch) -> None:
         """Starts a step."""
-        self.rows.begin(batch.adapters, batch.query_lens)
-        if self.rows.place is None:  # on a device only layers that see all of a step's rows have adapters
+        if batch.adapted_rows is not None:
+            self.rows.use(batch.adapted_rows)
+        else:
+            self.rows.begin(batch.adapters, batch.query_lens)
+        if not self.rows.is_elsewhere:  # on a device only layers that see all of a step's rows have adapters
             self.head_rows.take(self.rows, batch.sample_rows)
 
     @contextmanager
@@ -140,7 +160,7 @@ class Places:
 
     def take_from(self, old: Places) -> None:
         """Takes the adapters beside the same model's modules, loaded before; nothing is beside these yet."""
-        self.rows.place = old.rows.place
+        self.rows.place, self.rows.places = old.rows.place, old.rows.places
         for name, (site, _) in self.linear.items():
             before, _ = old.linear[name]
             site.table, site.additions = before.table, before.additions

@@ -86,7 +86,7 @@ class Placing:
         tensors, head = self._folder.tensors, self._places.head
         ends = [*tensors.embeddings, *tensors.wholes, *tensors.experts]
         ends += [name for name in tensors.modules if head is not None and self._key_of(name) == head[0]]
-        if self._places.rows.place is not None and ends:
+        if self._places.rows.is_elsewhere and ends:
             raise ModelError(
                 f"{self._numbers.place(ends[0])}: on this device only linear layers in decoder layers take adapters; "
                 "serve this one on CPUs"

@@ -25,6 +25,8 @@ class RoutedRows(StepRows):
 
     def choose(self, rows: torch.Tensor) -> None:
         """`rows` [num_chosen] int64, of the step's."""
+        if self._step.is_elsewhere:
+            return  # there experts take no adapters
         if self._step.are_adapted:
             self.take(self._step, rows)
         elif self.are_adapted:

@@ -23,7 +23,9 @@ NUM_TOKENS = 12
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
 SETTINGS: dict[str, Any] = {"block_size": 4, "num_blocks": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8}
 QUICK = ("gemma3",)  # the others' tests are slow ones
-EVERY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in KINDS]
+EVERY = [
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow, pytest.mark.timeout(300)]) for name in KINDS
+]
 FEWEST = {"gemma3": 11}  # a picture's four tokens, beside other sequences' next ones
 
 
@@ -86,6 +88,7 @@ def with_few_blocks(folder: Path, shown: Shown) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_cached_prefix_ends_inside_a_picture(tmp_path: Path, name: str) -> None:
     """The same picture is found, the rest of it computed; another picture of the same size never is."""
@@ -105,6 +108,7 @@ def test_a_cached_prefix_ends_inside_a_picture(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", KINDS)
 def test_two_ranks_and_swap(tmp_path: Path, name: str) -> None:
     folder = make_kind(tmp_path, name)
@@ -119,6 +123,7 @@ def test_two_ranks_and_swap(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", KINDS)
 def test_published_names_of_weights(tmp_path: Path, name: str) -> None:
     folder = make_kind(tmp_path, name)

@@ -29,7 +29,9 @@ FILE = file_of(GRAY)
 def test_containers_and_codecs(kind: str, codec: str) -> None:
     found = frames_of(file_of(GRAY, kind, codec, fps=8), Sampling(5))
     assert (found.indices, found.num_frames, found.fps) == ([0, 2, 5, 8, 11], 12, 8.0)
-    assert [abs(np.asarray(each).mean() - 20 * at) < 4 for each, at in zip(found.pictures, found.indices, strict=True)]
+    assert all(
+        abs(np.asarray(each).mean() - 20 * at) < 4 for each, at in zip(found.pictures, found.indices, strict=True)
+    )
     assert found.times_s[1] == 0.25
     assert found.sampled_fps == pytest.approx(8 * 5 / 12)
 

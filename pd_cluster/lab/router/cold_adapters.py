@@ -52,7 +52,7 @@ class ColdBench:
 
 @dataclass(slots=True)
 class Measured:
-    """Of one kind; `tpot_s` by round, of the others."""
+    """The requests of one kind; `tpot_s` by round, of the others."""
 
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[list[float]] = field(default_factory=list)

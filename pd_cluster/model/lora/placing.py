@@ -32,7 +32,7 @@ def uncut(key: str, shape: tuple[int, ...]) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What adapters are placed by: the model's own weights.
+    """The means by which adapters are placed: the model's own weights.
 
     `cut`: this rank's share of a weight, by its name in the files. `name_of`: a weight's name in the model that is
     served, by its name in the model that was trained. `stored`: a module's own weight in the files; None: there is

@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 from msgspec.structs import replace
 
-from pd_cluster.api.admin.admin_app import Shown, admin_app
+from pd_cluster.api.admin.admin_app import ShownCluster, admin_app
 from pd_cluster.api.admin.control_routes import control_routes
 from pd_cluster.api.admin.server_info import info_of
 from pd_cluster.api.admin.timelines import LocalTimelines, RemoteTimelines, TimelineSource
@@ -104,7 +104,7 @@ class SchedulerServer:
         try:
             control = self._control()
             commands = control_routes(control, info_of(self._config))
-            shown = Shown(self._overview, self._model_name, logs, public)
+            shown = ShownCluster(self._overview, self._model_name, logs, public)
             app = admin_app(self.elastic, self._timelines(), access, self._book, commands, shown)
             admin = make_server(app, ADMIN_CONNECTIONS, tls=self._config.http.tls), admin_listener
             failure = _first_failure(self._watch(auto_role, control), self._edge.handler.fatal)

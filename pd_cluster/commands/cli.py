@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import traceback
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,6 +30,9 @@ from pd_cluster.settings.flag_file import expanded
 from pd_cluster.settings.flags import choice_of_model, judge, normalize, split_keys, split_values
 from pd_cluster.settings.options import USUAL, ServeOptions, settings
 from pd_cluster.transport import table as transports
+
+if TYPE_CHECKING:
+    from pd_cluster.cluster.processes.launch import Launch
 
 app = typer.Typer(
     name="pd-cluster",
@@ -104,7 +107,6 @@ def up(
     gc.disable()  # until the cluster is ready
     from pd_cluster.cluster.members.place import use_openai
     from pd_cluster.cluster.processes.launch import SPAWN, Launch
-    from pd_cluster.cluster.processes.launcher import run_until_signal
 
     model, arguments = _model_and_flags(model, arguments or [])
     given = [*([f"--model={model}"] if model else []), f"--host={host}", f"--port={port}", *arguments]
@@ -127,11 +129,7 @@ def up(
         api_keys=keys,
         metrics_key=metrics_keys[-1] if metrics_keys else "",
     )
-    if sys.stdout.isatty():
-        from pd_cluster.commands.live import run_live
-
-        raise typer.Exit(run_live(launch))
-    raise typer.Exit(asyncio.run(run_until_signal(launch)))
+    raise typer.Exit(_run(launch))
 
 
 @app.command(rich_help_panel=LOOK)
@@ -182,6 +180,17 @@ def version() -> None:
 
 app.command("run-batch", rich_help_panel=OFFLINE)(run_batch)
 app.command(rich_help_panel=OFFLINE)(quantize)
+
+
+def _run(launch: Launch) -> int:
+    """Serves until a signal, with a table below the lines in a terminal. Returns the exit code."""
+    if sys.stdout.isatty():
+        from pd_cluster.commands.live import run_live
+
+        return run_live(launch)
+    from pd_cluster.cluster.processes.launcher import run_until_signal
+
+    return asyncio.run(run_until_signal(launch))
 
 
 def _model_and_flags(model: str, arguments: list[str]) -> tuple[str, list[str]]:

@@ -11,7 +11,7 @@ from rich.live import Live
 from pd_cluster.client.admin import Admin
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launcher import Cluster, run_until_signal
-from pd_cluster.commands.top import Watch, bottom
+from pd_cluster.commands.top import Looks, bottom
 from pd_cluster.errors import PdClusterError
 
 PERIOD_S = 1.0
@@ -26,7 +26,7 @@ def run_live(launch: Launch, console: Console | None = None) -> int:
 
     async def watch(cluster: Cluster) -> None:
         admin = Admin(cluster.launch.admin_url, str(cluster.admin_token_file))
-        seen = Watch()
+        seen = Looks()
         with Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False) as live:
             while True:
                 with contextlib.suppress(PdClusterError):  # while the scheduler starts again, which its lines say

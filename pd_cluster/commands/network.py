@@ -11,7 +11,7 @@ from rich.markup import escape
 from pd_cluster.cluster.members.credentials import credentials_of
 from pd_cluster.cluster.members.place import Place, node_ports
 from pd_cluster.cluster.preflight import hccn
-from pd_cluster.cluster.preflight.between import Meeting
+from pd_cluster.cluster.preflight.between import HostMeeting
 from pd_cluster.cluster.preflight.ends import ListedInstance
 from pd_cluster.cluster.preflight.findings import Finding, Level, in_order, is_wrong
 from pd_cluster.cluster.preflight.trips import check_pairs, instances_of
@@ -47,12 +47,12 @@ def run(place: Place, env: Mapping[str, str], console: Console, wait_s: float = 
     return not is_wrong(found)
 
 
-def _meeting(place: Place, env: Mapping[str, str], wait_s: float) -> Meeting | None:
+def _meeting(place: Place, env: Mapping[str, str], wait_s: float) -> HostMeeting | None:
     """Raises ConfigError: no NODE_PORTS, or no secret."""
     if not wait_s or not place.spans_hosts:
         return None
     ports = dict(zip(place.names, node_ports(env, place), strict=True))
-    return Meeting(credentials_of(place, KeyFiles()).secret, ports, wait_s)
+    return HostMeeting(credentials_of(place, KeyFiles()).secret, ports, wait_s)
 
 
 def _of_cards(place: Place, device: str, say: Callable[[str], None]) -> list[Finding]:

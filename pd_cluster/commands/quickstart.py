@@ -80,11 +80,11 @@ def quickstart(
     flags = ["--enable-lora", "--lora-modules", f"{name}={SHIPPED_ADAPTER}"] if adapter else []
     model = model or (str(SHIPPED_VISION_MODEL) if image else "")
     launch = Launch(model=model, num_prefill=prefill, num_decode=decode, port=port, arguments=flags)
-    asyncio.run(_until_signal(launch, Asked(question, image, name), once, verbose))
+    asyncio.run(_until_signal(launch, Question(question, image, name), once, verbose))
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Question:
     """`content` is a message's, `file` the image in it, if any. `adapter`: one to ask the same of, if any."""
 
     content: Content
@@ -133,7 +133,7 @@ class Lines:
         self.kept.clear()
 
 
-async def _until_signal(launch: Launch, asked: Asked, once: bool, verbose: bool) -> None:
+async def _until_signal(launch: Launch, asked: Question, once: bool, verbose: bool) -> None:
     """Runs everything; SIGINT and SIGTERM end it, a second one at once. It always ends all processes."""
     Checkpoint.open(launch.model or str(SHIPPED_MODEL))  # a wrong model is one line, before anything starts
     lines = Lines(verbose)
@@ -167,7 +167,7 @@ async def _stop(cluster: Cluster, hurried: asyncio.Event) -> None:
     hurrying.cancel()
 
 
-async def _work(cluster: Cluster, lines: Lines, asked: Asked, once: bool) -> None:
+async def _work(cluster: Cluster, lines: Lines, asked: Question, once: bool) -> None:
     launch = cluster.launch
     started_s = time.monotonic()
     await cluster.start()
@@ -195,7 +195,7 @@ async def _work(cluster: Cluster, lines: Lines, asked: Asked, once: bool) -> Non
 # ---- question
 
 
-async def _ask_and_show(launch: Launch, asked: Asked) -> None:
+async def _ask_and_show(launch: Launch, asked: Question) -> None:
     """Asks and prints. Raises GenerationError without an answer."""
     await _ask(launch.url, WARM_UP_TOKENS, lambda text: None, QUESTION)  # the first request pays for lazy loading
     before = Traffic.of(await fetch_settled(launch.admin_url))

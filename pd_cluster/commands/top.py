@@ -25,7 +25,7 @@ STYLES = {"critical": "bold red", "warning": "yellow", "notice": "cyan"}
 DOWN = ("failed", "unreachable")
 
 
-class Watch:
+class Looks:
     """The findings of several looks: samples, marks, and rates between two looks."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ def run(admin: Admin, period_s: float, as_json: bool, num_looks: int | None = No
 
 
 async def _run(admin: Admin, period_s: float, as_json: bool, num_looks: int | None) -> None:
-    watch = Watch()
+    watch = Looks()
     await watch.look(admin)
     is_live = sys.stdout.isatty() and not as_json
     console = Console(highlight=False)
@@ -96,7 +96,7 @@ def plain_line(found: Found) -> str:
     return f"{at} {num_ready} of {len(found['instances'])} instances ready, {numbers}{worst}"
 
 
-def screen(watch: Watch, url: str, width: int) -> Group:
+def screen(watch: Looks, url: str, width: int) -> Group:
     """Returns what a terminal of `width` columns shows. `watch` has looked at least once."""
     found = watch.found
     assert found is not None
@@ -105,7 +105,7 @@ def screen(watch: Watch, url: str, width: int) -> Group:
     return Group(*above, _instances(watch), *_events(watch))
 
 
-def bottom(watch: Watch, width: int) -> Group:
+def bottom(watch: Looks, width: int) -> Group:
     """Returns the part that `pd-cluster up` keeps below its lines."""
     found = watch.found
     assert found is not None
@@ -123,7 +123,7 @@ def _numbers(found: Found) -> Text:
     return Text("   ".join(f"{name} {value}" for name, value in figures(found).items()), style="bold")
 
 
-def _lines(watch: Watch, width: int) -> list[Text]:
+def _lines(watch: Looks, width: int) -> list[Text]:
     num_columns = max(10, width - 28)
     lines = []
     for name, key, style in (
@@ -139,7 +139,7 @@ def _lines(watch: Watch, width: int) -> list[Text]:
     return lines
 
 
-def _instances(watch: Watch) -> Table:
+def _instances(watch: Looks) -> Table:
     assert watch.found is not None
     table = Table(expand=True)
     for heading, right in (
@@ -166,7 +166,7 @@ def _instances(watch: Watch) -> Table:
     return table
 
 
-def _events(watch: Watch) -> list[Text]:
+def _events(watch: Looks) -> list[Text]:
     style = {"down": "red", "up": "green", "change": "yellow"}
     return [
         Text(f"{_clock(mark['at_s'])} {mark['instance_id']} {mark['text']}", style=style[mark["kind"]])

@@ -150,13 +150,13 @@ def build_worker(
     if isinstance(core.runner, LeadRunner):  # there are followers
         lanes = _lead(config, core.runner, followers, local, mailbox, inbox, tell_lost)
     shares = not runner.device.is_accelerator
-    lead = core.runner if isinstance(core.runner, LeadRunner) else runner
     worker = Worker(
         *(config, core, side, limits_of(runner), mailbox, lanes, inbox),
         shares_cores=shares,
         rest=runner.threads.rest,
-        go_to_level=lead.sleep if shares else None,
     )
+    if shares:
+        worker.take_sleep((core.runner if isinstance(core.runner, LeadRunner) else runner).sleep)
     if config.engine.adapters.are_wanted:
         keeper = core.runner.adapters if isinstance(core.runner, LeadRunner) else runner.held
         worker.take_adapters(keeper, runner.held.named)

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 
 
-class Sleep:
+class EngineSleep:
     """`go` takes the model and its pool to a level; None: their memory cannot be returned."""
 
     def __init__(self, go: Callable[[SleepLevel], None] | None, forget: Callable[[], None]) -> None:

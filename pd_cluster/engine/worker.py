@@ -22,7 +22,7 @@ from pd_cluster.engine.legs import Legs
 from pd_cluster.engine.load import load_of
 from pd_cluster.engine.outbox import Outbox
 from pd_cluster.engine.pace import StepPace
-from pd_cluster.engine.sleep import Sleep
+from pd_cluster.engine.sleep import EngineSleep
 from pd_cluster.engine.step.core import EngineCore, StepResult
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.plan import StepPlan
@@ -51,11 +51,10 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
         shares_cores: bool = True,
         rest: Callable[[], None] = lambda: None,
-        go_to_level: Callable[[wire.SleepLevel], None] | None = None,
     ) -> None:
         """`shares_cores`: prefill instances compute on the same cores as this one.
 
-        `rest` is called when nothing is left to compute. `go_to_level`: see Sleep.
+        `rest` is called when nothing is left to compute.
         """
         self.core = core
         self.inbox = inbox
@@ -83,10 +82,14 @@ class Worker:
             lambda legs: Handover(means, core.scheduler, legs, is_prefill, growth_tokens, limits.vocab_size),
         )
         self.handover = self.legs.handover
-        self._sleep = Sleep(go_to_level, core.scheduler.blocks.forget)
+        self._sleep = EngineSleep(None, core.scheduler.blocks.forget)
         self._adapter_settings = config.engine.adapters
         self.adapters = self._adapters_of(None, {})
         core.begins = self._begin
+
+    def take_sleep(self, go_to_level: Callable[[wire.SleepLevel], None]) -> None:
+        """Lets the scheduler put the engine to sleep; see EngineSleep."""
+        self._sleep = EngineSleep(go_to_level, self.core.scheduler.blocks.forget)
 
     def take_adapters(self, keeper: Keeper, named: Mapping[str, str]) -> None:
         """Lets the scheduler decide which adapters the model has. `named`: paths by digest of those of the start."""

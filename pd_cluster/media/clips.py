@@ -17,7 +17,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.media.given_video import DEFAULT_FPS, Frames
 from pd_cluster.media.kinds.qwen import GridRules
 from pd_cluster.media.pictures import FORMATS, MAX_PIXELS, digest_of, in_color, in_own_words
-from pd_cluster.media.sampling import Sampling
+from pd_cluster.media.sampling import FrameSampling
 from pd_cluster.media.video import Video
 from pd_cluster.types import Image
 
@@ -32,7 +32,7 @@ JPEG_FRAMES = b"\xff\xd8\xff"  # begins each frame of `data:video/jpeg`
 MISSING = "reading videos needs PyAV on the server: pip install 'pd-cluster[video]'"
 
 
-def frames_of(data: bytes, sampling: Sampling, most: int | None = None) -> Frames:
+def frames_of(data: bytes, sampling: FrameSampling, most: int | None = None) -> Frames:
     """Returns the chosen frames of a file. Raises RequestError."""
     container = next((name for (at, head), name in CONTAINERS.items() if data[at : at + len(head)] == head), None)
     if container is None:
@@ -50,7 +50,7 @@ def frames_of(data: bytes, sampling: Sampling, most: int | None = None) -> Frame
     return Frames(pictures, indices, num_frames, fps)
 
 
-def frames_of_pictures(files: Sequence[bytes], sampling: Sampling, most: int | None = None) -> Frames:
+def frames_of_pictures(files: Sequence[bytes], sampling: FrameSampling, most: int | None = None) -> Frames:
     """Returns the chosen ones of frames that are files themselves, of JPEG. Raises RequestError."""
     if not 1 <= len(files) <= MAX_FILE_FRAMES:
         raise RequestError(f"{len(files)} frames: a video has 1 to {MAX_FILE_FRAMES}; send fewer")

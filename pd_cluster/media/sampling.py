@@ -7,7 +7,7 @@ import math
 import msgspec
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class FrameSampling(msgspec.Struct, frozen=True):
     """How many frames of a file are read: at most `num_frames`, evenly spread; and `fps` of each second, unless 0."""
 
     num_frames: int = 32

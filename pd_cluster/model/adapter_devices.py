@@ -7,20 +7,20 @@ import torch
 from pd_cluster.devices.device import Device, has_triton
 from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.model.causal_lm import CausalLM
-from pd_cluster.model.lora.on_device import Place
-from pd_cluster.model.lora.places import Places
+from pd_cluster.model.lora.on_device import DevicePlace
+from pd_cluster.model.lora.places import AdapterPlaces
 from pd_cluster.settings.adapters import AdapterSettings
 
 
-def put_adapters(places: Places, settings: AdapterSettings, device: Device, dtype: str) -> None:
+def put_adapters(places: AdapterPlaces, settings: AdapterSettings, device: Device, dtype: str) -> None:
     """Makes an accelerator the place of adapters, before any is loaded."""
     if device.traits.runs_triton and has_triton():
         to_tables(places, settings, device, dtype)
     else:
-        places.rows.place = Place(torch.device(device.torch_name), TORCH_DTYPES[dtype])
+        places.rows.place = DevicePlace(torch.device(device.torch_name), TORCH_DTYPES[dtype])
 
 
-def to_tables(places: Places, settings: AdapterSettings, device: Device, dtype: str) -> None:
+def to_tables(places: AdapterPlaces, settings: AdapterSettings, device: Device, dtype: str) -> None:
     from pd_cluster.model.cuda.lora import CudaTable  # Triton may be missing
 
     torch_dtype, there, rank = TORCH_DTYPES[dtype], torch.device(device.torch_name), settings.max_lora_rank

@@ -23,7 +23,7 @@ from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rows
 from pd_cluster.model.layers.packing import rows_apart
 from pd_cluster.model.layers.rope_tables import RopeTables, qkv_order
 from pd_cluster.model.layers.weight import joined, weight_of
-from pd_cluster.model.lora.places import Places
+from pd_cluster.model.lora.places import AdapterPlaces
 from pd_cluster.model.parallel.layers import Share, SpanningNorm
 from pd_cluster.model.quirks import ARCHITECTURES, Quirks
 from pd_cluster.model.wide import WideEmbedding, is_narrow, widen
@@ -61,7 +61,7 @@ def why_not_deterministic(model: Any) -> str:
     return ""
 
 
-def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: Places | None = None) -> FusedCausalLM:
+def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: AdapterPlaces | None = None) -> FusedCausalLM:
     """Takes the model apart: its linear layers are gone afterwards, and so is the mapping of the files.
 
     `adapters`: its linear layers shall take adapters, which are kept there.
@@ -141,7 +141,7 @@ class _Maker:
     """Makes the linear layers of one decoder layer, with adapters beside them if there are to be any."""
 
     ops: Ops
-    adapters: Places | None
+    adapters: AdapterPlaces | None
     path: str
 
     def of(self, name: str) -> _Maker:

@@ -25,7 +25,7 @@ from pd_cluster.errors import first_line, flag_of
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch, Ints, StepInput
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
-from pd_cluster.model.lora.device_rows import DeviceBlocks, blocks_of, most_blocks
+from pd_cluster.model.lora.device_rows import AdaptedBlocks, blocks_of, most_blocks
 
 log = logging.getLogger(__name__)
 
@@ -316,10 +316,10 @@ class DecodeGraphs:
             adapted_rows=self._adapted(size) if self._max_loras else None,
         )
 
-    def _adapted(self, size: int) -> DeviceBlocks:
+    def _adapted(self, size: int) -> AdaptedBlocks:
         """Returns the blocks of rows in the buffers, as many as a step of this size may have."""
         blocks = self._of(self._parts.adapted_blocks, 3 * most_blocks(size, self._max_loras))
-        return DeviceBlocks(self._of(self._parts.adapted_rows, size), blocks.view(-1, 3))
+        return AdaptedBlocks(self._of(self._parts.adapted_rows, size), blocks.view(-1, 3))
 
     def _of(self, part: slice, length: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return self._there[part].view(dtype)[:length]

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,17 @@ def _is_plain_and_fused(checkpoint: Checkpoint) -> bool:
     return kind in AutoModelForCausalLM._model_mapping and is_known(AutoModelForCausalLM._model_mapping[kind], config)
 
 
+@dataclass(frozen=True, slots=True)
+class KernelChoices:
+    """Kernels that are not used unless somebody asks for them. `speedups`: see model/speedups.py."""
+
+    npu_head_dims: str = "strict"
+    speedups: Sequence[str] = ()
+
+
+USUAL_KERNELS = KernelChoices()
+
+
 def load_model(
     checkpoint: Checkpoint,
     dtype: str,
@@ -119,59 +130,45 @@ def load_model(
     block_size: int = DEFAULT_BLOCK_SIZE,
     max_num_seqs: int = 1,
     is_deterministic: bool = False,
-    npu_head_dims: str = "strict",
     kv_cache_dtype: str = "auto",
-    speedups: Sequence[str] = (),
+    choices: KernelChoices = USUAL_KERNELS,
 ) -> CausalLM:
     """Loads the whole model, or this rank's share. Raises ModelError when the weights do not fit the architecture.
     The proofs here use pools of the model's own dtype. `is_deterministic`: on an accelerator, only models that compute
     each row alike in every batch. Raises ConfigError.
     """
-    share = None if group is None or group.size == 1 else Share(plan_of(checkpoint, group.size), group)
-    if share is not None and checkpoint.is_unproven:
-        setting = called("tensor_parallel_size")
-        raise ModelError(f"{setting} {share.group.size}: no proof would see a wrong split; use 1")
+    share = _share_of(checkpoint, group)
     model = load_plain(checkpoint, dtype, device, share)
     if checkpoint.head_scheme:
         quantize_head(model, checkpoint.head_scheme)
     put_lengths(model, checkpoint.rope)
     if checkpoint.vision is not None:
-        put_sections(model, checkpoint, device)
-        if checkpoint.part_of == experts.WHOLE_TYPE:
-            experts.put_experts(model, checkpoint, TORCH_DTYPES[dtype], device, group or Alone())
+        _put_vision(model, checkpoint, TORCH_DTYPES[dtype], device, group or Alone())
     logn = logn_of(checkpoint)
     rope_limit = rope_limit_of(model, checkpoint, logn is not None)
     layout = layout_of(model.config, block_size, resolve_kv_cache_dtype(kv_cache_dtype, dtype))
     has_sinks = any(hasattr(module, "sinks") for module in model.modules())
     if is_deterministic and device.is_accelerator:
         check_rows(model, checkpoint, logn)
-    if attention_backend == "flashinfer" and checkpoint.vision is not None and checkpoint.vision.rules.sees_whole:
-        raise ConfigError(f"{called('attention_backend')} flashinfer: it hides a picture's later tokens; use auto")
+    _check_backend(checkpoint, attention_backend)
     attention = choose_attention(
         *(attention_backend, model.config, layout, device, has_sinks, max_num_seqs, is_deterministic),
-        *(npu_head_dims, dtype),
+        *(choices.npu_head_dims, dtype),
     )
-    attention = sped_up(attention, speedups)
+    attention = sped_up(attention, choices.speedups)
     vocab_size = 0 if share is None else share.plan.vocab_size
     plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attention, logn, rope_limit)
     if checkpoint.vision is not None:
         plain.take_deep_features()
     adapters = adapters_of(checkpoint, share) if checkpoint.takes_adapters else None
+    own = replace(layout, dtype=dtype)
     if logn is not None or checkpoint.is_unproven or not can_fuse(model):  # some unlisted types use others' classes
-        num_packed = (
-            prove_packing(plain, device, dtype)
-            if checkpoint.is_unproven
-            else pack_modules(model, linears_by(attention))
-        )
+        is_unproven, by = checkpoint.is_unproven, linears_by(attention)
+        num_packed = prove_packing(plain, device, dtype) if is_unproven else pack_modules(model, by)
         log.info("model: %s%s", plain.kernels, f", {num_packed} packed modules" if num_packed else "")
         if adapters is not None:
-            adapters.places.take_over(model)
-            adapters.places.take_over_ends(model, vocab_size or plain.config.vocab_size)
-            plain.adapters = adapters
-            with adapters.places.watched(PROBE_NUM_TOKENS):
-                _probe_logits(plain, replace(layout, dtype=dtype), device)
+            _adapt(plain, model, adapters, vocab_size, own, device)
         return plain
-    own = replace(layout, dtype=dtype)
     expected = _probe_logits(plain, own, device)
     check_finite(expected, str(checkpoint.path), dtype)
     places = None if adapters is None else adapters.places
@@ -183,6 +180,40 @@ def load_model(
         raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
     log.info("model: %s", fused.kernels)
     return fused
+
+
+def _share_of(checkpoint: Checkpoint, group: Group | None) -> Share | None:
+    """Returns this rank's share; None: the whole model. Raises ModelError."""
+    if group is None or group.size == 1:
+        return None
+    if checkpoint.is_unproven:
+        setting = called("tensor_parallel_size")
+        raise ModelError(f"{setting} {group.size}: no proof would see a wrong split; use 1")
+    return Share(plan_of(checkpoint, group.size), group)
+
+
+def _put_vision(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: Device, group: Group) -> None:
+    """Adds what pictures need in the text model."""
+    put_sections(model, checkpoint, device)
+    if checkpoint.part_of == experts.WHOLE_TYPE:
+        experts.put_experts(model, checkpoint, dtype, device, group)
+
+
+def _check_backend(checkpoint: Checkpoint, attention_backend: str) -> None:
+    """Raises ConfigError for one that cannot show a picture's tokens to each other, where the model needs it."""
+    if attention_backend == "flashinfer" and checkpoint.vision is not None and checkpoint.vision.rules.sees_whole:
+        raise ConfigError(f"{called('attention_backend')} flashinfer: it hides a picture's later tokens; use auto")
+
+
+def _adapt(
+    plain: PlainCausalLM, model: Any, adapters: Adapters, vocab_size: int, layout: KVLayout, device: Device
+) -> None:
+    """Puts adapters beside the modules of transformers' model; a step shows which of them can have any."""
+    adapters.places.take_over(model)
+    adapters.places.take_over_ends(model, vocab_size or plain.config.vocab_size)
+    plain.adapters = adapters
+    with adapters.places.watched(PROBE_NUM_TOKENS):
+        _probe_logits(plain, layout, device)
 
 
 def adapters_of(checkpoint: Checkpoint, share: Share | None) -> Adapters:

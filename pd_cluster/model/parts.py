@@ -10,7 +10,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.model.causal_lm import CausalLM
-from pd_cluster.model.loader import load_model
+from pd_cluster.model.loader import KernelChoices, load_model
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.vision.load import load_tower
 from pd_cluster.model.vision.tower import Tower
@@ -36,9 +36,8 @@ def load_parts(
         block_size,
         config.max_num_seqs,
         config.deterministic,
-        config.npu_head_dims,
         config.kv_cache_dtype,
-        speedups,
+        KernelChoices(config.npu_head_dims, speedups),
     )
     if checkpoint.vision is None:
         return model, None

@@ -50,7 +50,7 @@ class Size(NamedTuple):
     num_seqs: int
 
 
-class _Parts(NamedTuple):
+class _PromptParts(NamedTuple):
     """A step's numbers, side by side in one piece of memory, with room for the largest step."""
 
     input_ids: slice
@@ -65,7 +65,7 @@ class _Parts(NamedTuple):
     block_table: slice
 
     @classmethod
-    def of(cls, size: Size, num_tiles: int, num_blocks: int) -> _Parts:
+    def of(cls, size: Size, num_tiles: int, num_blocks: int) -> _PromptParts:
         """Counts in int32; the first four are int64. One more sequence is there, which has no tokens."""
         num_tokens, num_seqs = size
         lengths = [*[2 * num_tokens] * 3, 2 * num_seqs, num_seqs + 2, num_seqs + 1, num_seqs + 2, num_seqs]
@@ -94,7 +94,7 @@ class PromptGraphs:
         self._graphs: dict[Size, Callable[..., torch.Tensor]] = {}
         self._logits: torch.Tensor | None = None  # [most sequences, vocab_size]
         num_blocks = most.num_seqs * pool.layout.num_blocks_for(longest)
-        self._parts = _Parts.of(most, planner.num_tiles(most), num_blocks)
+        self._parts = _PromptParts.of(most, planner.num_tiles(most), num_blocks)
         length, pinned = self._parts.block_table.stop, pool.device.is_accelerator
         self._stages = [torch.zeros(length, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_STAGES)]
         self._copied: list[Marker] = [mark(pool.device)] * NUM_STAGES

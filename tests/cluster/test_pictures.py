@@ -15,7 +15,7 @@ import pytest
 
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.media.clips import frames_of
-from pd_cluster.media.sampling import Sampling
+from pd_cluster.media.sampling import FrameSampling
 from tests.support import clips
 from tests.support.canary import Canary
 from tests.support.clips import avi_of_frames, make_seer
@@ -59,7 +59,7 @@ def film(url: str) -> dict[str, Any]:
 def expected_of_video(model: Path) -> list[int]:
     """generate()'s answer to "ab", VIDEO_FILE, "c"."""
     prompt = [*ids_of("<|user|>ab"), 302, 301, 303, *ids_of("c<|assistant|>")]
-    found = frames_of(VIDEO_FILE, Sampling())
+    found = frames_of(VIDEO_FILE, FrameSampling())
     return clips.reference_answer(model, clips.Filmed(prompt, [found]), NUM_TOKENS)
 
 

@@ -13,7 +13,7 @@ from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.errors import RequestError
 from pd_cluster.media.clips import frames_of
 from pd_cluster.media.given_video import Frames
-from pd_cluster.media.sampling import Sampling as FrameSampling
+from pd_cluster.media.sampling import FrameSampling
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.types import Request, Sampling
 from tests.support import pictures

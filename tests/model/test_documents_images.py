@@ -17,7 +17,7 @@ from pd_cluster.fastdeploy.entrypoints.llm import LLM
 from pd_cluster.fastdeploy.input.ernie_tokenizer import ErnieBotTokenizer
 from pd_cluster.media.clips import frames_of
 from pd_cluster.media.given_video import Frames
-from pd_cluster.media.sampling import Sampling
+from pd_cluster.media.sampling import FrameSampling
 from tests.support import clips
 from tests.support.checkpoints import make_tokenizer
 from tests.support.clips import make_seer
@@ -124,7 +124,7 @@ def test_videos(llm: LLM, path: str) -> None:
     settings = SamplingParams(temperature=0.0, max_tokens=200)
     (output,) = llm.chat(asked, sampling_params=settings, use_tqdm=False)
     assert output.error_msg is None
-    whole = expected_of(path, "<|user|>", f"{TEXT}<|assistant|>", video=frames_of(VIDEO, Sampling()))
+    whole = expected_of(path, "<|user|>", f"{TEXT}<|assistant|>", video=frames_of(VIDEO, FrameSampling()))
     assert list(output.outputs.token_ids)[:NUM_TOKENS] == whole  # type: ignore[union-attr]
 
     tokenizer = ErnieBotTokenizer.from_pretrained(path)
@@ -144,7 +144,7 @@ def test_videos(llm: LLM, path: str) -> None:
         sampling_params=settings,
         use_tqdm=False,
     )
-    four = expected_of(path, "<|user|>", f"{TEXT}<|assistant|>", video=frames_of(VIDEO, Sampling(), 4))
+    four = expected_of(path, "<|user|>", f"{TEXT}<|assistant|>", video=frames_of(VIDEO, FrameSampling(), 4))
     assert list(outputs[0].outputs.token_ids)[:NUM_TOKENS] == four  # type: ignore[union-attr]
     assert four != whole
 

@@ -8,7 +8,7 @@ import torch
 
 from pd_cluster.model.cuda.coded import E2M1, E4M3, INT4, INT8, ROUNDED, CodedLinear, Codes, decoded
 from pd_cluster.model.cuda.lora import CudaTable
-from pd_cluster.model.lora.device_rows import DeviceBlocks
+from pd_cluster.model.lora.device_rows import AdaptedBlocks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STORED: dict[int, torch.dtype] = {
@@ -49,7 +49,7 @@ def written(num_inputs: int, num_outputs: int, kind: int, **given: int) -> None:
 def adapted(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:
     modules = [slice(0, num_outputs // 2), slice(num_outputs // 2, num_outputs)]
     table = CudaTable(modules, num_inputs, dtype, torch.device("meta"), max_rank=16)
-    step = DeviceBlocks(empty(num_rows, dtype=torch.int32), empty(3, 3, dtype=torch.int32))
+    step = AdaptedBlocks(empty(num_rows, dtype=torch.int32), empty(3, 3, dtype=torch.int32))
     table.add(empty(num_rows, num_inputs, dtype=dtype), empty(num_rows, num_outputs, dtype=dtype), step)
 
 

@@ -18,7 +18,7 @@ from pd_cluster.model.attention_choice import triton_attention
 from pd_cluster.model.cuda.lora import CudaTable
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.lora.adapted import LowRank
-from pd_cluster.model.lora.device_rows import DeviceBlocks, blocks_of
+from pd_cluster.model.lora.device_rows import AdaptedBlocks, blocks_of
 from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
@@ -51,10 +51,10 @@ def given(num_inputs: int, dtype: torch.dtype) -> tuple[CudaTable, dict[int, tor
     return table, whole
 
 
-def step_of(slots: list[int], padding: int = 0) -> DeviceBlocks:
+def step_of(slots: list[int], padding: int = 0) -> AdaptedBlocks:
     rows, blocks = blocks_of(np.array(slots), PLACES)
     blocks = np.concatenate((blocks, np.zeros((padding, 3), dtype=np.int32)))
-    return DeviceBlocks(*(torch.tensor(each) for each in (rows, blocks)))
+    return AdaptedBlocks(*(torch.tensor(each) for each in (rows, blocks)))
 
 
 @pytest.mark.parametrize("num_inputs", [1024, 4100])

@@ -12,7 +12,7 @@ import transformers
 from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.devices.device import bind
 from pd_cluster.errors import ConfigError
-from pd_cluster.model.lora.on_device import DeviceAddition, Place
+from pd_cluster.model.lora.on_device import DeviceAddition, DevicePlace
 from pd_cluster.model.profile import nbytes_of_adapters
 from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.types import Order, Request
@@ -80,7 +80,7 @@ def test_a_wide_layer(dtype: torch.dtype) -> None:
         (at, torch.randn(16, 4096) * 0.02, torch.randn(at.stop - at.start, 16))
         for at in (slice(0, 4096), slice(5120, 6144))
     ]
-    addition = DeviceAddition(parts, Place(torch.device("cpu"), dtype))
+    addition = DeviceAddition(parts, DevicePlace(torch.device("cpu"), dtype))
     for rows in (slice(2, 6), torch.tensor([0, 3, 8])):
         found = y.clone()
         addition.add(x, found, rows)

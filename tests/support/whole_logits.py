@@ -40,7 +40,9 @@ def our_logits(
     folder: Path, device: Device, dtype: str, token_ids: list[int], chunks: list[int], speedups: Sequence[str]
 ) -> torch.Tensor:
     """Returns [num_tokens, vocab_size] float32 on the CPU; `chunks` are the tokens of each step."""
-    model = loader.load_model(Checkpoint.open(str(folder)), dtype, device, speedups=speedups)
+    model = loader.load_model(
+        Checkpoint.open(str(folder)), dtype, device, choices=loader.KernelChoices(speedups=speedups)
+    )
     layout = loader.layout_of(model.config, BLOCK_SIZE, dtype)
     pool = KVPool(layout, layout.num_blocks_for(len(token_ids)), device)
     request = Request("logits", Order(token_ids, Sampling()), block_table=list(range(pool.num_blocks))[::-1])

@@ -13,7 +13,7 @@ from pd_cluster.errors import ConfigError, RequestError
 from pd_cluster.media import clips, video
 from pd_cluster.media.clips import frames_of, frames_of_pictures
 from pd_cluster.media.fetch import listed_frames
-from pd_cluster.media.sampling import Sampling
+from pd_cluster.media.sampling import FrameSampling
 from pd_cluster.media.video import Video, VideoRules
 from pd_cluster.settings.media import VIDEO_IO, MediaSettings
 from pd_cluster.types import Image
@@ -27,7 +27,7 @@ FILE = file_of(GRAY)
 
 @pytest.mark.parametrize(("kind", "codec"), [("mp4", "libx264"), ("matroska", "mpeg4"), ("webm", "libvpx-vp9")])
 def test_containers_and_codecs(kind: str, codec: str) -> None:
-    found = frames_of(file_of(GRAY, kind, codec, fps=8), Sampling(5))
+    found = frames_of(file_of(GRAY, kind, codec, fps=8), FrameSampling(5))
     assert (found.indices, found.num_frames, found.fps) == ([0, 2, 5, 8, 11], 12, 8.0)
     assert all(
         abs(np.asarray(each).mean() - 20 * at) < 4 for each, at in zip(found.pictures, found.indices, strict=True)
@@ -37,21 +37,21 @@ def test_containers_and_codecs(kind: str, codec: str) -> None:
 
 
 def test_frames_in_motion_jpeg() -> None:
-    found = frames_of(file_of(GRAY, "avi", "mjpeg"), Sampling(3))
+    found = frames_of(file_of(GRAY, "avi", "mjpeg"), FrameSampling(3))
     assert found.indices == [0, 5, 11]
 
 
 @pytest.mark.parametrize(("num_frames", "wanted"), [(1, 1), (2, 2), (7, 3), (100, 32), (5, 9), (33, 32)])
 def test_frames_are_spread_evenly(num_frames: int, wanted: int) -> None:
     expected = np.linspace(0, num_frames - 1, min(num_frames, wanted), dtype=int).tolist()
-    assert Sampling(wanted).indices(num_frames, 24.0) == expected
+    assert FrameSampling(wanted).indices(num_frames, 24.0) == expected
 
 
 def test_frames_of_a_second() -> None:
-    assert len(Sampling(32, 2.0).indices(240, 24.0)) == 20
-    assert len(Sampling(8, 2.0).indices(240, 24.0)) == 8
-    assert Sampling(8, 0.1).indices(24, 24.0) == [0]
-    assert len(Sampling(32).indices(240, 24.0, 4)) == 4
+    assert len(FrameSampling(32, 2.0).indices(240, 24.0)) == 20
+    assert len(FrameSampling(8, 2.0).indices(240, 24.0)) == 8
+    assert FrameSampling(8, 0.1).indices(24, 24.0) == [0]
+    assert len(FrameSampling(32).indices(240, 24.0, 4)) == 4
 
 
 def turned(data: bytes) -> bytes:
@@ -66,8 +66,8 @@ def turned(data: bytes) -> bytes:
 def test_a_turned_video_is_upright() -> None:
     half = np.zeros((48, 64, 3), np.uint8)
     half[:, 32:] = 255  # the right half is white, and after a turn to the right the lower one
-    (plain,) = frames_of(file_of([half]), Sampling()).pictures
-    (found,) = frames_of(turned(file_of([half])), Sampling()).pictures
+    (plain,) = frames_of(file_of([half]), FrameSampling()).pictures
+    (found,) = frames_of(turned(file_of([half])), FrameSampling()).pictures
     assert (plain.size, found.size) == ((64, 48), (48, 64))
     assert np.asarray(found)[-1].mean() > 200 > 50 > np.asarray(found)[0].mean()
 
@@ -87,7 +87,7 @@ def test_a_turned_video_is_upright() -> None:
 )
 def test_files_that_are_refused(data: bytes, said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        frames_of(data, Sampling())
+        frames_of(data, FrameSampling())
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def test_files_that_are_refused(data: bytes, said: str) -> None:
 def test_limits(monkeypatch: pytest.MonkeyPatch, name: str, value: float, said: str) -> None:
     monkeypatch.setattr(clips, name, value)
     with pytest.raises(RequestError, match=said):
-        frames_of(FILE, Sampling())
+        frames_of(FILE, FrameSampling())
 
 
 def test_more_frames_than_the_header_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matroska's says nothing."""
     monkeypatch.setattr(clips, "MAX_FILE_FRAMES", 11)
     with pytest.raises(RequestError, match="more than 11 frames; send a shorter video"):
-        frames_of(file_of(GRAY, "matroska"), Sampling())
+        frames_of(file_of(GRAY, "matroska"), FrameSampling())
 
 
 def test_without_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_without_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         RequestError, match=r"reading videos needs PyAV on the server: pip install 'pd-cluster\[video\]"
     ):
-        frames_of(FILE, Sampling())
+        frames_of(FILE, FrameSampling())
 
 
 def test_frames_as_pictures() -> None:
@@ -126,11 +126,11 @@ def test_frames_as_pictures() -> None:
     listed = listed_frames(",".join([url, *(data_url(each).partition(",")[2] for each in files[1:])]))
     assert listed == files
     assert listed_frames(data_url(FILE)) is None
-    assert frames_of_pictures(files, Sampling(3)).indices == [0, 2, 4]
+    assert frames_of_pictures(files, FrameSampling(3)).indices == [0, 2, 4]
     with pytest.raises(RequestError, match="0 frames: a video has 1 to"):
-        frames_of_pictures([], Sampling())
+        frames_of_pictures([], FrameSampling())
     with pytest.raises(RequestError, match="no picture in JPEG"):
-        frames_of_pictures([b"x"], Sampling())
+        frames_of_pictures([b"x"], FrameSampling())
 
 
 RULES = VideoRules(token_id=1, start_id=2, end_id=3, min_pixels=2 * 28**2, max_pixels=20 * 28**2)

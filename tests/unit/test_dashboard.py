@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_cluster.api.admin.admin_app import Shown, admin_app
+from pd_cluster.api.admin.admin_app import ShownCluster, admin_app
 from pd_cluster.api.admin.timelines import LocalTimelines
 from pd_cluster.api.dashboard import sessions as sessions_module
 from pd_cluster.api.dashboard.playground import PublicPort
@@ -69,7 +69,7 @@ def with_app(tmp_path: Path, use: Callable[[httpx.AsyncClient], Awaitable[None]]
         world = ElasticWorld()
         stats = RequestStats(lambda: 0.0)
         overview = Overview(world.membership, lambda: (stats.snapshot(), Busy()), RoutingConfig())
-        shown = Shown(overview, "a model", tmp_path, PublicPort("127.0.0.1", 9))
+        shown = ShownCluster(overview, "a model", tmp_path, PublicPort("127.0.0.1", 9))
         app = admin_app(world.elastic, LocalTimelines(world.router.timelines), AdminAccess(TOKEN, True), shown=shown)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HOST) as client:
             await use(client)

@@ -11,7 +11,7 @@ from pd_cluster import wire
 from pd_cluster.engine.handover.in_links import InLinks
 from pd_cluster.engine.handover.links import PeerProgress, Side
 from pd_cluster.engine.handover.out_links import OutLinks
-from pd_cluster.engine.handover.pairs import Places, Rests
+from pd_cluster.engine.handover.pairs import LinkPlaces, Rests
 from pd_cluster.kv.layout import KVLayout, Lane, keys_and_values
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
@@ -232,7 +232,7 @@ class DEnd:
             lambda event: None,
             lambda conn, reason: None,
             PeerProgress(net.clock),
-            places=Places(net.most_d),
+            places=LinkPlaces(net.most_d),
         )
 
     def receive_end(

@@ -19,7 +19,7 @@ from pd_cluster.commands import chat as chat_module
 from pd_cluster.commands.chat import Chat, data_url, timings
 from pd_cluster.commands.collect_env import collect
 from pd_cluster.commands.status import problem_lines
-from pd_cluster.commands.top import Watch, plain_line, screen
+from pd_cluster.commands.top import Looks, plain_line, screen
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.log_files import MAX_FILE_NBYTES, LogFile, file_of
 from pd_cluster.settings.redaction import HIDDEN, redacted, shown_value
@@ -63,7 +63,7 @@ def test_top_shows_the_same_in_a_line_and_on_a_screen() -> None:
     line = plain_line(found(problems=[PROBLEM]))
     assert "0 of 1 instances ready, tokens/s 1,234" in line
     assert line.endswith("; 2 requests failed")
-    watch = Watch()
+    watch = Looks()
     watch.found = found(problems=[PROBLEM])
     watch.samples.extend(watch.found["samples"])
     watch.marks.extend(watch.found["marks"])

@@ -11,7 +11,7 @@ import pytest
 
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.overview.history import RATES, WINDOW_S, History, quantile
-from pd_cluster.cluster.overview.marks import Marks
+from pd_cluster.cluster.overview.marks import EventMarks
 from pd_cluster.cluster.overview.problems import problems_of
 from pd_cluster.cluster.overview.watch import Overview
 from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Histogram, RequestStats
@@ -86,12 +86,12 @@ def info_of(instance: Instance, epoch: int) -> InstanceInfo:
     )
 
 
-def _texts(marks: Marks, since: int = 0) -> list[tuple[str, str, str]]:
+def _texts(marks: EventMarks, since: int = 0) -> list[tuple[str, str, str]]:
     return [(mark["kind"], mark["instance_id"], mark["text"]) for mark in marks.since(since)]
 
 
 def test_deaths_returns_roles_and_leaving_are_marks() -> None:
-    instances, marks = ElasticWorld().membership.instances, Marks()
+    instances, marks = ElasticWorld().membership.instances, EventMarks()
     for each in instances:
         each.state = "ready"
     marks.look(0.0, instances)
@@ -125,7 +125,7 @@ def test_deaths_returns_roles_and_leaving_are_marks() -> None:
 
 
 def test_marks_are_bounded() -> None:
-    instances, marks = ElasticWorld().membership.instances, Marks(max_marks=4)
+    instances, marks = ElasticWorld().membership.instances, EventMarks(max_marks=4)
     for at in range(20):
         for each in instances:
             each.state = "ready" if at % 2 else "unreachable"

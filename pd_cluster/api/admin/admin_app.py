@@ -18,7 +18,7 @@ from pd_cluster.api.admin.log_routes import log_routes
 from pd_cluster.api.admin.overview_routes import overview_routes
 from pd_cluster.api.admin.timelines import TimelineSource, timeline_routes
 from pd_cluster.api.dashboard.playground import PublicPort, playground_routes
-from pd_cluster.api.dashboard.routes import DATA, Guard, dashboard_routes
+from pd_cluster.api.dashboard.routes import DATA, SessionGuard, dashboard_routes
 from pd_cluster.api.dashboard.sessions import Sessions
 from pd_cluster.api.gate.access import AdminAccess
 from pd_cluster.api.gate.error_answers import install_error_handlers
@@ -70,7 +70,7 @@ Body = TypeVar("Body", Add, DrainOptions, ChangeRole, Nothing, AdapterLoad, Adap
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownCluster:
     """The things that people look at. `logs`: the folder with the processes' lines; `model`: its name."""
 
     overview: Overview
@@ -85,7 +85,7 @@ def admin_app(
     access: AdminAccess,
     adapters: AdapterBook | None = None,
     control: APIRouter | None = None,
-    shown: Shown | None = None,
+    shown: ShownCluster | None = None,
 ) -> FastAPI:
     """`adapters` None: they cannot be changed at run time, and there are no routes for it.
 
@@ -101,7 +101,7 @@ def admin_app(
             overview_routes(shown.overview, lambda: [describe(each) for each in elastic.instances], shown.model)
         )
         app.include_router(logs, dependencies=[Depends(access.check_token)])
-        guard = Guard(Sessions())
+        guard = SessionGuard(Sessions())
         for routes in (*seen, logs, playground_routes(shown.public)):
             app.include_router(routes, prefix=DATA, dependencies=[Depends(guard.check)])
         app.include_router(dashboard_routes(guard, access))

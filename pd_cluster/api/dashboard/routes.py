@@ -1,7 +1,7 @@
 """The dashboard's routes: its files, its sessions, and the guard of what it may ask.
 
 Everything lies under /dashboard, and so does the cookie's path: it is never sent to /v1. Its files contain nothing of
-the cluster, so anybody who reaches the port may load them. `Guard` guards the data that the pages ask for.
+the cluster, so anybody who reaches the port may load them. `SessionGuard` guards the data that the pages ask for.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Code(msgspec.Struct, forbid_unknown_fields=True):
     code: str
 
 
-class Guard:
+class SessionGuard:
     """Lets a session read; a command also needs this page's origin and the session's command token."""
 
     def __init__(self, sessions: Sessions) -> None:
@@ -80,7 +80,7 @@ def check_origin(request: Request) -> None:
         raise Forbidden("Origin: commands are taken only from the dashboard's own pages")
 
 
-def dashboard_routes(guard: Guard, access: AdminAccess) -> APIRouter:
+def dashboard_routes(guard: SessionGuard, access: AdminAccess) -> APIRouter:
     """Makes the routes of files and sessions; those of data are added by the admin app, behind `guard.check`."""
     routes = APIRouter()
     files = {path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.suffix in MEDIA_TYPES}

@@ -20,7 +20,7 @@ Kind = Literal["up", "down", "change"]
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class EventMark:
     """`number` grows by one with each; `at_s` is Unix time."""
 
     number: int
@@ -41,9 +41,9 @@ class _Seen:
     was_up: bool
 
 
-class Marks:
+class EventMarks:
     def __init__(self, max_marks: int = MAX_MARKS) -> None:
-        self._marks: deque[Mark] = deque(maxlen=max_marks)
+        self._marks: deque[EventMark] = deque(maxlen=max_marks)
         self._seen: dict[str, _Seen] = {}
         self._number = 0
 
@@ -83,4 +83,4 @@ class Marks:
 
     def _add(self, at_s: float, kind: Kind, name: str, text: str) -> None:
         self._number += 1
-        self._marks.append(Mark(self._number, at_s, kind, name, text))
+        self._marks.append(EventMark(self._number, at_s, kind, name, text))

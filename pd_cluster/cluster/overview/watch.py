@@ -13,7 +13,7 @@ from typing import Any
 
 from pd_cluster.cluster.members.roster import Roster
 from pd_cluster.cluster.overview.history import NUM_SAMPLES, History
-from pd_cluster.cluster.overview.marks import Marks
+from pd_cluster.cluster.overview.marks import EventMarks
 from pd_cluster.cluster.overview.problems import problems_of
 from pd_cluster.reports import Busy, Stats
 from pd_cluster.settings.routing import RoutingConfig
@@ -37,7 +37,7 @@ class Overview:
     ) -> None:
         self._roster, self._figures, self._routing = roster, figures, routing
         self._wall, self._clock = wall, clock
-        self._history, self._marks = History(), Marks()
+        self._history, self._marks = History(), EventMarks()
         self._started_s = wall()
 
     async def run(self) -> None:

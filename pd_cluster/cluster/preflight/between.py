@@ -28,7 +28,7 @@ Pair = tuple[ListedInstance, ListedInstance]
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class HostMeeting:
     """How the ends of a pair on two hosts find each other: by what both know, the tables and the cluster's secret.
 
     `ports`: those of NODE_PORTS, by instance; before the start they are free. `wait_s`: for the other host's command.
@@ -62,7 +62,7 @@ def check_between(
     own: str,
     ends: Mapping[tuple[str, int], RankEnd],
     broken: Mapping[str, str],
-    meet: Meeting,
+    meet: HostMeeting,
     say: Say,
 ) -> list[Finding]:
     """Checks pairs with one end here, in the order of the table, which the other hosts keep to as well.
@@ -100,7 +100,7 @@ class NobodyThere(Exception):
 
 
 def _send_to(
-    p: ListedInstance, d: ListedInstance, where: str, ends: Mapping[tuple[str, int], RankEnd], meet: Meeting
+    p: ListedInstance, d: ListedInstance, where: str, ends: Mapping[tuple[str, int], RankEnd], meet: HostMeeting
 ) -> Finding:
     rates: list[float] = []
     transports: set[str] = set()
@@ -122,7 +122,7 @@ def _send_to(
 
 
 def _receive_from(
-    p: ListedInstance, d: ListedInstance, where: str, ends: Mapping[tuple[str, int], RankEnd], meet: Meeting
+    p: ListedInstance, d: ListedInstance, where: str, ends: Mapping[tuple[str, int], RankEnd], meet: HostMeeting
 ) -> Finding:
     for lane, (source_rank, target_rank) in enumerate(lanes_of(len(p.server.device), len(d.server.device))):
         end = ends[d.name, target_rank]
@@ -137,7 +137,7 @@ def _receive_from(
     return Finding("ok", "KV", where, f"every byte right; {p.server.server_ip} shows the rate")
 
 
-def _nobody(where: str, there: str, meet: Meeting) -> Finding:
+def _nobody(where: str, there: str, meet: HostMeeting) -> Finding:
     text = f"nothing was heard of {there} within {meet.wait_s:g} s"
     way_out = "run the command there at the same time, with the same tables; if it runs, look for a firewall"
     return Finding("unchecked", "KV", where, text, way_out)

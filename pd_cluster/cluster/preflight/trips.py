@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from itertools import product
 
 from pd_cluster.cluster.members.place import Place
-from pd_cluster.cluster.preflight.between import NUM_TRIPS, Meeting, Pair, Say, check_between, failed, lanes_of
+from pd_cluster.cluster.preflight.between import NUM_TRIPS, HostMeeting, Pair, Say, check_between, failed, lanes_of
 from pd_cluster.cluster.preflight.ends import PAIR_S, ListedInstance, RankEnd, running
 from pd_cluster.cluster.preflight.findings import Finding
 from pd_cluster.devices import hccl
@@ -33,7 +33,9 @@ def instances_of(place: Place) -> list[ListedInstance]:
     ]
 
 
-def check_pairs(place: Place, device: str, kv_transport: str, say: Say, meet: Meeting | None = None) -> list[Finding]:
+def check_pairs(
+    place: Place, device: str, kv_transport: str, say: Say, meet: HostMeeting | None = None
+) -> list[Finding]:
     """Sends KV blocks between all pairs with an end on this host; one finding a pair. Leaves no process behind.
 
     `meet`: how ends on other hosts are met, where this command runs at the same time; None: not at all.

@@ -129,9 +129,7 @@ class Router:
                     if not stream.take(item):
                         continue
                     if is_first:
-                        told_s = stream.first_s if order.gathers else None
-                        self.timelines.first_token(stream.request_id, stream.heard_s, told_s)
-                        self.adapters.begins(order.variant)
+                        self._note_first(stream, order)
                         is_first = False
                     yield item
                 elif isinstance(item, Setback):
@@ -150,6 +148,10 @@ class Router:
                 expiry.cancel()
             stream.prompted = _unheard  # the reader may hold the stream: no cycle that outlives the request
             self._finish(stream, entry, is_first)
+
+    def _note_first(self, stream: RequestStream, order: Order) -> None:
+        self.timelines.first_token(stream.request_id, stream.heard_s, stream.first_s if order.gathers else None)
+        self.adapters.begins(order.variant)
 
     async def pool(
         self,

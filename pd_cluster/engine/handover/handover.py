@@ -18,7 +18,7 @@ from pd_cluster.engine.handover.imports import Imports
 from pd_cluster.engine.handover.in_links import InLinks
 from pd_cluster.engine.handover.links import LaneEnds, PeerProgress, Post, Side
 from pd_cluster.engine.handover.out_links import OutLinks
-from pd_cluster.engine.handover.pairs import Places, Rests
+from pd_cluster.engine.handover.pairs import LinkPlaces, Rests
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.net.admission import peer_key
 from pd_cluster.settings.timeouts import Timeouts
@@ -79,7 +79,7 @@ class Handover:
             self._in_down,
             self._progress,
             note,
-            Places(means.kv_open_links),
+            LinkPlaces(means.kv_open_links),
         )
         rests = Rests(
             means.kv_open_links,

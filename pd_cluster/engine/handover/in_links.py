@@ -13,7 +13,7 @@ from pd_cluster import wire
 from pd_cluster.engine.handover.events import OfLane
 from pd_cluster.engine.handover.gather import Gather
 from pd_cluster.engine.handover.links import LaneEnds, PeerProgress, Post, ReceiveEnd, Side
-from pd_cluster.engine.handover.pairs import Places, Queued
+from pd_cluster.engine.handover.pairs import LinkPlaces, Queued
 from pd_cluster.errors import LinkError, called
 from pd_cluster.kv.layout import KVLayout, check_pair, lanes
 from pd_cluster.transport.events import Drained, LinkEvent, Report
@@ -37,9 +37,9 @@ class InLinks:
         down: Callable[[str, str], None],
         progress: PeerProgress,
         note: Note = note_nothing,
-        places: Places | None = None,
+        places: LinkPlaces | None = None,
     ) -> None:
-        self._places = places or Places()
+        self._places = places or LinkPlaces()
         self._side = side
         self._post = post
         self._make = ends

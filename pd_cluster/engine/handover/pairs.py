@@ -60,7 +60,7 @@ class Queued(NamedTuple):
 
 
 @dataclass(slots=True)
-class Places:
+class LinkPlaces:
     """D's links over pairs: those that have a place, and those that wait for one in the order of their LinkOpen."""
 
     most: int = 0

@@ -18,7 +18,7 @@ CLIP_STD: Three = (0.26862954, 0.26130258, 0.27577711)
 HALF: Three = (0.5, 0.5, 0.5)
 
 
-class Kind(NamedTuple):
+class PictureKind(NamedTuple):
     """`rules_of` reads a folder's rules. The others are the defaults of its preprocessor in transformers."""
 
     rules_of: Callable[[Given], ImageRules]
@@ -27,17 +27,17 @@ class Kind(NamedTuple):
     resample: int = BICUBIC
 
 
-KINDS: Mapping[str, Kind] = {
-    "qwen2_vl": Kind(qwen.qwen2),
-    "qwen2_5_vl": Kind(qwen.qwen2_5),
-    "qwen3_vl": Kind(qwen.qwen3),
-    "qwen3_vl_moe": Kind(qwen.qwen3),
-    "llava": Kind(llava.llava),
-    "internvl": Kind(internvl.internvl),
-    "mistral3": Kind(pixtral.mistral3),
-    "gemma3": Kind(llava.gemma3, HALF, HALF, BILINEAR),
-    "glm4v": Kind(glm.glm4v),
-    "ernie4_5_vl_moe": Kind(ernie.ernie),
+KINDS: Mapping[str, PictureKind] = {
+    "qwen2_vl": PictureKind(qwen.qwen2),
+    "qwen2_5_vl": PictureKind(qwen.qwen2_5),
+    "qwen3_vl": PictureKind(qwen.qwen3),
+    "qwen3_vl_moe": PictureKind(qwen.qwen3),
+    "llava": PictureKind(llava.llava),
+    "internvl": PictureKind(internvl.internvl),
+    "mistral3": PictureKind(pixtral.mistral3),
+    "gemma3": PictureKind(llava.gemma3, HALF, HALF, BILINEAR),
+    "glm4v": PictureKind(glm.glm4v),
+    "ernie4_5_vl_moe": PictureKind(ernie.ernie),
 }
 
 

@@ -245,8 +245,7 @@ def _decode(
     assert plan.split_keys % config.keys == 0
     partial = workspace[: num_decode * num_heads * max_splits * head_dim] if max_splits > 1 else workspace
     partial_lse = workspace[partial.numel() :] if max_splits > 1 else workspace
-    group, d = num_heads // key_pool.shape[2], padded(head_dim)
-    merged = 1 << (group - 1).bit_length()
+    d, merged = padded(head_dim), 1 << (num_heads // key_pool.shape[2] - 1).bit_length()
     assert batch.arrivals.numel() >= plan.num_arrivals(key_pool.shape[2])
     sinks = scoring.sinks if scoring.sinks is not None else out
     decode_kernel[key_pool.shape[2], plan.num_workers](

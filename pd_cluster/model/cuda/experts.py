@@ -142,8 +142,7 @@ class TritonGroupedExperts:
     def _multiply(
         self, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
     ) -> torch.Tensor:
-        num_experts, hidden_size, num_features = self._down.shape
-        num_pairs = len(order)
+        (num_experts, hidden_size, num_features), num_pairs = self._down.shape, len(order)
         if self._is_deterministic:
             tile = FIXED_32_BITS if x.dtype == torch.float32 else FIXED_16_BITS
         else:

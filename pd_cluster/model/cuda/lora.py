@@ -13,7 +13,7 @@ import torch
 from pd_cluster.model.cuda import lora_kernels as kernels
 from pd_cluster.model.cuda.elementwise_kernels import DTYPES
 from pd_cluster.model.lora.adapted import LowRank
-from pd_cluster.model.lora.device_rows import BLOCK_ROWS, MOST_ADAPTERS, DeviceBlocks
+from pd_cluster.model.lora.device_rows import BLOCK_ROWS, MOST_ADAPTERS, AdaptedBlocks
 
 BLOCK_R = 16  # ranks are padded to it, with zeros
 BLOCK_K = 64
@@ -66,7 +66,7 @@ class CudaTable:
         if self._kept.pop(place, None) is not None:
             self._table[place] = 0
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, step: DeviceBlocks) -> None:
+    def add(self, x: torch.Tensor, y: torch.Tensor, step: AdaptedBlocks) -> None:
         """Adds to y [num_rows, num_outputs] what the adapters make of x [num_rows, num_inputs]."""
         assert x.dtype == y.dtype == self._dtype
         assert x.shape[1] == self._num_inputs

@@ -17,8 +17,8 @@ import torch
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.kv.memory import ids_on
 from pd_cluster.model.layers.linear import Linear, make_linear
-from pd_cluster.model.lora.device_rows import DeviceBlocks, copied
-from pd_cluster.model.lora.on_device import DeviceAddition, Place
+from pd_cluster.model.lora.device_rows import AdaptedBlocks, copied
+from pd_cluster.model.lora.on_device import DeviceAddition, DevicePlace
 from pd_cluster.native.lora import LoraTable, StepBlocks
 
 Ints = npt.NDArray[np.int64]
@@ -34,14 +34,14 @@ class StepRows:
 
     def __init__(self) -> None:
         self.are_adapted = False  # some of them
-        self.place: Place | None = None  # of the layers; None: the host's memory
+        self.place: DevicePlace | None = None  # of the layers; None: the host's memory
         self._slots: Ints | None = None  # [num_rows]
         self._segments: Sequence[Segment] | None = None
         self._blocks: StepBlocks | None = None
         self.device: Device = CPU
         self.has_tables = False  # for kernels, on the device
         self.places: dict[int, int] = {}  # in the device's tables, by slots
-        self._on_device: DeviceBlocks | None = None
+        self._on_device: AdaptedBlocks | None = None
 
     @property
     def is_elsewhere(self) -> bool:
@@ -52,7 +52,7 @@ class StepRows:
         """Starts a step whose sequence i has `lens[i]` rows and the adapter in `slots[i]`; None: there is none."""
         self._set(None if slots is None else np.repeat(slots, lens))
 
-    def use(self, blocks: DeviceBlocks) -> None:
+    def use(self, blocks: AdaptedBlocks) -> None:
         """Starts a step whose rows are in buffers on the device, which others fill."""
         self._set(None)
         self.are_adapted, self._on_device = True, blocks
@@ -64,7 +64,7 @@ class StepRows:
             self._set(self._slots[rows])
 
     @property
-    def on_device(self) -> DeviceBlocks:
+    def on_device(self) -> AdaptedBlocks:
         """The rows by adapter, for the kernels of a device."""
         if self._on_device is None:
             assert self._slots is not None
@@ -175,7 +175,7 @@ class DeviceTable(Protocol):
 
     def drop(self, place: int) -> None: ...
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, step: DeviceBlocks) -> None: ...
+    def add(self, x: torch.Tensor, y: torch.Tensor, step: AdaptedBlocks) -> None: ...
 
 
 @dataclass(slots=True)

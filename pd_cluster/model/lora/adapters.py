@@ -8,7 +8,7 @@ from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.devices.device import synchronize, use
 from pd_cluster.errors import ModelError
 from pd_cluster.model.lora.device_rows import MOST_ADAPTERS
-from pd_cluster.model.lora.places import Places
+from pd_cluster.model.lora.places import AdapterPlaces
 from pd_cluster.model.lora.placing import Placing, Weights
 from pd_cluster.model.slots import Slots
 
@@ -21,7 +21,7 @@ class Adapters(Slots[LoraFolder]):
     def __init__(self, weights: Weights | None = None) -> None:
         """`weights` None: a whole model, with names as in the files."""
         super().__init__("adapter")
-        self.places = Places()
+        self.places = AdapterPlaces()
         self._weights = weights or Weights()
 
     def put(self, slot: int, folder: LoraFolder) -> None:

@@ -19,7 +19,7 @@ MOST_ADAPTERS = 1024  # on a device at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceBlocks:
+class AdaptedBlocks:
     """`rows` [num_places] int32: those with adapters, by adapter. `blocks` [num_blocks, 3] int32: an adapter's place in
     the tables, the first of its places, and how many; a block of none is skipped.
     """
@@ -46,6 +46,6 @@ def most_blocks(num_rows: int, max_loras: int) -> int:
     return num_rows // BLOCK_ROWS + min(num_rows, max_loras)
 
 
-def copied(slots: Ints, places: Mapping[int, int], device: Device) -> DeviceBlocks:
+def copied(slots: Ints, places: Mapping[int, int], device: Device) -> AdaptedBlocks:
     rows, blocks = blocks_of(slots, places)
-    return DeviceBlocks(**on_device({"rows": rows, "blocks": blocks}, device))
+    return AdaptedBlocks(**on_device({"rows": rows, "blocks": blocks}, device))

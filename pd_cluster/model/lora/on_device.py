@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import linear
 
 
-class Place(NamedTuple):
+class DevicePlace(NamedTuple):
     """The device of the activations, and their dtype."""
 
     device: torch.device
@@ -26,7 +26,7 @@ class DeviceAddition:
 
     __slots__ = ("_a", "_parts")
 
-    def __init__(self, parts: Sequence[tuple[slice, torch.Tensor, torch.Tensor]], place: Place) -> None:
+    def __init__(self, parts: Sequence[tuple[slice, torch.Tensor, torch.Tensor]], place: DevicePlace) -> None:
         """`parts`: the layer's output features, A [rank, in_features] and B [out_features, rank] that adds to them."""
         self._a = torch.cat([a for _, a, _ in parts]).to(place.device, place.dtype)
         self._parts: list[tuple[slice, slice, torch.Tensor]] = []

@@ -23,7 +23,7 @@ from pd_cluster.model.lora.whole import AdaptedEmbedding, EmbeddingSite, HeadSit
 MakeTable = Callable[[list[slice], int], DeviceTable]
 
 
-class Places:
+class AdapterPlaces:
     """`linear`: linear layers in decoder layers, of experts too, and the output layer."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Places:
         for site in sites:
             site.nums_rows = None
 
-    def take_from(self, old: Places) -> None:
+    def take_from(self, old: AdapterPlaces) -> None:
         """Takes the adapters beside the same model's modules, loaded before; nothing is beside these yet."""
         self.rows.place, self.rows.places = old.rows.place, old.rows.places
         for name, (site, _) in self.linear.items():

@@ -17,7 +17,7 @@ from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.checkpoints.lora_tensors import Pair, Stored, todays_name
 from pd_cluster.errors import ModelError
 from pd_cluster.model.lora.adapted import Features, LowRank, Site
-from pd_cluster.model.lora.places import Places
+from pd_cluster.model.lora.places import AdapterPlaces
 from pd_cluster.model.lora.routed import BOTH, DOWNS
 from pd_cluster.model.lora.whole import EmbeddingSite, Put
 from pd_cluster.model.parallel.plan import WHOLE, Cut
@@ -49,7 +49,7 @@ class Weights:
 class Placing:
     """Raises ModelError, here and below."""
 
-    def __init__(self, places: Places, weights: Weights, folder: LoraFolder) -> None:
+    def __init__(self, places: AdapterPlaces, weights: Weights, folder: LoraFolder) -> None:
         self._places, self._weights, self._folder = places, weights, folder
         self._numbers = Numbers(folder)
 

@@ -24,7 +24,7 @@ from pd_cluster.media.kinds.qwen import GridRules
 from pd_cluster.media.kinds.table import WrittenRules
 from pd_cluster.media.pictures import prepared
 from pd_cluster.media.rules import ImageRules
-from pd_cluster.media.sampling import Sampling
+from pd_cluster.media.sampling import FrameSampling
 from pd_cluster.media.video import Video
 from pd_cluster.types import Image
 
@@ -35,7 +35,7 @@ NICENESS = 10
 class PictureSettings(msgspec.Struct, frozen=True):
     rules: WrittenRules
     places: Places
-    sampling: Sampling = Sampling()
+    sampling: FrameSampling = FrameSampling()
 
 
 class PictureJob(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ def answer(job: PictureJob, rules: ImageRules, settings: PictureSettings) -> Rea
         return ReadPicture(error="it takes too much memory; send a smaller one")
 
 
-def _read(data: bytes | list[bytes], job: PictureJob, rules: ImageRules, sampling: Sampling) -> ReadPicture:
+def _read(data: bytes | list[bytes], job: PictureJob, rules: ImageRules, sampling: FrameSampling) -> ReadPicture:
     if not job.is_video:
         assert isinstance(data, bytes)
         return ReadPicture(*prepared(data, rules))

@@ -18,7 +18,7 @@ from pd_cluster.media.given_video import Frames
 from pd_cluster.media.kinds.qwen import GridRules
 from pd_cluster.media.kinds.table import WrittenRules
 from pd_cluster.media.rules import Placed, place
-from pd_cluster.media.sampling import Sampling
+from pd_cluster.media.sampling import FrameSampling
 from pd_cluster.media.video import Video
 from pd_cluster.service.helpers.children import Broke, Children, TookTooLong
 from pd_cluster.service.kept_media import Item, KeptMedia, num_bytes_of
@@ -94,7 +94,7 @@ class PictureIntake:
         self._children: dict[str, Children] = {}
         if vision is not None:
             places = Places(config.local_root, config.domains)
-            sampling = Sampling(config.num_frames, config.fps)
+            sampling = FrameSampling(config.num_frames, config.fps)
             settings = msgspec.json.encode(PictureSettings(WrittenRules.of(vision.rules), places, sampling))
             module = "pd_cluster.service.prompts.picture_child"
             for kind, timeout_s in TIMEOUTS_S.items():

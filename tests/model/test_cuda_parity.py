@@ -53,7 +53,7 @@ FAULTS = {
     "last key of a chunk": ("    hi = most + 1", "    hi = most"),
     "last split": ("num_splits = end - first", "num_splits = end - first - 1"),
     "query head": ("heads * query_head_stride", "(heads // GROUP * GROUP) * query_head_stride"),
-    "KV head": ("value_pool + kv_head * head_stride", "value_pool"),
+    "KV head": ("value_pool + head_at", "value_pool"),
     "block": ("table + start // BLOCK_SIZE", "table + tl.maximum(start // BLOCK_SIZE - 1, 0)"),
 }
 OF_HEADS = {"mha": "query head", "gqa 7": "KV head"}  # faults that do nothing there

@@ -119,10 +119,12 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_the_flag_is_named_and_another_identity(tmp_path: Path) -> None:
     folder = make_multimodal(tmp_path, "gemma3")
-    with pytest.raises(ModelError, match=r"'gemma3' takes more than text.*; --language-model-only serves its"):
+    change_config(folder, model_type="paligemma")  # with whose pictures nothing is served
+    with pytest.raises(ModelError, match=r"'paligemma' takes more than text.*; --language-model-only serves its"):
         make_core(folder)
     with pytest.raises(ModelError, match="; language_model_only serves its gemma3_text alone"):
         LLM(str(folder))
+    change_config(folder, model_type="gemma3")
     part = Checkpoint.of(EngineConfig(model=str(folder), language_model_only=True))
     assert (part.model_type, part.part_of, part.is_unproven) == ("gemma3_text", "gemma3", False)
     change_config(folder, model_type="gemma3_text")  # the same files could be served as they are

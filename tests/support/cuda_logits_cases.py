@@ -25,7 +25,7 @@ FAULTS = {
     "last key of a split": ("tl.minimum(lo + keys, context_len)", "tl.minimum(lo + keys, context_len - 1)"),
     "last key of a chunk": ("    hi = most + 1", "    hi = most"),
     "query head": ("heads * query_head_stride", "(heads // GROUP * GROUP) * query_head_stride"),
-    "KV head": ("value_pool + kv_head * head_stride", "value_pool"),
+    "KV head": ("value_pool + head_at", "value_pool"),
     "block": ("start // BLOCK_SIZE + n // BLOCK_SIZE", "start // BLOCK_SIZE + n // BLOCK_N"),
 }
 

@@ -28,7 +28,7 @@ def noted_sweeps() -> Iterator[list[tuple[int, int]]]:
     found: list[tuple[int, int]] = []
 
     def noting(*given: Any, **options: Any) -> Any:
-        address = int(given[9].handle.data.item())
+        address = int(given[10].handle.data.item())
         found.append((int(interpreter_builder.grid_idx[1]), address))
         return sweep(*given, **options)
 

@@ -18,6 +18,9 @@ CASES = (
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("file", CASES)
+SLOW = ("npu_lora_cases.py", "npu_tp_cases.py")
+
+
+@pytest.mark.parametrize("file", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES])
 def test_the_path_is_exact_over_the_operators_own_schemas(file: str) -> None:
     assert " passed" in run_cases(file, "-m", "not slow", timeout_s=280)

@@ -71,6 +71,7 @@ def test_tokens_are_the_same_after_each_level(
         assert tokens_of(core) == expected
 
 
+@pytest.mark.slow
 def test_adapters_stay(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Also one that is loaded during the sleep, and one that is dropped."""
     base = checkpoint("llama")
@@ -99,6 +100,7 @@ def test_adapters_stay(checkpoint: Checkpoints, tmp_path: Path) -> None:
     assert found[2::4] == tokens_of(make_core(base, num_blocks=128, adapters=other), (third.digest,))
 
 
+@pytest.mark.slow
 def test_pictures_are_seen_again(tmp_path: Path) -> None:
     folder = make_vision(tmp_path / "seeing", "qwen2_vl")
     core = make_core(folder, block_size=8, num_blocks=128)

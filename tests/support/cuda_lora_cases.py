@@ -91,9 +91,7 @@ def test_a_dropped_adapter_adds_nothing_and_its_place_serves_another() -> None:
     assert not y[0, :160].any()
 
 
-@pytest.mark.parametrize(
-    "architecture", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("phi3", "gpt2"))]
-)
+@pytest.mark.parametrize("architecture", [pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "phi3", "gpt2")])
 def test_tokens_are_those_of_merged_models(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two adapters and none together, in chunks and in graphs; one is loaded after these were captured."""
     if torch.get_default_device().type != "cpu":

@@ -103,7 +103,7 @@ def check_fused_layers(architecture: str, tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("architecture", "name", "kind"),
     [
-        ("llama", "gptq asymmetric", INT4),
+        pytest.param("llama", "gptq asymmetric", INT4, marks=pytest.mark.slow),
         pytest.param("llama", "mxfp4", E2M1, marks=pytest.mark.slow),
         pytest.param("mixtral", "awq", INT4, marks=pytest.mark.slow),
         pytest.param("qwen2", "fp8 blocks", None, marks=pytest.mark.slow),  # groups of 40 are computed as numbers
@@ -129,7 +129,7 @@ def test_layers_of_codes_have_the_tokens_of_their_numbers(
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
-        ("llama", "int4"),
+        pytest.param("llama", "int4", marks=pytest.mark.slow),
         pytest.param("qwen3", "int8", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "fp8_e4m3", marks=pytest.mark.slow),
         pytest.param("gemma2", "bfloat16", marks=pytest.mark.slow),

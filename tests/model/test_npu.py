@@ -17,10 +17,11 @@ CASES = (
 )
 
 
-@pytest.mark.timeout(300)
 SLOW = ("npu_lora_cases.py", "npu_tp_cases.py")
+FILES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
 
 
-@pytest.mark.parametrize("file", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("file", FILES)
 def test_the_path_is_exact_over_the_operators_own_schemas(file: str) -> None:
     assert " passed" in run_cases(file, "-m", "not slow", timeout_s=280)

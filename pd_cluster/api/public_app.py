@@ -12,6 +12,7 @@ from fastapi_offline import FastAPIOffline
 from pd_cluster import __version__
 from pd_cluster.api.admin.metrics import AdapterNaming, Totals, metrics_routes
 from pd_cluster.api.document.document import document
+from pd_cluster.api.gate.access_log import AccessLog
 from pd_cluster.api.gate.arrivals import Arrivals
 from pd_cluster.api.gate.auth import ApiKeys
 from pd_cluster.api.gate.cors import EXPOSED_HEADERS, Cors
@@ -148,6 +149,8 @@ def _put_in_front(
             allow_credentials=http.allow_credentials,
             expose_headers=EXPOSED_HEADERS,
         )
+    if http.log.logs_access:
+        app.add_middleware(AccessLog, quiet_paths=[http.root_path + path for path in http.log.quiet_paths])
     if http.root_path:
         app.add_middleware(RootPath, root_path=http.root_path)
 

@@ -16,6 +16,7 @@ from pd_cluster.api.gate.access_log import AccessLog
 from pd_cluster.api.gate.arrivals import Arrivals
 from pd_cluster.api.gate.auth import ApiKeys
 from pd_cluster.api.gate.cors import EXPOSED_HEADERS, Cors
+from pd_cluster.api.gate.direct import Direct
 from pd_cluster.api.gate.drain import Drain, DrainGate
 from pd_cluster.api.gate.error_answers import install_error_handlers
 from pd_cluster.api.gate.file_keys import FileKeys
@@ -125,6 +126,7 @@ def _put_in_front(
     app: FastAPI, entrance: Entrance, drain: Drain, http: HttpConfig, file_keys: FileKeys | None, counts: TenantCounts
 ) -> None:
     """Adds the layers from the inside out: the last one sees a request first."""
+    app.add_middleware(Direct, routes=app.router.routes, root_path=http.root_path)
     app.add_middleware(Arrivals, entrance=entrance)
     app.add_middleware(DrainGate, drain=drain, root_path=http.root_path)
     if http.has_keys or http.metrics_key:

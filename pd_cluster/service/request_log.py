@@ -1,7 +1,7 @@
-"""What an operator lets the log say of requests and of their answers. Without such a wish there is no RequestLog.
+"""The log's lines about requests and their answers, for operators who want them.
 
-A line has no prompt, and nothing that a client wrote but the name that it gave the request. Answers are cut, and what
-looks like a key is hidden.
+A line has no prompt, and nothing that a client wrote but the name that it gave the request. Answers are cut, and keys
+of a usual form are hidden.
 """
 
 from __future__ import annotations

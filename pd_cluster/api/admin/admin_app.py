@@ -15,10 +15,10 @@ from fastapi.responses import PlainTextResponse, Response
 
 from pd_cluster import __version__
 from pd_cluster.api.admin.log_routes import log_routes
-from pd_cluster.api.admin.overview_routes import overview_routes
 from pd_cluster.api.admin.timelines import TimelineSource, timeline_routes
+from pd_cluster.api.dashboard.overview_routes import overview_routes
 from pd_cluster.api.dashboard.playground import PublicPort, playground_routes
-from pd_cluster.api.dashboard.routes import DATA, SessionGuard, dashboard_routes
+from pd_cluster.api.dashboard.routes import DATA, PublicLinks, SessionGuard, dashboard_routes
 from pd_cluster.api.dashboard.sessions import Sessions
 from pd_cluster.api.gate.access import AdminAccess
 from pd_cluster.api.gate.error_answers import install_error_handlers
@@ -71,12 +71,16 @@ Body = TypeVar("Body", Add, DrainOptions, ChangeRole, Nothing, AdapterLoad, Adap
 
 @dataclass(frozen=True, slots=True)
 class ShownCluster:
-    """The things that people look at. `logs`: the folder with the processes' lines; `model`: its name."""
+    """The things that people look at. `logs`: the folder with the processes' lines; `model`: its name.
+
+    `links`: makes codes for the public port's dashboard, if it has one.
+    """
 
     overview: Overview
     model: str
     logs: Path
     public: PublicPort
+    links: PublicLinks | None = None
 
 
 def admin_app(
@@ -104,7 +108,7 @@ def admin_app(
         guard = SessionGuard(Sessions())
         for routes in (*seen, logs, playground_routes(shown.public)):
             app.include_router(routes, prefix=DATA, dependencies=[Depends(guard.check)])
-        app.include_router(dashboard_routes(guard, access))
+        app.include_router(dashboard_routes(guard, access, shown.links))
     for routes in seen:
         app.include_router(routes, dependencies=guarded)
     if adapters is not None:

@@ -54,7 +54,7 @@ export class ClusterPage {
     this.told = told;
     this.problems.className = `problems ${problems[0]?.severity ?? ""}`;
     this.problems.replaceChildren(problems.length
-      ? h("ul", {}, problems.map((each) => h("li", { class: each.severity }, h("strong", {}, each.text), h("span", {}, each.way_out))))
+      ? h("ul", {}, problems.map((each) => h("li", { class: each.severity }, h("strong", {}, each.text), each.way_out ? h("span", {}, each.way_out) : null)))
       : h("p", { class: "fine" }, "Nothing is wrong: every instance serves, and no request failed in the last minute."));
   }
 

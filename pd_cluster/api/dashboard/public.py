@@ -38,7 +38,7 @@ class Login(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class PublicView:
-    """What is shown, and where. `sessions` are shared with the admin port, which makes the codes."""
+    """The parts of the cluster that are shown. `sessions` are shared with the admin port, which makes the codes."""
 
     overview: Overview
     instances: Callable[[], list[dict[str, Any]]]

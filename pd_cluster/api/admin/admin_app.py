@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 
 from pd_cluster import __version__
@@ -22,7 +22,7 @@ from pd_cluster.api.dashboard.routes import DATA, PublicLinks, SessionGuard, das
 from pd_cluster.api.dashboard.sessions import Sessions
 from pd_cluster.api.gate.access import AdminAccess
 from pd_cluster.api.gate.error_answers import install_error_handlers
-from pd_cluster.api.gate.http import read_body
+from pd_cluster.api.gate.http import guarded_by, read_body
 from pd_cluster.cluster.members.adapters import AdapterBook
 from pd_cluster.cluster.members.elastic import Elastic
 from pd_cluster.cluster.members.instance import Instance
@@ -97,17 +97,17 @@ def admin_app(
     """
     app = FastAPI(title="pd-cluster admin", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
-    guarded = [Depends(access.check)]
+    guarded = [guarded_by(access.check)]
     seen = [timeline_routes(timelines), instance_routes(elastic)]
     if shown is not None:
         logs = log_routes(shown.logs, lambda: [each.name for each in elastic.instances])
         seen.append(
             overview_routes(shown.overview, lambda: [describe(each) for each in elastic.instances], shown.model)
         )
-        app.include_router(logs, dependencies=[Depends(access.check_token)])
+        app.include_router(logs, dependencies=[guarded_by(access.check_token)])
         guard = SessionGuard(Sessions())
         for routes in (*seen, logs, playground_routes(shown.public)):
-            app.include_router(routes, prefix=DATA, dependencies=[Depends(guard.check)])
+            app.include_router(routes, prefix=DATA, dependencies=[guarded_by(guard.check)])
         app.include_router(dashboard_routes(guard, access, shown.links))
     for routes in seen:
         app.include_router(routes, dependencies=guarded)

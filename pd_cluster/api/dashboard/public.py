@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -21,7 +21,7 @@ from pd_cluster.api.dashboard.sessions import Sessions
 from pd_cluster.api.gate.auth import digest_of_key, place_of
 from pd_cluster.api.gate.error_answers import install_error_handlers
 from pd_cluster.api.gate.file_keys import FileKeys
-from pd_cluster.api.gate.http import declared_length, read_body
+from pd_cluster.api.gate.http import declared_length, guarded_by, read_body
 from pd_cluster.cluster.overview.watch import Overview
 from pd_cluster.errors import RequestError, Unauthorized
 
@@ -68,7 +68,7 @@ def public_pages(view: PublicView, api_keys: Sequence[str], file_keys: FileKeys 
     guard = SessionGuard(view.sessions)
     shown = PageView(is_whole=False, takes_keys=bool(api_keys) or file_keys is not None)
     figures = public_overview_routes(view.overview, view.instances, view.model)
-    app.include_router(figures, prefix=DATA, dependencies=[Depends(guard.check)])
+    app.include_router(figures, prefix=DATA, dependencies=[guarded_by(guard.check)])
     app.include_router(_login_routes(view, shown, KeyCheck(api_keys, file_keys)))
     app.include_router(session_routes(guard, shown, view.root_path))
     return app

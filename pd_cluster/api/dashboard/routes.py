@@ -13,12 +13,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from pd_cluster.api.dashboard.sessions import CODE_LIFE_S, SESSION_LIFE_S, Session, Sessions
 from pd_cluster.api.gate.access import AdminAccess
-from pd_cluster.api.gate.http import LOOKING, read_body
+from pd_cluster.api.gate.http import LOOKING, guarded_by, read_body
 from pd_cluster.errors import Forbidden, Refused, RequestError, Unauthorized, called
 
 HOME = "/dashboard/"
@@ -103,11 +103,11 @@ def dashboard_routes(guard: SessionGuard, access: AdminAccess, links: PublicLink
     """Makes the admin port's routes of files and sessions; those of data are added behind `guard.check`."""
     routes = APIRouter()
 
-    @routes.post("/dashboard/codes", dependencies=[Depends(access.check_token)])
+    @routes.post("/dashboard/codes", dependencies=[guarded_by(access.check_token)])
     async def new_code() -> dict[str, str | float]:
         return _new_link(guard.sessions)
 
-    @routes.post("/dashboard/public-codes", dependencies=[Depends(access.check_token)])
+    @routes.post("/dashboard/public-codes", dependencies=[guarded_by(access.check_token)])
     async def new_public_code() -> dict[str, str | float]:
         if links is None:
             raise Refused(f"the public port has no dashboard: start the scheduler with {called('public_dashboard')}")
@@ -171,7 +171,7 @@ def session_routes(guard: SessionGuard, view: PageView, root_path: str = "") -> 
         told = _told(guard.session_of(request), view)
         return JSONResponse(told, headers={**HEADERS, "Cache-Control": "no-store"})
 
-    @routes.delete(f"{DATA}/session", dependencies=[Depends(guard.check)])
+    @routes.delete(f"{DATA}/session", dependencies=[guarded_by(guard.check)])
     async def end(request: Request) -> Response:
         guard.sessions.end(request.cookies.get(COOKIE, ""))
         answer = JSONResponse({"status": "ended"}, headers=HEADERS)

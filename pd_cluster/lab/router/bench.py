@@ -128,22 +128,22 @@ class Session:
         for name, start in targets.items():
             measured = Measured(name)
             with start(self._folder, STEP_S) as target:
-                self._load(measured, target, self._bench.warm_up)
+                self.load(measured, target, self._bench.warm_up)
                 for _ in range(self._bench.rounds):
-                    many = self._load(measured, target, self._bench.many_tokens)
-                    few = self._load(measured, target, self._bench.few_tokens)
+                    many = self.load(measured, target, self._bench.many_tokens)
+                    few = self.load(measured, target, self._bench.few_tokens)
                     measured.costs.append(fit(many, few))
                 paced = paced or self._bench.paced(measured.cost)
-                measured.paced = self._load(measured, target, paced)
+                measured.paced = self.load(measured, target, paced)
                 measured.inside_ms = target.added_ttft_ms(paced.num_requests)
             measured.worker_times_s = target.times_s()
             with start(self._folder, HELD_STEP_S) as target:
-                self._load(measured, target, self._bench.fill_up)
-                measured.held = self._load(measured, target, self._bench.held)
+                self.load(measured, target, self._bench.fill_up)
+                measured.held = self.load(measured, target, self._bench.held)
             found.append(measured)
         return found
 
-    def _load(self, measured: Measured, target: Target, workload: Workload) -> Loaded:
+    def load(self, measured: Measured, target: Target, workload: Workload) -> Loaded:
         spec_file, result_file = self._folder / "load.json", self._folder / "load.result.json"
         spec = LoadSpec(
             port=target.port,

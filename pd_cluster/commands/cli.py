@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import traceback
+from json import dumps
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,7 +23,7 @@ from pd_cluster.commands.bench import app as bench_app
 from pd_cluster.commands.instances import DEFAULT_ADMIN, NO_SECRET_FILE, TOKEN_FILE
 from pd_cluster.commands.instances import app as instances_app
 from pd_cluster.commands.keys import app as keys_app
-from pd_cluster.commands.looking import LOOKING
+from pd_cluster.commands.looking import JSON, LOOKING
 from pd_cluster.commands.quantize import quantize
 from pd_cluster.commands.signature import HELP_ALL, BriefHelp, shorten_help, takes
 from pd_cluster.errors import KEEPS_MARKS, ConfigError, PdClusterError, flag_of
@@ -175,9 +176,14 @@ def check(
 
 
 @app.command(rich_help_panel=LOOK)
-def version() -> None:
-    """Print the version."""
-    typer.echo(__version__)
+def version(json: Annotated[bool, JSON] = False) -> None:
+    """Print the version; with --json also that of the protocol between processes."""
+    if not json:
+        typer.echo(__version__)
+        return
+    from pd_cluster.wire import PROTOCOL_VERSION
+
+    typer.echo(dumps({"version": __version__, "protocol": PROTOCOL_VERSION}))
 
 
 app.command("run-batch", rich_help_panel=OFFLINE, cls=BriefHelp)(run_batch)

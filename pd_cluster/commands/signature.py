@@ -70,7 +70,7 @@ def _show_all(context: typer.Context, value: bool) -> None:
 class BriefHelp(typer.core.TyperCommand):
     """Shows each flag's first words in --help, so that it fits a screen, and its whole text in --help-all."""
 
-    def format_help(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_help(self, ctx: Any, formatter: Any) -> None:
         if SHOWS_ALL in ctx.meta:
             return super().format_help(ctx, formatter)
         brief = copy.copy(self)

@@ -118,6 +118,15 @@ class Slots:
         return bool(found)
 
 
+def make_agent(name: str) -> Any:
+    """Returns a bare agent over UCX. Its errors have no common base."""
+    api = importlib.import_module(API)
+    sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    agent = api.nixl_agent(name, api.nixl_agent_config(backends=[], sync_mode=sync))
+    agent.create_backend(BACKEND, {})
+    return agent
+
+
 class Agent:
     """Used by any number of links' threads."""
 
@@ -130,16 +139,13 @@ class Agent:
         self._peers: dict[str, RemoteAgent] = {}
         self._awaited: set[bytes] = set()
         try:
-            api = importlib.import_module(API)
-            sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-            self._agent = api.nixl_agent(self.name, api.nixl_agent_config(backends=[], sync_mode=sync))
-            self._agent.create_backend(BACKEND, {})
+            self._agent = make_agent(self.name)
             for part in (*pool, slots.buffers):
                 on_host = part.device.type == "cpu"
                 row = (part.data_ptr(), part.nbytes, 0 if on_host else part.device.index, "")
                 self._agent.register_memory([row], HOST if on_host else DEVICE)
             self.metadata = bytes(self._agent.get_agent_metadata())
-        except Exception as error:  # NIXL's errors have no common base
+        except Exception as error:
             raise LinkError(f"NIXL does not start: {first_line(error)}") from error
 
     # ---- agents that it reads from

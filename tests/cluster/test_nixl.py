@@ -16,7 +16,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.transport.events import Drained, LinkFailed
-from tests.cluster.test_death import Streaming
+from tests.cluster.test_death import PROMPT, Streaming
 from tests.model.test_cuda_transport import Lane, same
 from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_same, random_prompt
@@ -26,7 +26,6 @@ from tests.support.nixl import needs_nixl
 pytestmark = [pytest.mark.slow, needs_nixl]
 
 Checkpoints = Callable[..., Path]
-PROMPT = [5, 7, 11, 13, 17, 19, 23, 29]
 NUM_SHIPPED = 48  # blocks of 128 KiB: one payload
 PATTERN = 3.0
 WAIT_S = 60.0

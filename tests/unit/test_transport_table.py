@@ -24,10 +24,8 @@ REFUSES_AS_ABSENT = {each.name for each in TABLE if each.package and importlib.u
 def test_names_are_each_there_once_and_choices_have_words() -> None:
     assert len(BY_NAME) == len(TABLE)
     assert {each.choice for each in TABLE if each.help} == {*table.CHOICES} - {table.AUTO}
-    assert (
-        help_text()
-        == "auto, ipc (GPUs or NPUs of one host), shm (same host), dist (NCCL, HCCL or gloo) or nixl (UCX, from the extra nixl)."
-    )
+    last = "dist (NCCL, HCCL or gloo) or nixl (UCX, from the extra nixl)"
+    assert help_text() == f"auto, ipc (GPUs or NPUs of one host), shm (same host), {last}."
 
 
 def test_every_kind_of_pool_has_a_way_within_a_host_and_beyond() -> None:

@@ -178,7 +178,7 @@ class LinkError(NamesSettings):
         self.retry = retry
 
 
-class QuarantineFull(PdClusterError):
+class QuarantineFull(NamesSettings):
     """Too many blocks wait for peers that neither end nor go on: only this process's end gets them back."""
 
     def __init__(self, num_blocks: int, most: int) -> None:

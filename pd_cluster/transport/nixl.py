@@ -21,7 +21,7 @@ from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, is_block
 from pd_cluster.transport.base import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey, Prepared, decode_offer
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.meeting import Meeting
-from pd_cluster.transport.nixl_agent import Agent, Slots
+from pd_cluster.transport.nixl_agent import Agent, ReadBuffers
 from pd_cluster.transport.nixl_offer import (
     DEVICE,
     HOST,
@@ -34,7 +34,7 @@ from pd_cluster.transport.nixl_offer import (
     notice_of,
     places_of,
 )
-from pd_cluster.transport.nixl_reads import Landing, Reads, Source
+from pd_cluster.transport.nixl_reads import ReadLanding, Reads, ReadSource
 from pd_cluster.transport.staging import Staging
 from pd_cluster.transport.table import BY_NAME
 from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
@@ -137,7 +137,7 @@ class NixlReceiver:
         self.copies: Copies = self._reads
         self._slots: list[int] = []
         self._turn = 0
-        self._fetched: Landing | None = None
+        self._fetched: ReadLanding | None = None
 
     def open(self) -> None:
         offer = self._offer
@@ -166,7 +166,7 @@ class NixlReceiver:
     def close(self) -> None:
         self._reads.close()
 
-    def _source(self, chunk: KVChunk) -> Source:
+    def _source(self, chunk: KVChunk) -> ReadSource:
         """Checks a header; returns where its payload lies. Raises TransferFailed, LinkError."""
         piece, offer, layout = chunk.piece, self._offer, self._route.source
         problem = ""
@@ -180,10 +180,10 @@ class NixlReceiver:
             self._skip()
             raise TransferFailed(problem)
         if self._reads_pool:
-            return Source(offer.pool, places_of(layout, piece, piece.block_ids), offer.kind, offer.device)
+            return ReadSource(offer.pool, places_of(layout, piece, piece.block_ids), offer.kind, offer.device)
         turn, self._turn = self._turn, self._turn + 1
         at = self._slots[turn % NUM_OF_LANE] * offer.buffer_nbytes
-        return Source(offer.buffers, [(at, chunk.nbytes)], HOST, 0, notice_of(offer.lane, turn))
+        return ReadSource(offer.buffers, [(at, chunk.nbytes)], HOST, 0, notice_of(offer.lane, turn))
 
     def _skip(self) -> None:
         """Lets P fill the buffer of a payload that nobody wants. Raises LinkError."""
@@ -235,7 +235,7 @@ class NixlEnds:
         if self._agent is None:
             pool = self._place.pool
             is_pinned = pool.device.is_accelerator and pool.memory.device.type != "cpu"
-            slots = Slots(max(MAX_PAYLOAD_NBYTES, pool.layout.block_nbytes), is_pinned)
+            slots = ReadBuffers(max(MAX_PAYLOAD_NBYTES, pool.layout.block_nbytes), is_pinned)
             parts = pool.memory.parts if kind_of(pool.device) else []
             self._agent = Agent(self._place.bind_host, parts, slots)
         return self._agent

@@ -87,7 +87,7 @@ class Read:
         return self.state is ReadState.DONE or (self.state is ReadState.FAILED and is_cut_off)
 
 
-class Slots:
+class ReadBuffers:
     """Buffers in registered host memory, [num_slots, slot_nbytes]. A taken one is released when no read writes it."""
 
     def __init__(self, slot_nbytes: int, is_pinned: bool) -> None:
@@ -130,7 +130,7 @@ def make_agent(name: str) -> Any:
 class Agent:
     """Used by any number of links' threads."""
 
-    def __init__(self, host: str, pool: Sequence[torch.Tensor], slots: Slots) -> None:
+    def __init__(self, host: str, pool: Sequence[torch.Tensor], slots: ReadBuffers) -> None:
         """`pool`: the allocations that others read, and that reads write. Raises LinkError."""
         bind_ucx(host)
         self.name = secrets.token_hex(16)

@@ -1,4 +1,4 @@
-"""What the two ends of a lane over NIXL say about their memory, and which ranges of it a piece is. Needs no NIXL."""
+"""Describes the memory of both ends of a lane over NIXL, and the ranges of it that hold a piece. Needs no NIXL."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NUM_UNDER_WAY = 4  # reads into the pool; of those from P's buffers, one
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ReadSource:
     """Where a payload lies at P; `notice` goes there when it has been read (b"": nobody waits for that)."""
 
     base: int
@@ -37,7 +37,7 @@ class Source:
 
 
 @dataclass(eq=False, slots=True)
-class Landing:
+class ReadLanding:
     """A payload on its way into pool blocks, or into a buffer, from which it goes to these blocks (None: nowhere)."""
 
     read: Read
@@ -59,7 +59,7 @@ class Reads(Copies):
         self._device = pool.device.index if kind == DEVICE else 0
         self._staging = Staging(pool, route, self, in_host_memory=True)
         self._peer: RemoteAgent | None = None
-        self._under_way: deque[Landing] = deque()
+        self._under_way: deque[ReadLanding] = deque()
         self._is_free: Marker = REACHED
         self._error: LinkError | None = None
 
@@ -71,7 +71,7 @@ class Reads(Copies):
         super().after(marker)
         self._is_free = marker
 
-    def begin(self, source: Source, chunk: KVChunk, into: list[int]) -> None:
+    def begin(self, source: ReadSource, chunk: KVChunk, into: list[int]) -> None:
         """Begins to read a payload into these blocks. Raises LinkError."""
         if not self._kind:
             self._finish_all_but(0)
@@ -85,9 +85,9 @@ class Reads(Copies):
         remote, local = cut(source.places, target)
         own = self._pool.memory.parts[0].data_ptr()
         read = self._read(source, remote, ranges_at(own, local, self._kind, self._device))
-        self._under_way.append(Landing(read, chunk, into, None))
+        self._under_way.append(ReadLanding(read, chunk, into, None))
 
-    def fetch(self, source: Source, chunk: KVChunk, timeout_s: float) -> Landing:
+    def fetch(self, source: ReadSource, chunk: KVChunk, timeout_s: float) -> ReadLanding:
         """Reads a payload into a buffer, and waits for it. Raises LinkError."""
         landing = self._into_buffer(source, chunk, None)
         self._under_way.append(landing)  # drained, if it takes too long
@@ -95,7 +95,7 @@ class Reads(Copies):
         self._under_way.remove(landing)
         return landing
 
-    def land(self, landing: Landing) -> None:
+    def land(self, landing: ReadLanding) -> None:
         """Takes a payload that has been read to its blocks. Raises LinkError."""
         try:
             if landing.into is not None:
@@ -137,7 +137,7 @@ class Reads(Copies):
 
     # ---- inside
 
-    def _into_buffer(self, source: Source, chunk: KVChunk, into: list[int] | None) -> Landing:
+    def _into_buffer(self, source: ReadSource, chunk: KVChunk, into: list[int] | None) -> ReadLanding:
         slots = self._agent.slots
         slot = slots.take(self._settle_s)
         remote, local = cut(source.places, [(0, chunk.nbytes)])
@@ -146,9 +146,9 @@ class Reads(Copies):
         except LinkError:  # it has not begun
             slots.release(slot)
             raise
-        return Landing(read, chunk, into, slot)
+        return ReadLanding(read, chunk, into, slot)
 
-    def _read(self, source: Source, remote: Places, local: Ranges) -> Read:
+    def _read(self, source: ReadSource, remote: Places, local: Ranges) -> Read:
         if self._error is not None:
             raise self._error
         assert self._peer is not None
@@ -163,7 +163,7 @@ class Reads(Copies):
             self._wait(self._under_way[0], self._settle_s)
             self.land(self._under_way.popleft())
 
-    def _wait(self, landing: Landing, timeout_s: float) -> None:
+    def _wait(self, landing: ReadLanding, timeout_s: float) -> None:
         if not poll(lambda: self._agent.look_at(landing.read) is not ReadState.UNDER_WAY, timeout_s):
             raise LinkError(f"the prefill instance's KV cache was not read within {timeout_s:g} s", retry=True)
         if landing.read.state is ReadState.FAILED:
@@ -173,7 +173,7 @@ class Reads(Copies):
         self._agent.look_at(read)
         return read.is_over
 
-    def _check_and_copy(self, landing: Landing, into: list[int]) -> None:
+    def _check_and_copy(self, landing: ReadLanding, into: list[int]) -> None:
         chunk = landing.chunk
         if landing.slot is not None:
             payload = self._agent.slots.buffers[landing.slot][: chunk.nbytes]

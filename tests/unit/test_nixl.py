@@ -13,7 +13,7 @@ from pd_cluster import wire
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.transport import nixl_agent
-from pd_cluster.transport.nixl_agent import Agent, Ranges, ReadState, RemoteAgent, Slots, ranges_at
+from pd_cluster.transport.nixl_agent import Agent, Ranges, ReadBuffers, ReadState, RemoteAgent, ranges_at
 from pd_cluster.transport.nixl_network import devices_at, interface_of
 from pd_cluster.transport.nixl_offer import AgentOffer, Places, cut, places_of
 
@@ -101,7 +101,7 @@ def make_agent(monkeypatch: pytest.MonkeyPatch) -> tuple[Agent, FakeNixl]:
         setattr(fake, name, value)
     monkeypatch.setattr(nixl_agent, "make_agent", lambda name: fake)
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    agent.__init__("127.0.0.1", [], Slots(16, False))  # type: ignore[misc]
+    agent.__init__("127.0.0.1", [], ReadBuffers(16, False))  # type: ignore[misc]
     return agent, fake
 
 
@@ -163,7 +163,7 @@ def test_a_foreign_or_changed_metadata_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_buffers_are_taken_once_and_run_out_by_name() -> None:
-    slots = Slots(8, False)
+    slots = ReadBuffers(8, False)
     taken = [slots.take(0.0) for _ in range(nixl_agent.NUM_SLOTS)]
     assert len(set(taken)) == nixl_agent.NUM_SLOTS
     with pytest.raises(LinkError, match="all 32 buffers"):

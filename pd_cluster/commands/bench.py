@@ -216,7 +216,7 @@ def lora(
 @app.command("kv")
 def kv(
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, in turn.")] = 5,
-    transports: Annotated[str, typer.Option(help="As shm,dist; default: all that move host memory.")] = "",
+    transports: Annotated[str, typer.Option(help="As shm,dist,nixl; default: all but nixl.")] = "",
     sizes: Annotated[str, typer.Option(help="MiB of each transfer; default: 1,16,256.")] = "",
     streaming: Annotated[bool, typer.Option(help="Measure what streaming hides of a slow link, too.")] = True,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, one round, no goals: does it all run?")] = False,

@@ -11,16 +11,20 @@ from fastapi_offline import FastAPIOffline
 
 from pd_cluster import __version__
 from pd_cluster.api.admin.metrics import AdapterNaming, Totals, metrics_routes
+from pd_cluster.api.dashboard.public import PublicDashboard, PublicView, public_pages
 from pd_cluster.api.document.document import document
+from pd_cluster.api.gate.access_log import AccessLog
 from pd_cluster.api.gate.arrivals import Arrivals
 from pd_cluster.api.gate.auth import ApiKeys
 from pd_cluster.api.gate.cors import EXPOSED_HEADERS, Cors
+from pd_cluster.api.gate.direct import Direct
 from pd_cluster.api.gate.drain import Drain, DrainGate
 from pd_cluster.api.gate.error_answers import install_error_handlers
 from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.gate.http import LOOKING, PlainRoute, add_routes
 from pd_cluster.api.gate.request_id import RequestIds
 from pd_cluster.api.gate.root_path import RootPath
+from pd_cluster.api.gate.tracing import Traces
 from pd_cluster.api.openai.inference_routes import inference_routes, render_routes
 from pd_cluster.api.openai.legacy import legacy_routes
 from pd_cluster.api.openai.message_routes import message_count_routes, message_routes
@@ -30,7 +34,6 @@ from pd_cluster.api.openai.pooling_routes import pooling_routes
 from pd_cluster.api.openai.response_routes import kept_response_routes, response_routes
 from pd_cluster.api.openai.token_routes import token_routes
 from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.routing.entrance import Entrance
 from pd_cluster.cluster.routing.policy import check_served, refused_links, why_unavailable
 from pd_cluster.cluster.tenancy.tenants import TenantCounts, with_names
 from pd_cluster.errors import Unavailable
@@ -53,14 +56,19 @@ def public_app(
     http: HttpConfig,
     totals: Totals | None = None,
     file_keys: FileKeys | None = None,
+    view: PublicView | None = None,
 ) -> FastAPI:
-    """`totals`: of all API processes, if there are several. `file_keys`: required if `http` names a key file."""
+    """`totals`: of all API processes, if there are several. `file_keys`: required if `http` names a key file.
+
+    `view`: what /dashboard shows; None: there is none.
+    """
     assert bool(http.key_file) == (file_keys is not None), "keys that nobody asks for"
     counts = service.router.stats.tenants
     counts.named |= {*with_names((), http.tenants)}
     app = _app(service, openai, http)
     install_error_handlers(app)
-    _put_in_front(app, service.router.entrance, drain, http, file_keys, counts)
+    pages = public_pages(view, http.api_keys, file_keys) if view is not None else None
+    _put_in_front(app, service, drain, http, file_keys, counts, pages)
     for routes in OPENAI_ROUTES if openai else (legacy_routes,):
         add_routes(app, routes(service))
     if openai:
@@ -121,11 +129,20 @@ def _app(service: TextService, openai: bool, http: HttpConfig) -> FastAPI:
 
 
 def _put_in_front(
-    app: FastAPI, entrance: Entrance, drain: Drain, http: HttpConfig, file_keys: FileKeys | None, counts: TenantCounts
+    app: FastAPI,
+    service: TextService,
+    drain: Drain,
+    http: HttpConfig,
+    file_keys: FileKeys | None,
+    counts: TenantCounts,
+    pages: FastAPI | None,
 ) -> None:
     """Adds the layers from the inside out: the last one sees a request first."""
-    app.add_middleware(Arrivals, entrance=entrance)
+    app.add_middleware(Direct, routes=app.router.routes, root_path=http.root_path)
+    app.add_middleware(Arrivals, entrance=service.router.entrance)
     app.add_middleware(DrainGate, drain=drain, root_path=http.root_path)
+    if service.tracing is not None:  # inside of the keys: strangers cause no traces
+        app.add_middleware(Traces, tracing=service.tracing, root_path=http.root_path)
     if http.has_keys or http.metrics_key:
         app.add_middleware(
             ApiKeys,
@@ -148,6 +165,10 @@ def _put_in_front(
             allow_credentials=http.allow_credentials,
             expose_headers=EXPOSED_HEADERS,
         )
+    if pages is not None:
+        app.add_middleware(PublicDashboard, pages=pages, root_path=http.root_path)
+    if http.log.logs_access:
+        app.add_middleware(AccessLog, quiet_paths=[http.root_path + path for path in http.log.quiet_paths])
     if http.root_path:
         app.add_middleware(RootPath, root_path=http.root_path)
 

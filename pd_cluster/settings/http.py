@@ -6,11 +6,13 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.kept_responses import KeptResponses
+from pd_cluster.settings.request_log import RequestLogSettings
 from pd_cluster.settings.routing import ConnectionLimits
 from pd_cluster.settings.setting import NEGATED, TEXTS, Form, Panel, Scope, Setting, declared, variable_of, within
 
@@ -48,6 +50,21 @@ def _root_path(name: str, path: str) -> str:
     if root and not ROOT_PATH.fullmatch(root):
         raise ConfigError(f"{called(name)} {path!r}: expected a path such as /api, of letters, digits and . _ ~ -")
     return root
+
+
+def _endpoint(name: str, url: str) -> str:
+    """Returns the URL, with OTLP's own path if it has none. Raises ConfigError."""
+    if not url:
+        return ""
+    if url.startswith("grpc"):
+        raise ConfigError(
+            f"{called(name)} {url!r}: traces are sent over HTTP; give the collector's HTTP port, such as "
+            "http://collector:4318/v1/traces"
+        )
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"{called(name)} {url!r}: expected a URL such as http://collector:4318/v1/traces")
+    return url if parts.path.strip("/") else parts._replace(path="/v1/traces").geturl()
 
 
 ORIGINS, TOKENS = _strings(ORIGIN, "https://example.com"), _strings(HEADER_TOKEN, "x-session-id")
@@ -90,7 +107,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     `tenants`: a name for each key, or none: then each key is a separate tenant. `shares_prefix_cache`: tenants share
     cached prompts. `key_file` has further keys, as hashes. `metrics_key` gives access to /metrics and nothing else;
     with only other keys, nobody can read /metrics. `returns_request_ids`: every answer has x-request-id. `has_docs`:
-    /docs and /openapi.json.
+    /docs and /openapi.json. `has_public_dashboard`: /dashboard.
     """
 
     api_keys: Annotated[
@@ -154,6 +171,15 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_docs: Annotated[
         bool, HTTP("Do not serve /docs and /openapi.json.", name="disable_fastapi_docs", form=NEGATED)
     ] = True
+    traces_endpoint: Annotated[
+        str,
+        HTTP(
+            "The URL to send OpenTelemetry traces to, by OTLP over HTTP, such as http://collector:4318/v1/traces; "
+            "needs pd-cluster[otel]. OpenTelemetry's OTEL_ variables work, too.",
+            name="otlp_traces_endpoint",
+            form=Form(str, _endpoint, str),
+        ),
+    ] = ""
     max_header_fields: Annotated[
         int,
         HTTP(
@@ -162,9 +188,18 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
             checks=(within(16, MAX_HEADER_FIELDS),),
         ),
     ] = 256
+    has_public_dashboard: Annotated[
+        bool,
+        HTTP(
+            "Show the cluster's figures at /dashboard of the public port, to holders of an API key or a link; needs "
+            "TLS or a loopback --host.",
+            name="public_dashboard",
+        ),
+    ] = False
     connections: ConnectionLimits = ConnectionLimits()
     tls: Tls | None = None
     responses: KeptResponses = KeptResponses()
+    log: RequestLogSettings = RequestLogSettings()
 
     def __repr__(self) -> str:
         """Leaves keys out."""

@@ -13,6 +13,7 @@ import msgspec
 from fastapi import FastAPI
 from tokenizers import Tokenizer, processors
 
+from pd_cluster.api.dashboard.public import PublicView
 from pd_cluster.api.gate.drain import Drain
 from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
@@ -24,6 +25,7 @@ from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.errors import Unavailable
 from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.service.traces import Tracing
 from pd_cluster.settings.http import HttpConfig
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
 from tests.support.router_world import FakeMembership
@@ -64,6 +66,8 @@ def make_app(
     entrance: Entrance | None = None,
     router: Router | None = None,
     file_keys: FileKeys | None = None,
+    view: PublicView | None = None,
+    tracing: Tracing | None = None,
     **settings: Any,
 ) -> tuple[FastAPI, Drain]:
     """Makes the app. Without a router nobody serves the model: routes that need no instance work, the rest give 503.
@@ -82,8 +86,9 @@ def make_app(
     service = TextService(
         router, checkpoint, ServiceConfig("/models/tiny", list(served_model_names), MAX_MODEL_LEN, **settings)
     )
+    service.tracing = tracing
     drain = Drain(1.0, lambda: None)
-    return public_app(service, [], openai, drain, http or HttpConfig(), file_keys=file_keys), drain
+    return public_app(service, [], openai, drain, http or HttpConfig(), file_keys=file_keys, view=view), drain
 
 
 def ask(

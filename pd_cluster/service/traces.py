@@ -8,7 +8,9 @@ names of the service, headers, certificates, the sampler, the sizes of batches.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import threading
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -134,7 +136,7 @@ class Tracing:
             "OTEL_RESOURCE_ATTRIBUTES", ""
         ):
             own["service.name"] = "pd-cluster"
-        self._provider: TracerProvider = TracerProvider(resource=Resource.create(own))
+        self._provider: TracerProvider = TracerProvider(resource=Resource.create(own), shutdown_on_exit=False)
         self._provider.add_span_processor(
             BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))
         )
@@ -183,5 +185,15 @@ class Tracing:
             handle.cancel()
             trace.write(timeline)
         self._waiting.clear()
-        flushed = asyncio.ensure_future(asyncio.to_thread(self._provider.force_flush, int(FLUSH_TIMEOUT_S * 1e3)))
-        await asyncio.wait([flushed], timeout=FLUSH_TIMEOUT_S)
+        flushed = asyncio.Event()
+
+        def flush() -> None:
+            self._provider.force_flush()
+            with contextlib.suppress(RuntimeError):  # the loop may have ended long ago
+                self._loop.call_soon_threadsafe(flushed.set)
+
+        # A daemon of its own: force_flush has no timeout, and the loop's executor would be waited for.
+        threading.Thread(target=flush, name="traces-flush", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                await flushed.wait()

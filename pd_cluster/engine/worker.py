@@ -114,6 +114,12 @@ class Worker:
 
         `came_round` is called between steps, and several times a second while there are none.
         """
+        try:
+            self._run(came_round)
+        finally:
+            self.adapters.close()
+
+    def _run(self, came_round: Callable[[], None]) -> None:
         busy = False
         while self._read_inbox(wait_s=0.0 if busy else self._idle_wait_s):
             came_round()

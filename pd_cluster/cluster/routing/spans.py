@@ -74,10 +74,6 @@ class _Leg:
     def total(self, what: str, number: str) -> int:
         return sum(numbers.get(number, 0) for _, each, numbers in self.events if each == what)
 
-    @property
-    def has_failed(self) -> bool:
-        return self.first("failed") is not None
-
 
 def usage_of(timelines: Sequence[tuple[Timeline, Outcome]]) -> dict[str, Value]:
     """Returns the attributes of a request's own span; a request has a timeline for each of its prompts."""
@@ -157,7 +153,9 @@ def _parts(legs: list[_Leg], end_s: float) -> Iterable[TraceSpan]:
             }
             chunks = [event for event in leg.events if event[1] in ("admitted", "chunk")]
             yield _part("prefill", leg, start_s, done_s, end_s, numbers, chunks)
-        if leg.first("offered") is not None and (leg is receiver or (receiver is None and leg.first("sent"))):
+        if leg.first("offered") is not None and (
+            leg is receiver or (receiver is None and leg.first("credited", "sent"))
+        ):
             yield _handover(leg, legs, end_s)
         if decode_s is not None:
             numbers = {Names.NUM_TOKENS: leg.total("finished", "num_tokens")}
@@ -186,10 +184,12 @@ def _part(
     events: list[tuple[float, str, dict[str, int]]] | None = None,
 ) -> TraceSpan:
     attributes: dict[str, Value] = {Names.INSTANCE: leg.instance, **numbers}
+    error, failed_s = "", leg.first("failed")
     if done_s is None:
         attributes[Names.UNREPORTED] = True
-    has_failed = leg.has_failed or done_s is None
-    error = f"{leg.instance} failed" if leg.has_failed else f"{leg.instance} reported no end" if has_failed else ""
+        error = f"{leg.instance} reported no end"
+    elif failed_s is not None and failed_s <= done_s:
+        error = f"{leg.instance} failed"
     return TraceSpan(name, start_s, end_s if done_s is None else done_s, attributes, error, events or [])
 
 

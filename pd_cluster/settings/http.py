@@ -107,7 +107,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     `tenants`: a name for each key, or none: then each key is a separate tenant. `shares_prefix_cache`: tenants share
     cached prompts. `key_file` has further keys, as hashes. `metrics_key` gives access to /metrics and nothing else;
     with only other keys, nobody can read /metrics. `returns_request_ids`: every answer has x-request-id. `has_docs`:
-    /docs and /openapi.json.
+    /docs and /openapi.json. `has_public_dashboard`: /dashboard.
     """
 
     api_keys: Annotated[
@@ -188,6 +188,14 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
             checks=(within(16, MAX_HEADER_FIELDS),),
         ),
     ] = 256
+    has_public_dashboard: Annotated[
+        bool,
+        HTTP(
+            "Show the cluster's figures at /dashboard of the public port, to holders of an API key or a link; needs "
+            "TLS or a loopback --host.",
+            name="public_dashboard",
+        ),
+    ] = False
     connections: ConnectionLimits = ConnectionLimits()
     tls: Tls | None = None
     responses: KeptResponses = KeptResponses()

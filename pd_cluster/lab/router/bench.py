@@ -164,18 +164,18 @@ class Session:
         for name, start in targets.items():
             measured = Measured(name)
             with start(self._folder, STEP_S) as target:
-                self._load(measured, target, self._bench.warm_up)
+                self.load(measured, target, self._bench.warm_up)
                 for _ in range(self._bench.rounds):
-                    many = self._load(measured, target, self._bench.many_tokens)
-                    few = self._load(measured, target, self._bench.few_tokens)
+                    many = self.load(measured, target, self._bench.many_tokens)
+                    few = self.load(measured, target, self._bench.few_tokens)
                     measured.costs.append(fit(many, few))
                 paced = paced or self._bench.paced(measured.cost)
-                measured.paced = self._load(measured, target, paced)
+                measured.paced = self.load(measured, target, paced)
                 measured.inside_ms = target.added_ttft_ms(paced.num_requests)
             measured.worker_times_s = target.times_s()
             with start(self._folder, HELD_STEP_S) as target:
-                self._load(measured, target, self._bench.fill_up)
-                measured.held = self._load(measured, target, self._bench.held)
+                self.load(measured, target, self._bench.fill_up)
+                measured.held = self.load(measured, target, self._bench.held)
             found.append(measured)
         return found
 
@@ -183,9 +183,9 @@ class Session:
         """Returns the CPU time by place of a scheduler of its own under this load."""
         path, measured = self._folder / "profile.json", Measured("profiled")
         with own_scheduler(self._folder, STEP_S, profile=path) as target:
-            self._load(measured, target, self._bench.warm_up)
+            self.load(measured, target, self._bench.warm_up)
             os.kill(target.pid, signal.SIGUSR1)
-            self._load(measured, target, workload)
+            self.load(measured, target, workload)
         return profile.read(path)
 
     def in_turn(self, other: Path) -> tuple[list[float], list[float]]:
@@ -198,14 +198,14 @@ class Session:
                 (folder := self._folder / name).mkdir()
                 targets[name] = running.enter_context(own_scheduler(folder, STEP_S, checkout=checkout))
             for name, target in targets.items():
-                self._load(Measured(name), target, self._bench.warm_up)
+                self.load(Measured(name), target, self._bench.warm_up)
             for at in range(self._bench.rounds):
                 for name in sorted(targets, reverse=at % 2 == 1):
-                    workload, result = self._load(Measured(name), targets[name], self._bench.alternating)
+                    workload, result = self.load(Measured(name), targets[name], self._bench.alternating)
                     found[name].append(result.cpu_s / workload.num_requests)
         return found[OURS], found["the other"]
 
-    def _load(self, measured: Measured, target: Target, workload: Workload) -> Loaded:
+    def load(self, measured: Measured, target: Target, workload: Workload) -> Loaded:
         spec_file, result_file = self._folder / "load.json", self._folder / "load.result.json"
         spec = LoadSpec(
             port=target.port,

@@ -5,11 +5,13 @@ Each command is run here, or OTHERWISE names the test that runs it.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +80,16 @@ class Reader:
             check=False,
         )
 
+    def start(self, command: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command.split(),
+            cwd=self._folder,
+            env=self._env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
     def pid(self) -> int:
         found = httpx.get(f"http://127.0.0.1:{self._port + 1}/instances", trust_env=False).json()["instances"]
         return next(int(each["pid"] or 0) for each in found if each["instance_id"] == "decode-0")
@@ -119,3 +131,21 @@ def test_the_tour_s_client_gets_its_answer(reader: Reader) -> None:
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/tour.md").read_text("utf-8"), re.DOTALL):
         done = reader.run(f"{sys.executable} - <<'END'\n{block}\nEND")
         assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
+
+
+def test_top_names_a_dead_worker(reader: Reader) -> None:
+    """Prints how long it took, for `pytest -s`; a busy machine decides that, so it is not asserted."""
+    with reader.start("pd-cluster top --json --period 0.2") as top:
+        assert top.stdout is not None
+        top.stdout.readline()
+        os.kill(reader.pid(), signal.SIGKILL)
+        killed_s = time.monotonic()
+        for line in top.stdout:
+            if any("decode-0 is unreachable" in each["text"] for each in json.loads(line)["problems"]):
+                break
+        else:
+            raise AssertionError("it ended before")
+        print(f"figure: from the kill to its name in top {time.monotonic() - killed_s:.2f} s")
+        top.send_signal(signal.SIGINT)
+        top.communicate(timeout=WAIT_S)
+        assert top.returncode == 0

@@ -13,9 +13,11 @@ from pd_cluster import __version__
 from pd_cluster.api.admin.metrics import AdapterNaming, Totals, metrics_routes
 from pd_cluster.api.dashboard.public import PublicDashboard, PublicView, public_pages
 from pd_cluster.api.document.document import document
+from pd_cluster.api.gate.access_log import AccessLog
 from pd_cluster.api.gate.arrivals import Arrivals
 from pd_cluster.api.gate.auth import ApiKeys
 from pd_cluster.api.gate.cors import EXPOSED_HEADERS, Cors
+from pd_cluster.api.gate.direct import Direct
 from pd_cluster.api.gate.drain import Drain, DrainGate
 from pd_cluster.api.gate.error_answers import install_error_handlers
 from pd_cluster.api.gate.file_keys import FileKeys
@@ -136,6 +138,7 @@ def _put_in_front(
     pages: FastAPI | None,
 ) -> None:
     """Adds the layers from the inside out: the last one sees a request first."""
+    app.add_middleware(Direct, routes=app.router.routes, root_path=http.root_path)
     app.add_middleware(Arrivals, entrance=service.router.entrance)
     app.add_middleware(DrainGate, drain=drain, root_path=http.root_path)
     if service.tracing is not None:  # inside of the keys: strangers cause no traces
@@ -164,6 +167,8 @@ def _put_in_front(
         )
     if pages is not None:
         app.add_middleware(PublicDashboard, pages=pages, root_path=http.root_path)
+    if http.log.logs_access:
+        app.add_middleware(AccessLog, quiet_paths=[http.root_path + path for path in http.log.quiet_paths])
     if http.root_path:
         app.add_middleware(RootPath, root_path=http.root_path)
 

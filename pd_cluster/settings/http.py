@@ -12,6 +12,7 @@ import msgspec
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.kept_responses import KeptResponses
+from pd_cluster.settings.request_log import RequestLogSettings
 from pd_cluster.settings.routing import ConnectionLimits
 from pd_cluster.settings.setting import NEGATED, TEXTS, Form, Panel, Scope, Setting, declared, variable_of, within
 
@@ -198,6 +199,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     connections: ConnectionLimits = ConnectionLimits()
     tls: Tls | None = None
     responses: KeptResponses = KeptResponses()
+    log: RequestLogSettings = RequestLogSettings()
 
     def __repr__(self) -> str:
         """Leaves keys out."""

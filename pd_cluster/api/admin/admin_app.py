@@ -234,5 +234,6 @@ def describe(instance: Instance) -> dict[str, Any]:
         "kv_sent_nbytes": load.kv_sent_nbytes,
         "kv_received_nbytes": load.kv_received_nbytes,
         "num_dropped_kv_frames": load.num_dropped_kv_frames,
+        "num_quarantined_blocks": load.num_quarantined_blocks,
         "links": {peer: str(state) for peer, state in load.links.items()},
     }

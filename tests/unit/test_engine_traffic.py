@@ -19,6 +19,7 @@ from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.room import BlockRoom
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Logprobs, Order, PromptOutput, Request, Sampling, Status
@@ -96,10 +97,12 @@ class Traffic:
         num_swap_blocks = rng.choice([0, 0, 6, 40])
         prefix = PrefixScope("model", Numerics()) if rng.random() < 0.8 else None
         window = rng.choice([None, None, 1, 5, 12])
-        self.runner = ToyRunner(num_blocks, block_size, num_swap_blocks, window)
+        num_kept = rng.choice([0, 0, 1, 5, 30]) if prefix is not None else 0
+        tier = HostTier(num_kept, num_swap_blocks, LoadCost(block_size)) if num_kept else None
+        self.runner = ToyRunner(num_blocks, block_size, num_swap_blocks + num_kept, window)
         self.runner.goes_ahead = launches
         self.scheduler = StepScheduler(
-            BlockPool(num_blocks),
+            BlockPool(num_blocks, tier=tier),
             block_size,
             max_num_seqs=rng.randrange(2, 10),
             max_num_batched_tokens=rng.randrange(1, 30),
@@ -180,6 +183,7 @@ class Traffic:
         return Counter(
             preemptions=self.scheduler.num_preemptions,
             hits=self.scheduler.num_prefix_hit_tokens,
+            tier=self.scheduler.num_tier_hit_tokens,
             ahead=self.core.ahead.num_ahead,
             **self.runner.num_moves,
         )

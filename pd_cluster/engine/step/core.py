@@ -109,8 +109,8 @@ class EngineCore:
         """Moves blocks, and notes what it costs to load some from the host's cache."""
         start_s = self._clock()
         self.runner.move(moves)
-        if (tier := self.scheduler.blocks.tier) is not None and all(move.kind == "in" for move in moves):
-            tier.cost.loaded(len(moves), self._clock() - start_s)
+        if (tier := self.scheduler.blocks.tier) is not None and any(move.kind == "in" for move in moves):
+            tier.cost.loaded(len(moves), self._clock() - start_s)  # blocks on their way out cost as much
 
     def plan(self) -> StepPlan:
         start_s = self._clock()
@@ -139,12 +139,13 @@ class EngineCore:
             times.commit_s += self._clock() - sampled_s
             self.num_steps += 1
             return result
+        begun_s = self._clock()
         guided = self.guides.begin(plan.chunks)  # masks are built while the model runs
         output = self.runner.forward(plan.chunks, on_layer)
         computed_s = self._clock()
         times.forward_s += computed_s - start_s
-        if (tier := self.scheduler.blocks.tier) is not None and not plan.moves and plan.num_tokens >= MEASURED_TOKENS:
-            tier.cost.computed(plan.num_tokens, computed_s - start_s)
+        if (tier := self.scheduler.blocks.tier) is not None and plan.num_tokens >= MEASURED_TOKENS:
+            tier.cost.computed(plan.num_tokens, computed_s - begun_s)
         logits = output.logits
         if any(request.wants_prompt_logprobs for request, _ in plan.chunks):
             logits = self._prompt_logprobs(plan, logits)

@@ -147,9 +147,10 @@ def test_gauges_do_not_wait_for_heartbeats(served: LiveCluster) -> None:
     def num_cached() -> float:
         return told(served)["pd_cluster:num_cached_blocks", "decode-0"]
 
-    before = num_cached()
-    post(served, "/v1/completions", **{**PROMPT, "prompt": [37] * 128})
-    served.wait_until("the gauge shows the prompt's blocks", lambda: num_cached() >= before + 8)
+    for first in (37, 41):  # a heartbeat may show one of them, but not both
+        before = num_cached()
+        post(served, "/v1/completions", **{**PROMPT, "prompt": [first] * 128})
+        served.wait_until("the gauge shows the prompt's blocks", lambda least=before + 8: num_cached() >= least)
 
 
 def test_every_process_logs_as_the_file_says(served: LiveCluster) -> None:

@@ -17,7 +17,7 @@ from tests.support.clips import clip, data_url, encoded, file_of
 from tests.support.cluster import LiveCluster
 
 NUM_TOKENS = 16
-FLAGS = ["--block-size=4", "--num-blocks=512", "--max-num-seqs=8", "--max-num-batched-tokens=16", "--max-model-len=800"]
+FLAGS = ["--block-size=4", "--num-blocks=512", "--max-num-seqs=8", "--max-num-batched-tokens=16", "--max-model-len=500"]
 FILM = clip(1, 9, 48, 40)
 FILES = [file_of(FILM), file_of(FILM[::-1])]
 
@@ -64,10 +64,10 @@ def test_both_legs(tmp_path: Path, name: str, transport: str) -> None:
             assert [ask(file) for file in FILES] == wanted
             assert ask(FILES[0], mm_processor_kwargs={"num_frames": 4}) == four
         cluster.wait_until("KV cache came over", lambda: cluster.instance("decode-0")["kv_received_nbytes"] > 0)
-        whole = ask(FILES[0], max_tokens=400, ignore_eos=True)
+        whole = ask(FILES[0], max_tokens=300, ignore_eos=True)
         url = f"{cluster.url}/v1/chat/completions"
         found: list[int] = []
-        body = body_of(FILES[0], max_tokens=400, ignore_eos=True, stream=True)
+        body = body_of(FILES[0], max_tokens=300, ignore_eos=True, stream=True)
         with httpx.stream("POST", url, json=body, timeout=120, trust_env=False) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):

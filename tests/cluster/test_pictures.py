@@ -177,12 +177,16 @@ def test_videos(cluster: LiveCluster, model: Path) -> None:
     for name in (
         "pd_cluster:media_decode_seconds_count",
         "pd_cluster:media_fetch_seconds_count",
+        'pd_cluster:images_encoded_total{instance="prefill-0"',
+        'pd_cluster:image_encode_seconds_total{instance="prefill-0"',
         "vllm:mm_cache_hits_total",
     ):
         assert any(line.startswith(name) and float(line.split()[-1]) > 0 for line in metrics.splitlines()), name
     cluster.assert_home()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_over_gloo_and_two_ranks(model: Path, tmp_path: Path) -> None:
     tp = {"prefill-0": 2, "decode-0": 1}
     flags = [*FLAGS, "--num-blocks=256", "--max-model-len=1800", "--kv-transport=dist", "--mm-encoder-cache-tokens=20"]
@@ -325,6 +329,8 @@ def test_an_instance_is_killed_in_mid_request(cluster: LiveCluster, model: Path,
     cluster.assert_home()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_decode_that_drops_an_images_kv(model: Path, tmp_path: Path) -> None:
     """It has no pixels to compute it again: the request goes on where they are sent."""
     small = {"decode-0": ["--num-blocks=24", "--growth-tokens=1", "--no-enable-prefix-caching"]}

@@ -107,7 +107,7 @@ class WorkerAdapters:
         self._due: dict[str, None] = {}  # to be loaded, in this order
         self._loading: set[str] = set()
         self._held = HeldLegs(clock)
-        self._jobs: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()  # None: there are no more
         self._thread: threading.Thread | None = None
 
     # ---- the scheduler's list
@@ -263,10 +263,14 @@ class WorkerAdapters:
             self._thread = threading.Thread(target=self._work, name="adapters", daemon=True)
             self._thread.start()
 
+    def close(self) -> None:
+        """Ends the thread once it has loaded what it began."""
+        self._jobs.put(None)
+
     def _work(self) -> None:
         assert self._keeper is not None
-        while True:
-            digest, path = self._jobs.get()
+        while (job := self._jobs.get()) is not None:
+            digest, path = job
             self._host.put(AdapterLoaded(digest, load_from(path, digest, self._read_folder, self._keeper.load_adapter)))
 
     def _report(self) -> None:

@@ -62,6 +62,7 @@ def load_of(
         num_encoded_images=core.runner.encoded.num_images,
         image_encode_s=core.runner.encoded.seconds,
         num_cache_resets=blocks.num_resets,
+        num_quarantined_blocks=imports.num_quarantined_blocks,
         num_leaked_blocks=num_leaked_blocks(scheduler),
         links=out_links.states(),
         is_draining=is_draining,

@@ -71,7 +71,8 @@ class Worker:
         self._cache_news = CacheNews(post, core.scheduler.blocks)
         self._pace = StepPace()
         self._notes = LegNotes(self.tracer.note, clock)
-        means = Means(side, post, ends, inbox.put, clock, config.timeouts, self.tracer.note, config.kv_open_links)
+        most = int(config.kv_max_quarantine * core.scheduler.blocks.num_blocks)
+        means = Means(side, post, ends, inbox.put, clock, config.timeouts, self.tracer.note, config.kv_open_links, most)
         is_prefill, growth_tokens = config.role == "prefill", config.engine.growth_tokens
         self.legs = Legs(
             core,
@@ -114,6 +115,12 @@ class Worker:
 
         `came_round` is called between steps, and several times a second while there are none.
         """
+        try:
+            self._run(came_round)
+        finally:
+            self.adapters.close()
+
+    def _run(self, came_round: Callable[[], None]) -> None:
         busy = False
         while self._read_inbox(wait_s=0.0 if busy else self._idle_wait_s):
             came_round()

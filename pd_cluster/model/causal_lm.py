@@ -24,6 +24,7 @@ from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.rope_limit import RopeLimit
 from pd_cluster.model.vision.experts import ByKind
+from pd_cluster.model.weak_hook import WeakHook
 
 FORGETFUL = ("StableLmAttention", "NemotronAttention")  # the layers around these do not pass the batch on
 
@@ -86,10 +87,10 @@ class PlainCausalLM:
         self._by_kind = [module for module in model.modules() if isinstance(module, ByKind)]
         self._rotaries = [module for module in model.modules() if isinstance(module, LengthRotary)]
         for module in _below_output_layer(model):
-            module.register_forward_hook(self._keep_hidden)
+            module.register_forward_hook(WeakHook(self._keep_hidden))
         for module in model.modules():
             if type(module).__name__ in FORGETFUL:
-                module.register_forward_pre_hook(self._remind, with_kwargs=True)
+                module.register_forward_pre_hook(WeakHook(self._remind), with_kwargs=True)
             if hasattr(module, ASKS_FOR_PADDING):  # in each step it would wait for the device
                 setattr(module, ASKS_FOR_PADDING, lambda *_: None)
 
@@ -131,7 +132,7 @@ class PlainCausalLM:
     def take_deep_features(self) -> None:
         """Lets its layers take what pictures add to the residual stream after them (DeepStack)."""
         for layer_idx, layer in enumerate(self.model.model.layers):
-            layer.register_forward_hook(partial(self._deepen, layer_idx))
+            layer.register_forward_hook(partial(WeakHook(self._deepen), layer_idx))
 
     def _deepen(self, layer_idx: int, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
         if self._batch is not None and self._batch.images is not None:

@@ -44,6 +44,10 @@ class HeldAdapters:
             self._lora.adopt(model.adapters)
             model.adapters = self._lora
 
+    def let_go(self) -> None:
+        """Frees all of them, at the end of the model."""
+        self._lora = self.prompts = None
+
     def load_named(self, settings: AdapterSettings) -> None:
         """Loads the adapters that the settings name, each at least for a moment. Raises ModelError, ConfigError."""
         most = settings.max_cpu_loras

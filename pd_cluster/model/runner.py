@@ -349,6 +349,14 @@ class ModelRunner:
             gc.collect()
             give_freed_back()
 
+    def let_go(self) -> None:
+        """Frees weights, adapters, graphs and the KV cache at once; this object is of no use afterwards."""
+        self._graphs = self._adapted_graphs = self.prompt_graphs = self.tower = None
+        self.held.let_go()
+        del self.model, self.pool, self.swap
+        if not self.device.is_accelerator:
+            give_freed_back()
+
     def _check_files(self) -> None:
         """Raises ModelError if the folder is another model by now than the one that others know by its identity."""
         checkpoint = Checkpoint.of(self._config)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pd_cluster.engine.handover.events import Event
     from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd
     from pd_cluster.engine.worker import Worker
+    from pd_cluster.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class LocalEngine:
 
     def _work(self) -> None:
         try:
-            worker, info = self._load()
+            worker, runner, info = self._load()
         except PdClusterError as error:
             self._loaded.set_exception(error)
             return
@@ -155,9 +156,10 @@ class LocalEngine:
         except Exception as error:  # top of this thread
             log.exception("the engine has failed")
             reason = f"the engine has failed: {error}"
+        runner.let_go()  # the worker itself is freed by the next garbage collection
         self._call(self._roster.on_closed, NAME, reason)
 
-    def _load(self) -> tuple[Worker, InstanceInfo]:
+    def _load(self) -> tuple[Worker, ModelRunner, InstanceInfo]:
         import torch
 
         from pd_cluster.engine.build import build_core, limits_of, side_of
@@ -199,7 +201,7 @@ class LocalEngine:
             num_blocks=runner.pool.num_blocks,
             max_num_seqs=self._config.max_num_seqs,
         )
-        return worker, info
+        return worker, runner, info
 
 
 class _OneInstance(Roster):

@@ -22,6 +22,10 @@ from safetensors.torch import load_file, save_file
 from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.errors import ModelError
+from pd_cluster.model.held_adapters import HeldAdapters
+from pd_cluster.model.layers.expert_weight import ExpertLayers
+from pd_cluster.model.lora.on_device import DevicePlace
+from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.adapters import linear_modules, loaded
 from tests.support.checkpoints import CONFIGS
@@ -269,6 +273,41 @@ def test_a_row_has_the_same_bits_in_any_company(checkpoint: Checkpoints, tmp_pat
             for company in ([at], [at, at + 3], [at + 1, at], [*range(6, 18), at]):
                 row = logits_of(core, [requests[i] for i in company])[company.index(at)]
                 assert torch.equal(row, together[at])
+
+
+@pytest.mark.parametrize("architecture", quick_first(["qwen2_moe", "gpt_oss"], "qwen2_moe"))
+def test_experts_on_an_accelerator_do_not_read_their_rows(
+    checkpoint: Checkpoints, architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """There attention alone is adapted, and tensors lie on a device, where `numpy` raises, as it does here."""
+    base = checkpoint(architecture)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    attention = [name for name in linear_modules(plain) if "self_attn" in name]
+    model = written(tmp_path / "a", base, target_modules=attention)
+    load_named, through = HeldAdapters.load_named, ExpertLayers.through
+
+    def load_there(self: HeldAdapters, settings: AdapterSettings) -> None:
+        self._lora_needed.places.rows.place = DevicePlace(torch.device("cpu"), torch.float32)
+        load_named(self, settings)
+
+    def through_there(self: ExpertLayers, *given: Any) -> torch.Tensor:
+        calls.append(len(given[1]))
+        with monkeypatch.context() as there:
+            there.setattr(torch.Tensor, "numpy", lambda _: pytest.fail("rows are read back from the device"))
+            return through(self, *given)
+
+    calls: list[int] = []
+    monkeypatch.setattr(HeldAdapters, "load_named", load_there)
+    monkeypatch.setattr(ExpertLayers, "through", through_there)
+    core = make_core(base, adapters=loaded(tmp_path / "a"), max_num_batched_tokens=40, num_blocks=64)
+    assert core.runner.model.adapters.places.experts  # type: ignore[attr-defined]
+    calls.clear()
+    variants = [digest_of(tmp_path / "a"), ""]
+    found = outputs_of(core, PROMPTS, variants)
+    assert sum(calls) > len(PROMPTS) * 2
+    for variant, each in zip(variants, [model, plain], strict=True):
+        assert_said_by(each, found[variant])
+    assert found[variants[0]] != found[""]
 
 
 HEAD, EMBED, EXPERT = "lm_head", "model.embed_tokens", "model.layers.0.mlp.experts"

@@ -10,13 +10,16 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pd_cluster import LLM, LoRARequest, SamplingParams
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.errors import Closed, ConfigError, GenerationError, ModelError, PdClusterError, RequestError
 from pd_cluster.offline import session
@@ -26,6 +29,7 @@ from pd_cluster.service.schema.protocol import CompletionRequest
 from pd_cluster.service.sequence import Piece
 from pd_cluster.settings.config import ApiConfig
 from pd_cluster.settings.engine import EngineConfig
+from tests.support.adapters import make_adapter
 from tests.support.checkpoints import reference_greedy
 
 SCRIPT = Path(__file__).parents[1] / "support" / "offline_script.py"
@@ -141,6 +145,36 @@ def test_forgotten_it_ends(model: Path) -> None:
     del running
     gc.collect()
     for thread in own | (set(threading.enumerate()) - before):
+        thread.join(30)
+        assert not thread.is_alive(), thread.name
+
+
+def big_tensors() -> list[torch.Tensor]:
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    return [each for each in tensors if each.numel() > 500]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_closed_it_frees_weights_at_once(checkpoint: Callable[..., Path], architecture: str, tmp_path: Path) -> None:
+    """Weights, fused and not, an adapter's and the KV cache, without a garbage collection, while `llm` is there."""
+    folder = checkpoint(architecture)
+    adapter = make_adapter(tmp_path / "a", folder)
+    threads = set(threading.enumerate())
+    gc.collect()
+    gc.disable()
+    try:
+        before = big_tensors()
+        known = {id(each) for each in before}
+        llm = LLM(str(folder), num_blocks=64, enable_lora=True)
+        llm.generate("Hello", SamplingParams(max_tokens=2), lora_request=LoRARequest("a", 1, str(adapter)))
+        kept = [weakref.ref(each) for each in big_tensors() if id(each) not in known]
+        assert len(kept) >= 10
+        llm.close()
+        alive = [tensor.shape for each in kept if (tensor := each()) is not None]
+        assert not alive
+    finally:
+        gc.enable()
+    for thread in set(threading.enumerate()) - threads:
         thread.join(30)
         assert not thread.is_alive(), thread.name
 

@@ -1,0 +1,217 @@
+"""LoRA adapters beside quantized layers: the tokens of the numbers that codes stand for, with the adapter merged."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from pd_cluster import LLM, LoRARequest, SamplingParams
+from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.types import Order, Request, Sampling
+from tests.model.test_quantize_at_load import with_numbers_of
+from tests.support.adapters import loaded, make_adapter, merged
+from tests.support.checkpoints import make_checkpoint, reference_greedy
+from tests.support.engines import assert_all_same, make_core, random_prompt, run
+from tests.support.quantized import FORMATS, W8A8, Format, rewritten
+from tests.support.ranks import ranks
+
+NUM_TOKENS = 8
+GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+PROMPTS = [random_prompt(random.Random(1), n) for n in (1, 17, 40)]
+QUICK = ("awq", "gptq desc_act", "fp8 blocks")
+WIDE = {
+    "hidden_size": 1280,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 2560,
+    "num_hidden_layers": 1,
+    "initializer_range": 0.05,
+}
+
+
+def quick_first(names: list[str]) -> list[Any]:
+    """All but a few are slow tests."""
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
+class Case:
+    """A quantized folder, two adapters, and the models that say what must come out, by the adapters' digests."""
+
+    def __init__(self, folder: Path, form: Format | str, architecture: str = "qwen2", **settings: Any) -> None:
+        """`form`: a folder's, or the scheme for plain weights at load."""
+        base = make_checkpoint(folder / "model", architecture, **settings)
+        if isinstance(form, Format):
+            self.quantized, plain = rewritten(base, folder, form)
+        else:
+            self.quantized, plain = base, make_checkpoint(folder / "plain", architecture, **settings)
+            with_numbers_of(plain, form)
+        strength = {"strength": 0.05} if settings else {}
+        self.folders = [
+            make_adapter(folder / "a", base, 1, **strength),
+            make_adapter(folder / "b", base, 2, rank=7, only="mlp|self_attn.q", **strength),
+        ]
+        self.models = {
+            LoraFolder.read(each, 16).digest: merged(plain, each, folder / f"merged-{each.name}")
+            for each in self.folders
+        }
+        self.models[""] = self.plain = plain
+
+    def outputs(self, core: EngineCore) -> dict[str, list[list[int]]]:
+        """What each variant says to all prompts, all of them in one batch."""
+        requests = [
+            Request(f"{variant}-{at}", Order(prompt, GREEDY, variant=variant))
+            for at, prompt in enumerate(PROMPTS)
+            for variant in self.models
+        ]
+        run(core, requests)
+        return {
+            each: [request.output_token_ids for request in requests if request.order.variant == each]
+            for each in self.models
+        }
+
+    def check(self, core: EngineCore) -> None:
+        found = self.outputs(core)
+        for variant, model in self.models.items():
+            assert_said_by(model, found[variant])
+        assert len({str(each) for each in found.values()}) == len(self.models)
+
+    def from_python(self, **settings: Any) -> list[list[int]]:
+        """What each adapter and none says to a prompt, from `LLM`."""
+        requests = [LoRARequest(each.name, at + 1, str(each)) for at, each in enumerate(self.folders)]
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        with LLM(str(self.quantized), max_model_len=128, num_blocks=64, enable_lora=True, **settings) as llm:
+            outputs = llm.generate(
+                prompt_token_ids=[prompt for prompt in PROMPTS for _ in range(3)],
+                sampling_params=params,
+                lora_request=[*requests, None] * len(PROMPTS),
+                use_tqdm=False,
+            )
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def expected(self) -> list[list[int]]:
+        return [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS for model in self.models.values()]
+
+
+def assert_said_by(model: Path, outputs: list[list[int]]) -> None:
+    """As far as an end does not stop the reference."""
+    references = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert_all_same(model, PROMPTS, [out[: len(own)] for out, own in zip(outputs, references, strict=True)], NUM_TOKENS)
+
+
+@pytest.mark.parametrize("name", quick_first([*FORMATS]))
+def test_tokens_are_those_of_the_merged_numbers(tmp_path: Path, name: str) -> None:
+    case = Case(tmp_path, FORMATS[name])
+    case.check(make_core(case.quantized, adapters=loaded(*case.folders), max_num_batched_tokens=32, num_blocks=64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8_wo", "int4_wo", "fp8"])
+def test_quantized_at_load(tmp_path: Path, scheme: str) -> None:
+    case = Case(tmp_path, scheme)
+    given = {"adapters": loaded(*case.folders), "max_num_batched_tokens": 32, "num_blocks": 64, "quantization": scheme}
+    case.check(make_core(case.quantized, **given))
+    with ranks(case.quantized, 2, **given) as core:
+        case.check(core)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_at_realistic_widths(tmp_path: Path, name: str) -> None:
+    case = Case(tmp_path, FORMATS[name], **WIDE)
+    case.check(make_core(case.quantized, adapters=loaded(*case.folders), max_num_batched_tokens=32, num_blocks=64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq", "gptq desc_act", "packed asymmetric", "fp8 blocks", "mxfp4"])
+def test_two_ranks(tmp_path: Path, name: str) -> None:
+    case = Case(tmp_path, FORMATS[name])
+    given = {"adapters": loaded(*case.folders), "max_num_batched_tokens": 32, "num_blocks": 64}
+    with ranks(case.quantized, 2, **given) as core:
+        case.check(core)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "phi3", "glm4", "gemma2"])
+def test_other_architectures(tmp_path: Path, architecture: str) -> None:
+    """Experts whose attention is adapted, layers that are joined in the files, rows that rope reorders."""
+    case = Case(tmp_path, FORMATS["packed 4"], architecture)
+    case.check(make_core(case.quantized, adapters=loaded(*case.folders), max_num_batched_tokens=32, num_blocks=64))
+
+
+class Int8(torch.nn.Module):
+    """A linear layer that rounds each row of its input to int8, with an adapter's part that sees the row itself."""
+
+    def __init__(self, base: torch.nn.Linear, delta: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = base.weight, base.bias
+        self.delta = delta
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        most = x.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        codes = (x * (127 / most)).round()
+        y = torch.nn.functional.linear(codes.double() * (most / 127).double(), self.weight.double())
+        if self.delta is not None:
+            y += torch.nn.functional.linear(x.double(), self.delta)
+        return y.float() if self.bias is None else y.float() + self.bias
+
+
+def in_int8(plain: Path, adapter: Path | None) -> Any:
+    """transformers' model with such layers; an adapter cannot be merged into what rounds its inputs."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    tensors, scale = {}, 0.0
+    if adapter is not None:
+        tensors = load_file(adapter / "adapter_model.safetensors")
+        settings = json.loads((adapter / "adapter_config.json").read_text())
+        scale = settings["lora_alpha"] / settings["r"]
+    for name, module in list(model.named_modules()):
+        if name.endswith("_proj"):
+            a, b = (tensors.get(f"base_model.model.{name}.lora_{side}.weight") for side in "AB")
+            delta = scale * b.double() @ a.double() if a is not None and b is not None else None
+            model.set_submodule(name, Int8(module, delta))
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, WIDE], ids=["tiny", "wide"])
+def test_activations_in_int8(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """A code next to a boundary may fall on either side, so the tokens are the best but for a hair."""
+    case = Case(tmp_path, W8A8, "llama", **settings)
+    given = {"adapters": loaded(*case.folders), "max_num_batched_tokens": 32, "num_blocks": 64}
+    found = case.outputs(make_core(case.quantized, **given))
+    for adapter, outputs in zip([*case.folders, None], found.values(), strict=True):
+        model = in_int8(case.plain, adapter)
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            ids = torch.tensor([prompt + output[:-1]])
+            with torch.no_grad():
+                logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 :]
+            behind = logits.amax(-1) - logits.gather(-1, torch.tensor(output)[:, None])[:, 0]
+            assert behind.max() < 0.02 * logits.std()
+    assert len({str(each) for each in found.values()}) == len(case.models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_across_the_split(tmp_path: Path, name: str) -> None:
+    case = Case(tmp_path, FORMATS[name])
+    outputs = case.from_python(prefill=1, decode=1)
+    for found, expected in zip(outputs, case.expected(), strict=True):
+        assert found[: len(expected)] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "int8", "int4_wo"])
+def test_across_the_split_as_in_one_process(tmp_path: Path, quantization: str | None) -> None:
+    """W8A8 of a folder and at load, and four bits at load."""
+    case = Case(tmp_path, W8A8 if quantization is None else "int8_wo", "llama")
+    outputs = case.from_python(quantization=quantization)
+    assert case.from_python(quantization=quantization, prefill=1, decode=1) == outputs
+    assert len({str(outputs[at::3]) for at in range(3)}) == 3

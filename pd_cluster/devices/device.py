@@ -272,7 +272,11 @@ def compute_capability(device: Device) -> tuple[int, int]:
 
 
 def synchronize(device: Device) -> None:
-    """Waits for all launched work."""
+    """Waits for all launched work, of all threads; only before others launch, or between captures.
+
+    It invalidates a graph that another thread is capturing on this device, in every mode of capturing. Threads that
+    load something beside the steps wait for a mark (streams.py).
+    """
     if device.is_accelerator:
         _module(device).synchronize(device.index)
 

@@ -12,7 +12,8 @@ import logging
 import torch
 
 from pd_cluster.checkpoints.prompt_folder import TENSOR, PromptFolder
-from pd_cluster.devices.device import CPU, Device, synchronize, use
+from pd_cluster.devices.device import CPU, Device, use
+from pd_cluster.devices.streams import mark
 from pd_cluster.errors import ModelError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.model.lora.placing import DTYPES
@@ -42,11 +43,11 @@ class PromptAdapters(Slots[PromptFolder]):
     def put(self, slot: int, folder: PromptFolder) -> None:
         use(self._device)  # where it is an accelerator, this thread's copies go there
         self._loaded[slot] = self._read(folder)
-        synchronize(self._device)  # other threads' launches do not wait for this one's
+        mark(self._device).wait()  # other threads' launches do not wait for this one's
         log.info("prompt adapter %s: %d virtual tokens of %s", folder.digest[:20], folder.num_tokens, folder.path)
 
     def take_away(self, slot: int) -> None:
-        synchronize(self._device)  # steps that have it are launched, and may not be computed
+        mark(self._device).wait()  # steps that have it are launched, and may not be computed
         del self._loaded[slot]
 
     def rows(self, parts: Ints) -> VirtualRows:

@@ -265,6 +265,9 @@ def compile_and_check(compiler: TritonChild, arch: int, dtype: str, **shape: Any
         assert takes["spilled_nbytes"] <= 64, (name, takes)
     prefill, decode = found["prefill_kernel"], found["decode_kernel"]
     assert decode["ordered_counts"] == decode["counts"] == 1, decode  # results are stored first, and merged later
+    overlaps = int(shape.get("pdl", False))
+    for takes in (prefill, decode):
+        assert (takes["waits"], takes["lets_go"], takes["early_accesses"]) == (overlaps, overlaps, 0), takes
     if shape["head_dim"] >= 64 and not shape.get("pool_dtype"):  # tiles come by asynchronous copies of 16 bytes
         assert prefill["cp.async.cg"] > 0, prefill
         assert decode["cp.async.cg"] > 0, decode
@@ -289,7 +292,9 @@ def compile_and_check(compiler: TritonChild, arch: int, dtype: str, **shape: Any
 def test_kernels_compile_and_fit(
     compiler: TritonChild, arch: int, head_dim: int, group: int, dtype: str, block_size: int, is_rich: bool
 ) -> None:
-    compile_and_check(compiler, arch, dtype, head_dim=head_dim, group=group, block_size=block_size, is_rich=is_rich)
+    shape = {"head_dim": head_dim, "group": group, "block_size": block_size, "is_rich": is_rich}
+    pdl = arch == 90 and is_rich  # begins before the end of the previous kernel, and touches nothing until then
+    compile_and_check(compiler, arch, dtype, **shape, pdl=pdl)
 
 
 @needs_triton

@@ -18,7 +18,7 @@ from tests.support.interpreted import ROOT, run_cases
 
 pytest.importorskip("triton")
 
-MAX_SHARED_NBYTES = {80: 163 << 10, 90: 227 << 10}  # of one program
+MAX_SHARED_NBYTES = {80: 99 << 10, 90: 227 << 10}  # of one program; 80 stands for 86, 89 and 120 as well
 CASES = [
     ("cuda_ops_cases.py", "cuda_heads_cases.py"),
     ("cuda_experts_cases.py",),
@@ -83,7 +83,9 @@ def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
     }
     for facts in found:
         overlaps = int(facts["case"] == "overlapping")
-        assert (facts["waits"], facts["lets_go"]) == (overlaps, overlaps), facts
+        assert (facts["waits"], facts["lets_go"], facts["early_accesses"]) == (overlaps, overlaps, 0), facts
+        is_split = facts["kernel"] == "coded_linear_product" and "200" not in facts["case"]
+        assert facts["ordered_counts"] == facts["counts"] == is_split, facts  # results are stored first, added later
         if facts["kernel"] == "skinny_gate_product":  # two programs side by side
             assert facts["copies_16_bytes"], facts
             assert 2 * facts["shared_nbytes"] <= MAX_SHARED_NBYTES[arch], facts

@@ -20,6 +20,8 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import loader
+from pd_cluster.model.adapter_devices import to_tables
+from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.attention_choice import triton_attention
 from pd_cluster.model.batch import batch_of, step_input
 from pd_cluster.model.causal_lm import FusedCausalLM
@@ -27,13 +29,16 @@ from pd_cluster.model.cuda.plan import SPLIT_KEYS
 from pd_cluster.model.sampling.draw import Knobs
 from pd_cluster.model.sampling.on_device import draw_shaped
 from pd_cluster.model.speedups import sped_up
+from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.types import Order, Request, Sampling
+from tests.support.quantized import FORMATS, W8A8, rewritten
 
 pytest.importorskip("triton")
 
 ALLOCATIONS = {"aten::empty", "aten::new_empty", "aten::empty_strided", "aten::detach"}
 MAX_BEFORE = 7  # the embedding, and cos and sin by transformers' own module
 KNOBS = Knobs.of([Sampling(top_p=0.9)] * 2, np.array([0.3, 0.6]), 1000)
+LORA = ["lora_shrink", "lora_expand"]
 LAYER = ["rms_norm", "linear", "prepare_heads", "decode_kernel", "linear", "rms_norm", "linear", "gated", "linear"]
 
 
@@ -62,9 +67,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.fixture
 def plain(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
-    monkeypatch.setattr(loader, "choose_attention", lambda *given: triton_attention())
-    return loader.load_plain(Checkpoint.open(str(checkpoint("llama"))), "bfloat16", CPU)
+    return load_as_on_cuda(checkpoint("llama"), monkeypatch)
 
 
 @pytest.fixture
@@ -73,14 +76,22 @@ def model(plain: Any) -> FusedCausalLM:
     return fused_by(plain, ())
 
 
+def load_as_on_cuda(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
+    monkeypatch.setattr(loader, "choose_attention", lambda *given: triton_attention())
+    return loader.load_plain(Checkpoint.open(str(folder)), "bfloat16", CPU)
+
+
 def fused_by(plain: Any, speedups: Sequence[str]) -> FusedCausalLM:
     fused = loader.fuse(plain, loader.choose_ops(plain.config, CPU, sped_up(triton_attention(), speedups)))
     assert fused.ops.name == "Triton"
     return fused
 
 
-def launched_by(model: FusedCausalLM, num_layers: int, launches: list[str], context_len: int = 40) -> list[str]:
-    """Runs a decode step of three sequences through that many layers."""
+def launched_by(
+    model: FusedCausalLM, num_layers: int, launches: list[str], context_len: int = 40, adapters: Any = None
+) -> list[str]:
+    """Runs a decode step of three sequences, with adapters in these slots, through that many layers."""
     num_blocks = -(-context_len // 16)
     pool = KVPool(loader.layout_of(model.config, 16, "bfloat16"), 3 * num_blocks)
     tables = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(3)]
@@ -89,7 +100,8 @@ def launched_by(model: FusedCausalLM, num_layers: int, launches: list[str], cont
     ]
     for request in requests:
         request.num_computed_tokens = context_len - 1
-    batch = batch_of(step_input([(request, 1) for request in requests], 16), pool)
+    step = dataclasses.replace(step_input([(request, 1) for request in requests], 16), adapters=adapters)
+    batch = batch_of(step, pool)
     model._layers = model._layers[:1] * num_layers
     launches.clear()
     model(batch)
@@ -117,6 +129,85 @@ def test_the_skinny_gate_saves_a_launch(plain: Any, launches: list[str]) -> None
     first = found.index(LAYER[0])
     layer = [*LAYER[:6], "skinny_gate_product", "linear"]
     assert found[first : first + 16] == 2 * layer
+
+
+@pytest.mark.parametrize(
+    ("form", "linear"),
+    [(FORMATS["awq"], ["coded_linear_product"]), (W8A8, ["round_rows", "coded_linear_product"])],
+    ids=["awq", "int8"],
+)
+def test_codes_add_no_launch_but_the_rounding_of_activations(
+    form: Any,
+    linear: list[str],
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launches: list[str],
+) -> None:
+    """However many programs share a product: the last of them adds up its parts."""
+    quantized, _ = rewritten(checkpoint("llama"), tmp_path, form)
+    found = launched_by(fused_by(load_as_on_cuda(quantized, monkeypatch), ()), 2, launches)
+    first = found.index(LAYER[0])
+    layer = [name for each in LAYER for name in (linear if each == "linear" else [each])]
+    assert found[first:] == [*layer, *layer, "rms_norm", "linear"]
+
+
+def test_adapters_add_two_launches_to_a_linear_layer_and_none_to_a_step_without(
+    checkpoint: Callable[[str], Path], plain: Any, launches: list[str]
+) -> None:
+    adapters = loader.adapters_of(Checkpoint.open(str(checkpoint("llama"))), None)
+    fused = loader.fuse(plain, loader.choose_ops(plain.config, CPU, triton_attention()), None, adapters.places)
+    fused.adapters = adapters
+    to_tables(adapters.places, AdapterSettings(enable_lora=True), CPU, "bfloat16")
+    adapters.places.rows.places[1] = 0
+    found = launched_by(fused, 2, launches, adapters=np.array([1, 0, 1]))
+    first = found.index(LAYER[0])
+    layer = [name for each in LAYER for name in ([each, *LORA] if each == "linear" else [each])]
+    assert found[first:] == [*layer, *layer, "rms_norm", "linear"]
+    found = launched_by(fused, 2, launches)
+    assert found[found.index(LAYER[0]) :] == [*LAYER, *LAYER, "rms_norm", "linear"]
+
+
+def variant_of(kernel: Any, args: Any, options: dict[str, Any]) -> str:
+    """Returns for what Triton compiles a kernel: types, constants, alignment."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    options = {name: value for name, value in options.items() if name not in ("grid", "warmup")}
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    return f"{kernel.__name__} {bind(*args, **options)[1:]}"
+
+
+def test_no_kernel_is_compiled_again_for_another_number_of_rows_or_place_in_a_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That takes seconds, in a client's step: a step's numbers are 1, multiples of 16, and others."""
+    from triton.runtime.jit import JITFunction
+
+    from pd_cluster.model.cuda.attention import BatchMetadata, attend
+    from pd_cluster.model.cuda.attention_configs import configs_for
+    from pd_cluster.model.cuda.lora import CudaTable
+    from pd_cluster.model.cuda.plan import plan_decode
+    from pd_cluster.model.lora.device_rows import AdaptedBlocks
+
+    found: set[str] = set()
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: found.add(variant_of(self, args, options)))
+    table = CudaTable([slice(0, 64), slice(64, 96)], 128, torch.bfloat16, torch.device("cpu"), max_rank=16)
+    pool = torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16)
+    for num_rows, offset in ((1, 0), (16, 1), (17, 2), (32, 0)):
+
+        def numbers(size: int, offset: int = offset) -> torch.Tensor:
+            return torch.zeros(size + offset, dtype=torch.int32)[offset:]
+
+        x, y = torch.zeros(num_rows, 128, dtype=torch.bfloat16), torch.zeros(num_rows, 96, dtype=torch.bfloat16)
+        table.add(x, y, AdaptedBlocks(numbers(num_rows), numbers(3).view(1, 3)))
+        plan = plan_decode(num_rows, 1000 * num_rows, 2, configs_for(64, 16, 4, (9, 0)), 132)
+        starts, lens = numbers(num_rows + 1), numbers(num_rows)
+        arrivals = torch.zeros(plan.num_arrivals(2), dtype=torch.int32)
+        batch = BatchMetadata(starts, lens, numbers(8), starts, numbers(0), numbers(0).view(0, 2), arrivals)
+        attend(torch.zeros(num_rows, 8, 64, dtype=torch.bfloat16), pool, pool, batch, plan, Scoring(0.1))
+    assert len(found) == 3, sorted(found)
 
 
 def test_a_shaped_draw_takes_three_launches(launches: list[str]) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 
 from pd_cluster.model.cuda.coded import E2M1, E4M3, INT4, INT8, ROUNDED, CodedLinear, Codes, decoded
+from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.lora import CudaTable
+from pd_cluster.model.layers.gated import Routing
 from pd_cluster.model.lora.device_rows import AdaptedBlocks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -46,6 +48,15 @@ def written(num_inputs: int, num_outputs: int, kind: int, **given: int) -> None:
     decoded(codes(num_outputs, num_inputs=num_inputs, kind=kind, **given), BF16)
 
 
+def experts(num_rows: int, kind: int, group: int = 0, dtype: torch.dtype = BF16) -> None:
+    """Mixtral's, by codes."""
+    gate_up = codes(8, 2 * 14336, num_inputs=4096, kind=kind, group=group)
+    down = codes(8, 4096, num_inputs=14336, kind=kind, group=group)
+    TritonGroupedExperts(empty(8, 4096, dtype=dtype), gate_up, down, Routing(2), "silu")(
+        empty(num_rows, 4096, dtype=dtype)
+    )
+
+
 def adapted(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:
     modules = [slice(0, num_outputs // 2), slice(num_outputs // 2, num_outputs)]
     table = CudaTable(modules, num_inputs, dtype, torch.device("meta"), max_rank=16)
@@ -65,6 +76,9 @@ OTHERS: dict[str, Callable[[], None]] = {
     **{f"{kind} of {num_rows} rows, {dtype}": lambda kind=kind, num_rows=num_rows, dtype=dtype: coded(
         num_rows, 2880, 5760, kind, dtype, group=0 if kind == ROUNDED else 32)
        for kind in STORED for num_rows in (1, 20, 64, 500) for dtype in (BF16, FP16, FP32)},
+    **{f"experts of {kind}, {num_rows} rows": lambda num_rows=num_rows, kind=kind, group=group: experts(
+        num_rows, kind, group) for num_rows in (1, 2048) for kind, group in (
+            (INT4, 128), (E2M1, 32), (INT8, 128), (E4M3, 128), (ROUNDED, 0))},
     "adapters, float32": lambda: adapted(1, 1000, 70, FP32),
     "int4 of small groups": lambda: coded(1, 896, 1152, INT4, group=16, has_zeros=True),
     "int8 with zero points": lambda: coded(100, 1024, 4096, INT8, group=64, has_zeros=True),

@@ -31,6 +31,7 @@ from pd_cluster.model.cuda.skinny import SkinnyGate
 from pd_cluster.model.layers.gated import Routing
 from pd_cluster.model.layers.ops import Heads, Norm, Rope
 from tests.support import compile_coded
+from tests.support.ptx import order_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT64 = torch.int64
@@ -58,6 +59,7 @@ def overlapping() -> None:
     ops = CudaOps(lambda *_: torch.empty(0), speedups=["pdl"])
     ops.add_norm(empty(8, 4096), empty(8, 4096), Norm(empty(4096), 1e-6))
     ops.gate(empty(8, 2 * 14336), "silu")
+    heads(32, 8, 128, BF16, has_norm=True, pdl=True)
     skinny_gate(8, 4096, 14336, BF16, pdl=True)
 
 
@@ -73,6 +75,7 @@ def heads(
     has_norm: bool,
     wide: bool = False,
     codes: str = "",
+    pdl: bool = False,
 ) -> None:
     weight = Norm(empty(head_dim, dtype=dtype), 1e-6) if has_norm else None
     width = stored_width(codes, head_dim)
@@ -84,6 +87,7 @@ def heads(
         pool[:, 3, 0],
         pool[:, 3, 1],
         empty(8, dtype=torch.int64),
+        pdl=pdl,
         pool_dtype=codes,
     )
 
@@ -220,8 +224,7 @@ def facts(name: str, launch: Launch, arch: int) -> dict[str, Any]:
         "narrowest_store_nbytes": min(_widths("st", ptx), default=0),
         "copies_16_bytes": "cp.async.cg" in ptx,
         "is_16_bits": any(isinstance(arg, torch.Tensor) and arg.dtype in (BF16, FP16) for arg in launch[1]),
-        "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),
-        "lets_go": len(re.findall(r"griddepcontrol\.launch_dependents", ptx)),
+        **order_of(ptx),
         "fuses_doubles": "fma.rn.f64" in ptx,
         "tensor_cores": len(re.findall(r"mma\.sync|wgmma\.mma_async", ptx)),
     }

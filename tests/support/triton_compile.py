@@ -25,14 +25,10 @@ from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.cuda import attention
 from pd_cluster.model.cuda.attention_configs import configs_for
 from pd_cluster.model.cuda.plan import plan_attention
+from tests.support.ptx import order_of
 
 LAUNCHED = ("prefill_kernel", "decode_kernel", "write_kernel", "write_codes_kernel")
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
-# A count of complete splits: behind a barrier of the program without a store in between, and before another one.
-ORDERED_COUNT = re.compile(
-    r"bar\.sync\s+0;(?:(?!st\.global|bar\.sync)[^$])*?atom\.global\.gpu\.acq_rel\.add"
-    r"(?:(?!ld\.global|st\.global)[^$])*?bar\.sync\s+0;"
-)
 
 
 @dataclass
@@ -71,6 +67,7 @@ def _step(
     is_uniform: bool = False,
     pool_dtype: str = "",
     has_limits: bool = False,
+    pdl: bool = False,
 ) -> None:
     query_lens, context_lens = np.array([1, 1, 500]), np.array([900, 1000, 700])
     num_heads, torch_dtype = num_kv_heads * group, TORCH_DTYPES[dtype]
@@ -92,7 +89,7 @@ def _step(
     sinks = empty(num_heads, dtype=torch_dtype)
     scoring = Scoring(0.1, window, 30.0, sinks) if is_rich else Scoring(0.1)
     attention.write_kv(keys, values, pool[:, 3, 0], pool[:, 3, 1], empty(502, dtype=torch.int64), pool_dtype)
-    attention.attend(query, pool[:, 3, 0], pool[:, 3, 1], batch, plan, scoring, pool_dtype=pool_dtype)
+    attention.attend(query, pool[:, 3, 0], pool[:, 3, 1], batch, plan, scoring, pool_dtype=pool_dtype, pdl=pdl)
 
 
 def source_of(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
@@ -107,7 +104,8 @@ def source_of(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> AS
             continue
         signature[param.name] = mangle_type(value)
         number = value.data_ptr() if isinstance(value, torch.Tensor) else value
-        if isinstance(number, int) and number % 16 == 0 and not param.do_not_specialize:
+        is_open = not (param.do_not_specialize or param.do_not_specialize_on_alignment)
+        if isinstance(number, int) and number % 16 == 0 and is_open:
             attributes[(param.num,)] = [["tt.divisibility", 16]]
     return ASTSource(kernel, signature, constants, attributes)
 
@@ -124,8 +122,7 @@ def compiled(arch: int, **shape: Any) -> dict[str, dict[str, int]]:
         ptx = binary.asm["ptx"]
         for word in ("wgmma.mma_async", "mma.sync", "cp.async.cg"):
             found[name][word] = ptx.count(word)
-        found[name]["ordered_counts"] = len(ORDERED_COUNT.findall(ptx))
-        found[name]["counts"] = ptx.count(" atom.")
+        found[name] |= order_of(ptx)
     return found
 
 

@@ -12,6 +12,11 @@ import torch
 from pd_cluster.devices.device import Device
 from pd_cluster.devices.kinds import DeviceKind
 from pd_cluster.devices.streams import SideStream, capture
+from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.model.lora.adapters import Adapters
+from pd_cluster.model.lora.places import AdapterPlaces
+from pd_cluster.model.lora.placing import Placing
+from pd_cluster.model.prompt_adapters import PromptAdapters
 from tests.support.fake_device import FakeModule, Stream, install
 
 POOL_SIZE = 4  # torch's has 32
@@ -61,6 +66,28 @@ def test_copies_never_get_the_stream_that_is_captured(kind: DeviceKind, monkeypa
     copying = [SideStream(Device(kind))._stream for _ in range(2 * POOL_SIZE)]
     assert len(captured) == 2
     assert not set(captured) & set(copying)
+
+
+def test_loading_an_adapter_waits_for_launches_but_not_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for all of the device invalidates a graph that the engine's thread captures meanwhile."""
+    gpu = install(monkeypatch)
+    monkeypatch.setattr(gpu, "synchronize", lambda index: pytest.fail("the device is synchronized"), raising=False)
+    done: list[str] = []
+    device = Device("cuda")
+    monkeypatch.setattr(Placing, "puts", lambda self: [lambda slot: gpu.launch(0, lambda: done.append("put"))])
+    adapters = Adapters()
+    adapters.places.rows.device = device
+    adapters.put(1, SimpleNamespace(digest="a", path="folder", weights=bytes))  # type: ignore[arg-type]
+    assert done == ["put"]
+    monkeypatch.setattr(AdapterPlaces, "drop", lambda self, slot: done.append("dropped"))
+    gpu.launch(0, lambda: done.append("step"))
+    adapters.take_away(1)
+    assert done == ["put", "step", "dropped"]
+    prompts = PromptAdapters(8, KVLayout(1, 1, keys_and_values(8), 16, "float32"), device=device)
+    prompts._loaded[1] = None  # type: ignore[assignment]
+    gpu.launch(0, lambda: done.append("prompt"))
+    prompts.take_away(1)
+    assert done[-1] == "prompt"
 
 
 def _add_graphs(gpu: FakeModule, monkeypatch: pytest.MonkeyPatch) -> None:

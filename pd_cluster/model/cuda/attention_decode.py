@@ -99,7 +99,10 @@ def _merged(
     return acc / total[:, None]
 
 
-@triton.jit(do_not_specialize=["num_decode", "max_splits"])
+@triton.jit(
+    do_not_specialize=["num_decode", "max_splits"],
+    do_not_specialize_on_alignment=["query_starts", "context_lens", "block_table", "table_starts", "decode_seqs"],
+)
 def decode_kernel(
     query,
     out,

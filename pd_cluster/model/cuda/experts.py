@@ -13,7 +13,7 @@ import torch
 import triton
 
 from pd_cluster.model.cuda import experts_kernels as kernels
-from pd_cluster.model.cuda.coded import PLAIN, ROUNDED, Codes, codes_of, rounded
+from pd_cluster.model.cuda.coded import E2M1, PLAIN, ROUNDED, Codes, codes_of, rounded
 from pd_cluster.model.cuda.elementwise_kernels import ACTIVATIONS, DTYPES
 from pd_cluster.model.cuda.linear import ROW_TILES_TOGETHER, Tiling, TritonLinear
 from pd_cluster.model.layers.expert_weight import ExpertWeights
@@ -39,8 +39,9 @@ TILINGS_32_BITS = (Tiling(64, 64, 32, 8, 2), Tiling(16, 32, 64, 4, 2))
 FIXED_16_BITS, FIXED_32_BITS = TILINGS_16_BITS[1], TILINGS_32_BITS[0]
 
 
-def tiling(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tiling:
-    tilings = TILINGS_32_BITS if dtype == torch.float32 else TILINGS_16_BITS
+def tiling(num_pairs: int, num_experts: int, dtype: torch.dtype, has_words: bool = False) -> Tiling:
+    """`has_words`: the experts' numbers come from codes of four bits, which take registers: tiles have fewer rows."""
+    tilings = TILINGS_32_BITS if dtype == torch.float32 else TILINGS_16_BITS[int(has_words) :]
     return next((each for each in tilings if 2 * num_pairs >= each.block_m * num_experts), tilings[-1])
 
 
@@ -56,6 +57,10 @@ class _Matrices:
     shape: tuple[int, int, int]  # experts, outputs, inputs
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # numbers or codes; scales, zero points of codes
     codes: Codes | None
+
+    @property
+    def has_words(self) -> bool:
+        return self.codes is not None and self.codes.kind <= E2M1
 
     def taken(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the activations as these matrices take them, and the scales of rows that are rounded."""
@@ -146,7 +151,7 @@ class TritonGroupedExperts:
         if self._is_deterministic:
             tile = FIXED_32_BITS if x.dtype == torch.float32 else FIXED_16_BITS
         else:
-            tile = tiling(num_pairs, num_experts, x.dtype)
+            tile = tiling(num_pairs, num_experts, x.dtype, self._gate_up.has_words or self._down.has_words)
         row_tiles = num_row_tiles(num_pairs, num_experts, tile.block_m)
         common = {
             "num_row_tiles": row_tiles,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_places"], do_not_specialize_on_alignment=["rows", "blocks"])
 def lora_shrink(
     x,  # [num_rows, NUM_INPUTS]
     low,  # [SPLITS, num_places, LOW_WIDTH] float32
@@ -56,7 +56,7 @@ def lora_shrink(
             tl.store(target, total, mask=(m < count)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_places"], do_not_specialize_on_alignment=["rows", "blocks"])
 def lora_expand(
     y,  # [num_rows, num_outputs]: is added to
     low,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
-from pd_cluster.devices.device import synchronize, use
+from pd_cluster.devices.device import use
+from pd_cluster.devices.streams import mark
 from pd_cluster.errors import ModelError
 from pd_cluster.model.lora.device_rows import MOST_ADAPTERS
 from pd_cluster.model.lora.places import AdapterPlaces
@@ -31,11 +32,11 @@ class Adapters(Slots[LoraFolder]):
         self._take_place(slot, folder)
         for put in placed:
             put(slot)
-        synchronize(device)  # other threads' launches do not wait for this one's
+        mark(device).wait()  # other threads' launches do not wait for this one's
         log.info("adapter %s: %d parts of %s", folder.digest[:12], len(placed), folder.path)
 
     def take_away(self, slot: int) -> None:
-        synchronize(self.places.rows.device)  # steps that have it are launched, and may not be computed
+        mark(self.places.rows.device).wait()  # steps that have it are launched, and may not be computed
         self.places.drop(slot)
         self.places.rows.places.pop(slot, None)
 

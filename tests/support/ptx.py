@@ -1,0 +1,27 @@
+"""What the order of instructions in a kernel's PTX says."""
+
+from __future__ import annotations
+
+import re
+
+# A count of complete splits: behind a barrier of the program without a store in between, and before another one. So all
+# its threads have stored before the count's release, and none loads before its acquire.
+ORDERED_COUNT = re.compile(
+    r"bar\.sync\s+0;(?:(?!st\.global|bar\.sync)[^$])*?atom\.global\.gpu\.acq_rel\.add"
+    r"(?:(?!ld\.global|st\.global)[^$])*?bar\.sync\s+0;"
+)
+ACCESS = re.compile(r"\b(?:ld|st|atom|red)(?:\.volatile)?\.global|\bcp\.async")
+WAIT = "griddepcontrol.wait"
+
+
+def order_of(ptx: str) -> dict[str, int]:
+    """Counts atomic operations, and those that order results around them; waits for the previous kernel, what is
+    accessed before the first of them, and permissions for the next kernel.
+    """
+    return {
+        "counts": len(re.findall(r"\batom\.", ptx)),
+        "ordered_counts": len(ORDERED_COUNT.findall(ptx)),
+        "waits": ptx.count(WAIT),
+        "early_accesses": len(ACCESS.findall(ptx.partition(WAIT)[0])) if WAIT in ptx else 0,
+        "lets_go": ptx.count("griddepcontrol.launch_dependents"),
+    }

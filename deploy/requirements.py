@@ -3,7 +3,7 @@
 A torch that fits pyproject.toml is left out, so that pip keeps it: to pip, the 2.11.0a0+… of a vendor's image is older
 than 2.11. Without one it is exactly TORCH. Needs the standard library.
 
-    python3 deploy/requirements.py cuda
+    python3 deploy/requirements.py cuda otel
 """
 
 import re
@@ -27,9 +27,9 @@ def fits(found: str, wanted: str) -> bool:
     return _numbers(least) <= _numbers(found) < _numbers(below)
 
 
-def requirements(extra: str) -> list[str]:
+def requirements(*extras: str) -> list[str]:
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
-    named = [*project["dependencies"], *project["optional-dependencies"][extra]]
+    named = [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]
     (torch,) = (each for each in named if re.match(r"torch\b(?!-)", each))
     others = [each for each in named if each != torch]
     try:
@@ -39,4 +39,4 @@ def requirements(extra: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(requirements(sys.argv[1])))
+    print("\n".join(requirements(*sys.argv[1:])))

@@ -16,6 +16,7 @@ from pd_cluster.client.streaming import Sample, make_client, measure
 from pd_cluster.errors import ConfigError, PdClusterError
 
 HELP = "/new forgets what was said, /image FILE adds a picture to the next message, /exit or Ctrl-D ends"
+CONNECT_TIMEOUT_S = 5.0
 MAX_IMAGE_NBYTES = 24 << 20
 Say = Callable[[str], None]
 
@@ -91,6 +92,7 @@ async def _run(url: str, model: str, question: str, images: list[str], system: s
     for file in images:
         chat.show(file)
     async with make_client() as client:
+        await _check_there(client, url)
         if question:
             _raise_failure(await chat.ask(client, question))
             return
@@ -104,6 +106,17 @@ async def _run(url: str, model: str, question: str, images: list[str], system: s
                 if not is_person:
                     raise
                 note(str(error))
+
+
+async def _check_there(client: httpx.AsyncClient, url: str) -> None:
+    """Raises PdClusterError if no server answers, which nobody wants to read after a long question."""
+    try:
+        await client.get(f"{url.rstrip('/')}/live", timeout=CONNECT_TIMEOUT_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise PdClusterError(
+            f"no server answers at {url}: {str(error) or type(error).__name__}; give its public address with --url, "
+            f"or start one: `pd-cluster up`"
+        ) from None
 
 
 async def _take(chat: Chat, client: httpx.AsyncClient, line: str, is_person: bool) -> None:

@@ -6,9 +6,11 @@ versions of their software and what is wrong with them. Accesses devices and the
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -24,8 +26,10 @@ from pd_cluster.settings.timeouts import Timeouts
 from ranktable_tools import permission_warnings
 from ranktable_tools.npu import HCCN_CONF
 
+WARNING = "warning: "
 
-def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0) -> bool:
+
+def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0, as_json: bool = False) -> bool:
     """Prints tables, or with `network` the network's findings instead; returns whether nothing is wrong with it.
 
     Raises ConfigError for the first fault of the tables or variables.
@@ -34,7 +38,10 @@ def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0) -> b
     if network:
         from pd_cluster.commands.network import run as check_network
 
-        return check_network(find_place(env), env, console, wait_s)
+        return check_network(find_place(env), env, console, wait_s, as_json)
+    if as_json:
+        print(json.dumps(found_in(env), indent=2))
+        return True
     console.print(_deadlines())
     for line in _npu_software(env):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -61,6 +68,31 @@ def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0) -> b
     return True
 
 
+def found_in(env: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the same as JSON. Raises ConfigError."""
+    found: dict[str, Any] = {
+        "deadlines": {each.flag: each.default for each in declared(Timeouts)},
+        "npu_software": _npu_software(env),
+        "process": None,
+        "instances": [],
+        "warnings": [],
+    }
+    if not env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
+        return found
+    place = find_place(env)
+    keys = _keys(place, env)
+    found["process"] = {"name": place.name, "role": place.role, "table": str(place.table.file)}
+    found["warnings"] = [*permission_warnings([Path(place.table.file)])]
+    if keys.startswith(WARNING):
+        found["warnings"].append(keys.removeprefix(WARNING))
+    ports = _ports(place, env)
+    for at, (name, server) in enumerate(zip(place.names, place.table.instances, strict=True)):
+        devices = [device.device_id for device in server.device]
+        port = ports[at] if ports else None
+        found["instances"].append({"name": name, "host": server.server_ip, "devices": devices, "port": port})
+    return found
+
+
 def _keys(place: Place, env: Mapping[str, str]) -> str:
     """Reports whether an instance would find its files; only a warning, as flags of its command line are unknown."""
     derives = _is_on(env, "derive_secret")
@@ -71,7 +103,7 @@ def _keys(place: Place, env: Mapping[str, str]) -> str:
         if place.role == "scheduler":
             admin_token_of(place, files)
     except ConfigError as error:
-        return f"warning: {error}"
+        return f"{WARNING}{error}"
     return "the files of the cluster's secrets are there and readable" if not files.derives else "secrets: derived"
 
 
@@ -110,15 +142,20 @@ def _hccl(place: Place, env: Mapping[str, str]) -> Table:
     return table
 
 
-def _instances(place: Place, env: Mapping[str, str]) -> Table:
-    ports: list[str] = []
+def _ports(place: Place, env: Mapping[str, str]) -> list[int]:
+    """Returns those of NODE_PORTS; none for a worker without them. Raises ConfigError."""
     try:
-        ports = [str(port) for port in node_ports(env, place)]
+        return node_ports(env, place)
     except ConfigError:
         if place.role == "scheduler" or env.get("NODE_PORTS") or env.get("NODE_PORTS_FILE"):
             raise
+        return []
+
+
+def _instances(place: Place, env: Mapping[str, str]) -> Table:
+    ports = _ports(place, env)
     table = Table("instance", "host", "devices", "port", title=str(place.table.file))
     for at, (name, server) in enumerate(zip(place.names, place.table.instances, strict=True)):
         devices = ",".join(device.device_id for device in server.device)
-        table.add_row(name, server.server_ip, devices, ports[at] if ports else "NODE_PORTS is not set")
+        table.add_row(name, server.server_ip, devices, str(ports[at]) if ports else "NODE_PORTS is not set")
     return table

@@ -163,6 +163,7 @@ def check(
         float,
         typer.Option(min=0.0, help="With --network: seconds for the same command on the other hosts; 0: not at all."),
     ] = 120.0,
+    json: Annotated[bool, JSON] = False,
 ) -> None:
     """Check the rank tables and variables of this environment, and show every deadline with its flag.
 
@@ -171,7 +172,7 @@ def check(
     """
     from pd_cluster.commands.check import run
 
-    if not run(os.environ, network, wait):
+    if not run(os.environ, network, wait, json):
         raise typer.Exit(1)
 
 

@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -84,14 +85,21 @@ def new(
 
 
 @app.command("list")
-def list_keys(file: Annotated[Path, FILE]) -> None:
+def list_keys(
+    file: Annotated[Path, FILE], json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+) -> None:
     """Show the keys of a file, without their hashes."""
+    from msgspec.structs import asdict
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     from pd_cluster.cluster.tenancy.key_file import read_key_file, text_of
 
+    if json:
+        keys = [asdict(key) for key in read_key_file(file).keys]
+        typer.echo(dumps([{name: key[name] for name in key if name != "digest"} for key in keys], indent=2))
+        return
     table = Table("id", "tenant", "models", "requests/min", "tokens/min", "expires", box=box.SIMPLE)
     for key in read_key_file(file).keys:
         expires = "never" if key.expires_s is None else text_of(key.expires_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -26,20 +27,25 @@ from ranktable_tools.hosts import host_key
 STYLES: dict[Level, str] = {"error": "bold red", "unchecked": "yellow", "warning": "yellow", "ok": "green"}
 
 
-def run(place: Place, env: Mapping[str, str], console: Console, wait_s: float = 0.0) -> bool:
+def run(place: Place, env: Mapping[str, str], console: Console, wait_s: float = 0.0, as_json: bool = False) -> bool:
     """Prints the findings; returns whether nothing is wrong. Raises ConfigError for a wrong variable.
 
-    `wait_s`: for the same command on other hosts; 0: pairs between hosts are not checked.
+    `as_json`: prints one JSON object. `wait_s`: for the same command on other hosts; 0: pairs between hosts are not
+    checked.
     """
     device, kv_transport = (env.get(variable_of(name)) or "auto" for name in ("device", "kv_transport"))
     check_name(device)
     if kv_transport not in CHOICES:
         known = ", ".join(CHOICES)
         raise ConfigError(f"{called('kv_transport')} {kv_transport}: expected one of {known}").named(variable_of)
-    with _progress(console) as say:
+    with _silence() if as_json else _progress(console) as say:
         meet = _meeting(place, env, wait_s)
         found = [*_of_cards(place, device, say), *check_pairs(place, device, kv_transport, say, meet)]
     found = in_order(found)
+    if as_json:
+        listed = [{"level": each.level, "text": each.line} for each in found]
+        print(json.dumps({"findings": listed, "is_wrong": is_wrong(found)}, indent=2))
+        return not is_wrong(found)
     for each in found:
         console.print(f"[{STYLES[each.level]}]{each.level:<9}[/] {escape(each.line)}", soft_wrap=True, highlight=False)
     counts = [sum(each.level == level for each in found) for level in STYLES]
@@ -74,6 +80,11 @@ def _cards(instance: ListedInstance) -> list[hccn.Card]:
         )
         for each in instance.server.device
     ]
+
+
+@contextmanager
+def _silence() -> Iterator[Callable[[str], None]]:
+    yield lambda text: None
 
 
 @contextmanager

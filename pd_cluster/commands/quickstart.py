@@ -184,7 +184,7 @@ async def _work(cluster: Cluster, lines: Lines, asked: Question, once: bool) -> 
         raise
     if once:
         return
-    print(_invitation(launch), flush=True)
+    print(_invitation(launch, await cluster.dashboard_link()), flush=True)
     try:
         await cluster.wait_failure()
     except PdClusterError:
@@ -286,12 +286,13 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.1f} ms"
 
 
-def _invitation(launch: Launch) -> str:
+def _invitation(launch: Launch, dashboard: str) -> str:
     body = json.dumps({"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": MAX_TOKENS})
     return (
         f"serving OpenAI's API at {launch.url}/v1, admin at {launch.admin_url}; Ctrl-C stops everything\n"
         f"try: curl {launch.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
-        f"or:  pd-cluster instances --admin {launch.admin_url}"
+        f"or:  pd-cluster chat --url {launch.url}; pd-cluster status --admin {launch.admin_url}\n"
+        f"dashboard: {dashboard}"
     )
 
 

@@ -15,8 +15,9 @@ from pd_cluster.settings.setting import CHOICES, Declared, Panel
 
 Command = Callable[..., None]
 SHOWS_ALL = "pd_cluster.help_all"  # in a context's meta
-CLAUSE_END = re.compile(r"[.;:] ")
-LEAST_NUM_CHARS = {".": 12, ";": 20, ":": 24}
+CLAUSE_END = re.compile(r"[.;:] |, which ")
+LEAST_NUM_CHARS = {".": 12, ";": 20, ",": 20, ":": 24}
+MOST_NUM_CHARS = 80  # two lines beside a flag of usual length
 WIDER = {
     Panel.KV.value: Panel.ENGINE.value,
     Panel.REQUESTS.value: Panel.SCHEDULER.value,
@@ -109,7 +110,8 @@ def _brief(parameter: Any) -> Any:
 def first_words(text: str) -> str:
     """Returns a help text up to its first end of a sentence or clause that is worth reading alone."""
     ends = [found.start() for found in CLAUSE_END.finditer(text) if found.start() >= LEAST_NUM_CHARS[found[0][0]]]
-    return text[: ends[0]].rstrip(".") if ends else text.rstrip(".")
+    first = (text[: ends[0]] if ends else text).rstrip(".")
+    return first if len(first) <= MOST_NUM_CHARS else f"{first[:MOST_NUM_CHARS].rpartition(' ')[0]} …"
 
 
 HELP_ALL = typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show every flag, with its whole text.")

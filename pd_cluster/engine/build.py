@@ -27,6 +27,7 @@ from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.engine.worker import Worker
 from pd_cluster.errors import InstanceLost
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.model.parallel.group import Group, Rendezvous, join
 from pd_cluster.model.runner import ModelRunner
@@ -51,8 +52,10 @@ def build_core(
     """Loads an engine without peers: it generates by itself, together with its followers if there are any."""
     runner = ModelRunner(config, group, device)
     prefix = PrefixScope(runner.model_identity, runner.numerics) if config.enable_prefix_caching else None
+    block_size, num_kept = runner.pool.layout.block_size, runner.swap.num_kept
+    tier = HostTier(num_kept, runner.swap.num_blocks, LoadCost(block_size)) if num_kept and prefix is not None else None
     scheduler = StepScheduler(
-        BlockPool(runner.pool.num_blocks, rests=runner.device.is_accelerator),
+        BlockPool(runner.pool.num_blocks, rests=runner.device.is_accelerator, tier=tier),
         runner.pool.layout.block_size,
         config.max_num_seqs,
         runner.max_num_batched_tokens,

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from pd_cluster.errors import OutOfBlocks
+from pd_cluster.kv.host_tier import HostTier
 from pd_cluster.kv.prefix import PrefixIndex
 
 
@@ -17,12 +18,14 @@ class BlockPool:
     free ones, least recently used first.
     """
 
-    def __init__(self, num_blocks: int, rests: bool = True) -> None:
+    def __init__(self, num_blocks: int, rests: bool = True, tier: HostTier | None = None) -> None:
+        """`tier`: where evicted blocks go."""
         self.num_blocks = num_blocks
         self._free = deque(range(num_blocks) if rests else reversed(range(num_blocks)))
         self._take_free = self._free.popleft if rests else self._free.pop
         self._holders = [0] * num_blocks
         self._index = PrefixIndex()
+        self.tier = tier
         self.num_resets = 0
 
     @property
@@ -47,10 +50,16 @@ class BlockPool:
         """Takes all or nothing. Raises OutOfBlocks(wanted, free)."""
         if num_blocks > self.num_available:
             raise OutOfBlocks(wanted=num_blocks, free=self.num_available)
-        taken = [self._take_free() if self._free else self._index.evict() for _ in range(num_blocks)]
+        taken = [self._take_free() if self._free else self._evict() for _ in range(num_blocks)]
         for block in taken:
             self._holders[block] = 1
         return taken
+
+    def _evict(self) -> int:
+        block, content = self._index.evict()
+        if self.tier is not None:
+            self.tier.store(block, content)
+        return block
 
     def share(self, blocks: Iterable[int]) -> None:
         """Adds one holder to each; cached blocks become held."""
@@ -90,15 +99,24 @@ class BlockPool:
     def forget(self) -> None:
         """Forgets every content: cached blocks become free, and held ones will when they are released."""
         self._free.extend(self._index.forget())
+        if self.tier is not None:
+            self.tier.forget()
         self.num_resets += 1
 
     def follow(self) -> list[bytes]:
         """Returns every known content; from now on `changes` reports changes to them."""
-        return self._index.follow()
+        known = self._index.follow()
+        if self.tier is None:
+            return known
+        self.tier.changes()
+        return list(dict.fromkeys([*known, *self.tier.contents]))
 
     def changes(self) -> dict[bytes, bool]:
-        """Returns the contents that became known (True) or unknown (False) since the last call."""
-        return self._index.changes()
+        """Returns the contents that became known (True) or unknown (False) since the last call, here or in the tier."""
+        changes, tier = self._index.changes(), self.tier
+        if tier is None:
+            return changes
+        return {content: content in self._index or content in tier for content in {*changes, *tier.changes()}}
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """Counts how many of these blocks would stop being available when shared."""
@@ -114,6 +132,8 @@ class BlockPool:
             wrong = [block for block in range(self.num_blocks) if counted[block] != self._holders[block]]
             raise AssertionError(f"holders of blocks {wrong[:8]} are wrong: requests hold {len(block_tables)} tables")
         self._index.check(self._holders)
+        if self.tier is not None:
+            self.tier.check()
         free = set(self._free)
         if len(free) != len(self._free) or any(self._holders[b] or self._index.knows(b) for b in free):
             raise AssertionError("the free list has a block twice, or one that is held or cached")

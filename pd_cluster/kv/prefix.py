@@ -152,14 +152,17 @@ class PrefixIndex:
         """Protects a block that is held again."""
         del self._unheld[block]
 
-    def evict(self) -> int:
-        """Forgets the least recently used block without a holder, and returns it."""
+    def __contains__(self, content: bytes) -> bool:
+        return content in self._block_of
+
+    def evict(self) -> tuple[int, bytes]:
+        """Forgets the least recently used block without a holder; returns it and its content."""
         block, _ = self._unheld.popitem(last=False)
         content = self._hash_of.pop(block)
         del self._block_of[content]
         if self._changes is not None:
             self._changes[content] = False
-        return block
+        return block, content
 
     def forget(self) -> list[int]:
         """Forgets every content; returns the blocks without a holder, least recently used first."""

@@ -25,10 +25,13 @@ def swap_words(nbytes: int, pinned: int) -> str:
 class SwapSpace:
     """`num_blocks` blocks in host memory next to a pool; untouched ones take no memory."""
 
-    def __init__(self, pool: KVPool, num_blocks: int) -> None:
+    def __init__(self, pool: KVPool, num_blocks: int, num_kept: int = 0) -> None:
+        """`num_kept` more, behind them, are those of the host's cache (kv/host_tier.py)."""
         self.num_blocks = num_blocks
+        self.num_kept = num_kept
         self._pool = pool
         # Pinned only where a device copies: pinning allocates all the memory at once.
+        num_blocks += num_kept
         pinned = pool.device.is_accelerator and num_blocks > 0
         before = pinned_nbytes(pool.device) if pinned else None
         self._host = torch.empty(num_blocks, pool.layout.block_nbytes, dtype=torch.uint8, pin_memory=pinned)

@@ -57,7 +57,13 @@ from pd_cluster.model.prompt_graphs import PromptGraphs, sizes_up_to
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
-from pd_cluster.model.sizing import check_offload, num_pool_blocks, num_step_tokens, num_swap_blocks
+from pd_cluster.model.sizing import (
+    check_offload,
+    num_host_cache_blocks,
+    num_pool_blocks,
+    num_step_tokens,
+    num_swap_blocks,
+)
 from pd_cluster.model.speedups import numerics_name, speedups_for
 from pd_cluster.model.threads import StepThreads
 from pd_cluster.model.trial import prove_lengths, trial
@@ -165,7 +171,8 @@ class ModelRunner:
         peak += nbytes
         num_blocks = num_pool_blocks(config, layout, self.max_model_len, device, peak)
         self.pool = KVPool(layout, self.group.least(num_blocks), device)
-        self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
+        num_kept = self.group.least(num_host_cache_blocks(config, layout))
+        self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)), num_kept)
         if device.is_accelerator and self.model.adapters is not None:
             put_adapters(self.model.adapters.places, config.adapters, device, dtype)
         self.held = HeldAdapters(self.model, layout, config.adapters, device)

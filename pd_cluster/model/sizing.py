@@ -96,6 +96,10 @@ def check_offload(wanted_gib: float, device: Device) -> None:
     log.warning("%s %g changes nothing: on a CPU all weights are in host memory", told(name), wanted_gib)
 
 
+def num_host_cache_blocks(config: EngineConfig, layout: KVLayout) -> int:
+    return int(config.kv_host_cache_gib * GIB / max(1, config.num_local_ranks)) // layout.block_nbytes
+
+
 def num_swap_blocks(config: EngineConfig, layout: KVLayout) -> int:
     if config.preemption_mode != "swap":
         return 0

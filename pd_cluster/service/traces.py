@@ -8,7 +8,9 @@ names of the service, headers, certificates, the sampler, the sizes of batches.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import threading
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from pd_cluster import __version__
-from pd_cluster.cluster.routing.spans import Names, TraceSpan, Value, is_reported, spans_of, usage_of
+from pd_cluster.cluster.routing.spans import Names, TraceSpan, Value, has_failed, is_reported, spans_of, usage_of
 from pd_cluster.cluster.routing.stats import Outcome
 from pd_cluster.cluster.routing.timeline import Timeline
 from pd_cluster.errors import ConfigError, called
@@ -72,7 +74,7 @@ class RequestTrace:
 
     def ended(self, timeline: Timeline, outcome: Outcome) -> None:
         self._ended.append((timeline, outcome))
-        self._tracing.await_reports(self, timeline)
+        self._tracing.await_reports(self, timeline, outcome)
 
     def end(self, status: int, error: str = "") -> None:
         """Ends the request's own span. `status`: of HTTP; 0: the client left before there was one."""
@@ -80,7 +82,7 @@ class RequestTrace:
 
         if self._ended:
             self.span.set_attributes(usage_of(self._ended))
-            error = error or next((each.error and "generation_failed" for each, _ in self._ended if each.error), "")
+            error = error or ("generation_failed" if any(has_failed(outcome) for _, outcome in self._ended) else "")
         if status:
             self.note(Names.STATUS, status)
         error = error or (str(status) if status >= 400 else "")
@@ -94,9 +96,9 @@ class RequestTrace:
             self.span.update_name(f"{self._operation} {self._model}")
         self.span.end()
 
-    def write(self, timeline: Timeline) -> None:
+    def write(self, timeline: Timeline, outcome: Outcome) -> None:
         """Records the spans below the request's own."""
-        for span in spans_of(timeline):
+        for span in spans_of(timeline, outcome):
             self._write(span, self._context)
 
     def _write(self, span: TraceSpan, parent: Context) -> None:
@@ -134,13 +136,13 @@ class Tracing:
             "OTEL_RESOURCE_ATTRIBUTES", ""
         ):
             own["service.name"] = "pd-cluster"
-        self._provider: TracerProvider = TracerProvider(resource=Resource.create(own))
+        self._provider: TracerProvider = TracerProvider(resource=Resource.create(own), shutdown_on_exit=False)
         self._provider.add_span_processor(
             BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))
         )
         self.tracer = self._provider.get_tracer("pd_cluster", __version__)
         self._propagator = TraceContextTextMapPropagator()
-        self._waiting: dict[asyncio.TimerHandle, tuple[RequestTrace, Timeline]] = {}
+        self._waiting: dict[asyncio.TimerHandle, tuple[RequestTrace, Timeline, Outcome]] = {}
         self._loop = asyncio.get_running_loop()
 
     def begin(self, operation: str, path: str, headers: Mapping[str, str]) -> RequestTrace:
@@ -164,24 +166,34 @@ class Tracing:
         self._propagator.inject(told, context)
         return RequestTrace(self, operation, span, context, told)
 
-    def await_reports(self, trace: RequestTrace, timeline: Timeline, waited_s: float = 0.0) -> None:
+    def await_reports(self, trace: RequestTrace, timeline: Timeline, outcome: Outcome, waited_s: float = 0.0) -> None:
         """Writes a request's spans when its workers have reported their ends, or after a while."""
         if waited_s >= REPORT_TIMEOUT_S or is_reported(timeline):
-            trace.write(timeline)
+            trace.write(timeline, outcome)
             return
 
         def look() -> None:
             del self._waiting[handle]
-            self.await_reports(trace, timeline, waited_s + LOOK_S)
+            self.await_reports(trace, timeline, outcome, waited_s + LOOK_S)
 
         handle = self._loop.call_later(LOOK_S, look)
-        self._waiting[handle] = trace, timeline
+        self._waiting[handle] = trace, timeline, outcome
 
     async def close(self) -> None:
         """Writes what waits, and sends it if the collector answers in time."""
-        for handle, (trace, timeline) in self._waiting.items():
+        for handle, (trace, timeline, outcome) in self._waiting.items():
             handle.cancel()
-            trace.write(timeline)
+            trace.write(timeline, outcome)
         self._waiting.clear()
-        flushed = asyncio.ensure_future(asyncio.to_thread(self._provider.force_flush, int(FLUSH_TIMEOUT_S * 1e3)))
-        await asyncio.wait([flushed], timeout=FLUSH_TIMEOUT_S)
+        flushed = asyncio.Event()
+
+        def flush() -> None:
+            self._provider.force_flush()
+            with contextlib.suppress(RuntimeError):  # the loop may have ended long ago
+                self._loop.call_soon_threadsafe(flushed.set)
+
+        # A daemon of its own: force_flush has no timeout, and the loop's executor would be waited for.
+        threading.Thread(target=flush, name="traces-flush", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                await flushed.wait()

@@ -252,6 +252,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "recompute"
     swap_space_gib: Annotated[float, ENGINE("GiB of host memory to swap to.", checks=GIB)] = 4.0
+    kv_host_cache_gib: Annotated[
+        float,
+        ENGINE(
+            "GiB of host memory for KV blocks that the prefix cache has evicted; later requests load them from there "
+            "where that is quicker than to compute them.",
+            after="enable_prefix_caching",
+            checks=GIB,
+        ),
+    ] = 0.0
     cpu_offload_gb: Annotated[
         float,
         ENGINE(
@@ -286,6 +295,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.enable_mm and self.language_model_only:
             one, other = called("enable_mm"), called("language_model_only")
             raise ConfigError(f"{one}: {other} serves no images; give one of the two")
+        if self.kv_host_cache_gib and not self.enable_prefix_caching:
+            one, other = called("kv_host_cache"), called("enable_prefix_caching")
+            raise ConfigError(f"{one}: keeps blocks of the prefix cache, which {other} off has switched off")
         if self.preemption_mode == "swap" and not self.swap_space_gib:
             mode, space = called("preemption_mode"), called("swap_space")
             raise ConfigError(f"{mode} swap: needs room to swap to; give {space} GIB")

@@ -42,6 +42,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_free_swap_blocks: int = 0
     num_prefix_query_tokens: int = 0  # prompt tokens of admitted requests
     num_prefix_hit_tokens: int = 0  # those of them that were in the prefix cache
+    num_host_cache_blocks: int = 0  # evicted blocks that host memory has
+    num_host_hit_tokens: int = 0  # prompt tokens whose blocks were loaded from there
     num_queued_tokens: int = 0  # tokens of prompts that are here and not computed yet
     prefill_tokens_per_s: float = 0.0  # recent average over steps that computed prompts; 0: none yet
     decode_step_s: float = 0.0  # recent average time of a step that decoded running sequences; 0: none yet

@@ -14,6 +14,7 @@ import pytest
 from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import FLAGS
 from tests.support.cluster import LiveCluster
+from tests.support.metrics import told
 
 TEMPLATE = (
     "{{ mood | default('no mood') }}:{% for part in messages[0].content %}{{ part.text }}/{% endfor %}"
@@ -38,6 +39,7 @@ LOGS = {
     "formatters": {"own": {"format": "OWN %(process)d %(levelname)s %(message)s"}},
     "handlers": {"own": {"class": "logging.StreamHandler", "formatter": "own"}},
 }
+SELDOM = ["--heartbeat-interval=60", "--dead-after=200"]  # so that only what is sent besides shows changes in time
 PROMPT = {"model": "tiny", "prompt": "Once", "max_tokens": 10, "temperature": 0, "ignore_eos": True}
 
 
@@ -46,7 +48,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
     folder = tmp_path_factory.mktemp("uds")
     (folder / "serve.yaml").write_text(FILE)
     (folder / "logs.json").write_text(json.dumps({"root": {"handlers": ["own"]}, **LOGS}))
-    flags = [*FLAGS, f"--log-config-file={folder / 'logs.json'}", f"--chat-template={TEMPLATE}"]
+    flags = [*FLAGS, *SELDOM, f"--log-config-file={folder / 'logs.json'}", f"--chat-template={TEMPLATE}"]
     own = {"scheduler": [f"--uds={folder / 'api.sock'}", "--config", str(folder / "serve.yaml")]}
     cluster = LiveCluster(folder, model, arguments=flags, member_arguments=own)
     socket = httpx.HTTPTransport(uds=str(folder / "api.sock"))
@@ -139,6 +141,15 @@ def test_requests_are_in_the_access_log_but_for_quiet_paths(served: LiveCluster)
     assert not [
         line for line in log_of(served).splitlines() if '"GET' in line and ("/health" in line or "name=x" in line)
     ]
+
+
+def test_gauges_do_not_wait_for_heartbeats(served: LiveCluster) -> None:
+    def num_cached() -> float:
+        return told(served)["pd_cluster:num_cached_blocks", "decode-0"]
+
+    before = num_cached()
+    post(served, "/v1/completions", **{**PROMPT, "prompt": [37] * 128})
+    served.wait_until("the gauge shows the prompt's blocks", lambda: num_cached() >= before + 8)
 
 
 def test_every_process_logs_as_the_file_says(served: LiveCluster) -> None:

@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from ranktable_tools.files import Access
 from ranktable_tools.keys import ADMIN_TOKEN_FILE, SECRET_FILE, read_secret, secret_text, write_keys
 from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, assert_same, random_prompt
+from tests.support.otlp_collector import collector
 
 Checkpoints = Callable[..., Path]
 NUM_TOKENS = 24
@@ -39,15 +41,18 @@ class Joined(LiveCluster):
 
     def plan(self) -> list[Member]:
         self.secret, key, token = write_keys(self.folder, Access())
-        (self.join_port,) = free_ports(1)
+        self.join_port, self.dead_port = free_ports(2)
         files = [f"--scheduler-key-file={key}", f"--admin-token-file={token}", f"--join-port={self.join_port}"]
         scheduler = self.member("scheduler", "scheduler", self.launch.port, *files)
         return [scheduler, self.worker("prefill"), self.worker("decode")]
 
     def worker(self, role: str, name: str = "", *more: str) -> Member:
+        """Returns a worker that joins; one without a name of its own first tries an address at which nobody listens."""
         (port,) = free_ports(1)
+        where = f"127.0.0.1:{self.join_port}"
+        where = where if name else f"127.0.0.1:{self.dead_port},{where}"
         name = name or f"{role}-at-{port}"
-        return self.member(name, role, port, f"--join=127.0.0.1:{self.join_port}", f"--instance-name={name}", *more)
+        return self.member(name, role, port, f"--join={where}", f"--instance-name={name}", *more)
 
     def member(self, name: str, role: str, port: int, *more: str) -> Member:
         return member_of(self, name, role, port, f"--secret-file={self.secret}", *more)
@@ -186,10 +191,30 @@ def test_a_worker_leaves_at_sigterm(cluster: Joined, model: Path) -> None:
 
 
 @pytest.mark.slow  # 15 s: a second cluster
-def test_both_kinds_in_one_cluster_with_several_api_processes(model: Path, tmp_path: Path) -> None:
-    """A decode worker joins a cluster of the tables, serves alone when the table's is killed, and is removed."""
+def test_both_kinds_in_one_cluster_with_several_api_processes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode worker joins a cluster of the tables, serves alone when the table's is killed, and is removed.
+
+    Each API process exports the traces of its own requests.
+    """
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     join_port, port = free_ports(2)
-    own = {"scheduler": [f"--join-port={join_port}", "--api-workers=2"]}
+    with collector() as traces, both_kinds(model, tmp_path, join_port, port, traces.url) as cluster:
+        trace_id = "12" * 16
+        headers = {"traceparent": f"00-{trace_id}-{'34' * 8}-01"}
+        body = {"prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
+        answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body, headers=headers)
+        assert answer.headers["traceparent"].startswith(f"00-{trace_id}-")
+        spans = traces.awaited(trace_id, lambda spans: any(span.name == "decode" for span in spans))
+        assert [span.name for span in spans][-1] == "decode"
+
+
+@contextmanager
+def both_kinds(model: Path, tmp_path: Path, join_port: int, port: int, url: str) -> Iterator[LiveCluster]:
+    """Leaves the cluster with the guest alone, and then without it."""
+    own = {"scheduler": [f"--join-port={join_port}", "--api-workers=2", f"--otlp-traces-endpoint={url}"]}
     with LiveCluster(tmp_path, model, arguments=["--num-blocks=128"], member_arguments=own) as cluster:
         flags = [f"--join=127.0.0.1:{join_port}", f"--secret-file={tmp_path / SECRET_FILE}"]
         cluster.members["guest"] = member_of(cluster, "guest", "decode", port, *flags, "--instance-name=guest")
@@ -200,6 +225,7 @@ def test_both_kinds_in_one_cluster_with_several_api_processes(model: Path, tmp_p
             lambda: [i["instance_id"] for i in cluster.instances()] == names and cluster.is_whole(),
             90,
         )
+        yield cluster
         cluster.kill("decode-0")
         cluster.await_exit("decode-0")
         prompts = [random_prompt(random.Random(seed), 40) for seed in range(4)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.cluster import LiveCluster
@@ -15,7 +14,7 @@ LABELS = ("instance_id", "finished_reason", "cause", "reason", "source")  # no m
 
 def told(cluster: LiveCluster) -> dict[tuple[str, str], float]:
     """Returns (name, instance_id or the other label's value) -> number, without buckets; over a new connection."""
-    answer = httpx.get(f"{cluster.url}/metrics", timeout=30, trust_env=False)
+    answer = cluster.client.get(f"{cluster.url}/metrics", timeout=30)
     assert answer.status_code == 200, answer.text
     found = {}
     for family in text_string_to_metric_families(answer.text):

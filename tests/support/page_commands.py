@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,20 +15,20 @@ BLOCK = re.compile(r"^( *)```(?:sh|bash)\n(.*?)^ *```", re.MULTILINE | re.DOTALL
 def commands_of(page: str) -> Iterator[str]:
     """Yields each command of a page, in order; one that goes on over several lines comes whole."""
     for _, block in BLOCK.findall(page):
-        command = ""
+        command: list[str] = []
         for line in block.splitlines():
-            command += line if not command or _is_open(command) else f"\n{line}"
-            if command.endswith("\\"):
-                command = command[:-1].rstrip() + " "
+            command.append(line)
+            if line.endswith("\\") or _is_open("\n".join(command)):
                 continue
-            if _is_open(command):
-                command += "\n"
-                continue
-            if (whole := command.strip()) and not whole.startswith("#"):
+            if (whole := "\n".join(command).strip()) and not whole.startswith("#"):
                 yield whole
-            command = ""
+            command = []
 
 
 def _is_open(command: str) -> bool:
     """Whether a quote has not been closed yet."""
-    return re.sub(r"""'[^']*'|"[^"]*"|#.*""", "", command).count("'") % 2 == 1
+    try:
+        shlex.split(command, comments=True)
+    except ValueError:
+        return True
+    return False

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from openai.types import ReasoningEffort
 
 from pd_cluster.errors import ModelError, RequestError
 from pd_cluster.parsers.reply import Tool
@@ -147,6 +148,12 @@ def test_variables_do_not_replace_fields(name: str) -> None:
     error = refused(chat_template_kwargs={name: []})
     assert error.param == "chat_template_kwargs"
     assert name in str(error)
+
+
+@pytest.mark.parametrize("effort", get_args(get_args(ReasoningEffort)[0]))
+def test_every_effort_of_openais_client_is_known(effort: str) -> None:
+    levels = ChatTemplate("{{ reasoning_effort }}")
+    assert rendered(template=levels, reasoning_effort=effort) == effort
 
 
 def test_an_effort_is_honoured_or_refused() -> None:

@@ -91,11 +91,11 @@ def test_torch_npu_is_of_torch_s_version() -> None:
     assert set(re.findall(r"\btorch-npu==([\d.]+)", text)) == set(re.findall(r"\btorch==([\d.]+)", text))
 
 
-@pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_an_image_installs_its_extra(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])
+def test_an_image_installs_its_extras(kind: str) -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
-        assert kind in tomllib.load(file)["project"]["optional-dependencies"]
-    wanted = {"cuda": "deploy/requirements.py cuda", "npu": '".[npu]"'}
+        assert {kind, "otel"} - {"cpu"} <= tomllib.load(file)["project"]["optional-dependencies"].keys()
+    wanted = {"cpu": '".[otel]"', "cuda": "deploy/requirements.py cuda otel", "npu": '".[npu,otel]"'}
     assert wanted[kind] in dockerfile(kind)
 
 
@@ -105,10 +105,11 @@ def test_an_image_installs_its_extra(kind: str) -> None:
 def test_a_torch_that_fits_is_kept(version: str, does: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module = requirements()
     monkeypatch.setattr(module, "version", lambda name: {"torch": version}[name])
-    needs = module.requirements("cuda")
+    needs = module.requirements("cuda", "otel")
     assert [each for each in needs if each.startswith("torch")] == ([] if does else [module.TORCH])
     assert any(each.startswith("triton") for each in needs)
     assert any(each.startswith("transformers") for each in needs)
+    assert any(each.startswith("opentelemetry") for each in needs)
 
 
 def test_no_registry_or_index_is_named() -> None:

@@ -19,6 +19,7 @@ from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.room import BlockRoom
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.host_tier import Emit, HostTier, LoadCost
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Logprobs, Order, PromptOutput, Request, Sampling, Status
@@ -96,10 +97,12 @@ class Traffic:
         num_swap_blocks = rng.choice([0, 0, 6, 40])
         prefix = PrefixScope("model", Numerics()) if rng.random() < 0.8 else None
         window = rng.choice([None, None, 1, 5, 12])
-        self.runner = ToyRunner(num_blocks, block_size, num_swap_blocks, window)
+        num_kept = rng.choice([0, 0, 1, 5, 30]) if prefix is not None else 0
+        tier = HostTier(num_kept, num_swap_blocks, LoadCost(block_size)) if num_kept else None
+        self.runner = ToyRunner(num_blocks, block_size, num_swap_blocks + num_kept, window)
         self.runner.goes_ahead = launches
         self.scheduler = StepScheduler(
-            BlockPool(num_blocks),
+            BlockPool(num_blocks, tier=tier),
             block_size,
             max_num_seqs=rng.randrange(2, 10),
             max_num_batched_tokens=rng.randrange(1, 30),
@@ -180,6 +183,7 @@ class Traffic:
         return Counter(
             preemptions=self.scheduler.num_preemptions,
             hits=self.scheduler.num_prefix_hit_tokens,
+            tier=self.scheduler.num_tier_hit_tokens,
             ahead=self.core.ahead.num_ahead,
             **self.runner.num_moves,
         )
@@ -199,14 +203,14 @@ def explore(seeds: range, num_requests: int = 25, launches: bool = False) -> Cou
 
 def test_random_traffic_gives_the_tokens_of_each_request_alone() -> None:
     seen = explore(SEEDS)
-    for what in ("preemptions", "hits", "copy", "out", "in"):
+    for what in ("preemptions", "hits", "tier", "copy", "out", "in"):
         assert seen[what] > 20, f"{what} was hardly seen: {seen}"
 
 
 def test_a_step_ahead_of_the_host_changes_no_token() -> None:
     """Whatever stops, is aborted, arrives or gives way meanwhile."""
     seen = explore(range(300, 330), launches=True)
-    for what, least in (("ahead", 200), ("preemptions", 20), ("hits", 20)):
+    for what, least in (("ahead", 200), ("preemptions", 20), ("hits", 20), ("tier", 20)):
         assert seen[what] > least, f"{what} was hardly seen: {seen}"
 
 
@@ -243,6 +247,27 @@ def write_into_a_shared_block(self: BlockPool, block: int) -> bool:
 
 def forget_the_parent(parent: bytes, token_ids: list[int], block_size: int, *others: object) -> list[bytes]:
     return [repr(token_ids[at : at + block_size]).encode() for at in range(0, len(token_ids), block_size)]
+
+
+def test_a_slot_of_host_memory_that_changes_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget_pins(self: HostTier) -> int | None:
+        self._pinned.clear()
+        return room(self)
+
+    room = HostTier._room
+    monkeypatch.setattr(HostTier, "_room", forget_pins)
+    with pytest.raises(AssertionError):
+        explore(range(200))
+
+
+def test_an_evicted_block_that_is_not_copied_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_in(self: HostTier, emit: Emit | None) -> None:
+        begin(self, None if emit is None else lambda kind, s, t: emit(kind, s, t) if kind == "in" else None)
+
+    begin = HostTier.begin
+    monkeypatch.setattr(HostTier, "begin", only_in)
+    with pytest.raises((AssertionError, TypeError)):
+        explore(range(60))
 
 
 def test_a_missing_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

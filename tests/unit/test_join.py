@@ -353,6 +353,17 @@ def test_every_address_is_tried_with_every_pinned_key_before_it_waits() -> None:
         seeker.now_s += 0.01
 
 
+def test_a_name_with_several_addresses_is_tried_at_each_of_them() -> None:
+    seeker = Seeker((("a", 1), ("b", 2)))
+    for _ in range(6):
+        while not seeker.joining.is_due:
+            seeker.now_s += FIRST_BACKOFF_S / 4
+        seeker.joining.connect(*(("10.0.0.1", "10.0.0.2") if seeker.joining.address[0] == "a" else ("10.0.0.3",)))
+        seeker.joining.on_closed(seeker.joining.conn, NOT_OPENED)
+    assert [host for host, port, _ in seeker.lines.opened if port == 1] == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
+    assert [host for host, port, _ in seeker.lines.opened if port == 2] == ["10.0.0.3"] * 3
+
+
 def test_each_reason_is_logged_once_until_it_is_registered(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     seeker = Seeker((("a", 1), ("b", 2)))

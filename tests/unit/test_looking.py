@@ -17,12 +17,15 @@ from pd_cluster.client.overview import FINE, sparkline
 from pd_cluster.client.streaming import Sample
 from pd_cluster.commands import chat as chat_module
 from pd_cluster.commands.chat import Chat, data_url, timings
+from pd_cluster.commands.check import found_in
 from pd_cluster.commands.collect_env import collect
 from pd_cluster.commands.status import problem_lines
 from pd_cluster.commands.top import Looks, plain_line, screen
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.log_files import MAX_FILE_NBYTES, LogFile, file_of
 from pd_cluster.settings.redaction import HIDDEN, redacted, shown_value
+from ranktable_tools import generate
+from ranktable_tools.gen import write
 
 INSTANCE = {
     "instance_id": "decode-0",
@@ -200,3 +203,19 @@ def test_timings_and_bad_pictures() -> None:
     for file, why in (("x.txt", "not that of an image"), ("missing.png", "cannot be read")):
         with pytest.raises(ConfigError, match=why):
             data_url(file)
+
+
+def test_check_has_json_with_and_without_tables(tmp_path: Path) -> None:
+    found = found_in({})
+    assert found["deadlines"]["--heartbeat-interval"] == 0.5
+    assert found["process"] is None
+    made = generate(prefill=[[4]], decode=[[6]], api_server=True, server_ip="127.0.0.1", device_kind="cpu")
+    written = write(made, tmp_path)
+    table = next(file for file in written if file.name.startswith("global"))
+    local = next(file for file in written if file.name.endswith("_host.json"))
+    env = {"GLOBAL_RANK_TABLE_FILE_PATH": str(table), "RANK_TABLE_FILE_PATH": str(local), "NODE_PORTS": "8088,8089"}
+    found = found_in(env)
+    assert found["process"]["name"] == "scheduler"
+    assert [(each["name"], each["port"]) for each in found["instances"]] == [("prefill-0", 8088), ("decode-0", 8089)]
+    assert any("cluster.secret" in warning for warning in found["warnings"])
+    json.dumps(found)

@@ -54,7 +54,7 @@ def parse(words: list[str], is_whole: bool) -> None:
 
 def words_of(line: str) -> list[str]:
     """Returns a command line's words, without variables in front and a redirection behind."""
-    words = shlex.split(line, comments=True)
+    words = shlex.split(line.replace("\\\n", " "), comments=True)
     while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0]):
         words = words[1:]
     return words[: next((at for at, word in enumerate(words) if word in ("|", ">", "&", "&&", "<")), len(words))]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from pd_cluster.cluster.routing.spans import Names, TraceSpan, is_reported, spans_of
+from pd_cluster.cluster.routing.spans import Names, TraceSpan, has_failed, is_reported, spans_of
+from pd_cluster.cluster.routing.stats import Outcome
 from pd_cluster.cluster.routing.timeline import Timeline, Timelines
+from pd_cluster.types import FinishReason
 from pd_cluster.wire import TraceEvent
 
 PREFILL, DECODE = ("conn-p", "prefill-0"), ("conn-d", "decode-0")
@@ -83,6 +85,38 @@ def test_a_killed_worker_and_a_replay() -> None:
     assert (decode.error, decode.attributes[Names.UNREPORTED]) == ("decode-0 reported no end", True)
     assert shape(second) == ("attempt", 5.0, 7.0, ("generate", 5.5, 7.0))
     assert [span.attributes[Names.TRANSFER_ID] for span in (first, second)] == ["r-0", "r-1"]
+
+
+def outcome_of(reason: FinishReason) -> Outcome:
+    return Outcome([reason], [1], 7, 9, 0.0, 3.0, 4.0)
+
+
+def test_an_answer_of_one_token_needs_no_handover() -> None:
+    world = World()
+    world.at(1.5, "conn-p", "r-0", "submitted")
+    world.at(2.0, "conn-p", "r-0", "admitted", "offered")
+    world.at(3.0, "conn-p", "r-0", "first token", "finished")
+    world.timelines.ended("r")
+    _, attempt = spans_of(world.timeline, outcome_of("length"))
+    assert shape(attempt) == ("attempt", 1.0, 3.0, ("prefill", 1.5, 3.0))
+    assert attempt.parts[0].error == ""
+    world = World()
+    world.at(2.0, "conn-d", "r-0", "offered", "landed", nbytes=640)
+    world.now_s = 3.0
+    world.timelines.ended("r")
+    (handover,) = spans_of(world.timeline, outcome_of("length"))[1].parts
+    assert (shape(handover), handover.error) == (("handover", 2.0, 3.0), "")
+
+
+def test_a_client_that_leaves_is_no_error() -> None:
+    world = handed_over()
+    world.now_s = 5.0
+    world.timelines.ended("r", "the client left before the end")
+    assert not has_failed(outcome_of("abort"))
+    attempt = spans_of(world.timeline, outcome_of("abort"))[1]
+    assert (attempt.error, attempt.attributes[Names.ENDED]) == ("", "the client left before the end")
+    failed = spans_of(world.timeline, outcome_of("error"))[1]
+    assert (failed.error, Names.ENDED in failed.attributes) == ("the client left before the end", False)
 
 
 def test_a_request_of_which_nothing_was_reported() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from pd_cluster.api.gate.http import GeneratingRoute
 from pd_cluster.api.gate.tracing import OPERATIONS
 from pd_cluster.cluster.routing.spans import Names
 from pd_cluster.errors import ConfigError
+from pd_cluster.service import traces
 from pd_cluster.service.traces import Tracing, check_packages
 from pd_cluster.settings.http import HttpConfig
 from pd_cluster.settings.options import ServeOptions
@@ -68,6 +71,21 @@ def test_a_client_that_does_not_sample_is_obeyed(tmp_path: Path, received: Colle
     assert headers["traceparent"].startswith(f"00-{TRACE_ID}-")
     assert headers["traceparent"].endswith("-00")
     assert received.spans == []
+
+
+def test_a_collector_that_never_answers_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(traces, "FLUSH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(traces, "EXPORT_TIMEOUT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+
+        async def run() -> None:
+            tracing = Tracing(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces")
+            tracing.begin("chat", "/v1/chat/completions", {}).end(200)
+            await tracing.close()
+            assert not any(thread.name == "traces-flush" and not thread.daemon for thread in threading.enumerate())
+
+        asyncio.run(run())  # waits for the threads of its executor, but not for this one
 
 
 @pytest.mark.parametrize("openai", [True, False])

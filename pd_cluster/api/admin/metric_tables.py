@@ -82,6 +82,11 @@ INSTANCE_GAUGES = (
     ),
     OfInstance("pd_cluster:num_cached_blocks", "KV blocks kept for later requests.", lambda x: x.num_cached_blocks),
     OfInstance(
+        "pd_cluster:host_cache_blocks",
+        "Evicted KV blocks that host memory keeps, with --kv-host-cache.",
+        lambda load: load.num_host_cache_blocks,
+    ),
+    OfInstance(
         "pd_cluster:num_swapped_blocks",
         "KV blocks of preempted requests in host memory.",
         lambda load: load.num_swap_blocks - load.num_free_swap_blocks,
@@ -152,6 +157,11 @@ INSTANCE_COUNTERS = (
         "vllm:external_prefix_cache_hits",
         "Those of them whose KV cache has arrived.",
         lambda load: load.num_landed_tokens,
+    ),
+    OfInstance(
+        "pd_cluster:host_cache_hit_tokens",
+        "Tokens whose KV blocks were loaded from host memory instead of being computed or handed over.",
+        lambda load: load.num_host_hit_tokens,
     ),
     OfInstance("vllm:num_preemptions", "Requests that gave way to older ones.", lambda load: load.num_preemptions),
     OfInstance("pd_cluster:kv_sent_bytes", "KV cache sent to decode instances.", lambda load: load.kv_sent_nbytes),

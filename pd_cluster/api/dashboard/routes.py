@@ -52,7 +52,10 @@ class Code(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PageView(msgspec.Struct, frozen=True):
-    """The parts that a page may show. `is_whole`: all, with commands; otherwise figures. `takes_keys`: API keys let one in."""
+    """The parts that a page may show. `is_whole`: all, with commands; otherwise figures.
+
+    `takes_keys`: API keys let one in.
+    """
 
     is_whole: bool = True
     takes_keys: bool = False

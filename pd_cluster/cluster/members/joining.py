@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from pd_cluster import wire
-from pd_cluster.cluster.members.place import resolve_host
+from pd_cluster.cluster.members.place import resolve_hosts
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.net.admission import JOIN_EPOCH, JOIN_PORT, join_key
 from pd_cluster.net.mailbox import CUT_SHORT, REFUSALS, Mailbox
@@ -61,6 +61,7 @@ class Joining:
         self.conn = ""
         self._targets = list(itertools.product(addresses, keys))
         self._at = 0  # the target to try next, or that is tried
+        self._num_tried = [0] * len(self._targets)
         self._join, self._lines, self._timeouts, self._clock = join, lines, timeouts, clock
         self._reason = "nothing was tried yet"
         self._logged: set[str] = set()  # reasons since the start, or since it was last registered
@@ -83,9 +84,11 @@ class Joining:
         """Whether it is time to connect to `address`."""
         return self.state == "seeking" and self._clock() >= self._next_s
 
-    def connect(self, host: str) -> None:
-        """Opens a connection to the next address, which this number is."""
+    def connect(self, *hosts: str) -> None:
+        """Opens a connection to the next address. `hosts`: its numbers; each attempt takes the next of them."""
         (_, port), key = self._targets[self._at]
+        host = hosts[self._num_tried[self._at] % len(hosts)]
+        self._num_tried[self._at] += 1
         self.state, self.conn = "opening", self._lines.connect(JOIN_PORT, JOIN_EPOCH, host, port, key)
 
     def fail(self, reason: str) -> None:
@@ -197,7 +200,7 @@ class JoinMailbox:
     async def _connect(self) -> None:
         host, _ = self._joining.address
         try:
-            self._joining.connect(await asyncio.to_thread(resolve_host, host, "host {!r}"))
+            self._joining.connect(*await asyncio.to_thread(resolve_hosts, host, "host {!r}"))
         except ConfigError as error:
             self._joining.fail(str(error))
 

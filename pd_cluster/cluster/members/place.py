@@ -160,10 +160,16 @@ def use_openai(env: Mapping[str, str]) -> bool:
 
 def resolve_host(host: str, what: str = "server_ip {!r} of the rank table") -> str:
     """Returns a numeric address: sockets bind and connect to these. Raises ConfigError; `what` names the host in it."""
+    return resolve_hosts(host, what)[0]
+
+
+def resolve_hosts(host: str, what: str) -> list[str]:
+    """Returns all numeric addresses of a name, in the order of the name server. Raises ConfigError."""
     if host == "localhost":
-        return "127.0.0.1"
+        return ["127.0.0.1"]
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(address[0]) for *_, address in found))
     except OSError as error:
         raise ConfigError(f"{what.format(host)} cannot be resolved: {error.strerror}") from None
 

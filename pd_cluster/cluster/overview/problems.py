@@ -76,7 +76,7 @@ def _instances(instances: Sequence[Instance]) -> list[Problem]:
     for each in instances:
         if not each.is_ready:
             severity: Severity = "warning" if each.state in ("failed", "unreachable") else "notice"
-            way_out = f"`pd-cluster logs {each.name}`; docs/operations.md explains its states"
+            way_out = f"`pd-cluster logs {each.name}`; docs/operations.md explains the states"
             found.append(Problem(severity, f"{each.name} is {each.shown_state}", way_out, each.name, each.reason))
             continue
         if each.service == "out" or each.load.is_draining:

@@ -45,6 +45,7 @@ class Names:
     NUM_CACHED = "pd_cluster.num_cached_tokens"
     NUM_BYTES = "pd_cluster.num_bytes"
     UNREPORTED = "pd_cluster.end_unreported"
+    ENDED = "pd_cluster.ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,6 @@ class _Leg:
     def total(self, what: str, number: str) -> int:
         return sum(numbers.get(number, 0) for _, each, numbers in self.events if each == what)
 
-    @property
-    def has_failed(self) -> bool:
-        return self.first("failed") is not None
-
 
 def usage_of(timelines: Sequence[tuple[Timeline, Outcome]]) -> dict[str, Value]:
     """Returns the attributes of a request's own span; a request has a timeline for each of its prompts."""
@@ -102,18 +99,29 @@ def is_reported(timeline: Timeline) -> bool:
     return bool(begun) and begun == ended
 
 
-def spans_of(timeline: Timeline) -> list[TraceSpan]:
-    """Returns the spans below the request's own, in order of time."""
+def has_failed(outcome: Outcome) -> bool:
+    """Whether the request ended with an error; a client that leaves is none."""
+    return "error" in outcome.reasons
+
+
+def spans_of(timeline: Timeline, outcome: Outcome | None = None) -> list[TraceSpan]:
+    """Returns the spans below the request's own, in order of time. Without an outcome, its error is one."""
     routed_s = next(at_s for at_s, what in timeline.own if what == "routed")
     ended_s = timeline.ended_s if timeline.ended_s is not None else routed_s
     starts_s = [routed_s, *(at_s for at_s, what in timeline.own if what == "replayed")]
-    errors = [*timeline.reasons, timeline.error]
+    is_fault = outcome is None or has_failed(outcome)
+    errors = [*timeline.reasons, timeline.error if is_fault else ""]
     transfer_ids = timeline.ids[-len(starts_s) :]
     found = [TraceSpan("queue", timeline.received_s, routed_s)]
     for at, (transfer_id, start_s) in enumerate(zip(transfer_ids, starts_s, strict=True)):
         end_s = starts_s[at + 1] if at + 1 < len(starts_s) else ended_s
         names: dict[str, Value] = {Names.ATTEMPT: at, Names.TRANSFER_ID: transfer_id}
-        parts = [_within(part, start_s, end_s) for part in _parts(list(_legs(timeline, transfer_id)), end_s)]
+        if at + 1 == len(starts_s) and timeline.error and not is_fault:
+            names[Names.ENDED] = timeline.error
+        legs = list(_legs(timeline, transfer_id))
+        parts = [_within(part, start_s, end_s) for part in _parts(legs, end_s)]
+        if not errors[at]:  # a part that was still open is no fault: an answer can be complete before a handover is
+            parts = [replace(part, error="") if Names.UNREPORTED in part.attributes else part for part in parts]
         parts.sort(key=lambda part: part.start_s)
         found.append(TraceSpan("attempt", start_s, end_s, names, errors[at], parts=parts))
     return found
@@ -133,7 +141,8 @@ def _parts(legs: list[_Leg], end_s: float) -> Iterable[TraceSpan]:
         admitted_s, decode_s = leg.first("admitted"), leg.first("decode start")
         if leg.first("offered", "chunk", "decode start") is None and len(legs) == 1:
             numbers: dict[str, Value] = {Names.NUM_TOKENS: leg.total("finished", "num_tokens")}
-            yield _part("generate", leg, leg.events[0][0], leg.first(*ENDS), end_s, numbers)
+            name = "generate" if numbers[Names.NUM_TOKENS] or leg.first("finished") is None else "prefill"
+            yield _part(name, leg, leg.events[0][0], leg.first(*ENDS), end_s, numbers)
             continue
         if admitted_s is not None:
             done_s = leg.first("first token", *(() if decode_s is None else ("decode start",)), *ENDS)
@@ -144,7 +153,9 @@ def _parts(legs: list[_Leg], end_s: float) -> Iterable[TraceSpan]:
             }
             chunks = [event for event in leg.events if event[1] in ("admitted", "chunk")]
             yield _part("prefill", leg, start_s, done_s, end_s, numbers, chunks)
-        if leg.first("offered") is not None and (leg is receiver or (receiver is None and admitted_s is not None)):
+        if leg.first("offered") is not None and (
+            leg is receiver or (receiver is None and leg.first("credited", "sent"))
+        ):
             yield _handover(leg, legs, end_s)
         if decode_s is not None:
             numbers = {Names.NUM_TOKENS: leg.total("finished", "num_tokens")}
@@ -173,10 +184,12 @@ def _part(
     events: list[tuple[float, str, dict[str, int]]] | None = None,
 ) -> TraceSpan:
     attributes: dict[str, Value] = {Names.INSTANCE: leg.instance, **numbers}
+    error, failed_s = "", leg.first("failed")
     if done_s is None:
         attributes[Names.UNREPORTED] = True
-    has_failed = leg.has_failed or done_s is None
-    error = f"{leg.instance} failed" if leg.has_failed else f"{leg.instance} reported no end" if has_failed else ""
+        error = f"{leg.instance} reported no end"
+    elif failed_s is not None and failed_s <= done_s:
+        error = f"{leg.instance} failed"
     return TraceSpan(name, start_s, end_s if done_s is None else done_s, attributes, error, events or [])
 
 

@@ -26,6 +26,8 @@ from pd_cluster.model.sampling.sampler import Sampled, Sampler, SamplingRow
 from pd_cluster.model.sampling.tokens import After, Tokens
 from pd_cluster.types import Candidate, PooledOutput, PromptOutput, Request, TokenOutput
 
+MEASURED_TOKENS = 64  # in a step that tells how quickly prompts are computed
+
 
 class Runner(Protocol):
     """The part of a model that the engine needs; tests substitute a toy."""
@@ -101,6 +103,14 @@ class EngineCore:
         self.ahead = LookAhead(runner, scheduler, lambda plan: self.begins(plan))
         self._pooler = Pooler()
         self._clock = clock
+        scheduler.move_now = self._move
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        """Moves blocks, and notes what it costs to load some from the host's cache."""
+        start_s = self._clock()
+        self.runner.move(moves)
+        if (tier := self.scheduler.blocks.tier) is not None and any(move.kind == "in" for move in moves):
+            tier.cost.loaded(len(moves), self._clock() - start_s)  # blocks on their way out cost as much
 
     def plan(self) -> StepPlan:
         start_s = self._clock()
@@ -117,7 +127,7 @@ class EngineCore:
         on_layer = None if self.ahead.has_launched(plan) else self.begins(plan)
         times, start_s = self.times, self._clock()
         if plan.moves:
-            self.runner.move(plan.moves)
+            self._move(plan.moves)
         if not plan.chunks:
             return result
         if (chosen := self.ahead.sample(plan, on_layer)) is not None:
@@ -129,10 +139,13 @@ class EngineCore:
             times.commit_s += self._clock() - sampled_s
             self.num_steps += 1
             return result
+        begun_s = self._clock()
         guided = self.guides.begin(plan.chunks)  # masks are built while the model runs
         output = self.runner.forward(plan.chunks, on_layer)
         computed_s = self._clock()
         times.forward_s += computed_s - start_s
+        if (tier := self.scheduler.blocks.tier) is not None and plan.num_tokens >= MEASURED_TOKENS:
+            tier.cost.computed(plan.num_tokens, computed_s - begun_s)
         logits = output.logits
         if any(request.wants_prompt_logprobs for request, _ in plan.chunks):
             logits = self._prompt_logprobs(plan, logits)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope, chain_hashes
 from pd_cluster.types import Request
@@ -68,6 +70,26 @@ class Holdings:
             return []
         found = self.blocks.find(self._hashes(request, num_blocks))
         return found[: len(found) // step * step]
+
+    def in_tier(self, request: Request, num_tokens: int, num_cached: int) -> list[bytes]:
+        """Returns the contents behind its cached blocks that host memory has; none if computing is quicker."""
+        tier = self.blocks.tier
+        if tier is None or self.prefix is None or request.swap_table or request.computes_all:
+            return []
+        step = 1 if request.pooling is None else self._blocks_of_chunk
+        found = tier.find(self._hashes(request, num_tokens // self.block_size)[num_cached:]) if step else []
+        found = found[: (num_cached + len(found)) // step * step - num_cached] if found else []
+        return found if found and tier.cost.is_worth_it() else []
+
+    def take_with(self, cached: list[int], in_tier: Sequence[bytes], num_missing: int) -> list[int]:
+        """Shares cached blocks and takes the missing ones, the first of which are loaded; returns all in order."""
+        tier = self.blocks.tier
+        slots = tier.pin(in_tier) if tier is not None and in_tier else []  # before a block that is evicted needs one
+        self.blocks.share(cached)
+        taken = self.blocks.take(num_missing)
+        if tier is not None and slots:
+            tier.load(slots, taken[: len(slots)])
+        return cached + taken
 
     def remember(self, request: Request) -> None:
         """Adds its full blocks to the prefix cache, so that others can share them."""

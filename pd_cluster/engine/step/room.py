@@ -34,6 +34,7 @@ class BlockRoom:
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
+        self.num_tier_hit_tokens = 0
 
     def reserve(self) -> int:
         """Returns the blocks kept free for running requests' growth, so that admission does not preempt at once."""
@@ -51,20 +52,21 @@ class BlockRoom:
         num_missing = self.num_missing(request, cached)
         if num_missing is None:
             return False
-        self._blocks.share(cached)
-        request.block_table = cached + self._blocks.take(num_missing)
+        in_tier = self._holdings.in_tier(request, request.num_tokens - 1, len(cached))
+        request.block_table = self._holdings.take_with(cached, in_tier, num_missing)
         if request.swap_table:
             plan.moves += [Move("in", s, t) for s, t in zip(request.swap_table, request.block_table, strict=False)]
             self._swap.release(request.swap_table)
             request.swap_table = []
             request.num_hashed_blocks = self._holdings.num_passed(request)  # the former blocks' hashes are lost
             return True
-        request.num_computed_tokens = len(cached) * self._holdings.block_size
+        request.num_computed_tokens = (len(cached) + len(in_tier)) * self._holdings.block_size
         request.num_hashed_blocks = len(cached)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
             self.num_prefix_query_tokens += len(request.prompt_token_ids) if self._holdings.prefix is not None else 0
             self.num_prefix_hit_tokens += request.num_cached_tokens
+            self.num_tier_hit_tokens += len(in_tier) * self._holdings.block_size
         return True
 
     def make_room(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
@@ -91,10 +93,21 @@ class BlockRoom:
             request.block_table += self._blocks.take(missing)
         return True
 
+    def enters_with_moves(self, request: Request) -> bool:
+        """Whether it would load blocks from the host's cache, or evict some to there."""
+        if self._blocks.tier is None:
+            return False
+        cached = self._holdings.cached(request, request.num_tokens - 1)
+        num_missing = self._holdings.num_blocks_for(request.num_tokens) - len(cached)
+        return num_missing > self._blocks.num_free or bool(
+            self._holdings.in_tier(request, request.num_tokens - 1, len(cached))
+        )
+
     def grow_ahead(self, request: Request, num_tokens: int) -> bool:
         """Takes blocks for its next `num_tokens` tokens; False if some are missing or one must be copied."""
         missing, is_shared = self._lacks(request, request.num_computed_tokens + num_tokens)
-        if is_shared or missing > self._blocks.num_available:
+        most = self._blocks.num_available if self._blocks.tier is None else self._blocks.num_free
+        if is_shared or missing > most:
             return False
         if missing:
             request.block_table += self._blocks.take(missing)

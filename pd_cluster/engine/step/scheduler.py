@@ -11,7 +11,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 
 from pd_cluster.engine.step.holdings import Holdings
-from pd_cluster.engine.step.plan import MAX_PROMPT_LOGPROB_TOKENS, StepPlan, pooling_chunk_of, service_order
+from pd_cluster.engine.step.plan import MAX_PROMPT_LOGPROB_TOKENS, Move, StepPlan, pooling_chunk_of, service_order
 from pd_cluster.engine.step.room import BlockRoom
 from pd_cluster.engine.step.tally import Tallied
 from pd_cluster.engine.step.turns import Turns
@@ -64,6 +64,7 @@ class StepScheduler:
         self.waiting: list[Request] = []  # in order of service
         self.running: list[Request] = []
         self.preemptions = Tallied(PREEMPTIONS_BOUNDS)  # of sequences that ended
+        self.move_now: Callable[[list[Move]], None] = lambda moves: None  # outside steps
         self.room = BlockRoom(holdings, blocks, self.swap, self.requests, self.waiting, self.running)
 
     # ---- arrival and end of a request
@@ -83,11 +84,21 @@ class StepScheduler:
         if num_missing > self.blocks.num_available - self.blocks.num_unheld(cached):
             raise OutOfBlocks(wanted=num_missing, free=self.blocks.num_available)
         self._take_in(request)
-        self.blocks.share(cached)
-        request.block_table = cached + self.blocks.take(num_missing)
+        moves = self._begin_moves([])
+        in_tier = self._holdings.in_tier(request, len(request.prompt_token_ids), len(cached))
+        request.block_table = self._holdings.take_with(cached, in_tier, num_missing)
+        if moves:
+            self.move_now(moves)  # before anything lands
         request.num_hashed_blocks = len(cached)
         request.status = Status.LANDING
-        return len(cached) * self.block_size
+        self.room.num_tier_hit_tokens += len(in_tier) * self.block_size
+        return (len(cached) + len(in_tier)) * self.block_size
+
+    def _begin_moves(self, moves: list[Move]) -> list[Move]:
+        """Lets blocks that are evicted or loaded from now on add their moves, after which theirs so far are made."""
+        if self.blocks.tier is not None:
+            self.blocks.tier.begin(lambda kind, source, target: moves.append(Move(kind, source, target)))
+        return moves
 
     def landed(self, request: Request) -> None:
         """Adds a request to the running ones: the peer's KV of all prompt tokens is in its blocks."""
@@ -160,6 +171,7 @@ class StepScheduler:
     def plan(self) -> StepPlan:
         """Plans the next step: decodes first, so that none waits for a prompt; then prompts; then waiting requests."""
         plan = StepPlan()
+        self._begin_moves(plan.moves)
         budget = self.max_num_batched_tokens
         due = sorted(self.running, key=lambda r: (r.num_behind > 1, *service_order(r)))
         turn = None if self._turns is None else self._turns.next([*due, *self.waiting[:1]])
@@ -211,8 +223,9 @@ class StepScheduler:
         return plan
 
     def _enters_ahead(self, request: Request, may_go: Callable[[Request], bool]) -> bool:
-        """Whether it needs neither the host nor its swapped blocks nor those of a parked beam."""
-        return may_go(request) and not request.swap_table and not self.room.parked(request)
+        """Whether it needs neither the host nor blocks of host memory nor those of a parked beam."""
+        needs_host = request.swap_table or self.room.parked(request) or self.room.enters_with_moves(request)
+        return may_go(request) and not needs_host
 
     def computed(self, plan: StepPlan) -> list[Request]:
         """Records a computed step; returns the requests that caught up and sample now, in the plan's order."""
@@ -249,6 +262,10 @@ class StepScheduler:
     @property
     def num_prefix_hit_tokens(self) -> int:
         return self.room.num_prefix_hit_tokens
+
+    @property
+    def num_tier_hit_tokens(self) -> int:
+        return self.room.num_tier_hit_tokens
 
     @property
     def num_seqs(self) -> int:

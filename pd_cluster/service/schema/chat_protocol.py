@@ -19,6 +19,7 @@ MEDIA = ("image", "video")
 OWN_NAME_PARTS = ("refusal", "thinking")  # whose text has the name of their type
 TEXT_PARTS = ("text", "input_text", "output_text", *OWN_NAME_PARTS)
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
 
 
@@ -142,7 +143,7 @@ class ChatFields(BaseModel):
     documents: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
     chat_template: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_NUM_CHARS)
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
 
     @property
     def opens_answer(self) -> bool:

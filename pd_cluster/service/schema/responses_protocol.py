@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pd_cluster.service.schema.chat_protocol import MAX_DESCRIPTION_NUM_CHARS, MAX_TOOLS, Name
+from pd_cluster.service.schema.chat_protocol import MAX_DESCRIPTION_NUM_CHARS, MAX_TOOLS, Effort, Name
 from pd_cluster.service.schema.protocol import FAIL_FAST, MAX_SALT_NUM_CHARS
 from pd_cluster.types import INT32_MAX
 
@@ -76,7 +76,7 @@ class ResponseReasoning(BaseModel):
     """`summary` changes nothing here: reasoning is shown as the model wrote it."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 

@@ -110,7 +110,7 @@ export function picture(overview, rate, open, numPx) {
   for (const [from, to] of pairs) {
     const state = Object.entries(from.links).find(([peer]) => peer.split("@")[0] === to.instance_id)?.[1] ?? "none";
     const flows = rate.get(from.instance_id).sent > 0 && rate.get(to.instance_id).received > 0;
-    const kind = state.startsWith("up") ? (flows ? "flowing" : "") : state === "resting" ? "resting" : "broken";
+    const kind = isDown(from) || isDown(to) ? "broken" : state.startsWith("up") ? (flows ? "flowing" : "") : state === "resting" ? "resting" : "broken";
     link(from.instance_id, to.instance_id, kind, "right", `${from.instance_id} to ${to.instance_id}: ${state}`);
   }
   const at = places.get("");

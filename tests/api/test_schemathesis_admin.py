@@ -171,7 +171,11 @@ def made(mode: GenerationMode, num_cases: int) -> list[Case]:
 def fields_of(case: Case) -> dict[str, Any]:
     """Returns what httpx sends for a case."""
     sent = case.as_transport_kwargs(base_url="http://localhost")
-    fields: dict[str, Any] = {"url": sent["url"], "params": sent.get("params"), "headers": {}}
+    fields: dict[str, Any] = {
+        "url": sent["url"].removeprefix("http://localhost"),
+        "params": sent.get("params"),
+        "headers": {},
+    }
     fields["headers"] = {name: str(value) for name, value in dict(sent.get("headers") or {}).items()}
     if "json" in sent:
         fields["json"] = sent["json"]

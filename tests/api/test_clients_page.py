@@ -1,0 +1,26 @@
+"""The Python of docs/clients.md runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import LiveCluster
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[block.split()[1] for block in BLOCKS])
+def test_a_block(
+    cluster: LiveCluster, block: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    exec(block.replace("http://127.0.0.1:9000", cluster.url).replace("MODEL", "tiny"), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_page_has_a_block_for_each_kind_of_client() -> None:
+    assert [block.split()[1] for block in BLOCKS] == ["openai", "anthropic", "httpx"]

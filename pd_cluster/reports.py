@@ -112,6 +112,7 @@ class Busy(msgspec.Struct, frozen=True, array_like=True):
     num_requests: int = 0  # over HTTP, from the first byte to the last
     num_streams: int = 0  # that have been routed
     num_waiting: int = 0  # that wait for their turn to be routed
+    num_waiting_tokens: int = 0  # of their prompts, and of the answers that are expected
 
 
 class AdapterUse(msgspec.Struct, frozen=True, array_like=True):

@@ -21,6 +21,7 @@ from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.gate.http import LOOKING, PlainRoute, add_routes
 from pd_cluster.api.gate.request_id import RequestIds
 from pd_cluster.api.gate.root_path import RootPath
+from pd_cluster.api.gate.tracing import Traces
 from pd_cluster.api.openai.inference_routes import inference_routes, render_routes
 from pd_cluster.api.openai.legacy import legacy_routes
 from pd_cluster.api.openai.message_routes import message_count_routes, message_routes
@@ -30,7 +31,6 @@ from pd_cluster.api.openai.pooling_routes import pooling_routes
 from pd_cluster.api.openai.response_routes import kept_response_routes, response_routes
 from pd_cluster.api.openai.token_routes import token_routes
 from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.routing.entrance import Entrance
 from pd_cluster.cluster.routing.policy import check_served, refused_links, why_unavailable
 from pd_cluster.cluster.tenancy.tenants import TenantCounts, with_names
 from pd_cluster.errors import Unavailable
@@ -60,7 +60,7 @@ def public_app(
     counts.named |= {*with_names((), http.tenants)}
     app = _app(service, openai, http)
     install_error_handlers(app)
-    _put_in_front(app, service.router.entrance, drain, http, file_keys, counts)
+    _put_in_front(app, service, drain, http, file_keys, counts)
     for routes in OPENAI_ROUTES if openai else (legacy_routes,):
         add_routes(app, routes(service))
     if openai:
@@ -121,11 +121,18 @@ def _app(service: TextService, openai: bool, http: HttpConfig) -> FastAPI:
 
 
 def _put_in_front(
-    app: FastAPI, entrance: Entrance, drain: Drain, http: HttpConfig, file_keys: FileKeys | None, counts: TenantCounts
+    app: FastAPI,
+    service: TextService,
+    drain: Drain,
+    http: HttpConfig,
+    file_keys: FileKeys | None,
+    counts: TenantCounts,
 ) -> None:
     """Adds the layers from the inside out: the last one sees a request first."""
-    app.add_middleware(Arrivals, entrance=entrance)
+    app.add_middleware(Arrivals, entrance=service.router.entrance)
     app.add_middleware(DrainGate, drain=drain, root_path=http.root_path)
+    if service.tracing is not None:  # inside of the keys: strangers cause no traces
+        app.add_middleware(Traces, tracing=service.tracing, root_path=http.root_path)
     if http.has_keys or http.metrics_key:
         app.add_middleware(
             ApiKeys,

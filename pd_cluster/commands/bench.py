@@ -118,10 +118,20 @@ def engine(
     threads: Annotated[int, typer.Option(min=1, help="Threads of each engine.")] = 2,
     peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
     full: Annotated[bool, typer.Option(help="Run the slow workload in every round, not only in the first.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32,bfloat16: forms to measure beside vLLM's and llama.cpp's.")] = "",
+    quantization: Annotated[str, typer.Option(help="none,int8,int8_wo,int4_wo: each with each --dtype.")] = "",
+    quantize_head: Annotated[str, typer.Option(help="The same for the output layer.")] = "",
+    shape: Annotated[str, typer.Option(help="Of the model with --dtype or --quantization: 125M,1B.")] = "",
     quick: Annotated[bool, typer.Option(help="A tiny model, one round, generate() only: does it all run?")] = False,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
     """The engine alone against transformers, llama.cpp and vLLM on CPU, and against what the machine can do."""
+    if dtype or quantization or quantize_head or shape:
+        from pd_cluster.lab.engine import bits
+
+        setup = bits.setup_of(peers, workload, rounds, threads, peers_dir, quick)
+        bits.run(bits.make_bench(dtype, quantization, quantize_head, shape, setup), json)
+        return
     from pd_cluster.lab.engine.bench import make_bench, run
 
     run(make_bench(peers, workload, rounds, threads, peers_dir, quick, full), json)

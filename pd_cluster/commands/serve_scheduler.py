@@ -97,6 +97,10 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
         from pd_cluster.service.response_store import ResponseStore
 
         ResponseStore(http.responses)  # raises for a folder that cannot be used, before anything listens
+    if http.traces_endpoint:
+        from pd_cluster.service.traces import check_packages
+
+        check_packages(http.traces_endpoint)
     return options.read(
         ApiConfig,
         engine=start.engine,

@@ -32,11 +32,17 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """A child's task, the warm-up first; that is reported too, but only its tokens are used.
 
     `python` is the interpreter of a peer with an environment of its own; `gguf` is empty if not needed;
-    `quick` makes the measurements small.
+    `quick` makes the measurements small. `gguf_type` and `gguf_head_type` are ggml's names of types for all weights and
+    for the output layer's, empty for the file's own.
     """
 
     model: str
     gguf: str = ""
+    gguf_type: str = ""
+    gguf_head_type: str = ""
+    dtype: str = "float32"
+    quantization: str | None = None
+    quantize_head: str | None = None
     python: str = ""
     num_threads: int = 2
     batch_size: int = 32

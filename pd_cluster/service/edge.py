@@ -22,6 +22,7 @@ from pd_cluster.cluster.routing.router import Router
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.service.adapter_names import digests_of
 from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.service.traces import Tracing
 from pd_cluster.settings.config import ApiConfig, Credentials
 from pd_cluster.settings.timeouts import Timeouts
 
@@ -121,7 +122,7 @@ class Edge(Generic[RosterT]):
     def service(self) -> TextService:
         """Makes the service of this process."""
         self.router.expect_instances()
-        return text_service(
+        made = text_service(
             self.router,
             self.checkpoint,
             self.config,
@@ -131,6 +132,9 @@ class Edge(Generic[RosterT]):
             self.adapters,
             self._handle_secret,
         )
+        if endpoint := self.config.http.traces_endpoint:
+            made.tracing = Tracing(endpoint)
+        return made
 
 
 def text_service(

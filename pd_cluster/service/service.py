@@ -11,6 +11,7 @@ from typing import Any
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
+from pd_cluster.cluster.routing.timeline import FOLLOWER
 from pd_cluster.errors import ModelNotFound, RequestError
 from pd_cluster.media.given_video import AskedVideo, Frames
 from pd_cluster.parsers.plugin import formats_of
@@ -33,6 +34,7 @@ from pd_cluster.service.schema.tool_fields import tools_of
 from pd_cluster.service.scoring import Scorer
 from pd_cluster.service.sequence import Piece
 from pd_cluster.service.spacing import spaced
+from pd_cluster.service.traces import Tracing
 from pd_cluster.settings.media import IMAGES, VIDEOS, MediaSettings
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.settings.timeouts import Timeouts
@@ -87,6 +89,7 @@ class TextService:
     def __init__(self, router: Router, checkpoint: Checkpoint, config: ServiceConfig) -> None:
         """Raises ConfigError."""
         self.router = router
+        self.tracing: Tracing | None = None  # set by a server that exports traces
         self._config, self._answering = config, Answering(router)
         chat = config.chat
         self.tokenizer = Tokenizer(checkpoint.tokenizer_path, chat.template, checkpoint.path)
@@ -175,6 +178,12 @@ class TextService:
 
         Raises ModelNotFound, or RequestError if a required name is missing.
         """
+        found = self._known_model(name, caller)
+        if (follower := FOLLOWER.get()) is not None:
+            follower.asks(found)
+        return found
+
+    def _known_model(self, name: str | None, caller: Caller) -> str:
         own = self.names_for(caller)
         names = own + self.adapters_for(caller)
         if name is None and self._config.requires_model:
@@ -237,6 +246,8 @@ class TextService:
         await self._intake.close()
         await self._chats.close()
         await self._pictures.close()
+        if self.tracing is not None:
+            await self.tracing.close()
 
     async def chat(
         self,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -48,6 +49,21 @@ def _root_path(name: str, path: str) -> str:
     if root and not ROOT_PATH.fullmatch(root):
         raise ConfigError(f"{called(name)} {path!r}: expected a path such as /api, of letters, digits and . _ ~ -")
     return root
+
+
+def _endpoint(name: str, url: str) -> str:
+    """Returns the URL, with OTLP's own path if it has none. Raises ConfigError."""
+    if not url:
+        return ""
+    if url.startswith("grpc"):
+        raise ConfigError(
+            f"{called(name)} {url!r}: traces are sent over HTTP; give the collector's HTTP port, such as "
+            "http://collector:4318/v1/traces"
+        )
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"{called(name)} {url!r}: expected a URL such as http://collector:4318/v1/traces")
+    return url if parts.path.strip("/") else parts._replace(path="/v1/traces").geturl()
 
 
 ORIGINS, TOKENS = _strings(ORIGIN, "https://example.com"), _strings(HEADER_TOKEN, "x-session-id")
@@ -154,6 +170,15 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_docs: Annotated[
         bool, HTTP("Do not serve /docs and /openapi.json.", name="disable_fastapi_docs", form=NEGATED)
     ] = True
+    traces_endpoint: Annotated[
+        str,
+        HTTP(
+            "The URL to send OpenTelemetry traces to, by OTLP over HTTP, such as http://collector:4318/v1/traces; "
+            "needs pd-cluster[otel]. OpenTelemetry's OTEL_ variables work, too.",
+            name="otlp_traces_endpoint",
+            form=Form(str, _endpoint, str),
+        ),
+    ] = ""
     max_header_fields: Annotated[
         int,
         HTTP(

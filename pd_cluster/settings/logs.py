@@ -1,17 +1,38 @@
-"""Sets up the log of a process of a server: by a level, or by a file of Python's logging configuration."""
+"""Sets up the log of a process of a server: by a level and a format, or by a file of Python's logging configuration."""
 
 from __future__ import annotations
 
 import logging
 import logging.config
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
 
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
+LogFormat = Literal["text", "json"]
+OF_A_REQUEST = ("request_id", "transfer_id")  # fields of lines about one request, from a call's `extra`
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time (UTC), level, logger, message, pid, and what the line is about, if it is known."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        ms = f"{record.msecs:03.0f}" if record.msecs < 999.5 else "999"
+        line: dict[str, Any] = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{ms}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "pid": record.process,
+        }
+        line |= {name: getattr(record, name) for name in OF_A_REQUEST if hasattr(record, name)}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=str).decode()
 
 
 class Logs(msgspec.Struct, frozen=True):
@@ -19,10 +40,14 @@ class Logs(msgspec.Struct, frozen=True):
 
     level: str = "INFO"
     file: str = ""
+    format: LogFormat = "text"
 
     def begin(self) -> None:
         """Sets up this process's log. Loggers that the file does not name stay. Raises ConfigError."""
         logging.basicConfig(level=self.level, format=FORMAT)
+        if self.format == "json":
+            for handler in logging.getLogger().handlers:
+                handler.setFormatter(JsonLines())
         logging.getLogger("httpx").setLevel(logging.WARNING)
         if not self.file:
             return

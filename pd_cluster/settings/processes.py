@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.settings.logs import Logs
+from pd_cluster.settings.logs import LogFormat, Logs
 from pd_cluster.settings.setting import CHOICES, Form, Panel, Scope, Setting, at_least, finite, within
 from pd_cluster.wire import KVOptions, KVWireDtype
 from ranktable_tools.hosts import bracketed, is_host
@@ -86,6 +86,14 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
             after="log_level",
         ),
     ] = ""
+    log_format: Annotated[
+        LogFormat,
+        BASIC(
+            "text, or json: one object a line, with the request's id where a line is about one.",
+            scope=Scope.WORKERS,
+            after="log_level",
+        ),
+    ] = "text"
     spawn: Annotated[
         bool,
         Setting(
@@ -118,7 +126,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def logs(self) -> Logs:
-        return Logs(self.log_level, self.log_config_file)
+        return Logs(self.log_level, self.log_config_file, self.log_format)
 
 
 class KeyFiles(msgspec.Struct, frozen=True):

@@ -74,6 +74,7 @@ def test_alone_and_among_eight_split_and_not(cluster: LiveCluster, model: Path) 
     assert in_one_process(model, prompts) == alone
 
 
+@pytest.mark.slow
 def test_swapped_out_and_in_again_on_the_decode_instance(model: Path, tmp_path: Path) -> None:
     """The pool holds a few of the eight: preempted sequences continue with the same bits."""
     rng = random.Random(5)

@@ -60,7 +60,7 @@ def test_random_traffic_is_exact_while_cores_change_hands(cluster: LiveCluster, 
     cluster.assert_home()
 
 
-@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize("name", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.slow)])
 def test_a_killed_rank_leaves_nothing_taken(cluster: LiveCluster, model: Path, name: str) -> None:
     """Kill -9 of one that computes, or rests, while others compute on its cores and it on theirs."""
     expected = cluster.complete(PROMPT, NUM_TOKENS, ignore_eos=True)
@@ -76,7 +76,7 @@ def test_a_killed_rank_leaves_nothing_taken(cluster: LiveCluster, model: Path, n
     cluster.assert_home()
 
 
-@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize("name", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.slow)])
 def test_a_rank_that_stands_still_holds_nobody_up(cluster: LiveCluster, model: Path, name: str) -> None:
     """Stopped in a step or between steps: the others' streams end, and it takes part again after it continues."""
     expected = cluster.complete(PROMPT, NUM_TOKENS, ignore_eos=True)

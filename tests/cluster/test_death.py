@@ -17,9 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
+from pd_cluster.cluster.routing.spans import Names
 from pd_cluster.types import Sampling
 from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_same, generate, make_core, random_prompt
+from tests.support.otlp_collector import Collector, Seen, collector
 
 Checkpoints = Callable[..., Path]
 Tokens = dict[int, list[int]]  # choice → tokens
@@ -95,9 +97,18 @@ def model(checkpoint: Checkpoints) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+def traces() -> Iterator[Collector]:
+    with pytest.MonkeyPatch.context() as patch, collector() as made:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Iterator[LiveCluster]:
     folder = tmp_path_factory.mktemp("death")
-    with LiveCluster(folder, model, num_prefill=1, num_decode=2, arguments=["--num-blocks=256"]) as running:
+    flags = ["--num-blocks=256", f"--otlp-traces-endpoint={traces.url}"]
+    with LiveCluster(folder, model, num_prefill=1, num_decode=2, arguments=flags) as running:
         yield running
 
 
@@ -141,8 +152,12 @@ def expected(model: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("rank_only", [False, True], ids=["worker", "rank process"])
-def test_kill_9_of_the_decode_instance(cluster: LiveCluster, model: Path, expected: list[int], rank_only: bool) -> None:
-    stream, begun, victim = caught(cluster)
+def test_kill_9_of_the_decode_instance(
+    cluster: LiveCluster, model: Path, expected: list[int], rank_only: bool, traces: Collector
+) -> None:
+    trace_id = f"{'ab' * 15}{rank_only:02x}"
+    headers = {"traceparent": f"00-{trace_id}-{'cd' * 8}-01", "tracestate": "vendor=1"}
+    stream, begun, victim = caught(cluster, headers=headers)
     other = {"decode-0": "decode-1", "decode-1": "decode-0"}[victim]
     if rank_only:
         cluster.kill_rank(victim)
@@ -158,6 +173,42 @@ def test_kill_9_of_the_decode_instance(cluster: LiveCluster, model: Path, expect
     cluster.assert_home()
     if rank_only:
         assert "rank process" in cluster.logs()
+    assert_a_trace_of_two_attempts(traces.awaited(trace_id, has_two_attempts), victim, other)
+
+
+def has_two_attempts(spans: list[Seen]) -> bool:
+    """Also says no to the trace of a stream that was over before its instance could be killed."""
+    attempts = [span for span in spans if span.attributes.get(Names.ATTEMPT) == 1]
+    parents = {span.parent_id for span in spans}
+    return any(span.span_id in parents for span in attempts) and bool({span.span_id for span in spans} & {*parents})
+
+
+def assert_a_trace_of_two_attempts(spans: list[Seen], victim: str, other: str) -> None:
+    """Queue, prefill, handover and decode, cut off by a kill; then prefill and decode at another instance."""
+    (second,) = (span for span in spans if span.attributes.get(Names.ATTEMPT) == 1)
+    root = next(span for span in spans if span.span_id == second.parent_id)
+    below = [span for span in spans if span.parent_id == root.span_id]
+    assert (root.name, root.parent_id, root.trace_state) == ("text_completion tiny", "cd" * 8, "vendor=1")
+    assert root.service == "pd-cluster"
+    assert [span.name for span in below] == ["queue", "attempt", "attempt"]
+    usage = {Names.OPERATION: "text_completion", Names.REQUEST_MODEL: "tiny", Names.STATUS: 200}
+    usage |= {Names.INPUT_TOKENS: len(PROMPT), Names.OUTPUT_TOKENS: NUM_TOKENS, Names.FINISH_REASONS: ["length"]}
+    assert root.attributes.items() >= usage.items()
+    assert not root.is_error
+    first = below[1]
+    assert first.is_error
+    assert f"{victim} was lost" in first.told
+    parts = {at: [part for part in spans if part.parent_id == each.span_id] for at, each in enumerate(below[1:])}
+    found = [(part.name, part.attributes[Names.INSTANCE], part.is_error) for part in parts[0]]
+    assert found == [("prefill", "prefill-0", False), ("handover", victim, False), ("decode", victim, True)]
+    assert parts[0][2].attributes[Names.UNREPORTED]
+    found = [(part.name, part.attributes[Names.INSTANCE], part.is_error) for part in parts[1]]
+    assert found == [("generate", other, False)]
+    by_id = {span.span_id: span for span in spans}
+    for span in spans:
+        assert span.start_ns <= span.end_ns, span
+        if (parent := by_id.get(span.parent_id)) is not None:
+            assert parent.start_ns <= span.start_ns <= span.end_ns <= parent.end_ns, (span, parent)
 
 
 def test_sampled_and_guided_sequences_go_on_as_they_would_have(cluster: LiveCluster) -> None:

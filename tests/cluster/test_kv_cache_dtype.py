@@ -40,7 +40,9 @@ def check_tokens(cluster: LiveCluster, expected: list[list[int]]) -> None:
     cluster.assert_home()
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    "dtype", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8_e4m3"))]
+)
 def test_the_split_and_ranks_compute_what_one_process_does(checkpoint: Checkpoints, dtype: str) -> None:
     model = checkpoint("llama")
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)

@@ -83,8 +83,8 @@ def test_tensor_parallel_size_alone_is_two_ranks_each(model: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"tp": 2},
-        {"backend_config": PytorchEngineConfig(tp=2, num_gpu_blocks=64)},
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"backend_config": PytorchEngineConfig(tp=2, num_gpu_blocks=64)}, marks=pytest.mark.slow),
         {"backend_config": turbomind.EngineConfig(tp=2, cache_max_entry_count=0.002)},
     ],
     ids=["pipeline", "pytorch", "early turbomind"],
@@ -118,6 +118,7 @@ def test_a_process_that_cannot_start_is_told(model: Path) -> None:
         Offline(OfflineConfig(engine=engine, prefill=1, decode=1, arguments=("--no-such-flag",)))
 
 
+@pytest.mark.slow
 def test_what_a_worker_refuses_is_told_with_the_names_of_the_call(model: Path) -> None:
     """The rank process, its parent and this program each hand the error on; who wrote the call reads its own names."""
     with pytest.raises(ConfigError, match=r"could not start \(exit code 1\): num_blocks 2: .* of max_model_len 256 "):

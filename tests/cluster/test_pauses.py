@@ -47,6 +47,7 @@ def assert_all_go_on(cluster: LiveCluster, pause: Callable[[], None]) -> None:
     cluster.assert_home()
 
 
+@pytest.mark.slow
 def test_the_scheduler_pauses(cluster: LiveCluster) -> None:
     """The pause lasts until every worker has given it up."""
 

@@ -48,6 +48,7 @@ def test_answers_of_all_lengths_across_the_split(cluster: LiveCluster, folder: P
     assert any(cluster.instance(name)["kv_received_nbytes"] for name in ("decode-0", "decode-1"))
 
 
+@pytest.mark.slow
 def test_a_replay_keeps_the_length(cluster: LiveCluster, folder: Path) -> None:
     """The replayed request has fewer tokens to come, and the same length."""
     expected = cluster.complete(PROMPT, NUM_TOKENS)

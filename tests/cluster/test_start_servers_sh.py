@@ -322,8 +322,8 @@ def test_a_port_is_taken(servers: Servers, name: str) -> None:
 
 
 def test_a_wrong_flag(servers: Servers) -> None:
-    servers.start("prefill", "0", servers.prefill, ["--otlp-traces-endpoint=x"])
-    assert servers.error_of("prefill") == "--otlp-traces-endpoint x: traces are not exported yet"
+    servers.start("prefill", "0", servers.prefill, ["--tool-server=x"])
+    assert servers.error_of("prefill") == "--tool-server x: calls are answered by clients; the server runs no tools"
 
 
 def test_a_flag_that_contradicts_the_folder(servers: Servers) -> None:

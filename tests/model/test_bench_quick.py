@@ -38,6 +38,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
         monkeypatch.setattr(each, "run_child", run_here)
 
 
+@pytest.mark.slow
 def test_quick_runs_our_engine_and_generate(tmp_path: Path) -> None:
     """Both in processes of their own, on a tiny model; their tokens agree."""
     file = tmp_path / "out.json"

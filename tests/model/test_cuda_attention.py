@@ -282,8 +282,8 @@ def compile_and_check(compiler: TritonChild, arch: int, dtype: str, **shape: Any
     [
         (90, 128, 4, "bfloat16", 16, False),
         (90, 64, 8, "bfloat16", 16, True),
-        (80, 128, 4, "bfloat16", 16, True),
-        (90, 128, 2, "float32", 256, False),
+        pytest.param(80, 128, 4, "bfloat16", 16, True, marks=pytest.mark.slow),
+        pytest.param(90, 128, 2, "float32", 256, False, marks=pytest.mark.slow),
     ],
 )
 def test_kernels_compile_and_fit(

@@ -41,7 +41,7 @@ from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling, TokenOutput
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, random_prompt, run
-from tests.support.interpreted import DTYPES, choose_device
+from tests.support.interpreted import DTYPES, SLOW_IF_INTERPRETED, choose_device
 
 choose_device(in_order=True)
 
@@ -264,7 +264,10 @@ def _told(token: TokenOutput) -> tuple[int, float, list[tuple[int, float]]]:
 
 @pytest.mark.parametrize(
     "architecture",
-    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "qwen2_moe", "gpt_oss", "glm4"))],
+    [
+        pytest.param("llama", marks=SLOW_IF_INTERPRETED),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "qwen2_moe", "gpt_oss", "glm4")),
+    ],
 )
 def test_an_answer_is_the_same_alone_in_a_batch_in_chunks_and_after_a_preemption(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

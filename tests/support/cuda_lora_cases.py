@@ -25,7 +25,7 @@ from pd_cluster.types import Order, Request, Sampling
 from tests.support.adapters import loaded, make_adapter, merged
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, random_prompt, run
-from tests.support.interpreted import choose_device
+from tests.support.interpreted import SLOW_IF_INTERPRETED, choose_device
 
 choose_device()
 
@@ -57,8 +57,16 @@ def step_of(slots: list[int], padding: int = 0) -> AdaptedBlocks:
     return AdaptedBlocks(*(torch.tensor(each) for each in (rows, blocks)))
 
 
-@pytest.mark.parametrize("num_inputs", [1024, 4100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_inputs", "dtype"),
+    [
+        (1024, torch.float32),
+        pytest.param(1024, torch.bfloat16, marks=SLOW_IF_INTERPRETED),
+        pytest.param(4100, torch.float32, marks=SLOW_IF_INTERPRETED),
+        (4100, torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_each_row_gets_what_its_adapter_adds(num_inputs: int, dtype: torch.dtype) -> None:
     """Three adapters of other ranks and none, in a step; and a row's bits are the same alone."""
     torch.manual_seed(num_inputs)

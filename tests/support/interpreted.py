@@ -18,10 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SLOW_IF_INTERPRETED = [pytest.mark.slow] if os.environ.get("TRITON_INTERPRET") == "1" else []  # a GPU runs these too
 
 
 def run_cases(files: Sequence[str], *arguments: str, timeout_s: float = 110) -> str:

@@ -24,6 +24,7 @@ from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.errors import Unavailable
 from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.service.traces import Tracing
 from pd_cluster.settings.http import HttpConfig
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
 from tests.support.router_world import FakeMembership
@@ -64,6 +65,7 @@ def make_app(
     entrance: Entrance | None = None,
     router: Router | None = None,
     file_keys: FileKeys | None = None,
+    tracing: Tracing | None = None,
     **settings: Any,
 ) -> tuple[FastAPI, Drain]:
     """Makes the app. Without a router nobody serves the model: routes that need no instance work, the rest give 503.
@@ -82,6 +84,7 @@ def make_app(
     service = TextService(
         router, checkpoint, ServiceConfig("/models/tiny", list(served_model_names), MAX_MODEL_LEN, **settings)
     )
+    service.tracing = tracing
     drain = Drain(1.0, lambda: None)
     return public_app(service, [], openai, drain, http or HttpConfig(), file_keys=file_keys), drain
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -13,10 +14,11 @@ assert spec is not None
 assert spec.loader is not None
 changed_tests = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(changed_tests)
+importers = functools.cache(changed_tests.importers)
 
 
 def chosen(*changed: str, durations: dict[str, float] | None = None, budget_s: float = 1e9) -> list[str]:
-    away = changed_tests.distances([*changed], changed_tests.importers())
+    away = changed_tests.distances([*changed], importers())
     found: list[str] = changed_tests.choose(away, durations or {}, budget_s)
     return found
 

@@ -47,7 +47,7 @@ def test_a_guide_permits_a_text_where_its_content_fits(world: World, parser: str
     num_permitted = 0
     for prompt_end in ("", f"a {thinking.opens[0]}", f"{thinking.closes[0]}\n"):
         guide = form.guide([], "none", prompt_end, answer=ANSWER)
-        for _ in range(300):
+        for _ in range(100):
             text = "".join(rng.choices(bits, k=rng.randint(1, 5)))
             content = "".join(part.text for part in parts_of(form, text, prompt_end) if isinstance(part, Content))
             is_permitted = world.verdict(guide, text) == "whole"
@@ -56,7 +56,7 @@ def test_a_guide_permits_a_text_where_its_content_fits(world: World, parser: str
             else:
                 assert content not in ("yes", "no"), text
             num_permitted += is_permitted
-    assert num_permitted > 30
+    assert num_permitted > 10
 
 
 @pytest.mark.parametrize("parser", ["deepseek_r1", "minimax_m2", "step3"])

@@ -57,6 +57,7 @@ ONLY_IN = {
     "triton": ("model.cuda", "kv.copy_kernel"),
     "PIL": ("media",),
     "av": ("media",),
+    "opentelemetry": ("service.traces",),
     "flashinfer": ("model.cuda.flashinfer", "lab.peers.gpu_attention"),
 }
 TORCH_FREE = [
@@ -91,10 +92,11 @@ ALLOWED = {
         *("xxhash", "yaml", "zmq"),
     },
 }
+TRACES = {"opentelemetry.sdk", "opentelemetry.exporter"}  # imported once --otlp-traces-endpoint is given
 NOT_IN_A_RANK = {"sympy", "torch._dynamo.convert_frame", "torch.distributed.fsdp", "torch.distributed.tensor"}
 # Optional packages that the libraries above import if they are installed.
 CHANCE = {"PIL", "accelerate", "charset_normalizer", "cython_runtime", "dill", "h11", "httpcore", "httpx", "orjson"}
-CHANCE |= {"psutil", "sklearn", "sniffio", "triton", "zstandard", "opentelemetry"}
+CHANCE |= {"psutil", "sklearn", "sniffio", "triton", "zstandard", "opentelemetry", "google"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -222,3 +224,4 @@ def test_a_role_imports_no_more_than_it_needs(role: str) -> None:
     assert {name for name in packages if not name.startswith("_")} <= ALLOWED[role] | CHANCE
     assert "pd_cluster.errors" in modules
     assert role != "rank process" or not NOT_IN_A_RANK & modules
+    assert not TRACES & modules

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -55,3 +56,24 @@ def test_loggers_that_exist_stay(tmp_path: Path) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=60)
     assert ended.stderr.splitlines() == ["OWN hot"]
+
+
+def test_lines_of_json() -> None:
+    code = (
+        "import logging; from pd_cluster.settings.logs import Logs; log = logging.getLogger('pd_cluster.x')\n"
+        "Logs(format='json').begin(); log.info('%s \\n goes on', 'r-1', extra={'request_id': 'cmpl-1'})\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError as error: log.error('hot', exc_info=error)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    first, second = [json.loads(line) for line in ended.stderr.splitlines()]
+    assert first.pop("time").endswith("Z")
+    assert first.pop("pid") == second["pid"] > 0
+    assert first == {
+        "level": "INFO",
+        "logger": "pd_cluster.x",
+        "message": "r-1 \n goes on",
+        "request_id": "cmpl-1",
+    }
+    assert (second["level"], "request_id" in second) == ("ERROR", False)
+    assert "ZeroDivisionError" in second["exception"]

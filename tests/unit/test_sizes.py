@@ -15,7 +15,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Functions whose parameters are given from outside: flags, and names that users call.
 GIVEN = {
-    "commands.bench": {"serve", "routing"},
+    "commands.bench": {"serve", "routing", "engine"},
     "commands.cli": {"up"},
     "offline.llm": {"LLM.__init__", "LLM.chat"},
     "offline.lmdeploy.async_engine": {"AsyncEngine.generate"},

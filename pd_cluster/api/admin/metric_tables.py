@@ -325,8 +325,13 @@ CACHE_CONFIG = OfCluster("vllm:cache_config_info", "Always 1; the labels say wha
 INSTANCES = OfCluster("pd_cluster:instances", "Instances of the rank table, by role and state.")
 OPEN_STREAMS = OfCluster("pd_cluster:open_streams", "Requests that have been routed and have not ended.")
 QUEUED_REQUESTS = OfCluster("pd_cluster:queued_requests", "Requests that wait for room, before they are routed.")
+QUEUED_TOKENS = OfCluster("pd_cluster:queued_tokens", "Tokens of these: prompts, and the answers that are expected.")
+BACKLOG_TOKENS = OfCluster(
+    "pd_cluster:backlog_tokens",
+    "Tokens of requests at instances of a role that these have still to compute: what an autoscaler divides.",
+)
 API_PROCESSES = OfCluster("pd_cluster:api_processes_alive", "Processes that serve the public port.")
-CLUSTER_GAUGES = (CACHE_CONFIG, INSTANCES, OPEN_STREAMS, QUEUED_REQUESTS, API_PROCESSES)
+CLUSTER_GAUGES = (CACHE_CONFIG, INSTANCES, BACKLOG_TOKENS, OPEN_STREAMS, QUEUED_REQUESTS, QUEUED_TOKENS, API_PROCESSES)
 
 ShownState = Literal["leaving", "changing", "draining", "drained"]
 STATES: tuple[str, ...] = (*get_args(InstanceState), *get_args(ShownState))

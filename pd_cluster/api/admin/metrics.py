@@ -101,7 +101,7 @@ class _Only(Collector):
 
 
 def busy_of(router: Router, drain: Drain) -> Busy:
-    return Busy(drain.num_running, router.num_streams, router.num_waiting)
+    return Busy(drain.num_running, router.num_streams, router.num_waiting, router.entrance.num_waiting_tokens)
 
 
 def metrics_of(instances: Sequence[Instance], model_name: str, told: AllStats, own: Busy) -> bytes:
@@ -136,10 +136,12 @@ class _Cluster(Collector):
             yield self._histogram(histogram, self._told.stats)
         yield self._cache_config()
         yield self._states()
+        yield self._backlog()
         own, others = self._own, self._told.others
         for each, value in (
             (tables.OPEN_STREAMS, own.num_streams + others.num_streams),
             (tables.QUEUED_REQUESTS, own.num_waiting + others.num_waiting),
+            (tables.QUEUED_TOKENS, own.num_waiting_tokens + others.num_waiting_tokens),
             (tables.API_PROCESSES, self._told.num_api_processes),
         ):
             family = GaugeMetricFamily(each.name, each.text, labels=["model_name"])
@@ -209,6 +211,14 @@ class _Cluster(Collector):
         found = Counter[tuple[str, str]]((instance.role, instance.shown_state) for instance in self._instances)
         for role, state in itertools.product(tables.ROLES, tables.STATES):
             family.add_metric([self._model_name, role, state], found[role, state])
+        return family
+
+    def _backlog(self) -> GaugeMetricFamily:
+        of = tables.BACKLOG_TOKENS
+        family = GaugeMetricFamily(of.name, of.text, labels=["model_name", "role"])
+        for role in tables.ROLES:
+            ahead = sum(each.tokens_ahead for each in self._instances if each.role == role and each.is_ready)
+            family.add_metric([self._model_name, role], ahead)
         return family
 
 

@@ -180,6 +180,7 @@ def make_server(
         ws="none",
         log_level="warning",
         access_log=False,
+        log_config=None,  # its warnings are lines of this process's log
         lifespan="off",
         server_header=False,
         proxy_headers=False,  # no code uses the client's forwarded address

@@ -35,7 +35,8 @@ def install_error_handlers(app: Starlette) -> None:
         return JSONResponse(body, error.status_code, error.headers)
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        log.error("unexpected error in %s %s", request.method, request.url.path, exc_info=error)
+        named = {"request_id": name} if (name := request.headers.get("x-request-id", "")[:256]) else {}
+        log.error("unexpected error in %s %s", request.method, request.url.path, exc_info=error, extra=named)
         return error_response(error, request.url.path)
 
     app.add_exception_handler(PdClusterError, known)

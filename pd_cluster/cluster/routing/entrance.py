@@ -68,6 +68,10 @@ class Entrance:
     def num_waiting(self) -> int:
         return self.waiting.num_waiting if self.waiting is not None else 0
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self.waiting.num_tokens if self.waiting is not None else 0
+
     def lost(self) -> None:
         """Notes that an instance was lost, or none is known yet: requests that arrive soon wait a moment for one."""
         self._lost_s = asyncio.get_running_loop().time()

@@ -229,8 +229,10 @@ class Router:
                     raise setback.error from None
                 if self.steering.keeps(stream, setback):
                     return
-        log.info("request %s goes on at %s: %s", stream.request_id, stream.decode.name, setback.error)
-        self.timelines.replayed(stream.request_id, stream.transfer_id, stream.decode.conn, stream.decode.name)
+        name, why = stream.decode.name, str(setback.error)
+        shown = {"request_id": self.timelines.shown_id(stream.request_id)}
+        log.info("request %s goes on at %s: %s", stream.request_id, name, why, extra=shown)
+        self.timelines.replayed(stream.request_id, stream.transfer_id, stream.decode.conn, name, why)
         self.stats.replayed(setback.cause)
         self._dispatch.submit(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
 
@@ -264,8 +266,9 @@ class Router:
         handovers_s = timeline.handovers_s() if timeline is not None else []
         is_fault = isinstance(error, PdClusterError) and not isinstance(error, RequestAborted)
         left: FinishReason = "error" if is_fault else "abort"
-        self.stats.ended(stream.outcome(left, admitted_s, handovers_s))
-        self.timelines.ended(stream.request_id, "" if stream.is_over else _why(error))
+        outcome = stream.outcome(left, admitted_s, handovers_s)
+        self.stats.ended(outcome)
+        self.timelines.ended(stream.request_id, "" if stream.is_over else _why(error), outcome)
 
     def _give_up(self, stream: RequestStream) -> None:
         """Ends a stream that is not read. The reader may still take what has arrived, and then the reason."""

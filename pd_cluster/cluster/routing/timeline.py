@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+from pd_cluster.cluster.routing.stats import Outcome
 from pd_cluster.wire import TraceEvent
 
 MAX_REQUESTS = 1000
@@ -21,6 +23,19 @@ NUM_SPARED = 100  # of a request's events, reserved for those that occur once
 REPEATED = frozenset({"chunk", "sent", "landed"})
 
 TimelineStatus = Literal["running", "finished", "failed"]
+
+
+class RequestFollower(Protocol):
+    """Hears of the requests that are made in its context; workers may report events of one after its end."""
+
+    def asks(self, model: str) -> None: ...
+
+    def follow(self, timeline: Timeline) -> None: ...
+
+    def ended(self, timeline: Timeline, outcome: Outcome) -> None: ...
+
+
+FOLLOWER: ContextVar[RequestFollower | None] = ContextVar("pd_cluster.follower", default=None)
 
 
 @dataclass(slots=True)
@@ -51,6 +66,8 @@ class Timeline:
     own: list[tuple[float, str]] = field(default_factory=list)  # the scheduler's events
     others: list[tuple[WorkerClock, TraceEvent]] = field(default_factory=list)
     num_dropped: int = 0
+    reasons: list[str] = field(default_factory=list)  # why each attempt but the last has ended
+    follower: RequestFollower | None = None
 
     def add(self, clock: WorkerClock, event: TraceEvent) -> bool:
         """Adds an event; False when the limit is reached."""
@@ -162,15 +179,19 @@ class Timelines:
         timeline = Timeline(ids, num_prompt_tokens, received_s, prefill[1], decode[1], dict([prefill, decode]))
         timeline.own += [(received_s, "received"), (now_s, "routed")]
         timeline.added_s = now_s - received_s
+        if (follower := FOLLOWER.get()) is not None:
+            timeline.follower = follower
+            follower.follow(timeline)
         self._kept[request_id] = timeline
         self._by_id.update(dict.fromkeys(ids, timeline))
         while len(self._kept) > self.max_requests:
             self._drop_oldest()
 
-    def replayed(self, request_id: str, transfer_id: str, conn: str, name: str) -> None:
-        """Notes that the request continues at that instance."""
+    def replayed(self, request_id: str, transfer_id: str, conn: str, name: str, why: str = "") -> None:
+        """Notes that the request continues at that instance; `why` the attempt before has ended."""
         if timeline := self._kept.get(request_id):
             timeline.own.append((self._clock(), "replayed"))
+            timeline.reasons.append(why)
             timeline.ids.append(transfer_id)
             timeline.members = {**timeline.members, conn: name}
             self._by_id[transfer_id] = timeline
@@ -186,11 +207,13 @@ class Timelines:
         """Returns the time by its clock."""
         return self._clock()
 
-    def ended(self, request_id: str, error: str = "") -> None:
+    def ended(self, request_id: str, error: str = "", outcome: Outcome | None = None) -> None:
         if timeline := self._kept.get(request_id):
             timeline.ended_s = self._clock()
             timeline.status, timeline.error = ("failed", error) if error else ("finished", "")
             timeline.own.append((timeline.ended_s, timeline.status))
+            if timeline.follower is not None and outcome is not None:
+                timeline.follower.ended(timeline, outcome)
 
     # ---- events from workers
 
@@ -222,6 +245,10 @@ class Timelines:
 
     def find(self, any_id: str) -> Timeline | None:
         return self._by_id.get(any_id)
+
+    def shown_id(self, request_id: str) -> str:
+        """Returns the id that the client sees."""
+        return timeline.ids[0] if (timeline := self._kept.get(request_id)) else request_id
 
     def last(self, limit: int) -> list[dict[str, Any]]:
         """Returns summaries, newest first."""

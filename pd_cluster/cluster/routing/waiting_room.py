@@ -94,6 +94,10 @@ class WaitingRoom:
     def num_waiting(self) -> int:
         return self._queue.num_waiting
 
+    @property
+    def num_tokens(self) -> int:
+        return self._queue.num_tokens
+
     # ---- before a request is read: only its client and rough size are known
 
     def arrives(self, name: str, num_tokens: int, patience_s: float = math.inf) -> Client:

@@ -134,7 +134,8 @@ class Imports:
             return
         request = found.request if found is not None else None
         if found is not None and request is not None and peer not in ("", request.peer):
-            log.warning("%s offers %s, which %s should", peer, offer.transfer_id, request.peer)
+            shown = {"transfer_id": offer.transfer_id}
+            log.warning("%s offers %s, which %s should", peer, offer.transfer_id, request.peer, extra=shown)
             self._imports[offer.transfer_id] = found
             return
         state = ImportState.OFFERED if request is None else ImportState.QUEUED

@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python's low-level API: one batch per step, decodes first, then chunks of prompts.
 
 Runs in an environment of its own (scripts/setup_bench_peers.sh), so it imports nothing of pd_cluster. Unified KV cache
-of fp32; greedy by numpy's argmax over the requested logits.
+of fp32, or of fp16 beside weights of fewer bits; greedy by numpy's argmax over the requested logits.
 
 It is measured with flash attention, which llama.cpp selects itself and which is nearly twice as fast here. That
 computes in half precision, so close calls may lead to other tokens; the warm-up runs without it, for exact tokens.
@@ -21,7 +21,8 @@ import numpy as np
 
 NUM_BATCH_TOKENS = 2048
 NUM_UBATCH_TOKENS = 512
-GGML_TYPE_F32 = 0
+GGML_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "BF16": 30}
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
 FLASH_OFF, FLASH_ON = 0, 1
 LOG_LEVEL_ERROR = 4
 
@@ -29,13 +30,15 @@ LOG_LEVEL_ERROR = 4
 class Engine:
     """A context and one reusable batch."""
 
-    def __init__(self, model: Any, num_threads: int, num_seqs: int, num_kv_tokens: int, flash: int) -> None:
+    def __init__(
+        self, model: Any, num_threads: int, num_seqs: int, num_kv_tokens: int, flash: int, kv_type: str
+    ) -> None:
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx = num_kv_tokens
         settings.n_batch, settings.n_ubatch = NUM_BATCH_TOKENS, NUM_UBATCH_TOKENS
         settings.n_seq_max = num_seqs
         settings.n_threads = settings.n_threads_batch = num_threads
-        settings.type_k = settings.type_v = GGML_TYPE_F32
+        settings.type_k = settings.type_v = GGML_TYPES[kv_type]
         settings.kv_unified = True
         settings.flash_attn_type = flash
         settings.no_perf = True
@@ -87,6 +90,20 @@ def load(gguf: str) -> Any:
     return model
 
 
+def with_fewer_bits(gguf: Path, kind: str, head_kind: str) -> Path:
+    """Writes a form of the file, float32, with these types of weights, unless it is there. Its inputs stay float32."""
+    file = gguf.with_name(f"{gguf.stem}-{kind}-{head_kind}.gguf")
+    if not file.exists():
+        settings = llama_cpp.llama_model_quantize_default_params()
+        settings.ftype = FILE_TYPES[kind]
+        settings.output_tensor_type = GGML_TYPES[head_kind]
+        settings.token_embedding_type = GGML_TYPES["F32"]
+        settings.pure = False
+        if llama_cpp.llama_model_quantize(str(gguf).encode(), str(file).encode(), settings):
+            raise RuntimeError(f"llama.cpp did not write {kind}")
+    return file
+
+
 def run(engine: Engine, workload: dict[str, Any], num_seqs: int) -> dict[str, Any]:
     """Batches continuously: as many requests as there are sequences, the next one when one ends."""
     prompts, lens = workload["prompts"], workload["output_lens"]
@@ -128,15 +145,18 @@ def main() -> None:
         sum(len(p) + n for p, n in zip(each["prompts"], each["output_lens"], strict=True))
         for each in [spec["warmup"], *workloads]
     )
-    model = load(spec["gguf"])
-    exact = Engine(model, spec["num_threads"], num_seqs, num_kv_tokens, FLASH_OFF)
+    gguf, kv_type = spec["gguf"], "F32"
+    if spec["gguf_type"]:
+        gguf, kv_type = str(with_fewer_bits(Path(gguf), spec["gguf_type"], spec["gguf_head_type"])), "F16"
+    model = load(gguf)
+    exact = Engine(model, spec["num_threads"], num_seqs, num_kv_tokens, FLASH_OFF, kv_type)
     runs = {spec["warmup"]["name"]: run(exact, spec["warmup"], num_seqs)}
-    engine = Engine(model, spec["num_threads"], num_seqs, num_kv_tokens, FLASH_ON)
+    engine = Engine(model, spec["num_threads"], num_seqs, num_kv_tokens, FLASH_ON, kv_type)
     run(engine, spec["warmup"], num_seqs)
     runs.update({each["name"]: run(engine, each, num_seqs) for each in workloads})
     result = {
         "version": f"llama-cpp-python {llama_cpp.__version__}",
-        "settings": f"unified fp32 KV cache of {num_kv_tokens} tokens, {num_seqs} sequences, "
+        "settings": f"unified {kv_type} KV cache of {num_kv_tokens} tokens, {num_seqs} sequences, "
         f"batches of {NUM_BATCH_TOKENS}, ubatches of {NUM_UBATCH_TOKENS}, flash attention; "
         + llama_cpp.llama_print_system_info().decode().strip(),
         "runs": runs,

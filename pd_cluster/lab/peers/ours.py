@@ -19,7 +19,14 @@ from pd_cluster.types import Order, Request, Sampling
 
 def measure(spec: Spec) -> PeerResult:
     torch.set_num_threads(spec.num_threads)
-    config = EngineConfig(model=spec.model, dtype="float32", device="cpu", enable_prefix_caching=False)
+    config = EngineConfig(
+        model=spec.model,
+        dtype=spec.dtype,
+        quantization=spec.quantization,
+        quantize_head=spec.quantize_head,
+        device="cpu",
+        enable_prefix_caching=False,
+    )
     core, runner = build_core(config)
     return PeerResult(
         version=f"pd-cluster {__version__}, torch {torch.__version__}",

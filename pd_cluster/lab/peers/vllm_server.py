@@ -18,7 +18,7 @@ import httpx
 
 from pd_cluster.lab.spec import PeerResult, Run, Spec, Workload, child_main
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 480.0
 STOP_TIMEOUT_S = 20.0
 KV_CACHE_GIB = 2
 MAX_NUM_BATCHED_TOKENS = 2048
@@ -41,7 +41,7 @@ def measure(spec: Spec) -> PeerResult:
 
 def command(spec: Spec, port: int) -> list[str]:
     num_seqs = max([spec.batch_size, *(len(workload.prompts) for workload in spec.workloads)])
-    flags = f"--dtype float32 --host 127.0.0.1 --port {port} --max-num-batched-tokens {MAX_NUM_BATCHED_TOKENS}"
+    flags = f"--dtype {spec.dtype} --host 127.0.0.1 --port {port} --max-num-batched-tokens {MAX_NUM_BATCHED_TOKENS}"
     return [
         *(spec.python, "-m", "vllm.entrypoints.openai.api_server", "--model", spec.model),
         *flags.split(),

@@ -1,0 +1,39 @@
+"""Kubernetes manifests of deploy/, and their schemas: those of Kubernetes itself, and those of tests/data/crds."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy" / "helm" / "pd-cluster"
+KUSTOMIZE = ROOT / "deploy" / "kubernetes"
+CRDS = ROOT / "tests" / "data" / "crds"
+OLDEST, NEWEST = "1.29", "1.37"
+
+
+@functools.cache
+def _custom(kind: str) -> Any:
+    return json.loads((CRDS / f"{kind}.json").read_text(encoding="utf-8"))
+
+
+def check_schema(document: dict[str, Any], version: str = NEWEST) -> None:
+    """Raises ValidationError; fields that a kind does not have are errors, too."""
+    if "." in document["apiVersion"].partition("/")[0] and not document["apiVersion"].partition("/")[0].endswith(
+        ".k8s.io"
+    ):
+        jsonschema.validate(document, _custom(document["kind"]))
+    else:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+@functools.cache
+def documents(file: str) -> list[dict[str, Any]]:
+    """Returns the objects of a file below deploy/kubernetes."""
+    return list(yaml.safe_load_all((KUSTOMIZE / file).read_text(encoding="utf-8")))

@@ -1,0 +1,135 @@
+"""The Helm chart, rendered by Helm's own library; deploy/kubernetes is what it makes of its files of values.
+
+Needs the extra `helm`. `python tests/unit/test_deploy_helm.py --fix` writes deploy/kubernetes again.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.manifests import CHART, KUSTOMIZE, check_schema
+
+ROOT = Path(__file__).resolve().parents[2]
+RENDER = ROOT / "tests" / "support" / "render_chart.py"
+TOP = "# Written from deploy/helm/pd-cluster by `python tests/unit/test_deploy_helm.py --fix`; change that.\n"
+MADE: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = {  # file -> values, templates
+    "base/pd-cluster.yaml": ((), {}, ("scheduler", "workers", "availability")),
+    "overlays/cuda/pd-cluster.yaml": (("values-cuda.yaml",), {}, ("scheduler", "workers", "availability")),
+    "overlays/npu/pd-cluster.yaml": (("values-npu.yaml",), {}, ("scheduler", "workers", "availability")),
+    "overlays/npu-cce/pd-cluster.yaml": (
+        ("values-npu.yaml", "values-npu-cce.yaml"),
+        {},
+        ("scheduler", "workers", "availability"),
+    ),
+    "components/autoscaling/autoscaling.yaml": ((), {"autoscaling": {"enabled": True}}, ("autoscaling",)),
+    "components/monitoring/monitoring.yaml": ((), {"monitoring": {"enabled": True}}, ("monitoring",)),
+}
+EVERYTHING: dict[str, Any] = {
+    "autoscaling": {"enabled": True},
+    "monitoring": {"enabled": True, "dashboard": True, "metricsKey": True, "labels": {"release": "x"}},
+    "imagePullSecrets": ["registry"],
+    "priorityClassName": "high",
+    "networkPolicy": {"clients": [{"namespaceSelector": {}}]},
+    "scheduler": {"args": ["--otlp-traces-endpoint=http://collector:4318"], "nodeSelector": {"a": "b"}},
+    "roles": {"decode": {"tolerations": [{"operator": "Exists"}], "args": ["--max-model-len=4096"]}},
+}
+MODELS = [
+    {"source": "claim"},
+    {"source": "image", "image": "registry.example/models/llama:8b"},
+    {"source": "download", "repository": "org/model", "tokenSecret": "hub"},
+]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"replicas": 3}, "replicas"),
+    ({"roles": {"decode": {"replicas": -1}}}, "replicas"),
+    ({"model": {"source": "s3"}}, "source"),
+    ({"model": {"source": "image"}}, "model.image"),
+    ({"device": {"kind": "tpu"}}, "kind"),
+]
+
+
+def values_of(*files: str) -> dict[str, Any]:
+    """Returns values as `helm -f A -f B` merges them: objects merge, lists replace."""
+    found: dict[str, Any] = {}
+    for file in files:
+        _merge(found, yaml.safe_load((CHART / file).read_text(encoding="utf-8")))
+    return found
+
+
+def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into[name] = value
+
+
+def asked() -> list[dict[str, Any]]:
+    made = [{**values_of(*files), **more} for files, more, _ in MADE.values()]
+    return [*made, EVERYTHING, *({"model": model} for model in MODELS), *(values for values, _ in WRONG)]
+
+
+@functools.cache
+def rendered() -> list[Any]:
+    if find_spec("helm_python") is None:
+        pytest.skip("helm-python-sdk is not installed; sh scripts/setup.sh test,helm")
+    done = subprocess.run(
+        [sys.executable, RENDER], input=json.dumps(asked()), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
+def files() -> dict[str, str]:
+    """Returns what the chart makes of deploy/kubernetes, by file."""
+    found = {}
+    for (file, (_, _, templates)), texts in zip(MADE.items(), rendered(), strict=False):
+        parts = [next(text for name, text in texts.items() if name.endswith(f"/{each}.yaml")) for each in templates]
+        lines = "\n---\n".join(part.strip().removeprefix("---").strip() for part in parts).splitlines()
+        found[file] = TOP + "\n".join(line.rstrip() for line in lines if line.strip()) + "\n"
+    return found
+
+
+def objects(texts: dict[str, str]) -> list[dict[str, Any]]:
+    assert "error" not in texts, texts["error"]
+    return [each for text in texts.values() for each in yaml.safe_load_all(text) if each]
+
+
+def test_kustomize_has_what_the_chart_makes() -> None:
+    for file, text in files().items():
+        assert (KUSTOMIZE / file).read_text(encoding="utf-8") == text, f"{file}: run {__file__} --fix"
+
+
+def test_the_linter_finds_nothing() -> None:
+    lint = rendered()[-1]
+    assert lint["errors"] == []
+    assert [each["error"] for each in lint["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize("at", range(len(MADE), len(MADE) + 1 + len(MODELS)))
+def test_other_values_keep_to_the_schemas(at: int) -> None:
+    found = objects(rendered()[at])
+    for each in found:
+        check_schema(each)
+    kinds = {each["kind"] for each in found}
+    assert {"ScaledObject", "PodMonitor", "PrometheusRule"} <= kinds or at > len(MADE)
+    assert ("Job" in kinds) is (at == len(MADE) + len(MODELS))
+
+
+def test_what_is_wrong_is_named() -> None:
+    for (values, name), answer in zip(WRONG, rendered()[-1 - len(WRONG) : -1], strict=True):
+        assert name in answer.get("error", ""), (values, answer)
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--fix"]:
+    for file, text in files().items():
+        (KUSTOMIZE / file).write_text(text, encoding="utf-8")

@@ -1,0 +1,130 @@
+"""Alert rules, dashboard and autoscaling ask for metrics and labels that /metrics really has."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from pd_cluster.api.admin import metric_tables as tables
+from pd_cluster.api.admin.metrics import metrics_of
+from pd_cluster.cluster.routing.stats import Outcome, RequestStats
+from pd_cluster.reports import AllStats, Busy
+from pd_cluster.types import FinishReason
+from tests.support.manifests import CHART, documents
+from tests.support.router_world import ready
+
+ALERTS, DASHBOARD = CHART / "files" / "alerts.yaml", CHART / "files" / "dashboard.json"
+METRIC = re.compile(r"((?:vllm|pd_cluster):\w+)(?:\{([^}]*)\})?")
+GROUPING = re.compile(r"\bby \(([^)]*)\)")
+ADDED = {"le"}  # of buckets
+
+
+def rules() -> list[dict[str, Any]]:
+    loaded = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))
+    return [rule for group in loaded["groups"] for rule in group["rules"]]
+
+
+def expressions() -> Iterator[str]:
+    for rule in rules():
+        yield rule["expr"]
+    for panel in json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]:
+        for target in panel.get("targets", []):
+            yield target["expr"]
+    for scaled in documents("components/autoscaling/autoscaling.yaml"):
+        for trigger in scaled["spec"]["triggers"]:
+            yield trigger["metadata"]["query"]
+
+
+def exported() -> dict[str, dict[str, set[str]]]:
+    """Returns name -> label -> its values, of a cluster of two in which a request has ended in each way."""
+    stats = RequestStats()
+    reasons: list[FinishReason] = ["stop", "length", "abort", "error"]
+    for reason in reasons:
+        stats.ended(Outcome([reason], [1], 1, 1, 0.0, 1.0, 1.0, 0.5, [0.1], 0))
+    instances = [ready("prefill-0"), ready("decode-0")]
+    text = metrics_of(instances, "tiny", AllStats(stats.snapshot(), Busy(), 1), Busy()).decode()
+    found: dict[str, dict[str, set[str]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            of_name = found.setdefault(sample.name, {})
+            for label, value in sample.labels.items():
+                of_name.setdefault(label, set()).add(value)
+    return found
+
+
+def test_every_expression_asks_for_what_is_exported() -> None:
+    known, asked = exported(), list(expressions())
+    assert len(asked) > 40
+    for expression in asked:
+        used = METRIC.findall(expression)
+        assert used, expression
+        for name, selector in used:
+            assert name in known, f"{name} of {expression}"
+            for label, is_pattern, value in re.findall(r'(\w+)=(~?)"([^"]*)"', selector):
+                assert label in known[name], f"{label} of {expression}"
+                wanted = value.split("|") if is_pattern else [value]
+                assert value == "$model_name" or {*wanted} <= known[name][label], f"{value} of {expression}"
+        labels = {label.strip() for group in GROUPING.findall(expression) for label in group.split(",")}
+        assert all(labels - ADDED <= known[name].keys() for name, _ in used), expression
+
+
+def test_a_wrong_name_is_noticed() -> None:
+    known = exported()
+    assert "vllm:time_to_first_token_seconds_bucket" in known
+    assert "vllm:time_to_first_token" not in known
+    assert known["pd_cluster:instances"]["state"] == {*tables.STATES}
+
+
+def test_texts_name_labels_that_their_expressions_keep() -> None:
+    for rule in rules():
+        named = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        kept = {label.strip() for group in GROUPING.findall(rule["expr"]) for label in group.split(",")}
+        assert named <= kept, rule["alert"]
+        assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_the_chart_s_rules_are_the_file_s() -> None:
+    (made,) = (each for each in documents("components/monitoring/monitoring.yaml") if each["kind"] == "PrometheusRule")
+    assert [rule for group in made["spec"]["groups"] for rule in group["rules"]] == rules()
+
+
+def test_the_dashboard_s_panels_are_beside_each_other() -> None:
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken = set[tuple[int, int]]()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+
+
+def test_prometheus_reads_the_rules() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed; it comes with Debian's package prometheus")
+    done = subprocess.run(
+        [promtool, "check", "rules", str(ALERTS)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_backlog_is_counted_by_role() -> None:
+    prefill, decode, lost = ready("prefill-0"), ready("decode-0"), ready("decode-1")
+    prefill.outstanding_tokens, decode.outstanding_tokens, decode.others_tokens = 7, 20, 3
+    lost.outstanding_tokens, lost.state = 99, "unreachable"
+    text = metrics_of(
+        [prefill, decode, lost], "tiny", AllStats(RequestStats().snapshot(), Busy(0, 0, 1, 40), 2), Busy(0, 0, 1, 2)
+    ).decode()
+    assert 'pd_cluster:backlog_tokens{model_name="tiny",role="prefill"} 7.0' in text
+    assert 'pd_cluster:backlog_tokens{model_name="tiny",role="decode"} 23.0' in text
+    assert 'pd_cluster:queued_tokens{model_name="tiny"} 42.0' in text

@@ -18,6 +18,7 @@ from pd_cluster.types import Order, Request, Sampling
 from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
 from tests.model.test_prompt_adapters import taking
 from tests.support.adapters import make_adapter, merged
+from tests.support.checkpoints import EOS_ID, until_end
 from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_all_same, make_core, random_prompt, run
 from tests.support.prompt_adapters import make_prompt_adapter, peft_greedy, variant_of
@@ -51,7 +52,7 @@ def cluster(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     members = {
         "decode-0": ["--kv-transport=dist"],
         "decode-1": ["--kv-transport=shm"],
-        "scheduler": ["--policy=round-robin"],
+        "scheduler": ["--routing-policy=session"],
     }
     with LiveCluster(
         tmp_path_factory.mktemp("met-cluster"),
@@ -66,38 +67,58 @@ def cluster(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def num_loads(cluster: LiveCluster, name: str, folder: Path) -> int:
-    """How often rank 0 of an instance has read this adapter."""
+    """How often the ranks of an instance have read this adapter."""
     return cluster.log_file(name).read_text().count(f" parts of {folder}\n")
 
 
+def sessions(cluster: LiveCluster) -> dict[str, str]:
+    """A session of each decode instance, by their names."""
+    found: dict[str, str] = {}
+    for at in range(40):
+        before = {each["instance_id"]: each["kv_received_nbytes"] for each in cluster.instances()}
+        cluster.complete(random_prompt(random.Random(at), 40), 4, prompt_cache_key=f"s{at}")
+        cluster.assert_home()
+        for each in cluster.instances():
+            if each["kv_received_nbytes"] > before[each["instance_id"]]:
+                found.setdefault(each["instance_id"], f"s{at}")
+        if len(found) == 2:
+            return found
+    raise AssertionError(f"40 sessions have all met {found}")
+
+
 def test_two_requests_for_a_cold_adapter(cluster: LiveCluster, folders: dict[str, Path]) -> None:
-    """They go to two decode instances, each of which reads it once, for both of two requests."""
-    prompt = random_prompt(random.Random(1), 40)
-    for name in ("b", "c"):  # round robin: each instance has two asks, and "a" gives way everywhere
-        for _ in range(2):
-            cluster.complete(prompt, MAX_TOKENS, model=name)
-    names = ("prefill-0", "decode-0", "decode-1")
+    """On each of two decode instances two wait for it at once, and it is read once there."""
+    own = sessions(cluster)
+    assert set(own) == {"decode-0", "decode-1"}
+    for name in ("b", "c"):  # "a" gives way everywhere
+        for session in own.values():
+            cluster.complete(random_prompt(random.Random(1), 40), 4, model=name, prompt_cache_key=session)
+    names = ("prefill-0", *own)
     before = {name: num_loads(cluster, name, folders["a"]) for name in names}
     prompts = [random_prompt(random.Random(seed), 30) for seed in range(4)]
     outputs: dict[int, list[int]] = {}
 
     def job(at: int) -> Callable[[], None]:
-        return lambda: outputs.update({at: cluster.complete(prompts[at], MAX_TOKENS, model="a")})
+        key = {"model": "a", "prompt_cache_key": [*own.values()][at % 2]}
+        return lambda: outputs.update({at: cluster.complete(prompts[at], MAX_TOKENS, **key)})
 
     errors = in_parallel([job(at) for at in range(4)], concurrency=4)
     assert not errors, errors[0]
     assert_all_same(folders["merged a"], prompts, [outputs[at] for at in range(4)], MAX_TOKENS)
-    assert {name: num_loads(cluster, name, folders["a"]) - before[name] for name in names} == dict.fromkeys(names, 1)
+    expected = {"prefill-0": 2, "decode-0": 1, "decode-1": 1}  # once by each rank
+    assert {name: num_loads(cluster, name, folders["a"]) - before[name] for name in names} == expected
     cluster.assert_home()
 
 
 @pytest.mark.parametrize("name", ["", *LORAS, *PROMPTS])
 def test_two_ranks_to_one_over_gloo_and_over_shm(cluster: LiveCluster, folders: dict[str, Path], name: str) -> None:
     rng = random.Random(5)
-    for prompt in [random_prompt(rng, n) for n in (1, 1, 16, 16, 70, 70)]:
-        found = cluster.complete(prompt, MAX_TOKENS, **({"model": name} if name else {}), ignore_eos=True)
+    for at, prompt in enumerate([random_prompt(rng, n) for n in (1, 16, 33, 70) for _ in range(3)]):
+        naming = {"model": name} if name else {}
+        found = cluster.complete(prompt, MAX_TOKENS, **naming, prompt_cache_key=f"s{at}")
         if name in PROMPTS:
-            assert found == peft_greedy(folders[""], folders[name], prompt, MAX_TOKENS)
+            expected = peft_greedy(folders[""], folders[name], prompt, MAX_TOKENS)
+            assert found == until_end(expected, {EOS_ID})
         else:
             assert_all_same(folders[f"merged {name}" if name else ""], [prompt], [found], MAX_TOKENS)
     decodes = [each for each in cluster.instances() if each["role"] == "decode"]

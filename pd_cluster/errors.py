@@ -178,6 +178,16 @@ class LinkError(NamesSettings):
         self.retry = retry
 
 
+class QuarantineFull(NamesSettings):
+    """Too many blocks wait for peers that neither end nor go on: only this process's end gets them back."""
+
+    def __init__(self, num_blocks: int, most: int) -> None:
+        super().__init__(
+            f"{num_blocks} KV blocks may still be written by transfers that were given up, more than the {most} of "
+            f"{called('kv_max_quarantine')}: this process ends, and its memory with it"
+        )
+
+
 class OutOfBlocks(PdClusterError):
     def __init__(self, wanted: int, free: int) -> None:
         super().__init__(f"wanted {wanted} blocks, {free} are free")

@@ -11,10 +11,13 @@ from fastapi_offline import FastAPIOffline
 
 from pd_cluster import __version__
 from pd_cluster.api.admin.metrics import AdapterNaming, Totals, metrics_routes
+from pd_cluster.api.dashboard.public import PublicDashboard, PublicView, public_pages
 from pd_cluster.api.document.document import document
+from pd_cluster.api.gate.access_log import AccessLog
 from pd_cluster.api.gate.arrivals import Arrivals
 from pd_cluster.api.gate.auth import ApiKeys
 from pd_cluster.api.gate.cors import EXPOSED_HEADERS, Cors
+from pd_cluster.api.gate.direct import Direct
 from pd_cluster.api.gate.drain import Drain, DrainGate
 from pd_cluster.api.gate.error_answers import install_error_handlers
 from pd_cluster.api.gate.file_keys import FileKeys
@@ -53,14 +56,19 @@ def public_app(
     http: HttpConfig,
     totals: Totals | None = None,
     file_keys: FileKeys | None = None,
+    view: PublicView | None = None,
 ) -> FastAPI:
-    """`totals`: of all API processes, if there are several. `file_keys`: required if `http` names a key file."""
+    """`totals`: of all API processes, if there are several. `file_keys`: required if `http` names a key file.
+
+    `view`: what /dashboard shows; None: there is none.
+    """
     assert bool(http.key_file) == (file_keys is not None), "keys that nobody asks for"
     counts = service.router.stats.tenants
     counts.named |= {*with_names((), http.tenants)}
     app = _app(service, openai, http)
     install_error_handlers(app)
-    _put_in_front(app, service, drain, http, file_keys, counts)
+    pages = public_pages(view, http.api_keys, file_keys) if view is not None else None
+    _put_in_front(app, service, drain, http, file_keys, counts, pages)
     for routes in OPENAI_ROUTES if openai else (legacy_routes,):
         add_routes(app, routes(service))
     if openai:
@@ -127,8 +135,10 @@ def _put_in_front(
     http: HttpConfig,
     file_keys: FileKeys | None,
     counts: TenantCounts,
+    pages: FastAPI | None,
 ) -> None:
     """Adds the layers from the inside out: the last one sees a request first."""
+    app.add_middleware(Direct, routes=app.router.routes, root_path=http.root_path)
     app.add_middleware(Arrivals, entrance=service.router.entrance)
     app.add_middleware(DrainGate, drain=drain, root_path=http.root_path)
     if service.tracing is not None:  # inside of the keys: strangers cause no traces
@@ -155,6 +165,10 @@ def _put_in_front(
             allow_credentials=http.allow_credentials,
             expose_headers=EXPOSED_HEADERS,
         )
+    if pages is not None:
+        app.add_middleware(PublicDashboard, pages=pages, root_path=http.root_path)
+    if http.log.logs_access:
+        app.add_middleware(AccessLog, quiet_paths=[http.root_path + path for path in http.log.quiet_paths])
     if http.root_path:
         app.add_middleware(RootPath, root_path=http.root_path)
 

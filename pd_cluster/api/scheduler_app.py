@@ -20,11 +20,14 @@ from typing import Any
 import uvicorn
 from msgspec.structs import replace
 
-from pd_cluster.api.admin.admin_app import ShownCluster, admin_app
+from pd_cluster.api.admin.admin_app import ShownCluster, admin_app, describe
 from pd_cluster.api.admin.control_routes import control_routes
 from pd_cluster.api.admin.server_info import info_of
 from pd_cluster.api.admin.timelines import LocalTimelines, RemoteTimelines, TimelineSource
 from pd_cluster.api.dashboard.playground import PublicPort
+from pd_cluster.api.dashboard.public import PublicView
+from pd_cluster.api.dashboard.routes import PublicLinks
+from pd_cluster.api.dashboard.sessions import Sessions
 from pd_cluster.api.front.server import bind_unix, make_server, serve_until_signal
 from pd_cluster.api.gate.access import AdminAccess
 from pd_cluster.api.gate.drain import Drain
@@ -86,6 +89,7 @@ class SchedulerServer:
         self._join_port = JoinPort(self.membership, credentials, config.timeouts, *join) if join is not None else None
         self._book = self._adapter_book(lora_root) if lora_root else None
         self._overview = Overview(self.membership, self._figures, config.routing)
+        self._public_sessions = Sessions() if config.http.has_public_dashboard else None
         self.elastic = Elastic(self.membership, credentials, tables, move_on, config.timeouts.drain_timeout_s)
 
     async def run(
@@ -104,7 +108,7 @@ class SchedulerServer:
         try:
             control = self._control()
             commands = control_routes(control, info_of(self._config))
-            shown = ShownCluster(self._overview, self._model_name, logs, public)
+            shown = ShownCluster(self._overview, self._model_name, logs, public, self._public_links(public))
             app = admin_app(self.elastic, self._timelines(), access, self._book, commands, shown)
             admin = make_server(app, ADMIN_CONNECTIONS, tls=self._config.http.tls), admin_listener
             failure = _first_failure(self._watch(auto_role, control), self._edge.handler.fatal)
@@ -127,7 +131,13 @@ class SchedulerServer:
         if self._keys is not None:
             self._file_keys = FileKeys(self._keys.keys, self._keys.memory, self._edge.router.stats.tenants)
         app = public_app(
-            service, self.membership.instances, self._config.is_openai, drain, http, file_keys=self._file_keys
+            service,
+            self.membership.instances,
+            self._config.is_openai,
+            drain,
+            http,
+            file_keys=self._file_keys,
+            view=self._public_view(),
         )
         public = (
             make_server(app, http.connections, http.root_path, http.tls, http.max_header_fields),
@@ -142,6 +152,23 @@ class SchedulerServer:
     def _model_name(self) -> str:
         model = self._config.engine.model
         return short_name([*self._config.served_model_names, model][0], model)
+
+    def _public_view(self) -> PublicView | None:
+        if self._public_sessions is None:
+            return None
+        root = self._config.http.root_path
+        return PublicView(
+            self._overview,
+            lambda: [describe(each) for each in self.elastic.instances],
+            self._model_name,
+            self._public_sessions,
+            root,
+        )
+
+    def _public_links(self, public: PublicPort) -> PublicLinks | None:
+        if self._public_sessions is None:
+            return None
+        return PublicLinks(self._public_sessions, f"{public.url}{self._config.http.root_path}")
 
     def _figures(self) -> tuple[Stats, Busy]:
         if self._processes is not None:

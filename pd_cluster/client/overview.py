@@ -29,13 +29,19 @@ async def fetch_overview(admin: Admin, since_s: float | None = None, since_mark:
     return found
 
 
-async def fetch_link(admin: Admin) -> tuple[str, float]:
-    """Returns a link to the dashboard, and for how many seconds it works. Raises PdClusterError."""
-    response = await admin.ask("/dashboard/codes", {})
+async def fetch_link(admin: Admin, public: bool = False) -> tuple[str, float]:
+    """Returns a link to the dashboard, and for how many seconds it works. Raises PdClusterError.
+
+    `public`: to the one at the public port.
+    """
+    response = await admin.ask("/dashboard/public-codes" if public else "/dashboard/codes", {})
     raise_unauthorized(response)
     try:
         made = response.json()
-        return f"{admin.url.rstrip('/')}{made['path']}", float(made["expires_after_s"])
+        if response.status_code != 200:
+            raise PdClusterError(str(made["error"]["message"]))
+        base = "" if public else admin.url.rstrip("/")
+        return f"{base}{made['path']}", float(made["expires_after_s"])
     except (ValueError, KeyError, TypeError):
         raise not_an_admin(response) from None
 

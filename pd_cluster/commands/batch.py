@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pd_cluster.commands.signature import takes
+from pd_cluster.commands.signature import HELP_ALL, takes
 from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.options import ServeOptions, settings
 from pd_cluster.settings.requests import RequestSettings
@@ -37,6 +37,8 @@ SETTINGS = {
     "override_generation_config": "JSON object; as of serve.",
 }
 
+USUAL = ("model", "served_model_name", "max_model_len", "max_num_seqs", "dtype", "tool_call_parser", "reasoning_parser")
+
 
 def _settings() -> Iterator[Declared]:
     for name, said in SETTINGS.items():
@@ -46,13 +48,14 @@ def _settings() -> Iterator[Declared]:
         yield replace(each, setting=setting, default=default)
 
 
-@takes(_settings(), after="output_file", show_envvar=True)
+@takes(_settings(), after="output_file", show_envvar=True, usual=USUAL)
 def run_batch(
     input_file: Annotated[str, typer.Option("--input-file", "-i", help="JSON lines: requests; - for stdin.")],
     output_file: Annotated[str, typer.Option("--output-file", "-o", help="JSON lines: answers; - for stdout.")],
     prefill: Annotated[int, typer.Option(min=0, help="Prefill processes; none: one engine does it all.")] = 0,
     decode: Annotated[int, typer.Option(min=0, help="Decode processes, as many as you like beside --prefill.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests that are worked at at once.")] = 256,
+    help_all: Annotated[bool, HELP_ALL] = False,
     **given: Any,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format, without a server.

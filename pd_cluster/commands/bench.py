@@ -225,7 +225,7 @@ def lora(
 @app.command("kv")
 def kv(
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, in turn.")] = 5,
-    transports: Annotated[str, typer.Option(help="As shm,dist; default: all that move host memory.")] = "",
+    transports: Annotated[str, typer.Option(help="As shm,dist,nixl; default: all but nixl.")] = "",
     sizes: Annotated[str, typer.Option(help="MiB of each transfer; default: 1,16,256.")] = "",
     streaming: Annotated[bool, typer.Option(help="Measure what streaming hides of a slow link, too.")] = True,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, one round, no goals: does it all run?")] = False,
@@ -290,13 +290,19 @@ def router(
     rounds: Annotated[int, typer.Option(min=1, help="How often the two costs are measured.")] = 3,
     streams: Annotated[int, typer.Option(min=1, help="Streams that are open at once for the memory of one.")] = 4000,
     peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
+    against: Annotated[
+        str, typer.Option(help="Another checkout of this project: compare a request's CPU time only, in turn.")
+    ] = "",
+    profile: Annotated[bool, typer.Option(help="Show which layers the scheduler's CPU time goes to, only.")] = False,
+    dashboard: Annotated[bool, typer.Option("--dashboard", help="Instead: the cost of an open dashboard.")] = False,
     quick: Annotated[bool, typer.Option(help="Few requests, one round: does it all run?")] = False,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
     """The scheduler's CPU time a token and a request, added TTFT and memory a stream, beside sglang-router's."""
+    from pd_cluster.lab.router import watched
     from pd_cluster.lab.router.bench import make_bench, run
 
-    run(make_bench(rounds, streams, peers_dir, quick), json)
+    (watched.run if dashboard else run)(make_bench(rounds, streams, peers_dir, quick, against, profile), json)
 
 
 @app.command("overload")

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import traceback
+from json import dumps
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,9 +23,9 @@ from pd_cluster.commands.bench import app as bench_app
 from pd_cluster.commands.instances import DEFAULT_ADMIN, NO_SECRET_FILE, TOKEN_FILE
 from pd_cluster.commands.instances import app as instances_app
 from pd_cluster.commands.keys import app as keys_app
-from pd_cluster.commands.looking import LOOKING
+from pd_cluster.commands.looking import JSON, LOOKING
 from pd_cluster.commands.quantize import quantize
-from pd_cluster.commands.signature import HELP_ALL, takes
+from pd_cluster.commands.signature import HELP_ALL, BriefHelp, shorten_help, takes
 from pd_cluster.errors import KEEPS_MARKS, ConfigError, PdClusterError, flag_of
 from pd_cluster.settings.flag_file import expanded
 from pd_cluster.settings.flags import choice_of_model, judge, normalize, split_keys, split_values
@@ -56,15 +57,17 @@ OPEN_CHOICES = {
 }
 
 
-@app.command(rich_help_panel=SERVE, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    rich_help_panel=SERVE, cls=BriefHelp, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
 @takes(settings().values(), after="context", show_envvar=False, choices=OPEN_CHOICES, usual=USUAL)
 def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, **given: Any) -> None:
     """Run one instance; its role comes from the rank tables that the environment names, or from --role.
 
-    Reads GLOBAL_RANK_TABLE_FILE_PATH, RANK_TABLE_FILE_PATH; of the scheduler NODE_PORTS, NODE_PORTS_FILE, USE_OPENAI.
-    Any instance takes every flag, so that one command line serves all roles. vLLM's other flags: docs/flags.md.
-    A flag may be a variable, too: --max-num-seqs is PD_CLUSTER_SERVE_MAX_NUM_SEQS; --config FILE has flags as YAML.
-    --help shows the flags that most deployments need, --help-all all of them.
+    Reads GLOBAL_RANK_TABLE_FILE_PATH, RANK_TABLE_FILE_PATH and NODE_PORTS.
+    Every instance takes every flag. --config FILE has flags as YAML;
+    --max-num-seqs may also be the variable PD_CLUSTER_SERVE_MAX_NUM_SEQS.
+    --help-all shows all flags; docs/flags.md has vLLM's others, too.
     """
     gc.disable()  # until all is imported: modules stay, and scanning them takes a tenth of the time
     from pd_cluster.commands.serve import run
@@ -173,12 +176,17 @@ def check(
 
 
 @app.command(rich_help_panel=LOOK)
-def version() -> None:
-    """Print the version."""
-    typer.echo(__version__)
+def version(json: Annotated[bool, JSON] = False) -> None:
+    """Print the version; with --json also that of the protocol between processes."""
+    if not json:
+        typer.echo(__version__)
+        return
+    from pd_cluster.wire import PROTOCOL_VERSION
+
+    typer.echo(dumps({"version": __version__, "protocol": PROTOCOL_VERSION}))
 
 
-app.command("run-batch", rich_help_panel=OFFLINE)(run_batch)
+app.command("run-batch", rich_help_panel=OFFLINE, cls=BriefHelp)(run_batch)
 app.command(rich_help_panel=OFFLINE)(quantize)
 
 
@@ -224,12 +232,11 @@ def _serve_flags() -> list[str]:
     return [flag_of(name) for each in settings().values() for name in (each.name, *each.setting.also)]
 
 
-def _hide_variables(command: Any) -> None:
-    """Keeps each option's variable, and does not repeat it on every line of the help: the epilog tells the rule."""
-    for parameter in command.params:
-        parameter.show_envvar = False
-    for each in getattr(command, "commands", {}).values():
-        _hide_variables(each)
+def whole_command() -> Any:
+    """Returns the command line, with help that fits a screen."""
+    command = typer.main.get_command(app)
+    shorten_help(command)
+    return command
 
 
 def main() -> None:
@@ -245,9 +252,7 @@ def main() -> None:
     try:
         if argv[:1] == ["serve"]:
             argv = ["serve", *expanded(argv[1:], _serve_flags())]
-        command = typer.main.get_command(app)
-        _hide_variables(command)
-        command(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
+        whole_command()(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
     except PdClusterError as error:
         if is_debugged:
             traceback.print_exc()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from json import dumps
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -64,12 +65,19 @@ def logs(
 def dashboard(
     admin: Annotated[str, ADMIN] = DEFAULT_ADMIN,
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
+    public: Annotated[
+        bool, typer.Option("--public", help="A link to the public port's, which --public-dashboard opens.")
+    ] = False,
     open_it: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
+    json: Annotated[bool, JSON] = False,
 ) -> None:
     """Print a link to the dashboard. It works once, for a minute, then the browser has a session of 12 hours."""
     from pd_cluster.client.overview import fetch_link
 
-    link, works_s = asyncio.run(fetch_link(_admin(admin, admin_token_file)))
+    link, works_s = asyncio.run(fetch_link(_admin(admin, admin_token_file), public))
+    if json:
+        typer.echo(dumps({"link": link, "expires_after_s": works_s}))
+        return
     typer.echo(link)
     typer.echo(f"works once, within {works_s:.0f} s", err=True)
     if open_it:

@@ -18,6 +18,7 @@ from pd_cluster.cluster.members.place import (
 from pd_cluster.commands.serve_start import Start
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.config import ApiConfig, Credentials
+from pd_cluster.settings.http import HttpConfig
 from pd_cluster.settings.log_files import folder_of
 from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.routing import AdminSettings, EntranceSettings
@@ -36,6 +37,7 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
     token = admin_token_of(place, files)
     entrance, admin = options.read(EntranceSettings), options.read(AdminSettings)
     config = _api_config(start, env)
+    check_public_dashboard(config.http, start.process.host, entrance)
     import uvloop
 
     from pd_cluster.api.dashboard.playground import PublicPort
@@ -111,6 +113,19 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
         media=options.read(MediaSettings),
         http=http,
     )
+
+
+def check_public_dashboard(http: HttpConfig, host: str, entrance: EntranceSettings) -> None:
+    """Raises ConfigError where a session's cookie would cross a network in plain text, or find another process."""
+    flag = called("public_dashboard")
+    if not http.has_public_dashboard:
+        return
+    if entrance.api_workers > 1:
+        count = f"{called('api_workers')} {entrance.api_workers}"
+        raise ConfigError(f"{flag}: not with {count}, whose processes know no sessions; leave one of the two out")
+    if http.tls is None and not entrance.uds and not is_loopback(host):
+        ways = f"{called('ssl_certfile')} FILE, or {called('host')} 127.0.0.1 behind a proxy with TLS"
+        raise ConfigError(f"{flag}: {called('host')} {host} is reached without TLS; give {ways}")
 
 
 def _ports_of_file(env: Mapping[str, str], place: Place) -> list[int] | None:

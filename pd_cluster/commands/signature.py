@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
 
 from pd_cluster.errors import flag_of
-from pd_cluster.settings.setting import CHOICES, Declared
+from pd_cluster.settings.setting import CHOICES, Declared, Panel
 
 Command = Callable[..., None]
+SHOWS_ALL = "pd_cluster.help_all"  # in a context's meta
+CLAUSE_END = re.compile(r"[.;:] ")
+LEAST_NUM_CHARS = {".": 12, ";": 20, ":": 24}
+WIDER = {
+    Panel.KV.value: Panel.ENGINE.value,
+    Panel.REQUESTS.value: Panel.SCHEDULER.value,
+    Panel.HTTP.value: Panel.SCHEDULER.value,
+}
 
 
 def takes(
@@ -24,7 +34,8 @@ def takes(
     """Gives a function with `**given` a signature in which typer finds an option for each setting, following `after`.
 
     `show_envvar`: whether the help screen shows the variables. `choices`: in words, for settings whose declarations do
-    not list them. `usual`: the settings that --help shows, by name; HELP_ALL shows the others, too. None: all.
+    not list them. `usual`: the settings that --help shows, by name; HELP_ALL shows the others, too. None: all. With
+    `usual`, the command's class is `BriefHelp`.
     """
 
     def decorate(command: Command) -> Command:
@@ -48,6 +59,7 @@ def _show_all(context: typer.Context, value: bool) -> None:
     """Shows every option and ends."""
     if not value:
         return
+    context.meta[SHOWS_ALL] = True
     for parameter in context.command.params:
         if isinstance(parameter, typer.core.TyperOption):
             parameter.hidden = False
@@ -55,7 +67,52 @@ def _show_all(context: typer.Context, value: bool) -> None:
     raise typer.Exit
 
 
-HELP_ALL = typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show every flag, also the seldom ones.")
+class BriefHelp(typer.core.TyperCommand):
+    """Shows each flag's first words in --help, so that it fits a screen, and its whole text in --help-all."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if SHOWS_ALL in ctx.meta:
+            return super().format_help(ctx, formatter)
+        brief = copy.copy(self)
+        brief.params = [_brief(each) for each in self.params if not getattr(each, "hidden", False)]
+        helping = self.get_help_option(ctx)
+        brief.get_help_option = lambda ctx: _brief(helping) if helping is not None else None  # type: ignore[method-assign]
+        return super(BriefHelp, brief).format_help(ctx, formatter)
+
+
+def shorten_help(command: Any) -> None:
+    """Leaves out of the help, of all commands below, too, what each line would repeat.
+
+    Each option keeps its variable and its type; the epilog tells the rule of variables. Lists of commands have their
+    first words.
+    """
+    for parameter in command.params:
+        if isinstance(parameter, typer.core.TyperOption):
+            parameter.show_envvar = False
+            parameter.metavar = parameter.metavar or ""
+    for each in getattr(command, "commands", {}).values():
+        each.short_help = first_words((each.help or "").partition("\n\n")[0])
+        shorten_help(each)
+
+
+def _brief(parameter: Any) -> Any:
+    """Returns a copy of an option for the brief help: its first words, in a wider group."""
+    if not isinstance(parameter, typer.core.TyperOption):
+        return parameter
+    each = copy.copy(parameter)
+    each.help, each.show_default, each.metavar = first_words(each.help or ""), False, ""
+    if each.rich_help_panel:
+        each.rich_help_panel = WIDER.get(each.rich_help_panel, each.rich_help_panel)
+    return each
+
+
+def first_words(text: str) -> str:
+    """Returns a help text up to its first end of a sentence or clause that is worth reading alone."""
+    ends = [found.start() for found in CLAUSE_END.finditer(text) if found.start() >= LEAST_NUM_CHARS[found[0][0]]]
+    return text[: ends[0]].rstrip(".") if ends else text.rstrip(".")
+
+
+HELP_ALL = typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show every flag, with its whole text.")
 
 
 def _parameter(each: Declared, show_envvar: bool, choices: str, hidden: bool) -> inspect.Parameter:

@@ -60,6 +60,7 @@ def load_of(
         step_tokens=pace.step_tokens.told(),
         preemptions=scheduler.preemptions.told(),
         num_cache_resets=blocks.num_resets,
+        num_quarantined_blocks=imports.num_quarantined_blocks,
         num_leaked_blocks=num_leaked_blocks(scheduler),
         links=out_links.states(),
         is_draining=is_draining,

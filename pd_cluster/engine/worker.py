@@ -71,7 +71,8 @@ class Worker:
         self._cache_news = CacheNews(post, core.scheduler.blocks)
         self._pace = StepPace()
         self._notes = LegNotes(self.tracer.note, clock)
-        means = Means(side, post, ends, inbox.put, clock, config.timeouts, self.tracer.note, config.kv_open_links)
+        most = int(config.kv_max_quarantine * core.scheduler.blocks.num_blocks)
+        means = Means(side, post, ends, inbox.put, clock, config.timeouts, self.tracer.note, config.kv_open_links, most)
         is_prefill, growth_tokens = config.role == "prefill", config.engine.growth_tokens
         self.legs = Legs(
             core,

@@ -81,6 +81,7 @@ class Mailbox:
         self._by_identity: dict[bytes, str] = {}
         self._commands: deque[Callable[[], object]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_woken = False  # a wake that the thread has not noticed yet
         self._poller = zmq.Poller()
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._counter = itertools.count()
@@ -170,8 +171,10 @@ class Mailbox:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_write(self._wake_fd, 1)
+        if self._is_woken:  # the thread will still read the commands: it resets this before
+            return
+        self._is_woken = True
+        os.eventfd_write(self._wake_fd, 1)
 
     # ---- the mailbox's thread
 
@@ -182,6 +185,9 @@ class Mailbox:
                 wait_s = max(0.0, min(next_beat_s, self._soon_s) - self._clock())
                 events = dict(self._poller.poll(int(wait_s * 1000) + 1))
                 before_s = self._clock()
+                if self._wake_fd in events:
+                    os.eventfd_read(self._wake_fd)
+                    self._is_woken = False  # after the read, which would swallow a wake that follows
                 self._run_commands()
                 self._receive(events)
                 if before_s >= next_beat_s:
@@ -196,8 +202,6 @@ class Mailbox:
             raise
 
     def _run_commands(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
         while self._commands:
             self._commands.popleft()()
 

@@ -173,6 +173,7 @@ def text_service(
         not (config.http.has_keys or config.http.metrics_key),
         config.shows_tokenizer,
         handle_secret,
+        config.http.log,
     )
     return TextService(router, checkpoint, served)
 

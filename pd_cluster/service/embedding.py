@@ -16,6 +16,7 @@ from pd_cluster.service.generation import Generation
 from pd_cluster.service.limits import check_priority
 from pd_cluster.service.pooled import PoolingAsk, check_length, kept_tokens, numbers_of, pooled, pooled_generation
 from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
+from pd_cluster.service.request_log import RequestLog
 from pd_cluster.types import INT32_MAX, PooledOutput, Pooling, PoolingKind
 
 PROMPTS_A_TURN = 16  # that are prepared before other tasks have their turn
@@ -56,9 +57,11 @@ class Embedder:
         vocab_size: int,
         folder: Path,
         has_priorities: bool,
+        log: RequestLog | None = None,
     ) -> None:
         self._router, self._encoder, self._limit = router, encoder, limit
         self._vocab_size, self._folder, self._has_priorities = vocab_size, folder, has_priorities
+        self._log = log
 
     @cached_property
     def kind(self) -> PoolingKind:
@@ -102,6 +105,8 @@ class Embedder:
 
     async def vectors(self, generations: Sequence[Generation]) -> list[PooledOutput]:
         """Returns the vectors of prepared prompts, in their order. Raises what `Router.pool` raises."""
+        if self._log is not None:
+            self._log.begins(generations)
         return await pooled(self._router, generations)
 
     async def embed(self, ask: EmbeddingAsk) -> Embedding:

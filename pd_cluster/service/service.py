@@ -27,6 +27,7 @@ from pd_cluster.service.limits import DEFAULT_MAX_LOGPROBS, Limits
 from pd_cluster.service.prompts.chat_prompt import ChatPrompts
 from pd_cluster.service.prompts.guarded_prompt import Guard
 from pd_cluster.service.prompts.pictures import GIVEN, PictureIntake, Shown, Source
+from pd_cluster.service.request_log import RequestLog
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields
 from pd_cluster.service.schema.guide_fields import Asked, compact
 from pd_cluster.service.schema.protocol import CompletionRequest, GenerationRequest
@@ -36,6 +37,7 @@ from pd_cluster.service.sequence import Piece
 from pd_cluster.service.spacing import spaced
 from pd_cluster.service.traces import Tracing
 from pd_cluster.settings.media import IMAGES, VIDEOS, MediaSettings
+from pd_cluster.settings.request_log import RequestLogSettings
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.text.control_tokens import PromptText
@@ -83,6 +85,7 @@ class ServiceConfig:
     shows_load: bool = False
     shows_tokenizer: bool = False
     handle_secret: bytes = field(default=b"", repr=False)
+    log: RequestLogSettings = field(default_factory=RequestLogSettings)
 
 
 class TextService:
@@ -91,6 +94,7 @@ class TextService:
         self.router = router
         self.tracing: Tracing | None = None  # set by a server that exports traces
         self._config, self._answering = config, Answering(router)
+        self._log = RequestLog(config.log) if config.log.has_requests else None
         chat = config.chat
         self.tokenizer = Tokenizer(checkpoint.tokenizer_path, chat.template, checkpoint.path)
         self.response_role = chat.response_role
@@ -120,7 +124,7 @@ class TextService:
         self.kv_handles = KVHandles(config.handle_secret or secrets.token_bytes(32), config.model)
         encoder, has_priorities = self._intake.encoder, config.has_priorities
         self.embedder = Embedder(
-            router, encoder, lambda: self.max_model_len, vocab_size, checkpoint.path, has_priorities
+            router, encoder, lambda: self.max_model_len, vocab_size, checkpoint.path, has_priorities, self._log
         )
         judge = Judge(self.tokenizer, encoder, lambda: self.max_model_len, self.guard, has_priorities)
         self.scorer = Scorer(self.embedder, judge, checkpoint.path)
@@ -266,7 +270,7 @@ class TextService:
         form = self._reply_format
         asked, answer = tools_of(request, bool(form.tool_parser)), self._guide_of(request)
         may_be_cut = request.truncate_prompt_tokens is not None
-        shown = await self._chat_prompt(request, may_be_cut, bool(asked.tools), caller, allows_control_tokens, pictures)
+        shown = await self._chat_prompt(request, may_be_cut, caller, allows_control_tokens, pictures)
         end = self._end_of(request, shown.prompt.token_ids)
         guide = form.guide(asked.tools, asked.choice, end, asked.most_calls, answer.guide if answer else None)
         field = "tools" if asked.tools or answer is None else answer.field
@@ -293,7 +297,6 @@ class TextService:
         self,
         request: ChatFields,
         may_be_cut: bool = False,
-        shows_tools: bool = True,
         caller: Caller = NOBODY,
         allows_control_tokens: bool | None = None,
     ) -> list[int]:
@@ -302,14 +305,13 @@ class TextService:
         `may_be_cut`: the prompt will be truncated, and so may be longer. `allows_control_tokens`: None for the
         service's own setting.
         """
-        shown = await self._chat_prompt(request, may_be_cut, shows_tools, caller, allows_control_tokens)
+        shown = await self._chat_prompt(request, may_be_cut, caller, allows_control_tokens)
         return shown.prompt.token_ids
 
     async def _chat_prompt(
         self,
         request: ChatFields,
         may_be_cut: bool,
-        shows_tools: bool,
         caller: Caller,
         allows_control_tokens: bool | None = None,
         pictures: Sequence[Any] = (),
@@ -323,7 +325,7 @@ class TextService:
         sources = [Source(*medium) for index, message in enumerate(request.messages) for medium in message.media(index)]
         self._pictures.check(sources)
         guard = self.guard if allows_control_tokens is None else None if allows_control_tokens else self._guard
-        prompt = self.spelled(await self._chats.render(request, shows_tools, check, guard), sources)
+        prompt = self.spelled(await self._chats.render(request, check, guard), sources)
         special = bool(request.add_special_tokens)
         token_ids = await self._intake.encoder.encode_prompt(prompt, special, may_be_cut, "messages", caller)
         salt = caller.salt(getattr(request, "cache_salt", None))
@@ -417,12 +419,22 @@ class TextService:
 
     def pieces(self, generations: list[Generation]) -> AsyncGenerator[Piece, None]:
         """Yields the pieces of all prompts of a request as they come. The first error or closing it ends all."""
-        return spaced(self._answering.pieces(generations), self._config.stream_interval)
+        return spaced(self._logged(generations, self._answering.pieces(generations)), self._config.stream_interval)
 
     def stream(self, generation: Generation) -> AsyncGenerator[Piece, None]:
         """Yields a piece whenever a sequence has text, and a last one with its finish_reason. Closing it aborts."""
-        return self._answering.stream(generation)
+        return self._logged([generation], self._answering.stream(generation))
 
     async def complete(self, generations: list[Generation]) -> list[Piece]:
         """Returns a piece for each choice. If there are more sequences than choices, the best ones are chosen."""
-        return await self._answering.complete(generations)
+        if self._log is None:
+            return await self._answering.complete(generations)
+        self._log.begins(generations)
+        pieces = await self._answering.complete(generations)
+        self._log.ends(generations, pieces)
+        return pieces
+
+    def _logged(
+        self, generations: list[Generation], pieces: AsyncGenerator[Piece, None]
+    ) -> AsyncGenerator[Piece, None]:
+        return pieces if self._log is None else self._log.watched(generations, pieces)

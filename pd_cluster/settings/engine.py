@@ -236,8 +236,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[
         float | None,
         ENGINE(
-            "Used if neither of the two above is given. On a CPU: the share of free memory for the KV pool. On a "
-            "GPU: the share of its memory for this instance; default: 0.9.",
+            "Share of memory to use; without effect beside the two above. On a CPU: of the free memory, for the KV "
+            "pool. On a GPU: of its memory, for this instance; default: 0.9.",
             checks=(within(0, 1),),
         ),
     ] = None

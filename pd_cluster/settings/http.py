@@ -12,6 +12,7 @@ import msgspec
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.kept_responses import KeptResponses
+from pd_cluster.settings.request_log import RequestLogSettings
 from pd_cluster.settings.routing import ConnectionLimits
 from pd_cluster.settings.setting import NEGATED, TEXTS, Form, Panel, Scope, Setting, declared, variable_of, within
 
@@ -106,7 +107,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     `tenants`: a name for each key, or none: then each key is a separate tenant. `shares_prefix_cache`: tenants share
     cached prompts. `key_file` has further keys, as hashes. `metrics_key` gives access to /metrics and nothing else;
     with only other keys, nobody can read /metrics. `returns_request_ids`: every answer has x-request-id. `has_docs`:
-    /docs and /openapi.json.
+    /docs and /openapi.json. `has_public_dashboard`: /dashboard.
     """
 
     api_keys: Annotated[
@@ -187,9 +188,18 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
             checks=(within(16, MAX_HEADER_FIELDS),),
         ),
     ] = 256
+    has_public_dashboard: Annotated[
+        bool,
+        HTTP(
+            "Show the cluster's figures at /dashboard of the public port, to holders of an API key or a link; needs "
+            "TLS or a loopback --host.",
+            name="public_dashboard",
+        ),
+    ] = False
     connections: ConnectionLimits = ConnectionLimits()
     tls: Tls | None = None
     responses: KeptResponses = KeptResponses()
+    log: RequestLogSettings = RequestLogSettings()
 
     def __repr__(self) -> str:
         """Leaves keys out."""

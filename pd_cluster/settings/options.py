@@ -21,6 +21,7 @@ from pd_cluster.settings.http import KEY_VARIABLE, HttpConfig, Tls
 from pd_cluster.settings.kept_responses import KeptResponses
 from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.processes import HandoverSettings, JoinSettings, KeyFiles, KVSettings, ProcessSettings
+from pd_cluster.settings.request_log import RequestLogSettings
 from pd_cluster.settings.requests import GUIDED_BACKENDS, Assurances, ChatConfig, RequestSettings
 from pd_cluster.settings.routing import AdminSettings, ConnectionLimits, EntranceSettings, RoutingConfig
 from pd_cluster.settings.setting import Declared, Panel, declared, one_of, read
@@ -44,6 +45,7 @@ GROUPS: tuple[type[msgspec.Struct], ...] = (
     *(ConnectionLimits, RoutingConfig, AdminSettings, RequestSettings, Assurances, ChatConfig, MediaSettings),
     *(HttpConfig, Tls),
     KeptResponses,
+    RequestLogSettings,
     Timeouts,
 )
 
@@ -130,6 +132,7 @@ class ServeOptions(Mapping[str, Any]):
         self.engine()
         self.timeouts()
         self.read(Tls).checked()
+        self.read(RequestLogSettings).checked()
         self.chat(has_files=False)
 
     def engine(self) -> EngineConfig:
@@ -168,6 +171,7 @@ class ServeOptions(Mapping[str, Any]):
             connections=self.read(ConnectionLimits),
             tls=self.read(Tls).checked(),
             responses=self.read(KeptResponses),
+            log=self.read(RequestLogSettings).checked(),
         )
         return given.with_tenants(source, keys, has_origins=self["allowed_origins"] is not None)
 

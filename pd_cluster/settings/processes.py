@@ -265,6 +265,15 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
             checks=(at_least(0),),
         ),
     ] = 16
+    kv_max_quarantine: Annotated[
+        float,
+        KV(
+            "The share of KV blocks that may wait, longer than --transfer-timeout, because a transfer that was given "
+            "up may still write them; beyond it the process ends.",
+            after="kv_open_links",
+            checks=(within(0, 1),),
+        ),
+    ] = 0.25
     kv_rate_limit_bytes_per_s: Annotated[
         float,
         KV(

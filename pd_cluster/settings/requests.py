@@ -192,6 +192,14 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         TEXT(f"How the model writes tool calls: {', '.join(sorted(FORMATS))}.", name="tool_call_parser"),
     ] = ""
+    excludes_barred_tools: Annotated[
+        bool,
+        TEXT(
+            'Leave tools out of the prompt where tool_choice is "none"; by default the model sees them.',
+            name="exclude_tools_when_tool_choice_none",
+            has_off=True,
+        ),
+    ] = False
     tool_parser_plugin: Annotated[
         str,
         TEXT("A Python file whose FORMATS adds names to --tool-call-parser. It runs in the server's processes."),

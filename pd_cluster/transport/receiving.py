@@ -212,6 +212,7 @@ class ReceiveThread:
             if item is None:
                 break
             if isinstance(item, ForgetTransfer):
+                works = works and self._is_settled()
                 self._report(self._lander.forget(item.transfer_id) if self._lander else Drained(item.transfer_id))
             elif works:
                 works = self._land(*item)
@@ -280,6 +281,15 @@ class ReceiveThread:
             return self._fail(f"internal error: {error}")
         if event is not None:
             self._report(event)
+        return True
+
+    def _is_settled(self) -> bool:
+        """Waits for what is under way, before a drain, which has no limit; False when the link is unusable."""
+        assert self._receiver is not None
+        try:
+            self._receiver.copies.settle()
+        except LinkError as error:
+            return self._fail(str(error))
         return True
 
     def _fail(self, reason: str) -> bool:

@@ -28,7 +28,8 @@ class Transport:
     """`choice`: the --kv-transport besides auto that allows it; "" where it cannot be requested by name.
 
     `pools`: the kinds of devices whose memory it moves. `nbytes_per_s`: the rate that routing assumes. `help` and
-    `title` describe the choice of the same name to people.
+    `title` describe the choice of the same name to people. `package`: the module that it needs from an extra of the
+    same name as the choice; such a transport is used only where it is asked for by name.
     """
 
     name: TransportName
@@ -39,6 +40,7 @@ class Transport:
     nbytes_per_s: float = MEMORY_NBYTES_PER_S
     help: str = ""
     title: str = ""
+    package: str = ""
 
     @property
     def is_pair(self) -> bool:
@@ -74,6 +76,17 @@ TABLE = (
         help="NCCL, HCCL or gloo",
         title="torch.distributed",
     ),
+    Transport(
+        "nixl",
+        "nixl",
+        "nixl",
+        KINDS,
+        is_same_host=False,
+        nbytes_per_s=GLOO_NBYTES_PER_S,
+        help="UCX, from the extra nixl",
+        title="NIXL over UCX",
+        package="nixl_cu13",
+    ),
 )
 BY_NAME = {each.name: each for each in TABLE}
 CHOICES = (AUTO, *dict.fromkeys(each.choice for each in TABLE if each.choice))
@@ -81,12 +94,15 @@ CHOICES = (AUTO, *dict.fromkeys(each.choice for each in TABLE if each.choice))
 
 def allowed(choice: str) -> tuple[Transport, ...]:
     """Returns the transports that a --kv-transport allows, in order of preference."""
-    return tuple(each for each in TABLE if choice in (AUTO, each.choice, each.name))
+    if choice == AUTO:
+        return tuple(each for each in TABLE if not each.package)
+    return tuple(each for each in TABLE if choice in (each.choice, each.name))
 
 
-def choices_for(kind: str) -> tuple[str, ...]:
+def choices_for(kind: str, with_extras: bool = False) -> tuple[str, ...]:
     """Returns the choices, without auto, that can serve pools on devices of this kind."""
-    return tuple(dict.fromkeys(each.choice for each in TABLE if each.choice and kind in each.pools))
+    serving = (each for each in TABLE if kind in each.pools and (with_extras or not each.package))
+    return tuple(dict.fromkeys(each.choice for each in serving if each.choice))
 
 
 def same_host_choice(kind: str) -> str:

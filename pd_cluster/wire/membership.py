@@ -59,6 +59,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: Tally = Tally()  # of every step, the tokens that it computed
     preemptions: Tally = Tally()  # of every sequence that ended here, how often it gave way to others
     num_cache_resets: int = 0
+    num_quarantined_blocks: int = 0  # of transfers that were given up, which may still be written
     num_leaked_blocks: int = 0  # lower bound of blocks held by no request; exact while there is none
     is_draining: bool = False  # it takes no new requests
     sleep_level: SleepLevel = 0  # reached
@@ -70,7 +71,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the figures whose changes are reported at once; those of blocks by thousandths of the pool."""
         requests = self.num_running, self.num_waiting, self.num_expected, self.num_landing, self.num_exporting
         held = self.num_held_blocks // max(1, self.num_blocks // 1000)  # it grows with nearly every step
-        blocks = held, self.num_free_swap_blocks, self.num_leaked_blocks
+        blocks = held, self.num_free_swap_blocks, self.num_leaked_blocks, self.num_quarantined_blocks
         return *requests, *blocks, self.num_cache_resets, self.adapters
 
     @property

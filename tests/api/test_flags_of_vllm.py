@@ -15,7 +15,10 @@ from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import FLAGS
 from tests.support.cluster import LiveCluster
 
-TEMPLATE = "{{ mood | default('no mood') }}:{% for part in messages[0].content %}{{ part.text }}/{% endfor %}"
+TEMPLATE = (
+    "{{ mood | default('no mood') }}:{% for part in messages[0].content %}{{ part.text }}/{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+)
 FILE = """
 stream_interval: 4
 enable-force-include-usage: true
@@ -25,6 +28,11 @@ api-server-count: 2
 shutdown-timeout: 5
 h11-max-header-count: 20
 structured-outputs-config: {backend: xgrammar, disable_any_whitespace: true}
+enable-log-requests: true
+enable-log-outputs: true
+max-log-len: 12
+disable-access-log-for-endpoints: /health,/ping
+exclude-tools-when-tool-choice-none: true
 """
 LOGS = {
     "formatters": {"own": {"format": "OWN %(process)d %(levelname)s %(message)s"}},
@@ -88,6 +96,49 @@ def test_variables_and_parts_of_the_template(served: LiveCluster, tokenizer: Tok
     assert prompt_of() == tokenizer.encode("glad:Hi/", add_special_tokens=False)
     sad = tokenizer.encode("sad:Hi/", add_special_tokens=False)
     assert prompt_of(chat_template_kwargs={"mood": "sad"}) == sad
+
+
+def test_tools_that_may_not_be_called_are_left_out(served: LiveCluster, tokenizer: Tokenizer) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": tools,
+        "add_special_tokens": False,
+    }
+    without = tokenizer.encode("glad:Hi/", add_special_tokens=False)
+    assert post(served, "/tokenize", **chat, tool_choice="none")["tokens"] == without
+    assert post(served, "/tokenize", **chat)["tokens"] == tokenizer.encode("glad:Hi/f", add_special_tokens=False)
+    answer = post(served, "/v1/chat/completions", **chat, tool_choice="none", max_tokens=1)
+    assert answer["usage"]["prompt_tokens"] == len(without)
+
+
+def log_of(served: LiveCluster) -> str:
+    return served.log_file("scheduler").read_text()
+
+
+def test_requests_and_outputs_are_logged_and_prompts_are_not(served: LiveCluster) -> None:
+    text = post(served, "/v1/completions", **PROMPT, request_id="whole")["choices"][0]["text"]
+    chunks(served, request_id="streamed", prompt="Once more", n=2, temperature=1)
+    begun = "request cmpl-whole: 4 tokens in the prompt, max_tokens 10, temperature 0.0"
+    served.wait_until(
+        "the log", lambda: begun in log_of(served) and log_of(served).count("request cmpl-streamed, choice ") == 2
+    )
+    shown = text[:12]
+    ended = f"request cmpl-whole, choice 0: length after 10 tokens: {shown!r} and {len(text) - 12} characters more"
+    lines = log_of(served)
+    assert len(text) > 12
+    assert ended in lines
+    assert "Once" not in lines
+
+
+def test_requests_are_in_the_access_log_but_for_quiet_paths(served: LiveCluster) -> None:
+    assert served.client.get(f"{served.url}/health?name=x").status_code == 200
+    assert served.client.get(f"{served.url}/nothing%0Ahere?name=x").status_code == 404
+    served.wait_until("the log", lambda: '"GET /nothing%0Ahere HTTP/1.1" 404 Not Found' in log_of(served))
+    assert not [
+        line for line in log_of(served).splitlines() if '"GET' in line and ("/health" in line or "name=x" in line)
+    ]
 
 
 def test_every_process_logs_as_the_file_says(served: LiveCluster) -> None:

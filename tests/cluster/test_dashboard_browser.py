@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,12 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
+from pd_cluster.settings.http import HttpConfig
 from tests.cluster.test_up import Up
 from tests.support.cluster import free_port_pair
+from tests.unit.test_public_dashboard import KEY, World
 
 CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
@@ -152,6 +156,12 @@ def test_every_page_is_accessible_and_complains_of_nothing(pages: Pages, links: 
     page.wait_for_selector("g.instance")  # the session goes on
     page.set_viewport_size({"width": 390, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than a phone"
+    page.wait_for_selector(".picture svg[viewBox^='0 0 400 ']")
+    sides = page.evaluate(
+        "[...document.querySelectorAll('g.instance')].map(e => e.getBoundingClientRect()).map(r => [r.left, r.right])"
+    )
+    assert sides
+    assert all(left >= 0 and right <= 390 for left, right in sides), "the whole picture is in view"
     shoot(page, f"phone-{scheme}")
     assert page.title() == "pd-cluster", "the model's name is text"
     assert pages.complaints == []
@@ -212,3 +222,64 @@ def test_without_a_link_there_is_nothing(pages: Pages, links: Callable[[], str])
     page.goto(links().partition("#")[0])
     page.wait_for_selector("text=A link is needed")
     assert page.locator("g.instance").count() == 0
+
+
+def test_a_hidden_tab_asks_nothing(pages: Pages, links: Callable[[], str]) -> None:
+    context = pages.browser.new_context()
+    context.add_init_script("Object.defineProperty(document, 'hidden', {get: () => window.isAway === true})")
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    asked: list[str] = []
+    page.on("request", lambda request: "/overview" in request.url and asked.append(request.url))
+    page.goto(links())
+    page.wait_for_selector("g.instance")
+
+    def turn(is_away: bool) -> None:
+        page.evaluate(f"window.isAway = {str(is_away).lower()}; document.dispatchEvent(new Event('visibilitychange'))")
+
+    turn(True)
+    page.wait_for_timeout(1000)  # for a question that is under way
+    before = len(asked)
+    page.wait_for_timeout(2500)  # five questions, if it asked
+    assert len(asked) == before
+    with page.expect_request("**/overview*"):
+        turn(False)
+
+
+@pytest.fixture
+def public(tmp_path: Path) -> Iterator[str]:
+    """Serves the public port's app with one API key; yields its address."""
+    world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
+    port = free_port_pair()
+    server = uvicorn.Server(uvicorn.Config(world.app, host="127.0.0.1", port=port, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def test_the_public_port_shows_figures_to_holders_of_a_key(pages: Pages, public: str) -> None:
+    page = pages.browser.new_context(viewport={"width": 1400, "height": 1000}).new_page()
+    page.set_default_timeout(WAIT_MS)
+    page.goto(f"{public}/dashboard/")
+    page.wait_for_selector("text=An API key or a link is needed")
+    assert axe_of(page) == []
+    page.fill("#key", "wrong")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[role=alert]:has-text('wrong')")
+    page.fill("#key", KEY)
+    page.keyboard.press("Enter")
+    await_count(page, "g.instance", 4)
+    page.wait_for_selector(".problems:has-text('prefill-0 is unreachable')")
+    assert page.locator("nav a:visible").all_inner_texts() == ["Cluster"]
+    page.click("g.instance[aria-label^='decode-0']")
+    page.wait_for_selector("dialog[open] td:text-is('ready')")
+    assert page.locator("dialog button").all_inner_texts() == ["Close"]
+    assert page.locator("dialog pre").count() == 0
+    assert axe_of(page) == []
+    shoot(page, "public")

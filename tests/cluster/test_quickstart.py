@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -19,6 +20,8 @@ from PIL import Image as Pictures
 
 from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT
 from pd_cluster.cluster.processes.ports import free_port_pair
+from pd_cluster.commands.cli import main as cli_main
+from pd_cluster.commands.quickstart import main as quickstart_main
 from tests.support.pictures import file_of
 
 DEADLINE_S = 100
@@ -59,6 +62,27 @@ def run(*command: str) -> tuple[int, int, str, str]:
     return process.pid, process.returncode, out, err
 
 
+class Refusal(NamedTuple):
+    code: object
+    out: str
+    err: str
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Refusal]:
+    """Returns what becomes of a command line that is refused before any process starts; it runs in this one."""
+
+    def run_here(main: Callable[[], None], *argv: str) -> Refusal:
+        monkeypatch.setattr(sys, "argv", ["command", *argv])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert started_by(os.getpid()) == []
+        return Refusal(ended.value.code, out, err)
+
+    return run_here
+
+
 def row(out: str, start: str) -> str:
     (line,) = [line for line in out.splitlines() if line.startswith(start)]
     return line
@@ -80,6 +104,7 @@ def test_once(checkpoint: Checkpoints) -> None:
     assert_nothing_left(pid, port)
 
 
+@pytest.mark.slow
 def test_the_shipped_adapter_answers_in_its_own_manner() -> None:
     port = free_port_pair()
     pid, code, out, err = run(*QUICKSTART, "--once", "--adapter", f"--port={port}")
@@ -111,18 +136,15 @@ def test_the_shipped_model_that_sees_is_asked_about_an_image(tmp_path: Path) -> 
         (["--image=a.png", "--adapter"], "--image: the adapter's model takes no images; leave out one of the two"),
     ],
 )
-def test_an_image_that_cannot_be_asked_about_is_one_line(given: list[str], said: str) -> None:
-    pid, code, out, err = run(*QUICKSTART, "--once", *given)
-    assert (code, out) == (1, "")
-    assert err == f"quickstart: {said}\n"
-    assert_nothing_left(pid)
+def test_an_image_that_cannot_be_asked_about_is_one_line(
+    refused: Callable[..., Refusal], given: list[str], said: str
+) -> None:
+    assert refused(quickstart_main, "--once", *given) == (1, "", f"quickstart: {said}\n")
 
 
-def test_the_adapter_is_for_the_shipped_model(checkpoint: Checkpoints) -> None:
-    pid, code, out, err = run(*QUICKSTART, "--once", "--adapter", f"--model={checkpoint('llama')}")
-    assert (code, out) == (1, "")
-    assert err == "quickstart: --adapter: the adapter is for the model that the project ships; leave out --model\n"
-    assert_nothing_left(pid)
+def test_the_adapter_is_for_the_shipped_model(refused: Callable[..., Refusal], checkpoint: Checkpoints) -> None:
+    said = "quickstart: --adapter: the adapter is for the model that the project ships; leave out --model\n"
+    assert refused(quickstart_main, "--once", "--adapter", f"--model={checkpoint('llama')}") == (1, "", said)
 
 
 def test_a_taken_port_is_one_line(checkpoint: Checkpoints) -> None:
@@ -135,14 +157,13 @@ def test_a_taken_port_is_one_line(checkpoint: Checkpoints) -> None:
     assert_nothing_left(pid)
 
 
-def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_model_is_one_line(refused: Callable[..., Refusal], tmp_path: Path) -> None:
     missing = tmp_path / "no-such-model"
-    for command in ([*QUICKSTART, "--once"], [*PD_CLUSTER, "bench", "serve"]):
-        pid, code, out, err = run(*command, f"--model={missing}")
+    for main, *command in ((quickstart_main, "--once"), (cli_main, "bench", "serve")):
+        code, out, err = refused(main, *command, f"--model={missing}")
         assert (code, out) == (1, "")
         assert err.count("\n") == 1
         assert str(missing) in err
-        assert_nothing_left(pid)
 
 
 class Serving:
@@ -251,6 +272,7 @@ def test_bench_serve_on_a_cluster_of_its_own(checkpoint: Checkpoints, tmp_path: 
     assert_nothing_left(pid)
 
 
+@pytest.mark.slow
 def test_bench_router_runs(tmp_path: Path) -> None:
     """The real scheduler before made-up workers; without the router that it is compared with."""
     file = tmp_path / "bench.json"

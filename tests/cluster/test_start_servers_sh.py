@@ -103,6 +103,7 @@ def test_the_document_requires_a_model(deployed: Servers) -> None:
     assert error["message"].startswith("model: missing; ")
 
 
+@pytest.mark.slow
 def test_an_operator_may_want_the_models_defaults_and_no_model(deployed: Servers) -> None:
     """A variable says the one, a flag the other."""
     deployed.replace_scheduler(["--generation-config=auto"], PD_CLUSTER_SERVE_REQUIRE_MODEL="0")
@@ -112,6 +113,7 @@ def test_an_operator_may_want_the_models_defaults_and_no_model(deployed: Servers
     assert drawn(deployed, temperature=0, repetition_penalty=1.9)[0] == greedy
 
 
+@pytest.mark.slow
 def test_the_documents_own_numbers(tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
     """Cards 4 and 5 prefill, 6 and 7 decode, started in the document's order with its flags: two ranks on each side."""
     model = checkpoint("llama", max_position_embeddings=4096)
@@ -223,6 +225,7 @@ def network() -> Iterator[Network]:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 def test_the_documents_two_machines(network: Network, tmp_path: Path, checkpoint: Checkpoints) -> None:
     """The test differs from the document in exactly one thing: a copy of cluster.secret on the second machine."""
     with TwoMachines(network, tmp_path, checkpoint("llama")) as servers:
@@ -282,7 +285,9 @@ def test_without_the_secrets_a_launch_says_so(servers: Servers) -> None:
     assert "--derive-secret" in error
 
 
-@pytest.mark.parametrize("variable", ["RANK_TABLE_FILE_PATH", "GLOBAL_RANK_TABLE_FILE_PATH"])
+@pytest.mark.parametrize(
+    "variable", ["RANK_TABLE_FILE_PATH", pytest.param("GLOBAL_RANK_TABLE_FILE_PATH", marks=pytest.mark.slow)]
+)
 def test_a_variable_is_missing(servers: Servers, variable: str) -> None:
     servers.start("prefill", "0", servers.prefill, [], **{variable: None})
     assert servers.error_of("prefill").startswith(f"{variable} is not set")
@@ -293,7 +298,7 @@ def test_a_table_is_missing(servers: Servers) -> None:
     assert servers.error_of("prefill") == "RANK_TABLE_FILE_PATH=elsewhere/local.json: no such file"
 
 
-@pytest.mark.parametrize("ports", ["8088", "8088,8089,8090"])
+@pytest.mark.parametrize("ports", ["8088", pytest.param("8088,8089,8090", marks=pytest.mark.slow)])
 def test_node_ports_of_another_length(servers: Servers, ports: str) -> None:
     servers.start_scheduler(NODE_PORTS=ports)
     error = servers.error_of("scheduler")
@@ -307,7 +312,7 @@ def test_node_ports_are_missing(servers: Servers) -> None:
     assert servers.error_of("scheduler").startswith("NODE_PORTS is not set")
 
 
-@pytest.mark.parametrize("name", ["prefill", "scheduler"])
+@pytest.mark.parametrize("name", ["prefill", pytest.param("scheduler", marks=pytest.mark.slow)])
 def test_a_port_is_taken(servers: Servers, name: str) -> None:
     port = servers.prefill if name == "prefill" else servers.public
     with socket.socket() as taken:
@@ -326,6 +331,7 @@ def test_a_wrong_flag(servers: Servers) -> None:
     assert servers.error_of("prefill") == "--tool-server x: calls are answered by clients; the server runs no tools"
 
 
+@pytest.mark.slow
 def test_a_flag_that_contradicts_the_folder(servers: Servers) -> None:
     servers.start("prefill", "0", servers.prefill, ["--quantization=awq"])
     assert "has plain weights; give a folder that is quantized so" in servers.error_of("prefill")

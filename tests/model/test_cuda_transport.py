@@ -111,7 +111,7 @@ class Exporter:
 class Lane:
     """D, in this process, linked to an exporter."""
 
-    def __init__(self, kind: str, choice: str, chosen: str) -> None:
+    def __init__(self, kind: str, choice: str, chosen: str, transfer_timeout_s: float = 30.0) -> None:
         self.exporter = Exporter(kind, choice)
         self.expected = make_pool("cpu", 1).data  # the content of P's pool
         self.pool = make_pool(kind, 2)
@@ -120,7 +120,7 @@ class Lane:
         offers = self.exporter.offers
         lane = wire.LaneOffer(offers=offers.offers, probe_seed=offers.probe_seed)
         opened = wire.LinkOpen("link", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [lane])
-        transports = Transports(make_config(choice), self.pool)
+        transports = Transports(make_config(choice, transfer_timeout_s), self.pool)
 
         def post(body: wire.Body) -> None:
             if isinstance(body, wire.LinkValue):
@@ -129,12 +129,15 @@ class Lane:
                 answers.put(body)
 
         self.receive = transports.receive_thread("c", opened, KEY, post, self.events.put)
-        self.exporter.connect(self.receive.put, self.receive.meet)
+        self.exporter.connect(self.put, self.receive.meet)
         self.receive.start()
         while not isinstance(answer := answers.get(timeout=WAIT_S), wire.LinkReady):
             assert isinstance(answer, wire.LinkAnswer), answer
             self.exporter.tell(Open(answer.transport))
         assert answer.transport == chosen
+
+    def put(self, frame: wire.KVFrame) -> None:
+        self.receive.put(frame)
 
     def begin(self, transfer_id: str, into: list[int]) -> None:
         self.receive.begin(transfer_id, into, 0, len(into) * LAYOUT.block_size)

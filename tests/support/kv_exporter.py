@@ -66,7 +66,7 @@ class Frame(msgspec.Struct, tag=True):
     mac: bytes
 
 
-def make_config(choice: str) -> WorkerConfig:
+def make_config(choice: str, transfer_timeout_s: float = 30.0) -> WorkerConfig:
     return WorkerConfig(
         name="worker",
         role="prefill",
@@ -79,7 +79,7 @@ def make_config(choice: str) -> WorkerConfig:
         kv_transport=choice,  # type: ignore[arg-type]
         kv_port_range=PortRange(),
         engine=EngineConfig(model="m"),
-        timeouts=Timeouts(connect_timeout_s=20.0),  # a first launch may compile
+        timeouts=Timeouts(connect_timeout_s=20.0, transfer_timeout_s=transfer_timeout_s),  # a first launch may compile
     )
 
 

@@ -13,6 +13,7 @@ import msgspec
 from fastapi import FastAPI
 from tokenizers import Tokenizer, processors
 
+from pd_cluster.api.dashboard.public import PublicView
 from pd_cluster.api.gate.drain import Drain
 from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
@@ -65,6 +66,7 @@ def make_app(
     entrance: Entrance | None = None,
     router: Router | None = None,
     file_keys: FileKeys | None = None,
+    view: PublicView | None = None,
     tracing: Tracing | None = None,
     **settings: Any,
 ) -> tuple[FastAPI, Drain]:
@@ -86,7 +88,7 @@ def make_app(
     )
     service.tracing = tracing
     drain = Drain(1.0, lambda: None)
-    return public_app(service, [], openai, drain, http or HttpConfig(), file_keys=file_keys), drain
+    return public_app(service, [], openai, drain, http or HttpConfig(), file_keys=file_keys, view=view), drain
 
 
 def ask(

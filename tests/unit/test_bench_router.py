@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from pd_cluster.errors import ConfigError
 from pd_cluster.lab import processes as router_processes
+from pd_cluster.lab.peers.sampled import places_of
 from pd_cluster.lab.processes import check_open_files, cpu_s, rss_nbytes, waited_s
+from pd_cluster.lab.router import compared
 from pd_cluster.lab.router.bench import RouterBench, make_bench
 from pd_cluster.lab.router.figures import OURS, Cost, Measured, added_ttft_s, fit, results
 from pd_cluster.lab.router.spec import LoadResult, Workload
@@ -111,3 +115,31 @@ def test_quick_is_small() -> None:
     bench = make_bench(3, 4000, "", quick=True)
     assert (bench.rounds, bench.streams) == (1, 50)
     assert bench.command == "pd-cluster bench router --rounds 1 --streams 50 --quick"
+
+
+def test_versions_are_compared_by_their_least_and_by_rounds() -> None:
+    found = by_name(compared.results([2e-3, 1e-3, 3e-3], [2e-3, 2e-3, 2e-3]))
+    assert found["cpu_per_request, least"].value == pytest.approx(1.0)
+    assert found["ratio of the least"].value == pytest.approx(0.5)
+    assert found["ratio of a round, median"].value == pytest.approx(1.0)
+
+
+def test_the_other_version_must_be_a_checkout(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--against .*: no checkout of this project is there"):
+        make_bench(1, 1, "", True, against=str(tmp_path))
+
+
+def test_time_is_booked_on_the_projects_innermost_code() -> None:
+    frames = []
+
+    def look(value: object) -> str:
+        frames.append(sys._getframe())
+        return "x"
+
+    source = "def call(look):\n    return json.dumps(object(), default=look)\n"
+    space = {"__name__": "pd_cluster.api.gate.some", "json": json}
+    exec(compile(source, "some.py", "exec"), space)
+    space["call"](look)  # type: ignore[operator]
+    layer, function = places_of(frames[0].f_back)
+    assert layer == "api/gate → json"
+    assert function.startswith("api/gate: call → json ")

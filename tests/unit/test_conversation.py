@@ -16,6 +16,7 @@ from pd_cluster.service.prompts.conversation import conversation_of
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.parse import parse
 from pd_cluster.service.schema.tool_fields import NO_TOOLS, AskedTools, tools_of
+from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.text.chat_template import ChatTemplate
 
 HELLO = {"role": "user", "content": "hello"}
@@ -67,9 +68,15 @@ def test_a_tool_is_given_whole() -> None:
     assert json.loads(rendered(template=template, tools=[WEATHER])) == [WEATHER]
 
 
-def test_tools_are_not_shown_to_who_must_not_call_them() -> None:
-    conversation = conversation_of(request_of(tools=[WEATHER]), frozenset(), shows_tools=False)
-    assert conversation.render(TEMPLATE) == "^[user]hello[assistant]"
+def test_tools_that_may_not_be_called_are_shown_unless_the_server_excludes_them() -> None:
+    request = request_of(tools=[WEATHER], tool_choice="none")
+    shown, known = ChatConfig(), TEMPLATE.variables
+    assert conversation_of(request, known, shown).render(TEMPLATE) == "^[user]hello(weather)[assistant]"
+    hidden = ChatConfig(excludes_barred_tools=True)
+    assert conversation_of(request, known, hidden).render(TEMPLATE) == "^[user]hello[assistant]"
+    assert conversation_of(request, frozenset(), shown).render(TEMPLATE) == "^[user]hello[assistant]"
+    with pytest.raises(RequestError, match="tools: this model's chat template has no place for them"):
+        conversation_of(request_of(tools=[WEATHER]), frozenset(), shown)
 
 
 def test_calls_arguments_come_as_objects() -> None:

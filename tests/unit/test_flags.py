@@ -222,11 +222,13 @@ def test_negative_numbers_are_values(argv: list[str]) -> None:
     assert parse(*argv)[0]["seed"] == -1
 
 
-@pytest.mark.parametrize("argv", [["--max-log-len", "-1"], ["--max-log-len=-1"], ["--max_log_len", "-0.5"]])
+@pytest.mark.parametrize(
+    "argv", [["--scheduler-delay-factor", "-1"], ["--scheduler-delay-factor=-1"], ["--scheduler_delay_factor", "-0.5"]]
+)
 def test_negative_numbers_of_flags_without_effect(argv: list[str]) -> None:
     options, warnings = parse(*argv, "--port=7")
     assert options["port"] == 7
-    assert warnings == [f"--max-log-len has no effect: {NO_EFFECT['--max-log-len'].why}"]
+    assert warnings == [f"--scheduler-delay-factor has no effect: {NO_EFFECT['--scheduler-delay-factor'].why}"]
 
 
 @pytest.mark.parametrize("argv", [["--scheduler-delay-factor", "9"], ["--scheduler_delay_factor=9"]])

@@ -18,6 +18,7 @@ from pd_cluster.engine.handover.imports import Import, Imports, ImportState
 from pd_cluster.engine.step import ahead
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.errors import QuarantineFull
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.model.batch import OnLayer
 from pd_cluster.settings.timeouts import Timeouts
@@ -268,7 +269,7 @@ def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> Non
     assert not len(exports)
 
 
-def landing(sampling: Sampling | None = None) -> tuple[Imports, Recorder]:
+def landing(sampling: Sampling | None = None, clock: Callable[[], float] = lambda: 0.0) -> tuple[Imports, Recorder]:
     world = Recorder()
     scheduler = StepScheduler(BlockPool(8), 4, 4, 16)
     imports = Imports(
@@ -276,7 +277,7 @@ def landing(sampling: Sampling | None = None) -> tuple[Imports, Recorder]:
         world,
         world.end,
         world.join,
-        lambda: 0.0,
+        clock,
         Timeouts(),
         growth_tokens=4,
         vocab_size=100,
@@ -307,6 +308,24 @@ def test_first_tokens_of_something_else_are_refused(tokens: list[TokenOutput]) -
     assert isinstance(world.sent[-1], wire.Cancel)
     imports.on_drained("t")
     assert not len(imports)
+
+
+def test_blocks_in_quarantine_are_counted_and_bounded() -> None:
+    """Those of a transfer that was given up, until it is drained; they count against the bound once they are late."""
+    now_s = [0.0]
+    imports, _ = landing(clock=lambda: now_s[0])
+    assert imports.num_quarantined_blocks == 0
+    imports.on_link_down("c", "the peer stands still")
+    num_blocks = imports.num_quarantined_blocks
+    assert num_blocks >= 2  # of 8 tokens, and growth
+    imports.check_quarantine(0)
+    now_s[0] = Timeouts().transfer_timeout_s
+    imports.check_quarantine(num_blocks)
+    with pytest.raises(QuarantineFull, match=rf"^{num_blocks} KV blocks .* more than the 1 of --kv-max-quarantine"):
+        imports.check_quarantine(1)
+    imports.on_drained("t")
+    assert imports.num_quarantined_blocks == 0
+    imports.check_quarantine(0)
 
 
 def test_candidates_of_a_beam_search_are_checked() -> None:

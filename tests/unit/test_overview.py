@@ -87,7 +87,8 @@ def info_of(instance: Instance, epoch: int) -> InstanceInfo:
 
 
 def _texts(marks: EventMarks, since: int = 0) -> list[tuple[str, str, str]]:
-    return [(mark["kind"], mark["instance_id"], mark["text"]) for mark in marks.since(since)]
+    found = [mark.to_json() for mark in marks.since(since)]
+    return [(mark["kind"], mark["instance_id"], mark["text"]) for mark in found]
 
 
 def test_deaths_returns_roles_and_leaving_are_marks() -> None:
@@ -132,7 +133,7 @@ def test_marks_are_bounded() -> None:
         marks.look(float(at), instances)
     kept = marks.since()
     assert len(kept) == 4
-    assert kept[-1]["number"] - kept[0]["number"] == 3
+    assert kept[-1].number - kept[0].number == 3
 
 
 def _problems(world: ElasticWorld, history: History | None = None, **routing: Any) -> list[tuple[str, str]]:

@@ -38,6 +38,7 @@ from pd_cluster.transport.table import BY_NAME, TABLE
 from pd_cluster.transport.unix import UnixServer
 from pd_cluster.types import TokenOutput
 from tests.support.fake_device import FakeModule, MemfdMemory, content, install, put_on
+from tests.support.nixl import needs_nixl
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=4, dtype="float32")
 NUM_BLOCKS = 12
@@ -45,10 +46,13 @@ WAIT_S = 10.0
 TOKEN = TokenOutput("r", 0, 0, 0, 5)
 CHECKSUM = Checksum(seed=77)
 KEY = LinkKey.derive(b"secret", "link", "p", "d")
-NAMES: tuple[wire.TransportName, ...] = tuple(each.name for each in TABLE if "cpu" in each.pools)
+NAMES: tuple[wire.TransportName, ...] = tuple(each.name for each in TABLE if "cpu" in each.pools and not each.package)
 CHECKED = (*NAMES, "cuda dist", "npu dist")
+READING = ("local", "shm", "cuda local", "cuda ipc", "npu local", "npu ipc")
 # On fake devices: tests/support/fake_device.py.
 WAYS = (*CHECKED, "cuda local", "cuda ipc", "cuda nccl", "npu local", "npu ipc", "npu hccl")
+# An agent starts in a second.
+WITH_NIXL = (*WAYS, pytest.param("nixl", marks=[pytest.mark.slow, needs_nixl]))
 
 
 def random_pool(seed: int, layout: KVLayout = LAYOUT) -> KVPool:
@@ -162,7 +166,7 @@ def make_pair(way: str, request: pytest.FixtureRequest, source: KVLayout = LAYOU
     return Pair(name, source, kind=kind or "cpu", into=into)  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=WITH_NIXL)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     made = make_pair(request.param, request)
     yield made
@@ -189,7 +193,7 @@ def test_named_blocks_move_and_no_others(pair: Pair, seed: int) -> None:
     assert torch.equal(content(pair.target), expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WITH_NIXL)
 @pytest.mark.parametrize("change", [{"block_size": 8}, {"dtype": "bfloat16"}])
 def test_pools_may_differ(way: str, change: dict[str, object], request: pytest.FixtureRequest) -> None:
     pair = make_pair(way, request, dataclasses.replace(LAYOUT, **change))  # type: ignore[arg-type]
@@ -249,7 +253,7 @@ def test_an_unwanted_payload_is_taken_off_and_dropped(pair: Pair) -> None:
     assert torch.equal(content(pair.target)[6], content(pair.source)[5])
 
 
-@pytest.mark.parametrize("way", ["local", "shm", "cuda local", "cuda ipc", "npu local", "npu ipc"])
+@pytest.mark.parametrize("way", READING)
 def test_a_block_outside_the_pool_is_refused(way: str, request: pytest.FixtureRequest) -> None:
     pair = make_pair(way, request)
     for block in (-1, NUM_BLOCKS, NUM_BLOCKS + 2):
@@ -258,7 +262,7 @@ def test_a_block_outside_the_pool_is_refused(way: str, request: pytest.FixtureRe
     pair.close()
 
 
-@pytest.mark.parametrize("way", ["local", "shm", "cuda local", "cuda ipc", "npu local", "npu ipc"])
+@pytest.mark.parametrize("way", READING)
 def test_a_length_that_does_not_fit_is_refused(way: str, request: pytest.FixtureRequest) -> None:
     pair = make_pair(way, request)
     with pytest.raises(TransferFailed, match="announces"):

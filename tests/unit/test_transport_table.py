@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from types import ModuleType
 
@@ -17,11 +18,14 @@ from pd_cluster.transport.events import Landed
 from pd_cluster.transport.table import BY_NAME, TABLE, Transport, allowed, choices_for, help_text, same_host_choice
 from tests.unit.test_transport import TOKEN, WAIT_S, Link
 
+REFUSES_AS_ABSENT = {each.name for each in TABLE if each.package and importlib.util.find_spec(each.package) is None}
+
 
 def test_names_are_each_there_once_and_choices_have_words() -> None:
     assert len(BY_NAME) == len(TABLE)
     assert {each.choice for each in TABLE if each.help} == {*table.CHOICES} - {table.AUTO}
-    assert help_text() == "auto, ipc (GPUs or NPUs of one host), shm (same host) or dist (NCCL, HCCL or gloo)."
+    last = "dist (NCCL, HCCL or gloo) or nixl (UCX, from the extra nixl)"
+    assert help_text() == f"auto, ipc (GPUs or NPUs of one host), shm (same host), {last}."
 
 
 def test_every_kind_of_pool_has_a_way_within_a_host_and_beyond() -> None:
@@ -31,13 +35,26 @@ def test_every_kind_of_pool_has_a_way_within_a_host_and_beyond() -> None:
     assert allowed("local") == (BY_NAME["local"],)
 
 
+def test_a_transport_from_an_extra_serves_only_where_it_is_named() -> None:
+    """It may open doors that nobody asked for: NIXL's UCX listens."""
+    assert [each.name for each in TABLE if each.package] == ["nixl"]
+    assert "nixl" not in [each.name for each in allowed("auto")]
+    assert [each.name for each in allowed("nixl")] == ["nixl"]
+    assert [choices_for(kind, with_extras=True)[-1] for kind in KINDS] == ["nixl"] * len(KINDS)
+
+
+def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl_cu13", None)
+    assert BY_NAME["nixl"].why_not(CPU) == "nixl_cu13 is not installed: pip install 'pd-cluster[nixl]'"
+
+
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_a_row_says_of_pools_what_its_module_says(row: Transport) -> None:
     """A module says why it cannot move a kind of pool; torch on this machine may lack the others."""
     for kind in KINDS:
         if kind not in row.pools:
             assert row.why_not(Device(kind)), kind
-    assert ("cpu" in row.pools) == (not row.why_not(CPU))
+    assert ("cpu" in row.pools and row.name not in REFUSES_AS_ABSENT) == (not row.why_not(CPU))
 
 
 @pytest.mark.parametrize("name", ["local", "dist"])

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 
 from pd_cluster import __version__
 from pd_cluster.api.admin.log_routes import log_routes
-from pd_cluster.api.admin.overview_routes import overview_routes
 from pd_cluster.api.admin.timelines import TimelineSource, timeline_routes
+from pd_cluster.api.dashboard.overview_routes import overview_routes
 from pd_cluster.api.dashboard.playground import PublicPort, playground_routes
-from pd_cluster.api.dashboard.routes import DATA, SessionGuard, dashboard_routes
+from pd_cluster.api.dashboard.routes import DATA, PublicLinks, SessionGuard, dashboard_routes
 from pd_cluster.api.dashboard.sessions import Sessions
 from pd_cluster.api.gate.access import AdminAccess
 from pd_cluster.api.gate.error_answers import install_error_handlers
-from pd_cluster.api.gate.http import read_body
+from pd_cluster.api.gate.http import guarded_by, read_body
 from pd_cluster.cluster.members.adapters import AdapterBook
 from pd_cluster.cluster.members.elastic import Elastic
 from pd_cluster.cluster.members.instance import Instance
@@ -71,12 +71,16 @@ Body = TypeVar("Body", Add, DrainOptions, ChangeRole, Nothing, AdapterLoad, Adap
 
 @dataclass(frozen=True, slots=True)
 class ShownCluster:
-    """The things that people look at. `logs`: the folder with the processes' lines; `model`: its name."""
+    """The things that people look at. `logs`: the folder with the processes' lines; `model`: its name.
+
+    `links`: makes codes for the public port's dashboard, if it has one.
+    """
 
     overview: Overview
     model: str
     logs: Path
     public: PublicPort
+    links: PublicLinks | None = None
 
 
 def admin_app(
@@ -93,18 +97,18 @@ def admin_app(
     """
     app = FastAPI(title="pd-cluster admin", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
-    guarded = [Depends(access.check)]
+    guarded = [guarded_by(access.check)]
     seen = [timeline_routes(timelines), instance_routes(elastic)]
     if shown is not None:
         logs = log_routes(shown.logs, lambda: [each.name for each in elastic.instances])
         seen.append(
             overview_routes(shown.overview, lambda: [describe(each) for each in elastic.instances], shown.model)
         )
-        app.include_router(logs, dependencies=[Depends(access.check_token)])
+        app.include_router(logs, dependencies=[guarded_by(access.check_token)])
         guard = SessionGuard(Sessions())
         for routes in (*seen, logs, playground_routes(shown.public)):
-            app.include_router(routes, prefix=DATA, dependencies=[Depends(guard.check)])
-        app.include_router(dashboard_routes(guard, access))
+            app.include_router(routes, prefix=DATA, dependencies=[guarded_by(guard.check)])
+        app.include_router(dashboard_routes(guard, access, shown.links))
     for routes in seen:
         app.include_router(routes, dependencies=guarded)
     if adapters is not None:
@@ -230,5 +234,6 @@ def describe(instance: Instance) -> dict[str, Any]:
         "kv_sent_nbytes": load.kv_sent_nbytes,
         "kv_received_nbytes": load.kv_received_nbytes,
         "num_dropped_kv_frames": load.num_dropped_kv_frames,
+        "num_quarantined_blocks": load.num_quarantined_blocks,
         "links": {peer: str(state) for peer, state in load.links.items()},
     }

@@ -92,6 +92,11 @@ INSTANCE_GAUGES = (
         lambda load: load.num_exporting + load.num_landing,
     ),
     OfInstance(
+        "pd_cluster:quarantined_blocks",
+        "KV blocks of transfers that were given up, which may still be written: they wait for the peer.",
+        lambda load: load.num_quarantined_blocks,
+    ),
+    OfInstance(
         "pd_cluster:leaked_blocks",
         "KV blocks held by no request, at the least; exact while the instance has none. Always 0, or a bug.",
         lambda load: load.num_leaked_blocks,

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from pd_cluster.api.dashboard.sessions import CODE_LIFE_S, SESSION_LIFE_S, Session, Sessions
 from pd_cluster.api.gate.access import AdminAccess
-from pd_cluster.api.gate.http import LOOKING, read_body
-from pd_cluster.errors import Forbidden, RequestError, Unauthorized
+from pd_cluster.api.gate.http import LOOKING, guarded_by, read_body
+from pd_cluster.errors import Forbidden, Refused, RequestError, Unauthorized, called
 
 HOME = "/dashboard/"
 DATA = "/dashboard/api"
@@ -48,6 +49,13 @@ HEADERS = {
 
 class Code(msgspec.Struct, forbid_unknown_fields=True):
     code: str
+
+
+class PageView(msgspec.Struct, frozen=True):
+    """The parts that a page may show. `is_whole`: all, with commands; or figures. `takes_keys`: API keys let one in."""
+
+    is_whole: bool = True
+    takes_keys: bool = False
 
 
 class SessionGuard:
@@ -80,15 +88,30 @@ def check_origin(request: Request) -> None:
         raise Forbidden("Origin: commands are taken only from the dashboard's own pages")
 
 
-def dashboard_routes(guard: SessionGuard, access: AdminAccess) -> APIRouter:
-    """Makes the routes of files and sessions; those of data are added by the admin app, behind `guard.check`."""
-    routes = APIRouter()
-    files = {path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.suffix in MEDIA_TYPES}
+@dataclass(frozen=True, slots=True)
+class PublicLinks:
+    """Makes links to the dashboard at the public port. `url`: where this host reaches it, with the root path."""
 
-    @routes.post("/dashboard/codes", dependencies=[Depends(access.check_token)])
+    sessions: Sessions
+    url: str
+
+    def new(self) -> dict[str, str | float]:
+        return _new_link(self.sessions, self.url)
+
+
+def dashboard_routes(guard: SessionGuard, access: AdminAccess, links: PublicLinks | None = None) -> APIRouter:
+    """Makes the admin port's routes of files and sessions; those of data are added behind `guard.check`."""
+    routes = APIRouter()
+
+    @routes.post("/dashboard/codes", dependencies=[guarded_by(access.check_token)])
     async def new_code() -> dict[str, str | float]:
-        code = guard.sessions.new_code()
-        return {"code": code, "path": f"{HOME}#code={code}", "expires_after_s": CODE_LIFE_S}
+        return _new_link(guard.sessions)
+
+    @routes.post("/dashboard/public-codes", dependencies=[guarded_by(access.check_token)])
+    async def new_public_code() -> dict[str, str | float]:
+        if links is None:
+            raise Refused(f"the public port has no dashboard: start the scheduler with {called('public_dashboard')}")
+        return links.new()
 
     @routes.post(f"{DATA}/session")
     async def begin(request: Request) -> Response:
@@ -97,40 +120,67 @@ def dashboard_routes(guard: SessionGuard, access: AdminAccess) -> APIRouter:
             asked = msgspec.json.decode(await read_body(request), type=Code)
         except msgspec.DecodeError as error:
             raise RequestError(f"body: {error}") from None
-        found = guard.sessions.exchange(asked.code)
-        if found is None:
-            raise Unauthorized(
-                "code: used, too old or unknown; `pd-cluster dashboard` prints a new link", code="invalid_code"
-            )
-        cookie, session = found
-        answer = JSONResponse({"command_token": session.command_token}, headers=HEADERS)
-        answer.set_cookie(
-            COOKIE,
-            cookie,
-            max_age=int(SESSION_LIFE_S),
-            path="/dashboard",
-            httponly=True,
-            samesite="strict",
-            secure=request.url.scheme == "https",
+        return begun(request, *exchanged(guard.sessions, asked.code), PageView())
+
+    routes.include_router(session_routes(guard, PageView()))
+    return routes
+
+
+def _new_link(sessions: Sessions, base: str = "") -> dict[str, str | float]:
+    code = sessions.new_code()
+    return {"code": code, "path": f"{base}{HOME}#code={code}", "expires_after_s": CODE_LIFE_S}
+
+
+def exchanged(sessions: Sessions, code: str) -> tuple[str, Session]:
+    """Raises Unauthorized."""
+    found = sessions.exchange(code)
+    if found is None:
+        raise Unauthorized(
+            "code: used, too old or unknown; `pd-cluster dashboard` prints a new link", code="invalid_code"
         )
-        return answer
+    return found
+
+
+def begun(request: Request, cookie: str, session: Session, view: PageView, root_path: str = "") -> Response:
+    """Answers with the session's cookie, which goes to the dashboard alone."""
+    answer = JSONResponse(_told(session, view), headers=HEADERS)
+    answer.set_cookie(
+        COOKIE,
+        cookie,
+        max_age=int(SESSION_LIFE_S),
+        path=f"{root_path}/dashboard",
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
+    )
+    return answer
+
+
+def _told(session: Session | None, view: PageView) -> dict[str, str | bool | None]:
+    """Returns what a page needs to know at its start."""
+    return {"command_token": session.command_token if session is not None else None, **msgspec.structs.asdict(view)}
+
+
+def session_routes(guard: SessionGuard, view: PageView, root_path: str = "") -> APIRouter:
+    """Makes the routes that are the same at both ports: a session's state and end, and the files."""
+    routes = APIRouter()
+    files = {path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.suffix in MEDIA_TYPES}
 
     @routes.get(f"{DATA}/session")
     async def session(request: Request) -> Response:
-        found = guard.session_of(request)
-        body = {"command_token": found.command_token if found is not None else None}
-        return JSONResponse(body, headers={**HEADERS, "Cache-Control": "no-store"})
+        told = _told(guard.session_of(request), view)
+        return JSONResponse(told, headers={**HEADERS, "Cache-Control": "no-store"})
 
-    @routes.delete(f"{DATA}/session", dependencies=[Depends(guard.check)])
+    @routes.delete(f"{DATA}/session", dependencies=[guarded_by(guard.check)])
     async def end(request: Request) -> Response:
         guard.sessions.end(request.cookies.get(COOKIE, ""))
         answer = JSONResponse({"status": "ended"}, headers=HEADERS)
-        answer.delete_cookie(COOKIE, path="/dashboard")
+        answer.delete_cookie(COOKIE, path=f"{root_path}/dashboard")
         return answer
 
     @routes.get("/dashboard")
     async def home() -> Response:
-        return RedirectResponse(HOME)
+        return RedirectResponse(f"{root_path}{HOME}")
 
     @routes.get("/dashboard/{name:path}")
     async def file(name: str) -> Response:

@@ -2,7 +2,8 @@
 
 A code is made for somebody who has the admin token, travels in the fragment of a link (which browsers send to nobody),
 and works once, within CODE_LIFE_S. It gives a session: a secret for a cookie, and another for the header of commands,
-which a foreign page cannot know. Only digests of cookies are kept.
+which a foreign page cannot know. Only digests of cookies are kept. A session may also depend on something else, such
+as an API key: it ends when that is withdrawn.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ NUM_CODE_BYTES, NUM_SECRET_BYTES = 16, 32
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """`command_token`: what the header of a command must have."""
+    """`command_token`: what the header of a command must have. `is_valid`: whether what let it in still would."""
 
     command_token: str
     ends_s: float
+    is_valid: Callable[[], bool] = lambda: True
 
 
 class Sessions:
@@ -46,12 +48,15 @@ class Sessions:
     def exchange(self, code: str) -> tuple[str, Session] | None:
         """Uses a code up; returns a cookie's value and its session. None for a code that does not work."""
         self._forget()
-        if self._codes.pop(_digest(code), None) is None:
-            return None
+        return self.begin() if self._codes.pop(_digest(code), None) is not None else None
+
+    def begin(self, is_valid: Callable[[], bool] = lambda: True) -> tuple[str, Session]:
+        """Begins a session that ends once `is_valid` says no; returns a cookie's value and the session."""
+        self._forget()
         while len(self._sessions) >= MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         cookie = secrets.token_urlsafe(NUM_SECRET_BYTES)
-        session = Session(secrets.token_urlsafe(NUM_SECRET_BYTES), self._clock() + SESSION_LIFE_S)
+        session = Session(secrets.token_urlsafe(NUM_SECRET_BYTES), self._clock() + SESSION_LIFE_S, is_valid)
         self._sessions[_digest(cookie)] = session
         return cookie, session
 
@@ -65,7 +70,9 @@ class Sessions:
     def _forget(self) -> None:
         now_s = self._clock()
         self._codes = {code: ends_s for code, ends_s in self._codes.items() if ends_s > now_s}
-        self._sessions = {digest: each for digest, each in self._sessions.items() if each.ends_s > now_s}
+        self._sessions = {
+            digest: each for digest, each in self._sessions.items() if each.ends_s > now_s and each.is_valid()
+        }
 
 
 def _digest(secret: str) -> str:

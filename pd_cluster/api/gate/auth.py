@@ -55,11 +55,11 @@ class ApiKeys:
         self._file_keys = file_keys
         self._counts = counts or TenantCounts()
         self._shares_prefix_cache = shares_prefix_cache
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = [digest_of_key(key.encode()) for key in keys]
         names = [f"name:{name}" for name in tenants] or [f"key:{digest.hex()}" for digest in self._digests]
         self._callers = [self._caller(name) for name in names]
         self._tenants = tenants or [OTHERS for _ in keys]
-        self._metrics_digests = [_digest(metrics_key.encode())] if metrics_key else []
+        self._metrics_digests = [digest_of_key(metrics_key.encode())] if metrics_key else []
         self._open = {root_path + path for path in OPEN_PATHS}
         self._metrics_path = root_path + METRICS_PATH
         self._messages_paths = {root_path + path for path in MESSAGES_PATHS}
@@ -75,7 +75,7 @@ class ApiKeys:
             given = [value for name, value in scope["headers"] if name == b"x-api-key"]
             key = given[0].strip() if len(given) == 1 else None
         if is_metrics or not (self._digests or self._file_keys):
-            is_let_in = not is_metrics or _place(key, self._metrics_digests) is not None
+            is_let_in = not is_metrics or place_of(key, self._metrics_digests) is not None
             app = self._app if is_let_in else self._refusal(scope["path"], is_metrics, bool(given))
             await app(scope, receive, send)
             return
@@ -92,7 +92,7 @@ class ApiKeys:
 
     def _known(self, key: bytes | None) -> tuple[Caller, Meter] | None:
         """Returns the key's caller and the request's meter. Raises Unauthorized for an expired key."""
-        if (at := _place(key, self._digests)) is not None:
+        if (at := place_of(key, self._digests)) is not None:
             return self._callers[at], Meter(self._tenants[at], self._counts)
         known = self._file_keys.find(key) if self._file_keys is not None and key is not None else None
         if known is None:
@@ -127,12 +127,12 @@ def _key_of(header: bytes) -> bytes | None:
     return key.strip() if scheme.lower() == b"bearer" else None
 
 
-def _place(key: bytes | None, digests: Sequence[bytes]) -> int | None:
+def place_of(key: bytes | None, digests: Sequence[bytes]) -> int | None:
     """Returns the key's index. A wrong key takes as long as a right one."""
-    digest = _digest(key or b"")
+    digest = digest_of_key(key or b"")
     matches = [hmac.compare_digest(digest, known) for known in digests]  # all are compared, whichever matches
     return matches.index(True) if key is not None and any(matches) else None
 
 
-def _digest(key: bytes) -> bytes:
+def digest_of_key(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()

@@ -45,6 +45,24 @@ class FileKeys:
     def find(self, key: bytes) -> KnownKey | None:
         """Returns the key's entry, if it is known. Raises Unauthorized for an expired one."""
         found = self._known.get(digest_of(self._salt, key))
-        if found is not None and found.key.expires_s is not None and found.key.expires_s <= self._clock():
+        if found is not None and self._has_expired(found):
             raise Unauthorized(f"the API key {found.key.id!r} has expired", code="invalid_api_key")
         return found
+
+    def validity(self, key: bytes) -> Callable[[], bool] | None:
+        """Returns what says whether the key is still in effect, without keeping it; None for an unknown key.
+
+        Raises Unauthorized for an expired one.
+        """
+        if self.find(key) is None:
+            return None
+        digest = digest_of(self._salt, key)
+
+        def is_valid() -> bool:
+            found = self._known.get(digest)
+            return found is not None and not self._has_expired(found)
+
+        return is_valid
+
+    def _has_expired(self, known: KnownKey) -> bool:
+        return known.key.expires_s is not None and known.key.expires_s <= self._clock()

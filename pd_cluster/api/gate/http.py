@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -69,6 +69,15 @@ def declared_length(request: Request) -> int | None:
     if declared is None or not declared.isdecimal():
         return None
     return MAX_BODY_NBYTES + 1 if len(declared) > MAX_LENGTH_NUM_DIGITS else min(int(declared), MAX_BODY_NBYTES + 1)
+
+
+def guarded_by(check: Callable[[Request], None]) -> Any:
+    """Returns a route's dependency that checks on the event loop; FastAPI would take a thread for each request."""
+
+    async def run(request: Request) -> None:
+        check(request)
+
+    return Depends(run)
 
 
 def session_of(request: Request) -> str:

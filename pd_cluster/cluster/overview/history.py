@@ -46,10 +46,11 @@ class _Reading:
 
 
 class History:
-    """Keeps the last readings; `samples` are their differences."""
+    """Keeps the last readings; `samples` are their differences, each made once, however many look at it."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         self._readings: deque[_Reading] = deque(maxlen=num_samples + 1)
+        self._samples: deque[dict[str, Any]] = deque(maxlen=num_samples)
 
     def note(self, at_s: float, clock_s: float, stats: Stats, num_running: int, num_queued: int) -> None:
         """Adds a reading. `num_running` requests are being answered, `num_queued` wait for their turn to be routed."""
@@ -58,12 +59,17 @@ class History:
             name: list(stats.histograms[source].counts) if source in stats.histograms else [0] * _num_buckets(source)
             for name, source in DURATIONS.items()
         }
-        self._readings.append(_Reading(at_s, clock_s, totals, counts, num_running, num_queued))
+        now = _Reading(at_s, clock_s, totals, counts, num_running, num_queued)
+        if self._readings:
+            self._samples.append(self._sample(now))
+        self._readings.append(now)
 
     def samples(self, since_s: float = float("-inf")) -> list[dict[str, Any]]:
         """Returns those after `since_s` (Unix time), oldest first; durations in seconds, None where there were none."""
-        readings = list(self._readings)
-        return [self._sample(readings, at) for at in range(1, len(readings)) if readings[at].at_s > since_s]
+        return [sample for sample in self._samples if sample["at_s"] > since_s]
+
+    def last_sample(self) -> dict[str, Any] | None:
+        return self._samples[-1] if self._samples else None
 
     def total(self, rate: str, last_s: float) -> int:
         """Returns how many there were in the last `last_s` seconds, by a name of RATES."""
@@ -73,12 +79,13 @@ class History:
         first = next(each for each in self._readings if each.clock_s >= last.clock_s - last_s)
         return last.totals[rate] - first.totals[rate]
 
-    def _sample(self, readings: Sequence[_Reading], at: int) -> dict[str, Any]:
-        before, now = readings[at - 1], readings[at]
+    def _sample(self, now: _Reading) -> dict[str, Any]:
+        """Compares a reading with those that are kept."""
+        before = start = self._readings[-1]
         passed_s = max(now.clock_s - before.clock_s, 1e-3)
-        start = at - 1
-        while start and now.clock_s - readings[start].clock_s < WINDOW_S:
-            start -= 1
+        for start in reversed(self._readings):
+            if now.clock_s - start.clock_s >= WINDOW_S:
+                break
         sample: dict[str, Any] = {
             "at_s": round(now.at_s, 3),
             "num_running": now.num_running,
@@ -87,7 +94,7 @@ class History:
         for rate, total in now.totals.items():
             sample[rate] = round((total - before.totals[rate]) / passed_s, 2)
         for name, source in DURATIONS.items():
-            earlier = readings[start].counts[name]
+            earlier = start.counts[name]
             counts = [many - few for many, few in zip(now.counts[name], earlier, strict=True)]
             for percent in PERCENTS:
                 sample[f"{name}_p{percent}_s"] = quantile(BOUNDS[source], counts, percent / 100)

@@ -21,16 +21,20 @@ Kind = Literal["up", "down", "change"]
 
 @dataclass(frozen=True, slots=True)
 class EventMark:
-    """`number` grows by one with each; `at_s` is Unix time."""
+    """`number` grows by one with each; `at_s` is Unix time. `reason` is for operators, as in problems.py."""
 
     number: int
     at_s: float
     kind: Kind
     instance_id: str
     text: str
+    reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {**self.to_public(), "text": f"{self.text}: {self.reason}" if self.reason else self.text}
+
+    def to_public(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__ if name != "reason"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,9 @@ class EventMarks:
         self._seen: dict[str, _Seen] = {}
         self._number = 0
 
-    def since(self, number: int = 0) -> list[dict[str, Any]]:
+    def since(self, number: int = 0) -> list[EventMark]:
         """Returns the marks after that number, oldest first."""
-        return [mark.to_json() for mark in self._marks if mark.number > number]
+        return [mark for mark in self._marks if mark.number > number]
 
     def look(self, at_s: float, instances: Sequence[Instance]) -> None:
         """Notes what has changed since the last look."""
@@ -75,12 +79,12 @@ class EventMarks:
         state = instance.shown_state
         if state in DOWN:
             if before.was_up and before.state not in DOWN:
-                self._add(at_s, "down", instance.name, f"is {state}: {instance.reason}" if instance.reason else state)
+                self._add(at_s, "down", instance.name, f"is {state}", instance.reason)
         elif state == "ready":
             self._add(at_s, "up", instance.name, "is ready")
         elif instance.is_ready:
             self._add(at_s, "change", instance.name, f"is {state}")
 
-    def _add(self, at_s: float, kind: Kind, name: str, text: str) -> None:
+    def _add(self, at_s: float, kind: Kind, name: str, text: str, reason: str = "") -> None:
         self._number += 1
-        self._marks.append(EventMark(self._number, at_s, kind, name, text))
+        self._marks.append(EventMark(self._number, at_s, kind, name, text, reason))

@@ -22,13 +22,20 @@ ORDER: tuple[Severity, ...] = ("critical", "warning", "notice")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
+    """`reason`: may have addresses and paths, so only operators see it, as they see `way_out`."""
+
     severity: Severity
     text: str
     way_out: str
     instance_id: str = ""
+    reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        text = f"{self.text}: {self.reason}" if self.reason else self.text
+        return {**self.to_public(), "text": text, "way_out": self.way_out}
+
+    def to_public(self) -> dict[str, Any]:
+        return {"severity": self.severity, "text": self.text, "instance_id": self.instance_id}
 
 
 def problems_of(instances: Sequence[Instance], history: History, routing: RoutingConfig) -> list[Problem]:
@@ -69,9 +76,8 @@ def _instances(instances: Sequence[Instance]) -> list[Problem]:
     for each in instances:
         if not each.is_ready:
             severity: Severity = "warning" if each.state in ("failed", "unreachable") else "notice"
-            reason = f": {each.reason}" if each.reason else ""
             way_out = f"`pd-cluster logs {each.name}`; docs/operations.md explains its states"
-            found.append(Problem(severity, f"{each.name} is {each.shown_state}{reason}", way_out, each.name))
+            found.append(Problem(severity, f"{each.name} is {each.shown_state}", way_out, each.name, each.reason))
             continue
         if each.service == "out" or each.load.is_draining:
             way_out = f"`pd-cluster instances drain --undo {each.name}` puts it back in service"
@@ -85,12 +91,9 @@ def _instances(instances: Sequence[Instance]) -> list[Problem]:
 
 
 def _links(instances: Sequence[Instance]) -> list[Problem]:
-    return [
-        Problem(
-            "warning", f"no KV cache goes from {link}", "`pd-cluster check --network` tests the way between the two"
-        )
-        for link in refused_links(instances)
-    ]
+    way_out = "`pd-cluster check --network` tests the way between the two"
+    pairs = (link.partition(": ") for link in refused_links(instances))
+    return [Problem("warning", f"no KV cache goes from {pair}", way_out, reason=state) for pair, _, state in pairs]
 
 
 def _requests(history: History, routing: RoutingConfig) -> list[Problem]:
@@ -104,7 +107,7 @@ def _requests(history: History, routing: RoutingConfig) -> list[Problem]:
     if refused := history.total("refused_per_s", LAST_S):
         text = f"{refused} {_requests_word(refused)} were refused in the last minute"
         found.append(Problem("warning", text, "add instances, or see --max-queue-time and the --slo flags"))
-    for sample in history.samples()[-1:]:
+    if (sample := history.last_sample()) is not None:
         for name, goal_s, flag in (
             ("ttft", routing.slo_ttft_s, "--slo-ttft"),
             ("tpot", routing.slo_tpot_s, "--slo-tpot"),

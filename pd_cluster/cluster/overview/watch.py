@@ -14,7 +14,7 @@ from typing import Any
 from pd_cluster.cluster.members.roster import Roster
 from pd_cluster.cluster.overview.history import NUM_SAMPLES, History
 from pd_cluster.cluster.overview.marks import EventMarks
-from pd_cluster.cluster.overview.problems import problems_of
+from pd_cluster.cluster.overview.problems import Problem, problems_of
 from pd_cluster.reports import Busy, Stats
 from pd_cluster.settings.routing import RoutingConfig
 
@@ -66,6 +66,24 @@ class Overview:
 
     def to_json(self, since_s: float, since_mark: int) -> dict[str, Any]:
         """Returns all except the instances: samples after `since_s` (Unix time), marks after number `since_mark`."""
+        return {
+            **self._counts(since_s),
+            "problems": [problem.to_json() for problem in self._problems()],
+            "marks": [mark.to_json() for mark in self._marks.since(since_mark)],
+        }
+
+    def to_public(self, since_s: float, since_mark: int) -> dict[str, Any]:
+        """Returns the same without reasons and ways out, which are for operators."""
+        return {
+            **self._counts(since_s),
+            "problems": [problem.to_public() for problem in self._problems()],
+            "marks": [mark.to_public() for mark in self._marks.since(since_mark)],
+        }
+
+    def _problems(self) -> list[Problem]:
+        return problems_of(self._roster.instances, self._history, self._routing)
+
+    def _counts(self, since_s: float) -> dict[str, Any]:
         stats, busy = self._figures()
         return {
             "now_s": round(self._wall(), 3),
@@ -76,9 +94,5 @@ class Overview:
             "totals": {name: stats.counters.get(name, 0) for name in ("prompt_tokens", "generation_tokens")},
             "slo_ttft_s": self._routing.slo_ttft_s or None,
             "slo_tpot_s": self._routing.slo_tpot_s or None,
-            "problems": [
-                problem.to_json() for problem in problems_of(self._roster.instances, self._history, self._routing)
-            ],
             "samples": self._history.samples(since_s),
-            "marks": self._marks.since(since_mark),
         }

@@ -43,6 +43,7 @@ class Means:
     timeouts: Timeouts
     note: Note
     kv_open_links: int = 0
+    max_quarantined_blocks: int | None = None  # None: any number
 
 
 class Outcomes(Protocol):
@@ -113,10 +114,12 @@ class Handover:
         )
 
     def tick(self) -> None:
-        """Checks deadlines."""
+        """Checks deadlines. Raises QuarantineFull."""
         self.out_links.tick()
         self.exports.expire()
         self.imports.expire()
+        if self._means.max_quarantined_blocks is not None:
+            self.imports.check_quarantine(self._means.max_quarantined_blocks)
 
     def abort(self, request: Request) -> None:
         """Ends transfers that are no longer wanted; landing blocks are freed once nothing writes to them."""

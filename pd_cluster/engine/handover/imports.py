@@ -16,6 +16,7 @@ from typing import Protocol
 from pd_cluster import wire
 from pd_cluster.engine.step import beam_groups, beams
 from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.errors import QuarantineFull
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import Note, Request, Status, TokenOutput, note_nothing
 
@@ -102,6 +103,22 @@ class Imports:
     @property
     def num_queued(self) -> int:
         return sum(1 for i in self._imports.values() if i.state in (ImportState.EXPECTED, ImportState.QUEUED))
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Counts the landing blocks of transfers that were given up, which a transport may still write."""
+        return self._num_draining_blocks(0.0)
+
+    def check_quarantine(self, most: int) -> None:
+        """Raises QuarantineFull if transfers given up long ago hold more blocks than this."""
+        num_blocks = self._num_draining_blocks(self._timeouts.transfer_timeout_s)
+        if num_blocks > most:
+            raise QuarantineFull(num_blocks, most)
+
+    def _num_draining_blocks(self, least_s: float) -> int:
+        draining = (i for i in self._imports.values() if i.state is ImportState.DRAINING and i.request is not None)
+        before_s = self._clock() - least_s
+        return sum(len(i.request.block_table) for i in draining if i.request is not None and i.since_s <= before_s)
 
     def num_on_their_way(self, batch: str) -> int:
         """Counts requests whose KV will land without further action; 0 if one lacks room or is of another batch."""
@@ -264,6 +281,7 @@ class Imports:
         request = found.request
         if found.state in (ImportState.LANDING, ImportState.CONFIRMING):
             found.state = ImportState.DRAINING
+            found.since_s = self._clock()
             self._ports.forget(found.conn, found.transfer_id)
         else:
             del self._imports[found.transfer_id]

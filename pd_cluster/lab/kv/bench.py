@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ConfigError
 from pd_cluster.lab.child import ChildFailed, sigterm_raises
 from pd_cluster.lab.kv.child import Child, two_children
@@ -43,18 +44,21 @@ from pd_cluster.lab.kv.spec import (
     Move,
     OpenGloo,
     OpenLane,
+    OpenUcx,
+    Ucx,
 )
 from pd_cluster.lab.kv.streaming import measure_streaming
 from pd_cluster.tables import check_writable
-from pd_cluster.transport.table import choices_for
+from pd_cluster.transport.table import BY_NAME, choices_for
 from pd_cluster.wire import TransportName
 
 TRANSPORTS = choices_for("cpu")
+ALL_TRANSPORTS = choices_for("cpu", with_extras=True)
 SIZES_MIB = (1, 16, 256)
 MOST_MIB = 1024
 DEADLINE_S = 120.0
 NUM_TRIES = 3  # per measurement and round: the best counts, for baselines too
-GLOO_PAYLOADS = (4 << 20, 16 << 20)  # the better one counts
+PAYLOADS = (4 << 20, 16 << 20)  # the better one counts
 NUM_SINGLE_BLOCKS = 200
 BUSY_LOAD = 0.7
 
@@ -96,8 +100,11 @@ class KVBench:
 def make_bench(rounds: int, transports: str, sizes: str, streaming: bool, quick: bool) -> KVBench:
     """Builds the bench from the command line, where empty means all. Raises ConfigError."""
     wanted = _names(transports) or TRANSPORTS
-    if unknown := [name for name in wanted if name not in TRANSPORTS]:
-        raise ConfigError(f"--transports {unknown[0]}: expected some of {','.join(TRANSPORTS)}")
+    if unknown := [name for name in wanted if name not in ALL_TRANSPORTS]:
+        raise ConfigError(f"--transports {unknown[0]}: expected some of {','.join(ALL_TRANSPORTS)}")
+    for name in wanted:
+        if problem := BY_NAME[name].why_not(CPU):
+            raise ConfigError(f"--transports {name}: {problem}")
     try:
         sizes_mib = tuple(int(size) for size in _names(sizes)) or ((1,) if quick else SIZES_MIB)
     except ValueError:
@@ -106,7 +113,7 @@ def make_bench(rounds: int, transports: str, sizes: str, streaming: bool, quick:
         raise ConfigError(f"--sizes {sizes}: must be 1 to {MOST_MIB} MiB")
     return KVBench(
         rounds=1 if quick else rounds,
-        transports=tuple(name for name in TRANSPORTS if name in wanted),
+        transports=tuple(name for name in ALL_TRANSPORTS if name in wanted),
         sizes_mib=sizes_mib,
         streaming=streaming and not quick,
         quick=quick,
@@ -155,6 +162,9 @@ class Pair:
                 self._open_lane(Lane(transport=transport, checked=checked, secret=secrets.token_bytes(32)))
         if "gloo" in map(baseline_of, self._bench.transports):
             self._both(OpenGloo(self._sender.ask(OpenGloo(), DEADLINE_S).port))
+        if "ucx" in map(baseline_of, self._bench.transports):
+            there = self._sender.ask(OpenUcx(), DEADLINE_S)
+            self._receiver.ask(OpenUcx(there.address), DEADLINE_S)
         num_runs = self._bench.num_pool_blocks // RUN_BLOCKS
         for lane in self._lanes:  # maps every page once before measuring
             self._hand_over(lane, Move(num_blocks=RUN_BLOCKS, count=num_runs, num_under_way=2))
@@ -209,7 +219,9 @@ class Pair:
         """Returns the baseline's seconds."""
         if baseline == "memcpy":
             return self._receiver.ask(Memcpy(move), DEADLINE_S).took_s
-        payloads = [nbytes for nbytes in GLOO_PAYLOADS if nbytes <= move.nbytes]
+        payloads = [nbytes for nbytes in PAYLOADS if nbytes <= move.nbytes]
+        if baseline == "ucx":
+            return min(self._receiver.ask(Ucx(move.nbytes, nbytes), DEADLINE_S).took_s for nbytes in payloads)
         return min(self._both(Gloo(move.nbytes, nbytes)) for nbytes in payloads)
 
     def _both(self, command: Command) -> float:

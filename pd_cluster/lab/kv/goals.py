@@ -20,6 +20,7 @@ Round = Mapping[str, float]
 SHARES: dict[TransportName, tuple[float, float]] = {
     "shm": (0.85, 0.60),
     "dist": (0.90, 0.80),
+    "nixl": (0.85, 0.60),
 }  # off, on
 LEAST_MIB = 16  # smaller transfers have no goal
 BLOCK_MS = 1.0
@@ -37,7 +38,9 @@ class KVReport(Report):
 
 
 def baseline_of(transport: TransportName) -> str:
-    """Returns the copy that a transport is compared with: within this process's memory, or over gloo."""
+    """Returns the copy that a transport is compared with: within this process's memory, plain UCX or gloo."""
+    if transport == "nixl":
+        return "ucx"
     return "memcpy" if BY_NAME[transport].is_same_host else "gloo"
 
 

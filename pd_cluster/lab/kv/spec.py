@@ -98,7 +98,20 @@ class Gloo(msgspec.Struct, frozen=True, tag=True):
     payload_nbytes: int
 
 
-Command = MakePool | OpenLane | Handover | LastTransfer | Memcpy | OpenGloo | Gloo
+class OpenUcx(msgspec.Struct, frozen=True, tag=True):
+    """For the sender, then for the receiver with the sender's answer: a bare agent of NIXL at each."""
+
+    address: bytes = b""
+
+
+class Ucx(msgspec.Struct, frozen=True, tag=True):
+    """For the receiver: plain reads of payloads, two in flight."""
+
+    nbytes: int
+    payload_nbytes: int
+
+
+Command = MakePool | OpenLane | Handover | LastTransfer | Memcpy | OpenGloo | Gloo | OpenUcx | Ucx
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +124,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     confirms_s: list[float] = []
     landings_s: list[float] = []
     blocks: list[int] = []
+    address: bytes = b""
     error: str = ""
 
 

@@ -23,10 +23,13 @@ from pd_cluster.lab.kv.spec import (
     Memcpy,
     OpenGloo,
     OpenLane,
+    OpenUcx,
+    Ucx,
     serve_commands,
 )
 from pd_cluster.lab.peers.kv_floors import GlooPeer, memcpy
 from pd_cluster.lab.peers.kv_lane import FreeBlocks, LaneEnd, make_pool
+from pd_cluster.lab.peers.kv_ucx import UcxPeer
 from pd_cluster.transport.events import Landed, LandFault, LinkEvent, LinkFailed
 
 SETTLE_S = 5.0
@@ -125,6 +128,7 @@ class Receiver:
             self._source = make_pool(command.num_blocks, of_numbers=True)  # of memcpy
         self._copied = (FreeBlocks(command.num_blocks, 1), FreeBlocks(command.num_blocks, 2))
         self._gloo = GlooPeer(self._pool, 1)
+        self._ucx = UcxPeer(self._pool)
         return Answer()
 
     def open_lane(self, command: OpenLane) -> Answer:
@@ -151,6 +155,12 @@ class Receiver:
     def gloo(self, command: Gloo) -> Answer:
         return self._gloo.move(command)
 
+    def open_ucx(self, command: OpenUcx) -> Answer:
+        return self._ucx.open(command)
+
+    def ucx(self, command: Ucx) -> Answer:
+        return self._ucx.read(command)
+
 
 def main() -> None:
     die_with_parent()
@@ -163,6 +173,8 @@ def main() -> None:
             Memcpy: child.memcpy,
             OpenGloo: child.open_gloo,
             Gloo: child.gloo,
+            OpenUcx: child.open_ucx,
+            Ucx: child.ucx,
         }
     )
 

@@ -29,10 +29,12 @@ from pd_cluster.lab.kv.spec import (
     Move,
     OpenGloo,
     OpenLane,
+    OpenUcx,
     serve_commands,
 )
 from pd_cluster.lab.peers.kv_floors import GlooPeer
 from pd_cluster.lab.peers.kv_lane import HOST, LAYOUT, NAMES, TIMEOUTS, FreeBlocks, LaneEnd, make_pool
+from pd_cluster.lab.peers.kv_ucx import UcxPeer
 from pd_cluster.net.admission import peer_key
 from pd_cluster.transport.events import LinkFailed
 from pd_cluster.types import LinkState, Order, Request, Sampling, TokenOutput, note_nothing
@@ -177,6 +179,7 @@ class Sender:
         use(device)
         self._pool = make_pool(command.num_blocks, True, device)
         self._gloo = GlooPeer(self._pool, 0)
+        self._ucx = UcxPeer(self._pool)
         return Answer()
 
     def open_lane(self, command: OpenLane) -> Answer:
@@ -198,6 +201,9 @@ class Sender:
     def gloo(self, command: Gloo) -> Answer:
         return self._gloo.move(command)
 
+    def open_ucx(self, command: OpenUcx) -> Answer:
+        return self._ucx.open(command)
+
 
 def main() -> None:
     die_with_parent()
@@ -210,6 +216,7 @@ def main() -> None:
             LastTransfer: child.last_transfer,
             OpenGloo: child.open_gloo,
             Gloo: child.gloo,
+            OpenUcx: child.open_ucx,
         }
     )
 

@@ -9,6 +9,8 @@ many requests, separate the two costs; then a load that takes 80 % of a core sho
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,11 +19,12 @@ from pathlib import Path
 
 import msgspec
 
-from pd_cluster.errors import GenerationError
+from pd_cluster.errors import ConfigError, GenerationError
 from pd_cluster.lab.child import ChildFailed, run_child, sigterm_raises
 from pd_cluster.lab.processes import check_open_files, raise_open_files
+from pd_cluster.lab.router import compared, profile
 from pd_cluster.lab.router.figures import OURS, Cost, Loaded, Measured, fit, results
-from pd_cluster.lab.router.spec import STEP_S, LoadResult, LoadSpec, Workload
+from pd_cluster.lab.router.spec import STEP_S, LoadResult, LoadSpec, Profile, Workload
 from pd_cluster.lab.router.targets import MODEL_NAME, SGLANG_ROUTER, Target, own_scheduler, sglang_router
 from pd_cluster.tables import Report, check_writable
 
@@ -42,6 +45,8 @@ class RouterBench:
     streams: int = 4000
     peers_dir: Path = DEFAULT_PEERS_DIR
     quick: bool = False
+    against: Path | None = None
+    has_profile: bool = False
 
     @property
     def command(self) -> str:
@@ -70,6 +75,11 @@ class RouterBench:
     def few_tokens(self) -> Workload:
         return Workload(name="few tokens", num_requests=100 if self.quick else 2000, num_tokens=2, num_open=16)
 
+    @property
+    def alternating(self) -> Workload:
+        """Returns the load that two versions get in turn: short, so that others on the machine disturb both alike."""
+        return msgspec.structs.replace(self.few_tokens, name="in turn", num_requests=20 if self.quick else 500)
+
     def paced(self, cost: Cost) -> Workload:
         """Returns a load whose rate takes PACED_LOAD of a core, if the cost is right."""
         num_requests = 50 if self.quick else 2000
@@ -82,19 +92,29 @@ class RouterBench:
         return Workload(name="held", num_requests=self.streams, num_tokens=64, num_open=self.streams, hold=True)
 
 
-def make_bench(rounds: int, streams: int, peers_dir: str, quick: bool) -> RouterBench:
+def make_bench(
+    rounds: int, streams: int, peers_dir: str, quick: bool, against: str = "", has_profile: bool = False
+) -> RouterBench:
     """Builds the bench from the command line. Raises ConfigError."""
+    checkout = Path(against).expanduser().absolute() if against else None
+    if checkout is not None and not (checkout / "pd_cluster" / "__main__.py").is_file():
+        raise ConfigError(f"--against {against}: no checkout of this project is there")
     folder = Path(peers_dir).expanduser().absolute() if peers_dir else DEFAULT_PEERS_DIR
     if quick:
         rounds, streams = 1, min(streams, 50)
     check_open_files(streams + OTHER_FILES)
-    return RouterBench(rounds=rounds, streams=streams, peers_dir=folder, quick=quick)
+    return RouterBench(
+        rounds=rounds, streams=streams, peers_dir=folder, quick=quick, against=checkout, has_profile=has_profile
+    )
 
 
 def run(bench: RouterBench, json_path: str = "") -> None:
     """Measures, prints, writes. Raises PdClusterError: a router that does not start, requests that failed."""
     check_writable(json_path)
     raise_open_files()  # the children inherit it
+    if bench.against is not None or bench.has_profile:
+        _look_closer(bench, json_path)
+        return
     targets: dict[str, TargetContext] = {OURS: own_scheduler}
     if bench.sglang_python.exists():
         targets[SGLANG_ROUTER] = lambda folder, step_s: sglang_router(folder, step_s, bench.sglang_python)
@@ -115,6 +135,22 @@ def run(bench: RouterBench, json_path: str = "") -> None:
         raise GenerationError(f"{num_errors} requests failed; the first ones are above")
 
 
+def _look_closer(bench: RouterBench, json_path: str) -> None:
+    """Compares two versions of the scheduler, or shows where its time goes, in place of the usual figures."""
+    with sigterm_raises(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
+        session = Session(bench, Path(folder))
+        if bench.has_profile:
+            for workload in (bench.few_tokens, bench.many_tokens):
+                print("\n".join(profile.lines(session.profile(workload), workload)), flush=True)
+        if bench.against is not None:
+            ours_s, theirs_s = session.in_turn(bench.against)
+            command = f"pd-cluster bench router --against FOLDER --rounds {bench.rounds}" + " --quick" * bench.quick
+            report = Report(command, compared.results(ours_s, theirs_s))
+            report.show("this version's CPU time of a request of two tokens, beside the other's")
+            if json_path:
+                report.write(json_path)
+
+
 class Session:
     """One run of the command."""
 
@@ -128,22 +164,48 @@ class Session:
         for name, start in targets.items():
             measured = Measured(name)
             with start(self._folder, STEP_S) as target:
-                self._load(measured, target, self._bench.warm_up)
+                self.load(measured, target, self._bench.warm_up)
                 for _ in range(self._bench.rounds):
-                    many = self._load(measured, target, self._bench.many_tokens)
-                    few = self._load(measured, target, self._bench.few_tokens)
+                    many = self.load(measured, target, self._bench.many_tokens)
+                    few = self.load(measured, target, self._bench.few_tokens)
                     measured.costs.append(fit(many, few))
                 paced = paced or self._bench.paced(measured.cost)
-                measured.paced = self._load(measured, target, paced)
+                measured.paced = self.load(measured, target, paced)
                 measured.inside_ms = target.added_ttft_ms(paced.num_requests)
             measured.worker_times_s = target.times_s()
             with start(self._folder, HELD_STEP_S) as target:
-                self._load(measured, target, self._bench.fill_up)
-                measured.held = self._load(measured, target, self._bench.held)
+                self.load(measured, target, self._bench.fill_up)
+                measured.held = self.load(measured, target, self._bench.held)
             found.append(measured)
         return found
 
-    def _load(self, measured: Measured, target: Target, workload: Workload) -> Loaded:
+    def profile(self, workload: Workload) -> Profile:
+        """Returns the CPU time by place of a scheduler of its own under this load."""
+        path, measured = self._folder / "profile.json", Measured("profiled")
+        with own_scheduler(self._folder, STEP_S, profile=path) as target:
+            self.load(measured, target, self._bench.warm_up)
+            os.kill(target.pid, signal.SIGUSR1)
+            self.load(measured, target, workload)
+        return profile.read(path)
+
+    def in_turn(self, other: Path) -> tuple[list[float], list[float]]:
+        """Returns CPU seconds a request, of each round, of this version's scheduler and of another checkout's."""
+        checkouts = {OURS: None, "the other": other}
+        found: dict[str, list[float]] = {name: [] for name in checkouts}
+        with contextlib.ExitStack() as running:
+            targets = {}
+            for name, checkout in checkouts.items():
+                (folder := self._folder / name).mkdir()
+                targets[name] = running.enter_context(own_scheduler(folder, STEP_S, checkout=checkout))
+            for name, target in targets.items():
+                self.load(Measured(name), target, self._bench.warm_up)
+            for at in range(self._bench.rounds):
+                for name in sorted(targets, reverse=at % 2 == 1):
+                    workload, result = self.load(Measured(name), targets[name], self._bench.alternating)
+                    found[name].append(result.cpu_s / workload.num_requests)
+        return found[OURS], found["the other"]
+
+    def load(self, measured: Measured, target: Target, workload: Workload) -> Loaded:
         spec_file, result_file = self._folder / "load.json", self._folder / "load.result.json"
         spec = LoadSpec(
             port=target.port,

@@ -89,3 +89,11 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     waited_s: float  # time that the router was ready to run but had no core
     rss_before_nbytes: int
     rss_after_nbytes: int  # with all streams open, if they are held
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """CPU time by place, in microseconds."""
+
+    num_samples: int
+    layers: dict[str, int]
+    functions: dict[str, int]

@@ -36,6 +36,7 @@ MODEL_NAME = "made-up"
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0
 POLL_S = 0.05
+SAMPLED = "pd_cluster.lab.peers.sampled"
 SGLANG_ROUTER = "sglang-router"  # also its environment's name
 
 
@@ -76,9 +77,17 @@ class Pace:
 
 @contextlib.contextmanager
 def own_scheduler(
-    folder: Path, step_s: float, launch: Launch | None = None, pace: Pace | None = None
+    folder: Path,
+    step_s: float,
+    launch: Launch | None = None,
+    pace: Pace | None = None,
+    profile: Path | None = None,
+    checkout: Path | None = None,
 ) -> Iterator[Target]:
-    """Starts `pd-cluster serve` as the launcher does. Raises ChildFailed."""
+    """Starts `pd-cluster serve` as the launcher does. Raises ChildFailed.
+
+    `profile`: the file that its CPU time by place is written to. `checkout`: another version, whose scheduler it is.
+    """
     launch = launch or Launch(
         num_prefill=NUM_PREFILL, num_decode=NUM_DECODE, port=free_port_pair(), served_model_names=[MODEL_NAME]
     )
@@ -112,9 +121,12 @@ def own_scheduler(
             max_num_seqs=pace.max_num_seqs,
             prefill_step_s=step_s / 2,
         )
+    command = list(scheduler.command)
+    if profile is not None:
+        command[command.index("-m") + 1 : command.index("serve")] = [SAMPLED, str(profile)]
     with (
         _made_up_workers("router_workers" if pace is None else "paced_workers", spec, folder) as workers_pid,
-        _process(scheduler.command, scheduler.env, folder / "scheduler.log") as process,
+        _process(command, scheduler.env, folder / "scheduler.log", checkout) as process,
     ):
         target = Target(launch.port, process.pid, Path(spec.times_file), launch.admin_url, workers_pid)
         _await_answer(f"{launch.url}/health", process, folder / "scheduler.log", all_ok=True)
@@ -173,10 +185,14 @@ def _made_up_workers(module: str, spec: WorkersSpec, folder: Path) -> Iterator[i
 
 
 @contextlib.contextmanager
-def _process(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _process(
+    command: Sequence[str], env: Mapping[str, str], log: Path, folder: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`folder`: where Python looks for modules first."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
+            cwd=folder,
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -59,7 +59,6 @@ class ChatPrompts:
     async def render(
         self,
         request: ChatFields,
-        shows_tools: bool = True,
         check: Callable[[int], None] = lambda num_chars: None,
         guard: Guard | None = None,
     ) -> PromptText:
@@ -68,10 +67,10 @@ class ChatPrompts:
         Without a `guard`, clients' texts may have control tokens. Raises RequestError.
         """
         if request.chat_template is not None:
-            return await self._render_own(request.chat_template, request, shows_tools, check, guard)
+            return await self._render_own(request.chat_template, request, check, guard)
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
-        conversation = conversation_of(request, self._template.variables, shows_tools, self._config, self._takes_images)
+        conversation = conversation_of(request, self._template.variables, self._config, self._takes_images)
         check(conversation.num_chars)
         if conversation.nbytes <= LONG_NBYTES:
             return rendered(conversation, self._template, guard)
@@ -85,7 +84,6 @@ class ChatPrompts:
         self,
         source: str,
         request: ChatFields,
-        shows_tools: bool,
         check: Callable[[int], None],
         guard: Guard | None,
     ) -> PromptText:
@@ -95,7 +93,7 @@ class ChatPrompts:
                 param="chat_template",
             )
         known = (await self._ask(self._children, source)).variables
-        conversation = conversation_of(request, known, shows_tools, self._config, self._takes_images)
+        conversation = conversation_of(request, known, self._config, self._takes_images)
         check(conversation.num_chars)
         rendering = _steps(conversation, guard)
         wanted = next(rendering)

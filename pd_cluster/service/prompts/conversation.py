@@ -49,7 +49,6 @@ AS_GIVEN = ChatConfig()
 def conversation_of(
     request: ChatFields,
     known: frozenset[str],
-    shows_tools: bool = True,
     config: ChatConfig = AS_GIVEN,
     takes_images: bool = False,
 ) -> Conversation:
@@ -71,7 +70,7 @@ def conversation_of(
     for name in (name for name in OWN_VARIABLES if name in variables):
         raise RequestError(f"chat_template_kwargs.{name}: is a field of its own", param="chat_template_kwargs")
     given: dict[str, Any] = {"documents": request.documents}
-    if request.tools and shows_tools:
+    if request.tools and _shows_tools(request, known, config):
         given["tools"] = [tool.model_dump(exclude_unset=True) for tool in request.tools]
     for name, value in given.items():
         if value and name not in known:
@@ -81,6 +80,12 @@ def conversation_of(
     if config.content_format == "openai":
         messages = [_in_parts(message) for message in messages]
     return Conversation(messages, variables, request.opens_answer, continues)
+
+
+def _shows_tools(request: ChatFields, known: frozenset[str], config: ChatConfig) -> bool:
+    """Tools that the answer may not call are shown, so that a conversation's prompts begin alike, unless the config
+    excludes them or the template has no place for them."""
+    return request.tool_choice != "none" or ("tools" in known and not config.excludes_barred_tools)
 
 
 def _ends_in_text(content: Any) -> bool:

@@ -1,7 +1,8 @@
-// What the pages ask of the scheduler's admin port. Sessions: see sessions.py.
+// What the pages ask of the scheduler's admin port, or of its public port. Sessions: see sessions.py.
 
 const DATA = "api";
 let commandToken = null;
+export const view = { isWhole: true, takesKeys: false }; // what this port shows, and whether API keys let one in
 
 export class Refused extends Error {
   constructor(message, status) {
@@ -39,14 +40,22 @@ export async function send(path, { method = "GET", body, headers = {}, signal } 
 export const get = async (path) => (await send(path)).json();
 export const command = async (path, body = {}) => (await send(path, { method: "POST", body })).json();
 
+function heed(told) {
+  commandToken = told.command_token;
+  view.isWhole = told.is_whole;
+  view.takesKeys = told.takes_keys;
+}
+
+// Begins a session with what lets one in: a code or an API key.
+export async function login(proof) {
+  heed(await (await send("/session", { method: "POST", body: proof })).json());
+}
+
 // Uses the code of the link, if there is one, and removes it from the address. Returns whether there is a session.
 export async function begin() {
   const code = new URLSearchParams(location.hash.slice(1)).get("code");
-  if (code) {
-    history.replaceState(null, "", location.pathname);
-    commandToken = (await (await send("/session", { method: "POST", body: { code } })).json()).command_token;
-    return true;
-  }
-  commandToken = (await get("/session")).command_token;
+  if (code) history.replaceState(null, "", location.pathname);
+  heed(await get("/session"));
+  if (code) await login({ code });
   return commandToken !== null;
 }

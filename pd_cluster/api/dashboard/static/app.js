@@ -1,6 +1,6 @@
-// Starts the dashboard: a session, the pages, and one question to the scheduler twice a second.
+// Starts the dashboard: a session, the pages, and one question to the scheduler twice a second, while somebody looks.
 
-import { begin, get } from "./api.js";
+import { begin, get, login, view } from "./api.js";
 import { ClusterPage } from "./cluster.js";
 import { Details } from "./details.js";
 import { clock, h } from "./dom.js";
@@ -19,7 +19,9 @@ function theme(name) {
 class App {
   constructor() {
     this.details = new Details(document.getElementById("details"));
-    this.pages = { cluster: new ClusterPage(this.details), requests: new RequestsPage(), playground: new PlaygroundPage() };
+    this.pages = { cluster: new ClusterPage(this.details) };
+    if (view.isWhole) Object.assign(this.pages, { requests: new RequestsPage(), playground: new PlaygroundPage() });
+    for (const link of document.querySelectorAll("nav a")) link.hidden = !(link.hash.slice(1) in this.pages);
     this.samples = [];
     this.marks = [];
     this.before = null;
@@ -86,14 +88,47 @@ class App {
         connection.className = "lost";
       }
       await new Promise((resolve) => setTimeout(resolve, PERIOD_MS));
+      await seen(); // a hidden tab asks nothing
     }
   }
 }
 
+// Resolves once the page can be seen.
+function seen() {
+  if (!document.hidden) return Promise.resolve();
+  return new Promise((resolve) => {
+    const look = () => {
+      if (document.hidden) return;
+      document.removeEventListener("visibilitychange", look);
+      resolve();
+    };
+    document.addEventListener("visibilitychange", look);
+  });
+}
+
 function closed(reason) {
-  main.replaceChildren(h("section", {}, h("h2", {}, "A link is needed"), h("p", {}, reason), h("p", {}, "On the scheduler's host, this command prints one that works once, for a minute:"), h("pre", {}, "pd-cluster dashboard")));
+  const command = view.isWhole ? "pd-cluster dashboard" : "pd-cluster dashboard --public";
+  main.replaceChildren(h("section", {},
+    h("h2", {}, view.takesKeys ? "An API key or a link is needed" : "A link is needed"), h("p", {}, reason),
+    view.takesKeys ? keyForm() : null,
+    h("p", {}, "On the scheduler's host, this command prints a link that works once, for a minute:"), h("pre", {}, command)));
+  for (const link of document.querySelectorAll("nav a")) link.hidden = true;
   connection.textContent = "no session";
   connection.className = "lost";
+}
+
+function keyForm() {
+  const key = h("input", { type: "password", id: "key", autocomplete: "off", required: true });
+  const note = h("p", { role: "alert" });
+  return h("form", { onsubmit: async (event) => {
+    event.preventDefault();
+    try {
+      await login({ api_key: key.value.trim() });
+      location.reload();
+    } catch (error) {
+      note.textContent = error.message;
+    }
+  } }, h("label", { for: "key" }, "API key "), key, " ", h("button", { class: "main" }, "Show the figures"), note);
 }
 
 theme(localStorage.getItem("theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));

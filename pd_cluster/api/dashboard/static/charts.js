@@ -64,7 +64,7 @@ export class Chart {
     this.data = [x, ...ys, ...(this.goal === null ? [] : [x.map(() => this.goal)])];
     const last = this.lines.map(([, label, name], at) => {
       const value = ys[at][x.length - 1];
-      return [`${label} ${value === null || value === undefined ? "–" : `${+value.toFixed(2)} ${this.unit}`}`, name.slice(2)];
+      return [`${label} ${value === null || value === undefined ? "–" : `${+value.toFixed(value < 10 ? 1 : 0)} ${this.unit}`}`, name.slice(2)];
     });
     if (this.goal !== null) last.push([`goal ${this.goal} ${this.unit}`, "bad"]);
     this.summary.replaceChildren(...last.map(([text, name]) => h("li", { class: name }, text)));

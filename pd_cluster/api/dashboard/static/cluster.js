@@ -1,7 +1,7 @@
 // The page "Cluster": what is wrong, the picture, figures, time lines, events.
 
 import { Chart } from "./charts.js";
-import { clock, count, h, seconds, table } from "./dom.js";
+import { clock, count, h, seconds, table, withCode } from "./dom.js";
 import { isDown, picture } from "./picture.js";
 
 export class ClusterPage {
@@ -34,7 +34,7 @@ export class ClusterPage {
     this.marks = marks;
     this.showProblems(overview.problems);
     const focused = document.activeElement?.getAttribute("aria-label")?.split(":")[0];
-    this.picture.replaceChildren(h("h2", {}, "The cluster now"), picture(overview, rate, (name) => this.details.open(name)));
+    this.picture.replaceChildren(h("h2", {}, "The cluster now"), picture(overview, rate, (name) => this.details.open(name), this.picture.clientWidth));
     if (focused && !document.activeElement?.closest("dialog")) {
       [...this.picture.querySelectorAll("g.instance")].find((each) => each.getAttribute("aria-label").startsWith(`${focused}:`))?.focus();
     }
@@ -54,7 +54,7 @@ export class ClusterPage {
     this.told = told;
     this.problems.className = `problems ${problems[0]?.severity ?? ""}`;
     this.problems.replaceChildren(problems.length
-      ? h("ul", {}, problems.map((each) => h("li", { class: each.severity }, h("strong", {}, each.text), h("span", {}, each.way_out))))
+      ? h("ul", {}, problems.map((each) => h("li", { class: each.severity }, h("strong", {}, each.text), each.way_out ? h("span", {}, withCode(each.way_out)) : null)))
       : h("p", { class: "fine" }, "Nothing is wrong: every instance serves, and no request failed in the last minute."));
   }
 

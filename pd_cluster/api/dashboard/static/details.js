@@ -1,6 +1,6 @@
 // An instance's details, its log, and commands for it, each with what it will do.
 
-import { command, get } from "./api.js";
+import { command, get, view } from "./api.js";
 import { bytes, h, table } from "./dom.js";
 import { isDown } from "./picture.js";
 
@@ -28,12 +28,11 @@ export class Details {
     this.log = h("pre", { tabindex: "0", role: "region", "aria-label": `Log of ${name}` }, "…");
     this.dialog.replaceChildren(
       h("div", { class: "top" }, h("h2", { id: "details-title" }, name), h("button", { type: "button", onclick: () => this.dialog.close() }, "Close")),
-      this.figures, this.actions, this.asked,
-      h("h3", {}, "Log"), this.log,
+      this.figures, ...(view.isWhole ? [this.actions, this.asked, h("h3", {}, "Log"), this.log] : []),
     );
     this.shown = "";
     if (!this.dialog.open) this.dialog.showModal();
-    this.readLog();
+    if (view.isWhole) this.readLog();
   }
 
   async readLog() {
@@ -61,8 +60,10 @@ export class Details {
     this.figures.replaceChildren(table(["", ""], [
       ["state", `${each.state}${each.reason ? `: ${each.reason}` : ""}`],
       ["role", each.next_role ? `${each.role}, becomes ${each.next_role}` : each.role],
-      ["process", `${each.pid ?? "–"}, ranks ${each.rank_pids.join(", ") || "–"}`],
-      ["address", `${each.host}:${each.port}, devices ${each.device_ids.join(", ")}`],
+      ...(view.isWhole ? [
+        ["process", `${each.pid ?? "–"}, ranks ${each.rank_pids.join(", ") || "–"}`],
+        ["address", `${each.host}:${each.port}, devices ${each.device_ids.join(", ")}`],
+      ] : []),
       ["work", `${each.num_running} running, ${each.num_waiting} waiting, ${each.num_landing} landing, ${each.num_exporting} handed over`],
       ["KV blocks", `${each.num_free_blocks} free, ${each.num_cached_blocks} cached, ${each.num_held_blocks} held of ${each.num_blocks}`],
       ["swap", `${each.num_swap_blocks - each.num_free_swap_blocks} of ${each.num_swap_blocks} blocks, ${each.num_preemptions} preemptions`],
@@ -70,6 +71,7 @@ export class Details {
       ["KV moved", `${bytes(each.kv_sent_nbytes)} sent (${bytes(moves.sent)}/s), ${bytes(each.kv_received_nbytes)} received (${bytes(moves.received)}/s)`],
       ["links", links || "–"],
     ], `Figures of ${each.instance_id}`));
+    if (!view.isWhole) return;
     const wanted = isDown(each) ? ["remove"] : each.service === "in" ? ["drain", "role", "remove"] : ["undrain", "remove"];
     const key = `${wanted} ${each.role}`;
     if (key === this.shown) return; // a button under somebody's finger stays

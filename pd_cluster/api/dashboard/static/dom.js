@@ -48,3 +48,6 @@ export function table(headings, rows, caption) {
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell)))))),
   );
 }
+
+// A text whose parts between backticks are code.
+export const withCode = (text) => text.split("`").map((part, at) => (at % 2 ? h("code", {}, part) : part));

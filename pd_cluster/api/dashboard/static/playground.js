@@ -6,6 +6,7 @@ import { h, seconds } from "./dom.js";
 import { drawTimeline } from "./timeline.js";
 
 const TIMELINE_TRIES = 10, TIMELINE_PAUSE_MS = 200;
+const LEAST_RATED_TOKENS = 8; // of fewer, a rate says nothing
 
 async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -26,6 +27,13 @@ async function* events(answer) {
     reader.cancel().catch(() => undefined);
   }
 }
+
+const dataUrl = (file) => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.onload = () => resolve(reader.result);
+  reader.onerror = () => reject(reader.error);
+  reader.readAsDataURL(file);
+});
 
 const bucket = (logprob) => {
   const probability = Math.exp(logprob);
@@ -122,7 +130,7 @@ class Pane {
       this.messages.push({ role: "assistant", content: text });
       const took = (performance.now() - asked) / 1000, ttft = first === null ? null : (first - asked) / 1000;
       const tokens = usage?.completion_tokens ?? 0;
-      const rate = ttft !== null && tokens > 1 && took > ttft ? `, ${((tokens - 1) / (took - ttft)).toFixed(1)} tokens/s` : "";
+      const rate = ttft !== null && tokens >= LEAST_RATED_TOKENS && took > ttft ? `, ${((tokens - 1) / (took - ttft)).toFixed(1)} tokens/s` : "";
       said.append(h("div", { class: "quiet" }, `${tokens} tokens, first after ${seconds(ttft)}, ${seconds(took)} in all${rate}${servedBy ? `; ${servedBy.replace(",", " → ")}` : ""}`));
       if (id) await this.showPath(id);
     } catch (error) {
@@ -158,7 +166,7 @@ export class PlaygroundPage {
         this.ask();
       }
     } });
-    this.image = h("input", { type: "file", accept: "image/*", "aria-label": "Images, for models that see" });
+    this.images = h("input", { type: "file", accept: "image/*,video/*", multiple: true, "aria-label": "Images and videos, for models that see" });
     this.compare = h("input", { type: "checkbox", id: "compare", onchange: () => this.arrange() });
     this.sendButton = h("button", { type: "button", class: "main", onclick: () => (this.running ? this.running.abort() : this.ask()) }, "Send");
     this.note = h("p", { class: "quiet", role: "status" });
@@ -167,7 +175,7 @@ export class PlaygroundPage {
       h("h2", {}, "Playground"),
       h("div", { class: "ask" }, this.text, this.sendButton),
       h("div", { class: "buttons" },
-        this.image, h("span", {}, this.compare, " ", h("label", { for: "compare" }, "compare two settings")),
+        h("label", {}, "images ", this.images), h("span", {}, this.compare, " ", h("label", { for: "compare" }, "compare two settings")),
         h("button", { type: "button", onclick: () => this.panes.forEach((pane) => pane.clear()) }, "New conversation"),
         h("label", {}, "API key ", this.apiKey)),
       this.note), this.holder];
@@ -199,21 +207,17 @@ export class PlaygroundPage {
   async ask() {
     const text = this.text.value.trim();
     if (this.running || !text) return;
-    const file = this.image.files[0];
+    const files = [...this.images.files];
     let content = text;
     const shown = [text];
-    if (file) {
-      const url = await new Promise((resolve, reject) => {
-        const reader = new FileReader();
-        reader.onload = () => resolve(reader.result);
-        reader.onerror = () => reject(reader.error);
-        reader.readAsDataURL(file);
-      });
-      content = [{ type: "image_url", image_url: { url } }, { type: "text", text }];
-      shown.unshift(h("img", { src: url, alt: file.name }));
+    if (files.length) {
+      const urls = await Promise.all(files.map(dataUrl));
+      const kinds = files.map((file) => (file.type.startsWith("video/") ? "video_url" : "image_url"));
+      content = [...urls.map((url, at) => ({ type: kinds[at], [kinds[at]]: { url } })), { type: "text", text }];
+      shown.unshift(...urls.map((url, at) => (kinds[at] === "image_url" ? h("img", { src: url, alt: files[at].name }) : `[${files[at].name}] `)));
     }
     this.text.value = "";
-    this.image.value = "";
+    this.images.value = "";
     this.running = new AbortController();
     this.sendButton.textContent = "Stop";
     const panes = this.panes.slice(0, this.compare.checked ? 2 : 1);

@@ -1,0 +1,79 @@
+"""Describes the memory of both ends of a lane over NIXL, and the ranges of it that hold a piece. Needs no NIXL."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from pd_cluster.devices.device import Device
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.wire import KVPiece
+
+HOST, DEVICE = "DRAM", "VRAM"  # NIXL's names of kinds of memory
+PACKED = ""  # the kind of a pool that is not registered
+NUM_OF_LANE = 2  # buffers of a lane whose payloads are packed: one is packed while the other is read
+SLOTS = "slots"  # the key under which P tells D which ones
+
+Places = list[tuple[int, int]]  # (offset, bytes)
+
+
+class AgentOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """P's agent, and where its pool and buffers lie in its own memory.
+
+    Addresses mean something to P's agent alone. D forms ranges from them to read at P, within the bounds of P's layout,
+    and never writes there; where D itself writes follows from its own memory.
+    """
+
+    agent: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
+    metadata: Annotated[bytes, msgspec.Meta(max_length=3072)]
+    kind: Annotated[str, msgspec.Meta(pattern=f"^({HOST}|{DEVICE})?$")]
+    device: Annotated[int, msgspec.Meta(ge=0, lt=1024)]
+    pool: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    buffers: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    num_buffers: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    buffer_nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    lane: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+LaneBuffers = Annotated[list[int], msgspec.Meta(min_length=NUM_OF_LANE, max_length=NUM_OF_LANE)]
+
+
+def kind_of(device: Device) -> str:
+    """Returns NIXL's kind of such pools; PACKED: its payloads are packed in host memory."""
+    return {"cpu": HOST, "cuda": DEVICE}.get(device.kind, PACKED)
+
+
+def notice_of(lane: bytes, turn: int) -> bytes:
+    """Returns the notice that a lane's payload, counted from 0, has been read; all have one length."""
+    return lane + turn.to_bytes(8, "big")
+
+
+def places_of(layout: KVLayout, piece: KVPiece, blocks: list[int]) -> Places:
+    """Returns where the piece's layers lie in these blocks of a block-major pool, in the order of the payload."""
+    layer_nbytes = layout.block_nbytes // layout.num_layers
+    at, nbytes = piece.first_layer * layer_nbytes, piece.num_layers * layer_nbytes
+    places: Places = []
+    for block in blocks:
+        offset = block * layout.block_nbytes + at
+        if places and sum(places[-1]) == offset:
+            places[-1] = (places[-1][0], places[-1][1] + nbytes)
+        else:
+            places.append((offset, nbytes))
+    return places
+
+
+def cut(source: Places, target: Places) -> tuple[Places, Places]:
+    """Cuts two lists of places, of as many bytes in all, into pairs of equal length."""
+    pairs: tuple[Places, Places] = ([], [])
+    rest, others = list(reversed(source)), list(reversed(target))
+    while rest:
+        (of, most), (to, room) = rest.pop(), others.pop()
+        nbytes = min(most, room)
+        pairs[0].append((of, nbytes))
+        pairs[1].append((to, nbytes))
+        if most > nbytes:
+            rest.append((of + nbytes, most - nbytes))
+        if room > nbytes:
+            others.append((to + nbytes, room - nbytes))
+    return pairs

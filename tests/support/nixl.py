@@ -1,0 +1,10 @@
+"""Tests that need NIXL: `.venv/bin/pip install --no-deps nixl-cu13==1.5.1` (58 MB) lets them run."""
+
+from __future__ import annotations
+
+import pytest
+
+from pd_cluster.devices.device import CPU
+from pd_cluster.transport.table import BY_NAME
+
+needs_nixl = pytest.mark.skipif(bool(BY_NAME["nixl"].why_not(CPU)), reason=BY_NAME["nixl"].why_not(CPU) or "it is here")

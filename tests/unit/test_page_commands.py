@@ -1,0 +1,90 @@
+"""Every command line of pd-cluster and pd-ranktable in the documents parses: the commands, flags and values exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster.commands.cli import whole_command
+from pd_cluster.settings.flags import judge, normalize
+from ranktable_tools import cli as ranktable_cli
+from tests.support.page_commands import PAGES, ROOT, commands_of
+from tests.support.serve_command import serve_command
+
+SPAN = re.compile(r"`((?:pd-cluster|pd-ranktable) [^`\n]+)`")
+COMMAND = whole_command()
+OPEN = re.compile(r"…|\||\[|\.\.\.|\{")  # of a span that is a pattern, not a command
+
+
+def lines(page: Path) -> Iterator[tuple[str, bool]]:
+    """Yields each command line of the page, and whether it is a whole one: a span may leave arguments out."""
+    text = page.read_text("utf-8")
+    for command in commands_of(text):
+        yield command, True
+    for span in SPAN.findall(re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)):
+        if not OPEN.search(span):
+            yield span, False
+
+
+def parse(words: list[str], is_whole: bool) -> None:
+    """Raises what the command line would."""
+    command: Any = COMMAND
+    path = []
+    while words and words[0] in getattr(command, "commands", {}):
+        path.append(words[0])
+        command = command.commands[words.pop(0)]
+    if hasattr(command, "commands") and words and not words[0].startswith("-"):
+        raise LookupError(f"no such command: {words[0]}")
+    if path == ["serve"]:
+        context = serve_command().make_context("serve", normalize(["serve", *words])[1:])
+        judge(context.args, [name for each in serve_command().params for name in each.opts])
+        return
+    flags = words[words.index("--") + 1 :] if path == ["up"] and "--" in words else []
+    missing = [] if is_whole else [each for each in command.params if each.required]
+    if not missing and not (hasattr(command, "commands") and not words):
+        command.make_context(" ".join(path), words)
+    if flags:
+        parse(["serve", *flags], is_whole)
+
+
+def words_of(line: str) -> list[str]:
+    """Returns a command line's words, without variables in front and a redirection behind."""
+    words = shlex.split(line, comments=True)
+    while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0]):
+        words = words[1:]
+    return words[: next((at for at, word in enumerate(words) if word in ("|", ">", "&", "&&", "<")), len(words))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_command_lines_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranktable_cli, "_run", lambda parser, args: 0)  # parsed, and not done
+    for line, is_whole in lines(page):
+        words = words_of(line)
+        program = Path(words[0]).name if words else ""
+        try:
+            if program == "pd-cluster":
+                parse(words[1:], is_whole)
+            elif program == "pd-ranktable" and is_whole:
+                assert ranktable_cli.main(words[1:]) == 0
+        except (Exception, SystemExit) as error:
+            raise AssertionError(f"{line}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["pd-cluster statsu", "pd-cluster status --jsno", "pd-cluster up -- --max-modle-len 4", "pd-cluster top --count x"],
+)
+def test_a_wrong_one_does_not(line: str) -> None:
+    with pytest.raises(Exception, match=r"No such|no such|unknown flag|valid integer"):
+        parse(words_of(line)[1:], is_whole=True)
+
+
+def test_there_are_many() -> None:
+    found = [line for page in PAGES for line in lines(page)]
+    assert len(found) > 100
+    assert sum(is_whole for _, is_whole in found) > 50

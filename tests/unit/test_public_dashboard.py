@@ -1,0 +1,211 @@
+"""The dashboard at the public port: who gets in, what is shown, and what is not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pd_cluster.api.admin.admin_app import describe
+from pd_cluster.api.dashboard.public import MAX_LOGIN_NBYTES, PublicView
+from pd_cluster.api.dashboard.routes import COOKIE
+from pd_cluster.api.dashboard.sessions import Sessions
+from pd_cluster.api.gate.file_keys import FileKeys
+from pd_cluster.cluster.overview.watch import Overview
+from pd_cluster.cluster.routing.stats import RequestStats
+from pd_cluster.cluster.tenancy.rate_memory import RateMemory
+from pd_cluster.commands.serve_scheduler import check_public_dashboard
+from pd_cluster.errors import ConfigError
+from pd_cluster.reports import Busy, Keys
+from pd_cluster.settings.http import HttpConfig, Tls
+from pd_cluster.settings.routing import EntranceSettings, RoutingConfig
+from tests.support.elastic_world import ElasticWorld
+from tests.support.keyed_port import SALT, key_of
+from tests.support.public_port import make_app
+
+HOST = "http://localhost:9000"
+ORIGIN = {"Origin": HOST}
+KEY = "sk-one-key"
+SECRETS = ("10.9.8.7", "/secret/path", "127.0.0.1", "pid", "epoch", "device_ids", "way_out")
+
+
+class World:
+    """A cluster with one dead instance whose reason has an address, and the app in front of it."""
+
+    def __init__(self, folder: Path, http: HttpConfig, file_keys: FileKeys | None = None) -> None:
+        self.cluster = ElasticWorld()
+        dead = self.cluster.membership.instances[0]
+        dead.state, dead.reason = "unreachable", "10.9.8.7:8088 refused /secret/path"
+        stats = RequestStats(lambda: 0.0)
+        overview = Overview(self.cluster.membership, lambda: (stats.snapshot(), Busy()), RoutingConfig())
+        overview.look()
+        self.sessions = Sessions()
+        instances = self.cluster.elastic.instances
+        view = PublicView(overview, lambda: [describe(i) for i in instances], "a model", self.sessions, http.root_path)
+        self.app = make_app(folder, http, file_keys=file_keys, view=view)[0]
+
+    def run(self, use: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+        async def test() -> None:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url=HOST) as client:
+                await use(client)
+
+        asyncio.run(test())
+
+
+async def login(client: httpx.AsyncClient, root: str = "", **proof: str) -> httpx.Response:
+    return await client.post(f"{root}/dashboard/api/session", json=proof, headers=ORIGIN)
+
+
+def test_a_key_or_a_link_shows_figures_and_nothing_else(tmp_path: Path) -> None:
+    world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
+
+    async def use(client: httpx.AsyncClient) -> None:
+        assert (await client.get("/dashboard/")).status_code == 200, "the page itself has nothing of the cluster"
+        state = (await client.get("/dashboard/api/session")).json()
+        assert state == {"command_token": None, "is_whole": False, "takes_keys": True}
+        for proof in ({"api_key": KEY}, {"code": world.sessions.new_code()}):
+            client.cookies.clear()
+            assert (await client.get("/dashboard/api/overview")).status_code == 401
+            answer = await login(client, **proof)
+            assert answer.status_code == 200, answer.text
+            attributes = answer.headers["set-cookie"].lower()
+            assert all(each in attributes for each in ("httponly", "samesite=strict", "path=/dashboard"))
+            found = (await client.get("/dashboard/api/overview")).json()
+            assert found["model"] == "a model"
+            assert [each["state"] for each in found["instances"]] == ["unreachable", "ready", "ready", "ready"]
+            assert "prefill-0 is unreachable" in [each["text"] for each in found["problems"]]
+            text = json.dumps(found)
+            assert not [secret for secret in SECRETS if secret in text]
+
+    world.run(use)
+
+
+def test_there_are_no_commands_logs_requests_or_chats(tmp_path: Path) -> None:
+    world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
+
+    async def use(client: httpx.AsyncClient) -> None:
+        token = (await login(client, api_key=KEY)).json()["command_token"]
+        headers = {**ORIGIN, "X-PD-Dashboard": token}
+        data = "/dashboard/api"
+        for path in ("/instances", "/requests", "/models", "/instances/prefill-0/logs", "/requests/x/timeline"):
+            assert (await client.get(f"{data}{path}", headers=headers)).status_code == 404, path
+        for path in ("/instances/prefill-0/drain", "/instances/prefill-0/remove", "/chat"):
+            assert (await client.post(f"{data}{path}", json={}, headers=headers)).status_code in (404, 405), path
+        for path in ("/dashboard/codes", "/dashboard/public-codes"):
+            assert (await client.post(path, headers=headers)).status_code in (404, 405), path
+        assert world.cluster.membership.instances[0].service == "in"
+        # the cookie opens nothing of the API, even if somebody sends it there
+        cookie = {"Cookie": f"{COOKIE}={client.cookies[COOKIE]}"}
+        assert (await client.get("/v1/models", headers=cookie)).status_code == 401
+        assert (await client.get("/v1/models", headers={"Authorization": f"Bearer {KEY}"})).status_code == 200
+        assert (await client.delete(f"{data}/session", headers=headers)).status_code == 200
+        assert (await client.get(f"{data}/overview", headers=cookie)).status_code == 401
+
+    world.run(use)
+
+
+def test_wrong_keys_and_foreign_pages_get_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path, HttpConfig(api_keys=(KEY,), allowed_origins=("*",), allow_credentials=True))
+
+    async def use(client: httpx.AsyncClient) -> None:
+        for proof in ({"api_key": "x"}, {"api_key": f"{KEY} "}, {"code": KEY}):
+            assert (await login(client, **proof)).status_code == 401, proof
+        for bad in ({}, {"api_key": "", "code": ""}, {"api_key": KEY, "code": "x"}, {"key": KEY}):
+            assert (await login(client, **bad)).status_code == 400, bad
+        assert (await login(client, api_key="x" * MAX_LOGIN_NBYTES)).status_code == 400
+        for origin in ({}, {"Origin": "http://evil.example"}):
+            answer = await client.post("/dashboard/api/session", json={"api_key": KEY}, headers=origin)
+            assert answer.status_code == 403
+        assert not client.cookies
+        await login(client, api_key=KEY)
+        answer = await client.get("/dashboard/api/overview", headers={"Origin": "http://evil.example"})
+        assert "access-control-allow-origin" not in answer.headers, (
+            "no other page reads it, whatever CORS allows the API"
+        )
+
+    world.run(use)
+
+
+def test_a_withdrawn_key_ends_its_session(tmp_path: Path) -> None:
+    now_s = [0.0]
+    keys = Keys(SALT, (key_of(KEY), key_of("short", expires_s=100.0)), (0, 1), ())
+    file_keys = FileKeys(keys, RateMemory.create(), RequestStats().tenants, lambda: now_s[0])
+    world = World(tmp_path, HttpConfig(key_file="keys.json"), file_keys)
+
+    async def use(client: httpx.AsyncClient) -> None:
+        for key in (KEY, "short"):
+            assert (await login(client, api_key=key)).status_code == 200
+            assert (await client.get("/dashboard/api/overview")).status_code == 200
+        now_s[0] = 100.0
+        assert (await client.get("/dashboard/api/overview")).status_code == 401, "it has expired"
+        assert (await login(client, api_key="short")).status_code == 401
+        await login(client, api_key=KEY)
+        file_keys.replace(Keys(SALT, (), (), ()))
+        assert (await client.get("/dashboard/api/overview")).status_code == 401, "it was removed"
+
+    world.run(use)
+
+
+@pytest.mark.parametrize("strips", [True, False])
+def test_it_lies_under_the_prefix_of_a_proxy(tmp_path: Path, strips: bool) -> None:
+    root = "/llm"
+    world = World(tmp_path, HttpConfig(root_path=root))
+    asked = "" if strips else root
+
+    async def use(client: httpx.AsyncClient) -> None:
+        assert (await client.get(f"{asked}/dashboard")).headers["location"] == f"{root}/dashboard/"
+        answer = await login(client, asked, code=world.sessions.new_code())
+        assert f"path={root}/dashboard" in answer.headers["set-cookie"].lower()
+        assert answer.json()["takes_keys"] is False
+        cookie = {"Cookie": answer.headers["set-cookie"].partition(";")[0]}
+        assert (await client.get(f"{asked}/dashboard/api/overview", headers=cookie)).status_code == 200
+        assert (await client.get(f"{asked}/health")).status_code == 503
+
+    world.run(use)
+
+
+def test_without_the_flag_there_is_none(tmp_path: Path) -> None:
+    app, _ = make_app(tmp_path)
+
+    async def test() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HOST) as client:
+            for path in ("/dashboard", "/dashboard/", "/dashboard/api/session"):
+                assert (await client.get(path)).status_code == 404
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("http", "host", "entrance", "said"),
+    [
+        ({}, "0.0.0.0", {}, "--host 0.0.0.0 is reached without TLS; give --ssl-certfile FILE, or --host 127.0.0.1"),
+        ({}, "127.0.0.1", {"api_workers": 2}, "not with --api-workers 2"),
+    ],
+)
+def test_no_cookie_crosses_a_network_in_plain_text(
+    http: dict[str, Any], host: str, entrance: dict[str, Any], said: str
+) -> None:
+    config = HttpConfig(**{"has_public_dashboard": True, **http})
+    with pytest.raises(ConfigError) as raised:
+        check_public_dashboard(config, host, EntranceSettings(**entrance))
+    assert str(raised.value).startswith("--public-dashboard: ")
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("http", "host", "entrance"),
+    [
+        ({"tls": Tls(certfile="c.pem")}, "0.0.0.0", {}),
+        ({}, "127.0.0.1", {}),
+        ({}, "0.0.0.0", {"uds": "/run/a.socket"}),
+        ({"has_public_dashboard": False}, "0.0.0.0", {"api_workers": 2}),
+    ],
+)
+def test_the_rest_is_let_through(http: dict[str, Any], host: str, entrance: dict[str, Any]) -> None:
+    config = HttpConfig(**{"has_public_dashboard": True, **http})
+    check_public_dashboard(config, host, EntranceSettings(**entrance))

@@ -198,6 +198,9 @@ def lora(
     cold: Annotated[
         bool, typer.Option(help="First requests of adapters that a cluster must read again, and what others pay.")
     ] = False,
+    spread: Annotated[
+        bool, typer.Option(help="How often requests find their adapter in memory, by the way they are routed.")
+    ] = False,
     quick: Annotated[bool, typer.Option(help="A tiny model: does it all run?")] = False,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
@@ -207,6 +210,12 @@ def lora(
         from pd_cluster.lab.router.cold_adapters import run as run_cold
 
         asyncio.run(run_cold(ColdBench(rounds, quick), json))
+        return
+    if spread:
+        from pd_cluster.lab.router.adapter_spread import SpreadBench
+        from pd_cluster.lab.router.adapter_spread import run as run_spread
+
+        asyncio.run(run_spread(SpreadBench(rounds, quick), json))
         return
     from pd_cluster.lab.engine.lora import run
 

@@ -51,7 +51,8 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
 
     http = config.http
     raise_descriptor_limit(http.connections)
-    keys = KeyStore(http, config.served_model_names or [start.engine.model]) if http.key_file else None
+    served = [*(config.served_model_names or [start.engine.model]), *start.engine.adapters.paths]
+    keys = KeyStore(http, served, may_grow=bool(admin.lora_root)) if http.key_file else None
     host, port = start.process.host, start.process.port
     if entrance.uds:
         listeners = bind_path(entrance.uds, entrance.api_workers)

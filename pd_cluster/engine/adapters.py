@@ -66,13 +66,14 @@ class AdapterHost:
     """The parts of a worker that its adapters need as they come and go.
 
     `put` takes an event to the engine's thread. `used` returns the digests of requests that are computed here, or will
-    be. `begin` begins a leg that was held, and `fail` ends it, with the reason.
+    be. `begin` begins a leg that was held, or, with a reason, leaves it to another instance; `fail` ends it, with the
+    reason.
     """
 
     send: Callable[[str, wire.Body], None]
     put: Callable[[AdapterLoaded], None]
     used: Callable[[], Collection[str]]
-    begin: Callable[[str, wire.Submit], None]
+    begin: Callable[[str, wire.Submit, str], None]
     fail: Callable[[str, wire.Submit, str], None]
 
 
@@ -137,11 +138,13 @@ class WorkerAdapters:
             log.warning("adapter %s: %s", digest[:12], event.problem)
             self._problems[digest] = event.problem
         else:
+            self._problems.pop(digest, None)
             if self._room is not None and lora_of(digest):
                 self._room.use(digest)
             if digest in self._paths:
                 self._proven.add(digest)
-        self._release(digest)  # without it they end, as legs that another instance may serve
+        lost = f"the adapter {digest[:12]} could not be read again; this instance's log says why"
+        self._release(digest, lost if event.problem else "")
         self._go_on()
         if self._is_told:
             self._report()
@@ -196,9 +199,9 @@ class WorkerAdapters:
         for digest in self._held:
             self._release(digest)
 
-    def _release(self, digest: str) -> None:
+    def _release(self, digest: str, why: str = "") -> None:
         for leg in self._held.take(digest):
-            self._host.begin(leg.conn, leg.submit)
+            self._host.begin(leg.conn, leg.submit, why)
 
     # ---- room
 

@@ -61,6 +61,8 @@ def load_of(
         num_landed_tokens=imports.num_landed_tokens,
         step_tokens=pace.step_tokens.told(),
         preemptions=scheduler.preemptions.told(),
+        num_encoded_images=core.runner.encoded.num_images,
+        image_encode_s=core.runner.encoded.seconds,
         num_cache_resets=blocks.num_resets,
         num_quarantined_blocks=imports.num_quarantined_blocks,
         num_leaked_blocks=num_leaked_blocks(scheduler),

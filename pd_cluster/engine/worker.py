@@ -102,7 +102,7 @@ class Worker:
             send=self._post.send,
             put=self.inbox.put,
             used=self.legs.variants,
-            begin=lambda conn, submit: self.legs.submit(conn, submit, self._why_closed),
+            begin=lambda conn, submit, why: self.legs.submit(conn, submit, self._why_closed or why),
             fail=self._fail,
         )
         return WorkerAdapters(keeper, reader_of(settings), host, named, settings.max_cpu_loras, self._clock)

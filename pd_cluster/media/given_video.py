@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 DEFAULT_FPS = 24.0  # of frames that come without a rate, as in transformers
+
+
+class Chosen(NamedTuple):
+    """A picture or video of a prompt that says how it is read, by the names of `mm_processor_kwargs`."""
+
+    medium: Any
+    options: Mapping[str, Any]
 
 
 class AskedVideo(NamedTuple):

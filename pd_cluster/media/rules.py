@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from pd_cluster.errors import RequestError
-from pd_cluster.media.video import Video, VideoRules
+from pd_cluster.media.video import Stamps, Video, VideoRules
 from pd_cluster.types import Image, RopePositions, Span
 
 NUM_CHANNELS = 3
@@ -50,6 +50,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     sees_whole: bool = False
     marks: tuple[int, ...] = ()
     video: VideoRules | None = None  # None: the model takes no videos here
+    no_videos: str = ""  # why, if its folder is the reason
 
     def sized(self, height: int, width: int) -> tuple[Image, tuple[View, ...]]:
         """Returns the size of a picture for the model, without pixels, and the copies that it is made of.
@@ -118,16 +119,20 @@ class Placed(msgspec.Struct, frozen=True):
     rope_positions: RopePositions | None = None
 
 
-def _check_marks(token_ids: list[int], places: list[int], marks: tuple[int, ...], param: str) -> None:
+def _check_marks(token_ids: list[int], places: list[int], rules: ImageRules, param: str) -> None:
     """Raises RequestError unless each placeholder is between its marks, and no mark is without one."""
-    first, last = marks
-    found = [at for at, token_id in enumerate(token_ids) if token_id in marks]
-    wanted = [at for place in places for at in (place - 1, place + 1)]
-    if found != wanted or any(token_ids[at - 1] != first or token_ids[at + 1] != last for at in places):
-        raise RequestError(
-            f"{param}: tokens {first} and {last} stand around the placeholder of an image, and nowhere else",
-            param=param,
-        )
+    kinds = [("an image", rules.token_id, rules.marks)]
+    if rules.video is not None:
+        kinds.append(("a video", rules.video.token_id, (rules.video.start_id, rules.video.end_id)))
+    for kind, placeholder, (first, last) in kinds:
+        found = [at for at, token_id in enumerate(token_ids) if token_id in (first, last)]
+        own = [at for at in places if token_ids[at] == placeholder]
+        wanted = [at for place in own for at in (place - 1, place + 1)]
+        if found != wanted or any(token_ids[at - 1] != first or token_ids[at + 1] != last for at in own):
+            raise RequestError(
+                f"{param}: tokens {first} and {last} stand around the placeholder of {kind}, and nowhere else",
+                param=param,
+            )
 
 
 def place(
@@ -153,7 +158,7 @@ def place(
                 f"{param}: {num_found} placeholders of {kind} for {wanted} {kind}; give one for each", param=param
             )
     if rules.marks:
-        _check_marks(token_ids, places, rules.marks, param)
+        _check_marks(token_ids, places, rules, param)
     if not places:
         return Placed(token_ids)
     laying, each_image, each_video = _Laying(rules, encode), iter(images), iter(videos)
@@ -190,22 +195,23 @@ class _Laying:
     def video(self, video: Video, following: list[int]) -> int:
         """Adds a video; returns how many of the tokens behind its placeholder it replaces, too.
 
-        With stamps, each of its pictures gets the tokens around the placeholder, and its time before them.
+        With stamps, each of its pictures gets the tokens around the placeholder, and its time beside them. Marks become
+        a part of the first and the last picture.
         """
         rules = self._rules.video
         assert rules is not None
         is_framed = self.token_ids[-1:] == [rules.start_id] and following == [rules.end_id]
-        replaced = int(rules.has_stamps and is_framed)
+        replaced = int(bool(rules.has_stamps or self._rules.marks) and is_framed)
         if replaced:
             self.token_ids.pop()
-        for image, digest, time_s, step in zip(
-            video.images, video.digests, video.times_s, rules.steps(video), strict=True
-        ):
+        last = len(video.images) - 1
+        for at, (image, step) in enumerate(zip(video.images, rules.steps(video), strict=True)):
+            stamp = self._encode(rules.stamp(video.times_s[at])) if rules.has_stamps else []
             if rules.has_stamps:
-                self.token_ids += [*self._encode(rules.stamp(time_s)), rules.start_id]
-            self._add(image, digest, step)
+                self.token_ids += [*(stamp if rules.stamps is Stamps.BEFORE else ()), rules.start_id]
+            self._add(msgspec.structs.replace(image, opens=at == 0, closes=at == last), video.digests[at], step)
             if rules.has_stamps:
-                self.token_ids.append(rules.end_id)
+                self.token_ids += [rules.end_id, *(stamp if rules.stamps is Stamps.BEHIND else ())]
         return replaced
 
     def _add(self, image: Image, digest: bytes, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import struct
 
@@ -17,7 +18,7 @@ MAX_PIXELS = 12 << 20  # of all frames of a video, as its model reads them
 class Video(msgspec.Struct, frozen=True):
     """`images`: each of as many frames as the tower reads together, in their order, with its digest.
 
-    `times_s`: where each lies in the video, in the middle of its frames. `step_s`: from each to the next, by the rate
+    `times_s`: where each lies in the video, as its model's stamps count. `step_s`: from each to the next, by the rate
     at which frames were chosen.
     """
 
@@ -31,12 +32,22 @@ class Video(msgspec.Struct, frozen=True):
         return sum(len(image.pixels) for image in self.images)
 
 
+class Stamps(enum.Enum):
+    """How a prompt says when each picture of a video was."""
+
+    NONE = "none"
+    BEFORE = "before"  # in tenths of a second, the middle of its frames
+    BEHIND = "behind"  # in whole seconds, the first of its frames
+
+
 class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
     """How a model reads videos. `token_id`: the placeholder of one in a prompt, and its tokens.
 
-    `min_pixels` and `max_pixels` bound a frame's area, or with `shares_area` that of all frames together. With
-    `has_stamps`, each picture stands between `start_id` and `end_id` behind its time in words; otherwise they follow
-    each other, and their positions in time differ by `tokens_per_second`, or by one if that is 0.
+    `together`: frames that the tower reads as one picture. `min_pixels` and `max_pixels` bound a frame's area, or with
+    `shares_area` that of all frames together. With `stamps`, each picture stands between `start_id` and `end_id` beside
+    its time in words; otherwise they follow each other, and their positions in time differ by `tokens_per_second`, or
+    by one if that is 0. `pad_id`: the token of a picture in a video, if it is not the placeholder. `font`: the file of
+    a font in which its time is drawn into each frame; "": nothing is drawn.
     """
 
     token_id: int
@@ -45,8 +56,15 @@ class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
     min_pixels: int
     max_pixels: int
     shares_area: bool = False
-    has_stamps: bool = False
+    stamps: Stamps = Stamps.NONE
     tokens_per_second: float = 0.0
+    together: int = 2
+    pad_id: int | None = None
+    font: str = ""
+
+    @property
+    def has_stamps(self) -> bool:
+        return self.stamps is not Stamps.NONE
 
     def resized(self, num_frames: int, height: int, width: int, side: int) -> tuple[int, int]:
         """Returns the height and width of each frame, in whole tokens with sides of `side` pixels. Raises RequestError.
@@ -88,7 +106,11 @@ class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
         return [int(_single(at * interval)) for at in range(len(video.images))]  # as products of float32 round
 
     def stamp(self, time_s: float) -> str:
-        return f"<{time_s:.1f} seconds>"
+        return f"<{time_s:.1f} seconds>" if self.stamps is Stamps.BEFORE else str(int(time_s))
+
+    def time_of(self, first_s: float, last_s: float) -> float:
+        """Returns what a picture's stamp says, by the times of its first and last frame."""
+        return first_s if self.stamps is Stamps.BEHIND else (first_s + last_s) / 2
 
 
 def _single(value: float) -> float:

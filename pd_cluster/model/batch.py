@@ -26,6 +26,13 @@ NUM_COLUMNS = 6  # of StepInput.rows
 _DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64}
 
 
+class Encoded(NamedTuple):
+    """Images that a tower has computed since the start, pairs of frames included, and the seconds that they took."""
+
+    num_images: int = 0
+    seconds: float = 0.0
+
+
 class RunnerOutput(NamedTuple):
     """The result of a step's forward pass, float32; rows are in the order of the step's chunks."""
 

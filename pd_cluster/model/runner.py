@@ -28,6 +28,7 @@ from pd_cluster.model.adapter_devices import are_in_tables, put_adapters
 from pd_cluster.model.attention_choice import SDPA, check_backend, check_deterministic, default_block_size
 from pd_cluster.model.batch import (
     NO_HIDDEN_STATES,
+    Encoded,
     OnLayer,
     RunnerOutput,
     StepInput,
@@ -256,6 +257,10 @@ class ModelRunner:
 
     def step_of(self, chunks: Sequence[tuple[Request, int]]) -> StepInput:
         return step_input(chunks, self.pool.layout.block_size, self.held.lora_slots, self.held.prompt_slots)
+
+    @property
+    def encoded(self) -> Encoded:
+        return Encoded() if self.tower is None else self.tower.encoded
 
     def sparing_pixels(self, parts: Sequence[ImagePart]) -> list[ImagePart]:
         """Returns a step's parts of pictures for other ranks, which keep the same features as this one."""

@@ -56,7 +56,6 @@ OTHERS_REFUSED = {
     "innode_prefill_ports": "give prefill= and decode=, the numbers of worker processes",
     "lm_head_fp32": "logits are computed in the model's dtype; give dtype='float32'",
     "kv_cache_ratio": "blocks are not divided between prompts and answers: every request may have any of them",
-    "mm_processor_kwargs": "images are prepared as the model's folder says",
 }
 # The signature's own defaults, which change nothing.
 DEFAULTS = {"gpu_memory_utilization": 0.9, "max_seq_len_to_capture": 8192}

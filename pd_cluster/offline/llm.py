@@ -173,6 +173,7 @@ class LLM:
         *,
         tool_choice: str | dict[str, Any] | None = None,
         allow_control_tokens: bool | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of several. Raises as `generate` does.
 
@@ -192,6 +193,7 @@ class LLM:
             "tools": tools,
             "tool_choice": tool_choice,
             "chat_template_kwargs": chat_template_kwargs,
+            "mm_processor_kwargs": mm_processor_kwargs,
         }
         params = paired(sampling_params, len(conversations))
         adapters = paired_lora(lora_request, len(conversations))

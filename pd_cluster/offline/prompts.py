@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pd_cluster.errors import RequestError
+from pd_cluster.media.given_video import Chosen
+from pd_cluster.media.options import ReadOptions
 from pd_cluster.offline.media import check_picture, videos_of
 from pd_cluster.offline.sampling import HALF, SamplingParams, is_text
 from pd_cluster.service.prompts.pictures import GIVEN
@@ -39,7 +41,8 @@ class IllustratedIds(list[int]):
 
 Prompt = str | list[int]
 MEDIA = ("multi_modal_data", "multimodal_data")  # vLLM's name and FastDeploy's
-MULTIMODAL = (*MEDIA, "mm_processor_kwargs", "multi_modal_uuids")
+OPTIONS = "mm_processor_kwargs"
+MULTIMODAL = (*MEDIA, OPTIONS, "multi_modal_uuids")
 IMAGES, VIDEOS = ("image", "images"), ("video", "videos")
 PICTURE_PART = "image_pil"  # vLLM's name of a message's part that holds a picture
 KINDS = "a string, a list of token ids, a dict, or a list of one of these"
@@ -145,7 +148,7 @@ def _from_mapping(name: str, given: Mapping[str, Any]) -> Prompt:
 def _pictures(name: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns a prompt's pictures. Raises RequestError for other media, and for what is no picture."""
     for key in MULTIMODAL:
-        if key not in MEDIA and _has_any(given.get(key)):
+        if key not in (*MEDIA, OPTIONS) and _has_any(given.get(key)):
             raise RequestError(f"{name}.{key}: not supported; leave it out", param=key)
     found: list[Any] = []
     for key in MEDIA:
@@ -164,7 +167,11 @@ def _pictures(name: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
                     found.append(item)
             elif _has_any(items):
                 raise RequestError(f"{place}: only images and videos are supported; leave it out", param=key)
-    return tuple(found)
+    options = given.get(OPTIONS) or {}
+    if not isinstance(options, Mapping):
+        raise RequestError(f"{name}.{OPTIONS}: {type(options).__name__}; must be a dict", param=OPTIONS)
+    ReadOptions.of(options, f"{name}.{OPTIONS}")
+    return tuple(Chosen(each, options) for each in found) if options else tuple(found)
 
 
 def named_pictures(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:

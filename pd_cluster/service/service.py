@@ -13,7 +13,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.timeline import FOLLOWER
 from pd_cluster.errors import ModelNotFound, RequestError
-from pd_cluster.media.given_video import AskedVideo, Frames
+from pd_cluster.media.given_video import AskedVideo, Chosen, Frames
 from pd_cluster.parsers.plugin import formats_of
 from pd_cluster.parsers.reply import BUDGET, ReplyFormat
 from pd_cluster.service.answering import Answering
@@ -323,6 +323,8 @@ class TextService:
             self._intake.encoder.check(num_chars, may_be_cut, "messages")
 
         sources = [Source(*medium) for index, message in enumerate(request.messages) for medium in message.media(index)]
+        options = self._pictures.options(request.mm_processor_kwargs or {}, "mm_processor_kwargs")
+        sources = [source._replace(options=options) for source in sources]
         self._pictures.check(sources)
         guard = self.guard if allows_control_tokens is None else None if allows_control_tokens else self._guard
         prompt = self.spelled(await self._chats.render(request, check, guard), sources)
@@ -396,15 +398,19 @@ class TextService:
         """
         counts = dict.fromkeys((IMAGES, VIDEOS), 0)
         sources = []
-        for number, medium in enumerate(pictures):
+        given = [each.medium if isinstance(each, Chosen) else each for each in pictures]
+        for number, medium in enumerate(given):
             asked = medium if isinstance(medium, AskedVideo) else None
             kind = VIDEOS if asked is not None or isinstance(medium, Frames) else IMAGES
             url = asked.url if asked is not None else medium if isinstance(medium, str) else f"{GIVEN}{number}"
             place = f"multi_modal_data.{kind}[{counts[kind]}]"
-            sources.append(Source(place, url, kind, asked.max_frames if asked is not None else None))
+            chosen = pictures[number].options if isinstance(pictures[number], Chosen) else {}
+            options = self._pictures.options(chosen, "mm_processor_kwargs")
+            most = asked.max_frames if asked is not None else None
+            sources.append(Source(place, url, kind, max_frames=most, options=options))
             counts[kind] += 1
         self._pictures.check(sources)
-        return await self._pictures.place(token_ids, sources, "prompt", pictures)
+        return await self._pictures.place(token_ids, sources, "prompt", given)
 
     async def token_ids(
         self, prompt: str, special: bool = True, may_be_cut: bool = False, caller: Caller = NOBODY

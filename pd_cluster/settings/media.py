@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pd_cluster.errors import ConfigError, called
+from pd_cluster.errors import ConfigError, RequestError, called
+from pd_cluster.media.options import ReadOptions
 from pd_cluster.settings.setting import OBJECT, TEXTS, Form, Panel, Scope, Setting, at_least
 
 MEDIA = partial(Setting, panel=Panel.REQUESTS, scope=Scope.TEXT)
@@ -61,8 +62,21 @@ def _video_io(name: str, written: str) -> dict[str, float]:
     return found
 
 
+def _processor(name: str, written: str) -> dict[str, Any]:
+    """Reads options of how media are read. Raises ConfigError."""
+    given = OBJECT.read(name, written) if written else {}
+    try:
+        ReadOptions.of(given, called(name))
+    except RequestError as error:
+        raise ConfigError(str(error)) from None
+    return dict(given)
+
+
 LIMITS = Form(str, _limits, lambda value: json.dumps(value) if value else "", takes_mappings=True)
 VIDEO_IO = Form(str, _video_io, lambda value: json.dumps({VIDEOS: value}) if value else "", takes_mappings=True)
+
+
+PROCESSOR = Form(str, _processor, lambda value: json.dumps(value) if value else "", takes_mappings=True)
 
 
 class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +120,17 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
             name="media_io_kwargs",
             default="",
             form=VIDEO_IO,
+        ),
+    ] = {}
+
+    processor: Annotated[
+        dict[str, Any],
+        MEDIA(
+            "How images and videos are read where a request's mm_processor_kwargs do not say, as a JSON object with "
+            "min_pixels, max_pixels, fps and num_frames; default: as the model's folder says.",
+            name="mm_processor_kwargs",
+            default="",
+            form=PROCESSOR,
         ),
     ] = {}
 

@@ -42,13 +42,15 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
 
     `pixels`: 8-bit RGB, [height, width, 3]; empty for a leg that receives the picture's KV from another instance.
     Frames of a video that a model reads together are a picture with `num_frames` of them: [num_frames, height, width,
-    3].
+    3]. `opens` and `closes`: whether it is the first and the last of its video; a picture alone is both.
     """
 
     num_rows: int
     num_columns: int
     pixels: bytes = b""
     num_frames: int = 1
+    opens: bool = True
+    closes: bool = True
 
 
 class RopePositions(msgspec.Struct, frozen=True, array_like=True):

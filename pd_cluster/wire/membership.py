@@ -60,6 +60,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_landed_tokens: int = 0  # those of them whose KV cache has landed
     step_tokens: Tally = Tally()  # of every step, the tokens that it computed
     preemptions: Tally = Tally()  # of every sequence that ended here, how often it gave way to others
+    num_encoded_images: int = 0  # by the vision tower, pairs of a video's frames included
+    image_encode_s: float = 0.0  # the seconds that these took
     num_cache_resets: int = 0
     num_quarantined_blocks: int = 0  # of transfers that were given up, which may still be written
     num_leaked_blocks: int = 0  # lower bound of blocks held by no request; exact while there is none

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pd_cluster.cluster.tenancy.key_file import KeyFile, digest_of, write_key_file
 from pd_cluster.reports import ApiKey
 from tests.api.conftest import FLAGS
+from tests.support.adapters import make_adapter
 from tests.support.cluster import LiveCluster, children_of
 
 SALT = "5a" * 32
@@ -42,6 +44,8 @@ KEYS = (
     key_of("tokens", tokens_per_minute=A_MINUTE),
     key_of("left", tokens_per_minute=1000),
     key_of("models", models=("second",)),
+    key_of("adapter", models=("french",)),
+    key_of("all"),
     key_of("shared", requests_per_minute=10),
     key_of("swapped"),
 )
@@ -65,6 +69,8 @@ class Keyed(LiveCluster):
 def keyed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
     folder = tmp_path_factory.mktemp("keyed")
     flags = [*FLAGS, "--api-workers=2", f"--api-key-file={folder / 'keys.json'}", '--allowed-origins=["*"]']
+    french = make_adapter(folder / "french", model, 1)
+    flags += ["--enable-lora", f"--lora-modules=french={french}", f"--lora-modules=german={french}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PD_CLUSTER_SERVE_API_KEY", FLAG_KEY)
         patch.setenv("PD_CLUSTER_SERVE_METRICS_KEY", METRICS_KEY)
@@ -165,6 +171,70 @@ def test_a_key_finds_its_models_alone(keyed: Keyed) -> None:
         assert client.completions.create(model="second", prompt="a", max_tokens=1).model == "second"
 
 
+CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+PARAMS = {"sampling_params": GREEDY}
+ROUTES: dict[str, dict[str, Any]] = {  # what of an answer the adapter changes: not that of the others
+    "/v1/completions": {"prompt": "a", **GREEDY},
+    "/v1/chat/completions": {**CHAT, **GREEDY},
+    "/v1/chat/completions/batch": {"messages": [CHAT["messages"]] * 2, **GREEDY},
+    "/v1/responses": {"input": "Hello", "temperature": 0, "max_output_tokens": 16, "store": False},
+    "/v1/messages": {**CHAT, "temperature": 0, "max_tokens": 8},
+    "/inference/v1/generate": {"token_ids": [5, 6, 7], **PARAMS},
+    "/invocations": {**CHAT, **GREEDY},
+    "/v1/embeddings": {"input": "a"},
+    "/v1/score": {"text_1": "a", "text_2": "bcd"},
+    "/v1/rerank": {"query": "a", "documents": ["bcd"]},
+}
+OTHER_ROUTES: dict[str, dict[str, Any]] = {
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+    "/v1/messages/count_tokens": CHAT,
+    "/v1/chat/completions/render": {**CHAT, **GREEDY},
+    "/v1/completions/render": {"prompt": "a", **GREEDY},
+}
+TELLING = re.compile(r'"(?:text|content|token_ids|embedding|score|relevance_score)":("[^"]*"|[^,}]*[,}])')
+
+
+@pytest.mark.parametrize("path", [*ROUTES, *OTHER_ROUTES])
+def test_a_key_that_may_use_an_adapter_alone(keyed: Keyed, path: str) -> None:
+    """Another name, of the model, of an adapter or of nothing, is not found; and the adapter really answers."""
+
+    def ask(key: str, **naming: str) -> httpx.Response:
+        body = {**(ROUTES | OTHER_ROUTES)[path], **naming}
+        return httpx.post(f"{keyed.url}{path}", json=body, headers=headers_of(key), trust_env=False, timeout=60)
+
+    answers = {name: ask("all", model=name) for name in ("tiny", "french", "german")}
+    assert {each.status_code for each in answers.values()} == {200}, answers["tiny"].text
+    own = ask("adapter", model="french")
+    assert own.status_code == 200, own.text
+    if path in ROUTES:
+        told = {name: TELLING.findall(each.text) for name, each in answers.items()}
+        assert told["french"] == told["german"] == TELLING.findall(own.text) != told["tiny"]
+        assert told["french"]
+    refused = {name: ask("adapter", model=name) for name in ("tiny", "german", "nothing")}
+    refused[""] = ask("adapter")
+    if path not in ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"):  # these need a name
+        assert refused[""].status_code == 404
+    for name in ("tiny", "german", "nothing"):
+        assert refused[name].status_code == 404
+        assert refused[name].text.replace(name, "nothing") == refused["nothing"].text
+        assert ("french" in refused[name].text, "second" in refused[name].text) == (True, False)
+
+
+def test_a_key_sees_its_adapters_alone(keyed: Keyed) -> None:
+    with client_of(keyed, "adapter") as client:
+        assert [each.id for each in client.models.list()] == ["french"]
+        assert client.models.retrieve("french").id == "french"
+        for name in ("german", "tiny"):
+            with pytest.raises(openai.NotFoundError):
+                client.models.retrieve(name)
+    assert "is not served here" not in keyed.log_file("scheduler").read_text()
+    with client_of(keyed, "models") as client, pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="french", prompt="a")
+    assert "german" not in str(caught.value)
+
+
 def test_two_processes_have_one_limit(keyed: Keyed) -> None:
     begun_s = time.monotonic()
     with ThreadPoolExecutor(8) as pool:
@@ -180,7 +250,7 @@ def test_a_file_that_is_read_again_disturbs_nothing(keyed: Keyed) -> None:
         first = next(stream)
         keyed.wait_until("nothing is left", lambda: tokenized(keyed, "shared").status_code == 429)
         keyed.write(*KEYS[:-1], key_of("next", tenant="team-swapped"))
-        keyed.hang_up("the API keys were read again: 6 in")
+        keyed.hang_up(f"the API keys were read again: {len(KEYS)} in")
 
         def is_swapped() -> bool:
             answers = [tokenized(keyed, name).status_code for name in ["swapped", "next"] * NUM_TRIES]
@@ -205,7 +275,7 @@ def test_a_process_that_is_started_again_has_the_new_keys(keyed: Keyed) -> None:
     """This holds after kill -9, too, with the file broken meanwhile."""
     scheduler = keyed.processes["scheduler"].pid
     keyed.write(*KEYS[:-1], key_of("third"))
-    keyed.hang_up("the API keys were read again: 6 in")
+    keyed.hang_up(f"the API keys were read again: {len(KEYS)} in")
     serving = [pid for pid in children_of(scheduler) if b"api_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(serving) == 2
     for pid in serving:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pd_cluster.cluster.members.credentials import ADMIN_TOKEN_FILE
 from tests.support.adapters import make_adapter, merged
+from tests.support.canary import Canary
 from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_all_same, random_prompt
+from tests.support.hostile_adapters import HOSTILE
 
 Checkpoints = Callable[..., Path]
 MAX_TOKENS = 12
@@ -136,16 +139,27 @@ def test_what_cannot_be_loaded_changes_nothing(cluster: Served, root: Path, tmp_
     assert cluster.names() == before
 
 
-def test_one_that_fits_no_layer_is_refused_by_the_workers(
-    cluster: Served, checkpoint: Checkpoints, root: Path, tmp_path: Path
+def test_hostile_folders_are_named_errors_and_disturb_nobody(
+    cluster: Served, checkpoint: Checkpoints, models: dict[str, Path], root: Path
 ) -> None:
+    """A stream is repeated all the while, and so are requests of an adapter; nothing of any folder stays."""
     wider = checkpoint("llama", hidden_size=128, intermediate_size=96)
     make_adapter(root / "wider", wider)
-    problem = cluster.load("wider", "wider", 400)
-    assert "prefill-0" in problem or "decode-0" in problem
-    assert "do not fit" in problem
+    with Canary(cluster).singing() as canary:
+        assert re.search(r"-0: .*do not fit", cluster.load("wider", "wider", 400))
+        for spoil, why in HOSTILE:
+            folder = root / spoil.__name__
+            shutil.copytree(root / "second", folder)
+            spoil(folder)
+            said = cluster.load("hostile", spoil.__name__, 400)
+            assert re.search(why, said), said
+            assert cluster.status("hostile") == 404
+            shutil.rmtree(folder)
+        num_songs = canary.num_songs
+        cluster.wait_until("another song is over", lambda: canary.num_songs > num_songs)
     assert cluster.names() == ["first"]
-    assert cluster.status("first") == 200
+    cluster.assert_gives({name: models[name] for name in ("", "first")}, seed=11)
+    cluster.assert_home()
 
 
 def test_a_name_may_stand_for_another_content(cluster: Served, models: dict[str, Path]) -> None:
@@ -168,6 +182,30 @@ def test_more_are_published_than_there_is_room_for(cluster: Served, models: dict
         cluster.assert_gives({**models, "fourth": fourth}, seed=20 + seed)
     assert cluster.log_file("decode-0").read_text().count("is dropped") > 0
     for name in ("second", "third", "fourth"):
+        cluster.unload(name)
+    cluster.assert_home()
+
+
+def test_a_folder_that_is_gone_when_it_is_read_again(cluster: Served, models: dict[str, Path], root: Path) -> None:
+    """It is an error of its own requests, until the folder is back; others go on."""
+    make_adapter(root / "other", models[""], seed=12)
+    for name in ("second", "third", "other"):
+        cluster.load(name, name)
+    assert [cluster.status(name) for name in ("first", "third", "other")] == [200] * 3  # all that fit in memory
+    (root / "second").rename(root / "moved")
+    try:
+        with Canary(cluster).singing():
+            for _ in range(2):
+                body = {"model": "second", "prompt": [5], "max_tokens": 1}
+                answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60, trust_env=False)
+                assert answer.status_code == 500, answer.text
+                assert "could not be read again" in answer.json()["error"]["message"]
+                assert str(root) not in answer.text
+        assert f"{root}/second: no such folder" in cluster.log_file("decode-0").read_text()
+    finally:
+        (root / "moved").rename(root / "second")
+    cluster.assert_gives({"second": models["second"], "": models[""]}, seed=13)
+    for name in ("second", "third", "other"):
         cluster.unload(name)
     cluster.assert_home()
 
@@ -212,7 +250,8 @@ def test_a_folder_that_is_removed_while_it_is_used(cluster: Served, models: dict
     cluster.load("second", "second")
     (root / "second").rename(root / "moved")
     try:
-        cluster.assert_gives({"second": models["second"], "": models[""]}, seed=6)
+        with Canary(cluster).singing():
+            cluster.assert_gives({"second": models["second"], "": models[""]}, seed=6)
         cluster.kill("decode-0")
         cluster.await_exit("decode-0")
         cluster.start_member("decode-0")

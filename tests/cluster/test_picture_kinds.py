@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.checkpoints import make_tokenizer
@@ -77,3 +80,52 @@ def test_both_legs(tmp_path: Path, name: str) -> None:
             counts.append(cluster.client.post(f"{cluster.url}/tokenize", json=body).json()["tokens"].count(FIRST))
         assert counts[0] == counts[1], "a user's text is no control token"
         cluster.assert_home()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["gemma3", "glm4v", "ernie4_5_vl_moe", "mistral3", "internvl"])
+def test_killed_in_mid_request(tmp_path: Path, name: str) -> None:
+    """Over gloo, with all pixels in files: decode dies between tokens, and prefill while it has the request."""
+    model = make_kind(tmp_path / "model", name)
+    parts = CONVERSATIONS[2]
+    body = {**body_of(parts), "max_tokens": 250, "ignore_eos": True}
+    reference = expected(model, name, parts)
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    flags = [*FLAGS, "--kv-transport=dist", "--media-memory-gb=0", f"--media-spill-path={spill}"]
+    with LiveCluster(tmp_path / "cluster", model, arguments=flags) as cluster, ThreadPoolExecutor(1) as pool:
+        url = f"{cluster.url}/v1/chat/completions"
+        answer = cluster.client.post(url, json=body)
+        assert answer.status_code == 200, answer.text
+        whole = answer.json()["choices"][0]["token_ids"]
+        assert whole[: len(reference)] == reference
+
+        def streamed(victim: str) -> list[int]:
+            """Kills `victim` at the first token; "": nobody."""
+            found: list[int] = []
+            with httpx.stream("POST", url, json={**body, "stream": True}, timeout=120, trust_env=False) as lines:
+                for line in lines.iter_lines():
+                    if line.startswith("data: {"):
+                        if victim and not found:
+                            cluster.kill(victim)
+                        event = json.loads(line.removeprefix("data: "))
+                        assert "error" not in event, event
+                        for choice in event["choices"]:
+                            found += choice.get("token_ids") or ()
+            return found
+
+        for victim in ("decode-0", "prefill-0"):
+            if victim == "decode-0":
+                assert streamed(victim) == whole
+            else:
+                cluster.kill_rank(victim, signal.SIGSTOP)
+                running = pool.submit(streamed, "")
+                cluster.wait_until("it was sent", lambda: cluster.instance("prefill-0")["num_outstanding"] == 1)
+                cluster.kill(victim)
+                assert running.result(120) == whole
+            cluster.await_exit(victim)
+            cluster.start_member(victim)
+            cluster.await_ready()
+        cluster.assert_home()
+        assert not list(spill.iterdir()), "a file of pixels has a name"

@@ -180,9 +180,18 @@ def test_videos(cluster: LiveCluster, model: Path) -> None:
         "vllm:mm_cache_hits_total",
     ):
         assert any(line.startswith(name) and float(line.split()[-1]) > 0 for line in metrics.splitlines()), name
+
+    def is_counted() -> bool:
+        lines = cluster.client.get(f"{cluster.url}/metrics").text.splitlines()
+        names = ("pd_cluster:images_encoded_total{", "pd_cluster:image_encode_seconds_total{")
+        return all(any(line.startswith(name) and float(line.split()[-1]) > 0 for line in lines) for name in names)
+
+    cluster.wait_until("a heartbeat said what was encoded", is_counted)
     cluster.assert_home()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_over_gloo_and_two_ranks(model: Path, tmp_path: Path) -> None:
     tp = {"prefill-0": 2, "decode-0": 1}
     flags = [*FLAGS, "--num-blocks=256", "--max-model-len=1800", "--kv-transport=dist", "--mm-encoder-cache-tokens=20"]
@@ -298,14 +307,14 @@ class Stream:
         return self.found
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize("victim", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.slow)])
 def test_an_instance_is_killed_in_mid_request(cluster: LiveCluster, model: Path, victim: str) -> None:
     """Decode dies between tokens; prefill dies while it has the request, and has told nothing."""
     if victim == "prefill-0":
-        body = chat_of(CONVERSATIONS[3], max_tokens=1500, ignore_eos=True)
+        body = chat_of(CONVERSATIONS[3], max_tokens=1000, ignore_eos=True)
         reference = expected(model, *CONVERSATIONS[3])
     else:
-        body = body_of("ab", film(VIDEO_URL), "c", max_tokens=1500, ignore_eos=True)
+        body = body_of("ab", film(VIDEO_URL), "c", max_tokens=1000, ignore_eos=True)
         reference = expected_of_video(model)
     whole = tokens(post(cluster, body))
     assert whole[: len(reference)] == reference
@@ -325,6 +334,8 @@ def test_an_instance_is_killed_in_mid_request(cluster: LiveCluster, model: Path,
     cluster.assert_home()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_decode_that_drops_an_images_kv(model: Path, tmp_path: Path) -> None:
     """It has no pixels to compute it again: the request goes on where they are sent."""
     small = {"decode-0": ["--num-blocks=24", "--growth-tokens=1", "--no-enable-prefix-caching"]}
@@ -345,6 +356,7 @@ def test_decode_that_drops_an_images_kv(model: Path, tmp_path: Path) -> None:
         cluster.assert_home()
 
 
+@pytest.mark.slow
 def test_offline_over_worker_processes(model: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
     with LLM(str(model), prefill=1, decode=1, num_blocks=256, max_model_len=1800, enable_mm=True) as llm:

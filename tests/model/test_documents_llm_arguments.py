@@ -60,7 +60,7 @@ def test_fastdeploys_blocks_have_64_tokens(path: Path, tmp_path: Path, monkeypat
         (output,) = llm.generate([[5, 6]], fastdeploy.SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
         assert isinstance(output.outputs, CompletionOutput)
         assert output.outputs.token_ids == reference_greedy(path, [5, 6], 6)[:6]
-    pool = made[0].runner.pool
+        pool = made[0].runner.pool  # gone when it closes
     assert pool.layout.block_size == 64
     (line,) = (tmp_path / "fastdeploy.log").read_text(encoding="utf-8").splitlines()
     assert line.endswith(f"Doing profile, the total_block_num:{pool.num_blocks}")
@@ -142,8 +142,8 @@ def test_arguments_of_the_engine_act(path: Path) -> None:
             assert (output.error_msg or "").startswith("logprobs: 3 is more than this server's 2")
             (output,) = llm.generate([7] * 198, SamplingParams(ignore_eos=True, max_tokens=9), use_tqdm=False)
             assert len(output.outputs.token_ids) == 2, "max_model_len"
+            pool = made[0].runner.pool
         assert (max(made[0].num_seqs), max(made[0].num_tokens)) == (3, 50)
-        pool = made[0].runner.pool
         assert (pool.layout.block_size, pool.num_blocks) == (8, 70)
         assert (made[0].scheduler.num_prefix_hit_tokens > 0) == caches
 
@@ -166,10 +166,10 @@ def test_swap_space_holds_requests_with_several_candidates(path: Path) -> None:
         ):
             outputs = llm.generate([[5] * 20, [6] * 20], params, use_tqdm=False)
             (one,) = llm.generate([[7]], GREEDY, use_tqdm=False)
+            room.append(made[0].runner.swap.num_blocks)
         assert one.outputs.token_ids == reference_greedy(path, [7], 6)[:6]
         answers.append([each.token_ids for output in outputs for each in output.outputs])
         num_moves.append(sum(made[0].num_moves))
-        room.append(made[0].runner.swap.num_blocks)
     assert answers[0] == answers[1] == answers[2]
     assert room[0] > 0
     assert room[1] == pytest.approx(2 * room[0], abs=1)

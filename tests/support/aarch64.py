@@ -97,6 +97,7 @@ class Emulator:
             "slots": num_tokens * 8,
             "cos": num_tokens * dim * 4,
             "sin": num_tokens * dim * 4,
+            "key_limits": num_tokens * 4,
             "q_norm": dim * 4,
             "k_norm": dim * 4,
             "sinks": layer.num_heads * 4,

@@ -38,7 +38,10 @@ PLACEHOLDER = "<|vision_start|><|video_pad|><|vision_end|>"
 def _processing(name: str) -> Any:
     """Imports a module that wants torchvision for what is not called here."""
     names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
-    absent = {each: types.ModuleType(each) for each in [*names, "torchvision.transforms.v2.functional"]}
+    names += ["torchvision.transforms.functional", "torchvision.transforms.v2.functional"]
+    absent: dict[str, Any] = {each: types.ModuleType(each) for each in names}
+    for conversion in ("pil_to_tensor", "to_pil_image"):  # pictures stay what they are
+        setattr(absent["torchvision.transforms.functional"], conversion, lambda picture: picture)
     with mock.patch.dict(sys.modules, absent):
         return importlib.import_module(f"transformers.models.{name}.video_processing_{name}")
 

@@ -26,7 +26,7 @@ from pd_cluster.cluster.processes.rank_process import environment
 from pd_cluster.engine.start.preloader import Preloader, essential, surroundings
 from pd_cluster.transport.table import same_host_choice
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = float(os.environ.get("PD_CLUSTER_TEST_START_S", "90"))
 SETTLE_TIMEOUT_S = 40.0
 POLL_S = 0.05
 DEVICE = os.environ.get("PD_CLUSTER_TEST_DEVICE", "")  # --device of every worker

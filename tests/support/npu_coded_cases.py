@@ -37,11 +37,11 @@ def calls() -> dict[str, int]:
     return calls
 
 
-def make_quantized(tmp_path: Path, form: str, architecture: str = "llama") -> tuple[Path, Path]:
+def make_quantized(tmp_path: Path, form: str, architecture: str = "llama", least_group: int = 64) -> tuple[Path, Path]:
     plain = make_checkpoint(tmp_path / "given", architecture, **SIZES, **WIDE)
     written = (INT8_FORMATS | FORMATS)[form]
     if written.group == 16:  # the operators take multiples of 32
-        written = replace(written, group=64)
+        written = replace(written, group=least_group)
     return rewritten(plain, tmp_path, written)
 
 

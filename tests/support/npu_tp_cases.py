@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.devices.device import Device, bind
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.types import Order, Request, Sampling
+from tests.support.adapters import loaded, make_adapter, merged
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run
+from tests.support.npu_coded_cases import make_quantized
 from tests.support.ranks import ranks
 
 NPU = Device("npu")
@@ -29,6 +32,8 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 8,
     "dtype": "float32",
 }
+TIGHT = {**SETTINGS, "num_blocks": 3}  # for two sequences that need a second block each
+OUTGROWING = (120, 125)
 HEADS = {"head_dim": 128, "max_position_embeddings": 1024}
 slow = pytest.mark.slow
 
@@ -122,3 +127,31 @@ def test_drawn_tokens_beside_greedy_ones_are_those_of_the_cpu(tmp_path: Path) ->
     alone = tokens(make_core(folder, device="cpu", **SETTINGS))
     with ranks(folder, 2, NPU, npu_tp_graphs=True, **SETTINGS) as core:
         assert tokens(core) == alone
+
+
+@slow
+@pytest.mark.parametrize("form", ["msmodelslim W4A16, pairs", "msmodelslim W8A16"])
+def test_codes_over_ranks_and_after_a_preemption(form: str, tmp_path: Path) -> None:
+    """Each rank multiplies by its share of the codes; one of two sequences that outgrow the pool starts again."""
+    quantized, plain = make_quantized(tmp_path, form, least_group=32)
+    rng = random.Random(5)
+    prompts = [random_prompt(rng, length) for length in OUTGROWING]
+    with ranks(quantized, 2, NPU, npu_tp_graphs=True, **TIGHT) as core:
+        assert_all_same(plain, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
+        assert core.scheduler.num_preemptions > 0
+
+
+@slow
+def test_adapters_over_ranks_and_after_a_preemption(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "base", "llama", **HEADS)
+    adapter = make_adapter(tmp_path / "a", folder, 1)
+    digest = LoraFolder.read(adapter, 512).digest
+    models = {"": folder, digest: merged(folder, adapter, tmp_path / "merged")}
+    rng = random.Random(6)
+    orders = [Order(random_prompt(rng, n), GREEDY, variant=v) for n, v in zip(OUTGROWING, models, strict=True)]
+    requests = [Request(f"r{i}", order, arrival_s=float(i)) for i, order in enumerate(orders)]
+    with ranks(folder, 2, NPU, npu_tp_graphs=True, adapters=loaded(adapter), **TIGHT) as core:
+        run(core, requests)
+        assert core.scheduler.num_preemptions > 0
+    for request, model in zip(requests, models.values(), strict=True):
+        assert_all_same(model, [request.prompt_token_ids], [request.output_token_ids], GREEDY.max_tokens)

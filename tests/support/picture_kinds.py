@@ -24,8 +24,8 @@ from tests.support.checkpoints import (
 )
 from tests.support.pictures import Shown
 
-PICTURE, VIDEO, FIRST, LAST = 300, 301, 302, 303
-NAMES = {PICTURE: "<picture>", VIDEO: "<video>", FIRST: "<first>", LAST: "<last>"}
+PICTURE, VIDEO, FIRST, LAST, BEGIN, END = 300, 301, 302, 303, 304, 305
+NAMES = {PICTURE: "<picture>", VIDEO: "<video>", FIRST: "<first>", LAST: "<last>", BEGIN: "<begin>", END: "<end>"}
 Inputs = dict[str, Any]
 
 
@@ -124,6 +124,7 @@ AT = {"image_token_index": PICTURE}
 ENDS = {"image_break_token": NAMES[FIRST], "image_end_token": NAMES[LAST]}
 GEMMA = {"boi_token": NAMES[FIRST], "eoi_token": NAMES[LAST], "image_token": NAMES[PICTURE]}
 IDS = {"image_token_id": PICTURE, "video_token_id": VIDEO, "image_start_token_id": FIRST, "image_end_token_id": LAST}
+IDS |= {"video_start_token_id": BEGIN, "video_end_token_id": END}
 KINDS: dict[str, Kind] = {
     "llava": Kind("LlavaConfig", "llama", {}, CLIP, AT, _clip, _fixed(16)),
     "internvl": Kind(

@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from pd_cluster.cluster.processes.ports import free_ports
+from tests.support.cluster import START_TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = float(os.environ.get("PD_CLUSTER_TEST_START_S", "90"))
 END_TIMEOUT_S = 40.0
 POLL_S = 0.1
 HOST = "127.0.0.1"

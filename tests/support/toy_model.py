@@ -13,7 +13,7 @@ import torch
 
 from pd_cluster.devices.device import CPU
 from pd_cluster.engine.step.plan import Move
-from pd_cluster.model.batch import RunnerOutput
+from pd_cluster.model.batch import Encoded, RunnerOutput
 from pd_cluster.model.sampling.on_device import choose, tell
 from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
@@ -42,6 +42,7 @@ class ToyRunner:
 
     eos_token_ids = EOS
     vocab_size = VOCAB_SIZE
+    encoded = Encoded()
 
     def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0, window: int | None = None) -> None:
         self.block_size = block_size

@@ -256,6 +256,7 @@ class WorkerWorld:
         self.has_event = threading.Semaphore(0)
         self.used: set[str] = set()
         self.begun: list[wire.Submit] = []
+        self.left: list[str] = []  # why each of them cannot begin here
         self.failed: list[str] = []
         self.now_s = 0.0
         host = AdapterHost(
@@ -268,8 +269,9 @@ class WorkerWorld:
         reader = reader_of(AdapterSettings())
         self.adapters = WorkerAdapters(keeper, reader, host, {}, most, lambda: self.now_s)
 
-    def _begin(self, conn: str, submit: wire.Submit) -> None:
+    def _begin(self, conn: str, submit: wire.Submit, why: str) -> None:
         self.begun.append(submit)
+        self.left.append(why)
         self.used.add(submit.order.variant)
 
     def _send(self, conn: str, body: wire.Body) -> None:
@@ -449,16 +451,24 @@ def test_held_legs_end_with_their_deadline_their_scheduler_or_their_worker(tmp_p
 
 
 def test_one_that_cannot_be_read_again_ends_its_legs(tmp_path: Path) -> None:
-    """They begin, and the worker reports that it does not have the adapter: another instance may."""
+    """The worker says that it does not have the adapter: another instance may. Once the folder is back, they begin."""
     folders = many(tmp_path, 2)
     world = world_of(folders, 1)
     digest, asked = digest_of(folders[0]), leg(folders[0], "a")
-    (folders[0] / "adapter_config.json").unlink()
+    (folders[0] / "adapter_config.json").rename(tmp_path / "moved")
     assert not world.adapters.admits("s", asked)
     world.take()
     assert [each.request_id for each in world.begun] == ["a"]
+    assert "could not be read again" in world.left[0]
+    assert str(tmp_path) not in world.left[0]
     assert present(world, folders[1:]) == []
     assert "adapter_config.json: missing" in world.sent[-1].problems[digest]
+    (tmp_path / "moved").rename(folders[0] / "adapter_config.json")
+    world.used.clear()
+    assert not world.adapters.admits("s", leg(folders[0], "b"))
+    world.take()
+    assert world.left[1:] == [""]
+    assert world.sent[-1].problems == {}
 
 
 # ---- several ranks

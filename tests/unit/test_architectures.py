@@ -162,6 +162,27 @@ def test_a_multimodal_model_without_a_listed_text_part(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("whole", "text"),
+    [
+        ("llava_next", "llama"),
+        ("llava_onevision", "qwen2"),
+        ("idefics3", "llama"),
+        ("smolvlm", "llama"),
+        ("paligemma", "gemma"),
+        ("mllama", "mllama_text_model"),
+        ("llama4", "llama4_text"),
+        ("gemma3n", "gemma3n_text"),
+        ("phi4_multimodal", "phi3"),
+        ("molmo2", "molmo2_text"),
+    ],
+)
+def test_models_whose_pictures_are_not_served(tmp_path: Path, whole: str, text: str) -> None:
+    found = fault(tmp_path, {"model_type": whole, "vision_config": {"x": 1}, "text_config": {"model_type": text}})
+    assert f"'{whole}'" in found
+    assert "takes more than text" in found
+
+
 def test_the_flag_on_a_text_model_changes_nothing(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     assert opened(folder, language_model_only=True) == opened(folder)

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from pd_cluster.errors import ConfigError, RequestError
 from pd_cluster.media import clips, video
 from pd_cluster.media.clips import frames_of, frames_of_pictures
 from pd_cluster.media.fetch import listed_frames
 from pd_cluster.media.sampling import FrameSampling
-from pd_cluster.media.video import Video, VideoRules
+from pd_cluster.media.video import Stamps, Video, VideoRules
 from pd_cluster.settings.media import VIDEO_IO, MediaSettings
 from pd_cluster.types import Image
 from tests.support.clips import avi_of_frames, data_url, file_of, qwen2, qwen3
@@ -169,7 +170,9 @@ def test_steps_in_time() -> None:
     assert RULES.steps(found) == [0, 1, 2, 3]
     timed = VideoRules(token_id=1, start_id=2, end_id=3, min_pixels=1, max_pixels=1, tokens_per_second=4.0)
     assert timed.steps(found) == [0, 2, 5, 8]
-    assert timed.stamp(1.25) == "<1.2 seconds>"
+    before, behind = (structs.replace(timed, stamps=each) for each in (Stamps.BEFORE, Stamps.BEHIND))
+    assert (before.stamp(1.25), behind.stamp(1.99)) == ("<1.2 seconds>", "1")
+    assert (before.time_of(1.0, 2.0), behind.time_of(1.0, 2.0)) == (1.5, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from pd_cluster.media.kinds.qwen import GridRules
 from pd_cluster.media.kinds.table import KINDS, WrittenRules
 from pd_cluster.media.pictures import fitted
 from pd_cluster.media.rules import BILINEAR, ImageRules, View, place
+from pd_cluster.media.video import Stamps, VideoRules
 from pd_cluster.model.vision.pixels import Pixels
 from pd_cluster.types import Image
 
@@ -198,12 +199,40 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], ImageRules]] = {
     "ernie4_5_vl_moe": (
         {"image_token_id": 100295, "vision_config": {"patch_size": 14, "spatial_merge_size": 2}},
         {"size": {"shortest_edge": 3136, "longest_edge": 4842768}},
-        GridRules(14, 2, 3136, 4842768, num_frames=1, token_id=100295, marks=(101304, 101305)),
+        GridRules(
+            14,
+            2,
+            3136,
+            4842768,
+            num_frames=1,
+            token_id=100295,
+            marks=(101304, 101305),
+            no_videos=(
+                "preprocessor_config.json: draw_on_frames: times are drawn into frames with Roboto-Regular.ttf, which "
+                "the folder lacks; add that font, or set draw_on_frames to false"
+            ),
+        ),
     ),
     "glm4v": (
         {"image_token_id": 151343, "vision_config": {"patch_size": 14}},
         {"size": {"shortest_edge": 12544, "longest_edge": 9633792}},
-        FrameRules(14, 2, 12544, 9633792, token_id=151343),
+        FrameRules(
+            14,
+            2,
+            12544,
+            9633792,
+            token_id=151343,
+            video=VideoRules(
+                token_id=151344,
+                start_id=151339,
+                end_id=151340,
+                min_pixels=12544,
+                max_pixels=9633792,
+                shares_area=True,
+                stamps=Stamps.BEHIND,
+                pad_id=151343,
+            ),
+        ),
     ),
 }
 

@@ -197,7 +197,7 @@ def test_what_asks_for_nothing_goes_without_a_word(
         ({"max_num_seqs": "many"}, "max_num_seqs 'many': expected `int`, got `str`"),
         ({"max_num_seqs": 0}, "max_num_seqs 0: must be at least 1"),
         ({"max_logprobs": -2}, "max_logprobs -2: must be at least -1"),
-        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs {'a': 1}: images are prepared as the model's folder"),
+        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs: a: not known; known are size, min_pixels"),
         (
             {"limit_mm_per_prompt": {"image": 100, "audio": 2}},
             "limit_mm_per_prompt: audio 2: only images and videos are supported; give 0",

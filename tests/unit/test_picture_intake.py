@@ -18,6 +18,7 @@ from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.errors import ConfigError, RequestError, Unavailable
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.media.kinds.qwen import GridRules
+from pd_cluster.media.options import ReadOptions
 from pd_cluster.service import pixels
 from pd_cluster.service.helpers import children
 from pd_cluster.service.pixels import PixelBudget
@@ -179,6 +180,95 @@ def test_what_was_read_is_kept_for_its_tenant() -> None:
             await intake.close()
 
     asyncio.run(test())
+
+
+def test_a_request_says_how_its_pictures_are_read() -> None:
+    """Another size is another content; what was kept for one setting never serves another."""
+
+    async def work(intake: PictureIntake) -> None:
+        url = data_url(picture(1))
+
+        async def shown(**options: Any) -> Any:
+            found = intake.options(options, "mm_processor_kwargs")
+            (one,) = [each._replace(options=found) for each in sources(url)]
+            (image,) = (await intake.place([7], [one], "prompt")).prompt.images
+            return image
+
+        plain = await shown()
+        small, again = await shown(max_pixels=256), await shown(size={"longest_edge": 256})
+        assert (plain.num_rows, plain.num_columns) == (4, 6)
+        assert (small.num_rows * small.num_columns, again.pixels) == (8, small.pixels)
+        assert (await shown()).pixels == plain.pixels
+        large = await shown(min_pixels=600)
+        assert large.num_rows * large.num_columns == 48
+        with pytest.raises(
+            RequestError, match="its min_pixels are too close to the folder's max_pixels: more than 1024"
+        ):
+            await shown(min_pixels=1024)
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"min_pixel": 3}, "min_pixel: not known; did you mean min_pixels?"),
+        ({"backend": "x"}, "backend: not known; known are size, min_pixels"),
+        ({"max_pixels": 2048}, "max_pixels 2048: this model's folder has max_pixels 1024; give at most that"),
+        ({"max_pixels": 64}, "max_pixels 64: less than min_pixels 256; give both"),
+        ({"max_pixels": True}, "max_pixels True: must be a whole number of at least 1"),
+        ({"fps": 0}, "fps 0: must be a number above 0, and at most 1000"),
+        ({"num_frames": 769}, "num_frames 769: must be a whole number of at least 1, and at most 768"),
+        ({"fps": 1, "video_fps": 2}, "video_fps 2: another name of it says 1; give one of both"),
+        ({"size": {"height": 3}}, "must be an object with shortest_edge and longest_edge"),
+        ({"max_pixels": 300, "size": {"longest_edge": 301}}, "size.longest_edge 301: max_pixels says 300"),
+    ],
+)
+def test_options_that_cannot_be_had(given: dict[str, Any], said: str) -> None:
+    async def work(intake: PictureIntake) -> None:
+        with pytest.raises(RequestError) as raised:
+            intake.options(given, "mm_processor_kwargs")
+        assert str(raised.value).startswith("mm_processor_kwargs: ")
+        assert said in str(raised.value)
+        assert raised.value.param == "mm_processor_kwargs"
+
+    run(work)
+
+
+def test_the_servers_own_options() -> None:
+    """They hold where a request says nothing."""
+
+    async def work(intake: PictureIntake) -> None:
+        assert intake.options({}, "x").max_pixels == 512
+        assert intake.options({"max_pixels": 300}, "x").max_pixels == 300
+        with pytest.raises(ConfigError, match="--mm-processor-kwargs: max_pixels 2048: this model's folder has"):
+            PictureIntake(PART, MediaSettings(processor={"max_pixels": 2048}))
+
+    run(work, processor={"max_pixels": 512})
+
+
+def test_a_senders_name_of_a_picture() -> None:
+    """It stands for what its tenant sent last by it, and never for what is sent beside it."""
+
+    async def work(intake: PictureIntake) -> None:
+        one, two = (data_url(picture(seed)) for seed in (1, 2))
+
+        async def digest(url: str, salt: str = "a", **more: Any) -> bytes:
+            (source,) = sources(url)
+            shown = await intake.place([7], [source._replace(uuid="cat", **more)], "prompt", (), salt)
+            return shown.prompt.spans[0].digest
+
+        first = await digest(one)
+        assert await digest("") == first
+        assert (second := await digest(two)) != first
+        assert await digest("") == second
+        for more in ({"salt": "b"}, {"options": ReadOptions(max_pixels=256)}, {"kind": "video"}):
+            with pytest.raises(RequestError, match=r"no (image|video) of this uuid is kept; send it with its URL"):
+                await digest("", **more)
+        with pytest.raises(RequestError, match="a uuid has at most 256 characters"):
+            intake.check([sources(one)[0]._replace(uuid="x" * 257)])
+
+    run(work)
 
 
 def test_pixels_are_counted_until_they_are_released() -> None:

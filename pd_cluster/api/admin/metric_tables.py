@@ -164,6 +164,16 @@ INSTANCE_COUNTERS = (
         lambda load: load.num_host_hit_tokens,
     ),
     OfInstance("vllm:num_preemptions", "Requests that gave way to older ones.", lambda load: load.num_preemptions),
+    OfInstance(
+        "pd_cluster:images_encoded",
+        "Images that the vision tower has computed, pairs of a video's frames included; those that are kept are not.",
+        lambda load: load.num_encoded_images,
+    ),
+    OfInstance(
+        "pd_cluster:image_encode_seconds",
+        "Seconds in which the vision tower computed them; on accelerators, in which the host submitted them.",
+        lambda load: load.image_encode_s,
+    ),
     OfInstance("pd_cluster:kv_sent_bytes", "KV cache sent to decode instances.", lambda load: load.kv_sent_nbytes),
     OfInstance(
         "pd_cluster:kv_received_bytes", "KV cache received from prefill instances.", lambda x: x.kv_received_nbytes

@@ -20,11 +20,16 @@ log = logging.getLogger(__name__)
 
 
 class KeyStore:
-    """`served`: the names by which clients may ask for the model. Raises ConfigError for a faulty file."""
+    """`served`: the names by which clients may ask for the model and its adapters; `may_grow`: others may be loaded.
 
-    def __init__(self, http: HttpConfig, served: Sequence[str], memory: RateMemory | None = None) -> None:
+    Raises ConfigError for a faulty file.
+    """
+
+    def __init__(
+        self, http: HttpConfig, served: Sequence[str], memory: RateMemory | None = None, may_grow: bool = False
+    ) -> None:
         self._http = http
-        self._served = served
+        self._served, self._may_grow = served, may_grow
         self.memory = memory or RateMemory.create()
         self._slots: dict[str, int] = {}  # digest -> record
         self.keys = Keys("", [], [], with_names([], http.tenants))
@@ -41,7 +46,8 @@ class KeyStore:
             self._refuse_others_keys(file, found)
         except ConfigError as error:
             raise ConfigError(f"--api-key-file {error}") from None
-        self._warn_of_models(file, found)
+        if not self._may_grow:
+            self._warn_of_models(file, found)
         wanted = {key.digest for key in found.keys}
         for digest in [digest for digest in self._slots if digest not in wanted]:
             self.memory.clear(self._slots[digest])  # running requests of that key find their record gone

@@ -16,7 +16,7 @@ from pd_cluster.engine.ranks.channel import Channel, encode
 from pd_cluster.engine.ranks.rank_adapters import LeadAdapters
 from pd_cluster.engine.step.plan import Move
 from pd_cluster.errors import InstanceLost
-from pd_cluster.model.batch import OnLayer, RunnerOutput, StepInput
+from pd_cluster.model.batch import Encoded, OnLayer, RunnerOutput, StepInput
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.tokens import After, Tokens
 from pd_cluster.types import Request
@@ -83,6 +83,10 @@ class LeadRunner:
         self.goes_ahead = runner.goes_ahead
         self.progress = to.Reached(0, ALL_LAYERS)  # this rank's
         self.adapters = LeadAdapters(runner.held, len(followers), self._tell)
+
+    @property
+    def encoded(self) -> Encoded:
+        return self._runner.encoded
 
     def move(self, moves: Sequence[Move]) -> None:
         self._tell(to.Moves(list(moves)))

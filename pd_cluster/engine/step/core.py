@@ -20,7 +20,7 @@ from pd_cluster.engine.step.outputs import NextTokens, PooledVector, RowOutput
 from pd_cluster.engine.step.plan import Move, StepPlan
 from pd_cluster.engine.step.pooler import Pooler, logits_of
 from pd_cluster.engine.step.scheduler import StepScheduler
-from pd_cluster.model.batch import OnLayer, RunnerOutput
+from pd_cluster.model.batch import Encoded, OnLayer, RunnerOutput
 from pd_cluster.model.sampling.guided import Guides, Masks, no_guides
 from pd_cluster.model.sampling.sampler import Sampled, Sampler, SamplingRow
 from pd_cluster.model.sampling.tokens import After, Tokens
@@ -35,6 +35,10 @@ class Runner(Protocol):
     eos_token_ids: frozenset[int]
     vocab_size: int
     goes_ahead: bool
+
+    @property
+    def encoded(self) -> Encoded:
+        """The work of the vision tower, if there is one."""
 
     def move(self, moves: Sequence[Move]) -> None:
         """Copies blocks in the given order."""

@@ -1,12 +1,19 @@
-"""Pictures of GLM-4.1V: as Qwen2-VL's, but the area counts the two frames of a patch, and narrow pictures grow."""
+"""Pictures of GLM-4.1V: as Qwen2-VL's, but the area counts the two frames of a patch, and narrow pictures grow.
+
+In a video, each pair of frames is a picture with a picture's tokens, followed by its time in whole seconds.
+"""
 
 from __future__ import annotations
 
 import math
 
+from msgspec import structs
+
 from pd_cluster.errors import RequestError
 from pd_cluster.media.given import Given
 from pd_cluster.media.kinds.qwen import MAX_ASPECT_RATIO, GridRules, grid_rules
+from pd_cluster.media.kinds.qwen_video import VideoDefaults, video_rules
+from pd_cluster.media.video import Stamps
 
 SIZES = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}
 
@@ -35,5 +42,15 @@ class FrameRules(GridRules, frozen=True):
         return tall, wide
 
 
+VIDEO = VideoDefaults(
+    (("video_token_id", 151344), ("image_start_token_id", 151339), ("image_end_token_id", 151340)),
+    112 * 112,
+    28 * 28 * 2 * 30000,
+)
+
+
 def glm4v(given: Given) -> GridRules:
-    return grid_rules(given, 14, 151343, SIZES, FrameRules)
+    """Raises ModelError."""
+    rules = grid_rules(given, 14, 151343, SIZES, FrameRules)
+    video = video_rules(given, VIDEO, stamps=Stamps.BEHIND, shares_area=True, pad_id=rules.token_id)
+    return structs.replace(rules, video=video)

@@ -12,8 +12,9 @@ from msgspec import structs
 
 from pd_cluster.errors import ModelError, RequestError
 from pd_cluster.media.given import CONFIG, Given, part
-from pd_cluster.media.kinds.qwen_video import video_rules
+from pd_cluster.media.kinds.qwen_video import qwen_defaults, video_rules
 from pd_cluster.media.rules import ImageRules, View
+from pd_cluster.media.video import Stamps
 from pd_cluster.types import Image, RopePositions, Span
 
 MAX_ASPECT_RATIO = 200
@@ -66,16 +67,24 @@ class GridRules(ImageRules, frozen=True):
         return image.num_frames, image.num_rows * self.patch_size, image.num_columns * self.patch_size
 
     def num_tokens(self, image: Image) -> int:
-        return image.num_rows * image.num_columns // self.merge_size**2 + len(self.marks)
+        return image.num_rows * image.num_columns // self.merge_size**2 + sum(self._edges(image))
+
+    def _edges(self, image: Image) -> tuple[int, int]:
+        """Returns how many tokens before and behind its features belong to a picture."""
+        return (int(image.opens), int(image.closes)) if self.marks else (0, 0)
 
     def tokens(self, image: Image) -> list[int]:
-        token_id = self.token_id if image.num_frames == 1 or self.video is None else self.video.token_id
-        pads = [token_id] * (self.num_tokens(image) - len(self.marks))
-        return [self.marks[0], *pads, self.marks[1]] if self.marks else pads
+        token_id, marks = self.token_id, self.marks
+        if image.num_frames > 1 and self.video is not None:
+            token_id = self.video.token_id if self.video.pad_id is None else self.video.pad_id
+            marks = marks and (self.video.start_id, self.video.end_id)
+        before, behind = self._edges(image)
+        pads = [token_id] * (self.num_tokens(image) - before - behind)
+        return [*marks[:before], *pads, *marks[len(marks) - behind :]]
 
     def places(self, image: Image) -> list[int]:
-        edge = len(self.marks) // 2
-        return [*range(edge, self.num_tokens(image) - edge)]
+        before, behind = self._edges(image)
+        return [*range(before, self.num_tokens(image) - behind)]
 
     def _most_pixels(self, image: Image) -> int:
         if image.num_frames == 1 or self.video is None:
@@ -84,7 +93,8 @@ class GridRules(ImageRules, frozen=True):
 
     def most(self) -> Image:
         """Returns a square of the largest area."""
-        largest = max((Image(0, 0, b"", count) for count in (1, self.num_frames)), key=self._most_pixels)
+        counts = (1,) if self.video is None else (1, self.video.together)
+        largest = max((Image(0, 0, b"", count) for count in counts), key=self._most_pixels)
         num_patches = max(1, math.isqrt(self._most_pixels(largest)) // self.side) * self.merge_size
         return Image(num_patches, num_patches, b"", largest.num_frames)
 
@@ -92,7 +102,7 @@ class GridRules(ImageRules, frozen=True):
         sides = (image.num_rows, image.num_columns)
         if min(sides) < 1 or any(side % self.merge_size for side in sides):
             return f"must be multiples of {self.merge_size} patches"
-        if image.num_frames != 1 and (self.video is None or image.num_frames != self.num_frames):
+        if image.num_frames != 1 and (self.video is None or image.num_frames != self.video.together):
             return f"{image.num_frames} frames are not read together"
         _, height, width = self.shape(image)
         most = self._most_pixels(image)
@@ -109,9 +119,9 @@ class GridRules(ImageRules, frozen=True):
         """
         rows: tuple[list[int], list[int], list[int]] = ([], [], [])
         position = at = first = 0
-        edge = len(self.marks) // 2  # a mark's position is a text's
         for span, image, step in zip(spans, images, steps, strict=True):
-            text = range(position, position + span.start + edge - at)
+            before, behind = self._edges(image)  # a mark's position is a text's
+            text = range(position, position + span.start + before - at)
             for row in rows:
                 row += text
             position += len(text)
@@ -121,7 +131,7 @@ class GridRules(ImageRules, frozen=True):
             rows[1].extend(first + y for y in range(tall) for _ in range(wide))
             rows[2].extend([*range(first, first + wide)] * tall)
             position = max(position, first + max(tall, wide, step + 1))
-            at = span.stop - edge
+            at = span.stop - behind
         text = range(position, position + num_tokens - at)
         for row in rows:
             row += text
@@ -129,16 +139,17 @@ class GridRules(ImageRules, frozen=True):
 
 
 def qwen2(given: Given) -> GridRules:
-    return structs.replace(grid_rules(given, 14, TOKEN_ID, SIZES), video=video_rules(given, 28))
+    return structs.replace(grid_rules(given, 14, TOKEN_ID, SIZES), video=video_rules(given, qwen_defaults(28)))
 
 
 def qwen2_5(given: Given) -> GridRules:
-    video = video_rules(given, 28, tokens_per_second=float(given.count("tokens_per_second", 4, of_tower=True)))
+    rate = float(given.count("tokens_per_second", 4, of_tower=True))
+    video = video_rules(given, qwen_defaults(28), tokens_per_second=rate)
     return structs.replace(grid_rules(given, 14, TOKEN_ID, SIZES), video=video)
 
 
 def qwen3(given: Given) -> GridRules:
-    video = video_rules(given, 32, has_stamps=True, shares_area=True)
+    video = video_rules(given, qwen_defaults(32), stamps=Stamps.BEFORE, shares_area=True)
     return structs.replace(grid_rules(given, 16, TOKEN_ID, SIZES), video=video)
 
 

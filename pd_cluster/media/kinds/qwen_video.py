@@ -1,9 +1,9 @@
-"""Reads from a folder of Qwen2-VL, Qwen2.5-VL or Qwen3-VL how videos are prepared."""
+"""Reads from a folder of Qwen2-VL, or of a model like it, how videos are prepared."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pd_cluster.errors import ModelError
 from pd_cluster.media.given import Given, part
@@ -13,10 +13,25 @@ LEAST_TOKENS, MOST_TOKENS = 128, 768  # of a frame, or of all, where no file say
 ALIKE = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "rescale_factor")
 
 
-def video_rules(given: Given, side: int, **more: Any) -> VideoRules:
-    """`side`: pixels of a token in a config that names none. Raises ModelError."""
+class VideoDefaults(NamedTuple):
+    """Holds where a folder's files do not say: the ids of tokens, by their names in config.json, and areas."""
+
+    token_ids: tuple[tuple[str, int], tuple[str, int], tuple[str, int]]  # the placeholder, start and end
+    min_pixels: int
+    max_pixels: int
+    alike: tuple[str, ...] = ALIKE  # fields of which pictures and videos have one
+
+
+def qwen_defaults(side: int) -> VideoDefaults:
+    """`side`: pixels of a token."""
+    ids = (("video_token_id", 151656), ("vision_start_token_id", 151652), ("vision_end_token_id", 151653))
+    return VideoDefaults(ids, LEAST_TOKENS * side**2, MOST_TOKENS * side**2)
+
+
+def video_rules(given: Given, defaults: VideoDefaults, **more: Any) -> VideoRules:
+    """`more`: further fields of the rules. Raises ModelError."""
     file, found = given.video
-    for name in ALIKE:
+    for name in defaults.alike:
         own, of_pictures = found.get(name), given.preprocessor.get(name)
         if own is not None and of_pictures is not None and own != of_pictures:
             raise ModelError(
@@ -24,12 +39,14 @@ def video_rules(given: Given, side: int, **more: Any) -> VideoRules:
             )
     if found.get("cap_pixels_per_frame"):
         raise ModelError(f"{file}: cap_pixels_per_frame true: not supported; leave it out")
+    token_id, start_id, end_id = (given.token_id(name, default=default) for name, default in defaults.token_ids)
+    more.setdefault("together", given.count("temporal_patch_size", 2, of_tower=True))
     return VideoRules(
-        token_id=given.token_id("video_token_id", default=151656),
-        start_id=given.token_id("vision_start_token_id", default=151652),
-        end_id=given.token_id("vision_end_token_id", default=151653),
-        min_pixels=_area(file, found, "shortest_edge", "min_pixels", LEAST_TOKENS * side**2),
-        max_pixels=_area(file, found, "longest_edge", "max_pixels", MOST_TOKENS * side**2),
+        token_id=token_id,
+        start_id=start_id,
+        end_id=end_id,
+        min_pixels=_area(file, found, "shortest_edge", "min_pixels", defaults.min_pixels),
+        max_pixels=_area(file, found, "longest_edge", "max_pixels", defaults.max_pixels),
         **more,
     )
 

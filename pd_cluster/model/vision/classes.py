@@ -60,9 +60,14 @@ def by_size_if_rows(module: Any, pixels: Pixels, image: Image, device: Device) -
 
 
 def by_grid_in_whole(module: Any, pixels: Pixels, image: Image, device: Device) -> Layers:
-    grid = np.array([[1, image.num_rows, image.num_columns]], dtype=np.int64)
-    given = on_device({"patches": pixels.patches(image), "grid": grid}, device)
-    (found,) = module.get_image_features(given["patches"], image_grid_thw=given["grid"]).pooler_output
+    patches = pixels.patches(image)
+    num_groups = len(patches) // (image.num_rows * image.num_columns)
+    grid = np.array([[num_groups, image.num_rows, image.num_columns]], dtype=np.int64)
+    given = on_device({"patches": patches, "grid": grid}, device)
+    if num_groups > 1:
+        (found,) = module.get_video_features(given["patches"], video_grid_thw=given["grid"]).pooler_output
+    else:
+        (found,) = module.get_image_features(given["patches"], image_grid_thw=given["grid"]).pooler_output
     return [found]
 
 

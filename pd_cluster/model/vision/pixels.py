@@ -34,13 +34,15 @@ class Pixels:
     def patches(self, image: Image) -> Floats:
         """Returns [num_patches, channels * frames * patch_size²], in the order of merged patches, for GridRules.
 
-        A picture of one frame is repeated.
+        A picture of one frame is repeated; frames that no patch joins follow one another.
         """
         rules = self.rules
         assert isinstance(rules, GridRules)
         patch, merge = rules.patch_size, rules.merge_size
         tall, wide = image.num_rows // merge, image.num_columns // merge
-        blocks = self.planes(image).reshape(image.num_frames, NUM_CHANNELS, tall, merge, patch, wide, merge, patch)
-        blocks = blocks.transpose(2, 5, 3, 6, 1, 0, 4, 7)  # [tall, wide, merge, merge, channels, frames, patch, patch]
-        repeated = np.broadcast_to(blocks, (*blocks.shape[:5], rules.num_frames, patch, patch))
-        return np.ascontiguousarray(repeated.reshape(image.num_rows * image.num_columns, -1))
+        joined = min(image.num_frames, rules.num_frames)
+        blocks = self.planes(image).reshape(-1, joined, NUM_CHANNELS, tall, merge, patch, wide, merge, patch)
+        # [groups, tall, wide, merge, merge, channels, frames, patch, patch]
+        blocks = blocks.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+        repeated = np.broadcast_to(blocks, (*blocks.shape[:6], rules.num_frames, patch, patch))
+        return np.ascontiguousarray(repeated.reshape(len(blocks) * image.num_rows * image.num_columns, -1))

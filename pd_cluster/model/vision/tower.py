@@ -5,6 +5,7 @@ The most recently used are kept. Knows nothing of requests, nor of how a tower i
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from msgspec import structs
 from pd_cluster.checkpoints.vision import VisionPart
 from pd_cluster.devices.device import Device
 from pd_cluster.media.rules import ImageRules
-from pd_cluster.model.batch import on_device
+from pd_cluster.model.batch import Encoded, on_device
 from pd_cluster.model.image_rows import ImagePart, ImageRows
 from pd_cluster.model.vision.classes import CLASSES
 from pd_cluster.model.vision.pixels import Pixels
@@ -29,7 +30,7 @@ class Tower:
     def __init__(self, module: Any, part: VisionPart, device: Device, dtype: torch.dtype, num_kept_tokens: int) -> None:
         """`dtype`: that in which features are kept, the activations' own."""
         self.rules: ImageRules = part.rules
-        self.num_encoded = 0  # pictures computed since the start
+        self.encoded = Encoded()
         self._module, self._part, self._device, self._dtype = module, part, device, dtype
         self._pixels = Pixels(part)
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # by ImagePart.key, see `encode`
@@ -86,6 +87,13 @@ class Tower:
     def encode(self, image: Image) -> torch.Tensor:
         """Computes a picture's features, [1 + num_deep, num_features, hidden_size]."""
         assert image.pixels, "a picture that is to be computed came without pixels"
+        begun_s = time.monotonic()
         layers = CLASSES[self._part.model_type].encode(self._module, self._pixels, image, self._device)
-        self.num_encoded += 1
-        return torch.stack(layers).to(self._dtype)
+        features = torch.stack(layers).to(self._dtype)
+        took_s = time.monotonic() - begun_s
+        self.encoded = Encoded(self.encoded.num_images + 1, self.encoded.seconds + took_s)
+        return features
+
+    @property
+    def num_encoded(self) -> int:
+        return self.encoded.num_images

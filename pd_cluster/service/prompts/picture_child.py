@@ -22,6 +22,7 @@ from pd_cluster.media.clips import fitted, frames_of, frames_of_pictures
 from pd_cluster.media.fetch import PICTURE, VIDEO, Places, fetched, listed_frames
 from pd_cluster.media.kinds.qwen import GridRules
 from pd_cluster.media.kinds.table import WrittenRules
+from pd_cluster.media.options import ReadOptions
 from pd_cluster.media.pictures import prepared
 from pd_cluster.media.rules import ImageRules
 from pd_cluster.media.sampling import FrameSampling
@@ -45,6 +46,7 @@ class PictureJob(msgspec.Struct, frozen=True):
     refused: tuple[str, ...] = ()
     is_video: bool = False
     max_frames: int | None = None
+    options: ReadOptions = ReadOptions()
 
 
 class ReadPicture(msgspec.Struct, frozen=True):
@@ -65,7 +67,8 @@ def answer(job: PictureJob, rules: ImageRules, settings: PictureSettings) -> Rea
         if data is None:
             data = fetched(job.url, settings.places, job.refused, VIDEO if job.is_video else PICTURE)
         fetched_s = time.monotonic()
-        read = _read(data, job, rules, settings.sampling)
+        rules = job.options.rules(rules, "mm_processor_kwargs")
+        read = _read(data, job, rules, job.options.sampling(settings.sampling))
         return structs.replace(read, fetch_s=fetched_s - begun_s, decode_s=time.monotonic() - fetched_s)
     except RequestError as error:
         return ReadPicture(error=str(error))

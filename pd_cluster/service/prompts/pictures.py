@@ -6,17 +6,18 @@ Knows nothing of how a conversation names them, or of tensors.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from pd_cluster.checkpoints.vision import VisionPart
-from pd_cluster.errors import RequestError
+from pd_cluster.errors import ConfigError, RequestError
 from pd_cluster.media.fetch import Places
 from pd_cluster.media.given_video import Frames
 from pd_cluster.media.kinds.qwen import GridRules
 from pd_cluster.media.kinds.table import WrittenRules
+from pd_cluster.media.options import ReadOptions
 from pd_cluster.media.rules import Placed, place
 from pd_cluster.media.sampling import FrameSampling
 from pd_cluster.media.video import Video
@@ -31,6 +32,7 @@ MAX_NBYTES = 56 << 20  # of a prompt's pictures, as their model reads them: they
 NUMBERS_NBYTES = 20  # of a token's id and its three positions, beside them
 MAX_NUMBERS_NBYTES = 6 << 20
 GIB = 1 << 30
+MAX_UUID_NUM_CHARS = 256
 TIMEOUTS_S = {IMAGES: 20.0, VIDEOS: 60.0}
 GIVEN = "given:"  # the scheme of pictures that a caller in this process has as objects
 
@@ -60,12 +62,17 @@ UNCOUNTED = _Uncounted()
 
 
 class Source(NamedTuple):
-    """A picture or video by its URL; `where` is its place in the request, for errors. `max_frames`: of a video."""
+    """A picture or video by its URL; `where` is its place in the request, for errors. `max_frames`: of a video.
+
+    `uuid`: its sender's name of it. Without a URL, it is the one that the same tenant sent last by that name.
+    """
 
     where: str
     url: str
     kind: str = IMAGES
+    uuid: str = ""
     max_frames: int | None = None
+    options: ReadOptions = ReadOptions()
 
 
 class Shown(NamedTuple):
@@ -89,10 +96,15 @@ class PictureIntake:
         """`addresses`: those of the cluster, which are never fetched from. `encode` returns the tokens of a text."""
         self._vision, self._config, self._addresses, self._counts = vision, config, addresses, counts
         self._encode = encode
+        self._options = ReadOptions.of(config.processor, "mm_processor_kwargs")
         self._budget = PixelBudget(int(config.memory_gb * GIB), config.spill_path, int(config.spill_gb * GIB))
         self._kept = KeptMedia(int(config.cache_gb * GIB))
         self._children: dict[str, Children] = {}
         if vision is not None:
+            try:
+                self._options.rules(vision.rules, "--mm-processor-kwargs")
+            except RequestError as error:
+                raise ConfigError(str(error)) from None
             places = Places(config.local_root, config.domains)
             sampling = FrameSampling(config.num_frames, config.fps)
             settings = msgspec.json.encode(PictureSettings(WrittenRules.of(vision.rules), places, sampling))
@@ -110,6 +122,17 @@ class PictureIntake:
         """Whether the model takes pictures."""
         return self._vision is not None
 
+    def options(self, given: Mapping[str, Any], name: str) -> ReadOptions:
+        """Returns what a request and the server's settings say of how media are read. Raises RequestError."""
+        found = ReadOptions.of(given, name)
+        if self._vision is None:
+            if given:
+                raise RequestError(f"{name}: this model takes no images; leave it out", param=name)
+            return found
+        found = found.over(self._options)
+        found.rules(self._vision.rules, name)
+        return found
+
     def check(self, sources: Sequence[Source]) -> None:
         """Checks a prompt's pictures before any work. Raises RequestError."""
         if not sources:
@@ -117,13 +140,19 @@ class PictureIntake:
         if self._vision is None:
             what = "images" if sources[0].kind == IMAGES else "images or videos"
             raise RequestError(f"{sources[0].where}: this model takes no {what}; leave them out", param="messages")
+        for source in sources:
+            if len(source.uuid) > MAX_UUID_NUM_CHARS:
+                raise RequestError(
+                    f"{source.where}: a uuid has at most {MAX_UUID_NUM_CHARS} characters; give a shorter one",
+                    param=_param(source),
+                )
         for kind in (IMAGES, VIDEOS):
             found, most = [source for source in sources if source.kind == kind], self._config.most(kind)
             if found and kind == VIDEOS and self._vision.rules.video is None:
-                raise RequestError(
-                    f"{found[0].where}: no videos are read for {self._vision.model_type}; leave them out",
-                    param=_param(found[0]),
+                why = (
+                    self._vision.rules.no_videos or f"no videos are read for {self._vision.model_type}; leave them out"
                 )
+                raise RequestError(f"{found[0].where}: {why}", param=_param(found[0]))
             if len(found) > most:
                 raise RequestError(
                     f"{found[most].where}: {len(found)} {kind}s; this server takes {most} in a prompt "
@@ -171,6 +200,7 @@ class PictureIntake:
             key = source._replace(where="")
             if key not in prepared:
                 prepared[key] = await self._counted(source, given, salt)
+                self._check_size(source, prepared[key])
             nbytes += num_bytes_of(prepared[key])
             if nbytes > MAX_NBYTES:
                 raise RequestError(
@@ -192,6 +222,13 @@ class PictureIntake:
         held, hold = await self._budget.hold(placed.images)
         return Shown(msgspec.structs.replace(placed, images=held), hold)
 
+    def _check_size(self, source: Source, item: Item) -> None:
+        """Raises RequestError for what a request's options made larger than the model's folder allows."""
+        assert self._vision is not None
+        for image in item.images if isinstance(item, Video) else item[:1]:
+            if problem := self._vision.rules.size_problem(image):
+                raise _refusal(source, f"its min_pixels are too close to the folder's max_pixels: {problem}; give less")
+
     async def _counted(self, source: Source, given: Sequence[Any], salt: str) -> Item:
         try:
             found = await self._prepared(source, given, salt)
@@ -205,6 +242,19 @@ class PictureIntake:
         number = source.url.removeprefix(GIVEN)
         if number != source.url and number.isdecimal() and int(number) < len(given):
             return await self._fitted(source, given[int(number)])
+        name = self._kept.name_of(source, salt)
+        if not source.url:
+            named = self._kept.get(name) if name is not None else None
+            self._counts.kept_medium(named is not None)
+            if named is None:
+                raise _refusal(source, f"no {source.kind} of this uuid is kept; send it with its URL")
+            return named
+        found = await self._kept_or_read(source, salt)
+        if name is not None:
+            self._kept.replace(name, found)
+        return found
+
+    async def _kept_or_read(self, source: Source, salt: str) -> Item:
         key = await self._kept.key(source, salt)
         if key is not None:
             kept = self._kept.get(key)
@@ -219,7 +269,8 @@ class PictureIntake:
     async def _read(self, source: Source) -> Item:
         timeout_s = TIMEOUTS_S[source.kind]
         try:
-            job = PictureJob(source.url, tuple(self._addresses()), source.kind == VIDEOS, source.max_frames)
+            is_video = source.kind == VIDEOS
+            job = PictureJob(source.url, tuple(self._addresses()), is_video, source.max_frames, source.options)
             answer = await self._children[source.kind].ask(msgspec.json.encode(job))
         except TookTooLong:
             raise _refusal(source, f"not ready after {timeout_s:g} s; send a smaller one") from None
@@ -240,10 +291,11 @@ class PictureIntake:
 
         assert self._vision is not None
         try:
+            rules = source.options.rules(self._vision.rules, "mm_processor_kwargs")
             if isinstance(medium, Frames):
-                assert isinstance(self._vision.rules, GridRules)
-                return await asyncio.to_thread(fitted, medium, self._vision.rules)
-            return await asyncio.to_thread(fitted_picture, medium, self._vision.rules)
+                assert isinstance(rules, GridRules)
+                return await asyncio.to_thread(fitted, medium, rules)
+            return await asyncio.to_thread(fitted_picture, medium, rules)
         except RequestError as error:
             raise _refusal(source, str(error)) from None
 

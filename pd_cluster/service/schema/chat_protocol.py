@@ -24,11 +24,12 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
 
 
 class Medium(NamedTuple):
-    """`where`: its place in the request."""
+    """`where`: its place in the request. `uuid`: a name that its sender gave it; then its `url` may be ""."""
 
     where: str
     url: str
     kind: str
+    uuid: str = ""
 
 
 class ChatMessage(BaseModel):
@@ -52,10 +53,10 @@ class ChatMessage(BaseModel):
         found = []
         for at, part in enumerate(self.content if isinstance(self.content, list) else ()):
             if isinstance(part, dict) and (medium := _medium(part)) is not None:
-                kind, url = medium
+                kind, url, uuid = medium
                 own = part.get("place")
                 place = own if isinstance(own, str) else f"messages[{index}].content[{at}].{kind}_url"
-                found.append(Medium(place, url, kind))
+                found.append(Medium(place, url, kind, uuid))
         return found
 
     def to_template(self, index: int, takes_images: bool = False) -> dict[str, Any]:
@@ -94,12 +95,17 @@ class ChatMessage(BaseModel):
         return found
 
 
-def _medium(part: dict[str, Any]) -> tuple[str, str] | None:
-    """Returns the kind and URL of a part that is an image or a video; None for another one."""
-    kind = str(part.get("type")).removesuffix("_url")
+def _medium(part: dict[str, Any]) -> tuple[str, str, str] | None:
+    """Returns the kind, URL and uuid of a part that is an image or a video; None for another one.
+
+    A part of no medium with a uuid is one that was sent before.
+    """
+    kind, uuid = str(part.get("type")).removesuffix("_url"), part.get("uuid")
     given = part.get(f"{kind}_url")
     url = given.get("url") if isinstance(given, dict) else given
-    return (kind, url) if kind in MEDIA and isinstance(url, str) else None
+    uuid = uuid if isinstance(uuid, str) else ""
+    url = "" if uuid and given is None else url
+    return (kind, url, uuid) if kind in MEDIA and isinstance(url, str) else None
 
 
 class Function(BaseModel):
@@ -143,6 +149,7 @@ class ChatFields(BaseModel):
     documents: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
     chat_template: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_NUM_CHARS)
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
 
     @property

@@ -55,7 +55,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "stream_interval": (1,),
     "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
 }
 # OpenAI's parameters that say nothing about the answer; they are accepted without effect.
 HARMLESS = frozenset(
@@ -70,6 +69,7 @@ CHAT_ONLY: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "continue_final_message": (False,),
     "reasoning_effort": (),
+    "mm_processor_kwargs": ({},),
     "thinking_token_budget": (),
 }
 REQUEST_ID = r"^[\x21-\x7e]{1,128}$"

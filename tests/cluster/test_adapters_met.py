@@ -1,0 +1,178 @@
+"""Adapters beside what else a request may ask for: cold ones on several instances, n, beams, guides, unequal ranks."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import peft
+import pytest
+import torch
+import transformers
+
+from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
+from tests.model.test_prompt_adapters import taking
+from tests.support.adapters import make_adapter, merged
+from tests.support.checkpoints import EOS_ID, until_end
+from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.engines import assert_all_same, make_core, random_prompt, run
+from tests.support.prompt_adapters import make_prompt_adapter, peft_greedy, variant_of
+
+Checkpoints = Callable[..., Path]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+MAX_TOKENS = 8
+LORAS = ("a", "b", "c")
+PROMPTS = ("soft", "prefix")
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model's folder, those of the adapters, and of LoRA adapters merged into it, by names."""
+    base, folder = checkpoint("llama", max_position_embeddings=2048), tmp_path_factory.mktemp("met")
+    found = {"": base}
+    for seed, name in enumerate(LORAS):
+        found[name] = make_adapter(folder / name, base, seed)
+        found[f"merged {name}"] = merged(base, found[name], folder / f"merged-{name}")
+    found["soft"] = make_prompt_adapter(folder / "soft", base, "p-tuning", 5)
+    found["prefix"] = make_prompt_adapter(folder / "prefix", base, "prefix", 21)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """Two ranks hand over to one over gloo, and to another over shared memory; each keeps two LoRA adapters."""
+    flags = ["--enable-lora", "--enable-prompt-adapter", "--max-loras=2", "--max-cpu-loras=2", "--num-blocks=512"]
+    flags += [f"--lora-modules={name}={folders[name]}" for name in LORAS]
+    flags += [f"--prompt-adapters={name}={folders[name]}" for name in PROMPTS]
+    members = {
+        "decode-0": ["--kv-transport=dist"],
+        "decode-1": ["--kv-transport=shm"],
+        "scheduler": ["--routing-policy=session"],
+    }
+    with LiveCluster(
+        tmp_path_factory.mktemp("met-cluster"),
+        folders[""],
+        1,
+        2,
+        arguments=flags,
+        member_arguments=members,
+        tp_sizes={"prefill-0": 2},
+    ) as running:
+        yield running
+
+
+def num_loads(cluster: LiveCluster, name: str, folder: Path) -> int:
+    """How often the ranks of an instance have read this adapter."""
+    return cluster.log_file(name).read_text().count(f" parts of {folder}\n")
+
+
+def sessions(cluster: LiveCluster) -> dict[str, str]:
+    """A session of each decode instance, by their names."""
+    found: dict[str, str] = {}
+    for at in range(40):
+        before = {each["instance_id"]: each["kv_received_nbytes"] for each in cluster.instances()}
+        cluster.complete(random_prompt(random.Random(at), 40), 4, prompt_cache_key=f"s{at}")
+        cluster.assert_home()
+        for each in cluster.instances():
+            if each["kv_received_nbytes"] > before[each["instance_id"]]:
+                found.setdefault(each["instance_id"], f"s{at}")
+        if len(found) == 2:
+            return found
+    raise AssertionError(f"40 sessions have all met {found}")
+
+
+def test_two_requests_for_a_cold_adapter(cluster: LiveCluster, folders: dict[str, Path]) -> None:
+    """On each of two decode instances two wait for it at once, and it is read once there."""
+    own = sessions(cluster)
+    assert set(own) == {"decode-0", "decode-1"}
+    for name in ("b", "c"):  # "a" gives way everywhere
+        for session in own.values():
+            cluster.complete(random_prompt(random.Random(1), 40), 4, model=name, prompt_cache_key=session)
+    names = ("prefill-0", *own)
+    before = {name: num_loads(cluster, name, folders["a"]) for name in names}
+    prompts = [random_prompt(random.Random(seed), 30) for seed in range(4)]
+    outputs: dict[int, list[int]] = {}
+
+    def job(at: int) -> Callable[[], None]:
+        key = {"model": "a", "prompt_cache_key": [*own.values()][at % 2]}
+        return lambda: outputs.update({at: cluster.complete(prompts[at], MAX_TOKENS, **key)})
+
+    errors = in_parallel([job(at) for at in range(4)], concurrency=4)
+    assert not errors, errors[0]
+    assert_all_same(folders["merged a"], prompts, [outputs[at] for at in range(4)], MAX_TOKENS)
+    expected = {"prefill-0": 2, "decode-0": 1, "decode-1": 1}  # once by each rank
+    assert {name: num_loads(cluster, name, folders["a"]) - before[name] for name in names} == expected
+    cluster.assert_home()
+
+
+@pytest.mark.parametrize("name", ["", *LORAS, *PROMPTS])
+def test_two_ranks_to_one_over_gloo_and_over_shm(cluster: LiveCluster, folders: dict[str, Path], name: str) -> None:
+    rng = random.Random(5)
+    for at, prompt in enumerate([random_prompt(rng, n) for n in (1, 16, 33, 70) for _ in range(3)]):
+        naming = {"model": name} if name else {}
+        found = cluster.complete(prompt, MAX_TOKENS, **naming, prompt_cache_key=f"s{at}")
+        if name in PROMPTS:
+            expected = peft_greedy(folders[""], folders[name], prompt, MAX_TOKENS)
+            assert found == until_end(expected, {EOS_ID})
+        else:
+            assert_all_same(folders[f"merged {name}" if name else ""], [prompt], [found], MAX_TOKENS)
+    decodes = [each for each in cluster.instances() if each["role"] == "decode"]
+    assert all(each["kv_received_nbytes"] for each in decodes)
+
+
+SAMPLINGS = [
+    (Sampling(n=3, max_tokens=8, temperature=0.8, seed=5), {"n": 3, "temperature": 0.8, "seed": 5}),
+    (Sampling(n=2, max_tokens=8, temperature=0.0, beam_width=2), {"n": 2, "best_of": 2, "use_beam_search": True}),
+]
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize(("sampling", "fields"), SAMPLINGS, ids=["n", "beams"])
+def test_several_answers_of_a_prompt_adapter(
+    cluster: LiveCluster, folders: dict[str, Path], name: str, sampling: Sampling, fields: dict[str, Any]
+) -> None:
+    """Draws and beams are those of one process, where one request is alone."""
+    prompt = random_prompt(random.Random(3), 20)
+    variant = variant_of(folders[name])
+    core = make_core(folders[""], num_blocks=128, adapters=taking(folders[name]))
+    ids = [*[PLACEHOLDER] * num_virtual_tokens(variant), *prompt]
+    alone = run(core, [Request("r", Order(ids, sampling, variant=variant))])["r"]
+    expected = [[token.token_id for token in alone[index]] for index in sorted(alone)]
+    assert cluster.complete_choices(prompt, 8, **fields, model=name) == expected
+    assert cluster.complete_choices(prompt, 8, **fields) != expected
+
+
+def likeliest(base: Path, adapter: Path | None, prompt: list[int], letters: str) -> str:
+    """The letter whose token has the highest logit after the prompt, in transformers with PEFT."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, adapter).eval()
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -1]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    return max(letters, key=lambda letter: float(logits[tokenizer.encode(letter, add_special_tokens=False)[0]]))
+
+
+@pytest.mark.parametrize("name", ["a", *PROMPTS])
+def test_guided(cluster: LiveCluster, folders: dict[str, Path], name: str) -> None:
+    """The adapter chooses among the answers that the guide allows: the likelier one."""
+    prompt = random_prompt(random.Random(4), 12)
+    body = {"model": name, "prompt": prompt, "temperature": 0, "max_tokens": 12}
+
+    def ask(**fields: Any) -> str:
+        answer = httpx.post(f"{cluster.url}/v1/completions", json={**body, **fields}, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    assert ask(guided_choice=["left", "right"]) in ("left", "right")
+    assert ask(guided_regex="[0-9]{4}").isdigit()
+    letters = string.ascii_lowercase
+    folder = folders[f"merged {name}" if name in LORAS else ""]
+    adapter = None if name in LORAS else folders[name]
+    assert ask(guided_choice=list(letters)) == likeliest(folder, adapter, prompt, letters)

@@ -1,0 +1,85 @@
+"""Videos of GLM-4.1V and ERNIE 4.5 VL over HTTP and through the split; also with an instance that dies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pd_cluster.media.clips import frames_of
+from pd_cluster.media.given_video import Frames
+from pd_cluster.media.sampling import FrameSampling
+from tests.support.clip_kinds import CLIP_KINDS, Filmed, make_filming, reference_answer
+from tests.support.clips import clip, data_url, encoded, file_of
+from tests.support.cluster import LiveCluster
+
+NUM_TOKENS = 16
+FLAGS = ["--block-size=4", "--num-blocks=512", "--max-num-seqs=8", "--max-num-batched-tokens=16", "--max-model-len=500"]
+FILM = clip(1, 9, 48, 40)
+FILES = [file_of(FILM), file_of(FILM[::-1])]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def body_of(file: bytes, **fields: Any) -> dict[str, Any]:
+    content = [
+        {"type": "text", "text": "ab"},
+        {"type": "video_url", "video_url": {"url": data_url(file)}},
+        {"type": "text", "text": "c"},
+    ]
+    more = {"max_tokens": NUM_TOKENS, "temperature": 0, "return_token_ids": True}
+    return {"messages": [{"role": "user", "content": content}], **more, **fields}
+
+
+def tokens(answer: httpx.Response) -> list[int]:
+    assert answer.status_code == 200, answer.text
+    found: list[int] = answer.json()["choices"][0]["token_ids"]
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shm", "dist"])
+@pytest.mark.parametrize("name", CLIP_KINDS)
+def test_both_legs(tmp_path: Path, name: str, transport: str) -> None:
+    """Also with `mm_processor_kwargs`, from the prefix caches, and after decode was killed."""
+    model = make_filming(tmp_path / "model", name)
+
+    def expected(video: Frames) -> list[int]:
+        texts = [encoded("<|user|>ab"), encoded("c<|assistant|>")]
+        return reference_answer(model, name, Filmed(texts, [video]), NUM_TOKENS)
+
+    wanted = [expected(frames_of(file, FrameSampling())) for file in FILES]
+    four = expected(frames_of(FILES[0], FrameSampling(4)))
+    assert wanted[0] != wanted[1], "the frames' order does not matter"
+    assert four != wanted[0], "their number does not matter"
+    with LiveCluster(tmp_path / "cluster", model, arguments=[*FLAGS, f"--kv-transport={transport}"]) as cluster:
+
+        def ask(file: bytes, **fields: Any) -> list[int]:
+            url = f"{cluster.url}/v1/chat/completions"
+            return tokens(cluster.client.post(url, json=body_of(file, **fields)))
+
+        for _ in range(2):  # then from the prefix caches
+            assert [ask(file) for file in FILES] == wanted
+            assert ask(FILES[0], mm_processor_kwargs={"num_frames": 4}) == four
+        cluster.wait_until("KV cache came over", lambda: cluster.instance("decode-0")["kv_received_nbytes"] > 0)
+        whole = ask(FILES[0], max_tokens=300, ignore_eos=True)
+        url = f"{cluster.url}/v1/chat/completions"
+        found: list[int] = []
+        body = body_of(FILES[0], max_tokens=300, ignore_eos=True, stream=True)
+        with httpx.stream("POST", url, json=body, timeout=120, trust_env=False) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    if not found:
+                        cluster.kill("decode-0")
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, event
+                    for choice in event["choices"]:
+                        found += choice.get("token_ids") or ()
+        assert found == whole
+        cluster.await_exit("decode-0")
+        cluster.start_member("decode-0")
+        cluster.await_ready()
+        assert [ask(file) for file in FILES] == wanted
+        cluster.assert_home()

@@ -193,7 +193,8 @@ def test_a_wait_that_is_missing_is_noticed(
 ) -> None:
     link = open_link(way)
     with pytest.MonkeyPatch.context() as patch:
-        if name == "drain":  # and `await_received` would do the waiting
+        if name == "drain":  # and others would do the waiting: what comes before a drain, and `await_received`
+            patch.setattr(receiving.ReceiveThread, "_is_settled", lambda thread: True)
             patch.setitem(globals(), "await_received", lambda link, nbytes: awaited_without_drains(link, nbytes))
         patch.setattr(owner, name, broken)
         with pytest.raises(AssertionError):

@@ -31,6 +31,7 @@ from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import FUSED, VOCAB_SIZE
 from tests.support.engines import generate, make_core
+from tests.support.usual import usual_first
 
 CPU = Device("cpu")
 GREEDY = Sampling(max_tokens=8, temperature=0.0)
@@ -71,7 +72,7 @@ def kernels(name: str, config: object) -> Ops:
 
 
 @pytest.mark.parametrize("name", ["torch", "C"])
-@pytest.mark.parametrize("architecture", FUSED)
+@pytest.mark.parametrize("architecture", usual_first(FUSED))
 def test_logits_stay(checkpoint: Checkpoints, architecture: str, name: str) -> None:
     folder = Checkpoint.open(str(checkpoint(architecture)))
     plain = loader.load_plain(folder, "float32", CPU)
@@ -83,7 +84,7 @@ def test_logits_stay(checkpoint: Checkpoints, architecture: str, name: str) -> N
         assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("architecture", FUSED)
+@pytest.mark.parametrize("architecture", usual_first(FUSED))
 def test_no_plain_weight_is_left(checkpoint: Checkpoints, architecture: str) -> None:
     """Fusing frees the weights that it packs: all linear layers', the experts' too; tied embeddings keep their rows."""
     model = loader.load_plain(Checkpoint.open(str(checkpoint(architecture))), "float32", CPU)
@@ -96,7 +97,7 @@ def test_no_plain_weight_is_left(checkpoint: Checkpoints, architecture: str) -> 
     assert isinstance(fused, FusedCausalLM)
 
 
-@pytest.mark.parametrize("architecture", FUSED)
+@pytest.mark.parametrize("architecture", usual_first(FUSED))
 def test_norms_round_in_16_bits_as_the_modules_do(checkpoint: Checkpoints, architecture: str) -> None:
     model: Any = loader.load_plain(Checkpoint.open(str(checkpoint(architecture))), "bfloat16", CPU)
     torch.manual_seed(1)

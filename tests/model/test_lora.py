@@ -22,6 +22,7 @@ from tests.support.adapters import loaded, make_adapter, merged
 from tests.support.checkpoints import CONFIGS, NOT_FUSED, reference_greedy
 from tests.support.engines import assert_all_same, make_core, random_prompt, run
 from tests.support.ranks import ranks
+from tests.support.usual import usual_first
 
 Checkpoints = Callable[..., Path]
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
@@ -49,7 +50,7 @@ def check(core: EngineCore, models: dict[str, Path], prompts: list[list[int]], s
         assert_all_same(folder, [each.prompt_token_ids for each in own], outputs, sampling.max_tokens)
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", usual_first(CONFIGS))
 def test_tokens_are_those_of_the_merged_model(checkpoint: Checkpoints, architecture: str, tmp_path: Path) -> None:
     """Two adapters and the model itself in one batch, in chunks, with patterns, rsLoRA and layers left out."""
     folder = checkpoint(architecture)
@@ -77,7 +78,7 @@ def test_32_sequences_with_8_adapters_and_none(checkpoint: Checkpoints, architec
     check(core, models, prompts, Sampling(max_tokens=8, temperature=0.0))
 
 
-@pytest.mark.parametrize("architecture", [name for name in CONFIGS if name not in WITHOUT_PLAN])
+@pytest.mark.parametrize("architecture", usual_first(name for name in CONFIGS if name not in WITHOUT_PLAN))
 def test_two_ranks(checkpoint: Checkpoints, architecture: str, tmp_path: Path) -> None:
     folder = checkpoint(architecture)
     adapter = make_adapter(tmp_path / "a", folder, 3, **PATTERNS)

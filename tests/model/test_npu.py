@@ -17,7 +17,7 @@ CASES = (
 )
 
 
-SLOW = ("npu_lora_cases.py", "npu_tp_cases.py")
+SLOW = ("npu_coded_cases.py", "npu_head_cases.py", "npu_lora_cases.py", "npu_tp_cases.py")
 FILES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
 
 

@@ -14,6 +14,7 @@ from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import CONFIGS
 from tests.support.engines import assert_all_same, assert_same, generate, make_core, random_prompt, run
 from tests.support.ranks import ranks
+from tests.support.usual import usual_first
 
 Checkpoints = Callable[..., Path]
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
@@ -21,7 +22,7 @@ WITHOUT_PLAN = ("gpt2", "opt", "stablelm", "gpt_oss")
 REFUSED = (*WITHOUT_PLAN, "gpt_neox")
 
 
-@pytest.mark.parametrize("architecture", [name for name in CONFIGS if name not in REFUSED])
+@pytest.mark.parametrize("architecture", usual_first(name for name in CONFIGS if name not in REFUSED))
 def test_two_ranks_generate_the_same_tokens(checkpoint: Checkpoints, architecture: str) -> None:
     """Prompts in chunks, then all in one batch, with the KV heads split."""
     folder = checkpoint(architecture)

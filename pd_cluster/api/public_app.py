@@ -34,6 +34,7 @@ from pd_cluster.api.openai.pooling_routes import pooling_routes
 from pd_cluster.api.openai.response_routes import kept_response_routes, response_routes
 from pd_cluster.api.openai.token_routes import token_routes
 from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.routing.entrance import ASLEEP, Entrance
 from pd_cluster.cluster.routing.policy import check_served, refused_links, why_unavailable
 from pd_cluster.cluster.tenancy.tenants import TenantCounts, with_names
 from pd_cluster.errors import Unavailable
@@ -75,7 +76,7 @@ def public_app(
         store = ResponseStore(http.responses) if http.responses.folder else None
         add_routes(app, response_routes(service, store))
         add_routes(app, kept_response_routes(service, store))
-    add_routes(app, _common_routes(instances, drain))
+    add_routes(app, _common_routes(service.router.entrance, instances, drain))
     add_routes(app, metrics_routes(service.router, instances, shown_name(service), drain, totals, _adapters(service)))
     return app
 
@@ -94,13 +95,15 @@ def short_name(name: str, model: str) -> str:
     return Path(name).name if name == model and Path(name).is_absolute() else name
 
 
-def _common_routes(instances: list[Instance], drain: Drain) -> APIRouter:
+def _common_routes(entrance: Entrance, instances: list[Instance], drain: Drain) -> APIRouter:
     routes = APIRouter(route_class=PlainRoute)
 
     @routes.api_route("/ping", methods=[*LOOKING, "POST"])
     @routes.api_route("/health", methods=LOOKING)
     async def health(request: Request) -> Response:
         status, body = health_of(instances)
+        if entrance.is_asleep and status == 200:  # instances, as this process knows them, may lag
+            status, body = 503, {**body, "status": "unavailable", "reason": ASLEEP}
         if drain.is_draining:
             status, body = 503, {**body, "status": "draining", "reason": "this server is stopping"}
         return JSONResponse(body, status, {} if status == 200 else {"Retry-After": "1"})

@@ -71,7 +71,7 @@ def test_a_template_of_the_request(cluster: LiveCluster, tokenizer: Tokenizer) -
     assert prompt() == "[hello]>"
     assert prompt(documents=[{"text": "d"}]) == "[hello]<d>>"
     assert prompt(chat_template_kwargs={"mood": "glad"}) == "[hello]glad>"
-    assert prompt(tools=TOOLS, tool_choice="none") == "[hello]>"
+    assert prompt(tools=TOOLS, tool_choice="none") == "[hello](look)>"
     assert prompt(tools=TOOLS, tool_choice="required", max_tokens=60) == "[hello](look)>"
 
 

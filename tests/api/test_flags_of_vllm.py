@@ -39,7 +39,7 @@ LOGS = {
     "formatters": {"own": {"format": "OWN %(process)d %(levelname)s %(message)s"}},
     "handlers": {"own": {"class": "logging.StreamHandler", "formatter": "own"}},
 }
-SELDOM = ["--heartbeat-interval=60", "--dead-after=200"]  # so that only what is sent besides shows changes in time
+SELDOM = ["--heartbeat-interval=15", "--dead-after=60"]  # so that only what is sent besides shows changes in time
 PROMPT = {"model": "tiny", "prompt": "Once", "max_tokens": 10, "temperature": 0, "ignore_eos": True}
 
 
@@ -150,7 +150,7 @@ def test_gauges_do_not_wait_for_heartbeats(served: LiveCluster) -> None:
     for first in (37, 41):  # a heartbeat may show one of them, but not both
         before = num_cached()
         post(served, "/v1/completions", **{**PROMPT, "prompt": [first] * 128})
-        served.wait_until("the gauge shows the prompt's blocks", lambda least=before + 8: num_cached() >= least)
+        served.wait_until("the gauge shows the prompt's blocks", lambda least=before + 8: num_cached() >= least, 12)
 
 
 def test_every_process_logs_as_the_file_says(served: LiveCluster) -> None:

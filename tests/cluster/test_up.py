@@ -131,9 +131,9 @@ def await_gone(pids: list[int]) -> None:
 def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[..., Up]) -> None:
     """This holds even if the preloader died before: ranks continue without one, and the next worker gets a new one."""
     port = free_port_pair()
-    cluster = up(port, "--", "--max-log-len=7")
+    cluster = up(port, "--", "--runner=generate")
     cluster.await_line(r"^ready after")
-    assert sum("--max-log-len has no effect" in line for line in cluster.lines) == 1
+    assert sum("--runner has no effect" in line for line in cluster.lines) == 1
     assert ask(port) == 200
     admin = f"http://127.0.0.1:{port + 1}/instances"
     page = session_of(cluster.await_line(r"^dashboard: .*")[0])

@@ -211,6 +211,10 @@ class Entrance:
             self.waiting.end_all(error)
 
     @property
+    def is_asleep(self) -> bool:
+        return self._gate == "asleep"
+
+    @property
     def is_closed(self) -> bool:
         return self._closed.is_set()
 

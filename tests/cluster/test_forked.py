@@ -16,6 +16,7 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_they_compute_the_same_bits(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """The model is wide enough for packed weights and heads of 128; every logprob is compared, not only tokens."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2}

@@ -68,6 +68,7 @@ def test_the_scheduler_pauses(cluster: LiveCluster) -> None:
     assert "of the instances that died" not in cluster.log_file("scheduler").read_text()
 
 
+@pytest.mark.slow
 def test_workers_pause_in_turn(cluster: LiveCluster) -> None:
     """Each pause lasts until the scheduler has given the worker up; then the worker returns."""
     turn = iter(["decode-0", "decode-1"] * NUM_PAUSES)

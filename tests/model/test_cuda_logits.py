@@ -16,6 +16,7 @@ MODEL = os.environ.get("PD_CLUSTER_TEST_MODEL", "")  # a folder in the shape of 
 CHUNKS = [700, 396, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
 def test_logits_in_the_interpreter() -> None:
     assert " passed" in run_cases(("cuda_logits_cases.py",))

@@ -277,6 +277,7 @@ def ids_in(file: Path) -> list[str]:
     return [json.loads(line)["custom_id"] for line in file.read_bytes().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_gone_on_with(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """kill -9 in the middle, a torn line on top, Ctrl-C in the middle of the second run, and a third one to the end."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

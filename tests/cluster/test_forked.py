@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pd_cluster.engine.start.preloader import forks_are_safe
 from tests.support.cluster import LiveCluster, children_of, shared_preloader
 

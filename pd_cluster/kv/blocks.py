@@ -108,7 +108,6 @@ class BlockPool:
         known = self._index.follow()
         if self.tier is None:
             return known
-        self.tier.changes()
         return list(dict.fromkeys([*known, *self.tier.contents]))
 
     def changes(self) -> dict[bytes, bool]:

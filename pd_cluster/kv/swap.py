@@ -46,7 +46,15 @@ class SwapSpace:
     def move(self, moves: Sequence[tuple[Move, int, int]]) -> None:
         """Copies blocks (kind, source, target) as if in sequence: within the pool, out to the host, back in.
 
-        Neither the targets of neighbouring "out" moves nor those of "in" moves repeat, so each group is one call.
+        Neighbours of a kind are one call, unless a target repeats: its block was given away within the step.
         """
         for kind, group in itertools.groupby(moves, key=lambda move: move[0]):
-            self._pool.memory.move(kind, [(source, target) for _, source, target in group], self._host)
+            pairs: list[tuple[int, int]] = []
+            targets: set[int] = set()
+            for _, source, target in group:
+                if kind != "copy" and target in targets:
+                    self._pool.memory.move(kind, pairs, self._host)
+                    pairs, targets = [], set()
+                pairs.append((source, target))
+                targets.add(target)
+            self._pool.memory.move(kind, pairs, self._host)

@@ -6,7 +6,6 @@ They only choose among what the model's folder allows. Numbers only: knows nothi
 from __future__ import annotations
 
 import difflib
-import math
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +20,7 @@ from pd_cluster.media.sampling import FrameSampling
 
 MOST_FRAMES = 768
 MOST_FPS = 1000.0
+MOST_PIXELS = 2**31  # more than any folder allows
 # A request's names -> fields of ReadOptions
 KEYS: Mapping[str, tuple[str, ...]] = {
     "min_pixels": ("min_pixels", "video_min_pixels"),
@@ -107,11 +107,11 @@ def _without_size(given: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _check(name: str, key: str, value: Any) -> None:
     is_rate = key.endswith("fps")
-    most = MOST_FPS if is_rate else MOST_FRAMES if key.endswith("frames") else math.inf
+    most = MOST_FPS if is_rate else MOST_FRAMES if key.endswith("frames") else MOST_PIXELS
     is_number = isinstance(value, int | float if is_rate else int) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= most or not math.isfinite(value):
+    if not is_number or not 0 < value <= most:
         kind = "number above 0" if is_rate else "whole number of at least 1"
-        limit = "" if most == math.inf else f", and at most {most:g}"
+        limit = f", and at most {most:.10g}"
         raise _wrong(name, f"{key} {reprlib.repr(value)}: must be a {kind}{limit}")
 
 

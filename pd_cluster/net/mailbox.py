@@ -187,7 +187,7 @@ class Mailbox:
                 before_s = self._clock()
                 if self._wake_fd in events:
                     os.eventfd_read(self._wake_fd)
-                    self._is_woken = False  # after the read, which would swallow a wake that follows
+                self._is_woken = False  # after the read, which would swallow a wake that follows
                 self._run_commands()
                 self._receive(events)
                 if before_s >= next_beat_s:

@@ -50,5 +50,9 @@ class Caller:
             return own or ""
         return hashlib.sha256(json.dumps([self.tenant, own or ""]).encode()).hexdigest()
 
+    def own_salt(self, own: str | None) -> str:
+        """Returns the salt of what is never shared with other callers, even where these share cached prompts."""
+        return hashlib.sha256(json.dumps(["client", self.client, own or ""]).encode()).hexdigest()
+
 
 NOBODY = Caller()

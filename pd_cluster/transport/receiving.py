@@ -290,6 +290,9 @@ class ReceiveThread:
             self._receiver.copies.settle()
         except LinkError as error:
             return self._fail(str(error))
+        except Exception as error:  # otherwise the blocks of a transfer that is given up would stay taken
+            log.exception("link %s: its receiving thread failed", self._conn)
+            return self._fail(f"internal error: {error}")
         return True
 
     def _fail(self, reason: str) -> bool:

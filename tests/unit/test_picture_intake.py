@@ -217,6 +217,7 @@ def test_a_request_says_how_its_pictures_are_read() -> None:
         ({"max_pixels": 2048}, "max_pixels 2048: this model's folder has max_pixels 1024; give at most that"),
         ({"max_pixels": 64}, "max_pixels 64: less than min_pixels 256; give both"),
         ({"max_pixels": True}, "max_pixels True: must be a whole number of at least 1"),
+        ({"min_pixels": 10**400}, "must be a whole number of at least 1, and at most 2147483648"),
         ({"fps": 0}, "fps 0: must be a number above 0, and at most 1000"),
         ({"num_frames": 769}, "num_frames 769: must be a whole number of at least 1, and at most 768"),
         ({"fps": 1, "video_fps": 2}, "video_fps 2: another name of it says 1; give one of both"),

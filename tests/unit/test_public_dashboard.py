@@ -13,7 +13,7 @@ import pytest
 
 from pd_cluster.api.admin.admin_app import describe
 from pd_cluster.api.dashboard.public import MAX_LOGIN_NBYTES, PublicView
-from pd_cluster.api.dashboard.routes import COOKIE
+from pd_cluster.api.dashboard.routes import PageView, cookie_of
 from pd_cluster.api.dashboard.sessions import Sessions
 from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.cluster.overview.watch import Overview
@@ -31,6 +31,7 @@ from tests.support.public_port import make_app
 HOST = "http://localhost:9000"
 ORIGIN = {"Origin": HOST}
 KEY = "sk-one-key"
+COOKIE = cookie_of(PageView(is_whole=False))
 SECRETS = ("10.9.8.7", "/secret/path", "127.0.0.1", "pid", "epoch", "device_ids", "way_out")
 
 
@@ -109,6 +110,31 @@ def test_there_are_no_commands_logs_requests_or_chats(tmp_path: Path) -> None:
     world.run(use)
 
 
+def test_a_key_ends_no_sessions_of_others(tmp_path: Path) -> None:
+    world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
+    cookie, _ = world.sessions.begin()
+
+    async def use(client: httpx.AsyncClient) -> None:
+        for _ in range(100):
+            await login(client, api_key=KEY)
+        client.cookies.clear()
+        answer = await client.get("/dashboard/api/overview", headers={"Cookie": f"{COOKIE}={cookie}"})
+        assert answer.status_code == 200
+
+    world.run(use)
+
+
+def test_the_cookie_of_a_page_behind_a_proxy_with_tls_is_secure(tmp_path: Path) -> None:
+    world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
+
+    async def use(client: httpx.AsyncClient) -> None:
+        headers = {"Origin": "https://localhost:9000"}
+        answer = await client.post("/dashboard/api/session", json={"api_key": KEY}, headers=headers)
+        assert "secure" in answer.headers["set-cookie"].lower()
+
+    world.run(use)
+
+
 def test_wrong_keys_and_foreign_pages_get_nothing(tmp_path: Path) -> None:
     world = World(tmp_path, HttpConfig(api_keys=(KEY,), allowed_origins=("*",), allow_credentials=True))
 
@@ -118,7 +144,7 @@ def test_wrong_keys_and_foreign_pages_get_nothing(tmp_path: Path) -> None:
         for bad in ({}, {"api_key": "", "code": ""}, {"api_key": KEY, "code": "x"}, {"key": KEY}):
             assert (await login(client, **bad)).status_code == 400, bad
         assert (await login(client, api_key="x" * MAX_LOGIN_NBYTES)).status_code == 400
-        for origin in ({}, {"Origin": "http://evil.example"}):
+        for origin in ({}, {"Origin": "http://evil.example"}, {"Origin": "http://["}):
             answer = await client.post("/dashboard/api/session", json={"api_key": KEY}, headers=origin)
             assert answer.status_code == 403
         assert not client.cookies

@@ -18,7 +18,7 @@ from pd_cluster.api.admin.log_routes import log_routes
 from pd_cluster.api.admin.timelines import TimelineSource, timeline_routes
 from pd_cluster.api.dashboard.overview_routes import overview_routes
 from pd_cluster.api.dashboard.playground import PublicPort, playground_routes
-from pd_cluster.api.dashboard.routes import DATA, PublicLinks, SessionGuard, dashboard_routes
+from pd_cluster.api.dashboard.routes import DATA, PageView, PublicLinks, SessionGuard, dashboard_routes
 from pd_cluster.api.dashboard.sessions import Sessions
 from pd_cluster.api.gate.access import AdminAccess
 from pd_cluster.api.gate.error_answers import install_error_handlers
@@ -105,7 +105,7 @@ def admin_app(
             overview_routes(shown.overview, lambda: [describe(each) for each in elastic.instances], shown.model)
         )
         app.include_router(logs, dependencies=[guarded_by(access.check_token)])
-        guard = SessionGuard(Sessions())
+        guard = SessionGuard(Sessions(), PageView())
         for routes in (*seen, logs, playground_routes(shown.public)):
             app.include_router(routes, prefix=DATA, dependencies=[guarded_by(guard.check)])
         app.include_router(dashboard_routes(guard, access, shown.links))

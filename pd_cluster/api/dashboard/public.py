@@ -65,8 +65,8 @@ class PublicDashboard:
 def public_pages(view: PublicView, api_keys: Sequence[str], file_keys: FileKeys | None) -> FastAPI:
     app = FastAPI(title="pd-cluster dashboard", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
-    guard = SessionGuard(view.sessions)
     shown = PageView(is_whole=False, takes_keys=bool(api_keys) or file_keys is not None)
+    guard = SessionGuard(view.sessions, shown)
     figures = public_overview_routes(view.overview, view.instances, view.model)
     app.include_router(figures, prefix=DATA, dependencies=[guarded_by(guard.check)])
     app.include_router(_login_routes(view, shown, KeyCheck(api_keys, file_keys)))
@@ -108,7 +108,7 @@ def _login_routes(view: PublicView, shown: PageView, keys: KeyCheck) -> APIRoute
         if asked.code:
             found = exchanged(view.sessions, asked.code)
         else:
-            found = view.sessions.begin(keys.validity(asked.api_key))
+            found = view.sessions.begin(keys.validity(asked.api_key), owner=digest_of_key(asked.api_key.encode()))
         return begun(request, *found, shown, view.root_path)
 
     return routes

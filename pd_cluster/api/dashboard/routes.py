@@ -10,7 +10,7 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -61,11 +61,16 @@ class PageView(msgspec.Struct, frozen=True):
     takes_keys: bool = False
 
 
+def cookie_of(view: PageView) -> str:
+    """Returns the cookie's name, another one at each port: cookies do not tell ports of a host apart."""
+    return COOKIE if view.is_whole else f"{COOKIE}_public"
+
+
 class SessionGuard:
     """Lets a session read; a command also needs this page's origin and the session's command token."""
 
-    def __init__(self, sessions: Sessions) -> None:
-        self.sessions = sessions
+    def __init__(self, sessions: Sessions, view: PageView) -> None:
+        self.sessions, self.cookie = sessions, cookie_of(view)
 
     def check(self, request: Request) -> None:
         """Raises Unauthorized and Forbidden."""
@@ -81,14 +86,21 @@ class SessionGuard:
             raise Forbidden(f"{COMMAND_HEADER}: not the token of this session; reload the page")
 
     def session_of(self, request: Request) -> Session | None:
-        return self.sessions.find(request.cookies.get(COOKIE, ""))
+        return self.sessions.find(request.cookies.get(self.cookie, ""))
 
 
 def check_origin(request: Request) -> None:
     """Raises Forbidden unless the browser says that a page of this very host and port asks."""
-    origin, host = request.headers.get("origin", ""), request.headers.get("host", "")
-    if not host or urlsplit(origin).netloc != host:
+    host = request.headers.get("host", "")
+    if not host or _origin(request).netloc != host:
         raise Forbidden("Origin: commands are taken only from the dashboard's own pages")
+
+
+def _origin(request: Request) -> SplitResult:
+    try:
+        return urlsplit(request.headers.get("origin", ""))
+    except ValueError:  # such as http://[
+        return urlsplit("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +160,13 @@ def begun(request: Request, cookie: str, session: Session, view: PageView, root_
     """Answers with the session's cookie, which goes to the dashboard alone."""
     answer = JSONResponse(_told(session, view), headers=HEADERS)
     answer.set_cookie(
-        COOKIE,
+        cookie_of(view),
         cookie,
         max_age=int(SESSION_LIFE_S),
         path=f"{root_path}/dashboard",
         httponly=True,
         samesite="strict",
-        secure=request.url.scheme == "https",
+        secure=_origin(request).scheme == "https",  # as the browser sees it, in front of a proxy
     )
     return answer
 
@@ -176,9 +188,9 @@ def session_routes(guard: SessionGuard, view: PageView, root_path: str = "") -> 
 
     @routes.delete(f"{DATA}/session", dependencies=[guarded_by(guard.check)])
     async def end(request: Request) -> Response:
-        guard.sessions.end(request.cookies.get(COOKIE, ""))
+        guard.sessions.end(request.cookies.get(guard.cookie, ""))
         answer = JSONResponse({"status": "ended"}, headers=HEADERS)
-        answer.delete_cookie(COOKIE, path=f"{root_path}/dashboard")
+        answer.delete_cookie(guard.cookie, path=f"{root_path}/dashboard")
         return answer
 
     @routes.get("/dashboard")

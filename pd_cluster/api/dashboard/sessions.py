@@ -18,16 +18,21 @@ CODE_LIFE_S = 60.0
 SESSION_LIFE_S = 12 * 3600.0
 MAX_CODES = 16
 MAX_SESSIONS = 64
+MAX_OF_OWNER = 4
 NUM_CODE_BYTES, NUM_SECRET_BYTES = 16, 32
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """`command_token`: what the header of a command must have. `is_valid`: whether what let it in still would."""
+    """`command_token`: what the header of a command must have. `is_valid`: whether what let it in still would.
+
+    `owner`: the digest of the key that let it in; b"" for a link's.
+    """
 
     command_token: str
     ends_s: float
     is_valid: Callable[[], bool] = lambda: True
+    owner: bytes = b""
 
 
 class Sessions:
@@ -50,13 +55,19 @@ class Sessions:
         self._forget()
         return self.begin() if self._codes.pop(_digest(code), None) is not None else None
 
-    def begin(self, is_valid: Callable[[], bool] = lambda: True) -> tuple[str, Session]:
-        """Begins a session that ends once `is_valid` says no; returns a cookie's value and the session."""
+    def begin(self, is_valid: Callable[[], bool] = lambda: True, owner: bytes = b"") -> tuple[str, Session]:
+        """Begins a session that ends once `is_valid` says no; returns a cookie's value and the session.
+
+        An owner's oldest session ends beyond MAX_OF_OWNER, so that no key ends the sessions of others.
+        """
         self._forget()
+        own = [digest for digest, each in self._sessions.items() if owner and each.owner == owner]
+        if len(own) >= MAX_OF_OWNER:
+            del self._sessions[own[0]]
         while len(self._sessions) >= MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         cookie = secrets.token_urlsafe(NUM_SECRET_BYTES)
-        session = Session(secrets.token_urlsafe(NUM_SECRET_BYTES), self._clock() + SESSION_LIFE_S, is_valid)
+        session = Session(secrets.token_urlsafe(NUM_SECRET_BYTES), self._clock() + SESSION_LIFE_S, is_valid, owner)
         self._sessions[_digest(cookie)] = session
         return cookie, session
 

@@ -38,6 +38,11 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, noted)
+        except Exception:  # what stands around all answers with a 500
+            if not has_begun:
+                has_begun = True
+                _tell(scope, 500)
+            raise
         finally:
             if not has_begun:
                 _tell(scope, CLIENT_CLOSED_REQUEST)

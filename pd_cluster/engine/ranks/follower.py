@@ -228,6 +228,8 @@ class Follower:
                 return
             if isinstance(message, to.Moves):
                 self._runner.move(message.moves)
+                self._num_steps += 1
+                self._advance(ALL_LAYERS)
             elif isinstance(message, to.DropAdapter):
                 self._runner.held.drop_adapter(message.digest)
             elif isinstance(message, to.Rest):

@@ -89,8 +89,10 @@ class LeadRunner:
         return self._runner.encoded
 
     def move(self, moves: Sequence[Move]) -> None:
+        """Counts as a step: what lands in a block must wait, on every rank, until this has moved its content."""
         self._tell(to.Moves(list(moves)))
         self._runner.move(moves)
+        self.progress = to.Reached(self.progress.num_steps + 1, ALL_LAYERS)
 
     def sleep(self, level: SleepLevel) -> None:
         """See ModelRunner; all ranks do it at the same time."""

@@ -74,8 +74,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     def shown_now(self) -> tuple[object, ...]:
         """Returns the figures whose changes are reported at once; those of blocks by thousandths of the pool."""
         requests = self.num_running, self.num_waiting, self.num_expected, self.num_landing, self.num_exporting
-        held = self.num_held_blocks // max(1, self.num_blocks // 1000)  # it grows with nearly every step
-        blocks = held, self.num_free_swap_blocks, self.num_leaked_blocks, self.num_quarantined_blocks
+        part = max(1, self.num_blocks // 1000)  # they grow with nearly every step
+        used = self.num_held_blocks // part, self.num_cached_blocks // part, self.num_free_swap_blocks
+        blocks = *used, self.num_leaked_blocks, self.num_quarantined_blocks
         return *requests, *blocks, self.num_cache_resets, self.adapters
 
     @property

@@ -80,7 +80,7 @@ def assert_said_by(model: Any, outputs: list[list[int]]) -> None:
 
 
 def outputs_of(core: EngineCore, prompts: list[list[int]], variants: list[str]) -> dict[str, list[list[int]]]:
-    """What each variant says to all prompts, all of them in one batch."""
+    """Returns the answers of each variant to all prompts, computed in one batch."""
     requests = [
         Request(f"{variant}-{at}", Order(prompt, GREEDY, variant=variant))
         for at, prompt in enumerate(prompts)

@@ -66,7 +66,7 @@ class Case:
         self.models[""] = self.plain = plain
 
     def outputs(self, core: EngineCore) -> dict[str, list[list[int]]]:
-        """What each variant says to all prompts, all of them in one batch."""
+        """Returns the answers of each variant to all prompts, computed in one batch."""
         requests = [
             Request(f"{variant}-{at}", Order(prompt, GREEDY, variant=variant))
             for at, prompt in enumerate(PROMPTS)
@@ -85,7 +85,7 @@ class Case:
         assert len({str(each) for each in found.values()}) == len(self.models)
 
     def from_python(self, **settings: Any) -> list[list[int]]:
-        """What each adapter and none says to a prompt, from `LLM`."""
+        """Returns the answers of each adapter, and of none, to a prompt, from `LLM`."""
         requests = [LoRARequest(each.name, at + 1, str(each)) for at, each in enumerate(self.folders)]
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
         with LLM(str(self.quantized), max_model_len=128, num_blocks=64, enable_lora=True, **settings) as llm:

@@ -1,4 +1,4 @@
-"""What the order of instructions in a kernel's PTX says."""
+"""Reads the order of memory accesses from a kernel's PTX."""
 
 from __future__ import annotations
 

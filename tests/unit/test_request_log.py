@@ -1,4 +1,4 @@
-"""What the log says of requests and answers: no prompt, no key, no more than the limit, and each answer once."""
+"""Requests and answers in the log: no prompt, no key, no more than the limit, and each answer once."""
 
 from __future__ import annotations
 

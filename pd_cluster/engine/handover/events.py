@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.gather import Gather
+from pd_cluster.kv.tier_orders import TierContents, TierDone
 from pd_cluster.transport.events import LinkEvent
 
 
@@ -73,5 +74,16 @@ class StartDrain:
 
 
 Event = (
-    ConnOpened | ConnClosed | Mail | HandedOver | StopEngine | StartDrain | OfLane | Offered | AdapterLoaded | LinkEvent
+    ConnOpened
+    | ConnClosed
+    | Mail
+    | HandedOver
+    | StopEngine
+    | StartDrain
+    | OfLane
+    | Offered
+    | AdapterLoaded
+    | TierDone
+    | TierContents
+    | LinkEvent
 )

@@ -79,7 +79,7 @@ class Offline:
             self.checkpoint = Checkpoint.of(config.engine)
             self.checkpoint.warn_of_ignored_files()
             self._parts.service = self.run(self._open(config))
-            self.adapters = RequestedAdapters(config.engine.adapters, self.service.adapters, self._load_adapter)
+            self.adapters = RequestedAdapters(config.engine.adapters, self.service.names.adapters, self._load_adapter)
         except BaseException:
             self.close()
             raise

@@ -26,7 +26,7 @@ At = tuple[LowerKind, int]  # a job
 
 
 class Orders(Protocol):
-    """What carries orders out on every rank: a ModelRunner, or a LeadRunner for several."""
+    """Carries orders out on every rank: a ModelRunner, or a LeadRunner for several."""
 
     def order(self, kind: LowerKind, orders: Sequence[AnyOrder]) -> None: ...
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
+from pd_cluster.kv.tier_orders import LowerKind
 from pd_cluster.types import Tier
-
-if TYPE_CHECKING:
-    from pd_cluster.kv.lower_tier import LowerTier
 
 WEIGHT = 0.2  # of the newest measurement
 FADING = 0.99  # of a load's cost with each step that computes: one that was too much is tried again some time
@@ -54,6 +53,40 @@ def _mixed(before: float, new: float) -> float:
     return new if not before else (1 - WEIGHT) * before + WEIGHT * new
 
 
+@dataclass(slots=True)
+class TierCounts:
+    """Blocks since the start."""
+
+    num_written: int = 0
+    num_dropped: int = 0  # not written, because too many others waited
+    num_failed: int = 0  # writes and reads that a rank could not do
+    num_fetched: int = 0
+    num_bad: dict[int, int] = field(default_factory=dict)  # by rank: not what had been written
+
+
+class Below(Protocol):
+    """A tier below host memory, as host memory needs it; see kv/lower_tier.py."""
+
+    kind: LowerKind
+    cost: LoadCost
+    counts: TierCounts
+
+    def __len__(self) -> int: ...
+
+    @property
+    def places(self) -> dict[bytes, Tier]: ...
+
+    def place(self, content: bytes) -> Tier | None: ...
+
+    def has_or_gets(self, content: bytes) -> bool: ...
+
+    def changes(self) -> set[bytes]: ...
+
+    def entered(self, content: bytes) -> None: ...
+
+    def host_forgot(self) -> None: ...
+
+
 class HostTier:
     """`num_slots` places for blocks in host memory, from `first_slot` on; the least recently used goes first.
 
@@ -70,7 +103,7 @@ class HostTier:
         self._filling: set[int] = set()  # slots that a lower tier writes
         self._kept: set[int] = set()  # slots that were filled for a request that has not entered yet
         self._retired: set[int] = set()  # slots without a content that are still read
-        self.lower: list[LowerTier] = []
+        self.lower: list[Below] = []
         self._emit: Emit | None = None
         self._changed: set[bytes] = set()
         self.num_stored = self.num_loaded = 0

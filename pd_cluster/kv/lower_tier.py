@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from pd_cluster.kv.host_tier import HostTier, LoadCost
+from pd_cluster.kv.host_tier import HostTier, LoadCost, TierCounts
 from pd_cluster.kv.tier_orders import AnyOrder, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
 from pd_cluster.types import Tier
 
@@ -19,23 +19,12 @@ KEPT_S = 30.0  # for which fetched blocks wait in host memory for their request
 
 
 @dataclass(slots=True)
-class _Job:
+class _TierJob:
     order: Write | Fetch | Look
     since_s: float
     num_missing: int  # ranks that have not reported
     generation: int
     num: int = 1 << 30  # the least that a rank has reported
-
-
-@dataclass(slots=True)
-class TierCounts:
-    """Blocks since the start."""
-
-    num_written: int = 0
-    num_dropped: int = 0  # not written, because too many others waited
-    num_failed: int = 0  # writes and reads that a rank could not do
-    num_fetched: int = 0
-    num_bad: dict[int, int] = field(default_factory=dict)  # by rank: not what had been written
 
 
 class LowerTier:
@@ -60,7 +49,7 @@ class LowerTier:
         self._backlog: OrderedDict[bytes, None] = OrderedDict()  # in host memory, and to be written
         self._writing: dict[bytes, int] = {}  # content -> job
         self._fetching: dict[bytes, int] = {}
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _TierJob] = {}
         self._kept: dict[bytes, float] = {}  # fetched -> when host memory need not keep it any more
         self._orders: list[AnyOrder] = []
         self._changed: set[bytes] = set()
@@ -212,7 +201,7 @@ class LowerTier:
                 found = contents[: job.num]
         return found, True
 
-    def _written(self, job: _Job, order: Write) -> None:
+    def _written(self, job: _TierJob, order: Write) -> None:
         self._host.end_read(order.slot)
         if self._writing.get(order.content) == order.job:
             del self._writing[order.content]
@@ -227,7 +216,7 @@ class LowerTier:
                 self._discard([order.content])
         self._write_some()
 
-    def _fetched(self, job: _Job, order: Fetch) -> None:
+    def _fetched(self, job: _TierJob, order: Fetch) -> None:
         now_s = self._clock()
         for at, (content, slot) in enumerate(zip(order.contents, order.slots, strict=True)):
             if self._fetching.get(content) == order.job:
@@ -281,6 +270,6 @@ class LowerTier:
     def _begin(self, order: Write | Fetch | Look) -> int:
         """Orders a job, whose number is the next one; returns it."""
         self._next_job += 1
-        self._jobs[order.job] = _Job(order, self._clock(), self._num_ranks, self._generation)
+        self._jobs[order.job] = _TierJob(order, self._clock(), self._num_ranks, self._generation)
         self._orders.append(order)
         return order.job

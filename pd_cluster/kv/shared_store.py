@@ -1,7 +1,7 @@
 """Sealed blocks in a store of several hosts that speaks the Redis protocol (Valkey, Redis), through its client library.
 
 The store is not trusted, and need not answer: each call has a deadline, and after some failures in a row none is made
-for a while. What it drops, and when, is its own business (`maxmemory-policy allkeys-lru`).
+for a while. It drops blocks by a rule of its own (`maxmemory-policy allkeys-lru`).
 """
 
 from __future__ import annotations

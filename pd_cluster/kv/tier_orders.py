@@ -1,4 +1,4 @@
-"""What rank 0 orders each rank to do with the tiers below host memory, and what a rank reports.
+"""Orders of rank 0 to each rank about the tiers below host memory, and the ranks' reports.
 
 `slot` is a block's place in the host's cache; `content` its hash.
 """
@@ -61,7 +61,7 @@ class TierDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class TierContents(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What a rank's store has at its start, the least recently used first: hashes, joined."""
+    """The contents of a rank's store at its start, the least recently used first: hashes, joined."""
 
     kind: LowerKind
     rank: int

@@ -17,6 +17,8 @@ from tests.support.cluster import LiveCluster
 from tests.support.engines import random_prompt
 from tests.support.traffic import Judge, Outcome, Traffic, make_asks
 
+pytestmark = pytest.mark.slow
+
 Checkpoints = Callable[..., Path]
 NUM_SCHEDULERS = 3
 REQUEST_TIMEOUT_S = 60.0
@@ -112,7 +114,6 @@ def test_each_serves_and_one_of_them_owns_membership(schedulers: Schedulers) -> 
     assert asleep.status_code == 409, asleep.text
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_kill_9_of_each_in_turn_under_load(schedulers: Schedulers, model: Path) -> None:
     cluster = schedulers.cluster
@@ -159,7 +160,6 @@ def assert_clear_ends(judge: Judge, outcomes: Sequence[Outcome]) -> None:
             judge._check_tokens(outcome, tokens)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_drain_outlives_its_owner_and_all_follow_a_role(schedulers: Schedulers) -> None:
     cluster = schedulers.cluster
@@ -191,7 +191,6 @@ def test_a_drain_outlives_its_owner_and_all_follow_a_role(schedulers: Schedulers
     cluster.assert_home()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_an_owner_that_stood_still_owns_nothing_afterwards(schedulers: Schedulers) -> None:
     cluster = schedulers.cluster
@@ -215,7 +214,6 @@ def test_an_owner_that_stood_still_owns_nothing_afterwards(schedulers: Scheduler
     cluster.assert_home()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_scheduler_that_ends_in_order_lets_go_at_once(schedulers: Schedulers) -> None:
     cluster = schedulers.cluster

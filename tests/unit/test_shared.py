@@ -11,6 +11,8 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.cluster.members.lease_folder import LeaseFolder
 from pd_cluster.cluster.members.shared import SharedMembership
+from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launcher import Cluster, plan_cluster
 from pd_cluster.commands.serve_scheduler import check_shared
 from pd_cluster.commands.serve_start import Start
 from pd_cluster.errors import ConfigError, Refused, Unavailable
@@ -242,3 +244,22 @@ def test_what_one_scheduler_alone_can_do_is_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         check_shared(start, entrance, admin)
     assert named.strip("-") in str(caught.value).replace("_", "-")
+
+
+def test_up_plans_each_scheduler_with_ports_of_its_own(tmp_path: Path) -> None:
+    launch = Launch(model="m", num_schedulers=3, port=9000)
+    schedulers = [member for member in plan_cluster(launch, tmp_path) if member.is_scheduler]
+    assert [(member.name, member.port) for member in schedulers] == [
+        ("scheduler-0", 9000),
+        ("scheduler-1", 9002),
+        ("scheduler-2", 9004),
+    ]
+    assert launch.urls == [f"http://127.0.0.1:{port}" for port in (9000, 9002, 9004)]
+    for index, member in enumerate(schedulers):
+        assert f"--scheduler-index={index}" in member.command
+        assert f"--scheduler-lease={tmp_path / 'scheduler.lease'}" in member.command
+    (alone,) = [member for member in plan_cluster(Launch(model="m"), tmp_path) if member.is_scheduler]
+    assert alone.name == "scheduler"
+    assert not [flag for flag in alone.command if "--scheduler-lease" in flag]
+    with pytest.raises(ConfigError, match="--admin-port: not with --schedulers"):
+        Cluster(Launch(model="m", num_schedulers=2, arguments=["--admin-port=9001"]), print)

@@ -82,8 +82,7 @@ def loaded_by(page: Any, session: Any) -> str:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Up]:
     names = (f"--served-model-name={name}" for name in NAMES)
-    adapter = ("--", "--enable-lora", f"--lora-modules={SHIPPED_ADAPTER.name}={SHIPPED_ADAPTER}", "--kv-host-cache=0.1")
-    up = Up("", free_port_pair(), "--prefill=1", "--decode=2", *names, *adapter)
+    up = Up("", free_port_pair(), "--prefill=1", "--decode=2", *names, "--adapter", "--", "--kv-host-cache=0.1")
     try:
         up.await_line("^ready after")
         yield up

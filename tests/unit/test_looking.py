@@ -198,8 +198,9 @@ def test_a_chat_remembers_answers_and_forgets_failures(monkeypatch: pytest.Monke
 
 
 def test_timings_and_bad_pictures() -> None:
-    sample = Sample(ttft_s=0.0123, tpot_s=0.01, num_output_tokens=5, served_by=("prefill-0", "decode-0"))
-    assert timings(sample) == "5 tokens, first after 12 ms, 100.0 tokens/s; prefill-0 → decode-0"
+    sample = Sample(ttft_s=0.0123, tpot_s=0.01, num_output_tokens=9, served_by=("prefill-0", "decode-0"))
+    assert timings(sample) == "9 tokens, first after 12 ms, 100.0 tokens/s; prefill-0 → decode-0"
+    assert timings(Sample(ttft_s=0.0123, tpot_s=0.0001, num_output_tokens=2)) == "2 tokens, first after 12 ms"
     for file, why in (("x.txt", "not that of an image"), ("missing.png", "cannot be read")):
         with pytest.raises(ConfigError, match=why):
             data_url(file)

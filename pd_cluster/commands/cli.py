@@ -115,10 +115,7 @@ def up(
     from pd_cluster.cluster.members.place import use_openai
     from pd_cluster.cluster.processes.launch import SPAWN, Launch
 
-    model, arguments = _model_and_flags(model, arguments or [])
-    if adapter and model:
-        raise ConfigError(f"--adapter: the adapter is for the model that the project ships; leave out {model}")
-    arguments = [*(SHIPPED_ADAPTER_FLAGS if adapter else ()), *arguments]
+    model, arguments = _model_and_flags(model, arguments or [], adapter)
     given = [*([f"--model={model}"] if model else []), f"--host={host}", f"--port={port}", *arguments]
     _check_flags(context, [*given, *choice_of_model(try_unlisted or (), language_model_only)])
     flags, keys = split_keys(normalize(arguments))
@@ -209,13 +206,16 @@ def _run(launch: Launch) -> int:
     return asyncio.run(run_until_signal(launch))
 
 
-def _model_and_flags(model: str, arguments: list[str]) -> tuple[str, list[str]]:
-    """Takes a model in front of the flags. Raises ConfigError for two models."""
+def _model_and_flags(model: str, arguments: list[str], adapter: bool) -> tuple[str, list[str]]:
+    """Takes a model in front of the flags, and adds those of the shipped adapter. Raises ConfigError."""
     if arguments and not arguments[0].startswith("-"):
         first, *arguments = arguments
         if model:
             raise ConfigError(f"--model {model}, and {first!r} as a model, too; give one of them")
         model = first
+    if adapter and model:
+        raise ConfigError(f"--adapter: the adapter is for the model that the project ships; leave out {model}")
+    arguments = [*(SHIPPED_ADAPTER_FLAGS if adapter else ()), *arguments]
     return model.removeprefix("hf:"), arguments
 
 

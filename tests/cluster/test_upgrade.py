@@ -33,6 +33,7 @@ GEN = (
     "gen --prefill-server-list 0 1 --decode-server-list 2 3 --api-server --server-ip 127.0.0.1 --device cpu "
     "--save-dir ranktables"
 )
+PATIENT = ("--max-model-len=1024", "--dead-after=30")  # a busy machine is no death
 WAIT_S = 240.0
 NUM_CLIENTS = 2
 QUESTION = {"prompt": "A long story about a bear and a bee:", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
@@ -114,7 +115,7 @@ class Servers:
             "NODE_PORTS": ",".join(str(self.ports[worker]) for worker in WORKERS),
             "USE_OPENAI": "1",
         }
-        flags = [f"--model={SHIPPED_MODEL}", "--max-model-len=1024", "--host=127.0.0.1", f"--port={self.ports[name]}"]
+        flags = [f"--model={SHIPPED_MODEL}", "--host=127.0.0.1", f"--port={self.ports[name]}", *PATIENT]
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 ["sh", checkout / "scripts" / "start_servers.sh", *flags],

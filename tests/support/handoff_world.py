@@ -413,6 +413,8 @@ class World:
                 self._d_loses_link(event)
         elif event is not None and link.target is self.d.memory:
             self.d_inbox.append(event)
+            if isinstance(event, Landed) and link.conn == self.d_conn:
+                self.to_p.append((link.conn, wire.Confirm(event.transfer_id)))
 
     def _p_reads_inbox(self) -> None:
         if self.p.plan is not None or not self.p_inbox:

@@ -100,7 +100,6 @@ def commit_without_asking(self: Imports, transfer_id: str, first_tokens: list[To
     found = self._imports.get(transfer_id)
     if found is not None and found.state is ImportState.LANDING:
         found.state, found.first_tokens = ImportState.CONFIRMING, first_tokens
-        self._ports.send(found.conn, wire.Confirm(transfer_id))
         self.on_confirmed(found.conn, wire.Confirmed(transfer_id, True))
 
 

@@ -1,7 +1,8 @@
-"""Determines when all lanes of a link have reported the same about a transfer. Pure; no threads, no sockets."""
+"""Determines when all lanes of a link have reported the same about a transfer. Any thread may report; no sockets."""
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 
 from pd_cluster.transport.events import Drained, Landed, LandFault, LinkEvent, LinkFailed
@@ -15,6 +16,7 @@ class Gather:
 
     def __init__(self, num_lanes: int) -> None:
         self._num_lanes = num_lanes
+        self._lock = threading.Lock()
         self._landed: defaultdict[str, dict[int, Landed]] = defaultdict(dict)
         self._drained: defaultdict[str, set[int]] = defaultdict(set)
 
@@ -24,6 +26,10 @@ class Gather:
 
     def add(self, lane: int, event: LinkEvent) -> LinkEvent | None:
         """Returns the event for the whole link, if this one completes it."""
+        with self._lock:
+            return self._add(lane, event)
+
+    def _add(self, lane: int, event: LinkEvent) -> LinkEvent | None:
         match event:
             case LinkFailed() | LandFault():
                 return event

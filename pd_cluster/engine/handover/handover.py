@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.events import Event, HandedOver, Offered, OfLane
+from pd_cluster.engine.handover.events import Event, HandedOver, Offered
 from pd_cluster.engine.handover.exports import Exports
 from pd_cluster.engine.handover.imports import Imports
 from pd_cluster.engine.handover.in_links import InLinks
@@ -201,10 +201,6 @@ class Handover:
                 self.imports.on_drained(transfer_id)
             case HandedOver(conn, transfer_id):
                 self.exports.on_handed_over(conn, transfer_id)
-            case OfLane(gather, lane, of_lane):
-                whole = gather.add(lane, of_lane)
-                if whole is not None:
-                    self.handle(whole)
             case Offered(conn):
                 self.out_links.on_offered(conn)
             case LinkFailed(conn, reason):

@@ -184,6 +184,7 @@ class Imports:
             self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id, first_token))
 
     def on_landed(self, transfer_id: str, first_tokens: list[TokenOutput]) -> None:
+        """Waits for P's answer: the link's thread has sent `Confirm`, perhaps during a step, and perhaps in vain."""
         found = self._imports.get(transfer_id)
         if found is None or found.state is not ImportState.LANDING:
             return
@@ -193,8 +194,6 @@ class Imports:
             found.state = ImportState.CONFIRMING
             found.since_s = self._clock()
             found.first_tokens = first_tokens
-            self._note(transfer_id, "landing complete")
-            self._ports.send(found.conn, wire.Confirm(transfer_id))
 
     def on_confirmed(self, conn: str, answer: wire.Confirmed) -> None:
         found = self._find(conn, answer.transfer_id)

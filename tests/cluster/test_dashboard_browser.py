@@ -206,7 +206,7 @@ def test_the_playground_streams_compares_and_draws_the_path(pages: Pages, links:
     assert page.locator("select >> nth=0 >> optgroup").get_attribute("label") == f"adapters of {NAMES[0]}"
     page.check("#compare")
     assert [page.locator("select").nth(at).input_value() for at in range(2)] == [NAMES[0], SHIPPED_ADAPTER.name]
-    page.locator("section", has_text="Chat").get_by_label("colour tokens by probability").first.check()
+    page.locator("section", has_text="Chat").get_by_label("colour by probability").first.check()
     page.fill("textarea[aria-label=Message]", "What is 3 + 4?")
     page.keyboard.press("Enter")
     await_count(page, ".said:not(.user) .quiet", 2)

@@ -41,7 +41,8 @@ export function count(value) {
 export function tierText(tier) {
   const size = tier.num_blocks === null ? "" : ` of ${count(tier.num_blocks)}`;
   const hits = tier.num_hit_tokens === null ? "" : `, ${count(tier.num_hit_tokens)} prompt tokens found there`;
-  return `${count(tier.num_used_blocks)}${size} blocks${hits}`;
+  const load = tier.token_s === null ? "" : `, ${seconds(1000 * tier.token_s)} to load 1,000 tokens`;
+  return `${count(tier.num_used_blocks)}${size} blocks${hits}${load}`;
 }
 
 export const clock = (unixSeconds) => new Date(unixSeconds * 1000).toLocaleTimeString([], { hourCycle: "h23" });

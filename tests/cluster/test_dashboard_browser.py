@@ -310,6 +310,19 @@ def test_the_public_port_shows_figures_to_holders_of_a_key(pages: Pages, public:
     page.keyboard.press("Enter")
     await_count(page, "g.instance", 4)
     page.wait_for_selector(".problems:has-text('prefill-0 is unreachable')")
+    page.hover("tbody button >> nth=0")
+    page.mouse.down()
+    for _ in range(3):  # the page looks again while the button is pressed
+        with page.expect_response("**/overview*"):
+            pass
+    page.mouse.up()
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog:not([open])", state="attached")
+    page.focus("g.instance[aria-label^='decode-1']")
+    with page.expect_response("**/overview*"):
+        pass
+    page.wait_for_selector("g.instance[aria-label^='decode-1']:focus")
     assert page.locator("nav a:visible").all_inner_texts() == ["Cluster"]
     page.click("g.instance[aria-label^='decode-0']")
     page.wait_for_selector("dialog[open] td:text-is('ready')")

@@ -43,7 +43,7 @@ class Clients:
     """Ask one question again and again until told to stop; `ends` has each answer's status and text."""
 
     def __init__(self, url: str) -> None:
-        self._url = f"{url}/v1/completions"
+        self._url = url
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(NUM_CLIENTS)]
         self.ends: list[tuple[int, str]] = []
@@ -56,16 +56,21 @@ class Clients:
             thread.join(WAIT_S)
 
     def _run(self) -> None:
-        while not self._over.is_set():
-            self.ends.append(answer(self._url))
+        with client_of(self._url) as client:
+            while not self._over.is_set():
+                self.ends.append(answer(client))
 
 
-def answer(url: str) -> tuple[int, str]:
+def client_of(url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=WAIT_S, trust_env=False)
+
+
+def answer(client: httpx.Client) -> tuple[int, str]:
     """Returns the status and the text; 0 where nobody listens. A stream that is cut, or ends in an error, is -1."""
     text, is_begun = "", False
     body = {**QUESTION, "model": str(SHIPPED_MODEL), "stream": True}
     try:
-        with httpx.stream("POST", url, json=body, timeout=WAIT_S, trust_env=False) as found:
+        with client.stream("POST", "/v1/completions", json=body) as found:
             if found.status_code != 200:
                 return found.status_code, ""
             is_begun = True
@@ -89,6 +94,7 @@ class Servers:
         self.url, self.admin = (f"http://127.0.0.1:{port}" for port in (public, public + 1))
         self.ports = dict(zip(TABLES, [*free_ports(len(WORKERS)), public], strict=True))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._client = client_of(self.admin)
         self.command(PREVIOUS, "pd-ranktable", *GEN.split())
 
     def command(self, checkout: Path, program: str, *arguments: str) -> None:
@@ -136,7 +142,7 @@ class Servers:
     def state(self, name: str) -> tuple[str, int]:
         """Returns the state and the pid of an instance; ("", 0) while nobody answers."""
         try:
-            found = httpx.get(f"{self.admin}/instances", timeout=10, trust_env=False).json()["instances"]
+            found = self._client.get("/instances").json()["instances"]
         except (httpx.HTTPError, ValueError):
             return "", 0
         return next((each["state"], each["pid"] or 0) for each in found if each["instance_id"] == name)
@@ -172,7 +178,8 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
 
 
 def test_workers_one_after_the_other_then_the_scheduler(servers: Servers) -> None:
-    wanted = answer(f"{servers.url}/v1/completions")
+    with client_of(servers.url) as client:
+        wanted = answer(client)
     assert wanted[0] == 200
     clients = Clients(servers.url)
     for name in reversed(WORKERS):

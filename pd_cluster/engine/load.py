@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pd_cluster import wire
 from pd_cluster.engine.handover.exports import Exports
 from pd_cluster.engine.handover.imports import Imports
@@ -75,7 +77,7 @@ def load_of(
     )
 
 
-def _of_lower_tiers(scheduler: StepScheduler) -> dict[str, int]:
+def _of_lower_tiers(scheduler: StepScheduler) -> dict[str, Any]:
     """Returns the figures of the tiers below host memory, by their names in a load."""
     lower = {} if scheduler.blocks.tier is None else {each.kind: each for each in scheduler.blocks.tier.lower}
     fetched = {kind: each.counts.num_fetched * scheduler.block_size for kind, each in lower.items()}

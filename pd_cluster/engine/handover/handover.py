@@ -22,7 +22,7 @@ from pd_cluster.engine.handover.pairs import LinkPlaces, Rests
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.net.admission import peer_key
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
+from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, LinkFailed
 from pd_cluster.types import Note, Request, TokenOutput
 
 log = logging.getLogger(__name__)
@@ -193,6 +193,8 @@ class Handover:
     def handle(self, event: Event) -> None:
         """Handles an event of a link's thread, or of the mailbox's thread about a transfer; ignores others."""
         match event:
+            case Arrived(transfer_id):
+                self.imports.on_arrived(transfer_id)
             case Landed(transfer_id, first_tokens):
                 self.imports.on_landed(transfer_id, first_tokens)
             case LandFault(transfer_id, reason):

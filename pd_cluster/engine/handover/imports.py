@@ -51,6 +51,9 @@ class ImportState(enum.Enum):
     DRAINING = "draining"
 
 
+ABOUT_TO_JOIN = (ImportState.LANDING, ImportState.CONFIRMING)
+
+
 @dataclass(slots=True)
 class Import:
     transfer_id: str
@@ -62,6 +65,7 @@ class Import:
     request: Request | None = None
     first_tokens: list[TokenOutput] = field(default_factory=list)
     num_wanted_tokens: int = 0  # once it is credited: those that are not cached here
+    is_imminent: bool = False  # all its KV cache is here, and a step may wait for the rest
 
 
 class Imports:
@@ -182,6 +186,21 @@ class Imports:
             self._ports.begin(waiting.conn, waiting.transfer_id, block_ids, first_token, waiting.num_tokens)
             self._note(waiting.transfer_id, "credited", first_token=first_token)
             self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id, first_token))
+
+    @property
+    def num_imminent(self) -> int:
+        """Counts transfers that lack only their end or P's answer, and that no step has waited for in vain."""
+        return sum(1 for each in self._imports.values() if each.is_imminent and each.state in ABOUT_TO_JOIN)
+
+    def await_no_longer(self) -> None:
+        """Counts the present imminent transfers as late: no step waits for them again."""
+        for each in self._imports.values():
+            each.is_imminent = False
+
+    def on_arrived(self, transfer_id: str) -> None:
+        found = self._imports.get(transfer_id)
+        if found is not None and found.state is ImportState.LANDING:
+            found.is_imminent = True
 
     def on_landed(self, transfer_id: str, first_tokens: list[TokenOutput]) -> None:
         """Waits for P's answer: the link's thread has sent `Confirm`, perhaps during a step, and perhaps in vain."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .offline.lmdeploy.messages import GenerationConfig, GenOut, Response
     from .offline.lmdeploy.pipeline import pipeline
     from .offline.lmdeploy.templates import ChatTemplateConfig
+    from .offline.lmdeploy.vision_config import VisionConfig
     from .offline.lora import LoRARequest, PromptAdapterRequest
     from .offline.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from .offline.pooling import (
@@ -53,6 +54,7 @@ _MODULES = {  # name -> its module, imported on first use: processes that do not
     "PytorchEngineConfig": "offline.lmdeploy.engine_configs",
     "Response": "offline.lmdeploy.messages",
     "TurbomindEngineConfig": "offline.lmdeploy.engine_configs",
+    "VisionConfig": "offline.lmdeploy.vision_config",
     "pipeline": "offline.lmdeploy.pipeline",
 }
 __all__ = [
@@ -79,6 +81,7 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "TurbomindEngineConfig",
+    "VisionConfig",
     "pipeline",
 ]
 

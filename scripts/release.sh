@@ -1,6 +1,7 @@
 #!/bin/sh
 # Builds wheel and sdist into dist/, and tries each in an environment of its own: in an empty folder, `pd-cluster up`
-# serves the model that is shipped, answers a question, and ends with status 0.
+# serves the model that is shipped, answers a question, and ends with status 0. It starts as the first one does, and
+# compiles its kernels. With Debian's chromium and the extra `browser`, the question is asked in the playground.
 #
 #   sh scripts/release.sh [FOLDER]        default: dist/
 #
@@ -23,6 +24,10 @@ cd "$root"
 rm -f "$out"/pd_cluster-*.whl "$out"/pd_cluster-*.tar.gz
 "$python" -m hatchling build -d "$out"
 
+browser=
+if command -v chromium >/dev/null && "$python" -c 'import playwright' 2>/dev/null; then
+    browser=--browser
+fi
 site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 for package in "$out"/pd_cluster-*.whl "$out"/pd_cluster-*.tar.gz; do
     echo "release: trying ${package##*/}"
@@ -33,7 +38,8 @@ for package in "$out"/pd_cluster-*.whl "$out"/pd_cluster-*.tar.gz; do
     "$folder/env/bin/python" -m pip install --quiet --no-deps --no-build-isolation --force-reinstall "$package"
     mkdir "$folder/empty"
     cd "$folder/empty"
-    "$folder/env/bin/python" "$root/scripts/smoke.py" "$folder/env/bin/pd-cluster"
+    # shellcheck disable=SC2086 # no word where there is no browser
+    XDG_CACHE_HOME=$folder/cache "$folder/env/bin/python" "$root/scripts/smoke.py" $browser "$folder/env/bin/pd-cluster"
     cd "$root"
 done
 echo "release: $(cd "$out" && ls pd_cluster-*)"

@@ -82,12 +82,12 @@ def public_app(
 
 
 def _adapters(service: TextService) -> AdapterNaming | None:
-    return AdapterNaming(service.adapters, service.max_loras) if service.max_loras else None
+    return AdapterNaming(service.names.adapters, service.max_loras) if service.max_loras else None
 
 
 def shown_name(service: TextService) -> str:
     """Returns the model's name for metrics."""
-    return short_name(service.served_model_names[0], service.model)
+    return short_name(service.names.own[0], service.names.model)
 
 
 def short_name(name: str, model: str) -> str:
@@ -126,7 +126,7 @@ def _app(service: TextService, openai: bool, http: HttpConfig) -> FastAPI:
         return FastAPI(title=TITLE, openapi_url=None)
     shown = {"validatorUrl": None}  # otherwise it would be an external service
     app = FastAPIOffline(docs_url="/docs", redoc_url=None, title=TITLE, swagger_ui_parameters=shown)
-    written = document(service.served_model_names[0], openai, http.has_keys, service.takes_tools)
+    written = document(service.names.own[0], openai, http.has_keys, service.takes_tools)
     app.openapi = lambda: written  # type: ignore[method-assign]
     return app
 

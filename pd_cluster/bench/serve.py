@@ -110,6 +110,13 @@ async def _server(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
 @contextlib.asynccontextmanager
 async def started_cluster(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
     """Yields the address and the admin address. Raises PdClusterError."""
+    async with own_cluster(bench) as cluster:
+        yield cluster.launch.url, cluster.launch.admin_url
+
+
+@contextlib.asynccontextmanager
+async def own_cluster(bench: ServeBench) -> AsyncIterator[Cluster]:
+    """Yields a ready cluster, which is stopped afterwards. Raises PdClusterError."""
     Checkpoint.open(bench.model or str(SHIPPED_MODEL))  # fails at once, in one line, for a wrong model
     launch = Launch(
         model=bench.model,
@@ -127,7 +134,7 @@ async def started_cluster(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
         await cluster.start()
         await cluster.wait_ready()
         print(f"ready after {time.monotonic() - started_s:.1f} s", flush=True)
-        yield launch.url, launch.admin_url
+        yield cluster
     except PdClusterError:
         print("\n".join(lines), file=sys.stderr, flush=True)
         raise
@@ -184,12 +191,12 @@ class Measured:
 async def _measure(bench: ServeBench, url: str, admin: str) -> Measured:
     async with make_client(bench.concurrency) as client:
         name, max_model_len = await ask_model(client, url)
-        _check_shape(bench, max_model_len)
-        bodies = _bodies(bench, name, bench.concurrency + bench.num_requests)
-        await _send(client, url, bodies[: bench.concurrency], bench.concurrency, "warming up")
+        check_shape(bench, max_model_len)
+        bodies = make_bodies(bench, name, bench.concurrency + bench.num_requests)
+        await send_all(client, url, bodies[: bench.concurrency], bench.concurrency, "warming up")
         before, note = await _traffic(admin)
         started_s = time.monotonic()
-        samples = await _send(client, url, bodies[bench.concurrency :], bench.concurrency, "measuring")
+        samples = await send_all(client, url, bodies[bench.concurrency :], bench.concurrency, "measuring")
         took_s = time.monotonic() - started_s
         after, note = (await _traffic(admin)) if before else (None, note)
     kv_nbytes = None
@@ -222,7 +229,7 @@ async def ask_model(client: httpx.AsyncClient, url: str) -> tuple[str, int | Non
         raise ConfigError(f"--url {url}: /v1/models does not answer as an OpenAI server (USE_OPENAI=1)") from None
 
 
-def _check_shape(bench: ServeBench, max_model_len: int | None) -> None:
+def check_shape(bench: ServeBench, max_model_len: int | None) -> None:
     total = bench.input_len + bench.output_len
     if max_model_len is not None and total > max_model_len:
         raise ConfigError(
@@ -231,7 +238,7 @@ def _check_shape(bench: ServeBench, max_model_len: int | None) -> None:
         )
 
 
-def _bodies(bench: ServeBench, model: str, count: int) -> list[dict[str, Any]]:
+def make_bodies(bench: ServeBench, model: str, count: int) -> list[dict[str, Any]]:
     rng = random.Random(SEED)
     return [
         {
@@ -246,7 +253,7 @@ def _bodies(bench: ServeBench, model: str, count: int) -> list[dict[str, Any]]:
     ]
 
 
-async def _send(
+async def send_all(
     client: httpx.AsyncClient, url: str, bodies: list[dict[str, Any]], concurrency: int, what: str
 ) -> list[Sample]:
     """Sends all bodies, `concurrency` at a time: a new one as soon as one ends."""

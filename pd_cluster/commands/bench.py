@@ -48,13 +48,31 @@ def serve(
     output_len: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
     routing_policy: Annotated[str, typer.Option(help="Of a cluster that is started; default: its own.")] = "",
     lend_cores: Annotated[str, typer.Option(help="Of a cluster that is started: auto, on or off.")] = "",
+    against: Annotated[
+        str,
+        typer.Option(
+            help="Ask other servers in turn: hybrid (the decode instances compute everything), vllm. Default model: "
+            "one of 125 million parameters that is made for it."
+        ),
+    ] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="With --against: how often each is asked.")] = 3,
+    peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
+    quick: Annotated[bool, typer.Option(help="With --against: a tiny model, one round: does it all run?")] = False,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
     """TTFT, TPOT and tokens/s of a running cluster, or of one that is started for it."""
     from pd_cluster.bench.serve import ServeBench, run
 
     shape = (num_requests, concurrency, input_len, output_len)
-    asyncio.run(run(ServeBench(url, admin, model, prefill, decode, *shape, routing_policy, lend_cores), json))
+    bench = ServeBench(url, admin, model, prefill, decode, *shape, routing_policy, lend_cores)
+    if against:
+        from pd_cluster.lab import serve_against as turns
+
+        asyncio.run(turns.run(turns.make_bench(bench, against, rounds, peers_dir, quick), json))
+    elif quick or peers_dir:
+        raise ConfigError(f"{'--quick' if quick else '--peers-dir'} belongs to --against")
+    else:
+        asyncio.run(run(bench, json))
 
 
 @app.command("routing")

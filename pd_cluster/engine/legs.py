@@ -9,7 +9,7 @@ from pd_cluster.engine.handover.handover import Handover, Outcomes
 from pd_cluster.engine.outbox import Outbox
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.limits import EngineLimits
-from pd_cluster.engine.step.patience import Patience
+from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.trace import LegNotes
 from pd_cluster.types import LegEnd, Request, Status, TokenOutput, resume
 
@@ -35,6 +35,7 @@ class Legs:
         self.deadlines: dict[str, float] = {}
         self.handover = hands_over(self)
         self.patience = Patience(core.scheduler, self.handover.imports, clock)
+        self.landing_wait = LandingWait(self.handover.imports, clock)
 
     @property
     def are_over(self) -> bool:

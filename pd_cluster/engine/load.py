@@ -45,6 +45,7 @@ def load_of(
         num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
         num_host_cache_blocks=0 if blocks.tier is None else len(blocks.tier),
         num_host_hit_tokens=scheduler.num_tier_hit_tokens,
+        tier_token_s={} if blocks.tier is None else blocks.tier.token_s,
         num_queued_tokens=sum(num_behind for num_behind in to_compute if num_behind > 1),
         prefill_tokens_per_s=pace.prefill_tokens_per_s,
         decode_step_s=pace.decode_step_s,

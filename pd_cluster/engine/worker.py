@@ -64,6 +64,7 @@ class Worker:
         self._schedulers: dict[str, str] = {}  # conn -> name@epoch
         self._next_tick_s = self._next_load_s = 0.0
         self._is_draining = self._is_load_old = False
+        self._step_waits_s = 0.0  # for a landing, at most
         self._shares_cores = shares_cores
         self._rest = rest
         self.tracer = Tracer(clock)
@@ -145,7 +146,8 @@ class Worker:
     def _step(self) -> bool:
         """Runs one step of the engine and handles its results; False when there was nothing to compute."""
         self.handover.imports.credit()
-        if self._shares_cores and not self._is_draining and self.legs.patience.waits:
+        self._step_waits_s = 0.0
+        if self._shares_cores and not self._is_draining and self._waits():
             return False
         plan = self.core.plan()
         if plan.admitted or plan.preempted:
@@ -157,6 +159,14 @@ class Worker:
             self._notes.computed(plan.chunks, started_s)
         self._computed(result)
         return bool(plan.chunks)
+
+    def _waits(self) -> bool:
+        """Whether the next step waits for sequences that will share it."""
+        if self.legs.patience.waits:
+            return True
+        if self.core.scheduler.running:
+            self._step_waits_s = self.legs.landing_wait.left_s(self._pace.decode_step_s)
+        return self._step_waits_s > 0
 
     def _begin(self, plan: StepPlan) -> OnLayer | None:
         """Offers the transfers of a step's new prompts, and prepares to ship its layers; see ahead.Begins."""
@@ -231,7 +241,8 @@ class Worker:
     @property
     def _idle_wait_s(self) -> float:
         """Returns how long mail may be waited for; shorter while the load may have changed since it was refreshed."""
-        return min(IDLE_WAIT_S, max(0.001, self._next_load_s - self._clock())) if self._is_load_old else IDLE_WAIT_S
+        longest_s = self._step_waits_s or IDLE_WAIT_S
+        return min(longest_s, max(0.001, self._next_load_s - self._clock())) if self._is_load_old else longest_s
 
     def _tick(self) -> None:
         now_s = self._clock()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.host_tier import HostTier
 from pd_cluster.kv.prefix import PrefixIndex
+from pd_cluster.types import Tier
 
 
 class BlockPool:
@@ -103,19 +104,22 @@ class BlockPool:
             self.tier.forget()
         self.num_resets += 1
 
-    def follow(self) -> list[bytes]:
-        """Returns every known content; from now on `changes` reports changes to them."""
-        known = self._index.follow()
-        if self.tier is None:
-            return known
-        return list(dict.fromkeys([*known, *self.tier.contents]))
+    def follow(self) -> dict[bytes, Tier]:
+        """Returns every known content and where it is; from now on `changes` reports changes to them."""
+        known: dict[bytes, Tier] = dict.fromkeys(self._index.follow(), "device")
+        return known if self.tier is None else {**self.tier.contents, **known}
 
-    def changes(self) -> dict[bytes, bool]:
-        """Returns the contents that became known (True) or unknown (False) since the last call, here or in the tier."""
-        changes, tier = self._index.changes(), self.tier
-        if tier is None:
-            return changes
-        return {content: content in self._index or content in tier for content in {*changes, *tier.changes()}}
+    def changes(self) -> dict[bytes, Tier | None]:
+        """Returns the contents that have come, gone or changed places since the last call; None: nowhere any more."""
+        changes = self._index.changes()
+        if self.tier is not None:
+            changes |= self.tier.changes()
+        return {content: self._place(content) for content in changes}
+
+    def _place(self, content: bytes) -> Tier | None:
+        if content in self._index:
+            return "device"
+        return None if self.tier is None else self.tier.place(content)
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """Counts how many of these blocks would stop being available when shared."""

@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from pd_cluster.types import Tier
+
 WEIGHT = 0.2  # of the newest measurement
 FADING = 0.99  # of a load's cost with each step that computes: one that was too much is tried again some time
 
@@ -30,6 +32,11 @@ class LoadCost:
         """Notes a step that computed prompts, and nothing else worth mentioning."""
         self._token_s = _mixed(self._token_s, took_s / num_tokens)
         self._block_s *= FADING
+
+    @property
+    def loading_token_s(self) -> float:
+        """Returns the time that a token's share of a block takes to load; 0: not measured."""
+        return self._block_s / self._block_size
 
     def is_worth_it(self) -> bool:
         """Whether to load; where one of the two is not known yet, loading finds out."""
@@ -63,8 +70,17 @@ class HostTier:
         return len(self._slot_of)
 
     @property
-    def contents(self) -> list[bytes]:
-        return list(self._slot_of)
+    def contents(self) -> dict[bytes, Tier]:
+        """Returns all contents and where each is."""
+        return dict.fromkeys(self._slot_of, "host")
+
+    def place(self, content: bytes) -> Tier | None:
+        return "host" if content in self._slot_of else None
+
+    @property
+    def token_s(self) -> dict[Tier, float]:
+        """Returns the measured time to load a token's KV from each place."""
+        return {"host": self.cost.loading_token_s} if self.cost.loading_token_s else {}
 
     def begin(self, emit: Emit | None) -> None:
         """All moves so far are made; `emit` takes further ones, None: there can be none."""

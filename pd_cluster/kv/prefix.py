@@ -114,7 +114,7 @@ class PrefixIndex:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._unheld: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._changes: dict[bytes, bool] | None = None  # content -> known now; None: not followed
+        self._changes: set[bytes] | None = None  # contents that have come or gone; None: not followed
 
     @property
     def num_unheld(self) -> int:
@@ -136,7 +136,7 @@ class PrefixIndex:
             self._block_of[content] = block
             self._hash_of[block] = content
             if self._changes is not None:
-                self._changes[content] = True
+                self._changes.add(content)
 
     def knows(self, block: int) -> bool:
         return block in self._hash_of
@@ -161,13 +161,13 @@ class PrefixIndex:
         content = self._hash_of.pop(block)
         del self._block_of[content]
         if self._changes is not None:
-            self._changes[content] = False
+            self._changes.add(content)
         return block, content
 
     def forget(self) -> list[int]:
         """Forgets every content; returns the blocks without a holder, least recently used first."""
         if self._changes is not None:
-            self._changes.update(dict.fromkeys(self._block_of, False))
+            self._changes.update(self._block_of)
         blocks = list(self._unheld)
         self._block_of.clear()
         self._hash_of.clear()
@@ -177,14 +177,14 @@ class PrefixIndex:
     def follow(self) -> list[bytes]:
         """Returns every known content; from now on `changes` reports changes to them."""
         if self._changes is None:
-            self._changes = {}
+            self._changes = set()
         return list(self._block_of)
 
-    def changes(self) -> dict[bytes, bool]:
-        """Returns the contents that became known (True) or unknown (False) since the last call."""
+    def changes(self) -> set[bytes]:
+        """Returns the contents that have come or gone since the last call."""
         if not self._changes:
-            return {}
-        changes, self._changes = self._changes, {}
+            return set()
+        changes, self._changes = self._changes, set()
         return changes
 
     def check(self, holders: Sequence[int]) -> None:

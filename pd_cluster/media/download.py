@@ -23,6 +23,7 @@ TIMEOUT_S = 10.0  # for all of it
 MAX_REDIRECTS = 3
 REDIRECTS = (301, 302, 303, 307, 308)
 PORTS = {"http": 80, "https": 443}
+ANY_HOST = "*"  # in place of hosts' names; addresses are checked as ever
 HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
 PLAIN_URL = re.compile(r"[\x21-\x7e]+")
 PIECE_NBYTES = 1 << 16
@@ -31,7 +32,7 @@ TRANSLATED = tuple(map(ipaddress.ip_network, ("2002::/16", "64:ff9b::/96", "64:f
 
 
 class Downloads(NamedTuple):
-    """`domains`: hosts, by name. `refused`: addresses of the cluster itself, which may be public ones."""
+    """`domains`: hosts, by name, or ANY_HOST. `refused`: addresses of the cluster itself, which may be public ones."""
 
     domains: tuple[str, ...]
     refused: tuple[str, ...]
@@ -63,14 +64,6 @@ def downloaded(url: str, downloads: Downloads) -> bytes:
     raise RequestError(f"more than {MAX_REDIRECTS} redirects; give the {downloads.kind}'s own URL")
 
 
-def host_of(url: str) -> str:
-    """Returns a URL's host; "" for one that has none, which `target_of` refuses."""
-    try:
-        return (urlsplit(url).hostname or "").lower().rstrip(".")
-    except ValueError:
-        return ""
-
-
 def target_of(url: str, domains: tuple[str, ...]) -> MediaTarget:
     """Parses a URL, strictly: the result is checked and used, and the text never again. Raises RequestError."""
     wrong = RequestError(f"{reprlib.repr(url[:60])}: not a plain http(s) URL; send another one")
@@ -83,7 +76,7 @@ def target_of(url: str, domains: tuple[str, ...]) -> MediaTarget:
         raise wrong from None
     if parts.scheme not in PORTS or "@" in parts.netloc or not HOST.fullmatch(host):
         raise wrong
-    if host not in {domain.lower() for domain in domains}:
+    if ANY_HOST not in domains and host not in {domain.lower() for domain in domains}:
         raise RequestError(f"{host}: not among the hosts of the server's --allowed-media-domains")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return MediaTarget(parts.scheme, host, PORTS[parts.scheme] if port is None else port, path)

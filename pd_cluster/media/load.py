@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image as Pictures
 
 from pd_cluster.errors import RequestError
-from pd_cluster.media.download import Downloads, downloaded, host_of
+from pd_cluster.media.download import ANY_HOST, Downloads, downloaded
 from pd_cluster.media.fetch import MAX_FILE_NBYTES, Places, fetched
 from pd_cluster.media.pictures import FORMATS, MAX_PIXELS, in_own_words
 
@@ -37,7 +37,7 @@ def load_image(image_url: str | os.PathLike[str] | Pictures.Image, **_: Any) -> 
 def _bytes_of(place: str) -> bytes:
     scheme = place[:10].partition(":")[0].lower()
     if scheme in ("http", "https"):
-        return downloaded(place, Downloads((host_of(place),), (), MAX_FILE_NBYTES))
+        return downloaded(place, Downloads((ANY_HOST,), (), MAX_FILE_NBYTES))
     if scheme == "data":
         return fetched(place, Places())
     try:

@@ -42,4 +42,4 @@ def load_parts(
     if checkpoint.vision is None:
         return model, None
     kept_dtype = TORCH_DTYPES[dtype] if device.is_accelerator else torch.float32
-    return model, load_tower(checkpoint, kept_dtype, device, config.mm_encoder_cache_tokens)
+    return model, load_tower(checkpoint, kept_dtype, device, config.mm_encoder_cache_tokens, group)

@@ -262,10 +262,10 @@ class ModelRunner:
     def encoded(self) -> Encoded:
         return Encoded() if self.tower is None else self.tower.encoded
 
-    def sparing_pixels(self, parts: Sequence[ImagePart]) -> list[ImagePart]:
-        """Returns a step's parts of pictures for other ranks, which keep the same features as this one."""
+    def sparing_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
+        """Returns a step's parts of pictures for another rank, which keeps the same features as this one."""
         assert self.tower is not None or not parts
-        return [] if self.tower is None else self.tower.sparing_pixels(parts)
+        return [] if self.tower is None else self.tower.sparing_pixels(parts, rank)
 
     def launch(
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from pd_cluster import wire
 
@@ -92,6 +93,14 @@ def receive(router: Any) -> tuple[bytes, bytes, list[bytes]]:
     """
     identity, *frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
     return identity.bytes, decode_key(identity.get("User-Id")), [frame.bytes for frame in frames]
+
+
+def next_event(monitor: Any) -> int | None:
+    """Returns the next event that a monitor has waiting."""
+    try:
+        return int(recv_monitor_message(monitor, zmq.NOBLOCK)["event"])
+    except zmq.Again:
+        return None
 
 
 def _set_options(socket: Any) -> None:

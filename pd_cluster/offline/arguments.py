@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from pd_cluster.errors import ConfigError, flag_of, told
+from pd_cluster.media.download import ANY_HOST
 from pd_cluster.offline.session import OfflineConfig
 from pd_cluster.settings.flags import NO_EFFECT, REFUSED, Ignored
 from pd_cluster.settings.media import MediaSettings
@@ -93,10 +94,13 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
         options = ServeOptions.typed(honoured)
         options.read(Assurances)
         answers = options.read(RequestSettings)
+        media = options.read(MediaSettings)
+        if "allowed_media_domains" not in honoured:
+            media = msgspec.structs.replace(media, domains=(ANY_HOST,))
         return OfflineConfig(
             engine=options.engine(),
             chat=msgspec.structs.replace(with_source(options.chat()), trusts_request_templates=True),
-            media=options.read(MediaSettings),
+            media=media,
             prefill=prefill,
             decode=decode,
             max_logprobs=answers.max_logprobs,

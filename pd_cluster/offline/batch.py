@@ -113,13 +113,13 @@ class Batch:
     async def _chat(self, body: bytes) -> Answer:
         request = parse(body, ChatCompletionRequest)
         _check_whole(request)
-        name = self._service.check_model(request.model)
+        name = self._service.names.check(request.model)
         return ChatAnswer(request, name, self._service, await self._service.chat(request))
 
     async def _completion(self, body: bytes) -> Answer:
         request = parse(body, CompletionRequest)
         _check_whole(request)
-        name = self._service.check_model(request.model)
+        name = self._service.names.check(request.model)
         return CompletionAnswer(request, name, self._service, await self._service.completions(request))
 
 

@@ -19,6 +19,7 @@ from pd_cluster.checkpoints.prompt_folder import AdapterFolder
 from pd_cluster.checkpoints.sampling_defaults import sampling_defaults
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.errors import Closed, ConfigError
+from pd_cluster.media.download import ANY_HOST
 from pd_cluster.offline.local import NO_TIMEOUTS, SPLIT_TIMEOUTS, LocalEngine
 from pd_cluster.offline.loop import LoopThread
 from pd_cluster.offline.lora import RequestedAdapters
@@ -47,7 +48,7 @@ class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig
     chat: ChatConfig = ChatConfig()
-    media: MediaSettings = MediaSettings()
+    media: MediaSettings = MediaSettings(domains=(ANY_HOST,))  # a caller's own program chooses its URLs
     prefill: int = 0
     decode: int = 0
     max_logprobs: int = RequestSettings().max_logprobs
@@ -79,7 +80,7 @@ class Offline:
             self.checkpoint = Checkpoint.of(config.engine)
             self.checkpoint.warn_of_ignored_files()
             self._parts.service = self.run(self._open(config))
-            self.adapters = RequestedAdapters(config.engine.adapters, self.service.adapters, self._load_adapter)
+            self.adapters = RequestedAdapters(config.engine.adapters, self.service.names.adapters, self._load_adapter)
         except BaseException:
             self.close()
             raise

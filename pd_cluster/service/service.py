@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import reprlib
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +10,11 @@ from typing import Any
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
-from pd_cluster.cluster.routing.timeline import FOLLOWER
-from pd_cluster.errors import ModelNotFound, RequestError
-from pd_cluster.media.given_video import AskedVideo, Chosen, Frames
 from pd_cluster.parsers.plugin import formats_of
-from pd_cluster.parsers.reply import BUDGET, ReplyFormat
+from pd_cluster.parsers.reply import ReplyFormat
 from pd_cluster.service.answering import Answering
 from pd_cluster.service.caller import NOBODY, Caller
+from pd_cluster.service.chats import Chats
 from pd_cluster.service.embedding import Embedder
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.intake import Intake
@@ -25,31 +22,29 @@ from pd_cluster.service.judging import Judge
 from pd_cluster.service.kv_handles import KVHandles
 from pd_cluster.service.limits import DEFAULT_MAX_LOGPROBS, Limits
 from pd_cluster.service.prompts.chat_prompt import ChatPrompts
+from pd_cluster.service.prompts.given_pictures import given_sources
 from pd_cluster.service.prompts.guarded_prompt import Guard
-from pd_cluster.service.prompts.pictures import GIVEN, PictureIntake, Shown, Source
+from pd_cluster.service.prompts.pictures import PictureIntake, Shown
 from pd_cluster.service.request_log import RequestLog
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields
 from pd_cluster.service.schema.guide_fields import Asked, compact
 from pd_cluster.service.schema.protocol import CompletionRequest, GenerationRequest
-from pd_cluster.service.schema.tool_fields import tools_of
 from pd_cluster.service.scoring import Scorer
 from pd_cluster.service.sequence import Piece
+from pd_cluster.service.served_names import ServedNames
 from pd_cluster.service.spacing import spaced
 from pd_cluster.service.traces import Tracing
-from pd_cluster.settings.media import IMAGES, VIDEOS, MediaSettings
+from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.request_log import RequestLogSettings
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.text.control_tokens import PromptText
 from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import MAX_SEQUENCES
-from pd_cluster.types.variants import num_virtual_tokens
 
 DEFAULT_MAX_TOKENS = 16  # completions and /generate; chat may fill the context
-MESSAGE_NUM_CHARS = 8  # added by a template to each further message, at the least
 DEFAULT_GUIDED_TIMEOUT_S = Timeouts().guided_timeout_s
 NUM_PROMPTS_A_TURN = 16  # of a long list, between which other tasks have their turn
-NUM_END_TOKENS = 16  # of a prompt, decoded to see whether an answer begins with reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +94,14 @@ class TextService:
         self.tokenizer = Tokenizer(checkpoint.tokenizer_path, chat.template, checkpoint.path)
         self.response_role = chat.response_role
         self.shows_token_ids = config.shows_token_ids or not self.tokenizer.has_text
-        self._reply_format = ReplyFormat(chat.tool_parser, chat.reasoning_parser, formats_of(chat.tool_parser_plugin))
-        self.model = config.model
-        self.adapters, self.max_loras = config.adapters, config.max_loras
+        form = ReplyFormat(chat.tool_parser, chat.reasoning_parser, formats_of(chat.tool_parser_plugin))
+        self.reads_reasoning = bool(form.reasoning_parser)  # a reply's reasoning is told apart from its content
+        self.names = ServedNames(config.model, config.served_model_names, config.adapters, config.requires_model)
+        self.max_loras = config.max_loras
         self.is_unproven = checkpoint.is_unproven
-        self.served_model_names = config.served_model_names or [config.model]
         vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
         limits = Limits(vocab_size, checkpoint.eos_token_ids, config.max_logprobs, config.max_num_seqs)
-        control = self.tokenizer.control_tokens(self._reply_format.history_marks)
-        self._guard = Guard(control, self._reply_format.history_marks, self.tokenizer.normalizer(control))
-        self._allows_control_tokens = chat.allows_control_tokens
+        control = self.tokenizer.control_tokens(form.history_marks)
         self._intake = Intake(
             self.tokenizer,
             (checkpoint.tokenizer_path or checkpoint.path) / "tokenizer.json",
@@ -119,16 +112,14 @@ class TextService:
             config.has_priorities,
             config.sampling_defaults,
             control,
-            self.variant_of,
+            self.names.variant_of,
         )
         self.kv_handles = KVHandles(config.handle_secret or secrets.token_bytes(32), config.model)
         encoder, has_priorities = self._intake.encoder, config.has_priorities
         self.embedder = Embedder(
             router, encoder, lambda: self.max_model_len, vocab_size, checkpoint.path, has_priorities, self._log
         )
-        judge = Judge(self.tokenizer, encoder, lambda: self.max_model_len, self.guard, has_priorities)
-        self.scorer = Scorer(self.embedder, judge, checkpoint.path)
-        self._chats = ChatPrompts.make(
+        prompts = ChatPrompts.make(
             self.tokenizer.template,
             self.tokenizer.special_tokens,
             chat.trusts_request_templates,
@@ -143,6 +134,12 @@ class TextService:
             self.router.stats,
             lambda text: self.tokenizer.encode(text, False),
         )
+        guard = Guard(control, form.history_marks, self.tokenizer.normalizer(control))
+        self._chats = Chats(
+            self.tokenizer, self._intake, prompts, self._pictures, form, guard, chat.allows_control_tokens
+        )
+        judge = Judge(self.tokenizer, encoder, lambda: self.max_model_len, self.guard, has_priorities)
+        self.scorer = Scorer(self.embedder, judge, checkpoint.path)
 
     def _addresses(self) -> set[str]:
         infos = (instance.info for instance in self.router.membership.instances)
@@ -158,62 +155,10 @@ class TextService:
     def vocab_size(self) -> int:
         return self._intake.limits.vocab_size
 
-    def names_for(self, caller: Caller) -> list[str]:
-        """Returns the model's names that the caller may use."""
-        return [name for name in self.served_model_names if caller.may_use(name)]
-
-    def adapters_for(self, caller: Caller) -> list[str]:
-        """Returns the names of adapters that the caller may use."""
-        return [name for name in self.adapters if caller.may_use(name)]
-
-    def variant_of(self, name: str | None, caller: Caller = NOBODY) -> str:
-        """Returns the digest of the adapter of this name; "" for the model itself. Raises ModelNotFound."""
-        return "" if name is None else self.adapters.get(self.check_model(name, caller), "")
-
-    def lora_of(self, name: str | None, caller: Caller = NOBODY) -> str:
-        """Returns the same for a vector, which prompt adapters do not make. Raises ModelNotFound, RequestError."""
-        variant = self.variant_of(name, caller)
-        if num_virtual_tokens(variant):
-            raise RequestError("model: a prompt adapter makes no vectors; name the model itself", param="model")
-        return variant
-
-    def check_model(self, name: str | None, caller: Caller = NOBODY) -> str:
-        """Returns the name to answer with: the model's, or an adapter's.
-
-        Raises ModelNotFound, or RequestError if a required name is missing.
-        """
-        found = self._known_model(name, caller)
-        if (follower := FOLLOWER.get()) is not None:
-            follower.asks(found)
-        return found
-
-    def _known_model(self, name: str | None, caller: Caller) -> str:
-        own = self.names_for(caller)
-        names = own + self.adapters_for(caller)
-        if name is None and self._config.requires_model:
-            raise RequestError(
-                f"model: missing; this server requires it (--require-model): {', '.join(names)}", param="model"
-            )
-        if name is None and own:
-            return own[0]
-        known = (*self.served_model_names, self.model, *self.adapters)
-        if name is not None and name in known and caller.may_use(name):
-            return name
-        raise ModelNotFound(
-            f"the model {reprlib.repr(name)} does not exist here; this server has {', '.join(names) or 'none for you'}",
-            param="model",
-            code="model_not_found",
-        )
-
-    def check_use(self, caller: Caller) -> None:
-        """Checks that the caller may use the model by some name. Raises ModelNotFound."""
-        if not self.names_for(caller):
-            self.check_model(self.served_model_names[0], caller)
-
     @property
     def guard(self) -> Guard | None:
         """Keeps control tokens out of chats; None where chats may have them."""
-        return None if self._allows_control_tokens else self._guard
+        return self._chats.guard
 
     @property
     def takes_images(self) -> bool:
@@ -228,11 +173,6 @@ class TextService:
     def template_variables(self) -> frozenset[str]:
         """The names that the chat template reads; none without a template."""
         return self.tokenizer.template.variables if self.tokenizer.template is not None else frozenset()
-
-    @property
-    def reads_reasoning(self) -> bool:
-        """Whether a reply's reasoning is told apart from its content."""
-        return bool(self._reply_format.reasoning_parser)
 
     @property
     def forces_usage(self) -> bool:
@@ -267,29 +207,8 @@ class TextService:
         `allows_control_tokens`: None for the service's own setting. `pictures` and `variant`: those of callers in this
         process.
         """
-        form = self._reply_format
-        asked, answer = tools_of(request, bool(form.tool_parser)), self._guide_of(request)
-        may_be_cut = request.truncate_prompt_tokens is not None
-        shown = await self._chat_prompt(request, may_be_cut, caller, allows_control_tokens, pictures)
-        end = self._end_of(request, shown.prompt.token_ids)
-        guide = form.guide(asked.tools, asked.choice, end, asked.most_calls, answer.guide if answer else None)
-        field = "tools" if asked.tools or answer is None else answer.field
-        if request.thinking_token_budget is not None:
-            field = BUDGET if guide is None else field
-            guide = form.budgeted(guide, request.thinking_token_budget, end)
-        reads = asked.choice != "none" or bool(form.reasoning_parser)
-        shared = await self._intake.shared(
-            request,
-            Asked(field, guide) if guide is not None else None,
-            form.markers if reads else (),
-            caller=caller,
-            variant=variant,
-        )
-        generation = self._intake.generation(request, shown, None, "messages", shared)
-        if reads:
-            generation.new_reader = lambda: form.reader(asked.choice, end, asked.most_calls, asked.tools)
-            generation.new_call_id = form.call_id
-            generation.calls_finish = asked.choice in ("auto", "required")
+        answer = self._guide_of(request)
+        generation = await self._chats.generation(request, answer, caller, allows_control_tokens, pictures, variant)
         generation.received_s = received_s
         return generation
 
@@ -305,40 +224,7 @@ class TextService:
         `may_be_cut`: the prompt will be truncated, and so may be longer. `allows_control_tokens`: None for the
         service's own setting.
         """
-        shown = await self._chat_prompt(request, may_be_cut, caller, allows_control_tokens)
-        return shown.prompt.token_ids
-
-    async def _chat_prompt(
-        self,
-        request: ChatFields,
-        may_be_cut: bool,
-        caller: Caller,
-        allows_control_tokens: bool | None = None,
-        pictures: Sequence[Any] = (),
-    ) -> Shown:
-        """Returns the prompt of `chat_token_ids` with its pictures. Raises RequestError."""
-
-        def check(num_chars: int) -> None:
-            num_chars += MESSAGE_NUM_CHARS * (len(request.messages) - 1)
-            self._intake.encoder.check(num_chars, may_be_cut, "messages")
-
-        sources = [Source(*medium) for index, message in enumerate(request.messages) for medium in message.media(index)]
-        options = self._pictures.options(request.mm_processor_kwargs or {}, "mm_processor_kwargs")
-        sources = [source._replace(options=options) for source in sources]
-        self._pictures.check(sources)
-        guard = self.guard if allows_control_tokens is None else None if allows_control_tokens else self._guard
-        prompt = self.spelled(await self._chats.render(request, check, guard), sources)
-        special = bool(request.add_special_tokens)
-        token_ids = await self._intake.encoder.encode_prompt(prompt, special, may_be_cut, "messages", caller)
-        salt = caller.own_salt(getattr(request, "cache_salt", None))
-        return await self._pictures.place(token_ids, sources, "messages", pictures, salt)
-
-    def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:
-        """Returns the prompt's end for a reader; a continued answer may have begun its reasoning long before."""
-        text = self.tokenizer.decode(token_ids[-NUM_END_TOKENS:], skip_special_tokens=False)
-        if not request.continue_final_message:
-            return text
-        return self._reply_format.mark_after(request.messages[-1].text)
+        return (await self._chats.prompt(request, may_be_cut, caller, allows_control_tokens)).prompt.token_ids
 
     def _guide_of(self, request: GenerationRequest) -> Asked | None:
         asked = request.asked
@@ -396,19 +282,7 @@ class TextService:
 
         Raises RequestError.
         """
-        counts = dict.fromkeys((IMAGES, VIDEOS), 0)
-        sources = []
-        given = [each.medium if isinstance(each, Chosen) else each for each in pictures]
-        for number, medium in enumerate(given):
-            asked = medium if isinstance(medium, AskedVideo) else None
-            kind = VIDEOS if asked is not None or isinstance(medium, Frames) else IMAGES
-            url = asked.url if asked is not None else medium if isinstance(medium, str) else f"{GIVEN}{number}"
-            place = f"multi_modal_data.{kind}[{counts[kind]}]"
-            chosen = pictures[number].options if isinstance(pictures[number], Chosen) else {}
-            options = self._pictures.options(chosen, "mm_processor_kwargs")
-            most = asked.max_frames if asked is not None else None
-            sources.append(Source(place, url, kind, max_frames=most, options=options))
-            counts[kind] += 1
+        sources, given = given_sources(pictures, self._pictures.options)
         self._pictures.check(sources)
         return await self._pictures.place(token_ids, sources, "prompt", given)
 

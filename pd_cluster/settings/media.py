@@ -104,7 +104,8 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     domains: Annotated[
         tuple[str, ...],
         MEDIA(
-            "Hosts from which http(s) URLs of images and videos are fetched; by default none.",
+            "Hosts from which http(s) URLs of images and videos are fetched, or * for all with public addresses; by "
+            "default none.",
             name="allowed_media_domains",
             metavar="HOST",
             form=TEXTS,

@@ -18,6 +18,12 @@ class LinkFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """All KV cache of a transfer is here; its end follows, with the first tokens."""
+
+    transfer_id: str
+
+
 class Landed(msgspec.Struct, frozen=True, tag=True):
     transfer_id: str
     first_tokens: list[TokenOutput]
@@ -35,7 +41,7 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
     transfer_id: str
 
 
-LinkEvent = LinkFailed | Landed | LandFault | Drained
+LinkEvent = LinkFailed | Arrived | Landed | LandFault | Drained
 Report = Callable[[LinkEvent], None]
 
 

@@ -11,7 +11,7 @@ from pd_cluster.devices.streams import REACHED, Marker
 from pd_cluster.errors import TransferFailed
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.transport.base import KVReceiver
-from pd_cluster.transport.events import Drained, Landed, LandFault, numbers_of
+from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, numbers_of
 from pd_cluster.types import Note, note_nothing
 
 
@@ -62,25 +62,25 @@ class Lander:
         self._receiver.copies.drain()
         return Drained(transfer_id)
 
-    def land(self, sequence: int, header: wire.KVChunk | wire.KVEnd) -> Landed | LandFault | None:
+    def land(self, sequence: int, header: wire.KVChunk | wire.KVEnd) -> Arrived | Landed | LandFault | None:
         """Lands a chunk or an end. Raises LinkError when the link is unusable."""
         landing = self._landings.get(header.transfer_id)
         try:
             if isinstance(header, wire.KVChunk):
-                self._land_chunk(sequence, header, landing)
-                return None
+                return Arrived(header.transfer_id) if self._land_chunk(sequence, header, landing) else None
             return self._land_end(header, landing) if landing is not None else None
         except TransferFailed as error:
             self._landings.pop(header.transfer_id, None)
             return LandFault(header.transfer_id, str(error))
 
-    def _land_chunk(self, sequence: int, chunk: wire.KVChunk, landing: Landing | None) -> None:
+    def _land_chunk(self, sequence: int, chunk: wire.KVChunk, landing: Landing | None) -> bool:
+        """Returns whether it is the last one, which brings the last layers of the last tokens."""
         problem = self._problem(chunk, landing) if landing is not None else ""
         if landing is None or problem:
             self._receiver.receive(sequence, chunk, None)
             if problem:
                 raise TransferFailed(f"chunk {chunk.index} does not fit: {problem}")
-            return
+            return False
         piece, size, started_s = chunk.piece, self._geometry.target_block_size, time.monotonic()
         into = landing.block_ids[piece.first_token // size : -(-piece.stop_token // size)]
         if not landing.num_chunks:
@@ -91,6 +91,8 @@ class Lander:
         landing.nbytes += chunk.nbytes
         self.received_nbytes += chunk.nbytes
         self._note(chunk.transfer_id, "landed", **numbers_of(piece, chunk.nbytes, started_s))
+        num_tokens, num_layers = len(landing.num_layers_of), self._geometry.num_layers
+        return (piece.stop_token, piece.stop_layer) == (num_tokens, num_layers)
 
     def _problem(self, chunk: wire.KVChunk, landing: Landing) -> str:
         """Returns why this chunk is not the next one, or ""."""

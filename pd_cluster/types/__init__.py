@@ -32,8 +32,10 @@ from pd_cluster.types.request import Request as Request
 from pd_cluster.types.request import Status as Status
 from pd_cluster.types.request import resume as resume
 from pd_cluster.types.request import sibling as sibling
+from pd_cluster.types.roles import TIERS as TIERS
 from pd_cluster.types.roles import Leg as Leg
 from pd_cluster.types.roles import Role as Role
+from pd_cluster.types.roles import Tier as Tier
 from pd_cluster.types.sampling import MAX_GUIDE_NUM_CHARS as MAX_GUIDE_NUM_CHARS
 from pd_cluster.types.sampling import MAX_SEQUENCES as MAX_SEQUENCES
 from pd_cluster.types.sampling import NO_SAMPLING as NO_SAMPLING

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pd_cluster.types import LinkState, Role
+from pd_cluster.types import LinkState, Role, Tier
 from pd_cluster.types.variants import ADAPTER
 from pd_cluster.wire.base import PROTOCOL_VERSION, Message, PublicKey, ShortText
 
@@ -44,6 +44,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_hit_tokens: int = 0  # those of them that were in the prefix cache
     num_host_cache_blocks: int = 0  # evicted blocks that host memory has
     num_host_hit_tokens: int = 0  # prompt tokens whose blocks were loaded from there
+    tier_token_s: dict[Tier, float] = {}  # measured time to load a token's KV from there, where it is known
     num_queued_tokens: int = 0  # tokens of prompts that are here and not computed yet
     prefill_tokens_per_s: float = 0.0  # recent average over steps that computed prompts; 0: none yet
     decode_step_s: float = 0.0  # recent average time of a step that decoded running sequences; 0: none yet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pd_cluster.types import Leg, LegEnd, Order, PooledOutput, PromptOutput, Resumed, TokenOutput
+from pd_cluster.types import Leg, LegEnd, Order, PooledOutput, PromptOutput, Resumed, Tier, TokenOutput
 from pd_cluster.wire.base import Message
 
 
@@ -54,9 +54,10 @@ class CacheKeys(Message, frozen=True):
     """Changes in which full blocks a worker can share (`added`, `removed`), the final state of each.
 
     A key is the first 8 bytes of a block's hash (kv/prefix.py); keys are concatenated. `is_whole` replaces everything
-    sent before.
+    sent before. `tier`: the quickest place that has the added ones.
     """
 
     added: bytes = b""
     removed: bytes = b""
     is_whole: bool = False
+    tier: Tier = "device"

@@ -1,6 +1,7 @@
 """The dashboard in a real browser: loads, lives through a worker's death, chats, and is usable without a mouse or eyes.
 
 Needs Debian's chromium and the extra `browser`; `PD_CLUSTER_SCREENSHOTS=FOLDER` writes the documents' pictures.
+`pytest -s` shows figures: how much a page loads, how soon it is there, and how soon it names a dead worker.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +22,7 @@ import httpx
 import pytest
 import uvicorn
 
+from pd_cluster.settings.adapters import SHIPPED_ADAPTER
 from pd_cluster.settings.http import HttpConfig
 from tests.cluster.test_up import Up
 from tests.support.cluster import free_port_pair
@@ -36,6 +40,7 @@ FLAGS = [
 ]
 NAME = "<img src=x onerror=document.title='injected'>"  # a model may be called so
 WAIT_MS = 60_000
+ROOT = Path(__file__).parents[2]
 PICTURES = os.environ.get("PD_CLUSTER_SCREENSHOTS", "")
 NAMES = ["tiny-chat", NAME] if PICTURES else [NAME, "tiny-chat"]
 
@@ -52,16 +57,33 @@ class Pages:
         page.set_default_timeout(WAIT_MS)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("console", lambda said: said.type == "error" and self.complaints.append(said.text))
+        session = page.context.new_cdp_session(page)
+        session.send("Performance.enable")
         began_s = time.monotonic()
         page.goto(link)
         page.wait_for_selector("g.instance")
-        print(f"figure: from the link to the picture {time.monotonic() - began_s:.2f} s")  # shown by pytest -s
+        took_s = time.monotonic() - began_s
+        print(f"figure: from the link to the picture {took_s:.2f} s, {loaded_by(page, session)}")
         return page
+
+
+def loaded_by(page: Any, session: Any) -> str:
+    """Returns what a page has loaded so far, and the seconds that its main thread was busy."""
+    entries = page.evaluate("performance.getEntriesByType('resource').map(each => [each.name, each.transferSize])")
+    files = [size for name, size in entries if "/api/" not in name]
+    metrics = {each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]}
+    paint_ms = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? 0")
+    return (
+        f"first paint {paint_ms / 1000:.2f} s, page and {len(files)} files of {sum(files) / 1024:.0f} KiB, "
+        f"{len(entries) - len(files)} questions, main thread busy {metrics['TaskDuration']:.2f} s"
+    )
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Up]:
-    up = Up("", free_port_pair(), "--prefill=1", "--decode=2", *(f"--served-model-name={name}" for name in NAMES))
+    names = (f"--served-model-name={name}" for name in NAMES)
+    adapter = ("--", "--enable-lora", f"--lora-modules={SHIPPED_ADAPTER.name}={SHIPPED_ADAPTER}", "--kv-host-cache=0.1")
+    up = Up("", free_port_pair(), "--prefill=1", "--decode=2", *names, *adapter)
     try:
         up.await_line("^ready after")
         yield up
@@ -167,17 +189,30 @@ def test_every_page_is_accessible_and_complains_of_nothing(pages: Pages, links: 
     assert pages.complaints == []
 
 
+def test_a_page_loads_three_files_and_keeps_them(pages: Pages, links: Callable[[], str]) -> None:
+    page = pages.open(links())
+    names = "performance.getEntriesByType('resource').map(each => [each.name, each.transferSize])"
+    files = [name for name, _ in page.evaluate(names) if "/api/" not in name]
+    assert len(files) <= 3, files
+    page.reload()
+    page.wait_for_selector("g.instance")
+    assert [size for name, size in page.evaluate(names) if "/page-" in name] == [0, 0], "from the browser's cache"
+    assert pages.complaints == []
+
+
 def test_the_playground_streams_compares_and_draws_the_path(pages: Pages, links: Callable[[], str]) -> None:
     page = pages.open(links())
     page.click("nav a[href='#playground']")
-    await_count(page, "select >> nth=0 >> option", 2)
+    await_count(page, "select >> nth=0 >> option", 3)
+    assert page.locator("select >> nth=0 >> optgroup").get_attribute("label") == f"adapters of {NAMES[0]}"
     page.check("#compare")
+    assert [page.locator("select").nth(at).input_value() for at in range(2)] == [NAMES[0], SHIPPED_ADAPTER.name]
     page.locator("section", has_text="Chat").get_by_label("colour tokens by probability").first.check()
     page.fill("textarea[aria-label=Message]", "What is 3 + 4?")
     page.keyboard.press("Enter")
     await_count(page, ".said:not(.user) .quiet", 2)
     answers = page.locator(".said:not(.user)")
-    assert all(answers.nth(at).inner_text().startswith("7") for at in range(2))
+    assert [answers.nth(at).inner_text().partition("\n")[0] for at in range(2)] == ["7", "Arr, 7 it be!"]
     assert answers.first.locator(".token").count() > 0
     await_count(page, ".timeline svg", 2)
     page.wait_for_selector("text=token 1 from prefill-0")
@@ -283,3 +318,19 @@ def test_the_public_port_shows_figures_to_holders_of_a_key(pages: Pages, public:
     assert page.locator("dialog pre").count() == 0
     assert axe_of(page) == []
     shoot(page, "public")
+
+
+@pytest.mark.timeout(400)
+def test_the_first_token_comes_by_the_link_that_a_first_start_prints(tmp_path: Path) -> None:
+    """From `up` in an empty folder, with nothing compiled yet; `pytest -s` shows the seconds of each part."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "smoke.py", "--browser", Path(sys.executable).with_name("pd-cluster")],
+        cwd=tmp_path,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+    print(f"figure: {done.stdout.strip()}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "answer '7', status 0" in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -193,12 +194,33 @@ def test_videos(cluster: LiveCluster, model: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_over_gloo_and_two_ranks(model: Path, tmp_path: Path) -> None:
+    """Each picture is computed by one of the ranks; a rank that dies before its share is there keeps nobody waiting."""
     tp = {"prefill-0": 2, "decode-0": 1}
-    flags = [*FLAGS, "--num-blocks=256", "--max-model-len=1800", "--kv-transport=dist", "--mm-encoder-cache-tokens=20"]
+    flags = [*FLAGS, "--num-blocks=256", "--max-model-len=1800", "--kv-transport=dist"]
     with LiveCluster(tmp_path, model, arguments=flags, tp_sizes=tp) as cluster:
         assert_exact(cluster, model)
         cluster.wait_until("KV cache came over", lambda: cluster.instance("decode-0")["kv_received_nbytes"] > 0)
+        cluster.wait_until("five pictures were counted once each", lambda: num_encoded(cluster, "prefill-0") == 5)
         cluster.assert_home()
+        follower = cluster.rank_pids("prefill-0")[1]
+        os.kill(follower, signal.SIGSTOP)
+        new = ["ab", picture(7), picture(8), "c"]
+        stream = Stream(cluster, chat_of(new))
+        cluster.wait_until("it was sent", lambda: cluster.instance("prefill-0")["num_outstanding"] == 1)
+        os.kill(follower, signal.SIGKILL)
+        assert cluster.await_exit("prefill-0") != 0
+        assert stream.end() == expected(model, *new)
+        cluster.start_member("prefill-0")
+        cluster.await_ready()
+        assert_exact(cluster, model)
+        cluster.assert_home()
+
+
+def num_encoded(cluster: LiveCluster, name: str) -> float:
+    """The images that /metrics counts as computed by an instance."""
+    lines = cluster.client.get(f"{cluster.url}/metrics").text.splitlines()
+    own = [line for line in lines if line.startswith("pd_cluster:images_encoded_total{") and name in line]
+    return sum(float(line.split()[-1]) for line in own)
 
 
 def test_usage_and_tokenize_count_expanded_tokens(cluster: LiveCluster, model: Path) -> None:

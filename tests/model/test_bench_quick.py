@@ -55,6 +55,21 @@ def test_quick_runs_our_engine_and_generate(tmp_path: Path) -> None:
     assert "goals" in done.stdout
 
 
+@pytest.mark.slow
+def test_quick_asks_a_split_cluster_and_one_instance_in_turn(tmp_path: Path) -> None:
+    """`bench serve --against hybrid,vllm`, with a peer that is not there: a cluster of real processes, drained once."""
+    file = tmp_path / "serve.json"
+    command = [sys.executable, "-m", "pd_cluster", "bench", "serve", "--quick", "--against", "hybrid,vllm"]
+    command += ["--num-requests", "4", "--concurrency", "2", "--input-len", "16", "--output-len", "8"]
+    command += ["--peers-dir", str(tmp_path / "no peers"), "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    assert "note: vllm is not in " in done.stdout
+    found = {result["name"]: result for result in json.loads(file.read_text())["results"]}
+    assert all(found[f"{name}: output tokens"]["value"] > 0 for name in ("split", "hybrid"))
+    assert found["split / hybrid: output tokens"]["goal"] == 0.95
+
+
 def test_quick_hands_over_between_two_processes(tmp_path: Path) -> None:
     """`bench kv --quick`: both transports, checks on and off, the content compared; nothing is judged."""
     file = tmp_path / "kv.json"

@@ -105,12 +105,12 @@ def test_the_least_recently_used_block_goes_and_pinned_ones_stay() -> None:
     hashes = chain_hashes(b"", range(16), 4)
     for block, content in enumerate(hashes[:3]):
         tier.store(block, content)
-    assert tier.contents == hashes[:2], "both slots have moves of this step"
+    assert list(tier.contents) == hashes[:2], "both slots have moves of this step"
     assert moves == [("out", 0, 10), ("out", 1, 11)]
     tier.begin(lambda *move: moves.append(move))
     assert tier.pin([hashes[0]]) == [10]
     tier.store(7, hashes[3])
-    assert tier.contents == [hashes[0], hashes[3]]
+    assert list(tier.contents) == [hashes[0], hashes[3]]
     assert moves[2:] == [("out", 7, 11)]
     tier.load([10], [5])
     assert moves[3:] == [("in", 10, 5)]

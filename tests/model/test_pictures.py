@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +14,14 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from pd_cluster import LLM, SamplingParams
+from pd_cluster.engine.ranks.follower import Follower
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.errors import ConfigError, ModelError, RequestError
+from pd_cluster.errors import ConfigError, InstanceLost, ModelError, RequestError
 from pd_cluster.model import loader
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.vision.tower import Tower
-from pd_cluster.types import Request, Sampling
+from pd_cluster.types import Image, Request, Sampling
 from tests.support.checkpoints import ROPE
 from tests.support.engines import make_core, run
 from tests.support.multimodal import change_config, rewrite_weights
@@ -175,11 +177,73 @@ def test_layers_of_transformers_take_deep_features(tmp_path: Path, monkeypatch: 
     assert answer_all(folder, core, PROMPTS)[0] == expected_of(folder, PROMPTS)
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    folder = make_vision(tmp_path, "qwen3_vl_moe")
-    with ranks(folder, 2, **{**SETTINGS, "mm_encoder_cache_tokens": 20}) as core:
+@pytest.fixture
+def towers(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tower]:
+    """The tower of each rank that a test makes."""
+    made: dict[int, Tower] = {}
+    plain_init = Tower.__init__
+
+    def init(tower: Tower, *arguments: Any) -> None:
+        plain_init(tower, *arguments)
+        made[tower.group.rank] = tower
+
+    monkeypatch.setattr(Tower, "__init__", init)
+    return made
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_pictures_are_spread_over_ranks(tmp_path: Path, towers: dict[int, Tower], size: int) -> None:
+    """Each picture is computed once, and all ranks keep the bits that a single rank computes; few fit what is kept."""
+    changes = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    folder = make_vision(tmp_path, "qwen3_vl_moe", **changes)
+    settings = {**SETTINGS, "mm_encoder_cache_tokens": 30}
+    with ranks(folder, 1, **settings) as core:
+        alone = towers[0]
         for _ in range(2):
             assert answer_all(folder, core, PROMPTS)[0] == expected_of(folder, PROMPTS)
+    with ranks(folder, size, **settings) as core:
+        for _ in range(2):
+            assert answer_all(folder, core, PROMPTS)[0] == expected_of(folder, PROMPTS)
+        shares = [towers[rank].num_encoded for rank in range(size)]
+        assert core.runner.encoded.num_images == sum(shares) == alone.num_encoded
+    assert min(shares[:2]) > 0
+    for tower in towers.values():
+        assert list(tower.kept) == list(alone.kept)
+        for key, features in tower.kept.items():
+            assert len(features) == 3, "the planes of DeepStack"
+            assert torch.equal(features, alone.kept[key])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_cannot_compute_a_picture(
+    tmp_path: Path, towers: dict[int, Tower], monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    """No rank waits for another one's deadline, and none keeps a feature of the step."""
+    plain_encode, plain_run = Tower.encode, Follower.run
+    errors: list[Exception] = []
+
+    def encode(tower: Tower, image: Image) -> torch.Tensor:
+        if tower.group.rank == victim:
+            raise RuntimeError("no memory")
+        return plain_encode(tower, image)
+
+    def follow(follower: Follower) -> None:
+        with contextlib.suppress(InstanceLost, RuntimeError):
+            try:
+                plain_run(follower)
+            except Exception as error:
+                errors.append(error)
+                raise
+
+    monkeypatch.setattr(Tower, "encode", encode)
+    monkeypatch.setattr(Follower, "run", follow)
+    folder = make_vision(tmp_path, "qwen3_vl")
+    with ranks(folder, 2, **SETTINGS) as core, pytest.raises((InstanceLost, RuntimeError)) as found:
+        answer_all(folder, core, PROMPTS)
+    said = [str(found.value), *map(str, errors)]
+    assert said[victim] == "no memory"
+    assert said[1 - victim] == f"rank {victim} of 2 could not compute a picture"
+    assert not any(tower.kept for tower in towers.values())
 
 
 def tower_of(core: EngineCore) -> Tower:

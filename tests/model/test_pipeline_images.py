@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pd_cluster import AsyncEngine, GenerationConfig, pipeline
+from pd_cluster import AsyncEngine, GenerationConfig, VisionConfig, pipeline
 from pd_cluster.errors import RequestError
 from pd_cluster.vl import load_image
 from tests.support.pictures import Shown, data_url, file_of, ids_of, make_vision, picture, png_of_size, reference_answer
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pipe(folder: Path) -> Iterator[AsyncEngine]:
-    with pipeline(str(folder)) as made:
+    with pipeline(str(folder), vision_config=VisionConfig(max_batch_size=1)) as made:
         yield made
 
 

@@ -37,13 +37,13 @@ class Certificate:
             copy.replace(old)
 
 
-def make_certificate(folder: Path, name: str) -> Certificate:
-    """Makes a certificate for 127.0.0.1 and localhost."""
+def make_certificate(folder: Path, name: str, of: str = "IP:127.0.0.1,DNS:localhost") -> Certificate:
+    """Makes a certificate for 127.0.0.1 and localhost, or for those that `of` names."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl command")
     made = Certificate(folder / f"{name}.pem", folder / f"{name}.key")
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
     files = ["-out", str(made.certfile), "-keyout", str(made.keyfile)]
-    names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
+    names = ["-subj", f"/CN={name}", "-addext", f"subjectAltName={of}"]
     subprocess.run(["openssl", "req", "-x509", *curve, *files, *names], check=True, capture_output=True, timeout=60)
     return made

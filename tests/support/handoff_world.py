@@ -18,11 +18,11 @@ from pd_cluster import wire
 from pd_cluster.devices.device import CPU
 from pd_cluster.engine.handover.exports import Exports, ShipLimits
 from pd_cluster.engine.handover.imports import Imports
-from pd_cluster.engine.step.patience import Patience
+from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.errors import LinkError
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.copies import Copies
-from pd_cluster.transport.events import Drained, Landed, LandFault
+from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
 from pd_cluster.transport.landing import Geometry, Lander
 from pd_cluster.types import Order, Request, Status, TokenOutput
@@ -110,7 +110,7 @@ class Link:
         self.copied.remove(chunk.transfer_id)
         self.target.write(chunk.piece, into, self.source.read(chunk.piece) if payload is None else payload)
 
-    def land(self) -> Landed | LandFault | Drained | str | None:
+    def land(self) -> Arrived | Landed | LandFault | Drained | str | None:
         """Takes the next item of D's thread; a string is the reason for a link failure."""
         item = self.frames.popleft()
         if isinstance(item, str):
@@ -156,7 +156,7 @@ class World:
         self.rng.shuffle(self.unsubmitted)
         self.half_submitted: set[str] = set()
         self.trouble = True
-        self.num_troubles = self.num_waits = 0
+        self.num_troubles = self.num_waits = self.num_landing_waits = 0
         self.num_events = 0
         self.troubles = [self._abort, self._break_link, self._pass_time, self._repeat_frame, self._swap_frames]
         self.troubles += [self._p_dies, self._d_dies]
@@ -215,9 +215,10 @@ class World:
             self.d.scheduler, side, self._import_ended, self._joined, self.clock, TIMES, growth_tokens=4, vocab_size=999
         )
         self.patience = Patience(self.d.scheduler, self.imports, self.clock)
+        self.landing_wait = LandingWait(self.imports, self.clock)
         self.d_conn: str | None = None
         self.to_d: deque[tuple[str, wire.Body]] = deque()
-        self.d_inbox: deque[Landed | LandFault | Drained | tuple[str, wire.Body]] = deque()
+        self.d_inbox: deque[Arrived | Landed | LandFault | Drained | tuple[str, wire.Body]] = deque()
 
     def connect(self) -> None:
         conn = f"link-{len(self.links)}"
@@ -348,6 +349,9 @@ class World:
         if self.patience.waits:
             self.num_waits += 1
             return
+        if self.d.scheduler.running and self.landing_wait.left_s(1.0):
+            self.num_landing_waits += 1
+            return
         if not (self.d.scheduler.running or self.d.scheduler.waiting):
             return
         for request in decode_step(self.d):
@@ -413,6 +417,8 @@ class World:
                 self._d_loses_link(event)
         elif event is not None and link.target is self.d.memory:
             self.d_inbox.append(event)
+            if isinstance(event, Landed) and link.conn == self.d_conn:
+                self.to_p.append((link.conn, wire.Confirm(event.transfer_id)))
 
     def _p_reads_inbox(self) -> None:
         if self.p.plan is not None or not self.p_inbox:
@@ -439,6 +445,8 @@ class World:
         if not self.d_inbox:
             return
         match self.d_inbox.popleft():
+            case Arrived(transfer_id):
+                self.imports.on_arrived(transfer_id)
             case Landed(transfer_id, tokens):
                 self.imports.on_landed(transfer_id, tokens)
             case LandFault(transfer_id, reason):

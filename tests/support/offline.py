@@ -42,7 +42,7 @@ class FakeOffline:
             self.checkpoint,
             ServiceConfig(config.engine.model, [], limit, config.engine.seed, config.max_logprobs, chat=config.chat),
         )
-        self.adapters = RequestedAdapters(config.engine.adapters, self.service.adapters, None)
+        self.adapters = RequestedAdapters(config.engine.adapters, self.service.names.adapters, None)
         self._runner = asyncio.Runner()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

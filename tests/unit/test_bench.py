@@ -13,7 +13,7 @@ import numpy
 import pytest
 
 from pd_cluster import tables as report
-from pd_cluster.bench.serve import Measured, ServeBench, _admin_above, _bodies, _check_shape, _results
+from pd_cluster.bench.serve import Measured, ServeBench, _admin_above, _results, check_shape, make_bodies
 from pd_cluster.client.instances import Traffic, fetch_instances
 from pd_cluster.client.streaming import Recorder, Sample, make_client, measure
 from pd_cluster.errors import ConfigError
@@ -275,8 +275,8 @@ def test_figures_leave_failed_requests_out_but_count_them() -> None:
 
 def test_prompts_are_seeded_valid_and_all_different() -> None:
     bench = ServeBench(input_len=64, output_len=7)
-    bodies = _bodies(bench, "tiny", 8)
-    assert bodies == _bodies(bench, "tiny", 8)
+    bodies = make_bodies(bench, "tiny", 8)
+    assert bodies == make_bodies(bench, "tiny", 8)
     prompts = [body["prompt"] for body in bodies]
     assert all(len(p) == 64 and min(p) >= 0 and max(p) < 256 for p in prompts)
     assert len({tuple(p) for p in prompts}) == 8
@@ -286,10 +286,10 @@ def test_prompts_are_seeded_valid_and_all_different() -> None:
 
 def test_a_shape_that_does_not_fit_names_the_flags() -> None:
     bench = ServeBench(input_len=100, output_len=28)
-    _check_shape(bench, 128)
-    _check_shape(bench, None)
+    check_shape(bench, 128)
+    check_shape(bench, None)
     with pytest.raises(ConfigError, match=r"--input-len 100 --output-len 28: together 128 tokens.* 127 tokens"):
-        _check_shape(bench, 127)
+        check_shape(bench, 127)
 
 
 def test_the_default_admin_address_is_the_port_above() -> None:

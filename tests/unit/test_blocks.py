@@ -49,7 +49,7 @@ def test_contents_are_forgotten_whoever_holds_them() -> None:
     pool.forget()
     assert (pool.num_cached, pool.num_free, pool.num_resets) == (0, 2, 1)
     assert pool.find([b"h" * 32]) == pool.find([b"c" * 32]) == []
-    assert pool.changes() == {b"h" * 32: False, b"c" * 32: False}
+    assert pool.changes() == {b"h" * 32: None, b"c" * 32: None}
     pool.check([[held, plain]])
     pool.remember(plain, b"h" * 32)  # what was forgotten may be computed again
     pool.release([held, plain])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
+import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ import pytest
 from pd_cluster.api.admin.admin_app import ShownCluster, admin_app
 from pd_cluster.api.admin.timelines import LocalTimelines
 from pd_cluster.api.dashboard import sessions as sessions_module
+from pd_cluster.api.dashboard.files import STATIC, joined_scripts, page_files
 from pd_cluster.api.dashboard.playground import PublicPort
-from pd_cluster.api.dashboard.routes import COOKIE, STATIC
+from pd_cluster.api.dashboard.routes import COOKIE
 from pd_cluster.api.dashboard.sessions import CODE_LIFE_S, MAX_CODES, MAX_SESSIONS, SESSION_LIFE_S, Sessions
 from pd_cluster.api.gate.access import AdminAccess
 from pd_cluster.cluster.overview.watch import Overview
@@ -162,7 +165,10 @@ def test_commands_need_this_page_and_its_token(tmp_path: Path) -> None:
 
 def test_files_are_closed_and_name_no_other_host(tmp_path: Path) -> None:
     async def use(client: httpx.AsyncClient) -> None:
-        for path in ("/dashboard/", "/dashboard/app.js", "/dashboard/style.css", "/dashboard/vendor/uplot.js"):
+        page = (await client.get("/dashboard/")).text
+        named = re.findall(r'(?:src|href)="([^"#]+)"', page)
+        assert sorted(name.rpartition(".")[2] for name in named) == ["css", "js", "svg"], "one of each"
+        for path in ("/dashboard/", *(f"/dashboard/{name}" for name in named)):
             answer = await client.get(path)
             assert answer.status_code == 200
             policy = answer.headers["content-security-policy"]
@@ -172,6 +178,7 @@ def test_files_are_closed_and_name_no_other_host(tmp_path: Path) -> None:
         assert (await client.get("/dashboard")).headers["location"] == "/dashboard/"
         for path in (
             "/dashboard/nothing.js",
+            "/dashboard/app.js",
             "/dashboard/..%2froutes.py",
             "/dashboard/%2e%2e/routes.py",
             "/dashboard/vendor",
@@ -196,13 +203,43 @@ def test_the_pages_have_no_inline_code_no_markup_from_strings_and_no_outside_add
     assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=", page)
 
 
-def test_every_file_that_a_page_names_is_there() -> None:
-    page = (STATIC / "index.html").read_text()
-    for name in re.findall(r'(?:src|href)="([^"#]+)"', page):
-        assert (STATIC / name).is_file(), name
-    for path in STATIC.glob("*.js"):
-        for name in re.findall(r'from "\./([^"]+)"', path.read_text()):
-            assert (STATIC / name).is_file(), f"{path.name}: {name}"
+def test_a_file_whose_name_has_its_hash_is_kept_for_good(tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        for name, file in page_files().items():
+            for coding in ("gzip, br", "identity"):
+                answer = await client.get(f"/dashboard/{name}", headers={"Accept-Encoding": coding})
+                assert answer.content == file.content, name
+                assert answer.headers["vary"] == "Accept-Encoding"
+                assert ("content-encoding" in answer.headers) is (coding != "identity")
+                assert ("immutable" in answer.headers["cache-control"]) is bool(re.search("-[0-9a-f]{12}", name))
+
+    with_app(tmp_path, use)
+
+
+def test_modules_are_joined_in_the_order_of_their_imports(tmp_path: Path) -> None:
+    (tmp_path / "vendor").mkdir()
+    (tmp_path / "vendor" / "uplot.js").write_text("var uPlot = 1;")
+    (tmp_path / "app.js").write_text('import { b, a as other } from "./b.js";\nimport { a } from "./a.js";\nb(a);\n')
+    (tmp_path / "b.js").write_text('import { a } from "./a.js";\nconst own = 2;\nexport function b() {}\n')
+    (tmp_path / "a.js").write_text("const own = 1;\nexport const a = own;\n")
+    joined = joined_scripts(tmp_path)
+    places = [joined.index(part) for part in ("uPlot", "own = 1", "return { a }", "own = 2", "return { b }", "b(a)")]
+    assert places == sorted(places)
+    assert "const { b, a: other } = module_b;" in joined
+    assert joined.count("own = 1") == 1
+    assert not re.search(r"^(import|export)", joined, re.MULTILINE)
+    for form in ("export default 1;", 'import * as x from "./a.js";', "export { a };"):
+        (tmp_path / "a.js").write_text(f"{form}\n")
+        with pytest.raises(ValueError, match=re.escape(form)):
+            joined_scripts(tmp_path)
+
+
+def test_the_script_is_valid() -> None:
+    if (node := shutil.which("node")) is None:
+        pytest.skip("needs node")
+    script = next(file.content for name, file in page_files().items() if name.endswith(".js"))
+    done = subprocess.run([node, "--check", "--input-type=module", "-"], input=script, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_times_of_codes_and_sessions_are_those_that_the_documents_say() -> None:

@@ -47,12 +47,26 @@ MODELS = [
     {"source": "image", "image": "registry.example/models/llama:8b"},
     {"source": "download", "repository": "org/model", "tokenSecret": "hub"},
 ]
+DOWNLOAD: dict[str, Any] = {"source": "download", "repository": "org/model"}
+DOWNLOADS: list[dict[str, Any]] = [  # the first two make the same Job
+    {"model": DOWNLOAD},
+    {"model": DOWNLOAD, "roles": {"decode": {"replicas": 5}}},
+    {"model": {**DOWNLOAD, "repository": "org/other"}},
+    {"model": DOWNLOAD, "image": {"tag": "next"}},
+]
+SERVICES: list[tuple[dict[str, Any], bool]] = [  # values -> whether clients may come without a key
+    ({"type": "ClusterIP"}, True),
+    ({"type": "NodePort"}, False),
+    ({"type": "LoadBalancer"}, False),
+    ({"type": "LoadBalancer", "withoutKey": True}, True),
+]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"replicas": 3}, "replicas"),
     ({"roles": {"decode": {"replicas": -1}}}, "replicas"),
     ({"model": {"source": "s3"}}, "source"),
     ({"model": {"source": "image"}}, "model.image"),
     ({"device": {"kind": "tpu"}}, "kind"),
+    ({"scheduler": {"service": {"type": "ExternalName"}}}, "type"),
 ]
 
 
@@ -74,7 +88,9 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
 
 def asked() -> list[dict[str, Any]]:
     made = [{**values_of(*files), **more} for files, more, _ in MADE.values()]
-    return [*made, EVERYTHING, *({"model": model} for model in MODELS), *(values for values, _ in WRONG)]
+    services = ({"scheduler": {"service": service}} for service, _ in SERVICES)
+    models = ({"model": model} for model in MODELS)
+    return [*made, EVERYTHING, *models, *DOWNLOADS, *services, *(values for values, _ in WRONG)]
 
 
 @functools.cache
@@ -123,6 +139,25 @@ def test_other_values_keep_to_the_schemas(at: int) -> None:
     kinds = {each["kind"] for each in found}
     assert {"ScaledObject", "PodMonitor", "PrometheusRule"} <= kinds or at > len(MADE)
     assert ("Job" in kinds) is (at == len(MADE) + len(MODELS))
+
+
+def test_a_download_that_changes_is_another_job() -> None:
+    start = len(MADE) + 1 + len(MODELS)
+    found = [objects(texts) for texts in rendered()[start : start + len(DOWNLOADS)]]
+    names = [each["metadata"]["name"] for one in found for each in one if each["kind"] == "Job"]
+    assert len(names) == len(DOWNLOADS)
+    assert names[0] == names[1]
+    assert len(set(names)) == len(DOWNLOADS) - 1
+    assert all(name.startswith("pd-download-") for name in names)
+
+
+def test_hosts_outside_of_the_cluster_need_a_key() -> None:
+    start = len(MADE) + 1 + len(MODELS) + len(DOWNLOADS)
+    for (service, is_optional), texts in zip(SERVICES, rendered()[start : start + len(SERVICES)], strict=True):
+        scheduler = next(each for each in objects(texts) if each["kind"] == "Deployment")
+        variables = scheduler["spec"]["template"]["spec"]["containers"][0]["env"]
+        key = next(each for each in variables if each["name"] == "VLLM_API_KEY")
+        assert key["valueFrom"]["secretKeyRef"]["optional"] is is_optional, service
 
 
 def test_what_is_wrong_is_named() -> None:

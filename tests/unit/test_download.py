@@ -14,7 +14,7 @@ import pytest
 
 from pd_cluster.errors import RequestError
 from pd_cluster.media import download
-from pd_cluster.media.download import Downloads, downloaded, may_connect, target_of
+from pd_cluster.media.download import ANY_HOST, Downloads, downloaded, may_connect, target_of
 from pd_cluster.media.fetch import VIDEO, Places, fetched
 
 HOST = "pictures.example"
@@ -59,6 +59,14 @@ def test_public_addresses() -> None:
 def test_urls_that_are_refused(url: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         target_of(url, (HOST,))
+
+
+def test_any_host_has_a_public_address_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert target_of("http://other.example/a", (ANY_HOST,)).host == "other.example"
+    for host, said in (("127.0.0.1", "not a public one"), ("::1", "not a plain"), ("a.example", "not a public one")):
+        resolve(monkeypatch, ["127.0.0.1"])
+        with pytest.raises(RequestError, match=said):
+            downloaded(f"http://{host}/a", Downloads((ANY_HOST,), (), 1000))
 
 
 def test_the_name_is_read_once() -> None:

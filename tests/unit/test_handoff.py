@@ -52,6 +52,7 @@ def explore(seeds: Sequence[int], world_of: type[World] = World) -> Counter[str]
                 was_told = at_p in ("handed over", "aborted")  # D may be done before P has read that it took over
                 assert on_token_one or (was_told and at_d == "finished"), f"seed {seed}: {at_p}, {at_d}"
         seen["D waits"] += world.num_waits > 0
+        seen["D waits for a landing"] += world.num_landing_waits > 0
         if isinstance(world, AheadWorld):
             seen["steps ahead"] += world.num_ahead
         if isinstance(world, RestingWorld):
@@ -86,6 +87,7 @@ def test_random_orders_of_events() -> None:
         "D the link from prefill is down",
         "D the transfer stood still for 30 s",
         "D waits",
+        "D waits for a landing",
     ):
         assert seen[outcome] > 25, f"{outcome!r} was hardly seen: {seen}"
 
@@ -100,7 +102,6 @@ def commit_without_asking(self: Imports, transfer_id: str, first_tokens: list[To
     found = self._imports.get(transfer_id)
     if found is not None and found.state is ImportState.LANDING:
         found.state, found.first_tokens = ImportState.CONFIRMING, first_tokens
-        self._ports.send(found.conn, wire.Confirm(transfer_id))
         self.on_confirmed(found.conn, wire.Confirmed(transfer_id, True))
 
 
@@ -308,6 +309,21 @@ def test_first_tokens_of_something_else_are_refused(tokens: list[TokenOutput]) -
     assert isinstance(world.sent[-1], wire.Cancel)
     imports.on_drained("t")
     assert not len(imports)
+
+
+def test_a_transfer_is_imminent_from_its_last_chunk_until_it_joins_or_is_late() -> None:
+    imports, _ = landing()
+    assert imports.num_imminent == 0
+    imports.on_arrived("t")
+    imports.on_landed("t", [TokenOutput("r", 0, 0, 0, 5)])
+    assert imports.num_imminent == 1
+    imports.await_no_longer()
+    assert imports.num_imminent == 0
+    imports.on_confirmed("c", wire.Confirmed("t", True))
+    given_up, _ = landing()
+    given_up.on_arrived("t")
+    given_up.on_link_down("c", "gone")
+    assert given_up.num_imminent == 0
 
 
 def test_blocks_in_quarantine_are_counted_and_bounded() -> None:

@@ -27,7 +27,7 @@ from pd_cluster.cluster.members.joining import (
 from pd_cluster.cluster.members.registrar import JoinPort, Registrar
 from pd_cluster.cluster.processes.ports import free_ports
 from pd_cluster.errors import ConfigError, InstanceNotFound
-from pd_cluster.net.mailbox import CUT_SHORT, NOT_ADMITTED, NOT_OPENED, OTHER_SECRET
+from pd_cluster.net.opening import CUT_SHORT, NOT_ADMITTED, NOT_OPENED, OTHER_SECRET
 from pd_cluster.net.sockets import KeyPair
 from pd_cluster.reports import InstanceInfo
 from pd_cluster.settings.config import Credentials

@@ -7,7 +7,7 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.devices.device import CPU
 from pd_cluster.transport.copies import Copies
-from pd_cluster.transport.events import Landed, LandFault
+from pd_cluster.transport.events import Arrived, Landed, LandFault
 from pd_cluster.transport.landing import Geometry, Lander
 from pd_cluster.types import TokenOutput
 
@@ -68,6 +68,7 @@ def land(
 def test_a_whole_transfer_lands(items: list[wire.KVChunk | wire.KVEnd]) -> None:
     recorder, events = land(items)
     assert events[-1] == Landed("t", [TOKEN], 64 * (len(items) - 1))
+    assert events[:-1] == [None] * (len(items) - 2) + [Arrived("t")]
     assert None not in recorder.into
 
 

@@ -17,7 +17,7 @@ from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout, Route, can_split_heads, check_pair, keys_and_values, lanes, num_lanes
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.transport.events import Drained, Landed, LandFault, LinkEvent
+from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, LinkEvent
 from pd_cluster.types import TokenOutput
 from pd_cluster.wire import KVPiece
 
@@ -128,6 +128,15 @@ def test_landed_when_all_lanes_have() -> None:
     gather = Gather(3)
     assert [gather.add(lane, landed(10)) for lane in (2, 0)] == [None, None]
     assert gather.add(1, landed(5)) == landed(25)
+    assert len(gather) == 0
+
+
+def test_arrived_when_all_lanes_have() -> None:
+    gather = Gather(2)
+    assert gather.add(1, Arrived("t")) is None
+    assert gather.add(0, Arrived("t")) == Arrived("t")
+    gather.add(0, Arrived("u"))  # and given up
+    assert [gather.add(lane, Drained("u")) for lane in (0, 1)] == [None, Drained("u")]
     assert len(gather) == 0
 
 

@@ -15,8 +15,9 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.errors import ConfigError
 from pd_cluster.net import mailbox as module
-from pd_cluster.net import sockets
-from pd_cluster.net.mailbox import NO_HANDSHAKE, NOT_ADMITTED, OTHER_SECRET, Mailbox
+from pd_cluster.net import opening, sockets
+from pd_cluster.net.mailbox import Mailbox
+from pd_cluster.net.opening import NO_HANDSHAKE, NOT_ADMITTED, OTHER_SECRET
 from pd_cluster.net.sockets import KeyPair, receive
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.processes import PortRange
@@ -187,10 +188,10 @@ def test_a_worker_is_taken_for_nobody_else(
     box: Callable[..., Box], name: str, epoch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-    monkeypatch.setattr(module.log, "error", lambda *words: said.put(words))
+    monkeypatch.setattr(opening.log, "error", lambda *words: said.put(words))
     server, scheduler = box("decode-0", 7, listen=True), box("scheduler", 1)
     worker = box(name, epoch, key=OTHER_KEY)
-    monkeypatch.setattr(worker.mailbox, "kind", "scheduler" if name == "scheduler" else "worker")
+    monkeypatch.setattr(worker.mailbox._opening, "_kind", "scheduler" if name == "scheduler" else "worker")
     named = msgspec.structs.replace(worker.info, name="prefill-0", epoch=8)
     told = scheduler.connect_to(server)
     scheduler.mailbox.send(told, wire.Peers([named]))
@@ -310,7 +311,7 @@ def test_workers_are_not_told_of_what_schedulers_show(box: Callable[..., Box], m
     scheduler.connect_to(server)
     server.wait("opened")
     server.mailbox._deliver(
-        next(iter(server.mailbox._connections.values())),
+        next(iter(server.mailbox._connections)),
         wire.Envelope("scheduler", 8, 7, wire.Peers([worker.info])),
     )
     worker.connect_to(server)
@@ -328,8 +329,9 @@ def test_garbage_does_not_harm(box: Callable[..., Box], garbage: bytes) -> None:
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
     conn = client.connect_to(server)
     client.wait("opened")
-    client.mailbox._call(lambda: client.mailbox._connections[conn].socket.send(garbage))
-    client.mailbox._call(lambda: client.mailbox._connections[conn].socket.send_multipart([b"a", b"b"]))
+    dealer = client.mailbox._connections._by_id[conn].socket
+    client.mailbox._call(lambda: dealer.send(garbage))
+    client.mailbox._call(lambda: dealer.send_multipart([b"a", b"b"]))
     client.mailbox.send(conn, wire.Offer("after", 1))
     assert server.wait("message")[2].transfer_id == "after"
 

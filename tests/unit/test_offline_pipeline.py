@@ -20,6 +20,7 @@ from pd_cluster.offline.lmdeploy import setup
 from pd_cluster.offline.lmdeploy.async_engine import AsyncEngine
 from pd_cluster.offline.lmdeploy.pipeline import pipeline
 from pd_cluster.offline.lmdeploy.templates import ChatTemplateConfig
+from pd_cluster.offline.lmdeploy.vision_config import VisionConfig
 from pd_cluster.offline.session import OfflineConfig
 from pd_cluster.pytorch import EngineConfig as PytorchConfig
 from pd_cluster.turbomind import EngineConfig as TurbomindConfig
@@ -531,7 +532,8 @@ def test_either_backend_runs_this_engine_with_its_own_defaults(make: Make, backe
             {"model_name": "a", "backend_config": PytorchConfig("b")},
             "model_name 'a': backend_config has model_name 'b'",
         ),
-        ({"vision_config": {}}, "pipeline.vision_config {}: images are read one at a time; leave it out"),
+        ({"vision_config": {}}, "pipeline.vision_config {}: expected a VisionConfig"),
+        ({"vision_config": VisionConfig(0)}, "VisionConfig.max_batch_size 0: must be a whole number of at least 1"),
         ({"model_name": 5}, "model_name 5: must be a text"),
         ({"backend_config": PytorchConfig(tp=None)}, "PytorchEngineConfig.tp None: must be a whole number"),
         ({"arguments": "--kv-hmac"}, "arguments '--kv-hmac': expected a list of flags"),

@@ -7,12 +7,14 @@ import bisect
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.overview.history import RATES, WINDOW_S, History, quantile
 from pd_cluster.cluster.overview.marks import EventMarks
 from pd_cluster.cluster.overview.problems import problems_of
+from pd_cluster.cluster.overview.tiers import tiers_of
 from pd_cluster.cluster.overview.watch import Overview
 from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Histogram, RequestStats
 from pd_cluster.reports import Busy, InstanceInfo
@@ -219,3 +221,13 @@ def test_a_role_that_nobody_has_is_named(role: str) -> None:
     for each in world.membership.instances:
         each.state = "unreachable" if each.role == role else "ready"
     assert any(text.startswith(f"no {role} instance takes requests") for _, text in _problems(world))
+
+
+def test_tiers_are_listed_as_far_as_there_are_any() -> None:
+    pool = Load(num_blocks=10, num_held_blocks=3, num_cached_blocks=2, num_prefix_hit_tokens=40)
+    assert [tier["name"] for tier in tiers_of(pool)] == ["pool"]
+    whole = msgspec.structs.replace(
+        pool, num_host_cache_blocks=7, num_host_hit_tokens=32, num_swap_blocks=8, num_free_swap_blocks=6
+    )
+    found = [(t["name"], t["num_blocks"], t["num_used_blocks"], t["num_hit_tokens"]) for t in tiers_of(whole)]
+    assert found == [("pool", 10, 5, 40), ("host cache", None, 7, 32), ("swap", 8, 2, None)]

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from pd_cluster.engine.step.patience import MOST_COMING, MOST_WAIT_S, Patience
+from pd_cluster.engine.step.patience import (
+    MOST_COMING,
+    MOST_LANDING_S,
+    MOST_LANDING_SHARE,
+    MOST_WAIT_S,
+    LandingWait,
+    Patience,
+)
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.types import Order, Request, Sampling
@@ -74,3 +81,44 @@ def test_the_wait_has_an_end() -> None:
     assert not world.patience.waits
     world.land("late")
     assert world.patience.waits
+
+
+# ---- for a landing
+
+
+class Landings:
+    num_imminent = 0
+
+    def await_no_longer(self) -> None:
+        self.num_imminent = 0
+
+
+def test_a_step_waits_a_moment_for_what_is_about_to_join() -> None:
+    now_s, landings = [100.0], Landings()
+    wait = LandingWait(landings, lambda: now_s[0])
+    assert wait.left_s(0.04) == 0
+    landings.num_imminent = 1
+    assert wait.left_s(0.04) == pytest.approx(0.04 * MOST_LANDING_SHARE)
+    now_s[0] += 0.004
+    assert wait.left_s(0.04) == pytest.approx(0.04 * MOST_LANDING_SHARE - 0.004)
+    landings.num_imminent = 0  # it has joined
+    assert wait.left_s(0.04) == 0
+
+
+def test_a_late_one_is_not_waited_for_again() -> None:
+    """Otherwise an instance that stands still there would slow every step of this one."""
+    now_s, landings = [100.0], Landings()
+    wait = LandingWait(landings, lambda: now_s[0])
+    landings.num_imminent = 1
+    assert wait.left_s(9.0) == pytest.approx(MOST_LANDING_S)
+    now_s[0] += MOST_LANDING_S
+    assert wait.left_s(9.0) == 0
+    assert landings.num_imminent == 0
+    landings.num_imminent = 1  # another one
+    assert wait.left_s(9.0) == pytest.approx(MOST_LANDING_S)
+
+
+def test_no_step_waits_before_one_has_been_measured() -> None:
+    landings = Landings()
+    landings.num_imminent = 1
+    assert LandingWait(landings, lambda: 100.0).left_s(0.0) == 0

@@ -12,9 +12,10 @@ import httpx
 import pytest
 
 from pd_cluster.api.admin.admin_app import describe
+from pd_cluster.api.dashboard.overview_routes import MOST_SHARED, SHARED_S, SharedAnswers
 from pd_cluster.api.dashboard.public import MAX_LOGIN_NBYTES, PublicView
 from pd_cluster.api.dashboard.routes import PageView, cookie_of
-from pd_cluster.api.dashboard.sessions import Sessions
+from pd_cluster.api.dashboard.sessions import MOST_LOOKS, Sessions
 from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.cluster.overview.watch import Overview
 from pd_cluster.cluster.routing.stats import RequestStats
@@ -122,6 +123,41 @@ def test_a_key_ends_no_sessions_of_others(tmp_path: Path) -> None:
         assert answer.status_code == 200
 
     world.run(use)
+
+
+def test_a_session_looks_no_more_often_than_its_page_needs(tmp_path: Path) -> None:
+    world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
+    now_s = [100.0]
+    world.sessions._clock = lambda: now_s[0]
+
+    async def use(client: httpx.AsyncClient) -> None:
+        await login(client, api_key=KEY)
+        found = [await client.get("/dashboard/api/overview") for _ in range(int(MOST_LOOKS) + 1)]
+        assert [each.status_code for each in found] == [200] * int(MOST_LOOKS) + [429]
+        assert found[-1].headers["retry-after"] == "1"
+        await login(client, api_key=KEY)
+        assert (await client.get("/dashboard/api/overview")).status_code == 200, "each session has its own pace"
+        for _ in range(100):  # a page, for a minute
+            now_s[0] += 0.5
+            assert (await client.get("/dashboard/api/overview")).status_code == 200
+
+    world.run(use)
+
+
+def test_pages_that_ask_for_the_same_share_an_answer() -> None:
+    now_s, made = [0.0], []
+
+    def new(since_s: float, since_mark: int) -> bytes:
+        made.append((since_s, since_mark))
+        return f"{len(made)}".encode()
+
+    shared = SharedAnswers(new, lambda: now_s[0])
+    assert [shared.get(1.0, 0), shared.get(1.0, 0), shared.get(2.0, 0), shared.get(1.0, 1)] == [b"1", b"1", b"2", b"3"]
+    now_s[0] = SHARED_S
+    assert shared.get(1.0, 0) == b"4"
+    for since in range(2 * MOST_SHARED):
+        shared.get(float(since), 9)
+    assert len(shared._kept) == MOST_SHARED
 
 
 def test_the_cookie_of_a_page_behind_a_proxy_with_tls_is_secure(tmp_path: Path) -> None:

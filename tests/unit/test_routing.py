@@ -28,9 +28,9 @@ from pd_cluster.engine.pace import StepPace
 from pd_cluster.errors import Overloaded
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.layout import keys_and_values
-from pd_cluster.kv.prefix import PrefixScope, chain_hashes, keys_of
+from pd_cluster.kv.prefix import PrefixScope, chain_hashes, keys_of, read_keys
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import LinkState, Order, Request, Role, Sampling
+from pd_cluster.types import TIERS, LinkState, Order, Request, Role, Sampling
 from tests.support.router_world import info_of
 
 BLOCK = 16
@@ -141,13 +141,38 @@ class _Post:
         raise AssertionError
 
 
+def test_a_prefix_counts_less_the_slower_the_tier_that_has_it() -> None:
+    """Not measured yet: by order alone. Measured: by what loading takes beside computing, and never below nothing."""
+    root = PrefixScope("model", Numerics()).root(Order(PROMPT, Sampling()))
+    keys, workers = keys_of(chain_hashes(root, PROMPT, BLOCK)), {tier: instance("prefill-0") for tier in TIERS}
+    for tier, worker in workers.items():
+        worker.known_blocks.hear(wire.CacheKeys(added=keys, tier=tier))
+    prompt = Prompt(Order(PROMPT, Sampling()))
+    most = (len(PROMPT) - 1) // BLOCK * BLOCK
+    assert most == workers["device"].num_cached(prompt) > workers["host"].num_cached(prompt)
+    assert workers["host"].num_cached(prompt) > workers["disk"].num_cached(prompt) > 0
+    measured = {"prefill_tokens_per_s": 1000.0, "tier_token_s": {"host": 0.00025, "disk": 0.002}}
+    for worker in workers.values():
+        worker.load = wire.Load(**{**_fields(worker.load), **measured})
+    assert [workers[tier].num_cached(prompt) for tier in TIERS] == [most, most * 3 // 4, 0]
+
+
+def test_a_block_that_changes_tiers_is_known_by_the_last() -> None:
+    known, key = KnownBlocks(), b"8 bytes."
+    for tier in ("device", "host", "disk", "device"):
+        known.hear(wire.CacheKeys(added=key, tier=tier))
+        assert known.leading(read_keys(key)) == {**dict.fromkeys(TIERS, 0), tier: 1}
+    known.hear(wire.CacheKeys(removed=key))
+    assert not any(known.leading(read_keys(key)).values())
+
+
 def test_nothing_is_recorded_until_somebody_follows() -> None:
     pool = BlockPool(4)
     pool.remember(pool.take(1)[0], b"x" * 32)
     assert pool.changes() == {}
-    assert pool.follow() == [b"x" * 32]
+    assert pool.follow() == {b"x" * 32: "device"}
     pool.remember(pool.take(1)[0], b"y" * 32)
-    assert pool.changes() == {b"y" * 32: True}
+    assert pool.changes() == {b"y" * 32: "device"}
     assert pool.changes() == {}
 
 

@@ -136,11 +136,11 @@ def test_max_new_tokens_caps_every_answer_and_is_the_default(make: Services) -> 
 
 def test_a_model_may_be_required(make: Services) -> None:
     service, _ = make(requires_model=True)
-    assert service.check_model("x") == "x"
+    assert service.names.check("x") == "x"
     with pytest.raises(RequestError, match=r"^model: missing; .*--require-model.*: x$") as caught:
-        service.check_model(None)
+        service.names.check(None)
     assert (caught.value.param, caught.value.status) == ("model", 400)
-    assert make()[0].check_model(None) == "x"
+    assert make()[0].names.check(None) == "x"
 
 
 # ---- nobody waits for a long text

@@ -62,7 +62,7 @@ BODIES: list[wire.Body] = [
         ),
         0.0,
     ),
-    wire.CacheKeys(added=b"8 bytes.", removed=bytes(16), is_whole=True),
+    wire.CacheKeys(added=b"8 bytes.", removed=bytes(16), is_whole=True, tier="disk"),
     wire.LinkOpen(
         "l",
         "id",

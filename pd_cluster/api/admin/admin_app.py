@@ -26,6 +26,7 @@ from pd_cluster.api.gate.http import guarded_by, read_body
 from pd_cluster.cluster.members.adapters import AdapterBook
 from pd_cluster.cluster.members.elastic import Elastic
 from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.overview.tiers import tiers_of
 from pd_cluster.cluster.overview.watch import Overview
 from pd_cluster.errors import RequestError
 from pd_cluster.types import Role
@@ -227,6 +228,7 @@ def describe(instance: Instance) -> dict[str, Any]:
         "num_preemptions": load.num_preemptions,
         "num_swap_blocks": load.num_swap_blocks,
         "num_free_swap_blocks": load.num_free_swap_blocks,
+        "tiers": tiers_of(load),
         "num_prefix_query_tokens": load.num_prefix_query_tokens,
         "num_prefix_hit_tokens": load.num_prefix_hit_tokens,
         "num_steps": load.num_steps,

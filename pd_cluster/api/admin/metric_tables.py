@@ -171,7 +171,8 @@ INSTANCE_COUNTERS = (
     ),
     OfInstance(
         "pd_cluster:image_encode_seconds",
-        "Seconds in which the vision tower computed them; on accelerators, in which the host submitted them.",
+        "Seconds in which the vision tower computed them, on rank 0 until all ranks' images were there; on "
+        "accelerators, in which the host submitted them.",
         lambda load: load.image_encode_s,
     ),
     OfInstance("pd_cluster:kv_sent_bytes", "KV cache sent to decode instances.", lambda load: load.kv_sent_nbytes),

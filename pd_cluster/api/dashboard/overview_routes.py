@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import reprlib
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,17 +26,61 @@ PUBLIC_FIELDS = (
     *("instance_id", "role", "next_role", "service", "state", "sleep_level", "num_running", "num_waiting"),
     *("num_landing", "num_exporting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_held_blocks"),
     *("num_preemptions", "num_swap_blocks", "num_free_swap_blocks", "num_prefix_query_tokens"),
-    *("num_prefix_hit_tokens", "num_steps", "kv_sent_nbytes", "kv_received_nbytes"),
+    *("num_prefix_hit_tokens", "num_steps", "kv_sent_nbytes", "kv_received_nbytes", "tiers"),
 )
+SHARED_S = 0.25  # how old an answer at the public port may be; its page asks every half second
+MOST_SHARED = 16  # different answers that are kept for so long
 
 
 def overview_routes(overview: Overview, instances: Instances, model: str) -> APIRouter:
     """`instances`: the entries of /instances."""
-    return _routes(overview.to_json, instances, model)
+    return _routes(Answers(overview.to_json, instances, model).new)
 
 
 def public_overview_routes(overview: Overview, instances: Instances, model: str) -> APIRouter:
-    return _routes(overview.to_public, lambda: [_public(each) for each in instances()], model)
+    shown = Answers(overview.to_public, lambda: [_public(each) for each in instances()], model)
+    return _routes(SharedAnswers(shown.new).get)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """`shown`: the overview without instances, of samples and marks after the given ones."""
+
+    shown: Callable[[float, int], dict[str, Any]]
+    instances: Instances
+    model: str
+
+    def new(self, since_s: float, since_mark: int) -> bytes:
+        """Returns JSON, written here: FastAPI would walk through each of the samples' figures first."""
+        return msgspec.json.encode(
+            {
+                "version": __version__,
+                "model": self.model,
+                "instances": self.instances(),
+                **self.shown(since_s, since_mark),
+            }
+        )
+
+
+class SharedAnswers:
+    """Gives all who ask for the same within SHARED_S one answer, so that many pages cost hardly more than one."""
+
+    def __init__(self, new: Callable[[float, int], bytes], clock: Callable[[], float] = time.monotonic) -> None:
+        self._new, self._clock = new, clock
+        self._kept: dict[tuple[float, int], bytes] = {}
+        self._since_s = -math.inf
+
+    def get(self, since_s: float, since_mark: int) -> bytes:
+        now_s = self._clock()
+        if now_s - self._since_s >= SHARED_S:
+            self._kept, self._since_s = {}, now_s
+        asked = since_s, since_mark
+        found = self._kept.get(asked)
+        if found is None:
+            found = self._new(since_s, since_mark)
+            if len(self._kept) < MOST_SHARED:
+                self._kept[asked] = found
+        return found
 
 
 def _public(instance: dict[str, Any]) -> dict[str, Any]:
@@ -43,21 +89,14 @@ def _public(instance: dict[str, Any]) -> dict[str, Any]:
     return {**{name: instance[name] for name in PUBLIC_FIELDS}, "links": links}
 
 
-def _routes(shown: Callable[[float, int], dict[str, Any]], instances: Instances, model: str) -> APIRouter:
+def _routes(answer: Callable[[float, int], bytes]) -> APIRouter:
     routes = APIRouter()
 
     @routes.get("/overview")
     async def whole(request: Request) -> Response:
         """`since`: only samples after this Unix time. `since_mark`: only marks after this number."""
-        since_s = _number(request, "since", -math.inf)
-        since_mark = _number(request, "since_mark", 0)
-        body = {
-            "version": __version__,
-            "model": model,
-            "instances": instances(),
-            **shown(since_s, int(since_mark)),
-        }  # written here: FastAPI would walk through each of the samples' figures first
-        return Response(msgspec.json.encode(body), media_type="application/json", headers={"Cache-Control": "no-store"})
+        body = answer(_number(request, "since", -math.inf), int(_number(request, "since_mark", 0)))
+        return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     return routes
 

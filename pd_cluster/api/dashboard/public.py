@@ -68,7 +68,7 @@ def public_pages(view: PublicView, api_keys: Sequence[str], file_keys: FileKeys 
     shown = PageView(is_whole=False, takes_keys=bool(api_keys) or file_keys is not None)
     guard = SessionGuard(view.sessions, shown)
     figures = public_overview_routes(view.overview, view.instances, view.model)
-    app.include_router(figures, prefix=DATA, dependencies=[guarded_by(guard.check)])
+    app.include_router(figures, prefix=DATA, dependencies=[guarded_by(guard.check), guarded_by(guard.check_pace)])
     app.include_router(_login_routes(view, shown, KeyCheck(api_keys, file_keys)))
     app.include_router(session_routes(guard, shown, view.root_path))
     return app

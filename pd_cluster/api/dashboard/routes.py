@@ -7,31 +7,24 @@ the cluster, so anybody who reaches the port may load them. `SessionGuard` guard
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
-from pd_cluster.api.dashboard.sessions import CODE_LIFE_S, SESSION_LIFE_S, Session, Sessions
+from pd_cluster.api.dashboard.files import PAGE, page_files
+from pd_cluster.api.dashboard.sessions import CODE_LIFE_S, LOOKS_PER_S, SESSION_LIFE_S, Session, Sessions
 from pd_cluster.api.gate.access import AdminAccess
 from pd_cluster.api.gate.http import LOOKING, guarded_by, read_body
-from pd_cluster.errors import Forbidden, Refused, RequestError, Unauthorized, called
+from pd_cluster.errors import Forbidden, Overloaded, Refused, RequestError, Unauthorized, called
 
 HOME = "/dashboard/"
 DATA = "/dashboard/api"
 COOKIE = "pd_cluster_dashboard"
 COMMAND_HEADER = "x-pd-dashboard"
-STATIC = Path(__file__).with_name("static")
-MEDIA_TYPES: Mapping[str, str] = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
+FOREVER = "public, max-age=31536000, immutable"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -84,6 +77,11 @@ class SessionGuard:
         check_origin(request)
         if not hmac.compare_digest(request.headers.get(COMMAND_HEADER, "").encode(), session.command_token.encode()):
             raise Forbidden(f"{COMMAND_HEADER}: not the token of this session; reload the page")
+
+    def check_pace(self, request: Request) -> None:
+        """Counts a look. Raises Overloaded."""
+        if not self.sessions.may_look(request.cookies.get(self.cookie, "")):
+            raise Overloaded(f"this session may look {LOOKS_PER_S:g} times a second")
 
     def session_of(self, request: Request) -> Session | None:
         return self.sessions.find(request.cookies.get(self.cookie, ""))
@@ -179,7 +177,6 @@ def _told(session: Session | None, view: PageView) -> dict[str, str | bool | Non
 def session_routes(guard: SessionGuard, view: PageView, root_path: str = "") -> APIRouter:
     """Makes the routes that are the same at both ports: a session's state and end, and the files."""
     routes = APIRouter()
-    files = {path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.suffix in MEDIA_TYPES}
 
     @routes.get(f"{DATA}/session")
     async def session(request: Request) -> Response:
@@ -198,10 +195,15 @@ def session_routes(guard: SessionGuard, view: PageView, root_path: str = "") -> 
         return RedirectResponse(f"{root_path}{HOME}")
 
     @routes.get("/dashboard/{name:path}")
-    async def file(name: str) -> Response:
-        path = files.get(name or "index.html")
-        if path is None:
+    async def file(name: str, request: Request) -> Response:
+        found = page_files().get(name or PAGE)
+        if found is None:
             return Response("no such file\n", 404, headers=HEADERS, media_type="text/plain")
-        return Response(path.read_bytes(), headers=HEADERS, media_type=MEDIA_TYPES[path.suffix])
+        headers = {**HEADERS, "Vary": "Accept-Encoding"}
+        if found.is_forever:
+            headers["Cache-Control"] = FOREVER
+        if "gzip" not in request.headers.get("accept-encoding", ""):
+            return Response(found.content, headers=headers, media_type=found.media_type)
+        return Response(found.packed, headers={**headers, "Content-Encoding": "gzip"}, media_type=found.media_type)
 
     return routes

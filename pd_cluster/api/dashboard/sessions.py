@@ -20,6 +20,23 @@ MAX_CODES = 16
 MAX_SESSIONS = 64
 MAX_OF_OWNER = 4
 NUM_CODE_BYTES, NUM_SECRET_BYTES = 16, 32
+LOOKS_PER_S, MOST_LOOKS = 4.0, 8.0  # of a session at the public port: two pages, and as many at once as four
+
+
+class Pace:
+    """A token bucket for the looks of one session."""
+
+    def __init__(self, now_s: float) -> None:
+        self._left, self._at_s = MOST_LOOKS, now_s
+
+    def take(self, now_s: float) -> bool:
+        """Takes one; False: there is none yet."""
+        self._left = min(MOST_LOOKS, self._left + (now_s - self._at_s) * LOOKS_PER_S)
+        self._at_s = now_s
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +48,7 @@ class Session:
 
     command_token: str
     ends_s: float
+    pace: Pace
     is_valid: Callable[[], bool] = lambda: True
     owner: bytes = b""
 
@@ -67,13 +85,20 @@ class Sessions:
         while len(self._sessions) >= MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         cookie = secrets.token_urlsafe(NUM_SECRET_BYTES)
-        session = Session(secrets.token_urlsafe(NUM_SECRET_BYTES), self._clock() + SESSION_LIFE_S, is_valid, owner)
+        now_s = self._clock()
+        command_token = secrets.token_urlsafe(NUM_SECRET_BYTES)
+        session = Session(command_token, now_s + SESSION_LIFE_S, Pace(now_s), is_valid, owner)
         self._sessions[_digest(cookie)] = session
         return cookie, session
 
     def find(self, cookie: str) -> Session | None:
         self._forget()
         return self._sessions.get(_digest(cookie))
+
+    def may_look(self, cookie: str) -> bool:
+        """Counts a look of this session; False: it has looked too often just now."""
+        session = self.find(cookie)
+        return session is None or session.pace.take(self._clock())
 
     def end(self, cookie: str) -> None:
         self._sessions.pop(_digest(cookie), None)

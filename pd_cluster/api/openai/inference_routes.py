@@ -75,7 +75,7 @@ def inference_routes(service: TextService) -> APIRouter:
         received_s = time.monotonic()
         asked = parse(await read_body(http), TokensRequest, takes_handles=True)
         request = asked.completion()
-        name = service.check_model(request.model, caller_of(http))
+        name = service.names.check(request.model, caller_of(http))
         with in_own_words(NAMES):
             generations = await service.completions(named(request, http), received_s, caller_of(http))
         return await answered(http, service, TokensAnswer(request, name, service, generations))
@@ -84,7 +84,7 @@ def inference_routes(service: TextService) -> APIRouter:
     async def batch(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse(await read_body(http), BatchChatRequest)
-        name = service.check_model(request.model, caller_of(http))
+        name = service.names.check(request.model, caller_of(http))
         chats = _Chats([], [])
         for at, each in enumerate(request.chats()):
             with in_own_words({"messages": f"messages[{at}]"}):
@@ -106,7 +106,7 @@ def render_routes(service: TextService) -> APIRouter:
     @routes.post("/v1/chat/completions/render")
     async def render_chat(http: Request) -> Response:
         request = parse(await read_body(http), ChatCompletionRequest)
-        name = service.check_model(request.model, caller_of(http))
+        name = service.names.check(request.model, caller_of(http))
         generation = await service.chat(named(request, http), caller=caller_of(http))
         if generation.order.images:
             raise RequestError(
@@ -118,7 +118,7 @@ def render_routes(service: TextService) -> APIRouter:
     @routes.post("/v1/completions/render")
     async def render_completion(http: Request) -> Response:
         request = parse(await read_body(http), CompletionRequest)
-        name = service.check_model(request.model, caller_of(http))
+        name = service.names.check(request.model, caller_of(http))
         if request.echo or request.max_tokens == 0:
             field = "echo" if request.echo else "max_tokens"
             raise RequestError(f"{field}: has no form in sampling_params; leave it out", param=field)

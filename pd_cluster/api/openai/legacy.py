@@ -40,7 +40,7 @@ def legacy_routes(service: TextService) -> APIRouter:
     async def generate(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse(await read_body(http), GenerateRequest)
-        service.check_use(caller_of(http))
+        service.names.check_use(caller_of(http))
         if not service.max_loras:
             request.model = None  # any name means the model, as there is no other
         generation = await service.completion(request, request.prompt, received_s=received_s, caller=caller_of(http))

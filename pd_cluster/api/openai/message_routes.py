@@ -25,7 +25,7 @@ def message_routes(service: TextService) -> APIRouter:
     async def messages(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse(await read_body(http), MessagesRequest, has_own_names=True)
-        name = service.check_model(request.model, caller_of(http))
+        name = service.names.check(request.model, caller_of(http))
         with in_own_words(ITS_NAMES):
             chat = chat_of(request, service.template_variables, service.reads_reasoning)
             generation = await service.chat(chat, received_s, caller_of(http))
@@ -41,7 +41,7 @@ def message_count_routes(service: TextService) -> APIRouter:
     @routes.post("/v1/messages/count_tokens")
     async def count_tokens(http: Request) -> Response:
         request = parse(await read_body(http), MessagesPrompt, has_own_names=True)
-        service.check_model(request.model, caller_of(http))
+        service.names.check(request.model, caller_of(http))
         with in_own_words(ITS_NAMES):
             chat = chat_of(request, service.template_variables, service.reads_reasoning)
             token_ids = await service.chat_token_ids(chat, True, caller_of(http))

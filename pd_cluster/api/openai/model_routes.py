@@ -18,14 +18,14 @@ def model_routes(service: TextService) -> APIRouter:
     created = int(time.time())
 
     def entry(name: str) -> dict[str, Any]:
-        is_adapter = name in service.adapters
+        is_adapter = name in service.names.adapters
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "pd-cluster",
-            "root": name if is_adapter else service.model,
-            **({"parent": service.served_model_names[0]} if is_adapter else {}),
+            "root": name if is_adapter else service.names.model,
+            **({"parent": service.names.own[0]} if is_adapter else {}),
             "max_model_len": service.max_model_len,
             **({"unproven": True} if service.is_unproven else {}),
         }
@@ -34,11 +34,11 @@ def model_routes(service: TextService) -> APIRouter:
     @routes.api_route("/v1/models", methods=LOOKING)
     async def models(http: Request) -> Response:
         caller = caller_of(http)
-        names = [*service.names_for(caller), *service.adapters_for(caller)]
+        names = [*service.names.for_caller(caller), *service.names.adapters_for(caller)]
         return JSONResponse({"object": "list", "data": [entry(name) for name in names]})
 
     @routes.api_route("/v1/models/{name:path}", methods=LOOKING)  # model names may contain slashes
     async def model(http: Request) -> Response:
-        return JSONResponse(entry(service.check_model(http.path_params["name"], caller_of(http))))
+        return JSONResponse(entry(service.names.check(http.path_params["name"], caller_of(http))))
 
     return routes

@@ -41,7 +41,7 @@ def openai_routes(service: TextService) -> APIRouter:
     async def chat(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse(await read_body(http), ChatCompletionRequest, takes_handles=True)
-        name = service.check_model(request.model, caller_of(http))
+        name = service.names.check(request.model, caller_of(http))
         generation = await service.chat(named(request, http), received_s, caller_of(http))
         return await answered(http, service, ChatAnswer(request, name, service, generation))
 
@@ -49,7 +49,7 @@ def openai_routes(service: TextService) -> APIRouter:
     async def completions(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse(await read_body(http), CompletionRequest, takes_handles=True)
-        name = service.check_model(request.model, caller_of(http))
+        name = service.names.check(request.model, caller_of(http))
         generations = await service.completions(named(request, http), received_s, caller_of(http))
         return await answered(http, service, CompletionAnswer(request, name, service, generations))
 

@@ -48,8 +48,8 @@ def _add_embeddings(routes: APIRouter, service: TextService) -> None:
     async def embeddings(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse_pooling(await read_body(http), EmbeddingRequest)
-        model = service.check_model(request.model, caller_of(http))
-        terms = _terms("embd", request, http, received_s, service.lora_of(model, caller_of(http)))
+        model = service.names.check(request.model, caller_of(http))
+        terms = _terms("embd", request, http, received_s, service.names.lora_of(model, caller_of(http)))
         inputs = request.inputs()
         generations = await service.embedder.generations(
             [
@@ -82,8 +82,8 @@ def _add_scores(routes: APIRouter, service: TextService) -> None:
     async def score(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse_pooling(await read_body(http), ScoreRequest)
-        model = service.check_model(request.model, caller_of(http))
-        terms = _terms("score", request, http, received_s, service.lora_of(model, caller_of(http)))
+        model = service.names.check(request.model, caller_of(http))
+        terms = _terms("score", request, http, received_s, service.names.lora_of(model, caller_of(http)))
         pairs, fields = request.pairs()
         ask = ScoreAsk(pairs=pairs, fields=fields, **_judgement(request), **terms)
         generations = await service.scorer.generations(ask)
@@ -101,8 +101,8 @@ def _add_scores(routes: APIRouter, service: TextService) -> None:
     async def rerank(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse_pooling(await read_body(http), RerankRequest)
-        model = service.check_model(request.model, caller_of(http))
-        terms = _terms("rerank", request, http, received_s, service.lora_of(model, caller_of(http)))
+        model = service.names.check(request.model, caller_of(http))
+        terms = _terms("rerank", request, http, received_s, service.names.lora_of(model, caller_of(http)))
         ask = ScoreAsk(pairs=request.pairs(), **_judgement(request), **terms)
         generations = await service.scorer.generations(ask)
 

@@ -33,7 +33,7 @@ def response_routes(service: TextService, store: ResponseStore | None) -> APIRou
     async def create(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse(await read_body(http), ResponsesRequest, has_own_names=True)
-        name = service.check_model(request.model, caller_of(http))
+        name = service.names.check(request.model, caller_of(http))
         _check_store(request, store)
         keeps, earlier = store is not None and request.store is not False, []
         if request.previous_response_id is not None:
@@ -112,7 +112,7 @@ async def _find(http: Request, service: TextService, store: ResponseStore | None
         raise not_found(response_id)
     kept = await asyncio.to_thread(store.find, owner_of(http), response_id)
     try:
-        service.check_model(kept.response["model"], caller_of(http))
+        service.names.check(kept.response["model"], caller_of(http))
     except ModelNotFound:
         raise not_found(response_id) from None
     return kept

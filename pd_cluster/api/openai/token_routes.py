@@ -61,11 +61,11 @@ def token_routes(service: TextService) -> APIRouter:
         request: TokenizeChatRequest | TokenizeCompletionRequest
         if _is_chat(body):
             request = parse(body, TokenizeChatRequest)
-            service.check_model(request.model, caller_of(http))
+            service.names.check(request.model, caller_of(http))
             token_ids = await service.chat_token_ids(request, may_be_cut=True, caller=caller_of(http))
         else:
             request = parse(body, TokenizeCompletionRequest)
-            service.check_model(request.model, caller_of(http))
+            service.names.check(request.model, caller_of(http))
             token_ids = await service.token_ids(
                 request.prompt, request.add_special_tokens is not False, may_be_cut=True, caller=caller_of(http)
             )
@@ -81,13 +81,13 @@ def token_routes(service: TextService) -> APIRouter:
 
         @routes.api_route("/tokenizer_info", methods=LOOKING)
         async def info(http: Request) -> Response:
-            service.check_use(caller_of(http))
+            service.names.check_use(caller_of(http))
             return await json_response(lambda: _info(service.tokenizer), large=False)
 
     @routes.post("/detokenize")
     async def detokenize(http: Request) -> Response:
         request = parse(await read_body(http), DetokenizeRequest)
-        service.check_model(request.model, caller_of(http))
+        service.names.check(request.model, caller_of(http))
         largest = max(request.tokens, default=0)
         if largest >= service.vocab_size:
             raise RequestError(f"tokens: {largest}; ids must be in 0 to {service.vocab_size - 1}", param="tokens")

@@ -125,7 +125,7 @@ class Instance:
         return bool(digest) and present is not None and short_name(digest) not in present
 
     def num_cached(self, prompt: Prompt) -> int:
-        return prompt.num_cached(self.info, self.known_blocks)
+        return prompt.num_cached(self.info, self.known_blocks, self.load)
 
     def linked_to(self, other: Instance) -> bool:
         """Whether KV cache can go from this prefill instance to that decode instance."""

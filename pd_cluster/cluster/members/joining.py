@@ -19,7 +19,8 @@ from pd_cluster import wire
 from pd_cluster.cluster.members.place import resolve_hosts
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.net.admission import JOIN_EPOCH, JOIN_PORT, join_key
-from pd_cluster.net.mailbox import CUT_SHORT, REFUSALS, Mailbox
+from pd_cluster.net.mailbox import Mailbox
+from pd_cluster.net.opening import CUT_SHORT, REFUSALS
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.timeouts import Timeouts
 from ranktable_tools.hosts import bracketed

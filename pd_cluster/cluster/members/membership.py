@@ -21,7 +21,7 @@ from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.place import Place, digest_of, resolve_host
 from pd_cluster.cluster.members.roster import Connector, Roster
 from pd_cluster.errors import ConfigError
-from pd_cluster.net.mailbox import REFUSALS
+from pd_cluster.net.opening import REFUSALS
 from pd_cluster.reports import InstanceInfo, InstanceState
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import Role

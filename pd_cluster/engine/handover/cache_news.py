@@ -1,14 +1,18 @@
-"""Reports to schedulers which blocks' contents this worker's prefix cache knows, so that prompts find their prefix.
+"""Reports to schedulers which blocks' contents this worker can share and where they are, so that prompts find their
+prefix.
 
 Knows nothing of prompts or requests; a key is the beginning of a block's hash (kv/prefix.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from pd_cluster import wire
 from pd_cluster.engine.handover.links import Post
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import keys_of
+from pd_cluster.types import TIERS, Tier
 
 MAX_KEYS = 1 << 16  # in one message
 
@@ -22,10 +26,9 @@ class CacheNews:
     def opened(self, client: str) -> None:
         """Sends all keys to a scheduler that knows none yet."""
         self._clients.add(client)
-        contents = self._blocks.follow()
-        for start in range(0, max(1, len(contents)), MAX_KEYS):
-            some = contents[start : start + MAX_KEYS]
-            self._post.send(client, wire.CacheKeys(added=keys_of(some), is_whole=start == 0))
+        self._post.send(client, wire.CacheKeys(is_whole=True))
+        for news in _added(self._blocks.follow()):
+            self._post.send(client, news)
 
     def closed(self, client: str) -> None:
         self._clients.discard(client)
@@ -35,9 +38,17 @@ class CacheNews:
         changes = self._blocks.changes()
         if not changes or not self._clients:
             return
-        news = wire.CacheKeys(
-            added=keys_of(content for content, is_known in changes.items() if is_known),
-            removed=keys_of(content for content, is_known in changes.items() if not is_known),
-        )
+        gone = [content for content, tier in changes.items() if tier is None]
+        news = [wire.CacheKeys(removed=keys_of(gone))] if gone else []
+        news += _added(changes)
         for client in self._clients:
-            self._post.send(client, news)
+            for each in news:
+                self._post.send(client, each)
+
+
+def _added(places: Mapping[bytes, Tier | None]) -> Iterator[wire.CacheKeys]:
+    """Yields the news of contents that are somewhere: none for a tier without any."""
+    for tier in TIERS:
+        contents = [content for content, place in places.items() if place == tier]
+        for start in range(0, len(contents), MAX_KEYS):
+            yield wire.CacheKeys(added=keys_of(contents[start : start + MAX_KEYS]), tier=tier)

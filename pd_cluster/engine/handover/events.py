@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.gather import Gather
 from pd_cluster.transport.events import LinkEvent
 
 
@@ -44,15 +43,6 @@ class StopEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class OfLane:
-    """One lane's event in a link of several: `gather` determines when all lanes have reported it."""
-
-    gather: Gather
-    lane: int
-    event: LinkEvent
-
-
-@dataclass(frozen=True, slots=True)
 class Offered:
     """Another rank has reported what it offers in a lane of this connection's link."""
 
@@ -72,6 +62,4 @@ class StartDrain:
     """Accept nothing more, and stop when all current requests have ended."""
 
 
-Event = (
-    ConnOpened | ConnClosed | Mail | HandedOver | StopEngine | StartDrain | OfLane | Offered | AdapterLoaded | LinkEvent
-)
+Event = ConnOpened | ConnClosed | Mail | HandedOver | StopEngine | StartDrain | Offered | AdapterLoaded | LinkEvent

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.events import Event, HandedOver, Offered, OfLane
+from pd_cluster.engine.handover.events import Event, HandedOver, Offered
 from pd_cluster.engine.handover.exports import Exports
 from pd_cluster.engine.handover.imports import Imports
 from pd_cluster.engine.handover.in_links import InLinks
@@ -22,7 +22,7 @@ from pd_cluster.engine.handover.pairs import LinkPlaces, Rests
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.net.admission import peer_key
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
+from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, LinkFailed
 from pd_cluster.types import Note, Request, TokenOutput
 
 log = logging.getLogger(__name__)
@@ -193,6 +193,8 @@ class Handover:
     def handle(self, event: Event) -> None:
         """Handles an event of a link's thread, or of the mailbox's thread about a transfer; ignores others."""
         match event:
+            case Arrived(transfer_id):
+                self.imports.on_arrived(transfer_id)
             case Landed(transfer_id, first_tokens):
                 self.imports.on_landed(transfer_id, first_tokens)
             case LandFault(transfer_id, reason):
@@ -201,10 +203,6 @@ class Handover:
                 self.imports.on_drained(transfer_id)
             case HandedOver(conn, transfer_id):
                 self.exports.on_handed_over(conn, transfer_id)
-            case OfLane(gather, lane, of_lane):
-                whole = gather.add(lane, of_lane)
-                if whole is not None:
-                    self.handle(whole)
             case Offered(conn):
                 self.out_links.on_offered(conn)
             case LinkFailed(conn, reason):

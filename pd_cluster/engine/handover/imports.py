@@ -51,6 +51,9 @@ class ImportState(enum.Enum):
     DRAINING = "draining"
 
 
+ABOUT_TO_JOIN = (ImportState.LANDING, ImportState.CONFIRMING)
+
+
 @dataclass(slots=True)
 class Import:
     transfer_id: str
@@ -62,6 +65,7 @@ class Import:
     request: Request | None = None
     first_tokens: list[TokenOutput] = field(default_factory=list)
     num_wanted_tokens: int = 0  # once it is credited: those that are not cached here
+    is_imminent: bool = False  # all its KV cache is here, and a step may wait for the rest
 
 
 class Imports:
@@ -183,7 +187,23 @@ class Imports:
             self._note(waiting.transfer_id, "credited", first_token=first_token)
             self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id, first_token))
 
+    @property
+    def num_imminent(self) -> int:
+        """Counts transfers that lack only their end or P's answer, and that no step has waited for in vain."""
+        return sum(1 for each in self._imports.values() if each.is_imminent and each.state in ABOUT_TO_JOIN)
+
+    def await_no_longer(self) -> None:
+        """Counts the present imminent transfers as late: no step waits for them again."""
+        for each in self._imports.values():
+            each.is_imminent = False
+
+    def on_arrived(self, transfer_id: str) -> None:
+        found = self._imports.get(transfer_id)
+        if found is not None and found.state is ImportState.LANDING:
+            found.is_imminent = True
+
     def on_landed(self, transfer_id: str, first_tokens: list[TokenOutput]) -> None:
+        """Waits for P's answer: the link's thread has sent `Confirm`, perhaps during a step, and perhaps in vain."""
         found = self._imports.get(transfer_id)
         if found is None or found.state is not ImportState.LANDING:
             return
@@ -193,8 +213,6 @@ class Imports:
             found.state = ImportState.CONFIRMING
             found.since_s = self._clock()
             found.first_tokens = first_tokens
-            self._note(transfer_id, "landing complete")
-            self._ports.send(found.conn, wire.Confirm(transfer_id))
 
     def on_confirmed(self, conn: str, answer: wire.Confirmed) -> None:
         found = self._find(conn, answer.transfer_id)

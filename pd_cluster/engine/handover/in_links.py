@@ -1,6 +1,7 @@
 """The links of a worker from prefill instances. State × event table in docs/protocol.md.
 
-Runs on the engine's thread, except for `route` and `meet`, which pass on what the mailbox receives.
+Runs on the engine's thread, except for `route` and `meet`, which pass on what the mailbox receives, and for the lanes'
+reports: a landed transfer is confirmed without waiting for a step.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ from collections.abc import Callable
 from functools import partial
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.events import OfLane
 from pd_cluster.engine.handover.gather import Gather
 from pd_cluster.engine.handover.links import LaneEnds, PeerProgress, Post, ReceiveEnd, Side
 from pd_cluster.engine.handover.pairs import LinkPlaces, Queued
 from pd_cluster.errors import LinkError, called
 from pd_cluster.kv.layout import KVLayout, check_pair, lanes
-from pd_cluster.transport.events import Drained, LinkEvent, Report
+from pd_cluster.transport.events import Drained, Landed, LinkEvent, Report
 from pd_cluster.types import Note, note_nothing
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class InLinks:
     """D's end of every link. `down(conn, reason)` is called while the link's threads still acknowledge drains.
 
-    `report` receives the events of a link's only lane, or `OfLane` where there are several.
+    `report` is called on the lanes' threads, once for an event of a whole link.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class InLinks:
         side: Side,
         post: Post,
         ends: LaneEnds,
-        report: Callable[[LinkEvent | OfLane], None],
+        report: Report,
         down: Callable[[str, str], None],
         progress: PeerProgress,
         note: Note = note_nothing,
@@ -85,7 +85,7 @@ class InLinks:
     def _open(self, conn: str, peer: str, opened: wire.LinkOpen, needs_place: bool) -> None:
         ends: list[ReceiveEnd] = []
         try:
-            reports = self._reports(len(opened.lanes))
+            reports = self._reports(conn, len(opened.lanes))
             for index, report in enumerate(reports):
                 ends.append(self._make.receive_end(conn, peer, opened, index, report, self._note))
         except LinkError as error:
@@ -186,14 +186,19 @@ class InLinks:
         log.log(logging.INFO if error.retry else logging.ERROR, "refused %s: %s", peer, error)
         self._post.send(conn, wire.LinkRefused(opened.link_id, error.text, error.retry))
 
-    def _reports(self, num_lanes: int) -> list[Report]:
-        if num_lanes == 1:
-            return [self._report]
+    def _reports(self, conn: str, num_lanes: int) -> list[Report]:
         gather = Gather(num_lanes)
-        return [partial(self._report_of_lane, gather, lane) for lane in range(num_lanes)]
+        return [partial(self._of_lane, conn, gather, lane) for lane in range(num_lanes)]
 
-    def _report_of_lane(self, gather: Gather, lane: int, event: LinkEvent) -> None:
-        self._report(OfLane(gather, lane, event))
+    def _of_lane(self, conn: str, gather: Gather, lane: int, event: LinkEvent) -> None:
+        """Reports an event, on a lane's thread. `Landed` goes first: the engine reads it before P's answer."""
+        whole = gather.add(lane, event)
+        if whole is None:
+            return
+        self._report(whole)
+        if isinstance(whole, Landed):
+            self._note(whole.transfer_id, "landing complete")
+            self._post.send(conn, wire.Confirm(whole.transfer_id))
 
     def _check(self, opened: wire.LinkOpen) -> None:
         side = self._side

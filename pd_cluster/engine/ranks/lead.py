@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel, encode
 from pd_cluster.engine.ranks.rank_adapters import LeadAdapters
@@ -123,11 +125,15 @@ class LeadRunner:
         rows, input_ids, blocks = (each.tobytes() for each in (step.rows, step.input_ids, step.blocks))
         rope_positions = b"" if step.rope_positions is None else step.rope_positions.tobytes()
         adapters = b"" if step.adapters is None else step.adapters.tobytes()
-        spared = self._runner.sparing_pixels(step.images) if step.images else ()
-        images = tuple(to.StepImage(*part) for part in spared)
         virtual = b"" if step.virtual is None else step.virtual.tobytes()
         by_layers = on_layer is not None
-        self._tell(to.Step(rows, input_ids, blocks, is_ahead, by_layers, rope_positions, adapters, images, virtual))
+        message = to.Step(rows, input_ids, blocks, is_ahead, by_layers, rope_positions, adapters, (), virtual)
+        if step.images:
+            for rank, follower in enumerate(self._followers, start=1):
+                parts = self._runner.sparing_pixels(step.images, rank)
+                follower.send(structs.replace(message, images=tuple(to.StepImage(*part) for part in parts)))
+        else:
+            self._tell(message)
         num_steps = self.progress.num_steps + 1
         self.progress = to.Reached(num_steps, 0)
         if on_layer is None:

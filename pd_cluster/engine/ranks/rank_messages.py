@@ -24,7 +24,7 @@ class RankMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepImage(msgspec.Struct, frozen=True, array_like=True):
-    """An ImagePart of model/image_rows.py. The image has no pixels where every rank has its features."""
+    """An ImagePart of model/image_rows.py. The image has pixels only for the rank that computes its features."""
 
     row: int
     start: int

@@ -1,4 +1,4 @@
-"""Decides when a decode step can wait: a caller that wants many answers, none of them early, gains by a fuller batch.
+"""Decides when a decode step can wait: for a sequence that is about to join, or for many where none is wanted early.
 
 A step costs reading the weights, plus something for each sequence. Waiting pays where prefill computes on the same
 cores, which the caller determines: a separate device would only idle. No clock of its own.
@@ -12,6 +12,8 @@ from typing import Protocol
 from pd_cluster.engine.step.scheduler import StepScheduler
 
 MOST_COMING = 2  # requests per running sequence; with more on their way, a step waits
+MOST_LANDING_SHARE = 0.25  # of a step, that the next one may be late for a landing
+MOST_LANDING_S = 0.02  # and never longer: only a token is missing, and two messages
 MOST_WAIT_S = 2.0  # since the last landing; then steps continue as usual until the next one
 
 
@@ -46,3 +48,38 @@ class Patience:
         if self._coming.num_on_their_way(batch) <= MOST_COMING * len(running):
             return False
         return all(request.batch == batch and request.num_behind == 1 for request in running)
+
+
+class Imminent(Protocol):
+    """The part of imports that LandingWait needs."""
+
+    @property
+    def num_imminent(self) -> int: ...
+
+    def await_no_longer(self) -> None: ...
+
+
+class LandingWait:
+    """Lets a step begin a little later, so that a sequence whose KV cache is here already takes part in it.
+
+    Otherwise the sequence has its second token after the rest of this moment, this step and the next one. No transfer
+    is waited for at two steps.
+    """
+
+    def __init__(self, imports: Imminent, clock: Callable[[], float]) -> None:
+        self._imports, self._clock = imports, clock
+        self._due_s: float | None = None
+
+    def left_s(self, step_s: float) -> float:
+        """Returns how long the next step may wait, given how long steps take; 0: it begins now."""
+        if not self._imports.num_imminent:
+            self._due_s = None
+            return 0.0
+        now_s = self._clock()
+        if self._due_s is None:
+            self._due_s = now_s + min(MOST_LANDING_SHARE * step_s, MOST_LANDING_S)
+        if now_s < self._due_s:
+            return self._due_s - now_s
+        self._imports.await_no_longer()
+        self._due_s = None
+        return 0.0

@@ -17,7 +17,7 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.devices.streams import poll
-from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, OfLane, StopEngine
+from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StopEngine
 from pd_cluster.engine.handover.in_links import InLinks
 from pd_cluster.engine.handover.links import LocalLanes, PeerProgress, Side
 from pd_cluster.engine.handover.out_links import OutLinks
@@ -121,7 +121,7 @@ class LinkEnd(ABC):
     def urgent(self, conn: str, body: wire.Body) -> bool:
         """Takes a message on the mailbox's thread, if it cannot wait for the caller's; returns whether it did."""
 
-    def report(self, event: LinkEvent | OfLane) -> None:
+    def report(self, event: LinkEvent) -> None:
         self.events.put(event)
 
     # ---- the mailbox's handler
@@ -280,9 +280,8 @@ class ReceivingEnd(LinkEnd):
                 self._conns[transfer_id] = conn
                 self._links.begin(conn, transfer_id, LANDING, 0, num_tokens)
                 self._links.send(conn, wire.Credit(transfer_id))
-            case Landed(transfer_id):
+            case Landed():
                 self._num_landed += 1
-                self._links.send(self._conns[transfer_id], wire.Confirm(transfer_id))
             case LinkFailed(conn, reason):
                 self._links.on_failed(conn, reason)  # the sender reports it
                 self._error = reason

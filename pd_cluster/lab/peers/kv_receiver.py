@@ -9,7 +9,7 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.devices.device import resolve, use
-from pd_cluster.engine.handover.events import ConnClosed, Event, Mail, OfLane, StopEngine
+from pd_cluster.engine.handover.events import ConnClosed, Event, Mail, StopEngine
 from pd_cluster.engine.handover.in_links import InLinks
 from pd_cluster.engine.handover.links import PeerProgress
 from pd_cluster.engine.start.process import die_with_parent
@@ -68,7 +68,7 @@ class ReceiveLane:
                 return False
         return True
 
-    def _report(self, event: LinkEvent | OfLane) -> None:
+    def _report(self, event: LinkEvent) -> None:
         """Called on the link's thread."""
         if isinstance(event, Landed):
             self.landings_s.append(time.monotonic())
@@ -99,8 +99,6 @@ class ReceiveLane:
                 self._tables[transfer_id] = (conn, blocks)
                 self._links.begin(conn, transfer_id, blocks, 0, num_tokens)
                 self._links.send(conn, wire.Credit(transfer_id))
-            case Landed(transfer_id):
-                self._links.send(self._tables[transfer_id][0], wire.Confirm(transfer_id))
             case Mail(_, _, wire.Confirmed(transfer_id, held)):
                 _, self.last_blocks = self._tables.pop(transfer_id)
                 self._free.release(self.last_blocks)

@@ -43,8 +43,8 @@ class Group(Protocol):
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Returns all ranks' x joined along the last dimension on rank 0; elsewhere x itself."""
 
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns rank 0's x on every rank; elsewhere overwrites x."""
+    def spread(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Returns the x of rank `source` on every rank; elsewhere overwrites x."""
 
     def least(self, number: int) -> int:
         """Returns the least of every rank's number."""
@@ -65,7 +65,7 @@ class Alone:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
+    def spread(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         return x
 
     def least(self, number: int) -> int:
@@ -141,9 +141,9 @@ class GlooGroup:
         self._wait(self._group.gather([parts] if parts else [], [x], GatherOptions()))
         return torch.cat(parts, dim=-1) if parts else x
 
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
+    def spread(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         x = x.contiguous()
-        self._wait(self._group.broadcast([x], BroadcastOptions()))
+        self._wait(self._group.broadcast([x], _from(source)))
         return x
 
     def loaded(self) -> None:
@@ -164,6 +164,12 @@ class GlooGroup:
 
     def _lost(self, error: RuntimeError) -> InstanceLost:
         return InstanceLost(f"rank {self.rank} of {self.size} lost another rank: {error}")
+
+
+def _from(source: int) -> BroadcastOptions:
+    options = BroadcastOptions()
+    options.rootRank = source
+    return options
 
 
 class DeviceGroup:
@@ -214,9 +220,9 @@ class DeviceGroup:
         self._group.allgather([parts], [x]).wait()
         return parts
 
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
+    def spread(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         x = x.contiguous()
-        self._group.broadcast([x], BroadcastOptions()).wait()
+        self._group.broadcast([x], _from(source)).wait()
         return x
 
     def least(self, number: int) -> int:

@@ -17,6 +17,7 @@ from pd_cluster.checkpoints.vision import VisionPart
 from pd_cluster.checkpoints.weight_files import PLAIN_DTYPES, quantized, stored_dtypes, text_name, weight_files
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ModelError
+from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.parallel.shard import read_named
 from pd_cluster.model.vision.classes import CLASSES, class_of
 from pd_cluster.model.vision.tower import Tower
@@ -28,8 +29,8 @@ TEXT_MODEL = re.compile(r"(?:.*\.)?(?:language_model|text_model|lm_head)\..+")  
 FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
-def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: Device, num_kept_tokens: int) -> Tower:
-    """Raises ModelError for weights that do not fit. `dtype`: see Tower."""
+def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: Device, num_kept_tokens: int, group: Group) -> Tower:
+    """Raises ModelError for weights that do not fit. `dtype`: see Tower. `group`: each rank has the whole tower."""
     part = checkpoint.vision
     assert part is not None
     config: Any = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
@@ -43,7 +44,8 @@ def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: Device, num_k
     module.requires_grad_(False)
     module = module.eval().to(device.torch_name)
     log.info("images: %s in float32, %d weights", type(module).__name__, sum(p.numel() for p in module.parameters()))
-    return Tower(module, part, device, dtype, num_kept_tokens)
+    widths = 1 + num_deep, int(checkpoint.config["hidden_size"])
+    return Tower(module, part, device, dtype, num_kept_tokens, widths, group)
 
 
 def _tower(checkpoint: Checkpoint, part: VisionPart, config: Any) -> Any:

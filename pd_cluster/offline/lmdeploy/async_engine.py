@@ -161,7 +161,7 @@ class AsyncEngine:
         request = request_of(config, self._offline.service.tokenizer, way.stop_words)
         if (name := call.adapter_name) is None:
             return request
-        if name not in (known := self._offline.service.adapters):
+        if name not in (known := self._offline.service.names.adapters):
             given = ", ".join(known) or "none"
             raise RequestError(f"adapter_name: {name!r}; the engine's adapters: {given}", param="adapter_name")
         return request.model_copy(update={"model": name})

@@ -20,6 +20,7 @@ from pd_cluster.offline.lmdeploy.engine_configs import (
     naming_of,
 )
 from pd_cluster.offline.lmdeploy.templates import BUILT_IN, ChatTemplateConfig, Way, way_of
+from pd_cluster.offline.lmdeploy.vision_config import vision_remarks
 from pd_cluster.offline.session import Offline, OfflineConfig
 from pd_cluster.service.limits import DEFAULT_MAX_LOGPROBS
 from pd_cluster.settings.engine import EngineConfig
@@ -29,7 +30,6 @@ BACKENDS = ("turbomind", "pytorch")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 DEFAULT_INSTANCE_NUM = 32  # no limit in effect: the batch's size is decisive
 NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "vision_config": ((None,), "images are read one at a time; leave it out"),
     "speculative_config": ((None,), "speculative decoding is not supported; leave it out"),
 }
 WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -37,7 +37,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False, None), "code from a model folder is never run"),
 }
 DEFAULT_LEVEL = "ERROR"  # of messages from here; the engine's own log keeps its level
-OWN = ("prefill", "decode", "arguments", "log_level", "max_logprobs", "allow_control_tokens")
+OWN = ("prefill", "decode", "arguments", "log_level", "max_logprobs", "allow_control_tokens", "vision_config")
 MODELS = ("try_unlisted", "language_model_only", "hf_overrides")  # of EngineConfig: the model, and how it is read
 KNOWN = (
     *("model_path", "model_name", "backend", "backend_config", "chat_template_config", "instance_num", "tp"),
@@ -78,7 +78,7 @@ class Setup:
         offline, remarks = self._offline(config, others)
         if way is None:
             way = self._own_way(offline, config, remarks)
-        remarks = [*idle(others, WITHOUT_EFFECT), *remarks]
+        remarks = [*idle(others, WITHOUT_EFFECT), *vision_remarks(others.get("vision_config")), *remarks]
         if remarks:
             warn(f"without effect here: {'; '.join(remarks)}")
         return Ready(offline, way, config, num_at_once)

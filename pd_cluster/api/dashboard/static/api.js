@@ -54,8 +54,15 @@ export async function login(proof) {
 // Uses the code of the link, if there is one, and removes it from the address. Returns whether there is a session.
 export async function begin() {
   const code = new URLSearchParams(location.hash.slice(1)).get("code");
-  if (code) history.replaceState(null, "", location.pathname);
-  heed(await get("/session"));
-  if (code) await login({ code });
+  if (code) {
+    history.replaceState(null, "", location.pathname);
+    try {
+      await login({ code });
+      return true;
+    } catch (error) {
+      heed(await get("/session"));
+      if (commandToken === null) throw error; // otherwise a used link is no reason to end a session
+    }
+  } else heed(await get("/session"));
   return commandToken !== null;
 }

@@ -84,14 +84,20 @@ class App {
         await this.look();
       } catch (error) {
         if (error.status === 401) return closed(error.message);
+        if (error.status === 429) { // other tabs of this session have looked, too
+          await pause(PERIOD_MS);
+          continue;
+        }
         connection.textContent = `no answer: ${error.message}; shown: ${this.overview ? clock(this.overview.now_s) : "nothing"}`;
         connection.className = "lost";
       }
-      await new Promise((resolve) => setTimeout(resolve, PERIOD_MS));
+      await pause(PERIOD_MS);
       await seen(); // a hidden tab asks nothing
     }
   }
 }
+
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
 // Resolves once the page can be seen.
 function seen() {

@@ -4,6 +4,15 @@ import { Chart } from "./charts.js";
 import { clock, count, h, seconds, table, withCode } from "./dom.js";
 import { isDown, picture } from "./picture.js";
 
+// [name, blocks with content in all instances] of each tier but the first, which is the pool itself.
+function tiersBeyondThePool(instances) {
+  const found = new Map();
+  for (const tier of instances.flatMap((each) => each.tiers.slice(1))) {
+    found.set(tier.name, (found.get(tier.name) ?? 0) + tier.num_used_blocks);
+  }
+  return [...found];
+}
+
 export class ClusterPage {
   constructor(details) {
     this.details = details;
@@ -73,6 +82,7 @@ export class ClusterPage {
       ["KV held", all ? `${((100 * blocks("held")) / all).toFixed(0)} %` : "–"],
       ["KV cached", all ? `${((100 * blocks("cached")) / all).toFixed(0)} %` : "–"],
       ["tokens so far", count(overview.totals.generation_tokens)],
+      ...tiersBeyondThePool(overview.instances).map(([name, used]) => [`${name}, blocks`, count(used)]),
     ];
     this.numbers.replaceChildren(h("h2", {}, "Now (percentiles: last 10 s)"),
       h("dl", { class: "numbers" }, figures.map(([name, value, kind]) => h("div", { class: kind }, h("dt", {}, name), h("dd", {}, value)))));

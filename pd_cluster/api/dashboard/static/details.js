@@ -1,7 +1,7 @@
 // An instance's details, its log, and commands for it, each with what it will do.
 
 import { command, get, view } from "./api.js";
-import { bytes, h, table } from "./dom.js";
+import { bytes, h, table, tierText } from "./dom.js";
 import { isDown } from "./picture.js";
 
 const LOG_LINES = 300;
@@ -66,7 +66,8 @@ export class Details {
       ] : []),
       ["work", `${each.num_running} running, ${each.num_waiting} waiting, ${each.num_landing} landing, ${each.num_exporting} handed over`],
       ["KV blocks", `${each.num_free_blocks} free, ${each.num_cached_blocks} cached, ${each.num_held_blocks} held of ${each.num_blocks}`],
-      ["swap", `${each.num_swap_blocks - each.num_free_swap_blocks} of ${each.num_swap_blocks} blocks, ${each.num_preemptions} preemptions`],
+      ...each.tiers.slice(1).map((tier) => [tier.name, tierText(tier)]),
+      ["preempted", `${each.num_preemptions} times`],
       ["prefix hits", asked ? `${((100 * each.num_prefix_hit_tokens) / asked).toFixed(0)} % of ${asked} tokens` : "–"],
       ["KV moved", `${bytes(each.kv_sent_nbytes)} sent (${bytes(moves.sent)}/s), ${bytes(each.kv_received_nbytes)} received (${bytes(moves.received)}/s)`],
       ["links", links || "–"],

@@ -37,6 +37,13 @@ export function count(value) {
   return value >= 1000 ? Math.round(value).toLocaleString("en") : String(Math.round(value * 10) / 10);
 }
 
+// What a tier of KV blocks has, such as "12 of 64 blocks, 320 tokens found there".
+export function tierText(tier) {
+  const size = tier.num_blocks === null ? "" : ` of ${count(tier.num_blocks)}`;
+  const hits = tier.num_hit_tokens === null ? "" : `, ${count(tier.num_hit_tokens)} prompt tokens found there`;
+  return `${count(tier.num_used_blocks)}${size} blocks${hits}`;
+}
+
 export const clock = (unixSeconds) => new Date(unixSeconds * 1000).toLocaleTimeString([], { hourCycle: "h23" });
 
 export function table(headings, rows, caption) {

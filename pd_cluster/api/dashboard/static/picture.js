@@ -1,6 +1,6 @@
 // The cluster as a living picture: scheduler, prefill and decode instances, and what flows between them.
 
-import { bytes, h, s } from "./dom.js";
+import { bytes, h, s, tierText } from "./dom.js";
 
 const BOX = { height: 74, gap: 18 }, TOP = 34, MARGIN = 20, GUTTER = 44;
 const WIDE = 1000, NARROW = 400, NUM_NARROW_PX = 560;
@@ -49,7 +49,8 @@ function instanceBox(instance, { x, y }, width, rate, open) {
     s("rect", { class: "pool", x: 12, y: 54, width: bar, height: 9, rx: 3 }),
     s("rect", { class: "held", x: 12, y: 54, width: held, height: 9 }),
     s("rect", { class: "cached", x: 12 + held, y: 54, width: cached, height: 9 }),
-    s("title", {}, `${instance.num_held_blocks} of ${instance.num_blocks} KV blocks held, ${instance.num_cached_blocks} cached`),
+    s("title", {}, [`${instance.num_held_blocks} of ${instance.num_blocks} KV blocks held, ${instance.num_cached_blocks} cached`,
+      ...instance.tiers.slice(1).map((tier) => `${tier.name}: ${tierText(tier)}`)].join("\n")),
   );
 }
 

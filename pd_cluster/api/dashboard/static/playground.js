@@ -70,6 +70,17 @@ class Pane {
       this.talk, this.path);
   }
 
+  // Lists models, and each one's adapters in a group below it.
+  offer(models, chosen) {
+    const before = this.model.value;
+    const option = (each) => h("option", { value: each.id }, each.id);
+    const parents = [...new Set(models.map((each) => each.parent).filter(Boolean))];
+    this.model.replaceChildren(...models.filter((each) => !each.parent).map(option),
+      ...parents.map((name) => h("optgroup", { label: `adapters of ${name}` }, models.filter((each) => each.parent === name).map(option))));
+    const wanted = models.some((each) => each.id === before) ? before : chosen;
+    if (wanted) this.model.value = wanted;
+  }
+
   body() {
     const tools = this.tools.value.trim();
     const system = this.system.value.trim();
@@ -197,8 +208,9 @@ export class PlaygroundPage {
     this.loaded = true;
     try {
       const { data } = await (await send("/models", { headers: this.key() })).json();
-      for (const pane of this.panes) pane.model.replaceChildren(...data.map((each) => h("option", { value: each.id }, each.id)));
-      this.note.textContent = "";
+      const adapters = data.filter((each) => each.parent);
+      this.panes.forEach((pane, at) => pane.offer(data, adapters[at - 1]?.id)); // beside the model its first adapter
+      this.note.textContent = adapters.length ? "Adapters are in the list of models; compare two settings to see one beside its model." : "";
     } catch (error) {
       this.note.textContent = error.message;
     }

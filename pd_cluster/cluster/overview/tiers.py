@@ -1,0 +1,28 @@
+"""The places of an instance's KV blocks, as people see them: one list, so that a new tier needs no new picture.
+
+Knows nothing of how it is shown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pd_cluster.wire import Load
+
+
+def tiers_of(load: Load) -> list[dict[str, Any]]:
+    """Returns the tiers that have blocks or may have some, fastest first.
+
+    `num_blocks` None: its size is not reported. `num_used_blocks`: those with content. `num_hit_tokens`: prompt tokens
+    that were found there so far; None: nothing is looked for there.
+    """
+    found = [_tier("pool", load.num_blocks, load.num_held_blocks + load.num_cached_blocks, load.num_prefix_hit_tokens)]
+    if load.num_host_cache_blocks or load.num_host_hit_tokens:
+        found.append(_tier("host cache", None, load.num_host_cache_blocks, load.num_host_hit_tokens))
+    if load.num_swap_blocks:
+        found.append(_tier("swap", load.num_swap_blocks, load.num_swap_blocks - load.num_free_swap_blocks, None))
+    return found
+
+
+def _tier(name: str, num_blocks: int | None, num_used: int, num_hit_tokens: int | None) -> dict[str, Any]:
+    return {"name": name, "num_blocks": num_blocks, "num_used_blocks": num_used, "num_hit_tokens": num_hit_tokens}

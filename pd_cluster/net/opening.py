@@ -1,0 +1,121 @@
+"""Opens connections: greets a peer as the end that connects, and admits one as the end that listens.
+
+The tables are in docs/protocol.md, "Who may connect to whom"; admission.py decides. Knows nothing of messages that
+follow the greetings.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+import zmq
+
+from pd_cluster import wire
+from pd_cluster.net import sockets
+from pd_cluster.net.admission import Admission, peer_key
+from pd_cluster.net.connections import CLOSED, Connections
+from pd_cluster.net.sockets import Connection, KeyPair, next_event, open_dealer
+from ranktable_tools.hosts import bracketed
+
+log = logging.getLogger(__name__)
+
+NOT_OPENED = "the connection did not open: nobody listens there"
+CUT_SHORT = "the other end closed the connection while it opened: it has another key, or is another program"
+NO_HANDSHAKE = "the other end said nothing while the connection opened: it stands still, or is another program"
+NOT_ADMITTED = "the other end does not admit this process's key"
+OTHER_SECRET = "the other end has another secret"
+REFUSALS = (NOT_ADMITTED, OTHER_SECRET)  # between S and a worker these last as long as both live
+
+
+class Opening:
+    """`table` returns the digest of the global rank table; the scheduler's changes while it runs."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        kind: Literal["scheduler", "worker"],
+        keys: KeyPair,
+        admission: Admission,
+        table: Callable[[], bytes],
+        connect_timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._connections = connections
+        self._kind = kind
+        self._keys = keys
+        self._admission = admission
+        self._table = table
+        self._connect_timeout_s = connect_timeout_s
+        self._clock = clock
+
+    def accept(self, identity: bytes, key: bytes, envelope: wire.Envelope, hello: wire.Hello) -> Connection | None:
+        """Answers a Hello that arrived at the ROUTER; None: the peer is not admitted, or already gone."""
+        peer = peer_key(envelope.from_name, envelope.from_epoch)
+        if hello.version != wire.PROTOCOL_VERSION:
+            log.error("%s speaks protocol %d, this is %d: not accepted", peer, hello.version, wire.PROTOCOL_VERSION)
+            return None
+        if not self._admission.admits(key, peer, hello.kind):
+            log.error("%s claims to be a %s, but its key belongs to another process: not accepted", peer, hello.kind)
+            return None
+        conn, epoch = f"in:{identity.decode(errors='replace')}", envelope.from_epoch
+        connection = Connection(conn, peer, epoch, self._clock(), identity, key, kind=hello.kind, is_open=True)
+        self._connections.add(connection)
+        welcome = wire.Welcome(self._admission.proof_to(peer, key), self._table())
+        self._connections.send(connection, wire.encode_body(welcome))
+        if connection not in self._connections:
+            return None
+        self._connections.handler.on_opened(conn, peer, hello.kind)
+        return connection
+
+    def connect(self, context: Any, conn: str, name: str, epoch: int, host: str, port: int, key: bytes) -> None:
+        socket, monitor = open_dealer(context, self._keys, key, conn.encode(), host, self._connect_timeout_s)
+        connection = Connection(
+            conn, peer_key(name, epoch), epoch, self._clock(), peer_key=key, socket=socket, monitor=monitor
+        )
+        self._connections.add(connection)
+        try:
+            socket.connect(f"tcp://{bracketed(host)}:{port}")
+        except zmq.ZMQError as error:
+            self._connections.lose(connection, f"cannot connect to {host}:{port}: {error}")
+
+    def read_events(self, connection: Connection) -> None:
+        """Reads what the monitor of a connection's DEALER reports."""
+        if connection.is_open:
+            self._connections.check_closed(connection)
+            return
+        while connection in self._connections and (event := next_event(connection.monitor)) is not None:
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._greet(connection)
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._connections.lose(connection, NOT_ADMITTED)
+            else:
+                self._connections.lose(connection, self._why_not_opened(connection, event))
+
+    def _why_not_opened(self, connection: Connection, event: int) -> str:
+        if event != zmq.EVENT_DISCONNECTED:
+            return NOT_OPENED
+        waited_s = self._clock() - connection.last_seen_s  # since it began to open
+        return NO_HANDSHAKE if waited_s >= sockets.HANDSHAKE_TIMEOUT_S else CUT_SHORT
+
+    def _greet(self, connection: Connection) -> None:
+        hello = self._connections.seal(connection, wire.encode_body(wire.Hello(kind=self._kind)))
+        try:
+            connection.socket.send(hello, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._connections.lose(connection, f"{CLOSED}: {error}")
+
+    def welcomed(self, connection: Connection, proof: bytes, table: bytes) -> None:
+        """Opens a connection whose listening end has answered, if the answer proves the cluster's secret."""
+        if not self._admission.is_proof(proof, connection.peer, connection.peer_key):
+            self._connections.lose(connection, OTHER_SECRET)
+            return
+        if self._kind == "scheduler" and (own := self._table()) and table and table != own:
+            log.warning("%s was started with another global rank table than the scheduler's", connection.peer)
+        connection.is_open = True
+        connection.last_seen_s = self._clock()
+        pending, connection.pending = connection.pending, []
+        for frame in pending:
+            self._connections.send_frame(connection, frame)
+        self._connections.handler.on_opened(connection.id, connection.peer, connection.kind)

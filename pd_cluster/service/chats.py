@@ -1,0 +1,120 @@
+"""From chats to generations: the template's prompt with its pictures, and the guide and reader of the reply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pd_cluster.parsers.reply import BUDGET, ReplyFormat
+from pd_cluster.service.caller import NOBODY, Caller
+from pd_cluster.service.generation import Generation
+from pd_cluster.service.intake import Intake
+from pd_cluster.service.prompts.chat_prompt import ChatPrompts
+from pd_cluster.service.prompts.guarded_prompt import Guard
+from pd_cluster.service.prompts.pictures import PictureIntake, Shown, Source
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields
+from pd_cluster.service.schema.guide_fields import Asked
+from pd_cluster.service.schema.tool_fields import tools_of
+from pd_cluster.text.tokenizer import Tokenizer
+
+MESSAGE_NUM_CHARS = 8  # added by a template to each further message, at the least
+NUM_END_TOKENS = 16  # of a prompt, decoded to see whether an answer begins with reasoning
+
+
+class Chats:
+    """`guard` keeps control tokens out of chats, unless `allows_control_tokens` or a caller in this process does."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        intake: Intake,
+        prompts: ChatPrompts,
+        pictures: PictureIntake,
+        form: ReplyFormat,
+        guard: Guard,
+        allows_control_tokens: bool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._intake = intake
+        self._prompts = prompts
+        self._pictures = pictures
+        self._form = form
+        self._own_guard = guard
+        self.guard = None if allows_control_tokens else guard
+
+    async def close(self) -> None:
+        await self._prompts.close()
+
+    async def generation(
+        self,
+        request: ChatCompletionRequest,
+        answer: Asked | None,
+        caller: Caller = NOBODY,
+        allows_control_tokens: bool | None = None,
+        pictures: Sequence[Any] = (),
+        variant: str | None = None,
+    ) -> Generation:
+        """Prepares a chat. `answer`: the guide that the request asks for. Raises RequestError.
+
+        `allows_control_tokens`: None for the service's own setting. `pictures` and `variant`: those of callers in this
+        process.
+        """
+        form = self._form
+        asked = tools_of(request, bool(form.tool_parser))
+        may_be_cut = request.truncate_prompt_tokens is not None
+        shown = await self.prompt(request, may_be_cut, caller, allows_control_tokens, pictures)
+        end = self._end_of(request, shown.prompt.token_ids)
+        guide = form.guide(asked.tools, asked.choice, end, asked.most_calls, answer.guide if answer else None)
+        field = "tools" if asked.tools or answer is None else answer.field
+        if request.thinking_token_budget is not None:
+            field = BUDGET if guide is None else field
+            guide = form.budgeted(guide, request.thinking_token_budget, end)
+        reads = asked.choice != "none" or bool(form.reasoning_parser)
+        shared = await self._intake.shared(
+            request,
+            Asked(field, guide) if guide is not None else None,
+            form.markers if reads else (),
+            caller=caller,
+            variant=variant,
+        )
+        generation = self._intake.generation(request, shown, None, "messages", shared)
+        if reads:
+            generation.new_reader = lambda: form.reader(asked.choice, end, asked.most_calls, asked.tools)
+            generation.new_call_id = form.call_id
+            generation.calls_finish = asked.choice in ("auto", "required")
+        return generation
+
+    async def prompt(
+        self,
+        request: ChatFields,
+        may_be_cut: bool,
+        caller: Caller,
+        allows_control_tokens: bool | None = None,
+        pictures: Sequence[Any] = (),
+    ) -> Shown:
+        """Returns the chat template's prompt. Raises RequestError, also when it cannot fit the context.
+
+        `may_be_cut`: the prompt will be truncated, and so may be longer.
+        """
+
+        def check(num_chars: int) -> None:
+            num_chars += MESSAGE_NUM_CHARS * (len(request.messages) - 1)
+            self._intake.encoder.check(num_chars, may_be_cut, "messages")
+
+        sources = [Source(*medium) for index, message in enumerate(request.messages) for medium in message.media(index)]
+        options = self._pictures.options(request.mm_processor_kwargs or {}, "mm_processor_kwargs")
+        sources = [source._replace(options=options) for source in sources]
+        self._pictures.check(sources)
+        guard = self.guard if allows_control_tokens is None else None if allows_control_tokens else self._own_guard
+        prompt = self._pictures.spelled(await self._prompts.render(request, check, guard), sources)
+        special = bool(request.add_special_tokens)
+        token_ids = await self._intake.encoder.encode_prompt(prompt, special, may_be_cut, "messages", caller)
+        salt = caller.own_salt(getattr(request, "cache_salt", None))
+        return await self._pictures.place(token_ids, sources, "messages", pictures, salt)
+
+    def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:
+        """Returns the prompt's end for a reader; a continued answer may have begun its reasoning long before."""
+        text = self._tokenizer.decode(token_ids[-NUM_END_TOKENS:], skip_special_tokens=False)
+        if not request.continue_final_message:
+            return text
+        return self._form.mark_after(request.messages[-1].text)

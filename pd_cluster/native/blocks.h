@@ -12,7 +12,8 @@
 #ifndef MANY_PANELS
 #define MANY_PANELS 8 // of an item, at most
 #endif
-#define PART_WORDS 128 // of a span that are multiplied with all rows before the next: they stay in the L1 cache
+#define PART_WORDS 128 // of a span that are multiplied with all rows before the next: two panels stay in the L1 cache
+#define FEW_BLOCKS 3   // up to here parts are as short as that, so that the next one is fetched in time; else twice as long
 #define PANELS_OF(m, sums) ((m) * 4 * PARTS <= (sums) ? 4 : (m) * 2 * PARTS <= (sums) ? 2 : 1)
 
 // The way of a product, constant in each loop: the form of words, and what they are multiplied as.
@@ -20,10 +21,10 @@ typedef struct {
     int form, as;
 } Way;
 
-// Adds to sums [row][MOST_PANELS][PANEL] the products of x [word][row] with words of some panels. Fetches a line for each
-// word of each panel, `ahead_stride` apart, from `ahead` on.
+// Adds to sums [row][MOST_PANELS][PANEL], or to zeros if it `begins`, the products of x [word][row] with words of some
+// panels. Fetches a line for each word of each panel, `ahead_stride` apart, from `ahead` on.
 typedef void Kernel(const int32_t *x, const int32_t *words, int64_t panel_stride, int64_t num_words,
-                    const int32_t *ahead, int64_t ahead_stride, int32_t *sums);
+                    const int32_t *ahead, int64_t ahead_stride, int32_t *sums, int begins);
 
 // Returns how many words of x a word of weights is multiplied with.
 INLINE int steps_of_word(Way y) {
@@ -49,18 +50,32 @@ INLINE vi operand(Way y, vi word, int i) {
     return y.form == BF16S ? word : pair(y.form, word, i);
 }
 
+// Returns sum + w * x, floats in integers' vectors. In C compilers would keep each sum in two registers, one of each
+// type, which are too many.
+INLINE vi add_number(vi sum, vi w, vi x) {
+#if VL >= 8 && defined(__FMA__)
+    __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+#elif defined(__aarch64__)
+    __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(sum) : "w"(w), "w"(x));
+#else
+    sum = (vi)((vf)sum + (vf)w * (vf)x);
+#endif
+    return sum;
+}
+
 INLINE vi add_product(Way y, vi sum, vi w, vi x) {
-    if (y.as == AS_FLOATS) return (vi)((vf)sum + (vf)w * (vf)x);
+    if (y.as == AS_FLOATS) return add_number(sum, w, x);
     return y.as == AS_BF16S ? add_bf16_dots(sum, w, x) : add_dots(sum, w, x, y.form == CODES4);
 }
 
 // A kernel for m rows and v panels. All but the numbers of words are constants.
 INLINE void multiply_words(Way y, int m, int v, const int32_t *x, const int32_t *words, int64_t panel_stride,
-                           int64_t num_words, const int32_t *ahead, int64_t ahead_stride, int32_t *to) {
+                           int64_t num_words, const int32_t *ahead, int64_t ahead_stride, int32_t *to, int begins) {
     vi sums[BLOCK_ROWS][MOST_PANELS * PARTS];
     UNROLL for (int r = 0; r < m; r++) UNROLL for (int q = 0; q < v * PARTS; q++)
-        sums[r][q] = load_words(to + r * MOST_PANELS * PANEL + q * VL);
-    for (int64_t k = 0; k < num_words; k++) {
+        sums[r][q] = begins ? (vi){0} : load_words(to + r * MOST_PANELS * PANEL + q * VL);
+    int64_t k = 0;
+    do { // at least once: another way around the loop would need copies of the sums
         vi word[MOST_PANELS * PARTS], w[MOST_PANELS * PARTS];
         UNROLL for (int q = 0; q < v * PARTS; q++) {
             const int32_t *at = words + q / PARTS * panel_stride + k * PANEL + q % PARTS * VL;
@@ -74,7 +89,7 @@ INLINE void multiply_words(Way y, int m, int v, const int32_t *x, const int32_t 
                 UNROLL for (int q = 0; q < v * PARTS; q++) sums[r][q] = add_product(y, sums[r][q], w[q], value);
             }
         }
-    }
+    } while (++k < num_words);
     UNROLL for (int r = 0; r < m; r++) UNROLL for (int q = 0; q < v * PARTS; q++)
         store((float *)to + r * MOST_PANELS * PANEL + q * VL, (vf)sums[r][q]);
 }
@@ -84,8 +99,8 @@ INLINE void multiply_words(Way y, int m, int v, const int32_t *x, const int32_t 
 #define KERNEL(name, m, v, form, as)                                                                                   \
     static __attribute__((noinline)) void name(const int32_t *x, const int32_t *words, int64_t panel_stride,           \
                                                int64_t num_words, const int32_t *ahead, int64_t ahead_stride,          \
-                                               int32_t *to) {                                                          \
-        multiply_words((Way){form, as}, m, v, x, words, panel_stride, num_words, ahead, ahead_stride, to);             \
+                                               int32_t *to, int begins) {                                              \
+        multiply_words((Way){form, as}, m, v, x, words, panel_stride, num_words, ahead, ahead_stride, to, begins);     \
     }
 #define KERNELS(name, m, sums, form, as)                                                                               \
     KERNEL(name##m, m, PANELS_OF(m, sums), form, as) KERNEL(name##m##_one, m, 1, form, as)
@@ -164,7 +179,9 @@ static void multiply_blocks(const Packed *w, int64_t first, int64_t num_rows, in
     int64_t m = w->together, most = most_panels(w, m), stride = num_panels * PANEL, x_words = w->span_nbytes / 4 / m;
     int64_t num_words = w->decodes ? x_words : w->span_words, num_blocks = (num_rows + m - 1) / m;
     int64_t panel_stride = (w->decodes ? 1 : w->num_spans) * num_words * PANEL;
-    int64_t part = w->decodes || num_blocks == 1 ? num_words : PART_WORDS, is_whole = part >= num_words;
+    int64_t part = w->decodes || num_blocks == 1 ? num_words : PART_WORDS;
+    if (num_blocks > FEW_BLOCKS) part = MAX(part, 2 * PART_WORDS);
+    int is_whole = part >= num_words;
     Kernel *const *kernels = kernels_of(w, m);
     for (int64_t span = 0; span < w->num_spans; span++) for (int64_t q = 0, v; q < num_panels; q += v) {
         v = num_panels - q >= most ? most : 1;
@@ -177,7 +194,6 @@ static void multiply_blocks(const Packed *w, int64_t first, int64_t num_rows, in
         for (int64_t k = 0; k < num_words; k += part) for (int64_t block = 0; block < num_blocks; block++) {
             const int32_t *x = block_at(w, first / m + block, span) + k * (x_words / num_words) * m;
             int32_t *to = sums + (is_whole ? 0 : block * m * sum_stride);
-            if (k == 0) memset(to, 0, (size_t)(m * sum_stride) * 4);
             const int32_t *at = words + k * PANEL, *ahead = at + AHEAD;
             int64_t ahead_stride = panel_stride;
             if (num_blocks > 1 && !w->decodes) { // blocks share the fetching of what is multiplied after this part
@@ -185,7 +201,7 @@ static void multiply_blocks(const Packed *w, int64_t first, int64_t num_rows, in
                 ahead += MIN(block, v - 1) * panel_stride;
                 ahead_stride = 0;
             }
-            kernels[v > 1](x, at, panel_stride, MIN(part, num_words - k), ahead, ahead_stride, to);
+            kernels[v > 1](x, at, panel_stride, MIN(part, num_words - k), ahead, ahead_stride, to, k == 0);
             if (k + part >= num_words)
                 fold(w, (float *)to, first + block * m, m, panel + q, v, span, totals + block * m * stride + q * PANEL,
                      stride);

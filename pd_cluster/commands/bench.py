@@ -311,6 +311,9 @@ def router(
     against: Annotated[
         str, typer.Option(help="Another checkout of this project: compare a request's CPU time only, in turn.")
     ] = "",
+    schedulers: Annotated[
+        int, typer.Option(min=1, max=16, help="Compare so many, over the same workers, with one: CPU time only.")
+    ] = 1,
     profile: Annotated[bool, typer.Option(help="Show which layers the scheduler's CPU time goes to, only.")] = False,
     dashboard: Annotated[bool, typer.Option("--dashboard", help="Instead: the cost of an open dashboard.")] = False,
     quick: Annotated[bool, typer.Option(help="Few requests, one round: does it all run?")] = False,
@@ -320,7 +323,8 @@ def router(
     from pd_cluster.lab.router import watched
     from pd_cluster.lab.router.bench import make_bench, run
 
-    (watched.run if dashboard else run)(make_bench(rounds, streams, peers_dir, quick, against, profile), json)
+    bench = make_bench(rounds, streams, peers_dir, quick, against, profile, schedulers)
+    (watched.run if dashboard else run)(bench, json)
 
 
 @app.command("overload")

@@ -12,6 +12,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from pd_cluster import wire
 from pd_cluster.engine.adapters import AdapterHost, Keeper, WorkerAdapters, reader_of
 from pd_cluster.engine.handover.cache_news import CacheNews
@@ -233,6 +235,9 @@ class Worker:
             self.adapters.in_memory,
             self._sleep.level,
         )
+        if len(self._schedulers) > 1:  # otherwise there are no others
+            outstanding = {peer: self.legs.outstanding(conn) for conn, peer in self._schedulers.items()}
+            self.load = msgspec.structs.replace(self.load, outstanding=outstanding)
         if has_news:
             self._post.beat()
         elif shown != self.load.shown_now:

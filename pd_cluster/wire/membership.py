@@ -68,6 +68,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_leaked_blocks: int = 0  # lower bound of blocks held by no request; exact while there is none
     is_draining: bool = False  # it takes no new requests
     sleep_level: SleepLevel = 0  # reached
+    outstanding: dict[str, int] = {}  # by scheduler (name@epoch): the weights of its legs that have not ended here
     links: dict[str, LinkState] = {}  # by the peer's name@epoch
     adapters: tuple[str, ...] | None = None  # short names of the LoRA adapters in memory; None: all that there are
 
@@ -96,6 +97,7 @@ class Hello(Message, frozen=True):
 
     kind: Literal["scheduler", "worker"]
     version: int = PROTOCOL_VERSION
+    term: int = 0  # the highest fencing number that a scheduler knows; 0: there is only one scheduler
 
 
 class Welcome(Message, frozen=True):
@@ -179,6 +181,16 @@ class Sleep(Message, frozen=True):
 
 
 class Peers(Message, frozen=True):
-    """All live workers, including the receiver: roles may change. One that is absent or has a new epoch is dead."""
+    """All live workers, including the receiver: roles may change. One that is absent or has a new epoch is dead.
+
+    `term`: the fencing number of the scheduler that owns membership; 0: there is only one scheduler.
+    """
 
     peers: list[PeerInfo]
+    term: int = 0
+
+
+class StaleOrder(Message, frozen=True):
+    """A `Peers` was refused: the receiver of this message was the owner of membership once, and `term` is newer."""
+
+    term: int

@@ -246,8 +246,8 @@ REQUEST_COUNTERS = (
     OfRequests(
         "pd_cluster:replays",
         "Attempts after a request's first: an instance was lost (death), an attempt failed (fault), an instance was "
-        "to be empty (moved).",
-        {cause: f"replays_{cause}" for cause in ("death", "fault", "moved")},
+        "to be empty (moved), or others' requests had filled it (full).",
+        {cause: f"replays_{cause}" for cause in ("death", "fault", "moved", "full")},
         "cause",
     ),
     OfRequests(
@@ -357,7 +357,14 @@ BACKLOG_TOKENS = OfCluster(
     "Tokens of requests at instances of a role that these have still to compute: what an autoscaler divides.",
 )
 API_PROCESSES = OfCluster("pd_cluster:api_processes_alive", "Processes that serve the public port.")
-CLUSTER_GAUGES = (CACHE_CONFIG, INSTANCES, BACKLOG_TOKENS, OPEN_STREAMS, QUEUED_REQUESTS, QUEUED_TOKENS, API_PROCESSES)
+OWNS_MEMBERSHIP = OfCluster(
+    "pd_cluster:owns_membership",
+    "1 if the scheduler that answers (label scheduler) decides which instances there are, otherwise 0.",
+)
+CLUSTER_GAUGES = (
+    *(CACHE_CONFIG, INSTANCES, BACKLOG_TOKENS, OPEN_STREAMS, QUEUED_REQUESTS, QUEUED_TOKENS, API_PROCESSES),
+    OWNS_MEMBERSHIP,
+)
 
 ShownState = Literal["leaving", "changing", "draining", "drained"]
 STATES: tuple[str, ...] = (*get_args(InstanceState), *get_args(ShownState))

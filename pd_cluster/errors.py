@@ -130,6 +130,10 @@ class Unavailable(PdClusterError):
         self.retry_after_s = retry_after_s
 
 
+class LeaseUnavailable(PdClusterError):
+    """The record that several schedulers share cannot be read or written now."""
+
+
 class Overloaded(PdClusterError):
     """The request would be served too late now; it may not be after `retry_after_s`."""
 

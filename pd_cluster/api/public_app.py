@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi_offline import FastAPIOffline
 
 from pd_cluster import __version__
-from pd_cluster.api.admin.metrics import AdapterNaming, Totals, metrics_routes
+from pd_cluster.api.admin.metrics import ONLY_ONE, AdapterNaming, Owner, Totals, metrics_routes
 from pd_cluster.api.dashboard.public import PublicDashboard, PublicView, public_pages
 from pd_cluster.api.document.document import document
 from pd_cluster.api.gate.access_log import AccessLog
@@ -58,10 +59,11 @@ def public_app(
     totals: Totals | None = None,
     file_keys: FileKeys | None = None,
     view: PublicView | None = None,
+    owner: Callable[[], Owner] = lambda: ONLY_ONE,
 ) -> FastAPI:
     """`totals`: of all API processes, if there are several. `file_keys`: required if `http` names a key file.
 
-    `view`: what /dashboard shows; None: there is none.
+    `view`: what /dashboard shows; None: there is none. `owner`: this scheduler's name, and whether it owns membership.
     """
     assert bool(http.key_file) == (file_keys is not None), "keys that nobody asks for"
     counts = service.router.stats.tenants
@@ -77,7 +79,8 @@ def public_app(
         add_routes(app, response_routes(service, store))
         add_routes(app, kept_response_routes(service, store))
     add_routes(app, _common_routes(service.router.entrance, instances, drain))
-    add_routes(app, metrics_routes(service.router, instances, shown_name(service), drain, totals, _adapters(service)))
+    name, adapters = shown_name(service), _adapters(service)
+    add_routes(app, metrics_routes(service.router, instances, name, drain, totals, adapters, owner))
     return app
 
 

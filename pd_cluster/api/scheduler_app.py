@@ -7,12 +7,14 @@ workers, drains, changes roles, and answers at the admin port.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
 import tempfile
 import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from msgspec.structs import replace
 
 from pd_cluster.api.admin.admin_app import ShownCluster, admin_app, describe
 from pd_cluster.api.admin.control_routes import control_routes
+from pd_cluster.api.admin.metrics import ONLY_ONE, Owner
 from pd_cluster.api.admin.server_info import info_of
 from pd_cluster.api.admin.timelines import LocalTimelines, RemoteTimelines, TimelineSource
 from pd_cluster.api.dashboard.playground import PublicPort
@@ -37,9 +40,11 @@ from pd_cluster.cluster.members.adapters import AdapterBook
 from pd_cluster.cluster.members.auto_role import AutoRole
 from pd_cluster.cluster.members.control import Control
 from pd_cluster.cluster.members.elastic import Elastic, Tables
+from pd_cluster.cluster.members.lease import LeaseStore
 from pd_cluster.cluster.members.membership import membership_of
 from pd_cluster.cluster.members.place import Place
 from pd_cluster.cluster.members.registrar import JoinPort
+from pd_cluster.cluster.members.shared import SharedMembership
 from pd_cluster.cluster.overview.watch import Overview
 from pd_cluster.cluster.processes.api_processes import ApiProcesses
 from pd_cluster.cluster.tenancy.key_store import KeyStore
@@ -55,6 +60,30 @@ log = logging.getLogger(__name__)
 Server = tuple[uvicorn.Server, socket.socket]
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The part of a scheduler that makes it one of several. `admin`: where operators reach it."""
+
+    index: int
+    store: LeaseStore
+    admin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """The parts that not every scheduler has. `join`: address and port for workers in no table.
+
+    `lora_root`: the folder below which adapters may be loaded at run time; "": none may. `lease`: of one of several.
+    """
+
+    join: tuple[str, int] | None = None
+    lora_root: str = ""
+    lease: Lease | None = None
+
+
+NOTHING_MORE = Extras()
+
+
 class SchedulerServer:
     """`listeners`: one socket at the public port for each API process. Raises ConfigError."""
 
@@ -68,17 +97,19 @@ class SchedulerServer:
         tables: Tables,
         logs: Logs,
         keys: KeyStore | None = None,
-        join: tuple[str, int] | None = None,
-        lora_root: str = "",
+        extras: Extras = NOTHING_MORE,
     ) -> None:
-        """`keys`: those of --api-key-file, if there is one. `join`: address and port for workers in no table.
-
-        `lora_root`: the folder below which adapters may be loaded at run time; "": none may.
-        """
+        """`keys`: those of --api-key-file, if there is one."""
+        join, lora_root, lease = extras.join, extras.lora_root, extras.lease
         self._config = config
         self._keys = keys
         self._file_keys: FileKeys | None = None  # set where this process itself serves
-        self._edge = Edge(config, credentials, partial(membership_of, place, ports, config.timeouts))
+        roster_of = partial(membership_of, place, ports, config.timeouts)
+        self._edge = (
+            Edge(config, credentials, roster_of)
+            if lease is None
+            else Edge(config, credentials, roster_of, lease.index, is_scheduler=True)
+        )
         self.membership = self._edge.roster
         self._listeners = listeners
         self._processes: ApiProcesses | None = None
@@ -91,6 +122,22 @@ class SchedulerServer:
         self._overview = Overview(self.membership, self._figures, config.routing)
         self._public_sessions = Sessions() if config.http.has_public_dashboard else None
         self.elastic = Elastic(self.membership, credentials, tables, move_on, config.timeouts.drain_timeout_s)
+        self._shared = self._shared_by(lease) if lease is not None else None
+
+    def _shared_by(self, lease: Lease) -> SharedMembership:
+        timeouts, mailbox = self._config.timeouts, self._edge.mailbox
+        shared = SharedMembership(
+            self.membership.own_key,
+            lease.store,
+            self.membership,
+            self.elastic,
+            mailbox,
+            timeouts.lease_duration_s,
+            timeouts.connect_timeout_s,
+            lease.admin,
+        )
+        self._overview.scheduler = lambda: {"name": shared.name, "owner": shared.owner, "term": shared.known_term}
+        return shared
 
     async def run(
         self,
@@ -108,7 +155,9 @@ class SchedulerServer:
         try:
             control = self._control()
             commands = control_routes(control, info_of(self._config))
-            shown = ShownCluster(self._overview, self._model_name, logs, public, self._public_links(public))
+            shown = ShownCluster(
+                self._overview, self._model_name, logs, public, self._public_links(public), self._owner()[0]
+            )
             app = admin_app(self.elastic, self._timelines(), access, self._book, commands, shown)
             admin = make_server(app, ADMIN_CONNECTIONS, tls=self._config.http.tls), admin_listener
             failure = _first_failure(self._watch(auto_role, control), self._edge.handler.fatal)
@@ -138,6 +187,7 @@ class SchedulerServer:
             http,
             file_keys=self._file_keys,
             view=self._public_view(),
+            owner=self._owner,
         )
         public = (
             make_server(app, http.connections, http.root_path, http.tls, http.max_header_fields),
@@ -147,6 +197,9 @@ class SchedulerServer:
             await serve_until_signal([public, admin], failure, drain.begin, drain)
         finally:
             await service.close()
+
+    def _owner(self) -> Owner:
+        return ONLY_ONE if self._shared is None else (self._shared.name, self._shared.is_owner)
 
     @property
     def _model_name(self) -> str:
@@ -178,7 +231,8 @@ class SchedulerServer:
 
     def _control(self) -> Control:
         serving = self._edge.router if self._processes is None else self._processes
-        return Control(self.membership, self._edge.mailbox, serving, self._config.timeouts.request_timeout_s)
+        timeout_s = self._config.timeouts.request_timeout_s
+        return Control(self.membership, self._edge.mailbox, serving, timeout_s, may_sleep=self._shared is None)
 
     def _adapter_book(self, root: str) -> AdapterBook:
         """Raises ConfigError."""
@@ -251,6 +305,8 @@ class SchedulerServer:
             group.create_task(self.elastic.run())
             group.create_task(control.sleep_of_all.run())
             group.create_task(self._overview.run())
+            if self._shared is not None:
+                group.create_task(self._shared.run())
             if self._book is not None:
                 group.create_task(self._book.run())
             if self._join_port is not None:
@@ -294,9 +350,10 @@ async def _change_roles(elastic: Elastic, auto_role: AutoRole) -> None:
     while True:
         await asyncio.sleep(auto_role.rules.period_s)
         flip = auto_role.observe(time.monotonic(), elastic.instances)
-        if flip is not None:
+        if flip is not None and elastic.is_owner:
             log.warning("--auto-role: %s becomes %s: %s", flip.name, flip.role, flip.why)
-            elastic.change_role(flip.name, flip.role)
+            with contextlib.suppress(Refused):  # another scheduler may own membership by now
+                elastic.change_role(flip.name, flip.role)
 
 
 async def _first_failure(running: Any, fatal: asyncio.Future[None]) -> None:

@@ -18,6 +18,7 @@ from pd_cluster.errors import ConfigError, PdClusterError
 HELP = "/new forgets what was said, /image FILE adds a picture to the next message, /exit or Ctrl-D ends"
 CONNECT_TIMEOUT_S = 5.0
 MAX_IMAGE_NBYTES = 24 << 20
+LEAST_RATED_TOKENS, LEAST_RATED_S = 8, 0.05  # of fewer, or in less time, a rate says nothing
 Say = Callable[[str], None]
 
 
@@ -59,7 +60,9 @@ class Chat:
 def timings(sample: Sample) -> str:
     """Returns one line: tokens, time to the first, tokens a second, and the instances that served it."""
     first = f", first after {sample.ttft_s * 1e3:.0f} ms" if sample.ttft_s is not None else ""
-    rate = f", {1 / sample.tpot_s:.1f} tokens/s" if sample.tpot_s else ""
+    num_later, rate = sample.num_output_tokens - 1, ""
+    if sample.tpot_s and num_later + 1 >= LEAST_RATED_TOKENS and num_later * sample.tpot_s >= LEAST_RATED_S:
+        rate = f", {1 / sample.tpot_s:.1f} tokens/s"
     where = f"; {' → '.join(sample.served_by)}" if sample.served_by else ""
     return f"{sample.num_output_tokens} tokens{first}{rate}{where}"
 

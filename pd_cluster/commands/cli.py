@@ -27,6 +27,7 @@ from pd_cluster.commands.looking import JSON, LOOKING
 from pd_cluster.commands.quantize import quantize
 from pd_cluster.commands.signature import HELP_ALL, BriefHelp, shorten_help, takes
 from pd_cluster.errors import KEEPS_MARKS, ConfigError, PdClusterError, flag_of
+from pd_cluster.settings.adapters import SHIPPED_ADAPTER_FLAGS
 from pd_cluster.settings.flag_file import expanded
 from pd_cluster.settings.flags import choice_of_model, judge, normalize, split_keys, split_values
 from pd_cluster.settings.options import USUAL, ServeOptions, settings
@@ -81,14 +82,16 @@ def up(
     model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
+    schedulers: Annotated[int, typer.Option(min=1, help="Schedulers, each at the next two ports; all serve.")] = 1,
     host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Public port; the admin port is the next one.")] = 9000,
     served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Rank processes of each instance.")] = 1,
-    prefill_tensor_parallel_size: Annotated[
-        int | None, typer.Option(min=1, help="Of each prefill instance, when it is another number.")
-    ] = None,
+    prefill_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each prefill instance.")] = None,
     decode_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each decode instance.")] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Serve the shipped model's LoRA adapter, too, as the model pirate.")
+    ] = False,
     restart: Annotated[str, typer.Option(help="on-failure or no: what becomes of a worker that dies.")] = "on-failure",
     spawn: Annotated[bool, typer.Option("--spawn", help="Start rank processes by command line; fork none.")] = False,
     try_unlisted: Annotated[
@@ -111,7 +114,7 @@ def up(
     from pd_cluster.cluster.members.place import use_openai
     from pd_cluster.cluster.processes.launch import SPAWN, Launch
 
-    model, arguments = _model_and_flags(model, arguments or [])
+    model, arguments = _model_and_flags(model, arguments or [], adapter)
     given = [*([f"--model={model}"] if model else []), f"--host={host}", f"--port={port}", *arguments]
     _check_flags(context, [*given, *choice_of_model(try_unlisted or (), language_model_only)])
     flags, keys = split_keys(normalize(arguments))
@@ -121,6 +124,7 @@ def up(
         model=model,
         num_prefill=prefill,
         num_decode=decode,
+        num_schedulers=schedulers,
         host=host,
         port=port,
         served_model_names=served_model_name or [],
@@ -202,13 +206,16 @@ def _run(launch: Launch) -> int:
     return asyncio.run(run_until_signal(launch))
 
 
-def _model_and_flags(model: str, arguments: list[str]) -> tuple[str, list[str]]:
-    """Takes a model in front of the flags. Raises ConfigError for two models."""
+def _model_and_flags(model: str, arguments: list[str], adapter: bool) -> tuple[str, list[str]]:
+    """Takes a model in front of the flags, and adds those of the shipped adapter. Raises ConfigError."""
     if arguments and not arguments[0].startswith("-"):
         first, *arguments = arguments
         if model:
             raise ConfigError(f"--model {model}, and {first!r} as a model, too; give one of them")
         model = first
+    if adapter and model:
+        raise ConfigError(f"--adapter: the adapter is for the model that the project ships; leave out {model}")
+    arguments = [*(SHIPPED_ADAPTER_FLAGS if adapter else ()), *arguments]
     return model.removeprefix("hf:"), arguments
 
 

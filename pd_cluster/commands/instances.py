@@ -33,7 +33,7 @@ def _refuse_secret_file(value: str) -> str:
 
 
 NO_SECRET_FILE = typer.Option("--secret-file", hidden=True, callback=_refuse_secret_file)
-ADMIN = typer.Option("--admin", help=f"The scheduler's admin address; default: {DEFAULT_ADMIN}.")
+ADMIN = typer.Option("--admin", help="The scheduler's admin address.")
 FORCE = typer.Option("--force", help="Also the last instance of its role that takes requests.")
 TIMEOUT = typer.Option(
     min=0.0, help="Seconds for what runs there; after that it goes on elsewhere. Default: the scheduler's."

@@ -29,7 +29,7 @@ from pd_cluster.client.streaming import Sample, make_client, measure
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
-from pd_cluster.settings.adapters import SHIPPED_ADAPTER
+from pd_cluster.settings.adapters import SHIPPED_ADAPTER, SHIPPED_ADAPTER_FLAGS
 from pd_cluster.settings.engine import SHIPPED_MODEL, SHIPPED_VISION_MODEL
 from pd_cluster.tables import human_nbytes, print_table
 from pd_cluster.transport.table import BY_NAME
@@ -77,7 +77,7 @@ def quickstart(
     if adapter and model:
         raise ConfigError("--adapter: the adapter is for the model that the project ships; leave out --model")
     name = SHIPPED_ADAPTER.name if adapter else ""
-    flags = ["--enable-lora", "--lora-modules", f"{name}={SHIPPED_ADAPTER}"] if adapter else []
+    flags = SHIPPED_ADAPTER_FLAGS if adapter else []
     model = model or (str(SHIPPED_VISION_MODEL) if image else "")
     launch = Launch(model=model, num_prefill=prefill, num_decode=decode, port=port, arguments=flags)
     asyncio.run(_until_signal(launch, Question(question, image, name), once, verbose))

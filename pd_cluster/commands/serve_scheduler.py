@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pd_cluster.cluster.members.credentials import admin_token_of, credentials_of
 from pd_cluster.cluster.members.place import (
@@ -23,7 +24,10 @@ from pd_cluster.settings.log_files import folder_of
 from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.routing import AdminSettings, EntranceSettings
 from pd_cluster.text.given_template import with_source
-from ranktable_tools.hosts import is_loopback
+from ranktable_tools.hosts import bracketed, is_loopback
+
+if TYPE_CHECKING:
+    from pd_cluster.api.scheduler_app import Extras
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +42,8 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
     entrance, admin = options.read(EntranceSettings), options.read(AdminSettings)
     config = _api_config(start, env)
     check_public_dashboard(config.http, start.process.host, entrance)
+    if entrance.scheduler_lease:
+        check_shared(start, entrance, admin)
     import uvloop
 
     from pd_cluster.api.dashboard.playground import PublicPort
@@ -52,7 +58,8 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
     http = config.http
     raise_descriptor_limit(http.connections)
     served = [*(config.served_model_names or [start.engine.model]), *start.engine.adapters.paths]
-    keys = KeyStore(http, served, may_grow=bool(admin.lora_root)) if http.key_file else None
+    may_grow, may_limit = bool(admin.lora_root), not entrance.scheduler_lease
+    keys = KeyStore(http, served, may_grow=may_grow, may_limit=may_limit) if http.key_file else None
     host, port = start.process.host, start.process.port
     if entrance.uds:
         listeners = bind_path(entrance.uds, entrance.api_workers)
@@ -67,16 +74,15 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
         lambda place: _ports_of_file(env, place),
         lambda place: credentials_of(place, files),
     )
-    join = (host, start.join.join_port) if start.join.join_port is not None else None
+    tls = http.tls is not None
+    extras = _extras(start, entrance, admin, f"http{'s' * tls}://{bracketed(admin.admin_host)}:{admin_port}")
     access = AdminAccess(token, is_loopback(admin.admin_host), admin.admin_hosts)
 
     async def serve() -> None:
         logs = start.process.logs
-        scheduler = SchedulerServer(
-            place, credentials, ports, config, listeners, tables, logs, keys, join, admin.lora_root
-        )
+        scheduler = SchedulerServer(place, credentials, ports, config, listeners, tables, logs, keys, extras)
         auto_role = AutoRole() if entrance.auto_role else None
-        public_port = PublicPort(host, port, entrance.uds, http.tls is not None)
+        public_port = PublicPort(host, port, entrance.uds, tls)
         await scheduler.run(admin_listener, access, auto_role, folder_of(place.folder), public_port)
 
     tune()
@@ -126,6 +132,30 @@ def check_public_dashboard(http: HttpConfig, host: str, entrance: EntranceSettin
     if http.tls is None and not entrance.uds and not is_loopback(host):
         ways = f"{called('ssl_certfile')} FILE, or {called('host')} 127.0.0.1 behind a proxy with TLS"
         raise ConfigError(f"{flag}: {called('host')} {host} is reached without TLS; give {ways}")
+
+
+def _extras(start: Start, entrance: EntranceSettings, admin: AdminSettings, admin_url: str) -> Extras:
+    """Raises ConfigError for a folder that cannot be shared."""
+    from pd_cluster.api.scheduler_app import Extras, Lease
+    from pd_cluster.cluster.members.lease_folder import LeaseFolder
+
+    join = (start.process.host, start.join.join_port) if start.join.join_port is not None else None
+    lease = None
+    if entrance.scheduler_lease:
+        lease = Lease(entrance.scheduler_index, LeaseFolder(Path(entrance.scheduler_lease)), admin_url)
+    return Extras(join, admin.lora_root, lease)
+
+
+def check_shared(start: Start, entrance: EntranceSettings, admin: AdminSettings) -> None:
+    """Raises ConfigError for what only a scheduler without others can do."""
+    lease = f"{called('scheduler_lease')} {entrance.scheduler_lease}"
+    if entrance.api_workers > 1:
+        count = f"{called('api_workers')} {entrance.api_workers}"
+        raise ConfigError(f"{lease}: not with {count}; start more schedulers, each of which is one process")
+    if start.join.join_port is not None:
+        raise ConfigError(f"{lease}: not with {called('join_port')}: a worker in no table registers with one scheduler")
+    if admin.lora_root:
+        raise ConfigError(f"{lease}: not with {called('allow_runtime_lora')}: the others would not hear of an adapter")
 
 
 def _ports_of_file(env: Mapping[str, str], place: Place) -> list[int] | None:

@@ -13,6 +13,8 @@ from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.trace import LegNotes
 from pd_cluster.types import LegEnd, Request, Status, TokenOutput, resume
 
+LEAST_WAITING = 16  # legs that may wait, however few a step may have
+
 
 class Legs:
     """`hands_over` creates the object that exports and imports KV cache for these legs."""
@@ -33,6 +35,7 @@ class Legs:
         self._clock = clock
         self.sequences: dict[str, list[Request]] = {}  # by leg, those that have not ended
         self.deadlines: dict[str, float] = {}
+        self._weights: dict[str, int] = {}  # by leg, as its scheduler has weighed it
         self.handover = hands_over(self)
         self.patience = Patience(core.scheduler, self.handover.imports, clock)
         self.landing_wait = LandingWait(self.handover.imports, clock)
@@ -51,6 +54,10 @@ class Legs:
             if each.status is not Status.EXPORTING
         }
 
+    def outstanding(self, conn: str) -> int:
+        """Returns the weights of a scheduler's legs that have not ended, in tokens."""
+        return sum(self._weights.get(key, 0) for key in self.of_client(conn))
+
     def of_client(self, conn: str) -> list[str]:
         return [key for key, sequences in self.sequences.items() if sequences[0].client == conn]
 
@@ -68,11 +75,14 @@ class Legs:
         elsewhere = closed or self._limits.lacks(request)
         if is_fault := problem is None and elsewhere is not None:
             problem = elsewhere
+        if is_full := problem is None and submit.may_be_full and self._is_full:
+            problem, is_fault = f"as many requests wait here as it computes at once ({self._most_waiting})", True
         self._notes.submitted(request, problem)
         if problem is not None:
-            self._outbox.add_end(conn, LegEnd(request.request_id, request.attempt, problem, is_fault))
+            ended = LegEnd(request.request_id, request.attempt, problem, is_fault, is_full=is_full)
+            self._outbox.add_end(conn, ended)
             return
-        self.sequences[key] = sequences
+        self.sequences[key], self._weights[key] = sequences, submit.weight
         if submit.deadline_s:
             self.deadlines[key] = request.arrival_s + submit.deadline_s
         for each in sequences:
@@ -81,6 +91,17 @@ class Legs:
                 self.handover.imports.submit(each)
             else:
                 self._core.scheduler.add(each)
+
+    @property
+    def _most_waiting(self) -> int:
+        return max(LEAST_WAITING, self._core.scheduler.max_num_seqs)
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether as many legs wait here as a step may have, without those that wait for another instance."""
+        imports = self.handover.imports
+        num_waiting = len(self._core.scheduler.waiting) + imports.num_queued - imports.num_expected
+        return num_waiting >= self._most_waiting
 
     # ---- outcomes (handover.Outcomes)
 
@@ -114,6 +135,7 @@ class Legs:
             self._notes.ended(request, is_last=not sequences)
             if not sequences:
                 del self.sequences[request.leg_key]
+                self._weights.pop(request.leg_key, None)
                 self.deadlines.pop(request.leg_key, None)
 
     def refuse(self, key: str, error: str) -> None:

@@ -88,6 +88,7 @@ class Run:
     ttft: float  # mean
     itl: float  # mean time between arrivals of tokens
     itl_p99: float
+    second: float  # median time from token one to token two
 
     @classmethod
     def of(cls, samples: Sequence[Sample], took_s: float) -> Run:
@@ -100,12 +101,13 @@ class Run:
             ttft=1e3 * mean(sample.ttft_s or 0.0 for sample in samples),
             itl=mean(gaps_ms),
             itl_p99=percentile(gaps_ms, 99) or 0.0,
+            second=median(1e3 * sample.itl_s[0] for sample in samples),
         )
 
     def __str__(self) -> str:
         return (
             f"{self.tokens:.0f} tokens/s, mean TTFT {self.ttft:.0f} ms, "
-            f"between tokens {self.itl:.1f} ms, p99 {self.itl_p99:.1f} ms"
+            f"between tokens {self.itl:.1f} ms, p99 {self.itl_p99:.1f} ms, before token two {self.second:.1f} ms"
         )
 
 
@@ -267,6 +269,7 @@ def results(rounds: Sequence[Round]) -> Iterator[Result]:
         yield _figure(f"{name}: mean TTFT", [each.ttft for each in runs], "ms")
         yield _figure(f"{name}: mean between tokens", [each.itl for each in runs], "ms")
         yield _figure(f"{name}: p99 between tokens", [each.itl_p99 for each in runs], "ms")
+        yield _figure(f"{name}: before token two, p50", [each.second for each in runs], "ms")
         yield _figure(
             f"{name}: p99 / mean between tokens",
             [each.itl_p99 / each.itl for each in runs],

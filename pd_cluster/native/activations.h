@@ -1,8 +1,9 @@
 // Activations of packed products: float32 rows become padded rows of numbers, of bfloat16 or of int8 codes.
 #pragma once
-#include "floats.h"
+#include "words.h"
 
-#define SQUARES ((FLOAT_ROWS + VL - 1) / VL) // vectors that hold FLOAT_ROWS numbers
+#define SQUARES ((BLOCK_ROWS + VL - 1) / VL) // vectors that hold a number of each row of a block
+#define SEGMENT 512 // inputs of a block that are prepared at once
 #define SMALLEST_ROW 0x0d800000 // 2^-100 as bits: codes of smaller rows are zeros
 
 // Rounds to the nearest bfloat16, ties to even, with the bits of a float32. NaN stays NaN.
@@ -86,6 +87,22 @@ static int64_t inputs_of_span(const Product *p, int64_t span, int64_t *n) {
     return first;
 }
 
+// Writes `padded` numbers to multiply: the first n from x, then zeros. Returns the sum of codes.
+static int32_t write_numbers(const Packed *w, const float *x, int64_t n, int64_t padded, float inverse, uint8_t *to) {
+    int32_t sum = 0;
+    if (w->p->activations == AS_CODES)
+        sum = to_codes(x, n, inverse, (int8_t *)to);
+    else if (w->width == 2)
+        for (int64_t i = 0; i < n; i++) ((uint16_t *)to)[i] = (uint16_t)(round_to_bf16(x[i]) >> 16);
+    else if (w->p->activations == AS_BF16S)
+        for (int64_t i = 0; i < n; i++) ((float *)to)[i] = rounded_to_bf16(x[i]);
+    else
+        memcpy(to, x, (size_t)n * 4);
+    memset(to + n * w->width, 0, (size_t)((padded - n) * w->width));
+    return sum;
+}
+
+// Prepares a row for tiles, [span][input].
 static void prepare_row(const Packed *w, int64_t row) {
     const Product *p = w->p;
     const float *from = p->x + MIN(row, p->num_rows - 1) * p->inputs;
@@ -95,58 +112,62 @@ static void prepare_row(const Packed *w, int64_t row) {
     if (p->activations == AS_CODES) w->row_scales[row] = set_scale(from, p->inputs, 127.0f, &inverse);
     for (int64_t span = 0; span < w->num_spans; span++, to += w->span_nbytes) {
         const float *x = from + inputs_of_span(p, span, &n);
-        n *= is_row;
         int32_t *sum = w->sums + row * w->num_spans + span;
-        if (p->activations == AS_CODES)
-            *sum = to_codes(x, n, inverse, (int8_t *)to);
-        else if (w->width == 2)
-            for (int64_t i = 0; i < n; i++) ((uint16_t *)to)[i] = (uint16_t)(round_to_bf16(x[i]) >> 16);
-        else if (p->activations == AS_BF16S)
-            for (int64_t i = 0; i < n; i++) ((float *)to)[i] = rounded_to_bf16(x[i]);
-        else
-            memcpy(to, x, (size_t)n * 4);
-        memset(to + n * w->width, 0, (size_t)((p->span_padded - n) * w->width));
+        n *= is_row;
+        *sum = write_numbers(w, x, n, p->span_padded, inverse, to);
         if (p->zeros && p->activations != AS_CODES) set_sum(p, x, n, sum);
     }
 }
 
-// Returns a span of a block of FLOAT_ROWS rows, [input][row]. Blocks of a span follow each other.
-INLINE float *block_at(const Packed *w, int64_t block, int64_t span) {
-    return (float *)(w->x + (span * (w->ready_rows / FLOAT_ROWS) + block) * w->span_nbytes);
+// Returns a span of a block of rows, [word][row]. Blocks of a span follow each other.
+INLINE int32_t *block_at(const Packed *w, int64_t block, int64_t span) {
+    return (int32_t *)(w->x + (span * (w->ready_rows / w->together) + block) * w->span_nbytes);
 }
 
-// Writes VL inputs of such a block from the rows at `from`. Vectors of rows that are too long are overwritten by the
-// next; `is_last`: none may be.
-INLINE void transpose_block(const float **from, int64_t at, int rounds, int is_last, float *to) {
-    vf square[SQUARES][VL];
-    UNROLL for (int s = 0; s < SQUARES; s++) {
-        UNROLL for (int r = 0; r < VL; r++) square[s][r] = load(from[s * VL + r] + at);
-        if (rounds) UNROLL for (int r = 0; r < VL; r++) square[s][r] = vector_to_bf16(square[s][r]);
-        transpose(square[s]);
+// Writes words of m rows, [row][word], as [word][row]. `rows` has SQUARES * VL addresses, the last ones repeated.
+static void interleave(const int32_t **rows, int64_t m, int64_t num_words, int32_t *to) {
+    int64_t k = 0;
+    for (; k + VL <= num_words; k += VL) {
+        vf square[SQUARES][VL];
+        UNROLL for (int s = 0; s < SQUARES; s++) {
+            UNROLL for (int r = 0; r < VL; r++) square[s][r] = load((const float *)rows[s * VL + r] + k);
+            transpose(square[s]);
+        }
+        int is_last = k + 2 * VL > num_words; // what is written too much is overwritten, except at the end
+        for (int i = 0; i < VL; i++, to += m) for (int s = 0; s < SQUARES && s * VL < m; s++) {
+            if (is_last) memcpy(to + s * VL, &square[s][i], (size_t)MIN(VL, m - s * VL) * 4);
+            else store((float *)to + s * VL, square[s][i]);
+        }
     }
-    for (int k = 0; k < VL; k++) UNROLL for (int s = 0; s < SQUARES; s++) {
-        int n = MIN(VL, FLOAT_ROWS - s * VL);
-        if (is_last) memcpy(to + k * FLOAT_ROWS + s * VL, &square[s][k], (size_t)n * 4);
-        else store(to + k * FLOAT_ROWS + s * VL, square[s][k]);
-    }
+    for (; k < num_words; k++) for (int64_t r = 0; r < m; r++) *to++ = rows[r][k];
 }
 
 static void prepare_block(const Packed *w, int64_t block) {
     const Product *p = w->p;
-    const float *from[SQUARES * VL];
-    int64_t n, row = block * FLOAT_ROWS, most = MIN(FLOAT_ROWS, p->num_rows - row) - 1;
-    int rounds = p->activations == AS_BF16S;
-    for (int64_t r = 0; r < SQUARES * VL; r++) from[r] = p->x + (row + MIN(r, most)) * p->inputs;
+    uint8_t ALIGNED numbers[BLOCK_ROWS][SEGMENT * 4];
+    const float *from[BLOCK_ROWS];
+    const int32_t *rows[SQUARES * VL];
+    float inverse[BLOCK_ROWS] = {0};
+    int64_t m = w->together, first_row = block * m, n;
+    for (int64_t r = 0; r < m; r++) {
+        from[r] = p->x + MIN(first_row + r, p->num_rows - 1) * p->inputs;
+        if (p->activations == AS_CODES)
+            w->row_scales[first_row + r] = set_scale(from[r], p->inputs, 127.0f, inverse + r);
+    }
+    for (int64_t r = 0; r < SQUARES * VL; r++) rows[r] = (const int32_t *)numbers[MIN(r, m - 1)];
     for (int64_t span = 0; span < w->num_spans; span++) {
-        int64_t first = inputs_of_span(p, span, &n), i = 0;
-        float *to = block_at(w, block, span);
-        for (; i + VL <= n; i += VL, to += VL * FLOAT_ROWS)
-            transpose_block(from, first + i, rounds, i + 2 * VL > p->span_padded, to);
-        for (; i < n; i++) for (int r = 0; r < FLOAT_ROWS; r++, to++)
-            *to = rounds ? rounded_to_bf16(from[r][first + i]) : from[r][first + i];
-        memset(to, 0, (size_t)((p->span_padded - n) * FLOAT_ROWS * 4));
-        if (p->zeros)
-            for (int r = 0; r < FLOAT_ROWS; r++)
-                set_sum(p, from[r] + first, n, w->sums + (row + r) * w->num_spans + span);
+        int64_t first = inputs_of_span(p, span, &n);
+        int32_t *to = block_at(w, block, span), *sums = w->sums + first_row * w->num_spans + span;
+        for (int64_t r = 0; r < m; r++) sums[r * w->num_spans] = 0;
+        for (int64_t at = 0; at < p->span_padded; at += SEGMENT) {
+            int64_t padded = MIN(SEGMENT, p->span_padded - at), num_words = padded * w->width / 4;
+            for (int64_t r = 0; r < m; r++)
+                sums[r * w->num_spans] += write_numbers(w, from[r] + first + at, MAX(0, MIN(padded, n - at)), padded,
+                                                        inverse[r], m > 1 ? numbers[r] : (uint8_t *)to);
+            if (m > 1) interleave(rows, m, num_words, to);
+            to += num_words * m;
+        }
+        if (p->zeros && p->activations != AS_CODES)
+            for (int64_t r = 0; r < m; r++) set_sum(p, from[r] + first, n, sums + r * w->num_spans);
     }
 }

@@ -58,14 +58,14 @@ INLINE void fold_panel(const Packed *w, int codes, int has_zeros, int has_scales
     }
 }
 
-// Adds a span's sums c [MOST_ROWS][MOST_PANELS * PANEL] to totals [num_rows][num_panels * PANEL].
+// Adds a span's sums c [num_rows][MOST_PANELS * PANEL] to totals, whose rows are `stride` apart.
 static void fold(const Packed *w, const float *c, int64_t row, int64_t num_rows, int64_t panel, int64_t num_panels,
-                 int64_t span, float *totals) {
+                 int64_t span, float *totals, int64_t stride) {
     const Product *p = w->p;
     int is_first = span == 0, codes = p->activations == AS_CODES;
     const int32_t *sums = w->sums + row * w->num_spans + span;
     for (int64_t q = 0; q < num_panels; q++) {
-        int64_t at = ((panel + q) * p->num_groups + span / p->spans_of_group) * PANEL, stride = num_panels * PANEL;
+        int64_t at = ((panel + q) * p->num_groups + span / p->spans_of_group) * PANEL;
         const float *from = c + q * PANEL, *scales = p->scales + at, *zeros = p->zeros + at;
         float *to = totals + q * PANEL;
 #define FOLD(codes, zero, scale)                                                                                       \

@@ -1,10 +1,9 @@
 // Packed products: activations are prepared once, then threads take blocks of results.
 #pragma once
 #include "activations.h"
-#include "dots.h"
-#include "floats.h"
+#include "blocks.h"
+#include "decoded.h"
 #include "fold.h"
-#include "many.h"
 #include "tiles.h"
 
 #define TILE_BLOCK 256 // rows for which a thread decodes weights once, or keeps them in its cache
@@ -23,12 +22,22 @@ static int way(const Product *p) {
     if (p->activations == AS_CODES) return have_tiles() && !few ? BY_TILES : BY_DOTS;
     if (p->activations == AS_FLOATS) return BY_FLOATS;
     if (have_tiles()) return BY_TILES;
-    return HAVE_BF16_DOTS && p->form == BF16S ? BY_DOTS : BY_FLOATS;
+    return HAVE_BF16_DOTS ? BY_DOTS : BY_FLOATS;
 }
 
+// Whether the weights of a span are decoded once, for many rows.
 static int must_decode(const Product *p, int by) {
     if (by == BY_TILES) return p->form != (p->activations == AS_CODES ? CODES8 : BF16S);
-    return p->num_rows > FEW_ROWS && (by == BY_FLOATS || p->form == CODES4);
+    if (by == BY_FLOATS) return p->num_rows > 2 * FEW_ROWS;
+    return p->activations == AS_BF16S && p->form != BF16S && p->num_rows > FEW_ROWS;
+}
+
+// Returns the rows of a block: about as many in each.
+static int64_t block_rows(const Packed *w) {
+    int64_t most = w->p->activations == AS_CODES ? CODE_ROWS : BLOCK_ROWS;
+    if (!w->decodes && w->p->activations != AS_CODES && (w->by == BY_FLOATS || w->p->form != BF16S)) most = FEW_ROWS;
+    int64_t blocks = (w->p->num_rows + most - 1) / most;
+    return (w->p->num_rows + blocks - 1) / blocks;
 }
 
 static void plan(const Product *p, Packed *w) {
@@ -38,8 +47,8 @@ static void plan(const Product *p, Packed *w) {
     w->num_spans = p->num_groups * p->spans_of_group;
     w->num_panels = (p->outputs + PANEL - 1) / PANEL;
     w->span_words = p->span_padded / inputs_of_word((int)p->form);
-    w->together = w->by == BY_FLOATS && w->decodes ? FLOAT_ROWS : 1;
-    int64_t pad = w->by == BY_TILES ? 2 * TILE_ROWS : w->together > 1 ? FLOAT_ROWS : 8;
+    w->together = w->by == BY_TILES ? 1 : block_rows(w);
+    int64_t pad = w->by == BY_TILES ? 2 * TILE_ROWS : w->together;
     w->ready_rows = p->num_rows == 1 ? 1 : (p->num_rows + pad - 1) / pad * pad;
     w->width = w->by == BY_FLOATS ? 4 : p->activations == AS_CODES ? 1 : 2;
     w->span_nbytes = p->span_padded * w->width * w->together;
@@ -69,37 +78,30 @@ static void decode_span(const Packed *w, int64_t panel, int64_t num_panels, int6
     }
 }
 
-// Computes results of some rows and panels. For tiles, weights of a span are decoded while those of the one before are
+// Computes results of some rows and panels by tiles. Weights of a span are decoded while those of the one before are
 // multiplied: a tile cannot be loaded before its bytes have left the processor's store buffer.
-static void multiply_block(const Packed *w, int64_t first, int64_t num_rows, int64_t panel, int64_t num_panels) {
+static void multiply_in_tiles(const Packed *w, int64_t first, int64_t num_rows, int64_t panel, int64_t num_panels) {
     const Product *p = w->p;
     float ALIGNED sums[MOST_ROWS * MOST_PANELS * PANEL], totals[MOST_TOTALS];
     int32_t ALIGNED decoded[2][DECODED_NBYTES / 4];
-    int64_t panel_stride = w->num_spans * w->span_words * PANEL, form = p->form;
-    int64_t num_words = w->span_words, in_turn = w->by != BY_TILES;
+    int64_t panel_stride = w->num_spans * w->span_words * PANEL, num_words = w->span_words;
     if (w->decodes) {
         num_words = w->span_nbytes / 4;
         panel_stride = num_words * PANEL;
-        form = p->activations == AS_CODES ? CODES8 : BF16S;
-        if (!in_turn) decode_span(w, panel, num_panels, 0, decoded[0], panel_stride);
+        decode_span(w, panel, num_panels, 0, decoded[0], panel_stride);
     }
-    int64_t step = tile_step(num_words), x_words = w->row_nbytes / 4;
+    int64_t step = tile_step(num_words);
     for (int64_t span = 0; span < w->num_spans; span++) {
-        const int32_t *words = w->decodes ? decoded[in_turn ? 0 : span % 2] : words_at(w, panel, span);
-        if (w->decodes && in_turn) decode_span(w, panel, num_panels, span, decoded[0], panel_stride);
-        if (w->decodes && !in_turn && span + 1 < w->num_spans)
+        const int32_t *words = w->decodes ? decoded[span % 2] : words_at(w, panel, span);
+        if (w->decodes && span + 1 < w->num_spans)
             decode_span(w, panel, num_panels, span + 1, decoded[(span + 1) % 2], panel_stride);
         for (int64_t row = first; row < first + num_rows; row += MOST_ROWS) {
             int64_t m = MIN(MOST_ROWS, first + num_rows - row);
             const uint8_t *x = w->x + row * w->row_nbytes + span * w->span_nbytes;
-            if (w->by == BY_TILES)
-                multiply_tiles(p->activations == AS_CODES, m, num_panels, x, w->row_nbytes, words, panel_stride,
-                               num_words, step, !w->decodes, sums);
-            else if (w->by == BY_DOTS)
-                multiply_dots(form, m, num_panels, (const int32_t *)x, x_words, words, panel_stride, num_words, sums);
-            else
-                multiply_floats(form, m, num_panels, (const float *)x, x_words, words, panel_stride, num_words, sums);
-            fold(w, sums, row, m, panel, num_panels, span, totals + (row - first) * num_panels * PANEL);
+            multiply_tiles(p->activations == AS_CODES, m, num_panels, x, w->row_nbytes, words, panel_stride, num_words,
+                           step, !w->decodes, sums);
+            fold(w, sums, row, m, panel, num_panels, span, totals + (row - first) * num_panels * PANEL,
+                 num_panels * PANEL);
         }
     }
     finish(w, first, num_rows, panel, num_panels, totals);
@@ -108,27 +110,26 @@ static void multiply_block(const Packed *w, int64_t first, int64_t num_rows, int
 static void product_work(void *data) {
     Packed *w = data;
     const Product *p = w->p;
-    int64_t at_once = MOST_PANELS, many = w->together > 1, most_rows = many ? MANY_ROWS : TILE_BLOCK;
-    if (many) at_once = MANY_PANELS;
-    else if (p->num_rows > TILE_ROWS || (w->decodes && w->by != BY_TILES)) at_once = DECODED_PANELS;
+    int64_t in_tiles = w->by == BY_TILES, m = w->together, most_rows = in_tiles ? TILE_BLOCK : MANY_ROWS / m * m;
+    int64_t at_once = in_tiles && p->num_rows > TILE_ROWS ? DECODED_PANELS : MOST_PANELS;
+    if (!in_tiles && w->ready_rows > m) at_once = MANY_PANELS;
     while (at_once > 1 && w->num_panels < 4 * at_once * p->num_threads) at_once /= 2;
-    int64_t groups = (w->num_panels + at_once - 1) / at_once, blocks = (p->num_rows + most_rows - 1) / most_rows;
-    int64_t in_block = many ? (w->ready_rows / FLOAT_ROWS + blocks - 1) / blocks * FLOAT_ROWS : TILE_BLOCK;
-    int64_t rows = MAX(4, w->together);
+    int64_t groups = (w->num_panels + at_once - 1) / at_once, items = (p->num_rows + most_rows - 1) / most_rows;
+    int64_t in_item = in_tiles ? TILE_BLOCK : (w->ready_rows / m + items - 1) / items * m, rows = in_tiles ? 4 : m;
     for (int64_t row; (row = next_items(&w->next_row, rows)) < w->ready_rows;) {
-        if (many) prepare_block(w, row / FLOAT_ROWS);
+        if (!in_tiles) prepare_block(w, row / m);
         else for (int64_t r = row; r < MIN(row + rows, w->ready_rows); r++) prepare_row(w, r);
     }
     if (p->num_threads > 1) runtime.barrier();
-    if (w->by == BY_TILES) set_tiles(p->num_rows, tile_step(w->span_nbytes / 4));
-    for (int64_t item; (item = next_items(&w->next_item, 1)) < groups * blocks;) {
-        int64_t panel = item % groups * at_once, row = item / groups * in_block;
-        int64_t num_rows = MIN(in_block, p->num_rows - row), num_panels = MIN(at_once, w->num_panels - panel);
+    if (in_tiles) set_tiles(p->num_rows, tile_step(w->span_nbytes / 4));
+    for (int64_t item; (item = next_items(&w->next_item, 1)) < groups * items;) {
+        int64_t panel = item % groups * at_once, row = item / groups * in_item;
+        int64_t num_rows = MIN(in_item, p->num_rows - row), num_panels = MIN(at_once, w->num_panels - panel);
         if (num_rows <= 0) continue;
-        if (many) multiply_many(w, row, num_rows, panel, num_panels);
-        else multiply_block(w, row, num_rows, panel, num_panels);
+        if (in_tiles) multiply_in_tiles(w, row, num_rows, panel, num_panels);
+        else multiply_blocks(w, row, num_rows, panel, num_panels);
     }
-    if (w->by == BY_TILES) release_tiles();
+    if (in_tiles) release_tiles();
 }
 
 // Computes out [num_rows, outputs] = x times the weight, transposed, plus the bias.

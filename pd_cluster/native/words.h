@@ -12,14 +12,41 @@
 #define PARTS (PANEL / VL)
 #define AHEAD (32 * PANEL) // words that are fetched before they are needed: 2 KiB
 #define MOST_PANELS 4 // of a block of results
-#define MOST_ROWS 32
-#define FEW_ROWS 8     // up to here weights are decoded in registers; from there on once for many rows
+#define MOST_ROWS 32   // of tiles
 #define DECODED_NBYTES 16384
 #define DECODED_PANELS 2 // of floats; other forms are half as wide
 
+// A block of results in registers has up to BLOCK_ROWS rows, or CODE_ROWS where codes are multiplied, and up to so many
+// vectors of sums that the operands find room beside them. Weights are decoded for each block of FEW_ROWS rows anew, in
+// registers, and once for all blocks if there are more of them.
+#define FEW_ROWS 4
+#if VL == 16
+#define BLOCK_ROWS 12
+#define BLOCK_SUMS 24
+#define FEW_SUMS 16
+#elif VL == 8
+#define BLOCK_ROWS 6
+#define BLOCK_SUMS 12
+#define FEW_SUMS 8
+#else
+#define BLOCK_ROWS 6
+#define BLOCK_SUMS 24
+#define FEW_SUMS 16
+#endif
+#if defined(__AVX512VNNI__)
+#define CODE_ROWS 12
+#define CODE_SUMS 24
+#elif VL == 16
+#define CODE_ROWS 8
+#define CODE_SUMS 16
+#else
+#define CODE_ROWS 4
+#define CODE_SUMS (4 * PARTS)
+#endif
+
 enum { FLOATS, BF16S, CODES8, CODES4, E4M3S };     // a word's inputs: 1, 2, 4, 8 and 4
 enum { AS_FLOATS, AS_BF16S, AS_CODES };            // the form in which activations are multiplied
-enum { BY_FLOATS, BY_DOTS, BY_TILES };             // floats.h, dots.h, tiles.h
+enum { BY_FLOATS, BY_DOTS, BY_TILES };             // blocks.h the first two, tiles.h
 
 typedef struct {
     int64_t num_rows, inputs, outputs, num_threads;
@@ -37,9 +64,9 @@ typedef struct {
 typedef struct {
     const Product *p;
     int64_t num_spans, num_panels, span_words, by, decodes; // decodes: weights of a span are decoded for many rows
-    int64_t width, span_nbytes, row_nbytes;                 // of an activation, of a span of a row, of a row
-    int64_t ready_rows, together;                           // rows with padding; a block of so many is [input][row]
-    uint8_t *x;                                             // [ready_rows / together][row_nbytes]
+    int64_t width, span_nbytes, row_nbytes; // of an activation; of a span and of all spans of `together` rows
+    int64_t ready_rows, together;           // rows with padding; those of a block
+    uint8_t *x;                             // [span][block][word][row]; for tiles [row][span][input]
     float *row_scales;              // [ready_rows], if x is codes
     int32_t *sums;                  // [ready_rows][num_spans]: x of each span, in its own type
     int64_t next_row, next_item;

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 from pd_cluster import wire
@@ -28,6 +28,26 @@ def join_key(secret: bytes) -> bytes:
     return hmac.digest(secret, b"pd-cluster join key 1", "sha256")
 
 
+class Fence:
+    """Tells orders of the scheduler that owns membership from those of an earlier owner, by their fencing numbers."""
+
+    def __init__(self) -> None:
+        self.term = 0  # the highest that was heard of, in this life
+        self.num_stale = 0
+
+    def heard(self, term: int) -> None:
+        """Some scheduler knows of this term, whether its owner has given an order yet or not."""
+        self.term = max(self.term, term)
+
+    def admits(self, term: int) -> bool:
+        """Returns whether an order of this term holds; older ones are counted, and never hold again."""
+        if term < self.term:
+            self.num_stale += 1
+            return False
+        self.term = term
+        return True
+
+
 class Admission:
     """Decides which peers are admitted. `own` is this process's name@epoch, `public_key` its key."""
 
@@ -36,15 +56,22 @@ class Admission:
         self._own, self._public_key = own, public_key
         self._schedulers: Mapping[bytes, str] = dict.fromkeys(credentials.schedulers, SCHEDULER)
         self._admitted = self._schedulers  # public key -> name@epoch; replaced, never changed
+        self.fence = Fence()
 
     def may_connect(self, key: bytes) -> bool:
         """Answers ZAP, on a thread of its own: may a client with this public key connect at all?"""
         return key in self._admitted
 
-    def hear(self, peers: Sequence[wire.PeerInfo]) -> None:
-        """Admits from now on only the peers that a scheduler names, and the schedulers."""
-        named = {each.public_key: peer_key(each.name, each.epoch) for each in peers}
+    def hear(self, order: wire.Peers) -> bool:
+        """Admits from now on only the peers that a scheduler names, and the schedulers.
+
+        Returns False, and changes nothing, if another scheduler has come to own membership since (`Fence`).
+        """
+        if not self.fence.admits(order.term):
+            return False
+        named = {each.public_key: peer_key(each.name, each.epoch) for each in order.peers}
         self._admitted = {**named, **self._schedulers}
+        return True
 
     def admits(self, key: bytes, peer: str, kind: Literal["scheduler", "worker"]) -> bool:
         """Returns whether the owner of this key may use this name."""

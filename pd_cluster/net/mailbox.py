@@ -129,6 +129,10 @@ class Mailbox:
         """Sends schedulers a heartbeat, at most BEAT_GAP_S from now; wishes within that time share one."""
         self._call(self._plan_beat)
 
+    def heard_of_term(self, term: int) -> None:
+        """From now on this process, one of several schedulers, greets workers with this fencing number."""
+        self._admission.fence.heard(term)
+
     def disconnect(self, conn: str) -> None:
         """Closes without notifying the owner."""
         self._call(lambda: self._connections.drop(conn))
@@ -260,9 +264,15 @@ class Mailbox:
                     self._connections.tell_waiting()
                 else:
                     connection.num_received += 1
-                if isinstance(body, wire.Peers) and connection.kind == "scheduler":
-                    self._admission.hear(body.peers)
+                if isinstance(body, wire.Peers) and connection.kind == "scheduler" and not self._admission.hear(body):
+                    self._connections.send(connection, wire.encode_body(self._stale(connection, body.term)))
+                    return
                 self._connections.handler.on_message(connection.id, connection.peer, body)
+
+    def _stale(self, connection: Connection, term: int) -> wire.StaleOrder:
+        now = self._admission.fence.term
+        log.warning("an order of %s is refused: its term is %d, the owner's %d", connection.peer, term, now)
+        return wire.StaleOrder(now)
 
     def _send(self, conn: str, encoded: msgspec.Raw) -> None:
         connection = self._connections.get(conn)

@@ -59,6 +59,8 @@ class Opening:
         if not self._admission.admits(key, peer, hello.kind):
             log.error("%s claims to be a %s, but its key belongs to another process: not accepted", peer, hello.kind)
             return None
+        if hello.kind == "scheduler":
+            self._admission.fence.heard(hello.term)
         conn, epoch = f"in:{identity.decode(errors='replace')}", envelope.from_epoch
         connection = Connection(conn, peer, epoch, self._clock(), identity, key, kind=hello.kind, is_open=True)
         self._connections.add(connection)
@@ -100,7 +102,8 @@ class Opening:
         return NO_HANDSHAKE if waited_s >= sockets.HANDSHAKE_TIMEOUT_S else CUT_SHORT
 
     def _greet(self, connection: Connection) -> None:
-        hello = self._connections.seal(connection, wire.encode_body(wire.Hello(kind=self._kind)))
+        greeting = wire.Hello(kind=self._kind, term=self._admission.fence.term)
+        hello = self._connections.seal(connection, wire.encode_body(greeting))
         try:
             connection.socket.send(hello, zmq.NOBLOCK)
         except zmq.ZMQError as error:

@@ -19,6 +19,7 @@ from pd_cluster.cluster.routing.policy import POLICIES
 from pd_cluster.cluster.routing.predict import Goals
 from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.router import Router
+from pd_cluster.net.admission import peer_key
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.service.adapter_names import digests_of
 from pd_cluster.service.service import ServiceConfig, TextService
@@ -53,6 +54,8 @@ class LoopHandler:
             self._call(self.roster.on_cache_keys, conn, body)
         elif isinstance(body, wire.AdapterStates):
             self._call(self.roster.on_adapter_states, conn, body)
+        elif isinstance(body, wire.StaleOrder):
+            self._call(self.roster.on_stale_order, conn, body.term)
 
     def on_closed(self, conn: str, peer: str, reason: str) -> None:
         self._call(self.roster.on_closed, conn, reason)
@@ -84,8 +87,12 @@ class Edge(Generic[RosterT]):
         roster_of: Callable[[Mailbox, Checkpoint], RosterT],
         index: int | None = None,
         adapters: dict[str, str] | None = None,
+        is_scheduler: bool = False,
     ) -> None:
-        """`adapters`: digests by name, as another process has read them; None: this one reads --lora-modules."""
+        """`adapters`: digests by name, as another process has read them; None: this one reads --lora-modules.
+
+        `is_scheduler`: `index` is that of one of several schedulers.
+        """
         engine, routing, timeouts = config.engine, config.routing, config.timeouts
         self.config = config
         self._handle_secret = credentials.key  # of the scheduler, and so of all its API processes
@@ -112,7 +119,10 @@ class Edge(Generic[RosterT]):
             Goals(routing.slo_ttft_s, routing.slo_tpot_s),
             routing.max_queue_s,
             routing.has_priorities,
+            shares_workers=is_scheduler,
         )
+        if is_scheduler:
+            self.roster.own_key = peer_key(name, self.mailbox.epoch)
         self.handler = LoopHandler(asyncio.get_running_loop(), self.roster, self.router)
 
     def start(self) -> None:

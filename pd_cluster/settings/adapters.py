@@ -16,6 +16,7 @@ from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.setting import Form, Panel, Scope, Setting, at_least, at_most, check
 
 SHIPPED_ADAPTER = Path(__file__).parents[1] / "models" / "pirate"  # for settings.engine's SHIPPED_MODEL
+SHIPPED_ADAPTER_FLAGS = ["--enable-lora", "--lora-modules", f"{SHIPPED_ADAPTER.name}={SHIPPED_ADAPTER}"]
 MOST_RANK = 512
 NAME = re.compile(r"[^\s/\\=\x00-\x1f\x7f][^/\\=\x00-\x1f\x7f]{0,127}")
 EXAMPLE = """NAME=PATH, or JSON such as '{"name": "NAME", "path": "PATH"}'"""

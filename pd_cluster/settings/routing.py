@@ -13,6 +13,7 @@ from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.setting import CHOICES, Form, Panel, Scope, Setting, at_least, check, finite, one_of, within
 
 MAX_API_WORKERS = 64
+MAX_SCHEDULERS = 64
 SCHEDULING_POLICIES = ("fcfs", "priority")
 HOST_NAME = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]")
 
@@ -109,6 +110,22 @@ class EntranceSettings(msgspec.Struct, frozen=True, kw_only=True):
             "Path of a Unix socket to serve in place of the public port. The admin port stays.", after="api_workers"
         ),
     ] = ""
+    scheduler_lease: Annotated[
+        str,
+        SCHEDULER(
+            "Folder (0700, on one host) that several schedulers over the same workers share: one of them owns "
+            "membership, all serve. Default: this is the only scheduler.",
+            after="uds",
+        ),
+    ] = ""
+    scheduler_index: Annotated[
+        int,
+        SCHEDULER(
+            "With --scheduler-lease: this scheduler is scheduler-N; each has its own number.",
+            checks=(within(0, MAX_SCHEDULERS - 1),),
+            after="scheduler_lease",
+        ),
+    ] = 0
     auto_role: Annotated[
         bool,
         SCHEDULER("Let instances change between prefill and decode as the load requires.", after="scheduling_policy"),

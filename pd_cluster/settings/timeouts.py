@@ -44,6 +44,16 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
             detail="a worker with --join finds a scheduler that admits it",
         ),
     ] = 300.0
+    lease_duration_s: Annotated[
+        float,
+        SERVER(
+            "With --scheduler-lease: seconds after which another scheduler may own membership.",
+            checks=(POSITIVE,),
+            after="scheduler_index",
+            panel=Panel.SCHEDULER,
+            detail="with several schedulers: one that stands still, or has died, owns membership no more",
+        ),
+    ] = 1.5
     credit_timeout_s: Annotated[
         float,
         WORKERS(

@@ -84,7 +84,7 @@ class LegEnd(msgspec.Struct, frozen=True, array_like=True):
     """A leg that ended without a finishing token. `error` is None for a prefill leg that was handed over.
 
     `is_fault`: the request did not cause the error, and other instances may succeed. `is_refusal`: the request cannot
-    be served, here or elsewhere.
+    be served, here or elsewhere. `is_full`: too many legs wait there; a fault that counts as no attempt.
     """
 
     request_id: str
@@ -92,6 +92,7 @@ class LegEnd(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     is_fault: bool = False
     is_refusal: bool = False
+    is_full: bool = False
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True):

@@ -53,6 +53,7 @@ from pd_cluster.wire.membership import Peers as Peers
 from pd_cluster.wire.membership import ResetCache as ResetCache
 from pd_cluster.wire.membership import Sleep as Sleep
 from pd_cluster.wire.membership import SleepLevel as SleepLevel
+from pd_cluster.wire.membership import StaleOrder as StaleOrder
 from pd_cluster.wire.membership import Tally as Tally
 from pd_cluster.wire.membership import WantedAdapters as WantedAdapters
 from pd_cluster.wire.membership import Welcome as Welcome

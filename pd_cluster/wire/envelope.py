@@ -25,6 +25,7 @@ from pd_cluster.wire.membership import (
     Peers,
     ResetCache,
     Sleep,
+    StaleOrder,
     WantedAdapters,
     Welcome,
 )
@@ -40,6 +41,7 @@ Body = (
     | JoinAnswer
     | Leave
     | Peers
+    | StaleOrder
     | WantedAdapters
     | AdapterStates
     | ResetCache

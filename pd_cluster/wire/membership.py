@@ -44,6 +44,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_hit_tokens: int = 0  # those of them that were in the prefix cache
     num_host_cache_blocks: int = 0  # evicted blocks that host memory has
     num_host_hit_tokens: int = 0  # prompt tokens whose blocks were loaded from there
+    num_disk_cache_blocks: int = 0  # that the disk cache has
+    num_disk_hit_tokens: int = 0  # tokens whose blocks came from there to host memory
+    num_shared_hit_tokens: int = 0  # the same, from the shared store
+    num_lower_written: int = 0  # blocks written to disk and to the shared store
+    num_lower_dropped: int = 0  # those not written, because too many waited, or it failed
+    num_lower_bad: int = 0  # those found there that were not what had been written
     tier_token_s: dict[Tier, float] = {}  # measured time to load a token's KV from there, where it is known
     num_queued_tokens: int = 0  # tokens of prompts that are here and not computed yet
     prefill_tokens_per_s: float = 0.0  # recent average over steps that computed prompts; 0: none yet
@@ -68,6 +74,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_leaked_blocks: int = 0  # lower bound of blocks held by no request; exact while there is none
     is_draining: bool = False  # it takes no new requests
     sleep_level: SleepLevel = 0  # reached
+    outstanding: dict[str, int] = {}  # by scheduler (name@epoch): the weights of its legs that have not ended here
     links: dict[str, LinkState] = {}  # by the peer's name@epoch
     adapters: tuple[str, ...] | None = None  # short names of the LoRA adapters in memory; None: all that there are
 
@@ -96,6 +103,7 @@ class Hello(Message, frozen=True):
 
     kind: Literal["scheduler", "worker"]
     version: int = PROTOCOL_VERSION
+    term: int = 0  # the highest fencing number that a scheduler knows; 0: there is only one scheduler
 
 
 class Welcome(Message, frozen=True):
@@ -179,6 +187,16 @@ class Sleep(Message, frozen=True):
 
 
 class Peers(Message, frozen=True):
-    """All live workers, including the receiver: roles may change. One that is absent or has a new epoch is dead."""
+    """All live workers, including the receiver: roles may change. One that is absent or has a new epoch is dead.
+
+    `term`: the fencing number of the scheduler that owns membership; 0: there is only one scheduler.
+    """
 
     peers: list[PeerInfo]
+    term: int = 0
+
+
+class StaleOrder(Message, frozen=True):
+    """A `Peers` was refused: the receiver of this message was the owner of membership once, and `term` is newer."""
+
+    term: int

@@ -9,7 +9,11 @@ from pd_cluster.wire.base import Message
 
 
 class Submit(Message, frozen=True):
-    """One leg of one attempt at an order."""
+    """One leg of one attempt at an order.
+
+    `weight`: the work that the sender expects of this leg, in tokens; loads report the sums to all schedulers.
+    `may_be_full`: the receiver may refuse it because too many legs wait there already (`LegEnd.is_full`).
+    """
 
     request_id: str
     attempt: int
@@ -19,6 +23,8 @@ class Submit(Message, frozen=True):
     order: Order
     deadline_s: float  # seconds from now; 0: none
     resumed: list[Resumed] = []  # of a hybrid leg: the sequences that resume; empty: all, from the beginning
+    weight: int = 0
+    may_be_full: bool = False
 
 
 class Abort(Message, frozen=True):

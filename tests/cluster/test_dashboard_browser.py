@@ -82,8 +82,7 @@ def loaded_by(page: Any, session: Any) -> str:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Up]:
     names = (f"--served-model-name={name}" for name in NAMES)
-    adapter = ("--", "--enable-lora", f"--lora-modules={SHIPPED_ADAPTER.name}={SHIPPED_ADAPTER}", "--kv-host-cache=0.1")
-    up = Up("", free_port_pair(), "--prefill=1", "--decode=2", *names, *adapter)
+    up = Up("", free_port_pair(), "--prefill=1", "--decode=2", *names, "--adapter", "--", "--kv-host-cache=0.1")
     try:
         up.await_line("^ready after")
         yield up
@@ -207,7 +206,7 @@ def test_the_playground_streams_compares_and_draws_the_path(pages: Pages, links:
     assert page.locator("select >> nth=0 >> optgroup").get_attribute("label") == f"adapters of {NAMES[0]}"
     page.check("#compare")
     assert [page.locator("select").nth(at).input_value() for at in range(2)] == [NAMES[0], SHIPPED_ADAPTER.name]
-    page.locator("section", has_text="Chat").get_by_label("colour tokens by probability").first.check()
+    page.locator("section", has_text="Chat").get_by_label("colour by probability").first.check()
     page.fill("textarea[aria-label=Message]", "What is 3 + 4?")
     page.keyboard.press("Enter")
     await_count(page, ".said:not(.user) .quiet", 2)
@@ -311,6 +310,19 @@ def test_the_public_port_shows_figures_to_holders_of_a_key(pages: Pages, public:
     page.keyboard.press("Enter")
     await_count(page, "g.instance", 4)
     page.wait_for_selector(".problems:has-text('prefill-0 is unreachable')")
+    page.hover("tbody button >> nth=0")
+    page.mouse.down()
+    for _ in range(3):  # the page looks again while the button is pressed
+        with page.expect_response("**/overview*"):
+            pass
+    page.mouse.up()
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog:not([open])", state="attached")
+    page.focus("g.instance[aria-label^='decode-1']")
+    with page.expect_response("**/overview*"):
+        pass
+    page.wait_for_selector("g.instance[aria-label^='decode-1']:focus")
     assert page.locator("nav a:visible").all_inner_texts() == ["Cluster"]
     page.click("g.instance[aria-label^='decode-0']")
     page.wait_for_selector("dialog[open] td:text-is('ready')")

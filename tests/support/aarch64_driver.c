@@ -60,21 +60,22 @@ int main(int argc, char **argv) {
     void (*gate)(const float *, float *, int64_t, int64_t, int, int64_t);
     void (*attend)(const Step *, const Layer *, float *, float *, float *);
     void (*copy)(uint8_t *, const uint8_t *, int64_t);
-    void (*multiply)(const Product *) = find(library, "pd_product");
-    norm = find(library, "pd_norm"), gate = find(library, "pd_gate");
-    attend = find(library, "pd_attend"), copy = find(library, "pd_copy");
+    void (*multiply)(const Product *);
     init((void *)GOMP_parallel, (void *)GOMP_barrier);
     for (char name[32]; scanf("%31s", name) == 1;) {
         if (!strcmp(name, "pd_norm")) {
+            norm = find(library, name);
             float *x = address(), *delta = address(), *weight = address(), *out = address();
             int64_t num_rows = argument(), features = argument();
             float eps = bits();
             norm(x, delta, weight, out, num_rows, features, eps, argument());
         } else if (!strcmp(name, "pd_gate")) {
+            gate = find(library, name);
             float *gate_up = address(), *out = address();
             int64_t num_rows = argument(), features = argument(), activation = argument();
             gate(gate_up, out, num_rows, features, (int)activation, argument());
         } else if (!strcmp(name, "pd_attend")) {
+            attend = find(library, name);
             Step *step = address();
             Layer *layer = address();
             float *pool = address(), *qkv = address(), *out = address();
@@ -84,9 +85,11 @@ int main(int argc, char **argv) {
             PLACE(layer->q_norm), PLACE(layer->k_norm), PLACE(layer->sinks);
             attend(step, layer, pool, qkv, out);
         } else if (!strcmp(name, "pd_copy")) {
+            copy = find(library, name);
             uint8_t *to = address(), *from = address();
             copy(to, from, argument());
         } else if (!strcmp(name, "pd_product")) {
+            multiply = find(library, name);
             Product *product = address();
             PLACE(product->x), PLACE(product->words), PLACE(product->scales), PLACE(product->zeros);
             PLACE(product->bias), PLACE(product->out), PLACE(product->scratch);

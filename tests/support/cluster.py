@@ -21,7 +21,7 @@ from pd_cluster.client.instances import links_of
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launch_preloader import LaunchPreloader
 from pd_cluster.cluster.processes.launcher import Member, plan_cluster
-from pd_cluster.cluster.processes.ports import free_port_pair
+from pd_cluster.cluster.processes.ports import free_port_pair, free_port_row
 from pd_cluster.cluster.processes.rank_process import environment
 from pd_cluster.engine.start.preloader import Preloader, essential, surroundings
 from pd_cluster.transport.table import same_host_choice
@@ -63,17 +63,24 @@ class LiveCluster:
         served_model_names: Sequence[str] = ("tiny",),
         member_arguments: Mapping[str, Sequence[str]] | None = None,
         tp_sizes: Mapping[str, int] | None = None,
+        num_schedulers: int = 1,
     ) -> None:
-        port = free_port_pair()
+        port = free_port_pair() if num_schedulers == 1 else free_port_row(2 * num_schedulers)
+        admin = [f"--admin-port={port + 1}"] if num_schedulers == 1 else []
         self.folder = folder
         self.launch = Launch(
             model=str(model),
             num_prefill=num_prefill,
             num_decode=num_decode,
             tp_sizes=tp_sizes or {},
+            num_schedulers=num_schedulers,
             port=port,
             served_model_names=list(served_model_names),
-            arguments=[f"--admin-port={port + 1}", *([f"--device={DEVICE}"] if DEVICE else []), *arguments],
+            arguments=[
+                *admin,
+                *([f"--device={DEVICE}"] if DEVICE else []),
+                *arguments,
+            ],
             openai=openai,
         )
         self.url, self.admin_url = self.launch.url, self.launch.admin_url
@@ -107,7 +114,7 @@ class LiveCluster:
 
     def start_member(self, name: str) -> None:
         member = self.members[name]
-        env, files = self.preloader.for_worker() if name != "scheduler" else ({}, ())
+        env, files = self.preloader.for_worker() if not member.is_scheduler else ({}, ())
         with self.log_file(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [*member.command, *self.member_arguments.get(name, ())],

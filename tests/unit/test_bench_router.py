@@ -13,7 +13,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.lab import processes as router_processes
 from pd_cluster.lab.peers.sampled import places_of
 from pd_cluster.lab.processes import check_open_files, cpu_s, rss_nbytes, waited_s
-from pd_cluster.lab.router import compared
+from pd_cluster.lab.router import compared, shared
 from pd_cluster.lab.router.bench import RouterBench, make_bench
 from pd_cluster.lab.router.figures import OURS, Cost, Measured, added_ttft_s, fit, results
 from pd_cluster.lab.router.spec import LoadResult, Workload
@@ -143,3 +143,17 @@ def test_time_is_booked_on_the_projects_innermost_code() -> None:
     layer, function = places_of(frames[0].f_back)
     assert layer == "api/gate → json"
     assert function.startswith("api/gate: call → json ")
+
+
+def test_several_schedulers_are_judged_by_the_least_times_of_each_load() -> None:
+    few = Workload(name="few", num_requests=100, num_tokens=2, num_open=4)
+    many = Workload(name="many", num_requests=10, num_tokens=100, num_open=4)
+    found = [
+        shared.Compared(few, {1: [0.2, 0.1], 3: [0.3, 0.108]}),
+        shared.Compared(many, {1: [0.1, 0.3], 3: [0.12, 0.2]}),
+    ]
+    rows = {row.name: row for row in shared.results(found, with_goals=True)}
+    assert rows["cpu_per_request, 3 schedulers"].value == pytest.approx(1.08)
+    assert rows["cpu_per_request, 3 over 1, of the least"].met is True
+    assert rows["cpu_per_token, 1 scheduler"].value == pytest.approx(100)
+    assert rows["cpu_per_token, 3 over 1, of the least"].met is False

@@ -22,14 +22,15 @@ def test_a_run_is_what_clients_saw() -> None:
     assert run.ttft == pytest.approx(300)
     assert run.itl == pytest.approx(10.1)
     assert run.itl_p99 == pytest.approx(10)
+    assert run.second == pytest.approx(10)
     with pytest.raises(GenerationError, match="1 requests failed; the first: gone"):
         Run.of([sample([0.01]), Sample(error="gone")], 1.0)
 
 
 def test_ratios_are_those_within_a_round() -> None:
     """A slow round is slow for all: the ratio of the medians would be another one."""
-    fast, slow = Run(200, 100, 10, 13), Run(100, 300, 20, 30)
-    rounds = [{"split": fast, "vllm": Run(160, 150, 9, 10)}, {"split": slow, "vllm": Run(90, 600, 20, 24)}] * 2
+    fast, slow = Run(200, 100, 10, 13, 15), Run(100, 300, 20, 30, 31)
+    rounds = [{"split": fast, "vllm": Run(160, 150, 9, 10, 9)}, {"split": slow, "vllm": Run(90, 600, 20, 24, 20)}] * 2
     found = {each.name: each for each in results([*rounds, rounds[0]])}
     assert found["split / vllm: output tokens"].value == pytest.approx(1.25)
     assert found["vllm / split: mean TTFT"].value == pytest.approx(1.5)

@@ -198,8 +198,11 @@ def test_a_chat_remembers_answers_and_forgets_failures(monkeypatch: pytest.Monke
 
 
 def test_timings_and_bad_pictures() -> None:
-    sample = Sample(ttft_s=0.0123, tpot_s=0.01, num_output_tokens=5, served_by=("prefill-0", "decode-0"))
-    assert timings(sample) == "5 tokens, first after 12 ms, 100.0 tokens/s; prefill-0 → decode-0"
+    sample = Sample(ttft_s=0.0123, tpot_s=0.01, num_output_tokens=9, served_by=("prefill-0", "decode-0"))
+    assert timings(sample) == "9 tokens, first after 12 ms, 100.0 tokens/s; prefill-0 → decode-0"
+    for tpot_s, num_tokens in ((0.1, 2), (0.0001, 12)):
+        sample = Sample(ttft_s=0.0123, tpot_s=tpot_s, num_output_tokens=num_tokens)
+        assert timings(sample) == f"{num_tokens} tokens, first after 12 ms"
     for file, why in (("x.txt", "not that of an image"), ("missing.png", "cannot be read")):
         with pytest.raises(ConfigError, match=why):
             data_url(file)

@@ -173,7 +173,7 @@ def test_what_is_told_is_what_was_counted() -> None:
     stats.ended(Outcome(["stop", "stop", "length"], [3, 4, 5], 7, 9, 1.0, 2.0, 4.0))
     found = told(stats.snapshot())
     assert found["vllm:request_success_total"] == {("stop",): 2, ("length",): 1, ("abort",): 0, ("error",): 0}
-    assert found["pd_cluster:replays_total"] == {("death",): 0, ("fault",): 0, ("moved",): 1}
+    assert found["pd_cluster:replays_total"] == {("death",): 0, ("fault",): 0, ("moved",): 1, ("full",): 0}
     for name in ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"):
         buckets = found[f"{name}_bucket"]
         assert (buckets["0.01",], buckets["0.025",], buckets["80.0",], buckets["+Inf",]) == (1, 3, 3, 4)

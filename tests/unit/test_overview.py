@@ -227,7 +227,12 @@ def test_tiers_are_listed_as_far_as_there_are_any() -> None:
     pool = Load(num_blocks=10, num_held_blocks=3, num_cached_blocks=2, num_prefix_hit_tokens=40)
     assert [tier["name"] for tier in tiers_of(pool)] == ["pool"]
     whole = msgspec.structs.replace(
-        pool, num_host_cache_blocks=7, num_host_hit_tokens=32, num_swap_blocks=8, num_free_swap_blocks=6
+        pool,
+        num_host_cache_blocks=7,
+        num_host_hit_tokens=32,
+        tier_token_s={"host": 1e-5},
+        num_swap_blocks=8,
+        num_free_swap_blocks=6,
     )
-    found = [(t["name"], t["num_blocks"], t["num_used_blocks"], t["num_hit_tokens"]) for t in tiers_of(whole)]
-    assert found == [("pool", 10, 5, 40), ("host cache", None, 7, 32), ("swap", 8, 2, None)]
+    found = [tuple(tier.values()) for tier in tiers_of(whole)]
+    assert found == [("pool", 10, 5, 40, None), ("host cache", None, 7, 32, 1e-5), ("swap", 8, 2, None, None)]

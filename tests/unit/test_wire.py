@@ -37,8 +37,10 @@ BODIES: list[wire.Body] = [
             wire.PeerInfo(
                 name="decode-0", epoch=2**61, role="decode", host="127.0.0.1", control_port=1, public_key=b"k" * 32
             )
-        ]
+        ],
+        term=2**62,
     ),
+    wire.StaleOrder(2**62),
     wire.Submit(
         "r", 0, "t", "prefill", "decode-0@1", Order([1, 2, 3], Sampling(stop_token_ids=(4,), seed=2**64 - 1)), 9.5
     ),

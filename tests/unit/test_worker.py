@@ -15,6 +15,7 @@ from pd_cluster.engine import outbox
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, HandedOver, Mail, StartDrain, StopEngine
 from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd, Side
+from pd_cluster.engine.legs import LEAST_WAITING
 from pd_cluster.engine.step.beams import are_first_tokens
 from pd_cluster.engine.step.core import EngineCore, StepResult
 from pd_cluster.engine.step.limits import EngineLimits
@@ -690,6 +691,25 @@ def test_every_scheduler_is_told() -> None:
     world.submit("s", [1, 2, 3], sampling(n=1))
     world.run()
     assert len(told(world, "other-conn")) == 3
+
+
+def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full() -> None:
+    """Only legs that may be refused; those that wait are served, and each scheduler's share is reported."""
+    world = World()
+    world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
+    for at in range(LEAST_WAITING + 1):
+        world.mail(wire.Submit(f"r{at}", 0, f"r{at}", "hybrid", "", Order([1, 2, 3], sampling(n=1)), 0.0, [], 5, True))
+    world.mail(wire.Submit("kept", 0, "kept", "hybrid", "", Order([1, 2, 3], sampling(n=1)), 0.0, [], 5))
+    world.worker._read_inbox(wait_s=0.0)
+    assert world.worker.legs.outstanding(CONN) == 5 * (LEAST_WAITING + 1)
+    world.worker._publish_load(at_once=True)
+    assert world.worker.load.outstanding == {"scheduler@1": 5 * (LEAST_WAITING + 1), "other@1": 0}
+    world.run()
+    assert [(end.request_id, end.is_full, end.is_fault) for end in world.post.ended] == [
+        (f"r{LEAST_WAITING}", True, True)
+    ]
+    assert world.worker.legs.outstanding(CONN) == 0
+    world.assert_home()
 
 
 def test_a_leg_that_is_refused_or_late_has_failed() -> None:

@@ -74,7 +74,7 @@ Body = TypeVar("Body", Add, DrainOptions, ChangeRole, Nothing, AdapterLoad, Adap
 class ShownCluster:
     """The things that people look at. `logs`: the folder with the processes' lines; `model`: its name.
 
-    `links`: makes codes for the public port's dashboard, if it has one.
+    `links`: makes codes for the public port's dashboard, if it has one. `scheduler`: this one's name.
     """
 
     overview: Overview
@@ -82,6 +82,7 @@ class ShownCluster:
     logs: Path
     public: PublicPort
     links: PublicLinks | None = None
+    scheduler: str = "scheduler"
 
 
 def admin_app(
@@ -101,7 +102,7 @@ def admin_app(
     guarded = [guarded_by(access.check)]
     seen = [timeline_routes(timelines), instance_routes(elastic)]
     if shown is not None:
-        logs = log_routes(shown.logs, lambda: [each.name for each in elastic.instances])
+        logs = log_routes(shown.logs, lambda: [each.name for each in elastic.instances], shown.scheduler)
         seen.append(
             overview_routes(shown.overview, lambda: [describe(each) for each in elastic.instances], shown.model)
         )
@@ -132,28 +133,28 @@ def instance_routes(elastic: Elastic) -> APIRouter:
         body = await _read(request, Add)
         if not 1 <= body.port <= 65535:
             raise RequestError(f"port: {body.port}; give a port from 1 to 65535", param="port")
-        return describe(await elastic.add(body.name, body.port))
+        return describe(await elastic.done(await elastic.add(body.name, body.port)))
 
     @routes.post("/instances/{name}/drain")
     async def drain(name: str, request: Request) -> dict[str, Any]:
         body = await _read(request, DrainOptions)
-        return describe(elastic.drain(name, body.force, _timeout_s(body)))
+        return describe(await elastic.done(elastic.drain(name, body.force, _timeout_s(body))))
 
     @routes.post("/instances/{name}/undrain")
     async def undrain(name: str, request: Request) -> dict[str, Any]:
         await _read(request, Nothing)
-        return describe(elastic.undrain(name))
+        return describe(await elastic.done(elastic.undrain(name)))
 
     @routes.post("/instances/{name}/remove")
     async def remove(name: str, request: Request) -> dict[str, Any]:
         body = await _read(request, DrainOptions)
-        return describe(elastic.remove(name, body.force, _timeout_s(body)))
+        return describe(await elastic.done(elastic.remove(name, body.force, _timeout_s(body))))
 
     @routes.post("/instances/{name}/role")
     async def change_role(name: str, request: Request) -> dict[str, Any]:
         body = await _read(request, ChangeRole)
         role = _role(body.role)
-        return describe(elastic.change_role(name, role, body.force, _timeout_s(body)))
+        return describe(await elastic.done(elastic.change_role(name, role, body.force, _timeout_s(body))))
 
     return routes
 

@@ -20,8 +20,11 @@ SCHEDULER = "scheduler"
 DEFAULT_NUM_LINES, MAX_NUM_LINES = 200, 5000
 
 
-def log_routes(folder: Path, names: Callable[[], Collection[str]]) -> APIRouter:
-    """`folder`: has a file for each process. `names`: of the instances; others are not looked for."""
+def log_routes(folder: Path, names: Callable[[], Collection[str]], own: str = SCHEDULER) -> APIRouter:
+    """`folder`: has a file for each process. `names`: of the instances; others are not looked for.
+
+    `own`: the name of this scheduler's file, where there are several schedulers.
+    """
     routes = APIRouter()
 
     @routes.get("/instances/{name}/logs")
@@ -32,7 +35,7 @@ def log_routes(folder: Path, names: Callable[[], Collection[str]]) -> APIRouter:
             raise RequestNotFound(f"name: {reprlib.repr(name)}; this cluster has {known}", param="name")
         limit = _number(request, "limit", DEFAULT_NUM_LINES, MAX_NUM_LINES)
         after = _number(request, "after", -1, 1 << 62)
-        return read_lines(file_of(folder, name), name, limit, after)
+        return read_lines(file_of(folder, own if name == SCHEDULER else name), name, limit, after)
 
     return routes
 

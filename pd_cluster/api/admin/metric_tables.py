@@ -87,6 +87,11 @@ INSTANCE_GAUGES = (
         lambda load: load.num_host_cache_blocks,
     ),
     OfInstance(
+        "pd_cluster:disk_cache_blocks",
+        "KV blocks in files, with --kv-disk-cache.",
+        lambda load: load.num_disk_cache_blocks,
+    ),
+    OfInstance(
         "pd_cluster:num_swapped_blocks",
         "KV blocks of preempted requests in host memory.",
         lambda load: load.num_swap_blocks - load.num_free_swap_blocks,
@@ -162,6 +167,31 @@ INSTANCE_COUNTERS = (
         "pd_cluster:host_cache_hit_tokens",
         "Tokens whose KV blocks were loaded from host memory instead of being computed or handed over.",
         lambda load: load.num_host_hit_tokens,
+    ),
+    OfInstance(
+        "pd_cluster:disk_cache_hit_tokens",
+        "Tokens whose KV blocks came from the disk cache to host memory.",
+        lambda load: load.num_disk_hit_tokens,
+    ),
+    OfInstance(
+        "pd_cluster:shared_cache_hit_tokens",
+        "Tokens whose KV blocks came from the shared store to host memory.",
+        lambda load: load.num_shared_hit_tokens,
+    ),
+    OfInstance(
+        "pd_cluster:kv_tier_blocks_written",
+        "KV blocks written to the disk cache and to the shared store.",
+        lambda load: load.num_lower_written,
+    ),
+    OfInstance(
+        "pd_cluster:kv_tier_blocks_dropped",
+        "KV blocks not written there, or not read, because too many waited or it failed.",
+        lambda load: load.num_lower_dropped,
+    ),
+    OfInstance(
+        "pd_cluster:kv_tier_blocks_bad",
+        "KV blocks found there that were not what had been written; they are never used.",
+        lambda load: load.num_lower_bad,
     ),
     OfInstance("vllm:num_preemptions", "Requests that gave way to older ones.", lambda load: load.num_preemptions),
     OfInstance(
@@ -246,8 +276,8 @@ REQUEST_COUNTERS = (
     OfRequests(
         "pd_cluster:replays",
         "Attempts after a request's first: an instance was lost (death), an attempt failed (fault), an instance was "
-        "to be empty (moved).",
-        {cause: f"replays_{cause}" for cause in ("death", "fault", "moved")},
+        "to be empty (moved), or others' requests had filled it (full).",
+        {cause: f"replays_{cause}" for cause in ("death", "fault", "moved", "full")},
         "cause",
     ),
     OfRequests(
@@ -357,7 +387,14 @@ BACKLOG_TOKENS = OfCluster(
     "Tokens of requests at instances of a role that these have still to compute: what an autoscaler divides.",
 )
 API_PROCESSES = OfCluster("pd_cluster:api_processes_alive", "Processes that serve the public port.")
-CLUSTER_GAUGES = (CACHE_CONFIG, INSTANCES, BACKLOG_TOKENS, OPEN_STREAMS, QUEUED_REQUESTS, QUEUED_TOKENS, API_PROCESSES)
+OWNS_MEMBERSHIP = OfCluster(
+    "pd_cluster:owns_membership",
+    "1 if the scheduler that answers (label scheduler) decides which instances there are, otherwise 0.",
+)
+CLUSTER_GAUGES = (
+    *(CACHE_CONFIG, INSTANCES, BACKLOG_TOKENS, OPEN_STREAMS, QUEUED_REQUESTS, QUEUED_TOKENS, API_PROCESSES),
+    OWNS_MEMBERSHIP,
+)
 
 ShownState = Literal["leaving", "changing", "draining", "drained"]
 STATES: tuple[str, ...] = (*get_args(InstanceState), *get_args(ShownState))

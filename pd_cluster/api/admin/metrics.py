@@ -31,6 +31,8 @@ from pd_cluster.reports import AdapterUse, AllStats, Buckets, Busy, Stats
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Totals = Callable[[], AllStats | None]
+Owner = tuple[str, bool]  # a scheduler's name, and whether it owns membership
+ONLY_ONE: Owner = ("scheduler", True)
 Family = GaugeMetricFamily | CounterMetricFamily
 
 
@@ -41,6 +43,7 @@ def metrics_routes(
     drain: Drain,
     totals: Totals | None = None,
     adapters: AdapterNaming | None = None,
+    owner: Callable[[], Owner] = lambda: ONLY_ONE,
 ) -> APIRouter:
     """`totals`: of all API processes, which all return the same; None: there is only this process."""
     routes = APIRouter(route_class=PlainRoute)
@@ -54,7 +57,7 @@ def metrics_routes(
     @routes.api_route("/metrics", methods=LOOKING)
     async def metrics(request: Request) -> Response:
         found = told()
-        body = metrics_of(instances, model_name, found, busy_of(router, drain))
+        body = metrics_of(instances, model_name, found, busy_of(router, drain), owner())
         if adapters is not None:
             body += adapters.metric(router.adapters.use(), found.adapters)
         return Response(body, media_type=METRICS_MEDIA_TYPE)
@@ -104,19 +107,22 @@ def busy_of(router: Router, drain: Drain) -> Busy:
     return Busy(drain.num_running, router.num_streams, router.num_waiting, router.entrance.num_waiting_tokens)
 
 
-def metrics_of(instances: Sequence[Instance], model_name: str, told: AllStats, own: Busy) -> bytes:
+def metrics_of(
+    instances: Sequence[Instance], model_name: str, told: AllStats, own: Busy, owner: Owner = ONLY_ONE
+) -> bytes:
     """Returns the exposition text. An instance's counters restart from 0 with it; `own` is this process's activity."""
     registry = CollectorRegistry()
-    registry.register(_Cluster(instances, model_name, told, own))
+    registry.register(_Cluster(instances, model_name, told, own, owner))
     return generate_latest(registry)
 
 
 class _Cluster(Collector):
-    def __init__(self, instances: Sequence[Instance], model_name: str, told: AllStats, own: Busy) -> None:
+    def __init__(self, instances: Sequence[Instance], model_name: str, told: AllStats, own: Busy, owner: Owner) -> None:
         self._instances = instances
         self._model_name = model_name
         self._told = told
         self._own = own
+        self._owner = owner
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "instance_id"]
@@ -147,6 +153,12 @@ class _Cluster(Collector):
             family = GaugeMetricFamily(each.name, each.text, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
+        name, is_owner = self._owner
+        family = GaugeMetricFamily(
+            tables.OWNS_MEMBERSHIP.name, tables.OWNS_MEMBERSHIP.text, labels=["model_name", "scheduler"]
+        )
+        family.add_metric([self._model_name, name], int(is_owner))
+        yield family
 
     def _of_instances(self, family: Family, of: OfInstance) -> Family:
         for instance in self._instances:

@@ -39,9 +39,12 @@ class Serving(Protocol):
 
 
 class Control:
-    """`roster`: every instance of the cluster."""
+    """`roster`: every instance of the cluster. `may_sleep`: whether `serving` is all that serves requests."""
 
-    def __init__(self, roster: Roster, post: MemberPost, serving: Serving, request_timeout_s: float) -> None:
+    def __init__(
+        self, roster: Roster, post: MemberPost, serving: Serving, request_timeout_s: float, may_sleep: bool = True
+    ) -> None:
+        self._may_sleep = may_sleep
         self._roster, self._post, self._serving = roster, post, serving
         self._request_timeout_s = request_timeout_s or None
         self._one_at_a_time = asyncio.Lock()
@@ -78,6 +81,8 @@ class Control:
 
         Returns when all have. Raises Refused before anything is done, and DeadlineExceeded.
         """
+        if not self._may_sleep:
+            raise Refused("one of several schedulers keeps only its own requests away; stop the others first")
         async with self._one_at_a_time:
             self.sleep_of_all.check()
             log.warning("sleep at level %d: new requests are refused; running ones %s", level, RUNNING_ONES[mode])

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
 from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.lease import Listed
 from pd_cluster.cluster.members.membership import Membership, instances_of
 from pd_cluster.cluster.members.place import Place
 from pd_cluster.errors import ConfigError, InstanceNotFound, Refused
@@ -23,6 +25,23 @@ from pd_cluster.types import Role
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
+SETTLE_S = 0.5  # until which other schedulers may send requests to an instance that is to be empty
+LATE_S = 2.0  # after its deadline, others' requests there hold nothing up any more
+
+
+class Sharing(Protocol):
+    """Membership as several schedulers share it (shared.py); without one, this scheduler alone decides."""
+
+    @property
+    def is_owner(self) -> bool: ...
+    def check(self) -> None:
+        """Raises Refused where another scheduler owns membership."""
+
+    def changed(self) -> None:
+        """The list of instances, or a wish for one, has changed."""
+
+    async def recorded(self) -> None:
+        """Returns when the change outlives this process. Raises Unavailable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +77,18 @@ class Elastic:
         self._clock = clock
         self._removed: set[str] = set()  # by command: only a command brings them back
         self._begun = asyncio.Event()
+        self.shared: Sharing | None = None
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this scheduler decides about instances."""
+        return self.shared is None or self.shared.is_owner
+
+    async def done(self, instance: Instance) -> Instance:
+        """Returns the instance once a command for it outlives this scheduler. Raises Unavailable."""
+        if self.shared is not None:
+            await self.shared.recorded()
+        return instance
 
     @property
     def instances(self) -> list[Instance]:
@@ -72,6 +103,7 @@ class Elastic:
 
     def drain(self, name: str, force: bool = False, timeout_s: float | None = None) -> Instance:
         """Takes it out of service. Raises InstanceNotFound, or Refused for the last of its role."""
+        self._check_owner()
         instance = self._staying(name)
         if instance.service == "in":
             self._refuse_the_last(instance, force)
@@ -83,15 +115,17 @@ class Elastic:
 
     def undrain(self, name: str) -> Instance:
         """Puts it back in service. Raises InstanceNotFound, or Refused if it is leaving."""
+        self._check_owner()
         instance = self._staying(name)
         if instance.service == "out":
             instance.service = "in"
             log.info("%s is in service again", name)
-            self._membership.wake()
+            self._changed()
         return instance
 
     def remove(self, name: str, force: bool = False, timeout_s: float | None = None) -> Instance:
         """Drains and forgets it. Raises InstanceNotFound, or Refused for the last of its role."""
+        self._check_owner()
         instance = self._find(name)
         if instance.service != "leaving":
             self._refuse_the_last(instance, force)
@@ -107,10 +141,11 @@ class Elastic:
 
         Raises InstanceNotFound or Refused.
         """
+        self._check_owner()
         instance = self._staying(name)
         if role == instance.role:
             instance.next_role = None
-            self._membership.wake()
+            self._changed()
         elif instance.next_role is None:
             self._refuse_the_last(instance, force)
             instance.next_role = role
@@ -121,6 +156,7 @@ class Elastic:
 
     async def add(self, name: str, port: int) -> Instance:
         """Watches that entry of the table from now on, at this port. Raises InstanceNotFound or Refused."""
+        self._check_owner()
         place, entries = await self._read(with_ports=False)
         if not entries:
             raise InstanceNotFound(f"name: no rank table has {name}; a worker in no table joins with --join", "name")
@@ -146,6 +182,7 @@ class Elastic:
 
     async def reload(self) -> str:
         """Reads the whole table again: new entries join, missing ones leave. Returns what changed. Raises Refused."""
+        self._check_owner()
         place, entries = await self._read(with_ports=True)
         self._removed &= entries.keys()
         watched = {instance.name: instance for instance in self._of_table}
@@ -160,6 +197,25 @@ class Elastic:
             self._leave(instance, None)
         left = [instance.name for instance in leaving]
         return f"{', '.join(joining) or 'nobody'} joins, {', '.join(left) or 'nobody'} leaves"
+
+    def follow(self, members: Sequence[Listed]) -> None:
+        """Takes over the list of the scheduler that owns membership, and its operators' wishes."""
+        known = {instance.name: instance for instance in self.instances}
+        for member in members:
+            instance = known.pop(member.name, None)
+            if instance is None:
+                instance = Instance(member.name, member.role, member.host, member.port, member.device_ids)
+                self._membership.join(instance)
+            instance.role, instance.port = member.role, member.port
+            wishes = instance.service, instance.next_role, instance.drain_timeout_s
+            if wishes != (member.service, member.next_role, member.drain_timeout_s):
+                instance.service, instance.next_role = member.service, member.next_role
+                self._begin(instance, member.drain_timeout_s)
+        for gone in known.values():
+            if gone.num_outstanding:
+                self._move_on(gone, "it has left")
+            self._membership.forget(gone)
+        self._membership.wake()
 
     # ---- work in progress
 
@@ -180,31 +236,51 @@ class Elastic:
                     "%s is not empty in time: %d requests go on elsewhere", instance.name, instance.num_outstanding
                 )
                 self._move_on(instance, "its drain took longer than it may")
-            if instance.is_empty or (is_late and not instance.num_outstanding):
+            is_over = instance.is_empty or (is_late and not instance.num_outstanding)
+            if is_over and self.is_owner and self._is_settled(instance, now_s):
                 self._empty(instance)
+
+    def _is_settled(self, instance: Instance, now_s: float) -> bool:
+        """Whether other schedulers know that it takes no more requests, and have none there, or had their time."""
+        if self.shared is None:
+            return True
+        if now_s < instance.drain_deadline_s - instance.drain_timeout_s + SETTLE_S:
+            return False
+        return not instance.others_tokens or now_s >= instance.drain_deadline_s + LATE_S
 
     def _empty(self, instance: Instance) -> None:
         if instance.service == "leaving":
             log.info("%s has left", instance.name)
             self._membership.forget(instance)
+            self._changed()
         elif instance.next_role is not None:
             log.info("%s changes from %s to %s", instance.name, instance.role, instance.next_role)
             instance.role, instance.next_role = instance.next_role, None
             self._membership.tell_peers()
-            self._membership.wake()
+            self._changed()
 
     def _begin(self, instance: Instance, timeout_s: float | None) -> None:
         timeout_s = self._drain_timeout_s if timeout_s is None else timeout_s
         instance.drain_timeout_s, instance.drain_deadline_s = timeout_s, self._clock() + timeout_s
-        log.info("%s is %s: it takes no more requests", instance.name, instance.shown_state)
-        self._membership.wake()
+        if instance.service != "in" or instance.next_role is not None:
+            log.info("%s is %s: it takes no more requests", instance.name, instance.shown_state)
+        self._changed()
         self._begun.set()
 
     def _leave(self, instance: Instance, timeout_s: float | None) -> None:
         instance.service, instance.next_role = "leaving", None
         self._begin(instance, timeout_s)
 
+    def _changed(self) -> None:
+        self._membership.wake()
+        if self.shared is not None:
+            self.shared.changed()
+
     # ---- refusals
+
+    def _check_owner(self) -> None:
+        if self.shared is not None:
+            self.shared.check()
 
     def _find(self, name: str) -> Instance:
         for instance in self.instances:

@@ -74,6 +74,8 @@ class Membership(Roster):
         self._was_ready = False  # once the cluster has served, a stranger at a port must not end it
         self._joined: set[str] = set()  # at run time
         self._refused: dict[str, tuple[int, str]] = {}  # name -> epoch of a life with other keys, and the reason
+        self.term: Callable[[], int | None] = lambda: 0  # of this scheduler's orders; None: another gives them
+        self.refused: Callable[[], None] = lambda: None  # called when a worker has refused an order
         self.adapters: wire.WantedAdapters | None = None  # those that every worker shall have; None: those of its start
         self._loading: set[str] = set()  # open connections to workers that do not have all of them yet
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -95,8 +97,17 @@ class Membership(Roster):
         self._mailbox.table = digest_of(place.table)
         self._hosts |= place.hosts
 
+    @property
+    def table_digest(self) -> bytes:
+        return digest_of(self.place.table)
+
+    def host_of(self, instance: Instance) -> str:
+        """Returns its host as the table has it, which may be a name."""
+        return self._hosts.get(instance.name, instance.host)
+
     def join(self, instance: Instance) -> None:
         """Watches this worker, too; the list keeps the table's order, and has registered workers behind it."""
+        self._hosts.setdefault(instance.name, instance.host)
         self.instances.append(instance)
         self.instances.sort(key=_order)
         self._joined.add(instance.name)
@@ -116,7 +127,8 @@ class Membership(Roster):
         self._open.discard(conn)
         self._loading.discard(conn)
         if self._by_conn.pop(conn, None) is not None:
-            self._mailbox.send(conn, wire.Peers([]))  # makes it close its links
+            if (term := self.term()) is not None:
+                self._mailbox.send(conn, wire.Peers([], term))  # makes it close its links
             asyncio.get_running_loop().call_later(FAREWELL_S, self._mailbox.disconnect, conn)
         instance.state = "unreachable"
         self.tell_peers()
@@ -282,11 +294,18 @@ class Membership(Roster):
         self.tell_peers()
 
     def tell_peers(self) -> None:
-        """Sends the current list of all ready instances to each of them."""
+        """Sends the current list of all ready instances to each of them, if this scheduler owns membership."""
+        if (term := self.term()) is None:
+            return
         ready = [instance for instance in self.instances if instance.is_ready]
-        peers = wire.Peers([instance.to_peer() for instance in ready])
+        peers = wire.Peers([instance.to_peer() for instance in ready], term)
         for instance in ready:
             self._mailbox.send(instance.conn, peers)
+
+    def on_stale_order(self, conn: str, term: int) -> None:
+        instance = self._by_conn.get(conn)
+        log.warning("%s refuses an order: term %d is later", instance.name if instance else "a worker", term)
+        self.refused()
 
 
 async def _described(client: httpx.AsyncClient, url: str, params: dict[str, str]) -> InstanceInfo:

@@ -52,6 +52,7 @@ class Roster:
         self._by_conn: dict[str, Instance] = {}
         self._open: set[str] = set()  # connections whose requests may have to move elsewhere
         self._changed = asyncio.Event()
+        self.own_key = ""  # of one of several schedulers, name@epoch: others' work is what workers report of them
 
     def watch(self, follower: LegHolder) -> None:
         """From now on it hears of losses."""
@@ -77,6 +78,9 @@ class Roster:
         instance = self._by_conn.get(conn)
         if instance is not None:
             instance.load = load
+            if self.own_key:
+                others = (tokens for scheduler, tokens in load.outstanding.items() if scheduler != self.own_key)
+                instance.others_tokens = sum(others)
             instance.num_sequences_then = instance.num_sequences
             instance.heard_s = asyncio.get_running_loop().time()
             instance.num_heartbeats += 1
@@ -91,6 +95,9 @@ class Roster:
     def on_adapter_states(self, conn: str, states: wire.AdapterStates) -> None:
         """Ignores it: only a membership sends lists of adapters."""
 
+    def on_stale_order(self, conn: str, term: int) -> None:
+        """Ignores it: only a membership gives orders."""
+
     def on_closed(self, conn: str, reason: str) -> None:
         instance = self._by_conn.pop(conn, None)
         if instance is None:
@@ -100,6 +107,8 @@ class Roster:
         self.set_state(instance, *self._state_after(instance, reason))
         instance.conn = ""
         instance.load, instance.num_sequences_then = wire.Load(), 0
+        if self.own_key:
+            instance.others_tokens = 0
         instance.known_blocks = KnownBlocks()
         instance.adapters, instance.adapter_problems = frozenset(), {}
         if was_open:

@@ -14,15 +14,26 @@ def tiers_of(load: Load) -> list[dict[str, Any]]:
     """Returns the tiers that have blocks or may have some, fastest first.
 
     `num_blocks` None: its size is not reported. `num_used_blocks`: those with content. `num_hit_tokens`: prompt tokens
-    that were found there so far; None: nothing is looked for there.
+    that were found there so far; None: nothing is looked for there. `token_s`: measured seconds to load a token's KV
+    cache from there; None: not measured, or there is nothing to load.
     """
-    found = [_tier("pool", load.num_blocks, load.num_held_blocks + load.num_cached_blocks, load.num_prefix_hit_tokens)]
+    pool = load.num_held_blocks + load.num_cached_blocks
+    found = [_tier("pool", load.num_blocks, pool, load.num_prefix_hit_tokens)]
     if load.num_host_cache_blocks or load.num_host_hit_tokens:
-        found.append(_tier("host cache", None, load.num_host_cache_blocks, load.num_host_hit_tokens))
+        token_s = load.tier_token_s.get("host")
+        found.append(_tier("host cache", None, load.num_host_cache_blocks, load.num_host_hit_tokens, token_s))
     if load.num_swap_blocks:
-        found.append(_tier("swap", load.num_swap_blocks, load.num_swap_blocks - load.num_free_swap_blocks, None))
+        found.append(_tier("swap", load.num_swap_blocks, load.num_swap_blocks - load.num_free_swap_blocks))
     return found
 
 
-def _tier(name: str, num_blocks: int | None, num_used: int, num_hit_tokens: int | None) -> dict[str, Any]:
-    return {"name": name, "num_blocks": num_blocks, "num_used_blocks": num_used, "num_hit_tokens": num_hit_tokens}
+def _tier(
+    name: str, num_blocks: int | None, num_used: int, num_hit_tokens: int | None = None, token_s: float | None = None
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "num_blocks": num_blocks,
+        "num_used_blocks": num_used,
+        "num_hit_tokens": num_hit_tokens,
+        "token_s": token_s,
+    }

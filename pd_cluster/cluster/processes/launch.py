@@ -19,6 +19,7 @@ class Launch:
     model: str = ""
     num_prefill: int = 1
     num_decode: int = 1
+    num_schedulers: int = 1
     tp_sizes: Mapping[str, int] = field(default_factory=dict)  # instance -> number of rank processes; 1 if absent
     host: str = "127.0.0.1"
     port: int = 9000
@@ -33,6 +34,15 @@ class Launch:
     def worker_names(self) -> list[str]:
         """Names in the order of the rank table."""
         return [f"prefill-{i}" for i in range(self.num_prefill)] + [f"decode-{i}" for i in range(self.num_decode)]
+
+    @property
+    def scheduler_names(self) -> list[str]:
+        several = [f"scheduler-{i}" for i in range(self.num_schedulers)]
+        return several if self.num_schedulers > 1 else ["scheduler"]
+
+    def port_of(self, index: int) -> int:
+        """Returns the public port of this scheduler; its admin port is the next one."""
+        return self.port + 2 * index
 
     @property
     def num_ranks(self) -> int:
@@ -58,6 +68,11 @@ class Launch:
         return self._value_of("--api-key-file")
 
     @property
+    def admin_port(self) -> str:
+        """The admin port among the arguments; "" if there is none."""
+        return self._value_of("--admin-port")
+
+    @property
     def scheme(self) -> str:
         """The URL scheme. Raises ConfigError if nobody could ask whether the scheduler is ready."""
         if self._value_of("--ssl-cert-reqs") == "2":
@@ -71,6 +86,11 @@ class Launch:
     def url(self) -> str:
         host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
         return f"{self.scheme}://{host}:{self.port}"
+
+    @property
+    def urls(self) -> list[str]:
+        """The public URL of each scheduler."""
+        return [self.url.removesuffix(str(self.port)) + str(self.port_of(i)) for i in range(self.num_schedulers)]
 
     @property
     def admin_url(self) -> str:

@@ -38,6 +38,7 @@ READY_POLL_S = 0.03
 STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ctrl-C ends the wait
 MAX_LINE_NBYTES = 1 << 20
 STDOUT = 1
+LEASE_FOLDER = "scheduler.lease"
 Say = Callable[[str], None]
 
 
@@ -49,10 +50,11 @@ class Member:
     command: list[str]
     env: dict[str, str]
     port: int
+    is_scheduler: bool = False
 
 
 def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
-    """Writes the rank tables and their secrets into `folder`; returns the processes, scheduler last.
+    """Writes the rank tables and their secrets into `folder`; returns the processes, schedulers last.
 
     Existing secrets stay: the other processes must recognize a restarted one. Raises ConfigError.
     """
@@ -89,8 +91,11 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
         keys[METRICS_KEY_VARIABLE] = launch.metrics_key
     env = {**common, "RANK_TABLE_FILE_PATH": str(folder / host_table), **keys}
     files = [f"--secret-file={secret}", f"--scheduler-key-file={key}", f"--admin-token-file={token}"]
-    command = _command(launch, launch.host, launch.port, *files)
-    members.append(Member("scheduler", command, env, launch.port))
+    for index, name in enumerate(launch.scheduler_names):
+        port, own = launch.port_of(index), list(files)
+        if launch.num_schedulers > 1:
+            own += [f"--scheduler-lease={folder / LEASE_FOLDER}", f"--scheduler-index={index}"]
+        members.append(Member(name, _command(launch, launch.host, port, *own), env, port, is_scheduler=True))
     return members
 
 
@@ -105,6 +110,10 @@ class Cluster:
     """The processes of one launch, on an event loop. `say` receives lines for the user."""
 
     def __init__(self, launch: Launch, say: Say) -> None:
+        if launch.num_schedulers > 1 and launch.admin_port:
+            raise ConfigError(
+                "--admin-port: not with --schedulers: each one's admin port is the next of its public one"
+            )
         if launch.restart not in ("on-failure", "no"):
             raise ConfigError(f"--restart {launch.restart!r}: expected on-failure or no")
         self.launch = launch
@@ -119,7 +128,7 @@ class Cluster:
 
     async def start(self) -> None:
         """Starts every process. Raises ConfigError if a port is taken."""
-        for port in (self.launch.port, self.launch.port + 1):
+        for port in range(self.launch.port, self.launch.port_of(self.launch.num_schedulers)):
             _check_free(self.launch.host, port)
         self._preloader = LaunchPreloader(self.launch)
         for member in plan_cluster(self.launch, self._folder):
@@ -136,7 +145,8 @@ class Cluster:
             while time.monotonic() < deadline_s:
                 self.raise_failure()
                 with contextlib.suppress(httpx.HTTPError):
-                    if (await client.get(f"{self.launch.url}/health")).status_code == 200:
+                    answers = [await client.get(f"{url}/health") for url in self.launch.urls]
+                    if all(answer.status_code == 200 for answer in answers):
                         self._was_ready = True
                         return
                 await asyncio.sleep(READY_POLL_S)
@@ -180,12 +190,12 @@ class Cluster:
                 task.result()
 
     async def stop(self, kill: bool = False) -> None:
-        """Stops the scheduler first, so that running requests can end, then the workers. Removes the rank tables."""
+        """Stops the schedulers first, so that running requests can end, then the workers. Removes the rank tables."""
         self._stopping.set()
         if self._preloader is not None:  # ranks continue without it; it may hang while it holds a worker's files
             self._preloader.close()
-        order = sorted(self._processes, key=lambda name: name != "scheduler")
-        for group in (order[:1], order[1:]):
+        schedulers = [name for name in self.launch.scheduler_names if name in self._processes]
+        for group in (schedulers, [name for name in self._processes if name not in schedulers]):
             await asyncio.gather(*(self._end(self._processes[name], kill) for name in group))
         for task in self._tasks:
             task.cancel()
@@ -194,9 +204,8 @@ class Cluster:
 
     async def _spawn(self, member: Member) -> asyncio.subprocess.Process:
         assert self._preloader is not None
-        is_scheduler = member.name == "scheduler"
-        env, files = ({}, ()) if is_scheduler else self._preloader.for_worker()
-        inherited = os.environ if is_scheduler else without_keys(os.environ)
+        env, files = ({}, ()) if member.is_scheduler else self._preloader.for_worker()
+        inherited = os.environ if member.is_scheduler else without_keys(os.environ)
         process = await asyncio.create_subprocess_exec(
             *member.command,
             env={**inherited, **member.env, **env},
@@ -223,7 +232,7 @@ class Cluster:
                 raise ConfigError(f"{member.name} could not start (exit code {code}): {last}")
             self._say(f"{member.name} (pid {process.pid}) died with exit code {code}; the cluster is degraded")
             if self.launch.restart == "no":
-                if member.name == "scheduler":
+                if member.is_scheduler and not self._has_scheduler:
                     raise ConfigError("the scheduler died")
                 return
             if time.monotonic() - started_s > LONG_LIFE_S:
@@ -234,6 +243,10 @@ class Cluster:
                 return
             process = await self._spawn(member)
             self._say(f"{member.name} was started again (pid {process.pid})")
+
+    @property
+    def _has_scheduler(self) -> bool:
+        return any(self._processes[name].returncode is None for name in self.launch.scheduler_names)
 
     async def _copy_lines(self, name: str, process: asyncio.subprocess.Process) -> str:
         last = ""
@@ -336,11 +349,15 @@ def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
     body = '{"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0, "max_tokens": 32'
     body += f', "model": "{model}"}}' if model else "}"
     key = " -H 'Authorization: Bearer KEY'" if launch.api_keys or launch.key_file else ""
-    again = f"{launch.key_file} is read again at: kill -HUP {cluster.pid_of('scheduler')}\n" if launch.key_file else ""
+    pids = " ".join(str(cluster.pid_of(name)) for name in launch.scheduler_names)
+    again = f"{launch.key_file} is read again at: kill -HUP {pids}\n" if launch.key_file else ""
+    others = f"other schedulers: {', '.join(launch.urls[1:])}; each one's admin port is the next\n" * (
+        launch.num_schedulers > 1
+    )
     say(
         f"ready after {took_s:.1f} s: {launch.num_prefill} prefill, {launch.num_decode} decode, "
         f"OpenAI API at {launch.url}/v1, admin at {launch.admin_url}\n"
-        f"admin token: {cluster.admin_token_file}\n{again}"
+        f"{others}admin token: {cluster.admin_token_file}\n{again}"
         f"dashboard: {link}\n"
         f"try: curl {launch.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     )

@@ -38,10 +38,15 @@ def free_ports(count: int) -> list[int]:
 
 def free_port_pair() -> int:
     """Returns a free port whose successor, for the admin address, is free too. Raises ConfigError."""
+    return free_port_row(2)
+
+
+def free_port_row(count: int) -> int:
+    """Returns the first of so many free ports that follow each other. Raises ConfigError."""
     for port in _candidates():
-        if port < LAST and _take(port) and _take(port + 1):
+        if port + count - 1 <= LAST and all(_take(each) for each in range(port, port + count)):
             return port
-    raise ConfigError("this machine has no two neighbouring free ports")
+    raise ConfigError(f"this machine has no {count} neighbouring free ports")
 
 
 def _candidates() -> Iterator[int]:

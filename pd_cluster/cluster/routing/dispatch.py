@@ -13,11 +13,12 @@ Send = Callable[[str, wire.Body], None]  # to a connection
 
 
 class Dispatch:
-    """`relieved` is called when an instance has less to do."""
+    """`relieved` is called when an instance has less to do. `shares_workers`: with other schedulers."""
 
-    def __init__(self, send: Send, relieved: Callable[[], None]) -> None:
+    def __init__(self, send: Send, relieved: Callable[[], None], shares_workers: bool = False) -> None:
         self.send = send
         self._relieved = relieved
+        self._shares_workers = shares_workers
 
     def submit(self, stream: RequestStream, deadline_s: float) -> None:
         """Submits both legs, each with the other's instance, or one leg that does both.
@@ -46,6 +47,8 @@ class Dispatch:
                 stream.order.without_pixels() if leg == "decode" else stream.order,
                 deadline_s,
                 stream.resumed(),
+                weight,
+                self._shares_workers and not stream.resumed(),
             )
             self.send(instance.conn, submit)
 

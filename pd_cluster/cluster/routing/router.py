@@ -23,6 +23,7 @@ from pd_cluster.cluster.routing.fair_queue import QueueEntry
 from pd_cluster.cluster.routing.policy import Pair, Policy, RoutingRequest, for_all_kinds
 from pd_cluster.cluster.routing.predict import NO_GOALS, Goals
 from pd_cluster.cluster.routing.replays import ReplayLimits, check_replay, next_pair
+from pd_cluster.cluster.routing.room import room_of
 from pd_cluster.cluster.routing.slices import Slices
 from pd_cluster.cluster.routing.stats import ReplayCause, RequestStats
 from pd_cluster.cluster.routing.steering import Steering
@@ -60,7 +61,9 @@ class Router:
         goals: Goals = NO_GOALS,
         max_queue_s: float | None = None,
         has_priorities: bool = False,
+        shares_workers: bool = False,
     ) -> None:
+        """`shares_workers`: other schedulers send requests to the same instances, which may be full then."""
         self.membership = membership
         self._choose = choose = for_all_kinds(choose)
         self._request_timeout_s = request_timeout_s
@@ -75,7 +78,7 @@ class Router:
         self.entrance = Entrance(
             membership, choose, self.stats, goals, self._limits.together_s, max_queue_s, has_priorities
         )
-        self._dispatch = Dispatch(send, self.entrance.look)
+        self._dispatch = Dispatch(send, self.entrance.look, shares_workers)
         self.steering = Steering(self._streams, self.entrance, self.timelines, self._move)
         membership.watch(self)
 
@@ -215,6 +218,8 @@ class Router:
         check_replay(stream, setback, self.membership.instances, self._limits)
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self._limits.wait_s
+        if setback.cause == "full":
+            await self._until_room(until_s, setback)
         while True:
             if self.entrance.is_closed:
                 raise GenerationError(f"{SHUTTING_DOWN}; {setback.error}")
@@ -235,6 +240,16 @@ class Router:
         self.timelines.replayed(stream.request_id, stream.transfer_id, stream.decode.conn, name, why)
         self.stats.replayed(setback.cause)
         self._dispatch.submit(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
+
+    async def _until_room(self, until_s: float, setback: Setback) -> None:
+        """Waits for later reports, by which there is room. Raises the setback's error when that takes too long."""
+        try:
+            async with asyncio.timeout_at(until_s):
+                await self.entrance.change()
+                while not (room := room_of(self.membership.instances)).for_prompts or not room.for_sequences:
+                    await self.entrance.change()
+        except TimeoutError:
+            raise setback.error from None
 
     def expect_instances(self) -> None:
         """Announces that instances will become known: early requests wait a moment, as when all were lost just now."""
@@ -333,6 +348,9 @@ class Router:
             error = GenerationError(f"{name}: {ended.error}")
             if ended.is_refusal:
                 stream.inbox.put(RequestError(ended.error))
+            elif ended.is_full:
+                stream.num_moves += 1
+                self._retreat(stream, error, "full")
             elif ended.is_fault:
                 stream.ask.avoid.add((stream.prefill.key, stream.decode.key))
                 self._retreat(stream, error, "fault")

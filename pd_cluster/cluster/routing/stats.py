@@ -16,7 +16,7 @@ from pd_cluster.cluster.tenancy.tenants import TenantCounts
 from pd_cluster.reports import Buckets, Stats
 from pd_cluster.types import FinishReason
 
-ReplayCause = Literal["death", "fault", "moved"]
+ReplayCause = Literal["death", "fault", "moved", "full"]
 Refusal = Literal["slo", "queue", "unavailable"]
 Bounds = tuple[float, ...]
 

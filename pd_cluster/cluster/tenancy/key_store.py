@@ -26,9 +26,16 @@ class KeyStore:
     """
 
     def __init__(
-        self, http: HttpConfig, served: Sequence[str], memory: RateMemory | None = None, may_grow: bool = False
+        self,
+        http: HttpConfig,
+        served: Sequence[str],
+        memory: RateMemory | None = None,
+        may_grow: bool = False,
+        may_limit: bool = True,
     ) -> None:
+        """`may_limit`: whether keys may have limits, which hold for the processes of one scheduler together."""
         self._http = http
+        self._may_limit = may_limit
         self._served, self._may_grow = served, may_grow
         self.memory = memory or RateMemory.create()
         self._slots: dict[str, int] = {}  # digest -> record
@@ -44,6 +51,7 @@ class KeyStore:
         try:
             found = read_key_file(file)
             self._refuse_others_keys(file, found)
+            self._refuse_limits(file, found)
         except ConfigError as error:
             raise ConfigError(f"--api-key-file {error}") from None
         if not self._may_grow:
@@ -61,6 +69,14 @@ class KeyStore:
         tenants = with_names(self.keys.tenants, (key.tenant for key in found.keys))
         self.keys = Keys(found.salt, list(found.keys), [self._slots[key.digest] for key in found.keys], tenants)
         return self.keys
+
+    def _refuse_limits(self, file: Path, found: KeyFile) -> None:
+        limited = [key.id for key in found.keys if key.requests_per_minute or key.tokens_per_minute]
+        if limited and not self._may_limit:
+            raise ConfigError(
+                f"{file}: id {limited[0]!r} has limits, which each of several schedulers would count for itself; "
+                f"leave them out, or start one scheduler"
+            )
 
     def _refuse_others_keys(self, file: Path, found: KeyFile) -> None:
         ids = {key.digest: key.id for key in found.keys}

@@ -95,6 +95,7 @@ class Client(asyncio.Protocol):
 class Load:
     def __init__(self, spec: LoadSpec) -> None:
         self._spec, self._workload = spec, spec.workload
+        self._ports = itertools.cycle([spec.port, *(port for port, _ in spec.others)])
         self._idle: list[Client] = []
         self._clients: list[Client] = []
         self._num_sent = self._num_done = self._num_events = self._num_started = 0
@@ -111,7 +112,7 @@ class Load:
         rss_before = rss_nbytes(spec.pid)
         if not workload.rate_per_s:  # connecting is not part of any request
             self._idle = [await self._connect() for _ in range(workload.num_open)]
-        before_s, waited_before_s = cpu_s(spec.pid), waited_s(spec.pid)
+        before_s, waited_before_s = self._cpu_s(), waited_s(spec.pid)
         own_before_s, started_s = time.process_time(), time.monotonic()
         try:
             async with asyncio.timeout(spec.deadline_s):
@@ -126,7 +127,7 @@ class Load:
             self._errors.append(f"{self._num_done} of {workload.num_requests} within {spec.deadline_s:g} s")
         result = LoadResult(
             took_s=took_s,
-            cpu_s=cpu_s(spec.pid) - before_s,
+            cpu_s=self._cpu_s() - before_s,
             own_cpu_s=time.process_time() - own_before_s,
             num_done=self._num_done,
             num_events=self._num_events,
@@ -140,6 +141,9 @@ class Load:
         for client in self._clients:
             client.close()
         return result
+
+    def _cpu_s(self) -> float:
+        return sum(map(cpu_s, (self._spec.pid, *(pid for _, pid in self._spec.others))))
 
     async def _fill(self) -> None:
         """Keeps `num_open` requests open: starts them here, and another whenever one ends."""
@@ -172,7 +176,7 @@ class Load:
     async def _connect(self) -> Client:
         loop = asyncio.get_running_loop()
         _, client = await loop.create_connection(
-            lambda: Client(self._started, self._ended), "127.0.0.1", self._spec.port
+            lambda: Client(self._started, self._ended), "127.0.0.1", next(self._ports)
         )
         self._clients.append(client)
         return client

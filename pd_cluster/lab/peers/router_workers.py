@@ -86,6 +86,8 @@ class Worker:
         self._landed: set[str] = set()  # before its Submit was read
         self._ends: dict[str, list[LegEnd]] = {}  # conn -> legs handed over with the last step
         self._events: list[wire.TraceEvent] = []
+        self._schedulers: dict[str, str] = {}  # conn -> name@epoch
+        self._outstanding: dict[str, int] = {}  # by scheduler; replaced, never changed
         self._mailbox = Mailbox(me.name, self.epoch, "worker", spec.credentials, Timeouts())
         self._port = self._mailbox.bind(HOST, PortRange())
         self._mailbox.start(self)
@@ -122,8 +124,12 @@ class Worker:
         elif isinstance(body, wire.Abort):
             self._loop.call_soon_threadsafe(self._aborted, f"{body.request_id}-{body.attempt}")
 
-    def on_opened(self, conn: str, peer: str, kind: str) -> None: ...
-    def on_closed(self, conn: str, peer: str, reason: str) -> None: ...
+    def on_opened(self, conn: str, peer: str, kind: str) -> None:
+        self._schedulers[conn] = peer
+
+    def on_closed(self, conn: str, peer: str, reason: str) -> None:
+        self._schedulers.pop(conn, None)
+
     def on_fatal(self, error: BaseException) -> None: ...
 
     def load(self) -> wire.Load:
@@ -132,6 +138,7 @@ class Worker:
             num_free_blocks=4096,
             prefill_tokens_per_s=self._spec.prefill_tokens_per_s,
             links=self.links,
+            outstanding=self._outstanding,
         )
 
     # ---- the event loop
@@ -139,6 +146,7 @@ class Worker:
     def _submitted(self, leg: Leg) -> None:
         transfer_id = leg.submit.transfer_id
         self._note(transfer_id, "submitted")
+        self._weigh(leg, leg.submit.weight)
         if transfer_id in self._landed:
             self._landed.discard(transfer_id)
             self._running[transfer_id] = leg
@@ -146,9 +154,15 @@ class Worker:
             self._expected[transfer_id] = leg
 
     def _aborted(self, transfer_id: str) -> None:
-        self._expected.pop(transfer_id, None)
-        self._running.pop(transfer_id, None)
+        for legs in (self._expected, self._running):
+            if (leg := legs.pop(transfer_id, None)) is not None:
+                self._weigh(leg, -leg.submit.weight)
         self._landed.discard(transfer_id)
+
+    def _weigh(self, leg: Leg, weight: int) -> None:
+        if (scheduler := self._schedulers.get(leg.conn)) is not None:
+            told = self._outstanding
+            self._outstanding = {**told, scheduler: told.get(scheduler, 0) + weight}
 
     def landed(self, transfer_id: str) -> None:
         leg = self._expected.pop(transfer_id, None)
@@ -179,6 +193,7 @@ class Worker:
         tokens: dict[str, list[TokenOutput]] = {}
         prompts: dict[str, list[PromptOutput]] = {}
         for transfer_id, leg in legs.items():
+            self._weigh(leg, -leg.submit.weight)
             for what, numbers in PREFILL_EVENTS.items():
                 self._note(transfer_id, what, numbers)
             submit = leg.submit
@@ -209,7 +224,8 @@ class Worker:
                 self._note(transfer_id, "finished", {"num_tokens": leg.num_tokens})
                 ended.append(transfer_id)
         for transfer_id in ended:
-            del self._running[transfer_id]
+            leg = self._running.pop(transfer_id)
+            self._weigh(leg, -leg.submit.weight)
         for conn, told in tokens.items():
             self._send(conn, told, [], [])
 

@@ -22,10 +22,17 @@ import msgspec
 from pd_cluster.errors import ConfigError, GenerationError
 from pd_cluster.lab.child import ChildFailed, run_child, sigterm_raises
 from pd_cluster.lab.processes import check_open_files, raise_open_files
-from pd_cluster.lab.router import compared, profile
+from pd_cluster.lab.router import compared, profile, shared
 from pd_cluster.lab.router.figures import OURS, Cost, Loaded, Measured, fit, results
 from pd_cluster.lab.router.spec import STEP_S, LoadResult, LoadSpec, Profile, Workload
-from pd_cluster.lab.router.targets import MODEL_NAME, SGLANG_ROUTER, Target, own_scheduler, sglang_router
+from pd_cluster.lab.router.targets import (
+    MODEL_NAME,
+    SGLANG_ROUTER,
+    Target,
+    made_up_launch,
+    own_scheduler,
+    sglang_router,
+)
 from pd_cluster.tables import Report, check_writable
 
 DEFAULT_PEERS_DIR = Path(__file__).parents[3] / ".venv-peers"
@@ -47,6 +54,7 @@ class RouterBench:
     quick: bool = False
     against: Path | None = None
     has_profile: bool = False
+    num_schedulers: int = 1
 
     @property
     def command(self) -> str:
@@ -80,6 +88,20 @@ class RouterBench:
         """Returns the load that two versions get in turn: short, so that others on the machine disturb both alike."""
         return msgspec.structs.replace(self.few_tokens, name="in turn", num_requests=20 if self.quick else 500)
 
+    @property
+    def shared_requests(self) -> Workload:
+        """Returns a load for several schedulers or one, of so many requests that each of several has work in a step."""
+        number = 30 if self.quick else 1500
+        return Workload(name="shared requests", num_requests=number, num_tokens=2, num_open=12 if self.quick else 48)
+
+    @property
+    def shared_tokens(self) -> Workload:
+        """Returns the same of many tokens: schedulers pay for each message, and several have more of them."""
+        number = 24 if self.quick else 768
+        return Workload(
+            name="shared tokens", num_requests=number, num_tokens=40 if self.quick else 128, num_open=number // 2
+        )
+
     def paced(self, cost: Cost) -> Workload:
         """Returns a load whose rate takes PACED_LOAD of a core, if the cost is right."""
         num_requests = 50 if self.quick else 2000
@@ -93,7 +115,13 @@ class RouterBench:
 
 
 def make_bench(
-    rounds: int, streams: int, peers_dir: str, quick: bool, against: str = "", has_profile: bool = False
+    rounds: int,
+    streams: int,
+    peers_dir: str,
+    quick: bool,
+    against: str = "",
+    has_profile: bool = False,
+    num_schedulers: int = 1,
 ) -> RouterBench:
     """Builds the bench from the command line. Raises ConfigError."""
     checkout = Path(against).expanduser().absolute() if against else None
@@ -104,7 +132,13 @@ def make_bench(
         rounds, streams = 1, min(streams, 50)
     check_open_files(streams + OTHER_FILES)
     return RouterBench(
-        rounds=rounds, streams=streams, peers_dir=folder, quick=quick, against=checkout, has_profile=has_profile
+        rounds=rounds,
+        streams=streams,
+        peers_dir=folder,
+        quick=quick,
+        against=checkout,
+        has_profile=has_profile,
+        num_schedulers=num_schedulers,
     )
 
 
@@ -112,6 +146,9 @@ def run(bench: RouterBench, json_path: str = "") -> None:
     """Measures, prints, writes. Raises PdClusterError: a router that does not start, requests that failed."""
     check_writable(json_path)
     raise_open_files()  # the children inherit it
+    if bench.num_schedulers > 1:
+        _share(bench, json_path)
+        return
     if bench.against is not None or bench.has_profile:
         _look_closer(bench, json_path)
         return
@@ -149,6 +186,17 @@ def _look_closer(bench: RouterBench, json_path: str) -> None:
             report.show("this version's CPU time of a request of two tokens, beside the other's")
             if json_path:
                 report.write(json_path)
+
+
+def _share(bench: RouterBench, json_path: str) -> None:
+    """Compares several schedulers over the same workers with one, in turn, in place of the usual figures."""
+    with sigterm_raises(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
+        found = Session(bench, Path(folder)).shared(bench.num_schedulers)
+    command = f"pd-cluster bench router --schedulers {bench.num_schedulers} --rounds {bench.rounds}"
+    report = Report(command + " --quick" * bench.quick, shared.results(found, with_goals=not bench.quick))
+    report.show(f"CPU time of {bench.num_schedulers} schedulers over the same workers, beside that of one")
+    if json_path:
+        report.write(json_path)
 
 
 class Session:
@@ -205,11 +253,34 @@ class Session:
                     found[name].append(result.cpu_s / workload.num_requests)
         return found[OURS], found["the other"]
 
+    def shared(self, num_schedulers: int) -> list[shared.Compared]:
+        """Returns CPU seconds of each load, of each round: of one scheduler, and of several together."""
+        loads = [self._bench.shared_requests, self._bench.shared_tokens]
+        found = [shared.Compared(load, {1: [], num_schedulers: []}) for load in loads]
+        with contextlib.ExitStack() as running:
+            targets = {}
+            for number in (1, num_schedulers):
+                (folder := self._folder / f"{number}").mkdir()
+                launch = made_up_launch(number)
+                targets[number] = running.enter_context(own_scheduler(folder, STEP_S, launch))
+                self.load(Measured(f"{number}"), targets[number], self._bench.warm_up)
+            for at in range(self._bench.rounds):
+                for each in found:
+                    for number in sorted(targets, reverse=at % 2 == 1):
+                        name = f"{number} scheduler{'s' * (number > 1)}"
+                        measured = Measured(name)
+                        _, result = self.load(measured, targets[number], each.workload)
+                        if measured.num_errors:
+                            raise GenerationError(f"{measured.num_errors} requests failed; the first ones are above")
+                        each.cpu_s[number].append(result.cpu_s)
+        return found
+
     def load(self, measured: Measured, target: Target, workload: Workload) -> Loaded:
         spec_file, result_file = self._folder / "load.json", self._folder / "load.result.json"
         spec = LoadSpec(
             port=target.port,
             pid=target.pid,
+            others=list(target.others),
             model=MODEL_NAME,
             workload=workload,
             first_seed=self._next_seed,

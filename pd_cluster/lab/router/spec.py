@@ -65,10 +65,14 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """`pid`: the router's process, whose CPU time and memory, with its children's, are read around the load."""
+    """`pid`: the router's process, whose CPU time and memory, with its children's, are read around the load.
+
+    `others`: ports and processes of further schedulers; connections take turns, and CPU times are added.
+    """
 
     port: int
     pid: int
+    others: list[tuple[int, int]] = []
     model: str
     workload: Workload
     first_seed: int

@@ -21,8 +21,8 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.members.credentials import credentials_of
 from pd_cluster.cluster.members.place import find_place
 from pd_cluster.cluster.processes.launch import Launch
-from pd_cluster.cluster.processes.launcher import plan_cluster
-from pd_cluster.cluster.processes.ports import free_port_pair, free_ports
+from pd_cluster.cluster.processes.launcher import Member, plan_cluster
+from pd_cluster.cluster.processes.ports import free_port_row, free_ports
 from pd_cluster.cluster.routing.timeline import MAX_REQUESTS
 from pd_cluster.lab.child import ChildFailed, child_environment, end_group, last_lines
 from pd_cluster.lab.router.spec import TEXT, MadeUpWorker, WorkersSpec
@@ -52,6 +52,7 @@ class Target:
     times_file: Path
     admin_url: str = ""
     workers_pid: int = 0
+    others: tuple[tuple[int, int], ...] = ()  # ports and pids of further schedulers
 
     def added_ttft_ms(self, num_requests: int) -> list[float]:
         """Returns the additions of at most this many of the last requests, by time stamps inside the router."""
@@ -75,6 +76,17 @@ class Pace:
     max_num_seqs: int
 
 
+def made_up_launch(num_schedulers: int = 1) -> Launch:
+    """Returns the usual launch: only its schedulers are started."""
+    return Launch(
+        num_prefill=NUM_PREFILL,
+        num_decode=NUM_DECODE,
+        num_schedulers=num_schedulers,
+        port=free_port_row(2 * num_schedulers),
+        served_model_names=[MODEL_NAME],
+    )
+
+
 @contextlib.contextmanager
 def own_scheduler(
     folder: Path,
@@ -88,10 +100,10 @@ def own_scheduler(
 
     `profile`: the file that its CPU time by place is written to. `checkout`: another version, whose scheduler it is.
     """
-    launch = launch or Launch(
-        num_prefill=NUM_PREFILL, num_decode=NUM_DECODE, port=free_port_pair(), served_model_names=[MODEL_NAME]
-    )
-    *members, scheduler = plan_cluster(launch, folder)
+    launch = launch or made_up_launch()
+    plan = plan_cluster(launch, folder)
+    members = [member for member in plan if not member.is_scheduler]
+    scheduler, *others = [member for member in plan if member.is_scheduler]
     place = find_place(scheduler.env)
     checkpoint = Checkpoint.open(str(SHIPPED_MODEL))
     workers = [
@@ -127,10 +139,23 @@ def own_scheduler(
     with (
         _made_up_workers("router_workers" if pace is None else "paced_workers", spec, folder) as workers_pid,
         _process(command, scheduler.env, folder / "scheduler.log", checkout) as process,
+        contextlib.ExitStack() as running,
     ):
-        target = Target(launch.port, process.pid, Path(spec.times_file), launch.admin_url, workers_pid)
+        pids = []
+        for other, url in zip(others, launch.urls[1:], strict=True):
+            log = folder / f"{other.name}.log"
+            pids.append((other.port, _start_beside(running, other, log, checkout, url).pid))
         _await_answer(f"{launch.url}/health", process, folder / "scheduler.log", all_ok=True)
-        yield target
+        yield Target(launch.port, process.pid, Path(spec.times_file), launch.admin_url, workers_pid, tuple(pids))
+
+
+def _start_beside(
+    running: contextlib.ExitStack, member: Member, log: Path, checkout: Path | None, url: str
+) -> subprocess.Popen[bytes]:
+    """Starts a further scheduler, and waits until it serves."""
+    process = running.enter_context(_process(member.command, member.env, log, checkout))
+    _await_answer(f"{url}/health", process, log, all_ok=True)
+    return process
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """`pd-cluster bench router --dashboard`: what an open dashboard costs the scheduler, and the noting when none is open.
 
-The same paced load runs with nobody looking and with a page that asks as the dashboard's does, in turns, and so does a
-scheduler without requests. CPU time is the scheduler's own, read from the kernel.
+The same paced load runs with nobody looking and with a session that asks as the dashboard's page does, in turns, and so
+does a scheduler without requests. CPU time is the scheduler's own, read from the kernel.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pd_cluster.lab.router.figures import OURS, Measured
 from pd_cluster.lab.router.spec import STEP_S, Workload
 from pd_cluster.lab.router.targets import Target, own_scheduler
 from pd_cluster.tables import Report, Result, check_writable
+from ranktable_tools.keys import ADMIN_TOKEN_FILE
 
 PERIOD_S = 0.5  # the page's
 MOST_SHARE = 1.03  # the rule for what is seldom looked at
@@ -49,11 +50,12 @@ def run(bench: RouterBench, json_path: str = "") -> None:
         tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder,
         own_scheduler(Path(folder), STEP_S) as target,
     ):
+        token_file = Path(folder) / ADMIN_TOKEN_FILE
         session, measured = Session(bench, Path(folder)), Measured(OURS)
         session.load(measured, target, bench.warm_up)
         for _ in range(bench.rounds):
             for costs in (closed, opened):
-                with contextlib.nullcontext() if costs is closed else looking(target):
+                with contextlib.nullcontext() if costs is closed else looking(target, token_file):
                     costs.load.append(session.load(measured, target, load)[1].cpu_s)
                     before_s = cpu_s(target.pid)
                     time.sleep(rest_s)
@@ -65,15 +67,18 @@ def run(bench: RouterBench, json_path: str = "") -> None:
 
 
 @contextlib.contextmanager
-def looking(target: Target) -> Iterator[None]:
-    """Asks for the overview as the dashboard's page does, until the end."""
+def looking(target: Target, token_file: Path) -> Iterator[None]:
+    """Begins a session by a link, and asks for the overview as the dashboard's page does, until the end."""
     over = threading.Event()
 
     def look() -> None:
         since, mark = "", 0
         with httpx.Client(base_url=target.admin_url, trust_env=False, timeout=10) as client:
+            token = {"Authorization": f"Bearer {token_file.read_text().strip()}"}
+            code = client.post("/dashboard/codes", headers=token).json()["code"]
+            client.post("/dashboard/api/session", json={"code": code}, headers={"Origin": target.admin_url})
             while not over.is_set():
-                found = client.get(f"/overview?since_mark={mark}{since}").json()
+                found = client.get(f"/dashboard/api/overview?since_mark={mark}{since}").json()
                 since = f"&since={found['samples'][-1]['at_s']}" if found["samples"] else since
                 mark = found["marks"][-1]["number"] if found["marks"] else mark
                 over.wait(PERIOD_S)

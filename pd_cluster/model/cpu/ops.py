@@ -78,16 +78,19 @@ def _library(flags: tuple[str, ...]) -> ctypes.CDLL:
     library = build.load(flags)
     library.pd_norm.argtypes = [*[_Pointer] * 4, _Int, _Int, _Float, _Int]
     library.pd_gate.argtypes = [*[_Pointer] * 2, _Int, _Int, ctypes.c_int, _Int]
-    library.pd_attend.argtypes = [_Pointer] * 5
-    for function in (library.pd_norm, library.pd_gate, library.pd_attend):
+    for function in (library.pd_norm, library.pd_gate):
         function.restype = None
     return library
 
 
+@functools.cache
 def _attend_in(flags: tuple[str, ...], pool_dtype: str) -> Any:
     """Returns attention over a pool of this dtype: each has a library of its own, compiled when it is wanted."""
     chosen = (f"-DPOOL={POOLS[pool_dtype]}",) if POOLS[pool_dtype] else ()
-    return _library((*flags, *chosen)).pd_attend
+    attend = build.load((*flags, *chosen)).pd_attend
+    attend.argtypes = [_Pointer] * 5
+    attend.restype = None
+    return attend
 
 
 def supports(config: Any, pool_dtype: str = "float32") -> bool:

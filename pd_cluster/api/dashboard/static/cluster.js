@@ -1,7 +1,7 @@
 // The page "Cluster": what is wrong, the picture, figures, time lines, events.
 
 import { Chart } from "./charts.js";
-import { clock, count, h, seconds, table, withCode } from "./dom.js";
+import { clock, count, h, seconds, table, update, withCode } from "./dom.js";
 import { isDown, picture } from "./picture.js";
 
 // [name, blocks with content in all instances] of each tier but the first, which is the pool itself.
@@ -42,19 +42,19 @@ export class ClusterPage {
   show(overview, rate, marks) {
     this.marks = marks;
     this.showProblems(overview.problems);
-    const focused = document.activeElement?.getAttribute("aria-label")?.split(":")[0];
-    this.picture.replaceChildren(h("h2", {}, "The cluster now"), picture(overview, rate, (name) => this.details.open(name), this.picture.clientWidth));
-    if (focused && !document.activeElement?.closest("dialog")) {
-      [...this.picture.querySelectorAll("g.instance")].find((each) => each.getAttribute("aria-label").startsWith(`${focused}:`))?.focus();
-    }
+    update(this.picture, h("h2", {}, "The cluster now"), picture(overview, rate, (name) => this.details.open(name), this.picture.clientWidth));
     this.showNumbers(overview);
     this.showList(overview);
     this.charts[3].goal = overview.slo_ttft_s && overview.slo_ttft_s * 1000;
     this.charts[4].goal = overview.slo_tpot_s && overview.slo_tpot_s * 1000;
-    for (const chart of this.charts) chart.show(overview.samples);
-    const newest = [...marks].reverse().slice(0, 60);
-    this.events.replaceChildren(h("h2", {}, "Events"), h("ul", { class: "marks", tabindex: "0", "aria-label": "Events, newest first" },
-      newest.map((mark) => h("li", { class: mark.kind }, `${clock(mark.at_s)} ${mark.instance_id} ${mark.text}`))));
+    const newestS = overview.samples.at(-1)?.at_s;
+    if (newestS === undefined || newestS !== this.drawnS) { // once a second, not at each look
+      this.drawnS = newestS;
+      for (const chart of this.charts) chart.show(overview.samples);
+    }
+    const latest = [...marks].reverse().slice(0, 60);
+    update(this.events, h("h2", {}, "Events"), h("ul", { class: "marks", tabindex: "0", "aria-label": "Events, newest first" },
+      latest.map((mark) => h("li", { class: mark.kind }, `${clock(mark.at_s)} ${mark.instance_id} ${mark.text}`))));
   }
 
   showProblems(problems) {
@@ -84,7 +84,7 @@ export class ClusterPage {
       ["tokens so far", count(overview.totals.generation_tokens)],
       ...tiersBeyondThePool(overview.instances).map(([name, used]) => [`${name}, blocks`, count(used)]),
     ];
-    this.numbers.replaceChildren(h("h2", {}, "Now (percentiles: last 10 s)"),
+    update(this.numbers, h("h2", {}, "Now (percentiles: last 10 s)"),
       h("dl", { class: "numbers" }, figures.map(([name, value, kind]) => h("div", { class: kind }, h("dt", {}, name), h("dd", {}, value)))));
   }
 
@@ -97,8 +97,6 @@ export class ClusterPage {
       `${each.num_free_blocks}/${each.num_cached_blocks}/${each.num_held_blocks}`,
       each.num_preemptions,
     ].map((cell) => (cell instanceof Node ? cell : String(cell))));
-    const focused = document.activeElement?.closest?.("section") === this.list ? document.activeElement.textContent : null;
-    this.list.replaceChildren(table(["instance", "role", "state", "run", "wait", "blocks free/cached/held", "preempted"], rows, "Instances"));
-    if (focused) [...this.list.querySelectorAll("button")].find((each) => each.textContent === focused)?.focus();
+    update(this.list, table(["instance", "role", "state", "run", "wait", "blocks free/cached/held", "preempted"], rows, "Instances"));
   }
 }

@@ -1,7 +1,7 @@
 // An instance's details, its log, and commands for it, each with what it will do.
 
 import { command, get, view } from "./api.js";
-import { bytes, h, table, tierText } from "./dom.js";
+import { bytes, h, table, tierText, update } from "./dom.js";
 import { isDown } from "./picture.js";
 
 const LOG_LINES = 300;
@@ -50,14 +50,14 @@ export class Details {
     if (this.name === null) return;
     const each = overview.instances.find((one) => one.instance_id === this.name);
     if (!each) {
-      this.figures.replaceChildren(h("p", {}, `${this.name} is not in the cluster any more.`));
+      update(this.figures, h("p", {}, `${this.name} is not in the cluster any more.`));
       this.actions.replaceChildren();
       return;
     }
     const moves = rate.get(each.instance_id);
     const links = Object.entries(each.links).map(([peer, state]) => `${peer.split("@")[0]} ${state}`).join(", ");
     const asked = each.num_prefix_query_tokens;
-    this.figures.replaceChildren(table(["", ""], [
+    update(this.figures, table(["", ""], [
       ["state", `${each.state}${each.reason ? `: ${each.reason}` : ""}`],
       ["role", each.next_role ? `${each.role}, becomes ${each.next_role}` : each.role],
       ...(view.isWhole ? [

@@ -4,7 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    if (name.startsWith("on")) element[name] = value; // a property, so that update() can pass it on
     else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
   }
@@ -14,6 +14,52 @@ function fill(element, attributes, children) {
 
 export const h = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
 export const s = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
+
+const HANDLERS = ["onclick", "onkeydown", "onchange"];
+
+// Gives an element these children, and changes only what differs: a button under somebody's finger, the focus and the
+// place that a list is scrolled to stay. Children with a data-key are told apart by it, others by their place.
+export function update(element, ...children) {
+  const next = children.flat().filter((child) => child !== null && child !== undefined)
+    .map((child) => (child instanceof Node ? child : document.createTextNode(child)));
+  const keyed = new Map([...element.childNodes].filter((child) => child.dataset?.key).map((child) => [child.dataset.key, child]));
+  const wanted = new Set(next.map((child) => child.dataset?.key));
+  for (const [key, child] of keyed) if (!wanted.has(key)) child.remove();
+  let at = element.firstChild;
+  for (const child of next) {
+    const key = child.dataset?.key;
+    const old = key ? keyed.get(key) : at?.dataset?.key ? null : at;
+    if (!old) element.insertBefore(child, at);
+    else {
+      if (old !== at) element.insertBefore(old, at);
+      const kept = change(old, child);
+      at = kept.nextSibling;
+    }
+  }
+  while (at) {
+    const { nextSibling } = at;
+    at.remove();
+    at = nextSibling;
+  }
+}
+
+// Makes one node like another, or puts the other in its place. Returns the one that is there.
+function change(old, next) {
+  if (old === next) return old;
+  if (old.nodeName !== next.nodeName) {
+    old.replaceWith(next);
+    return next;
+  }
+  if (old.nodeType === Node.TEXT_NODE) {
+    if (old.data !== next.data) old.data = next.data;
+    return old;
+  }
+  for (const { name } of [...old.attributes]) if (!next.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of next.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  for (const name of HANDLERS) old[name] = next[name];
+  update(old, ...next.childNodes);
+  return old;
+}
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
@@ -41,7 +87,8 @@ export function count(value) {
 export function tierText(tier) {
   const size = tier.num_blocks === null ? "" : ` of ${count(tier.num_blocks)}`;
   const hits = tier.num_hit_tokens === null ? "" : `, ${count(tier.num_hit_tokens)} prompt tokens found there`;
-  return `${count(tier.num_used_blocks)}${size} blocks${hits}`;
+  const load = tier.token_s === null ? "" : `, ${seconds(1000 * tier.token_s)} to load 1,000 tokens`;
+  return `${count(tier.num_used_blocks)}${size} blocks${hits}${load}`;
 }
 
 export const clock = (unixSeconds) => new Date(unixSeconds * 1000).toLocaleTimeString([], { hourCycle: "h23" });
@@ -52,7 +99,7 @@ export function table(headings, rows, caption) {
     h("table", {},
       h("caption", {}, caption),
       h("thead", {}, h("tr", {}, headings.map((text) => h("th", { scope: "col" }, text)))),
-      h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell)))))),
+      h("tbody", {}, rows.map((row) => h("tr", { "data-key": row[0] instanceof Node ? row[0].textContent : null }, row.map((cell) => h("td", {}, cell)))))),
   );
 }
 

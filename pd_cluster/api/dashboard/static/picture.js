@@ -33,7 +33,7 @@ function instanceBox(instance, { x, y }, width, rate, open) {
   return s(
     "g",
     {
-      class: `instance ${kindOf(instance)} ${instance.num_running ? "working" : ""}`, tabindex: "0", role: "button", "aria-label": name, transform: `translate(${x} ${y})`,
+      class: `instance ${kindOf(instance)} ${instance.num_running ? "working" : ""}`, tabindex: "0", role: "button", "aria-label": name, "data-key": instance.instance_id, transform: `translate(${x} ${y})`,
       onclick: () => open(instance.instance_id),
       onkeydown: (event) => {
         if (event.key === "Enter" || event.key === " ") {

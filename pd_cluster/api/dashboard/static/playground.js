@@ -6,7 +6,7 @@ import { h, seconds } from "./dom.js";
 import { drawTimeline } from "./timeline.js";
 
 const TIMELINE_TRIES = 10, TIMELINE_PAUSE_MS = 200;
-const LEAST_RATED_TOKENS = 8; // of fewer, a rate says nothing
+const LEAST_RATED_TOKENS = 8, LEAST_RATED_S = 0.05; // of fewer, or in less time, a rate says nothing
 
 async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -65,7 +65,7 @@ class Pane {
       h("h2", {}, title),
       h("details", { open: true }, h("summary", {}, "Settings"), h("div", { class: "controls" },
         field("model", this.model), field("temperature", this.temperature), field("top_p", this.topP),
-        field("max_tokens", this.maxTokens), field("seed", this.seed), field("colour tokens by probability", this.logprobs),
+        field("max_tokens", this.maxTokens), field("seed", this.seed), field("colour by probability", this.logprobs),
         field("system message", this.system, true), field("tools, as JSON", this.tools, true))),
       this.talk, this.path);
   }
@@ -141,7 +141,7 @@ class Pane {
       this.messages.push({ role: "assistant", content: text });
       const took = (performance.now() - asked) / 1000, ttft = first === null ? null : (first - asked) / 1000;
       const tokens = usage?.completion_tokens ?? 0;
-      const rate = ttft !== null && tokens >= LEAST_RATED_TOKENS && took > ttft ? `, ${((tokens - 1) / (took - ttft)).toFixed(1)} tokens/s` : "";
+      const rate = ttft !== null && tokens >= LEAST_RATED_TOKENS && took - ttft >= LEAST_RATED_S ? `, ${((tokens - 1) / (took - ttft)).toFixed(1)} tokens/s` : "";
       said.append(h("div", { class: "quiet" }, `${tokens} tokens, first after ${seconds(ttft)}, ${seconds(took)} in all${rate}${servedBy ? `; ${servedBy.replace(",", " → ")}` : ""}`));
       if (id) await this.showPath(id);
     } catch (error) {

@@ -1,7 +1,7 @@
 // The page "Requests": the last ones, and the path of one. The scheduler keeps no prompts and no answers.
 
 import { get } from "./api.js";
-import { h, seconds, table } from "./dom.js";
+import { h, seconds, table, update } from "./dom.js";
 import { drawTimeline } from "./timeline.js";
 
 const LIMIT = 50;
@@ -21,9 +21,7 @@ export class RequestsPage {
       each.status, seconds(each.age_s), each.duration_ms === null ? "–" : seconds(each.duration_ms / 1000),
       String(each.num_prompt_tokens), each.prefill, each.decode, each.num_replays ? String(each.num_replays) : "",
     ]);
-    const focused = document.activeElement?.closest?.("section") === this.list ? document.activeElement.textContent : null;
-    this.list.replaceChildren(table(["request", "status", "age", "took", "prompt", "prefill", "decode", "continued"], rows, `The last ${requests.length} of ${kept} requests`));
-    if (focused) [...this.list.querySelectorAll("button")].find((each) => each.textContent === focused)?.focus();
+    update(this.list, table(["request", "status", "age", "took", "prompt", "prefill", "decode", "continued"], rows, `The last ${requests.length} of ${kept} requests`));
   }
 
   async choose(id) {

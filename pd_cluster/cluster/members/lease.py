@@ -1,0 +1,137 @@
+"""Which of several schedulers owns membership: a lease in a store that all of them share, and its fencing number.
+
+The states are in docs/protocol.md, "Several schedulers". Pure: the caller reads and writes the store, and says when.
+Knows nothing of workers; where the record is kept is a `LeaseStore`'s business (lease_folder.py on one host).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from pd_cluster.reports import Service
+from pd_cluster.types import Role
+
+RENEWALS = 5  # within the duration of a lease
+
+
+class Listed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An instance as the owner of membership wishes it: where it is, its role, and its service."""
+
+    name: str
+    role: Role
+    host: str
+    port: int
+    device_ids: list[str]
+    service: Service = "in"
+    next_role: Role | None = None
+    drain_timeout_s: float = 0.0
+
+
+class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The shared record. Each write replaces it whole and adds one to `version`.
+
+    `term`: the fencing number, one more with each owner. `holder`: the owner's name@epoch; "": it has let go. `admin`:
+    the owner's admin address, for operators. `table`: the digest of its rank table. `members`: its instances.
+    """
+
+    version: int = 0
+    term: int = 0
+    holder: str = ""
+    admin: str = ""
+    table: bytes = b""
+    members: list[Listed] = []
+
+
+class LeaseStore(Protocol):
+    """Keeps one record. A lock folder of one host is one; a Lease object of Kubernetes can be another."""
+
+    def read(self) -> LeaseRecord:
+        """Returns the last record, at once; an empty one if there was none. Raises LeaseUnavailable."""
+
+    def write(self, record: LeaseRecord) -> bool:
+        """Replaces the record before it (`record.version` minus one). Returns False if another was written meanwhile.
+
+        May take time: it is called on a thread. Raises LeaseUnavailable, after which the record may or may not have
+        been written.
+        """
+
+
+class Ownership:
+    """One scheduler's part. `own` is its name@epoch.
+
+    `seen` takes what was read and returns what to write, if anything; `wrote` takes the outcome. In between, and at any
+    time, the process may be stopped: `term_now` looks at the clock, and workers refuse older terms.
+    """
+
+    def __init__(
+        self,
+        own: str,
+        duration_s: float,
+        clock: Callable[[], float],
+        admin: str = "",
+        table: bytes = b"",
+    ) -> None:
+        self.own, self.duration_s = own, duration_s
+        self.record = LeaseRecord()  # the last that was seen
+        self.highest_term = 0  # in the record, so far; no worker is asked: one that lies must not end an ownership
+        self.is_candidate = True  # whether it may become the owner
+        self.table = table
+        self._admin, self._clock = admin, clock
+        self._changed_s = math.inf  # when `record` was first seen
+        self._term, self._until_s = 0, -math.inf  # of the lease that this process has won, and its end
+        self._written_s = -math.inf  # when what is being written was decided
+
+    @property
+    def term_now(self) -> int | None:
+        """The fencing number under which this process may give orders now; None: it may not."""
+        return self._term if self._clock() < self._until_s else None
+
+    def seen(self, record: LeaseRecord, members: Sequence[Listed]) -> LeaseRecord | None:
+        """Takes the record that was read just now. `members`: those of this process. Returns the record to write."""
+        now_s = self._clock()
+        if self._changed_s == math.inf or record.version != self.record.version:
+            self.record, self._changed_s = record, now_s
+        self.highest_term = max(self.highest_term, record.term)
+        if record.term > self._term:
+            self._until_s = -math.inf
+        self._written_s = now_s
+        if record.holder == self.own and self.term_now == record.term:
+            is_due = now_s > self._until_s - self.duration_s * (1 - 1 / RENEWALS)
+            is_due = is_due or list(members) != record.members or self.table != record.table
+            return self._next(record.term, members) if is_due else None
+        is_free = not record.holder or now_s - self._changed_s >= self.duration_s
+        return self._next(record.term + 1, members) if is_free and self.is_candidate else None
+
+    def wrote(self, record: LeaseRecord, is_written: bool) -> None:
+        """Takes the outcome of writing what `seen` returned."""
+        if not is_written:
+            self._until_s = -math.inf
+            return
+        self.record, self._changed_s = record, self._clock()
+        self.highest_term = max(self.highest_term, record.term)
+        if self.highest_term == record.term:
+            self._term, self._until_s = record.term, self._written_s + self.duration_s
+
+    def released(self) -> LeaseRecord | None:
+        """Lets go: from now on this process gives no orders. Returns the record that says so; None if it owned nothing.
+
+        The next owner need not wait for the lease's end.
+        """
+        term, self._until_s, self.is_candidate = self.term_now, -math.inf, False
+        if term is None:
+            return None
+        return msgspec.structs.replace(self.record, version=self.record.version + 1, holder="", admin="")
+
+    def _next(self, term: int, members: Sequence[Listed]) -> LeaseRecord:
+        return LeaseRecord(
+            version=self.record.version + 1,
+            term=term,
+            holder=self.own,
+            admin=self._admin,
+            table=self.table,
+            members=list(members),
+        )

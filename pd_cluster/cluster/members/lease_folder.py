@@ -1,0 +1,98 @@
+"""The schedulers' shared record in a folder of one host. Knows nothing of what it means (lease.py).
+
+Each version is a file of its own, made by link(2), which fails where the file exists: whoever makes it has written that
+version. No process ever holds a lock, so one that is stopped at any place stops no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+
+import msgspec
+
+from pd_cluster.cluster.members.lease import LeaseRecord
+from pd_cluster.errors import ConfigError, LeaseUnavailable, called
+
+NUM_KEPT = 3  # versions: a reader may have listed one that is removed before it opens it
+MAX_RECORD_NBYTES = 4 << 20
+DIGITS = 20
+
+
+class LeaseFolder:
+    """Makes the folder (0700) if there is none. Raises ConfigError if it is another user's, or open to others."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+            found = path.stat()
+        except OSError as error:
+            raise ConfigError(f"{called('scheduler_lease')} {path}: {error.strerror}") from None
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise ConfigError(
+                f"{called('scheduler_lease')} {path}: must be a folder of this user that is closed to others (0700)"
+            )
+        for left in path.glob("new-*"):  # by a process that was killed while it wrote
+            with contextlib.suppress(OSError):
+                left.unlink()
+
+    def read(self) -> LeaseRecord:
+        for _ in range(NUM_KEPT):
+            version = self._last()
+            if not version:
+                return LeaseRecord()
+            try:
+                with self._file(version).open("rb") as file:
+                    content = file.read(MAX_RECORD_NBYTES + 1)
+                record = msgspec.json.decode(content, type=LeaseRecord)
+            except FileNotFoundError:
+                continue  # newer ones were written meanwhile
+            except (OSError, ValueError) as error:
+                raise LeaseUnavailable(f"{self._file(version)}: {error}") from None
+            if record.version != version:
+                raise LeaseUnavailable(f"{self._file(version)}: it is version {record.version}")
+            return record
+        raise LeaseUnavailable(f"{self.path}: it changes faster than it can be read")
+
+    def write(self, record: LeaseRecord) -> bool:
+        new = self.path / f"new-{secrets.token_hex(8)}"
+        try:
+            new.write_bytes(msgspec.json.encode(record))
+            new.chmod(0o600)
+            try:
+                os.link(new, self._file(record.version))
+            except FileExistsError:
+                return False
+            # A process that stood still may have made again a version that was there, and was removed.
+            if self._last() != record.version:
+                return False
+            self._tidy(record.version)
+            return True
+        except OSError as error:
+            raise LeaseUnavailable(f"{self.path}: {error.strerror}") from None
+        finally:
+            with contextlib.suppress(OSError):
+                new.unlink()
+
+    def _last(self) -> int:
+        """Returns the last version; 0: there is none. Raises LeaseUnavailable."""
+        try:
+            return max(self._versions(), default=0)
+        except OSError as error:
+            raise LeaseUnavailable(f"{self.path}: {error.strerror}") from None
+
+    def _versions(self) -> list[int]:
+        return [int(name) for name in os.listdir(self.path) if name.isdecimal() and len(name) == DIGITS]
+
+    def _tidy(self, version: int) -> None:
+        for old in self._versions():
+            if old <= version - NUM_KEPT:
+                with contextlib.suppress(OSError):
+                    self._file(old).unlink()
+
+    def _file(self, version: int) -> Path:
+        return self.path / f"{version:0{DIGITS}d}"

@@ -1,0 +1,178 @@
+"""One of several schedulers over the same workers: owns membership or follows the owner. On the event loop.
+
+lease.py decides who owns; this module reads and writes the shared record, lets `Membership` and `Elastic` act under the
+owner's fencing number, and applies the owner's list of instances where another scheduler owns. The states are in
+docs/protocol.md, "Several schedulers". Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from pd_cluster.cluster.members.elastic import Elastic
+from pd_cluster.cluster.members.lease import LeaseRecord, LeaseStore, Listed, Ownership
+from pd_cluster.cluster.members.membership import Membership
+from pd_cluster.errors import LeaseUnavailable, Refused, Unavailable
+
+log = logging.getLogger(__name__)
+
+LOOKS = 10  # at the record, within the duration of a lease
+RECORD_TIMEOUT_S = 2.0  # for a command to be in the record
+
+
+class TermHolder(Protocol):
+    """The mailbox, as far as this module needs it: what its greetings tell workers."""
+
+    def heard_of_term(self, term: int) -> None: ...
+
+
+class SharedMembership:
+    """`own`: this process's name@epoch. `patience_s`: how long a new scheduler may take to reach all instances."""
+
+    def __init__(
+        self,
+        own: str,
+        store: LeaseStore,
+        membership: Membership,
+        elastic: Elastic,
+        mailbox: TermHolder,
+        duration_s: float,
+        patience_s: float,
+        admin: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ownership = Ownership(own, duration_s, clock, admin, membership.table_digest)
+        self._store, self._membership, self._elastic, self._mailbox = store, membership, elastic, mailbox
+        self._clock, self._started_s, self._patience_s = clock, clock(), patience_s
+        self._asked = asyncio.Event()  # that the record be looked at now
+        self._looked = asyncio.Event()  # set with each look, and replaced
+        self._term: int | None = None  # under which orders were given last
+        self._followed = LeaseRecord()
+        self._problem = ""
+        membership.term = lambda: self.ownership.term_now
+        membership.refused = self._asked.set
+        elastic.shared = self
+
+    @property
+    def name(self) -> str:
+        return self.ownership.own.partition("@")[0]
+
+    @property
+    def owner(self) -> str:
+        """The name of the scheduler that owns membership, as far as is known; "": none."""
+        return self.ownership.record.holder.partition("@")[0]
+
+    @property
+    def known_term(self) -> int:
+        """The highest fencing number that this process has heard of."""
+        return self.ownership.highest_term
+
+    @property
+    def is_owner(self) -> bool:
+        return self.ownership.term_now is not None
+
+    def check(self) -> None:
+        """Raises Refused where another scheduler must be asked."""
+        if not self.is_owner:
+            record = self.ownership.record
+            where = f"{self.owner} does, at {record.admin}; ask there" if record.holder else "none does now; try again"
+            raise Refused(f"{self.name} does not own membership: {where}")
+
+    def changed(self) -> None:
+        """The owner's list has changed: it is recorded at once."""
+        self._asked.set()
+
+    async def recorded(self) -> None:
+        """Returns when the owner's list is in the record, and so outlives this process. Raises Unavailable."""
+        self._asked.set()
+        try:
+            async with asyncio.timeout(RECORD_TIMEOUT_S):
+                while not (self.is_owner and self.ownership.record.members == self._members()):
+                    await self._looked.wait()
+        except TimeoutError:
+            reason = self._problem or f"{self.owner or 'no scheduler'} owns membership by now"
+            raise Unavailable(f"the command may not outlive this scheduler: {reason}") from None
+
+    async def run(self) -> None:
+        """Looks at the record again and again until cancelled; then lets go of the lease."""
+        try:
+            while True:
+                self._asked.clear()
+                await self._look()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.ownership.duration_s / LOOKS):
+                        await self._asked.wait()
+        finally:
+            self._release()
+
+    async def _look(self) -> None:
+        """Reads the record; writes it where this scheduler owns membership, or may; follows it otherwise."""
+        ownership = self.ownership
+        ownership.is_candidate = self._is_candidate()
+        ownership.table = self._membership.table_digest
+        try:
+            record = self._store.read()
+            wanted = ownership.seen(record, self._members())
+            if wanted is not None:
+                ownership.wrote(wanted, await asyncio.to_thread(self._store.write, wanted))
+            self._problem = ""
+        except LeaseUnavailable as error:
+            if str(error) != self._problem:
+                log.error("--scheduler-lease: %s", error)
+            self._problem = str(error)
+        self._mailbox.heard_of_term(ownership.highest_term)
+        if not self.is_owner:
+            self._follow(ownership.record)
+        self._note_term()
+        self._looked.set()
+        self._looked = asyncio.Event()
+
+    def _note_term(self) -> None:
+        before, self._term = self._term, self.ownership.term_now
+        if self._term is not None and self._term != before:
+            log.warning("%s owns membership now (term %d)", self.name, self._term)
+            self._membership.tell_peers()
+            self._membership.wake()
+        elif self._term is None and before is not None:
+            log.warning("%s owns membership no more", self.name)
+            self._membership.wake()
+
+    def _follow(self, record: LeaseRecord) -> None:
+        """Applies the owner's list. An old one, of another table, counts only once its owner is seen to live."""
+        if record.version == self._followed.version or record.holder == self.ownership.own:
+            return
+        is_first, self._followed = not self._followed.version, record
+        if record.version and not (is_first and record.table != self._membership.table_digest):
+            self._elastic.follow(record.members)
+
+    def _is_candidate(self) -> bool:
+        """Whether its list of live workers is whole: a new scheduler's would cut links that others use."""
+        if not self.ownership.record.version or self._clock() - self._started_s > self._patience_s:
+            return True
+        return all(instance.is_ready for instance in self._membership.instances)
+
+    def _members(self) -> list[Listed]:
+        return [
+            Listed(
+                name=each.name,
+                role=each.role,
+                host=self._membership.host_of(each),
+                port=each.port,
+                device_ids=each.device_ids,
+                service=each.service,
+                next_role=each.next_role,
+                drain_timeout_s=each.drain_timeout_s,
+            )
+            for each in self._membership.instances
+        ]
+
+    def _release(self) -> None:
+        record = self.ownership.released()
+        if record is not None:
+            with contextlib.suppress(LeaseUnavailable):
+                self._store.write(record)

@@ -1,0 +1,209 @@
+"""Several schedulers and workers without sockets, driven through random orders of events.
+
+`Ownership`, `Fence` and the record are real. A seeded random number decides what happens next: a scheduler looks at the
+record, its write arrives or fails, it sends an order, a message arrives late, a process stands still or dies and is
+started again, an operator changes a role, time passes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from pd_cluster.cluster.members.lease import LeaseRecord, Listed, Ownership
+from pd_cluster.errors import LeaseUnavailable
+from pd_cluster.net.admission import Fence
+
+DURATION_S = 1.5
+ROLES = ("prefill", "decode")
+
+
+class Store:
+    """A record that is replaced only by its next version, and sometimes cannot be reached."""
+
+    def __init__(self, rng: random.Random, clock: Callable[[], float]) -> None:
+        self._rng, self._clock = rng, clock
+        self.record = LeaseRecord()
+        self.holders: dict[int, str] = {}  # by term
+        self.is_sure = False  # from now on nothing fails
+        self.back_s = 0.0  # when it is reached again
+
+    def read(self) -> LeaseRecord:
+        self._reach()
+        return self.record
+
+    def write(self, record: LeaseRecord) -> bool:
+        self._reach()
+        if record.version != self.record.version + 1:
+            return False
+        assert record.term >= self.record.term, "a term shrinks"
+        if record.holder:
+            assert self.holders.setdefault(record.term, record.holder) == record.holder, "a term has two owners"
+        self.record = record
+        if self._rng.random() < 0.05 and not self.is_sure:
+            raise LeaseUnavailable("it is written, and the answer is lost")
+        return True
+
+    def _reach(self) -> None:
+        if not self.is_sure and (self._clock() < self.back_s or self._rng.random() < 0.05):
+            raise LeaseUnavailable("it is not reached")
+
+
+@dataclass(slots=True)
+class Worker:
+    """One life. `applied`: the terms of the orders that it followed, and the number of each."""
+
+    fence: Fence = field(default_factory=Fence)
+    applied: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """One life of one scheduler: a look at the record is a generator, so that it may stand still anywhere in it."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.goes_on_s = 0.0  # until then it stands still
+        self.ownership = Ownership(f"{name}@{world.rng.getrandbits(30):x}", DURATION_S, lambda: world.now_s)
+        self.members = [Listed(name="prefill-0", role="prefill", host="h", port=1, device_ids=[])]
+        self.looking: Iterator[None] = iter(())
+        self.mail: dict[int, deque[tuple[int, int]]] = {}  # to each worker: (term, number), in order
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.world.now_s < self.goes_on_s
+
+    def look(self) -> Iterator[None]:
+        own, store = self.ownership, self.world.store
+        try:
+            record = store.read()
+            yield
+            wanted = own.seen(record, self.members)
+            yield
+            if wanted is not None:
+                is_written = store.write(wanted)
+                yield
+                own.wrote(wanted, is_written)
+        except LeaseUnavailable:
+            return
+        if own.term_now is None and own.record.holder != own.own and own.record.version:
+            self.members = list(own.record.members)
+
+    def order(self) -> Iterator[None]:
+        """Sends all workers an order; it may stand still between the look at the clock and the last one."""
+        term = self.ownership.term_now
+        if term is None:
+            return
+        self.world.number += 1
+        number = self.world.number
+        for worker in range(len(self.world.workers)):
+            self.mail.setdefault(worker, deque()).append((term, number))
+            yield
+
+
+class World:
+    def __init__(self, seed: int, num_schedulers: int = 3, num_workers: int = 2) -> None:
+        self.rng = random.Random(seed)
+        self.now_s = 0.0
+        self.number = 0
+        self.store = Store(self.rng, lambda: self.now_s)
+        self.workers = [Worker() for _ in range(num_workers)]
+        self.schedulers = [Scheduler(self, f"scheduler-{index}") for index in range(num_schedulers)]
+        self.acting: dict[int, Iterator[None]] = {}  # orders that are being sent, by scheduler
+        self.num_refused = self.num_owners = self.num_wishes = self.num_stops = 0
+        self._term = 0
+
+    def run(self, num_events: int = 600) -> None:
+        for _ in range(num_events):
+            self._happens()
+            self._check()
+
+    def _happens(self) -> None:
+        rng = self.rng
+        owners = [at for at, each in enumerate(self.schedulers) if each.ownership.term_now is not None]
+        at = rng.choice(owners) if owners and rng.random() < 0.4 else rng.randrange(len(self.schedulers))
+        scheduler = self.schedulers[at]
+        match rng.choices(
+            ("look", "time", "deliver", "order", "stop", "die", "wish", "worker dies", "store"),
+            (50, 16, 14, 12, 2, 0.5, 2, 0.5, 0.3),
+        )[0]:
+            case "look" if not scheduler.is_stopped:
+                if next(scheduler.looking, "over") == "over":
+                    scheduler.looking = scheduler.look()
+            case "time":
+                self.now_s += rng.choice((0.01, 0.03, 0.05, 0.1, 0.3))
+            case "deliver":
+                self._deliver(rng.choice(self.schedulers), rng.randrange(len(self.workers)))
+            case "order" if not scheduler.is_stopped:
+                if next(self.acting.get(at, iter(())), "over") == "over":
+                    self.acting[at] = order = scheduler.order()
+                    next(order, None)  # looks at the clock, and sends the first
+            case "stop":
+                scheduler.goes_on_s = self.now_s + rng.choice((0.2, 1.0, 2.0, 4.0))
+                self.num_stops += 1
+            case "die":
+                self.schedulers[at] = Scheduler(self, scheduler.name)
+                self.acting.pop(at, None)
+            case "wish" if not scheduler.is_stopped and scheduler.ownership.term_now is not None:
+                self._wish(scheduler)
+            case "worker dies":
+                dead = rng.randrange(len(self.workers))
+                self.workers[dead] = Worker()
+                for each in self.schedulers:
+                    each.mail.pop(dead, None)
+                    if not each.is_stopped:  # those that are stopped greet when they go on, with an old term
+                        self.workers[dead].fence.heard(each.ownership.highest_term)
+            case "store":
+                self.store.back_s = self.now_s + self.rng.choice((0.5, 1.0, 3.0))
+
+    def _deliver(self, scheduler: Scheduler, worker: int) -> None:
+        if not (mail := scheduler.mail.get(worker)):
+            return
+        term, number = mail.popleft()
+        if self.workers[worker].fence.admits(term):
+            self.workers[worker].applied.append((term, number))
+        else:
+            self.num_refused += 1
+
+    def _wish(self, scheduler: Scheduler) -> None:
+        """An operator's command, which must outlive the scheduler once it is in the record."""
+        role = self.rng.choice(ROLES)
+        port = self.number = self.number + 1
+        scheduler.members = [Listed(name="prefill-0", role=role, host="h", port=port, device_ids=[])]  # type: ignore[arg-type]
+        self.num_wishes += 1
+
+    def _check(self) -> None:
+        owners = [each for each in self.schedulers if each.ownership.term_now is not None]
+        assert len(owners) <= 1, f"two own membership: {[each.name for each in owners]}"
+        if owners:
+            term = owners[0].ownership.term_now
+            assert term is not None
+            assert term >= self._term, f"term {term} after {self._term}"
+            self.num_owners += term > self._term
+            self._term = term
+            assert self.store.holders[term] == owners[0].ownership.own
+        for worker in self.workers:
+            terms = [term for term, _ in worker.applied]
+            assert terms == sorted(terms), f"a worker followed an earlier owner: {terms}"
+            numbers = [number for term, number in worker.applied]
+            assert len(numbers) == len(set(numbers))
+
+    def settle(self) -> None:
+        """Everybody goes on, and time passes: one owner within a lease and two looks, which all follow."""
+        self.store.is_sure = True
+        for scheduler in self.schedulers:
+            scheduler.goes_on_s = 0.0
+        began_s = self.now_s
+        while self.now_s - began_s <= DURATION_S + 0.3:
+            for scheduler in self.rng.sample(self.schedulers, len(self.schedulers)):
+                for _ in scheduler.looking:
+                    pass
+                scheduler.looking = scheduler.look()
+                for _ in scheduler.looking:
+                    self._check()
+            self.now_s += 0.1
+        owners = [each for each in self.schedulers if each.ownership.term_now is not None]
+        assert len(owners) == 1, f"{len(owners)} own membership in the end"
+        for scheduler in self.schedulers:
+            assert scheduler.members == owners[0].members == self.store.record.members, "a follower has another list"

@@ -1,0 +1,211 @@
+"""Several schedulers: one owner of membership at any time, in random orders of events; the record in a folder."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pd_cluster.cluster.members import lease
+from pd_cluster.cluster.members.lease import LeaseRecord, Listed, Ownership
+from pd_cluster.cluster.members.lease_folder import NUM_KEPT, LeaseFolder
+from pd_cluster.errors import ConfigError, LeaseUnavailable
+from pd_cluster.net.admission import Fence
+from tests.support.scheduler_world import DURATION_S, Store, World
+
+SEEDS = range(400)
+SLOW_SEEDS = range(10_000, 20_000)
+
+
+def explore(seeds: Sequence[int]) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        world = World(seed)
+        try:
+            world.run()
+            world.settle()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        seen["owners"] += world.num_owners
+        seen["refused"] += world.num_refused
+        seen["wishes"] += world.num_wishes
+        seen["stops"] += world.num_stops
+    return seen
+
+
+def test_no_two_own_membership_in_random_orders() -> None:
+    seen = explore(SEEDS)
+    assert seen["owners"] > 2 * len(SEEDS)
+    assert seen["refused"] > 10, f"late orders were hardly seen: {seen}"
+    assert seen["wishes"] > len(SEEDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_no_two_own_membership_in_10000_random_orders() -> None:
+    explore(SLOW_SEEDS)
+
+
+def never_expires(self: Ownership) -> int | None:
+    return self._term if self._until_s > float("-inf") else None
+
+
+def takes_the_term_that_is_there(self: Ownership, term: int, members: Sequence[Listed]) -> LeaseRecord:
+    return next_record(self, max(1, term - 1) if self.record.holder != self.own else term, members)
+
+
+def waits_for_nobody(self: Ownership, record: LeaseRecord, members: Sequence[Listed]) -> LeaseRecord | None:
+    self._changed_s = min(self._changed_s, self._clock() - 2 * DURATION_S)
+    return seen_of(self, record, members)
+
+
+def counts_from_the_answer(self: Ownership, record: LeaseRecord, is_written: bool) -> None:
+    self._written_s = self._clock()
+    wrote(self, record, is_written)
+
+
+def believes_every_write(self: Ownership, record: LeaseRecord, is_written: bool) -> None:
+    wrote(self, record, True)
+
+
+def takes_any_order(self: Fence, term: int) -> bool:
+    return True
+
+
+def overwrites(self: Store, record: LeaseRecord) -> bool:
+    self.record = record
+    return True
+
+
+next_record, seen_of, wrote = Ownership._next, Ownership.seen, Ownership.wrote
+MUTATIONS: list[tuple[type, str, Any]] = [
+    (Ownership, "term_now", property(never_expires)),
+    (Ownership, "_next", takes_the_term_that_is_there),
+    (Ownership, "seen", waits_for_nobody),
+    (Ownership, "wrote", counts_from_the_answer),
+    (Ownership, "wrote", believes_every_write),
+    (Fence, "admits", takes_any_order),
+    (Store, "write", overwrites),
+]
+
+
+@pytest.mark.parametrize(("where", "name", "fault"), MUTATIONS, ids=lambda each: getattr(each, "__name__", "term_now"))
+def test_the_random_orders_notice_a_fault(
+    monkeypatch: pytest.MonkeyPatch, where: type, name: str, fault: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(where, name, fault)
+    with pytest.raises((AssertionError, KeyError)):
+        explore(range(100))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+MEMBER = Listed(name="decode-0", role="decode", host="127.0.0.1", port=8089, device_ids=["0"])
+
+
+def look(own: Ownership, store: lease.LeaseStore, members: Sequence[Listed] = ()) -> None:
+    wanted = own.seen(store.read(), members)
+    if wanted is not None:
+        own.wrote(wanted, store.write(wanted))
+
+
+def test_another_takes_over_within_the_lease_and_keeps_the_list(tmp_path: Path) -> None:
+    clock, store = Clock(), LeaseFolder(tmp_path / "lease")
+    one, other = (Ownership(name, DURATION_S, clock) for name in ("scheduler-0@1", "scheduler-1@2"))
+    look(one, store, [MEMBER])
+    look(other, store)
+    assert (one.term_now, other.term_now) == (1, None)
+    clock.now_s += 0.5
+    look(one, store, [MEMBER])  # renews
+    look(other, store)
+    clock.now_s += DURATION_S - 0.1  # it has died, or stands still
+    look(other, store, other.record.members)
+    assert (one.term_now, other.term_now) == (1, None), "its lease is not over yet"
+    clock.now_s += 0.1
+    look(other, store, other.record.members)
+    assert (one.term_now, other.term_now) == (None, 2)
+    look(one, store)
+    assert one.term_now is None
+    assert one.record.members == [MEMBER]
+    assert one.highest_term == 2
+
+
+def test_one_that_ends_lets_go_at_once(tmp_path: Path) -> None:
+    clock, store = Clock(), LeaseFolder(tmp_path / "lease")
+    one, other = (Ownership(name, DURATION_S, clock) for name in ("scheduler-0@1", "scheduler-1@2"))
+    look(one, store, [MEMBER])
+    look(other, store)
+    released = one.released()
+    assert released is not None
+    assert store.write(released)
+    assert one.term_now is None
+    look(other, store, other.record.members)
+    assert other.term_now == 2
+
+
+def _write(path: str, version: int, name: str, results: Any) -> None:
+    results.put(LeaseFolder(Path(path)).write(LeaseRecord(version=version, term=version, holder=name)))
+
+
+def test_of_several_processes_one_writes_a_version(tmp_path: Path) -> None:
+    folder = tmp_path / "lease"
+    store = LeaseFolder(folder)
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    writers = [context.Process(target=_write, args=(str(folder), 1, f"w{index}", results)) for index in range(3)]
+    for writer in writers:
+        writer.start()
+    outcomes = [results.get() for _ in writers]
+    for writer in writers:
+        writer.join(30)
+    assert sorted(outcomes) == [False, False, True]
+    assert store.read().version == 1
+
+
+def test_the_folder_keeps_few_versions_and_no_other_files(tmp_path: Path) -> None:
+    store = LeaseFolder(tmp_path / "lease")
+    assert store.read() == LeaseRecord()
+    for version in range(1, 12):
+        assert store.write(LeaseRecord(version=version, term=1, holder="a@1", members=[MEMBER]))
+        assert not store.write(LeaseRecord(version=version, term=2, holder="b@2"))
+    assert store.read() == LeaseRecord(version=11, term=1, holder="a@1", members=[MEMBER])
+    names = sorted(os.listdir(store.path))
+    assert names == [f"{version:020d}" for version in range(11 - NUM_KEPT + 1, 12)]
+    assert all((store.path / name).stat().st_mode & 0o777 == 0o600 for name in names)
+    assert store.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_version_that_was_removed_is_not_written_again(tmp_path: Path) -> None:
+    store = LeaseFolder(tmp_path / "lease")
+    for version in range(1, 8):
+        assert store.write(LeaseRecord(version=version, term=1, holder="a@1"))
+    late = LeaseRecord(version=2, term=9, holder="b@2")  # by a process that stood still since version 1
+    assert not store.write(late)
+    assert store.read().holder == "a@1"
+
+
+def test_a_faulty_record_or_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
+    store = LeaseFolder(tmp_path / "lease")
+    (store.path / f"{3:020d}").write_bytes(b"{")
+    with pytest.raises(LeaseUnavailable, match="00003"):
+        store.read()
+    (store.path / f"{3:020d}").write_bytes(msgspec.json.encode(LeaseRecord(version=4)))
+    with pytest.raises(LeaseUnavailable, match="version 4"):
+        store.read()
+    store.path.chmod(0o755)
+    with pytest.raises(ConfigError, match="0700"):
+        LeaseFolder(store.path)
+    with pytest.raises(ConfigError, match="No such file"):
+        LeaseFolder(tmp_path / "none" / "lease")

@@ -42,7 +42,7 @@ class Canary:
             self._stopping.set()
             thread.join(2 * TIMEOUT_S)
         assert not thread.is_alive(), "the canary hangs"
-        assert self.faults == []
+        assert self.faults == [], "\n".join(self.faults)
         assert self.num_songs > 0
 
     def _sing(self) -> None:

@@ -22,7 +22,7 @@ from pd_cluster.api.dashboard.routes import DATA, PageView, PublicLinks, Session
 from pd_cluster.api.dashboard.sessions import Sessions
 from pd_cluster.api.gate.access import AdminAccess
 from pd_cluster.api.gate.error_answers import install_error_handlers
-from pd_cluster.api.gate.http import guarded_by, read_body
+from pd_cluster.api.gate.http import guarded_by, read_as, read_body
 from pd_cluster.cluster.members.adapters import AdapterBook
 from pd_cluster.cluster.members.elastic import Elastic
 from pd_cluster.cluster.members.instance import Instance
@@ -180,10 +180,7 @@ def adapter_routes(book: AdapterBook) -> APIRouter:
 
 async def _read(request: Request, kind: type[Body]) -> Body:
     """Parses a body; an empty one is an empty object. Raises RequestError."""
-    try:
-        return msgspec.json.decode(await read_body(request) or b"{}", type=kind)
-    except msgspec.DecodeError as error:
-        raise RequestError(f"body: {error}") from None
+    return read_as(await read_body(request) or b"{}", kind)
 
 
 def _role(text: str) -> Role:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 from fastapi import APIRouter, Request
 
-from pd_cluster.api.gate.http import read_body
+from pd_cluster.api.gate.http import read_as, read_body
 from pd_cluster.cluster.members.control import Control, PauseMode
 from pd_cluster.errors import RequestError
 
@@ -44,10 +44,7 @@ def control_routes(control: Control, shown: Mapping[str, Any]) -> APIRouter:
 
     @routes.post("/abort_requests")
     async def abort_requests(http: Request) -> dict[str, Any]:
-        try:
-            asked = msgspec.json.decode(await read_body(http) or b"{}", type=AbortIds)
-        except msgspec.DecodeError as error:
-            raise RequestError(f"body: {error}") from None
+        asked = read_as(await read_body(http) or b"{}", AbortIds)
         if asked.request_ids == []:
             raise RequestError("request_ids: empty; leave it out to end all requests", param="request_ids")
         await control.abort(asked.request_ids or ())

@@ -21,7 +21,7 @@ from pd_cluster.api.dashboard.sessions import Sessions
 from pd_cluster.api.gate.auth import digest_of_key, place_of
 from pd_cluster.api.gate.error_answers import install_error_handlers
 from pd_cluster.api.gate.file_keys import FileKeys
-from pd_cluster.api.gate.http import declared_length, guarded_by, read_body
+from pd_cluster.api.gate.http import declared_length, guarded_by, read_as, read_body
 from pd_cluster.cluster.overview.watch import Overview
 from pd_cluster.errors import RequestError, Unauthorized
 
@@ -99,10 +99,7 @@ def _login_routes(view: PublicView, shown: PageView, keys: KeyCheck) -> APIRoute
         check_origin(request)
         if (declared := declared_length(request)) is None or declared > MAX_LOGIN_NBYTES:
             raise RequestError(f"body: give its length, at most {MAX_LOGIN_NBYTES} bytes")
-        try:
-            asked = msgspec.json.decode(await read_body(request), type=Login)
-        except msgspec.DecodeError as error:
-            raise RequestError(f"body: {error}") from None
+        asked = read_as(await read_body(request), Login)
         if bool(asked.code) == bool(asked.api_key):
             raise RequestError("body: give code or api_key")
         if asked.code:

@@ -17,8 +17,8 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response
 from pd_cluster.api.dashboard.files import PAGE, page_files
 from pd_cluster.api.dashboard.sessions import CODE_LIFE_S, LOOKS_PER_S, SESSION_LIFE_S, Session, Sessions
 from pd_cluster.api.gate.access import AdminAccess
-from pd_cluster.api.gate.http import LOOKING, guarded_by, read_body
-from pd_cluster.errors import Forbidden, Overloaded, Refused, RequestError, Unauthorized, called
+from pd_cluster.api.gate.http import LOOKING, guarded_by, read_as, read_body
+from pd_cluster.errors import Forbidden, Overloaded, Refused, Unauthorized, called
 
 HOME = "/dashboard/"
 DATA = "/dashboard/api"
@@ -129,10 +129,7 @@ def dashboard_routes(guard: SessionGuard, access: AdminAccess, links: PublicLink
     @routes.post(f"{DATA}/session")
     async def begin(request: Request) -> Response:
         check_origin(request)
-        try:
-            asked = msgspec.json.decode(await read_body(request), type=Code)
-        except msgspec.DecodeError as error:
-            raise RequestError(f"body: {error}") from None
+        asked = read_as(await read_body(request), Code)
         return begun(request, *exchanged(guard.sessions, asked.code), PageView())
 
     routes.include_router(session_routes(guard, PageView()))

@@ -23,6 +23,7 @@ from pd_cluster.service.status import MAX_BODY_NBYTES, TOO_LARGE, BodyTooLarge
 MAX_LENGTH_NUM_DIGITS = 18  # in a declared body length; longer numbers are too large in any case
 BODY_TIMEOUT_S = 60.0
 BODY = "pd_cluster.body"  # the key of a body that was read, for a route that another one passes it to
+MAX_FAULT_NUM_CHARS = 200
 LOOKING = ["GET", "HEAD"]
 CHARSET = "; charset=utf-8"  # of text
 
@@ -62,6 +63,16 @@ async def read_body(request: Request) -> bytes:
     except ClientDisconnect:
         raise RequestError("the client left before its request was complete") from None
     return b"".join(parts)
+
+
+def read_as(body: bytes, kind: type[T]) -> T:
+    """Parses a body that has a fixed form. Raises RequestError, which repeats little of it."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except RecursionError:
+        raise RequestError("body: nested too deep") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"body: {str(error)[:MAX_FAULT_NUM_CHARS]}") from None
 
 
 def declared_length(request: Request) -> int | None:

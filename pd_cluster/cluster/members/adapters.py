@@ -139,12 +139,13 @@ class AdapterBook:
         given = Path(path)
         try:
             folder = (given if given.is_absolute() else self._root / given).resolve()
+            is_there = folder.is_dir()  # raises for names that no file system takes
         except (OSError, ValueError, RuntimeError):
             raise RequestError("lora_path: not a path", param="lora_path") from None
         if not folder.is_relative_to(self._root):
             raise RequestError(f"lora_path: {path[:256]!r} is not below --lora-root {self._root}", param="lora_path")
-        if not folder.is_dir():
-            raise ModelNotFound(f"lora_path: there is no folder {folder}", param="lora_path")
+        if not is_there:
+            raise ModelNotFound(f"lora_path: there is no folder {str(folder)[:512]}", param="lora_path")
         try:
             settings = self._settings
             return read_adapter(folder, settings.max_lora_rank, settings.max_prompt_adapter_token)

@@ -161,7 +161,7 @@ class Elastic:
         if not entries:
             raise InstanceNotFound(f"name: no rank table has {name}; a worker in no table joins with --join", "name")
         if name not in entries:
-            raise InstanceNotFound(f"name: {place.table.file} has no {name}; it has {', '.join(entries)}", "name")
+            raise InstanceNotFound(f"name: {place.table.file} has no {name[:256]}; it has {', '.join(entries)}", "name")
         instance = entries[name]
         instance.port = port
         known = next((each for each in self.instances if each.name == name), None)

@@ -87,9 +87,21 @@ def routing(
     output_len: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 24,
     think_time: Annotated[float, typer.Option(min=0, help="Seconds between two turns of a user, on average.")] = 1.0,
     rounds: Annotated[int, typer.Option(min=1, help="How often each policy runs, in turn.")] = 1,
+    trace: Annotated[
+        str, typer.Option(help="Replay this recorded trace against caches of several tiers instead; no model runs.")
+    ] = "",
+    device_tokens: Annotated[int, typer.Option(min=1, help="With --trace: in each instance's device.")] = 1_000_000,
+    host_tokens: Annotated[int, typer.Option(min=1, help="With --trace: in each one's host memory.")] = 1_000_000,
+    tier_tokens: Annotated[int, typer.Option(min=1, help="With --trace: on all disks, or shared.")] = 15_000_000,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
     """Conversations of many users, with one routing policy after another: cache hits, TTFT, TPOT."""
+    if trace:
+        from pd_cluster.lab.router import tier_trace
+
+        sizes = device_tokens, host_tokens, tier_tokens
+        tier_trace.run(tier_trace.TierTrace(trace, prefill, *sizes), json)
+        return
     from pd_cluster.lab.router.conversations import Conversations, run
 
     names = tuple(policies.split(","))

@@ -87,9 +87,7 @@ def up(
     port: Annotated[int, typer.Option(help="Public port; the admin port is the next one.")] = 9000,
     served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Rank processes of each instance.")] = 1,
-    prefill_tensor_parallel_size: Annotated[
-        int | None, typer.Option(min=1, help="Of each prefill instance, when it is another number.")
-    ] = None,
+    prefill_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each prefill instance.")] = None,
     decode_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each decode instance.")] = None,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Serve the shipped model's LoRA adapter, too, as the model pirate.")

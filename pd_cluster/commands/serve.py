@@ -29,6 +29,7 @@ from pd_cluster.devices.device import check_name, num_cores_here, num_threads_fo
 from pd_cluster.engine.start.preloader import Preloader, forks_are_safe, has_no_driver
 from pd_cluster.engine.start.process import die_with_parent
 from pd_cluster.errors import ConfigError
+from pd_cluster.kv.open_stores import check_tiers
 from pd_cluster.settings.config import Credentials, RankPlace, SharedCores, WorkerConfig
 from pd_cluster.settings.options import SECRET_VARIABLES, ServeOptions
 from pd_cluster.settings.processes import (
@@ -77,6 +78,7 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
     # Errors that can be found without torch are reported at once.
     check_name(engine.device)
     Checkpoint.of(engine).max_model_len(engine.max_model_len)
+    check_tiers(handover, engine.kv_host_cache_gib)
     from pd_cluster.api.front.server import bind
     from pd_cluster.api.worker_app import run_worker
     from pd_cluster.service.helpers.interpreter import tune

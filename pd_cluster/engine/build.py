@@ -24,6 +24,7 @@ from pd_cluster.engine.ranks.remote_lanes import RankLanes
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.tier_stores import open_tiers, tiers_of
 from pd_cluster.engine.worker import Worker
 from pd_cluster.errors import InstanceLost
 from pd_cluster.kv.blocks import BlockPool
@@ -129,6 +130,8 @@ def build_follower(config: WorkerConfig) -> Follower:
     runner = ModelRunner(config.engine, meet(config, device), device)
     share_cores(config, runner)
     channel = Channel(config.ranks.fds[0], to.ToFollower, config.timeouts.collective_timeout_s)
+    for contents in open_tiers(config, runner, lambda report: channel.send(to.TierReport(report))):
+        channel.send(to.TierReport(contents))
     transports = Transports(config, runner.pool)
     return Follower(runner, channel, LocalLanes(side_of(config, runner), transports, send_to_rank_0(channel)))
 
@@ -163,6 +166,12 @@ def build_worker(
     if config.engine.adapters.are_wanted:
         keeper = core.runner.adapters if isinstance(core.runner, LeadRunner) else runner.held
         worker.take_adapters(keeper, runner.held.named)
+    contents = open_tiers(config, runner, inbox.put)
+    if runner.tiers and (tier := core.scheduler.blocks.tier) is not None:
+        orders = core.runner if isinstance(core.runner, LeadRunner) else runner
+        worker.take_tiers(tiers_of(config, core.scheduler, tier, runner, orders, worker.begin_leg))
+        for each in contents:
+            inbox.put(each)
     mailroom = Mailroom(inbox, worker.handover, mailbox.send, worker.tracer.note, lambda: worker.load)
     report = RankReport(
         state="ready",
@@ -191,9 +200,11 @@ def _lead(
     wait_s = config.timeouts.collective_timeout_s
     lost = partial(a_rank_is_lost, config.ranks.size, wait_s, inbox, tell_lost)
 
-    def hear(message: to.OfLanes | to.LoadedAdapter) -> None:
+    def hear(message: to.OfLanes | to.LoadedAdapter | to.TierReport) -> None:
         if isinstance(message, to.LoadedAdapter):
             runner.adapters.hear(message)
+        elif isinstance(message, to.TierReport):
+            inbox.put(message.report)
         else:
             lanes.hear(message)
 

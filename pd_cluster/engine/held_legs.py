@@ -45,7 +45,7 @@ class HeldLegs:
     def take(self, digest: str) -> list[HeldLeg]:
         """Takes the legs of an adapter out; their deadlines are what is left of them."""
         now_s = self._clock()
-        return [_with_rest(leg, now_s) for leg in self._legs.pop(digest, ())]
+        return [with_rest(leg, now_s) for leg in self._legs.pop(digest, ())]
 
     def take_expired(self) -> list[HeldLeg]:
         now_s = self._clock()
@@ -70,7 +70,8 @@ class HeldLegs:
         return taken
 
 
-def _with_rest(leg: HeldLeg, now_s: float) -> HeldLeg:
+def with_rest(leg: HeldLeg, now_s: float) -> HeldLeg:
+    """Returns the leg with what is left of its deadline."""
     if leg.expires_s == math.inf:
         return leg
     submit = msgspec.structs.replace(leg.submit, deadline_s=max(0.001, leg.expires_s - now_s))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pd_cluster import wire
 from pd_cluster.engine.handover.exports import Exports
 from pd_cluster.engine.handover.imports import Imports
@@ -45,6 +47,7 @@ def load_of(
         num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
         num_host_cache_blocks=0 if blocks.tier is None else len(blocks.tier),
         num_host_hit_tokens=scheduler.num_tier_hit_tokens,
+        **_of_lower_tiers(scheduler),
         tier_token_s={} if blocks.tier is None else blocks.tier.token_s,
         num_queued_tokens=sum(num_behind for num_behind in to_compute if num_behind > 1),
         prefill_tokens_per_s=pace.prefill_tokens_per_s,
@@ -72,6 +75,21 @@ def load_of(
         adapters=adapters,
         sleep_level=sleep_level,
     )
+
+
+def _of_lower_tiers(scheduler: StepScheduler) -> dict[str, Any]:
+    """Returns the figures of the tiers below host memory, by their names in a load."""
+    lower = {} if scheduler.blocks.tier is None else {each.kind: each for each in scheduler.blocks.tier.lower}
+    fetched = {kind: each.counts.num_fetched * scheduler.block_size for kind, each in lower.items()}
+    counts = [each.counts for each in lower.values()]
+    return {
+        "num_disk_cache_blocks": len(lower["disk"]) if "disk" in lower else 0,
+        "num_disk_hit_tokens": fetched.get("disk", 0),
+        "num_shared_hit_tokens": fetched.get("shared", 0),
+        "num_lower_written": sum(each.num_written for each in counts),
+        "num_lower_dropped": sum(each.num_dropped + each.num_failed for each in counts),
+        "num_lower_bad": sum(sum(each.num_bad.values()) for each in counts),
+    }
 
 
 def num_leaked_blocks(scheduler: StepScheduler) -> int:

@@ -28,7 +28,9 @@ from pd_cluster.engine.sleep import EngineSleep
 from pd_cluster.engine.step.core import EngineCore, StepResult
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.plan import StepPlan
+from pd_cluster.engine.tiers import EngineTiers
 from pd_cluster.engine.trace import LegNotes, Tracer
+from pd_cluster.kv.tier_orders import TierContents, TierDone
 from pd_cluster.model.batch import OnLayer
 from pd_cluster.settings.config import WorkerConfig
 from pd_cluster.types import LegEnd, Status, TokenOutput
@@ -86,6 +88,7 @@ class Worker:
             lambda legs: Handover(means, core.scheduler, legs, is_prefill, growth_tokens, limits.vocab_size),
         )
         self.handover = self.legs.handover
+        self.tiers = EngineTiers(core.scheduler, {}, None, self.begin_leg, clock)
         self._sleep = EngineSleep(None, core.scheduler.blocks.forget)
         self._adapter_settings = config.engine.adapters
         self.adapters = self._adapters_of(None, {})
@@ -105,10 +108,23 @@ class Worker:
             send=self._post.send,
             put=self.inbox.put,
             used=self.legs.variants,
-            begin=lambda conn, submit, why: self.legs.submit(conn, submit, self._why_closed or why),
+            begin=self._enter,
             fail=self._fail,
         )
         return WorkerAdapters(keeper, reader_of(settings), host, named, settings.max_cpu_loras, self._clock)
+
+    def take_tiers(self, tiers: EngineTiers) -> None:
+        """Lets blocks go to tiers below host memory, and come back before the legs that want them begin."""
+        self.tiers = tiers
+        self.core.moved = tiers.flush
+
+    def _enter(self, conn: str, submit: wire.Submit, why: str = "") -> None:
+        """Begins a leg, or leaves it to another instance for a reason; blocks in lower tiers come first."""
+        if self._why_closed or why or self.tiers.admits(conn, submit):
+            self.begin_leg(conn, submit, why)
+
+    def begin_leg(self, conn: str, submit: wire.Submit, why: str = "") -> None:
+        self.legs.submit(conn, submit, self._why_closed or why)
 
     def _fail(self, conn: str, submit: wire.Submit, why: str) -> None:
         self._outbox.add_end(conn, LegEnd(submit.request_id, submit.attempt, why))
@@ -122,6 +138,7 @@ class Worker:
             self._run(came_round)
         finally:
             self.adapters.close()
+            self.tiers.close()
 
     def _run(self, came_round: Callable[[], None]) -> None:
         busy = False
@@ -258,6 +275,7 @@ class Worker:
         self._cache_news.tick()
         self.handover.tick()
         self.adapters.tick()
+        self.tiers.tick()
         self.legs.expire(now_s)
 
     # ---- events
@@ -282,9 +300,14 @@ class Worker:
                 self._read(conn, peer, body)
             case AdapterLoaded():
                 self.adapters.loaded(event)
+            case TierDone():
+                self.tiers.done(event)
+            case TierContents():
+                self.tiers.opened(event)
             case StartDrain():
                 self._is_draining = True
                 self.adapters.release_all()
+                self.tiers.release_all()
             case ConnOpened(conn, peer, kind):
                 self._opened(conn, peer, kind)
             case ConnClosed(conn, _, reason):
@@ -295,15 +318,17 @@ class Worker:
     def _read(self, conn: str, peer: str, body: wire.Body) -> None:
         match body:
             case wire.Submit() if conn in self._schedulers:
-                if (closed := self._why_closed) or self.adapters.admits(conn, body):
-                    self.legs.submit(conn, body, closed)
+                if self._why_closed or self.adapters.admits(conn, body):
+                    self._enter(conn, body)
             case wire.Abort() if conn in self._schedulers:
                 self.adapters.abort(conn, body)
+                self.tiers.abort(conn, body)
                 self.legs.abort(conn, body)
             case wire.WantedAdapters() if conn in self._schedulers:
                 self.adapters.read(conn, body)
             case wire.ResetCache() if conn in self._schedulers:
                 self.core.scheduler.blocks.forget()
+                self.tiers.clear()
             case wire.Sleep(level) if conn in self._schedulers:
                 self._sleep.wish(level)
             case wire.Peers() if conn in self._schedulers:
@@ -335,4 +360,5 @@ class Worker:
             for key in orphans:
                 self.legs.drop(key)
             self.adapters.closed(conn)
+            self.tiers.closed(conn)
         self.handover.closed(conn, reason)

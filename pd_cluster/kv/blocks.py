@@ -97,6 +97,10 @@ class BlockPool:
         """Returns the blocks of the longest prefix with known contents; `share` them before any other is taken."""
         return self._index.find(hashes)
 
+    def __contains__(self, content: bytes) -> bool:
+        """Whether a block has this content."""
+        return content in self._index
+
     def forget(self) -> None:
         """Forgets every content: cached blocks become free, and held ones will when they are released."""
         self._free.extend(self._index.forget())

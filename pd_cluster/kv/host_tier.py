@@ -6,10 +6,12 @@ device. Copies are moves of a step, in its order, on every rank of the instance:
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
+from pd_cluster.kv.tier_orders import LowerKind
 from pd_cluster.types import Tier
 
 WEIGHT = 0.2  # of the newest measurement
@@ -38,6 +40,10 @@ class LoadCost:
         """Returns the time that a token's share of a block takes to load; 0: not measured."""
         return self._block_s / self._block_size
 
+    def compute_s(self, num_blocks: int) -> float:
+        """Returns the time to compute the tokens of so many blocks; 0: not measured."""
+        return num_blocks * self._block_size * self._token_s
+
     def is_worth_it(self) -> bool:
         """Whether to load; where one of the two is not known yet, loading finds out."""
         return not self._token_s or self._block_s < self._block_size * self._token_s
@@ -45,6 +51,40 @@ class LoadCost:
 
 def _mixed(before: float, new: float) -> float:
     return new if not before else (1 - WEIGHT) * before + WEIGHT * new
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Blocks since the start."""
+
+    num_written: int = 0
+    num_dropped: int = 0  # not written, because too many others waited
+    num_failed: int = 0  # writes and reads that a rank could not do
+    num_fetched: int = 0
+    num_bad: dict[int, int] = field(default_factory=dict)  # by rank: not what had been written
+
+
+class Below(Protocol):
+    """A tier below host memory, as host memory needs it; see kv/lower_tier.py."""
+
+    kind: LowerKind
+    cost: LoadCost
+    counts: TierCounts
+
+    def __len__(self) -> int: ...
+
+    @property
+    def places(self) -> dict[bytes, Tier]: ...
+
+    def place(self, content: bytes) -> Tier | None: ...
+
+    def has_or_gets(self, content: bytes) -> bool: ...
+
+    def changes(self) -> set[bytes]: ...
+
+    def entered(self, content: bytes) -> None: ...
+
+    def host_forgot(self) -> None: ...
 
 
 class HostTier:
@@ -59,6 +99,11 @@ class HostTier:
         self._free = list(reversed(range(first_slot, first_slot + num_slots)))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._pinned: set[int] = set()
+        self._read: Counter[int] = Counter()  # slots that lower tiers read now -> by how many of them
+        self._filling: set[int] = set()  # slots that a lower tier writes
+        self._kept: set[int] = set()  # slots that were filled for a request that has not entered yet
+        self._retired: set[int] = set()  # slots without a content that are still read
+        self.lower: list[Below] = []
         self._emit: Emit | None = None
         self._changed: set[bytes] = set()
         self.num_stored = self.num_loaded = 0
@@ -66,21 +111,38 @@ class HostTier:
     def __contains__(self, content: bytes) -> bool:
         return content in self._slot_of
 
+    def slot_of(self, content: bytes) -> int:
+        return self._slot_of[content]
+
     def __len__(self) -> int:
         return len(self._slot_of)
 
     @property
     def contents(self) -> dict[bytes, Tier]:
         """Returns all contents and where each is."""
-        return dict.fromkeys(self._slot_of, "host")
+        found: dict[bytes, Tier] = {}
+        for lower in self.lower:
+            found.update(lower.places)
+        return found | dict.fromkeys(self._slot_of, "host")
 
     def place(self, content: bytes) -> Tier | None:
-        return "host" if content in self._slot_of else None
+        if content in self._slot_of:
+            return "host"
+        return next((place for lower in self.lower if (place := lower.place(content)) is not None), None)
 
     @property
     def token_s(self) -> dict[Tier, float]:
         """Returns the measured time to load a token's KV from each place."""
-        return {"host": self.cost.loading_token_s} if self.cost.loading_token_s else {}
+        found: dict[Tier, float] = {"host": self.cost.loading_token_s}
+        for lower in self.lower:
+            if lower.kind == "disk":
+                found["disk"] = lower.cost.loading_token_s
+        return {tier: token_s for tier, token_s in found.items() if token_s}
+
+    def computed(self, num_tokens: int, took_s: float) -> None:
+        """Notes a step that computed prompts; see LoadCost."""
+        for cost in (self.cost, *(lower.cost for lower in self.lower)):
+            cost.computed(num_tokens, took_s)
 
     def begin(self, emit: Emit | None) -> None:
         """All moves so far are made; `emit` takes further ones, None: there can be none."""
@@ -100,6 +162,8 @@ class HostTier:
         self._changed.add(content)
         self._emit("out", block, slot)
         self.num_stored += 1
+        for lower in self.lower:
+            lower.entered(content)
 
     def find(self, hashes: Sequence[bytes]) -> list[bytes]:
         """Returns those at the beginning that are here."""
@@ -116,6 +180,7 @@ class HostTier:
             self._slot_of.move_to_end(each)
         slots = [self._slot_of[each] for each in contents]
         self._pinned.update(slots)
+        self._kept.difference_update(slots)
         return slots
 
     def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
@@ -127,17 +192,78 @@ class HostTier:
     def forget(self) -> None:
         """Forgets every content, while no move is under way."""
         self._changed.update(self._slot_of)
-        self._free += self._slot_of.values()
+        for slot in self._slot_of.values():
+            self._drop(slot)
         self._slot_of.clear()
+        for lower in self.lower:
+            lower.host_forgot()
+
+    def _drop(self, slot: int) -> None:
+        """Frees a slot whose content is forgotten, once nothing reads it any more."""
+        self._kept.discard(slot)
+        if self._read[slot]:
+            self._retired.add(slot)
+        else:
+            self._free.append(slot)
+
+    # ---- exchange with lower tiers
+
+    def begin_read(self, content: bytes) -> int:
+        """Returns the slot of a content, which keeps it until `end_read`."""
+        slot = self._slot_of[content]
+        self._read[slot] += 1
+        return slot
+
+    def end_read(self, slot: int) -> None:
+        self._read[slot] -= 1
+        if not self._read[slot]:
+            del self._read[slot]
+            if slot in self._retired:
+                self._retired.discard(slot)
+                self._free.append(slot)
+
+    def reserve(self, num_slots: int) -> list[int]:
+        """Takes slots for a lower tier to write; fewer, or none, where half of all are filled or being filled."""
+        room = self.num_slots // 2 - len(self._filling) - len(self._kept)
+        taken: list[int] = []
+        while len(taken) < min(num_slots, room) and (slot := self._room()) is not None:
+            self._filling.add(slot)
+            taken.append(slot)
+        return taken
+
+    def is_lacking(self, content: bytes) -> bool:
+        """Whether a lower tier neither has this content nor is about to."""
+        return any(not lower.has_or_gets(content) for lower in self.lower)
+
+    def filled(self, content: bytes, slot: int) -> None:
+        """Makes a reserved slot the content's, and keeps it until a request loads it or `let_go`."""
+        self._filling.discard(slot)
+        if content in self._slot_of:
+            self._free.append(slot)
+            return
+        self._slot_of[content] = slot
+        self._kept.add(slot)
+        self._changed.add(content)
+
+    def not_filled(self, slot: int) -> None:
+        self._filling.discard(slot)
+        self._free.append(slot)
+
+    def let_go(self, content: bytes) -> None:
+        """Lets a filled slot be taken again, although no request has loaded it."""
+        if (slot := self._slot_of.get(content)) is not None:
+            self._kept.discard(slot)
 
     def changes(self) -> set[bytes]:
         """Returns the contents that have come or gone since the last call."""
         changed, self._changed = self._changed, set()
+        for lower in self.lower:
+            changed |= lower.changes()
         return changed
 
     def check(self) -> None:
         """Raises AssertionError unless every slot is free or has one content."""
-        used = [*self._free, *self._slot_of.values()]
+        used = [*self._free, *self._slot_of.values(), *self._filling, *self._retired]
         if len(used) != self.num_slots or len(set(used)) != self.num_slots:
             raise AssertionError("a slot of the host's cache is lost, or has two contents")
 
@@ -145,7 +271,7 @@ class HostTier:
         if self._free:
             return self._free.pop()
         for content, slot in self._slot_of.items():
-            if slot not in self._pinned:
+            if slot not in self._pinned and slot not in self._kept and slot not in self._read:
                 del self._slot_of[content]
                 self._changed.add(content)
                 return slot

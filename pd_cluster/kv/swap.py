@@ -39,6 +39,10 @@ class SwapSpace:
             taken = (pinned_nbytes(pool.device) or 0) - before
             log.info(swap_words(self._host.nbytes, taken))
 
+    def bytes_of(self, block: int) -> memoryview:
+        """Returns the memory of a block in host memory."""
+        return self._host[block].numpy().data
+
     def vacate(self) -> None:
         """Returns the memory to the system, on CPU, while no block is in use; then its content is undefined."""
         give_pages_back(self._host.data_ptr(), self._host.nbytes)

@@ -2,7 +2,8 @@
 
 A model of Qwen2-VL's architecture with random weights is made for it. Three parts, each in every round: how many
 pictures the front reads, without a cluster; TTFT with pictures, of a cluster and of transformers' generate(); and the
-time between tokens of streams without pictures, idle and while pictures come. Its own process holds the event loop
+time between tokens of streams without pictures, idle and while pictures come. Once, in CPU time: the tower alone, of
+one rank and of two that share its work. Its own process holds the event loop
 whose longest turn is measured, in CPU time, so that a busy machine does not count.
 """
 
@@ -37,6 +38,7 @@ from pd_cluster.tables import Report, Result, check_writable, percentile, spread
 
 REPEATED_GOAL = 0.2  # of a first picture's TTFT
 STREAMS_GOAL = 1.5  # of idle TPOT
+RANKS_GOAL = 0.6  # of one rank's work, on the busier one of two
 HELD_GOAL_MS = 50.0
 PEER_DEADLINE_S = 300.0
 WARM_UP = 90_000  # seeds of pictures that nothing else asks for
@@ -106,6 +108,7 @@ async def run(bench: Multimodal, json_path: str = "") -> None:
             quick=bench.quick,
         )
         peer = await asyncio.to_thread(run_peer, "vision", spec, folder, PEER_DEADLINE_S)
+        tower = await asyncio.to_thread(run_peer, "tower", spec, folder, PEER_DEADLINE_S)
         vision = Checkpoint.open(spec.model).vision
         assert vision is not None
         async with started_cluster(ServeBench(model=spec.model)) as (url, _), make_client() as client:
@@ -115,7 +118,7 @@ async def run(bench: Multimodal, json_path: str = "") -> None:
                 await front(bench, vision, 10_000 * at, measured)
                 await pictures(bench, asker, 10_000 * at, measured)
                 await streams(bench, asker, 10_000 * at, measured)
-    report = Report(bench.command, results(bench, measured, peer.figures))
+    report = Report(bench.command, results(bench, measured, peer.figures | tower.figures))
     report.show(f"Pictures of 448 x 448 pixels, {bench.rounds} rounds; peer: {peer.version}")
     if json_path:
         report.write(json_path)
@@ -264,6 +267,14 @@ def results(bench: Multimodal, measured: Measured, peer: dict[str, float]) -> li
             value=_ratio(several_ms, many),
             unit="ratio",
             better="lower",
+        ),
+        Result(name="tower: 4 pictures on one rank", value=peer["tower_1_ms"], unit="ms of CPU", better="lower"),
+        Result(
+            name="the same on the busier of two ranks, to one",
+            value=_ratio(peer["tower_2_ms"], peer["tower_1_ms"]),
+            unit="ratio",
+            better="lower",
+            goal=goal(RANKS_GOAL),
         ),
         Result(name="text stream: p99 between tokens, idle", value=_ms(idle), unit="ms", better="lower"),
         Result(name="text stream: p99, while pictures come", value=_ms(beside), unit="ms", better="lower"),

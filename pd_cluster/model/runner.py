@@ -18,12 +18,14 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.weight_files import num_weights
 from pd_cluster.devices.device import Device, resolve, use
 from pd_cluster.devices.group import buffers_nbytes
-from pd_cluster.devices.streams import capture
+from pd_cluster.devices.streams import capture, mark
 from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.kv.layout import num_lanes
 from pd_cluster.kv.memory import Move
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
+from pd_cluster.kv.tier_orders import AnyOrder, LowerKind
+from pd_cluster.kv.tier_thread import TierThread
 from pd_cluster.model.adapter_devices import are_in_tables, put_adapters
 from pd_cluster.model.attention_choice import SDPA, check_backend, check_deterministic, default_block_size
 from pd_cluster.model.batch import (
@@ -173,6 +175,7 @@ class ModelRunner:
         num_blocks = num_pool_blocks(config, layout, self.max_model_len, device, peak)
         self.pool = KVPool(layout, self.group.least(num_blocks), device)
         num_kept = self.group.least(num_host_cache_blocks(config, layout))
+        self.tiers: dict[LowerKind, TierThread] = {}
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)), num_kept)
         if device.is_accelerator and self.model.adapters is not None:
             put_adapters(self.model.adapters.places, config.adapters, device, dtype)
@@ -351,10 +354,21 @@ class ModelRunner:
             self.group.loaded()
             self._has_weights = True
         if level:
+            for tier in self.tiers.values():
+                tier.settle()
             self.pool.vacate()
             self.swap.vacate()
             gc.collect()
             give_freed_back()
+
+    def order(self, kind: LowerKind, orders: Sequence[AnyOrder]) -> None:
+        """Has this rank's thread of a lower tier carry out orders, once all moves so far are made."""
+        self.tiers[kind].submit(orders, mark(self.device))
+
+    def close_tiers(self) -> None:
+        """Lets the threads of lower tiers write what is queued, for a short while."""
+        for tier in self.tiers.values():
+            tier.close(CLOSE_S)
 
     def let_go(self) -> None:
         """Frees weights, adapters, graphs and the KV cache at once; this object is of no use afterwards."""
@@ -373,6 +387,9 @@ class ModelRunner:
     def move(self, moves: Sequence[tuple[Move, int, int]]) -> None:
         """Copies blocks (kind, source, target) in this order; see SwapSpace."""
         self.swap.move(moves)
+
+
+CLOSE_S = 2.0
 
 
 def check_adapters(adapters: AdapterSettings, device: Device) -> None:

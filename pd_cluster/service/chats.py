@@ -109,7 +109,7 @@ class Chats:
         prompt = self._pictures.spelled(await self._prompts.render(request, check, guard), sources)
         special = bool(request.add_special_tokens)
         token_ids = await self._intake.encoder.encode_prompt(prompt, special, may_be_cut, "messages", caller)
-        salt = caller.own_salt(getattr(request, "cache_salt", None))
+        salt = caller.own_salt(getattr(request, "cache_salt", None)) if sources else ""
         return await self._pictures.place(token_ids, sources, "messages", pictures, salt)
 
     def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:

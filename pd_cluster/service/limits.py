@@ -13,7 +13,12 @@ import msgspec
 from pd_cluster.engine.step.limits import MAX_ANSWER_TOKENS, MAX_LOGPROB_ENTRIES
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.protocol import ALL_LOGPROBS, CompletionRequest, GenerationRequest
+from pd_cluster.service.schema.protocol import (
+    ALL_LOGPROBS,
+    CompletionRequest,
+    GenerationRequest,
+    outside_of_vocabulary,
+)
 from pd_cluster.settings.requests import RequestSettings
 from pd_cluster.types import MAX_SEQUENCES, Sampling
 
@@ -38,11 +43,14 @@ class Limits(NamedTuple):
         self._check_ids("logit_bias", (token_id for token_id, _ in sampling.logit_bias))
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
         name = "top_logprobs" if isinstance(request, ChatCompletionRequest) else "logprobs"
-        asked = {
-            "logprobs": self._num_logprobs(name, sampling.logprobs),
-            "prompt_logprobs": self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs),
-        }
-        sampling = msgspec.structs.replace(sampling, **asked)
+        logprobs = self._num_logprobs(name, sampling.logprobs)
+        prompt_logprobs = self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs)
+        # A word with an id outside of the vocabulary never occurs.
+        words = tuple(word for word in sampling.bad_words if max(word) < self.vocab_size)
+        if (logprobs, prompt_logprobs, words) != (sampling.logprobs, sampling.prompt_logprobs, sampling.bad_words):
+            sampling = msgspec.structs.replace(
+                sampling, logprobs=logprobs, prompt_logprobs=prompt_logprobs, bad_words=words
+            )
         _check_size(request, sampling, num_prompt_tokens, num_prompts)
         _check_greedy(request, sampling)
         self._check_beams(request, sampling)
@@ -52,18 +60,12 @@ class Limits(NamedTuple):
                 f"or lower min_tokens",
                 param="min_tokens",
             )
-        # A word with an id outside of the vocabulary never occurs.
-        words = tuple(word for word in sampling.bad_words if max(word) < self.vocab_size)
-        sampling = msgspec.structs.replace(sampling, bad_words=words)
         self._check_something_is_left(sampling)
         return sampling
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        for token_id in token_ids:
-            if token_id >= self.vocab_size:
-                raise RequestError(
-                    f"{name}: {token_id} is not in the vocabulary; ids are 0 to {self.vocab_size - 1}", param=name
-                )
+        if outside := [str(token_id) for token_id in token_ids if token_id >= self.vocab_size]:
+            raise RequestError(f"{name}: {outside_of_vocabulary(outside, self.vocab_size)}", param=name)
 
     def _num_logprobs(self, name: str, asked: int | None) -> int | None:
         """Returns how many to tell, at most as many as there are tokens. Raises RequestError."""

@@ -12,7 +12,7 @@ import msgspec
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.logs import LogFormat, Logs
-from pd_cluster.settings.setting import CHOICES, Form, Panel, Scope, Setting, at_least, finite, within
+from pd_cluster.settings.setting import CHOICES, POSITIVE, Form, Panel, Scope, Setting, at_least, finite, within
 from pd_cluster.wire import KVOptions, KVWireDtype
 from ranktable_tools.hosts import bracketed, is_host
 
@@ -274,6 +274,38 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
             checks=(within(0, 1),),
         ),
     ] = 0.25
+    kv_disk_cache: Annotated[
+        str,
+        KV(
+            "Folder for KV blocks that --kv-host-cache keeps: they survive a restart, encrypted, and later requests "
+            "load them. Needs the extra disk-cache.",
+            metavar="FOLDER",
+            after="kv_max_quarantine",
+        ),
+    ] = ""
+    kv_disk_cache_size_gib: Annotated[
+        float,
+        KV("GiB in that folder, for all instances of this host.", after="kv_disk_cache", checks=(POSITIVE,)),
+    ] = 16.0
+    kv_shared_cache: Annotated[
+        str,
+        KV(
+            "redis://HOST:PORT, rediss:// or unix://: a Valkey or Redis store in which instances share encrypted KV "
+            "blocks that --kv-host-cache keeps. Needs the extra shared-cache.",
+            metavar="URL",
+            is_secret=True,
+            after="kv_disk_cache_size",
+        ),
+    ] = ""
+    kv_cache_key_file: Annotated[
+        str,
+        KV(
+            "File with the secret of --kv-disk-cache and --kv-shared-cache; default: the cluster's secret. The first "
+            "line encrypts, further ones still decrypt, so that a secret can be replaced.",
+            metavar="FILE",
+            after="kv_shared_cache",
+        ),
+    ] = ""
     kv_rate_limit_bytes_per_s: Annotated[
         float,
         KV(

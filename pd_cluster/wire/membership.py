@@ -44,6 +44,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_hit_tokens: int = 0  # those of them that were in the prefix cache
     num_host_cache_blocks: int = 0  # evicted blocks that host memory has
     num_host_hit_tokens: int = 0  # prompt tokens whose blocks were loaded from there
+    num_disk_cache_blocks: int = 0  # that the disk cache has
+    num_disk_hit_tokens: int = 0  # tokens whose blocks came from there to host memory
+    num_shared_hit_tokens: int = 0  # the same, from the shared store
+    num_lower_written: int = 0  # blocks written to disk and to the shared store
+    num_lower_dropped: int = 0  # those not written, because too many waited, or it failed
+    num_lower_bad: int = 0  # those found there that were not what had been written
     tier_token_s: dict[Tier, float] = {}  # measured time to load a token's KV from there, where it is known
     num_queued_tokens: int = 0  # tokens of prompts that are here and not computed yet
     prefill_tokens_per_s: float = 0.0  # recent average over steps that computed prompts; 0: none yet

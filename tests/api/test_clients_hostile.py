@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.support.api_cases import nothing_left
 from tests.support.canary import Canary
 from tests.support.cluster import LiveCluster
 
@@ -31,14 +32,8 @@ PROMPTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_left(cluster: LiveCluster) -> Iterator[None]:
-    epochs = [instance["epoch"] for instance in cluster.instances()]
-    with Canary(cluster).singing():
+    with nothing_left(cluster), Canary(cluster).singing():
         yield
-    cluster.assert_home()
-    assert [instance["epoch"] for instance in cluster.instances()] == epochs
-    for name in cluster.processes:
-        log = cluster.log_file(name).read_text(errors="replace")
-        assert "Traceback" not in log, log[-3000:]
 
 
 def refused(cluster: LiveCluster, route: str, content: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:

@@ -19,8 +19,6 @@ from typing import Any
 import pytest
 import requests
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -31,6 +29,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.support.api_cases import each_case, nothing_left
 from tests.support.canary import Canary
 from tests.support.cluster import LiveCluster
 from tests.support.only_local import only_local
@@ -57,14 +56,8 @@ local = threading.local()
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_left(cluster: LiveCluster) -> Iterator[None]:
-    epochs = [instance["epoch"] for instance in cluster.instances()]
-    with only_local():
+    with nothing_left(cluster), only_local():
         yield
-    cluster.assert_home()
-    assert [instance["epoch"] for instance in cluster.instances()] == epochs
-    for name in cluster.processes:
-        log = cluster.log_file(name).read_text(errors="replace")
-        assert "Traceback" not in log, log[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -115,20 +108,11 @@ def test_every_operation_keeps_to_the_document(
 def run(operation: Any, mode: GenerationMode, num_cases: int, calls: Calls) -> None:
     """Makes the cases here, one after the other, and hands each to the threads that call."""
 
-    @seed(num_cases)
-    @settings(
-        max_examples=num_cases,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(case=operation.as_strategy(generation_mode=mode), choose=st.randoms(use_true_random=False))
-    def make(case: Case, choose: random.Random) -> None:
+    def start(case: Case, choose: random.Random) -> None:
         _make_cheap(case, mode, choose)
         calls.start(case)
 
-    make()
+    each_case(operation, mode, num_cases, start)
 
 
 def _make_cheap(case: Case, mode: GenerationMode, choose: random.Random) -> None:

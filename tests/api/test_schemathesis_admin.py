@@ -17,7 +17,6 @@ import msgspec
 import pytest
 import schemathesis
 from fastapi import FastAPI
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import Case, GenerationMode
 
 from pd_cluster.api.admin.admin_app import Add, AdminAccess, ChangeRole, DrainOptions, Nothing, admin_app
@@ -25,6 +24,7 @@ from pd_cluster.api.admin.control_routes import AbortIds, control_routes
 from pd_cluster.api.admin.timelines import LocalTimelines
 from pd_cluster.cluster.members.control import Control
 from pd_cluster.cluster.members.credentials import ADMIN_TOKEN_FILE
+from tests.support.api_cases import each_case
 from tests.support.cluster import LiveCluster
 from tests.support.elastic_world import ElasticWorld
 
@@ -151,20 +151,7 @@ def made(mode: GenerationMode, num_cases: int) -> list[Case]:
     for operation in (result.ok() for result in schema.get_all_operations()):
         if not mode.is_positive and not len(operation.body) and operation.path not in QUERIES:
             continue
-
-        @seed(num_cases)
-        @settings(
-            max_examples=num_cases,
-            database=None,
-            deadline=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(case=operation.as_strategy(generation_mode=mode))
-        def make(case: Case) -> None:
-            found.append(case)
-
-        make()
+        each_case(operation, mode, num_cases, lambda case, _: found.append(case))
     return found
 
 

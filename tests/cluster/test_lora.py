@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -13,9 +12,10 @@ import pytest
 from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.types import Order, Request, Sampling
 from tests.cluster.test_death import NUM_TOKENS, PROMPT, caught
+from tests.support.adapted_asks import assert_own_tokens, completing, naming
 from tests.support.adapters import loaded, make_adapter, merged
-from tests.support.cluster import LiveCluster, in_parallel
-from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run
+from tests.support.cluster import LiveCluster
+from tests.support.engines import generate, make_core, random_prompt, run
 
 Checkpoints = Callable[..., Path]
 MAX_TOKENS = 12
@@ -48,10 +48,6 @@ def cluster(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         yield running
 
 
-def naming(name: str) -> dict[str, Any]:
-    return {"model": name} if name else {}
-
-
 def test_models_are_listed_with_their_parent(cluster: LiveCluster, models: dict[str, Path]) -> None:
     listed = httpx.get(f"{cluster.url}/v1/models", trust_env=False).json()["data"]
     assert [each["id"] for each in listed[1:]] == list(NAMES[1:])
@@ -72,17 +68,8 @@ def test_each_request_gets_its_own_adapter_s_tokens(cluster: LiveCluster, models
     prompts = [random_prompt(rng, n) for n in (1, 16, 33, 70)]
     asks = [(name, prompt) for prompt in prompts for name in NAMES]
     for _ in range(2):
-        outputs: dict[int, list[int]] = {}
-
-        def job(at: int) -> Callable[[], None]:
-            name, prompt = asks[at]
-            return lambda: outputs.update({at: cluster.complete(prompt, MAX_TOKENS, **naming(name))})  # noqa: B023
-
-        errors = in_parallel([job(at) for at in range(len(asks))], concurrency=len(asks))
-        assert not errors, errors[0]
-        for name, folder in models.items():
-            own = [at for at in range(len(asks)) if asks[at][0] == name]
-            assert_all_same(folder, [asks[at][1] for at in own], [outputs[at] for at in own], MAX_TOKENS)
+        outputs = completing(cluster, asks, MAX_TOKENS).run()
+        assert_own_tokens(models, asks, outputs, MAX_TOKENS)
     assert len({tuple(outputs[at]) for at in range(len(NAMES))}) == len(NAMES)
     for name in ("decode-0", "decode-1"):
         cluster.wait_until(f"{name} reports", lambda: cluster.instance(name)["kv_received_nbytes"] > 0)  # noqa: B023
@@ -147,18 +134,14 @@ def test_a_prefill_instance_s_death_changes_no_token(cluster: LiveCluster, model
     cluster.await_ready()
     rng = random.Random(9)
     asks = [(NAMES[at % len(NAMES)], random_prompt(rng, 1000)) for at in range(8)]
-    outputs: dict[int, list[int]] = {}
-
-    def job(at: int) -> Callable[[], None]:
-        name, prompt = asks[at]
-        return lambda: outputs.update({at: cluster.complete(prompt, 4, **naming(name))})
+    asked = completing(cluster, asks, 4)
 
     def kill() -> None:
         busy = list[str]()
 
         def computes() -> bool:
             busy[:] = [i["instance_id"] for i in cluster.instances() if i["role"] == "prefill" and i["num_outstanding"]]
-            return bool(busy) or len(outputs) == len(asks)
+            return bool(busy) or asked.is_over
 
         cluster.wait_until("a prefill instance computes", computes)
         assert busy
@@ -166,10 +149,6 @@ def test_a_prefill_instance_s_death_changes_no_token(cluster: LiveCluster, model
         cluster.await_exit(busy[0])
         cluster.start_member(busy[0])
 
-    errors = in_parallel([kill, *(job(at) for at in range(len(asks)))], concurrency=1 + len(asks))
-    assert not errors, errors[0]
-    for name, folder in models.items():
-        own = [at for at in range(len(asks)) if asks[at][0] == name]
-        assert_all_same(folder, [asks[at][1] for at in own], [outputs[at] for at in own], 4)
+    assert_own_tokens(models, asks, asked.run(kill), 4)
     cluster.await_ready()
     cluster.assert_home()

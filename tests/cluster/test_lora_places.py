@@ -16,8 +16,9 @@ import transformers
 from pd_cluster.types import Sampling
 from tests.cluster.test_death import PROMPT, caught
 from tests.model.test_lora_places import EXPERTS, written
+from tests.support.adapted_asks import assert_own_tokens, completing
 from tests.support.adapters import linear_modules
-from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt
 
 Checkpoints = Callable[..., Path]
@@ -76,18 +77,8 @@ def test_many_at_once_in_small_pools(cluster: LiveCluster, models: dict[str, Pat
     for seed in range(8):
         rng = random.Random(seed)
         asks = [(name, random_prompt(rng, n)) for n in (1, 16, 33, 41, 7) for name in models]
-        outputs: dict[int, list[int]] = {}
-
-        def job(at: int) -> Callable[[], None]:
-            name, prompt = asks[at]  # noqa: B023
-            naming = {"model": name} if name else {}
-            return lambda: outputs.update({at: cluster.complete(prompt, NUM_TOKENS, **naming)})  # noqa: B023
-
-        errors = in_parallel([job(at) for at in range(len(asks))], concurrency=len(asks))
-        assert not errors, errors[0]
-        for name, folder in models.items():
-            own = [at for at in range(len(asks)) if asks[at][0] == name]
-            assert_all_same(folder, [asks[at][1] for at in own], [outputs[at] for at in own], NUM_TOKENS)
+        outputs = completing(cluster, asks, NUM_TOKENS).run()
+        assert_own_tokens(models, asks, outputs, NUM_TOKENS)
         cluster.assert_home()
         decodes = [cluster.instance(name) for name in ("decode-0", "decode-1")]
         if all(each["num_preemptions"] for each in decodes):
@@ -115,26 +106,17 @@ def test_a_prefill_instance_s_death_changes_no_token(cluster: LiveCluster, model
     """kill -9 while it computes prompts, which its successor then computes with the same adapters."""
     rng = random.Random(9)
     asks = [(name, random_prompt(rng, 450)) for name in models for _ in range(2)]
-    outputs: dict[int, list[int]] = {}
-
-    def job(at: int) -> Callable[[], None]:
-        name, prompt = asks[at]
-        naming = {"model": name} if name else {}
-        return lambda: outputs.update({at: cluster.complete(prompt, 4, **naming)})
+    asked = completing(cluster, asks, 4)
 
     def kill() -> None:
         cluster.wait_until(
-            "it computes", lambda: bool(cluster.instance("prefill-0")["num_outstanding"]) or len(outputs) == len(asks)
+            "it computes", lambda: bool(cluster.instance("prefill-0")["num_outstanding"]) or asked.is_over
         )
-        assert len(outputs) < len(asks)
+        assert not asked.is_over
         cluster.kill("prefill-0")
         cluster.await_exit("prefill-0")
         cluster.start_member("prefill-0")
 
-    errors = in_parallel([kill, *(job(at) for at in range(len(asks)))], concurrency=1 + len(asks))
-    assert not errors, errors[0]
-    for name, folder in models.items():
-        own = [at for at in range(len(asks)) if asks[at][0] == name]
-        assert_all_same(folder, [asks[at][1] for at in own], [outputs[at] for at in own], 4)
+    assert_own_tokens(models, asks, asked.run(kill), 4)
     cluster.await_ready()
     cluster.assert_home()

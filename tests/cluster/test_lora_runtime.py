@@ -14,9 +14,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pd_cluster.cluster.members.credentials import ADMIN_TOKEN_FILE
+from tests.support.adapted_asks import assert_own_tokens, completing
 from tests.support.adapters import make_adapter, merged
 from tests.support.canary import Canary
-from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, random_prompt
 from tests.support.hostile_adapters import HOSTILE
 
@@ -75,18 +76,7 @@ class Served(LiveCluster):
         """Checks many requests at once against the merged models."""
         rng = random.Random(seed)
         asks = [(name, random_prompt(rng, n)) for name in names for n in (1, 33, 70)]
-        outputs: dict[int, list[int]] = {}
-
-        def job(at: int) -> Callable[[], None]:
-            name, prompt = asks[at]
-            fields = {"model": name} if name else {}
-            return lambda: outputs.update({at: self.complete(prompt, MAX_TOKENS, **fields)})
-
-        errors = in_parallel([job(at) for at in range(len(asks))], concurrency=len(asks))
-        assert not errors, errors[0]
-        for name, folder in names.items():
-            own = [at for at in range(len(asks)) if asks[at][0] == name]
-            assert_all_same(folder, [asks[at][1] for at in own], [outputs[at] for at in own], MAX_TOKENS)
+        assert_own_tokens(names, asks, completing(self, asks, MAX_TOKENS).run(), MAX_TOKENS)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ import pytest
 
 from tests.cluster.test_death import NUM_TOKENS, PROMPT, caught
 from tests.cluster.test_lora_runtime import Served
-from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.adapted_asks import AtOnce, naming
+from tests.support.cluster import LiveCluster
 from tests.support.engines import random_prompt
 from tests.support.prompt_adapters import make_prompt_adapter, peft_greedy
 
@@ -51,8 +52,8 @@ def cluster(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 def asked(cluster: LiveCluster, name: str, prompt: list[int], **fields: Any) -> Any:
     body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    named = {"model": name} if name else {}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json={**body, **named, **fields}, timeout=60, trust_env=False)
+    whole = {**body, **naming(name), **fields}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=whole, timeout=60, trust_env=False)
     return answer.json()
 
 
@@ -65,13 +66,7 @@ def test_each_request_gets_its_own_adapter_s_tokens(cluster: LiveCluster, folder
     rng = random.Random(1)
     asks = [(name, random_prompt(rng, n)) for n in (1, 16, 33, 70) for name in NUM_VIRTUAL]
     for _ in range(2):  # the second time finds prefixes
-        found: dict[int, Any] = {}
-
-        def job(at: int) -> Callable[[], None]:
-            return lambda: found.update({at: asked(cluster, *asks[at])})  # noqa: B023
-
-        errors = in_parallel([job(at) for at in range(len(asks))], concurrency=len(asks))
-        assert not errors, errors[0]
+        found = AtOnce(asks, lambda name, prompt: asked(cluster, name, prompt)).run()
         for at, (name, prompt) in enumerate(asks):
             adapter = folders[name] if name else None
             choice = found[at]["choices"][0]

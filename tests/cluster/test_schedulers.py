@@ -22,9 +22,7 @@ pytestmark = pytest.mark.slow
 Checkpoints = Callable[..., Path]
 NUM_SCHEDULERS = 3
 REQUEST_TIMEOUT_S = 60.0
-FLAGS = [f"--request-timeout={REQUEST_TIMEOUT_S:g}", "--dead-after=2", "--heartbeat-interval=0.2"]
-LEASE_S = 1.5
-SOON_S = 2.0  # within which another scheduler owns membership, and all serve
+FLAGS = [f"--request-timeout={REQUEST_TIMEOUT_S:g}", "--dead-after=8"]  # a busy machine is no death
 PATIENCE_S = 20.0  # of this machine
 CONCURRENCY = 8  # at each scheduler
 

@@ -21,7 +21,7 @@ import pytest
 from pd_cluster.cluster.processes.ports import free_port_pair, free_ports
 from pd_cluster.settings.engine import SHIPPED_MODEL
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 OWN = Path(__file__).parents[2]
 PREVIOUS = Path(os.environ.get("PD_CLUSTER_PREVIOUS", OWN))
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")

@@ -16,6 +16,7 @@ from pd_cluster.types import Order, Request, Sampling, TokenOutput
 from tests.support.checkpoints import CONFIGS, EOS_ID, reference_model
 from tests.support.engines import make_core, random_prompt, run
 from tests.support.reference_beams import assert_all_same_beams, assert_same_beams, generate_beams, one_thread
+from tests.support.usual import usual_first
 
 Checkpoints = Callable[..., Path]
 MANY_ENDS = tuple(range(1, 256, 4))  # so that hypotheses end at every length
@@ -46,7 +47,7 @@ def check(core: EngineCore, folder: Path, prompt: list[int], sampling: Sampling)
     return found
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", usual_first(CONFIGS))
 def test_prompts_of_every_length(checkpoint: Checkpoints, architecture: str) -> None:
     """One token, a block, a block and one, more than a step takes: together, often with an end in sight, and alone."""
     folder = checkpoint(architecture)

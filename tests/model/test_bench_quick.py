@@ -70,6 +70,7 @@ def test_quick_asks_a_split_cluster_and_one_instance_in_turn(tmp_path: Path) -> 
     assert found["split / hybrid: output tokens"]["goal"] == 0.95
 
 
+@pytest.mark.slow
 def test_quick_hands_over_between_two_processes(tmp_path: Path) -> None:
     """`bench kv --quick`: both transports, checks on and off, the content compared; nothing is judged."""
     file = tmp_path / "kv.json"
@@ -193,6 +194,7 @@ def test_quick_measures_linear_layers(tmp_path: Path, in_this_process: None) -> 
     assert all(each["met"] is None for each in found.values())
 
 
+@pytest.mark.slow
 def test_quick_measures_pools(tmp_path: Path, in_this_process: None) -> None:
     """`bench context --quick`: every dtype is faster or slower than float32 by some factor; none is judged."""
     file = tmp_path / "out.json"

@@ -27,7 +27,7 @@ from tests.support.clips import clip, data_url, encoded, file_of, frames_in
 from tests.support.engines import make_core, run
 from tests.support.picture_kinds import BEGIN, END, asked
 from tests.support.picture_kinds import reference_answer as picture_answer
-from tests.support.pictures import picture
+from tests.support.pictures import picture, shared_folder
 from tests.support.ranks import ranks
 
 NUM_TOKENS = 12
@@ -55,9 +55,9 @@ def expected_of(folder: Path, name: str, prompts: list[Filmed]) -> list[list[int
 
 
 @pytest.mark.parametrize("name", CLIP_KINDS)
-def test_one_engine(tmp_path: Path, name: str) -> None:
+def test_one_engine(name: str) -> None:
     """Also in chunks that cut every video, with prefix hits that end in one."""
-    folder = make_filming(tmp_path, name)
+    folder = shared_folder(make_filming, name)
     expected = expected_of(folder, name, PROMPTS)
     assert expected[0] != expected[1], "the frames' order does not matter"
     assert expected[2] != expected[3], "the videos' order does not matter"
@@ -71,8 +71,8 @@ def test_one_engine(tmp_path: Path, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CLIP_KINDS)
-def test_preempted_and_beside_a_second_rank(tmp_path: Path, name: str) -> None:
-    folder = make_filming(tmp_path, name)
+def test_preempted_and_beside_a_second_rank(name: str) -> None:
+    folder = shared_folder(make_filming, name)
     prompts = [Filmed([WORDS, OTHERS], [frames_in(clip(at, 4, 16, 16))]) for at in range(5)]
     expected = expected_of(folder, name, prompts)
     num_blocks = 2 * -(-len(prompts[0].placed(folder).token_ids) // 4) + 2

@@ -30,6 +30,7 @@ from tests.support.clips import (
     reference_answer,
 )
 from tests.support.engines import make_core, run
+from tests.support.pictures import shared_folder
 from tests.support.ranks import ranks
 
 NUM_TOKENS = 16
@@ -64,9 +65,9 @@ def expected_of(folder: Path, prompts: list[Filmed]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_engine(tmp_path: Path, name: str) -> None:
+def test_one_engine(name: str) -> None:
     """Also in chunks that cut every video, with prefix hits that end in one, and kept features."""
-    folder = make_seer(tmp_path, name)
+    folder = shared_folder(make_seer, name)
     expected = expected_of(folder, PROMPTS)
     assert len({tuple(each) for each in expected[:3]}) == 3, "frames or their order do not matter"
     assert expected[3] != expected[4], "the videos' order does not matter"
@@ -80,8 +81,8 @@ def test_one_engine(tmp_path: Path, name: str) -> None:
             assert answers(folder, core, PROMPTS) == expected
 
 
-def test_preempted_and_beside_a_second_rank(tmp_path: Path) -> None:
-    folder = make_seer(tmp_path, "qwen2_5_vl")
+def test_preempted_and_beside_a_second_rank() -> None:
+    folder = shared_folder(make_seer, "qwen2_5_vl")
     prompts = [filmed(10 + at, [3, 2], [frames_in(clip(at, 4, 16, 16))]) for at in range(5)]
     expected = expected_of(folder, prompts)
     small = {**SETTINGS, "block_size": 4, "num_blocks": 20, "max_model_len": 80, "swap_space_gib": 0.01}
@@ -93,8 +94,8 @@ def test_preempted_and_beside_a_second_rank(tmp_path: Path) -> None:
         assert answers(folder, both, prompts) == expected
 
 
-def test_frames_that_are_alike_are_encoded_once(tmp_path: Path) -> None:
-    folder = make_seer(tmp_path, "qwen3_vl")
+def test_frames_that_are_alike_are_encoded_once() -> None:
+    folder = shared_folder(make_seer, "qwen3_vl")
     still = frames_in([clip(1, 1)[0]] * 8)
     core = make_core(folder, **SETTINGS)
     prompt = filmed(1, [2, 2], [still])
@@ -105,10 +106,12 @@ def test_frames_that_are_alike_are_encoded_once(tmp_path: Path) -> None:
     assert runner.tower.num_encoded == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_offline(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "qwen3_vl")]
+)
+def test_offline(name: str) -> None:
     """Files, arrays and FastDeploy's form; conversations by URL; a picture and a video in one prompt."""
-    folder = make_seer(tmp_path, name)
+    folder = shared_folder(make_seer, name)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
     raw = clip(1, 9)
     file = file_of(raw)

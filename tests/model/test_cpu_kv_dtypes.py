@@ -17,6 +17,7 @@ from pd_cluster.model.layers.ops import Heads, TorchOps
 from pd_cluster.native import build
 from pd_cluster.types import Order, Request, Sampling
 from tests.model.test_cpu_kernels import LAYER, NUM_LAYERS, SEQUENCES, assert_close, make_batch, make_rope, reference
+from tests.support.usual import slow_but
 
 NARROW = [dtype for dtype in POOLS if dtype != "float32"]
 OLDER = ["-mno-avx512f", "-march=x86-64"]
@@ -58,7 +59,7 @@ def test_attention(ops: CpuOps, dtype: str, shape: tuple[int, int, int, int]) ->
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64 compilers")
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", slow_but({"int8"}, NARROW))
 @pytest.mark.parametrize("flag", OLDER)
 def test_on_older_cpus(dtype: str, flag: str) -> None:
     try:

@@ -112,6 +112,7 @@ def test_a_routing_policy(tmp_path: Path) -> None:
     assert "fewest-requests" in screen
 
 
+@pytest.mark.slow
 def test_a_sampling_parameter(tmp_path: Path) -> None:
     """No token is drawn that the parameter excludes; without it, some are."""
     lines = run(extended(tmp_path, "A sampling parameter"), SAMPLING).splitlines()

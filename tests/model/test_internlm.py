@@ -125,6 +125,7 @@ def test_dynamic_positions_of_both(tmp_path: Path) -> None:
             assert_by_length(llama, request.prompt_token_ids, request.output_token_ids, request.sampling.max_tokens)
 
 
+@pytest.mark.slow
 def test_an_internlm2_in_a_pipeline_of_two_ranks_each(llama2: Path, internlm2: Path) -> None:
     """It runs as in the documents' examples, across the split."""
     from pd_cluster import TurbomindEngineConfig

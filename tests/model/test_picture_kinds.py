@@ -16,7 +16,7 @@ from tests.support.checkpoints import make_tokenizer
 from tests.support.engines import make_core, run
 from tests.support.multimodal import rewrite_weights
 from tests.support.picture_kinds import FIRST, KINDS, LAST, NAMES, PICTURE, asked, make_kind, reference_answer
-from tests.support.pictures import Shown, data_url, picture
+from tests.support.pictures import Shown, data_url, picture, shared_folder
 from tests.support.ranks import ranks
 
 NUM_TOKENS = 12
@@ -61,9 +61,9 @@ def answers(folder: Path, core: EngineCore, shown: list[Shown]) -> list[tuple[li
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_one_engine(tmp_path: Path, name: str) -> None:
+def test_one_engine(name: str) -> None:
     """One after another, all at once, in chunks that cut pictures, from the prefix cache, and preempted."""
-    folder = make_kind(tmp_path, name)
+    folder = shared_folder(make_kind, name)
     shown = prompts(name)
     expected = expected_of(folder, name, shown)
     assert expected[0] != expected[1], "the picture does not matter"
@@ -90,9 +90,9 @@ def with_few_blocks(folder: Path, shown: Shown) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", KINDS)
-def test_a_cached_prefix_ends_inside_a_picture(tmp_path: Path, name: str) -> None:
+def test_a_cached_prefix_ends_inside_a_picture(name: str) -> None:
     """The same picture is found, the rest of it computed; another picture of the same size never is."""
-    folder = make_kind(tmp_path, name)
+    folder = shared_folder(make_kind, name)
     words = text(1, 2)
     same, other = (asked(name, [words, []], [picture(seed, 16, 16)]) for seed in (1, 2))
     core = make_core(folder, **SETTINGS)
@@ -110,8 +110,8 @@ def test_a_cached_prefix_ends_inside_a_picture(tmp_path: Path, name: str) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", KINDS)
-def test_two_ranks_and_swap(tmp_path: Path, name: str) -> None:
-    folder = make_kind(tmp_path, name)
+def test_two_ranks_and_swap(name: str) -> None:
+    folder = shared_folder(make_kind, name)
     shown = prompts(name)
     expected = expected_of(folder, name, shown)
     few = {**with_few_blocks(folder, shown[0]), "preemption_mode": "swap", "swap_space_gib": 0.01}
@@ -142,9 +142,9 @@ def names_of(name: str) -> list[tuple[str, str]]:
     return [*towers, ("lm_head.", "language_model.lm_head.")]
 
 
-def test_a_conversation_spells_pictures_out(tmp_path: Path) -> None:
+def test_a_conversation_spells_pictures_out() -> None:
     """Gemma's pictures stand between line feeds, in texts and in conversations; nobody's text becomes one."""
-    folder = make_kind(tmp_path, "gemma3")
+    folder = shared_folder(make_kind, "gemma3")
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
 
     def expected(before: str, after: str, seed: int) -> list[int]:
@@ -165,7 +165,7 @@ def test_a_conversation_spells_pictures_out(tmp_path: Path) -> None:
             assert list(answer.outputs[0].token_ids) == expected("<|user|>", f"{words}<|assistant|>", 1)
 
 
-def test_a_picture_that_does_not_fit_a_step(tmp_path: Path) -> None:
-    folder = make_kind(tmp_path, "gemma3")
+def test_a_picture_that_does_not_fit_a_step() -> None:
+    folder = shared_folder(make_kind, "gemma3")
     with pytest.raises(ConfigError, match=r"a picture's 4 tokens are computed in one step .* give at least 11, or"):
         make_core(folder, **{**SETTINGS, "max_num_batched_tokens": 10})

@@ -37,6 +37,7 @@ from tests.support.pictures import (
     picture,
     prompt_logits,
     reference_answer,
+    shared_folder,
     shown,
 )
 from tests.support.ranks import ranks
@@ -68,8 +69,8 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_one_engine(tmp_path: Path, name: str) -> None:
-    folder = make_vision(tmp_path, name)
+def test_one_engine(name: str) -> None:
+    folder = shared_folder(make_vision, name)
     expected = expected_of(folder, PROMPTS)
     assert expected[0] != expected[1], "the picture does not matter"
     assert expected[2] != expected[3], "the pictures' order does not matter"
@@ -97,26 +98,26 @@ def test_published_names_of_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize("num_tokens", [1, 3, 7])
-def test_chunks_cut_pictures(tmp_path: Path, name: str, num_tokens: int) -> None:
-    """Nothing of a picture is kept between steps here, so each chunk computes it again."""
-    folder = make_vision(tmp_path, name)
-    prompts = [PROMPTS[2], PROMPTS[4]]
-    settings = {**SETTINGS, "max_num_batched_tokens": num_tokens, "mm_encoder_cache_tokens": 0}
-    core = make_core(folder, **settings)
-    assert answer_all(folder, core, prompts)[0] == expected_of(folder, prompts)
-    assert tower_of(core).num_encoded > 5
-    last = make_core(folder, **{**settings, "mm_encoder_cache_tokens": 1})
-    assert answer_all(folder, last, prompts)[0] == expected_of(folder, prompts)
-    assert tower_of(last).num_encoded < tower_of(core).num_encoded
-    kept = make_core(folder, **{**settings, "mm_encoder_cache_tokens": 128})
-    assert answer_all(folder, kept, prompts)[0] == expected_of(folder, prompts)
-    assert tower_of(kept).num_encoded == 4, "one of five pictures is the same as another"
+def test_chunks_cut_pictures(name: str) -> None:
+    """Where nothing of a picture is kept between steps, each chunk computes it again."""
+    folder, prompts = shared_folder(make_vision, name), [PROMPTS[2], PROMPTS[4]]
+    expected = expected_of(folder, prompts)
+    for num_tokens in (1, 3, 7):
+        nums_encoded = []
+        for num_kept in (0, 1, 128):
+            settings = {**SETTINGS, "max_num_batched_tokens": num_tokens, "mm_encoder_cache_tokens": num_kept}
+            core = make_core(folder, **settings)
+            assert answer_all(folder, core, prompts)[0] == expected
+            nums_encoded.append(tower_of(core).num_encoded)
+        nothing, last, kept = nums_encoded
+        assert nothing > 5
+        assert last < nothing
+        assert kept == 4, "one of five pictures is the same as another"
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preempted(tmp_path: Path, mode: str) -> None:
-    folder = make_vision(tmp_path, "qwen3_vl")
+def test_preempted(mode: str) -> None:
+    folder = shared_folder(make_vision, "qwen3_vl")
     settings = {**SETTINGS, "preemption_mode": mode, "swap_space_gib": 0.01, "block_size": 4, "max_model_len": 80}
     core = make_core(folder, **{**settings, "num_blocks": 20})
     prompts = [shown(10 + at, [6, 4], [picture(at)]) for at in range(5)]
@@ -124,9 +125,9 @@ def test_preempted(tmp_path: Path, mode: str) -> None:
     assert core.scheduler.num_preemptions
 
 
-def test_a_cached_prefix_ends_inside_a_picture(tmp_path: Path) -> None:
+def test_a_cached_prefix_ends_inside_a_picture() -> None:
     """The same picture is found, the rest of it computed; another picture of the same size never is."""
-    folder = make_vision(tmp_path, "qwen3_vl")
+    folder = shared_folder(make_vision, "qwen3_vl")
     core = make_core(folder, **{**SETTINGS, "block_size": 4})
     same, other = picture(1, 32, 32), picture(2, 32, 32)  # 16 tokens
     prompts = [shown(1, [5, 2], [same]), shown(1, [5, 2], [same]), shown(1, [5, 2], [other]), shown(1, [5, 9], [same])]
@@ -147,9 +148,9 @@ def test_a_cached_prefix_ends_inside_a_picture(tmp_path: Path) -> None:
     assert tower_of(core).num_encoded == 2
 
 
-def test_features_are_not_shared_between_salts(tmp_path: Path) -> None:
+def test_features_are_not_shared_between_salts() -> None:
     """The time of an answer tells nobody that another tenant has sent the same picture."""
-    folder = make_vision(tmp_path, "qwen3_vl")
+    folder = shared_folder(make_vision, "qwen3_vl")
     core = make_core(folder, **SETTINGS)
     order = PROMPTS[0].order(folder, GREEDY)
     for at, (salt, num_encoded) in enumerate((("a", 1), ("a", 1), ("b", 2), ("", 3))):
@@ -169,10 +170,10 @@ def test_heads_of_128(tmp_path: Path) -> None:
     assert answer_all(folder, make_core(folder, **SETTINGS), prompts)[0] == expected_of(folder, prompts)
 
 
-def test_layers_of_transformers_take_deep_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_transformers_take_deep_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where layers are not fused."""
     monkeypatch.setattr(loader, "can_fuse", lambda model: False)
-    folder = make_vision(tmp_path, "qwen3_vl")
+    folder = shared_folder(make_vision, "qwen3_vl")
     core = make_core(folder, **{**SETTINGS, "max_num_batched_tokens": 7})
     assert answer_all(folder, core, PROMPTS)[0] == expected_of(folder, PROMPTS)
 
@@ -216,7 +217,7 @@ def test_pictures_are_spread_over_ranks(tmp_path: Path, towers: dict[int, Tower]
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_cannot_compute_a_picture(
-    tmp_path: Path, towers: dict[int, Tower], monkeypatch: pytest.MonkeyPatch, victim: int
+    towers: dict[int, Tower], monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
     """No rank waits for another one's deadline, and none keeps a feature of the step."""
     plain_encode, plain_run = Tower.encode, Follower.run
@@ -237,7 +238,7 @@ def test_a_rank_cannot_compute_a_picture(
 
     monkeypatch.setattr(Tower, "encode", encode)
     monkeypatch.setattr(Follower, "run", follow)
-    folder = make_vision(tmp_path, "qwen3_vl")
+    folder = shared_folder(make_vision, "qwen3_vl")
     with ranks(folder, 2, **SETTINGS) as core, pytest.raises((InstanceLost, RuntimeError)) as found:
         answer_all(folder, core, PROMPTS)
     said = [str(found.value), *map(str, errors)]
@@ -300,7 +301,7 @@ def test_a_model_that_takes_no_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_steps_as_graphs_and_ahead_of_the_host(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_as_graphs_and_ahead_of_the_host(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps replay graphs; steps with pictures never do, and are launched before the host knows the tokens."""
     made: list[DecodeGraphs] = []
 
@@ -321,7 +322,7 @@ def test_steps_as_graphs_and_ahead_of_the_host(tmp_path: Path, size: int, monkey
     monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
     monkeypatch.setattr(ModelRunner, "_make_graphs", make_graphs)
     monkeypatch.setattr(ModelRunner, "__init__", init)
-    folder = make_vision(tmp_path, "qwen3_vl")
+    folder = shared_folder(make_vision, "qwen3_vl")
     settings = {**SETTINGS, "max_num_batched_tokens": 9, "max_num_seqs": 16, "mm_encoder_cache_tokens": 12}
     with ranks(folder, size, **settings) as core:
         assert answer_all(folder, core, PROMPTS)[0] == expected_of(folder, PROMPTS)
@@ -330,8 +331,8 @@ def test_steps_as_graphs_and_ahead_of_the_host(tmp_path: Path, size: int, monkey
     assert len(made) == size
 
 
-def test_beams_several_sequences_and_prompt_logprobs(tmp_path: Path) -> None:
-    folder = make_vision(tmp_path, "qwen3_vl")
+def test_beams_several_sequences_and_prompt_logprobs() -> None:
+    folder = shared_folder(make_vision, "qwen3_vl")
     core = make_core(folder, **{**SETTINGS, "max_num_batched_tokens": 11})
     prompt, sampling = PROMPTS[2], replace(GREEDY, max_tokens=8)
     beam = Request("beam", prompt.order(folder, replace(sampling, beam_width=3, n=1)))

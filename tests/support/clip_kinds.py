@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -20,8 +19,9 @@ from pd_cluster.media.rules import Placed, place
 from pd_cluster.media.video import Video
 from pd_cluster.types import Order, Sampling
 from tests.support.checkpoints import EOS_ID, until_end
-from tests.support.clips import MEAN, STD, _greedy, _processing, encoded
+from tests.support.clips import MEAN, STD, _greedy, _processing, add_videos, encoded
 from tests.support.picture_kinds import BEGIN, END, FIRST, LAST, NAMES, PICTURE, VIDEO, make_kind, reference_of
+from tests.support.pictures import order_of
 
 CLIP_KINDS = ("glm4v", "ernie4_5_vl_moe")
 PATCH, SIDE = 4, 8
@@ -38,12 +38,9 @@ def make_filming(folder: Path, name: str, **fields: Any) -> Path:
     """Writes a model that takes videos, too; ERNIE's folder has a font."""
     make_kind(folder, name)
     given = {"patch_size": PATCH, "temporal_patch_size": 2, "merge_size": 2, "size": SIZES[name], "font": FONT}
-    (folder / "video_preprocessor_config.json").write_text(json.dumps({**given, **fields}))
+    add_videos(folder, PLACEHOLDER, {**given, **fields})
     font = cast("ImageFont.FreeTypeFont", ImageFont.load_default(8))
     (folder / FONT).write_bytes(font.font_bytes)
-    template = folder / "chat_template.jinja"
-    with_videos = f"{{% elif part.type == 'video' %}}{PLACEHOLDER}{{% else %}}{{{{ part.text }}}}"
-    template.write_text(template.read_text().replace("{% else %}{{ part.text }}", with_videos))
     return folder
 
 
@@ -70,14 +67,7 @@ class Filmed(NamedTuple):
         return place(self.token_ids, [], vision.rules, "prompt", self.prepared(folder), encoded)
 
     def order(self, folder: Path, sampling: Sampling) -> Order:
-        placed = self.placed(folder)
-        return Order(
-            placed.token_ids,
-            sampling,
-            spans=placed.spans,
-            images=placed.images,
-            rope_positions=placed.rope_positions,
-        )
+        return order_of(self.placed(folder), sampling)
 
 
 def reference_pixels(folder: Path, name: str, video: Frames) -> np.ndarray[Any, np.dtype[np.uint8]]:

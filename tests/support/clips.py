@@ -23,7 +23,7 @@ from pd_cluster.media.kinds.qwen import GridRules
 from pd_cluster.media.rules import Placed, place
 from pd_cluster.types import Order, Sampling
 from tests.support.checkpoints import EOS_ID, make_tokenizer, until_end
-from tests.support.pictures import PATCH, make_vision
+from tests.support.pictures import PATCH, make_vision, order_of
 from tests.support.pictures import _reference as reference_model
 
 SIDE = 2 * PATCH
@@ -56,11 +56,16 @@ def make_seer(folder: Path, name: str, **changes: Any) -> Path:
     shares = name.startswith("qwen3")
     sizes = {edge: area * (4 if shares else 1) for edge, area in SIZES.items()}
     fields = {"patch_size": PATCH, "temporal_patch_size": 2, "merge_size": 2, "size": sizes}
+    add_videos(folder, PLACEHOLDER, fields)
+    return folder
+
+
+def add_videos(folder: Path, placeholder: str, fields: dict[str, Any]) -> None:
+    """Has a model's folder take videos, too. `fields`: how they are prepared."""
     (folder / "video_preprocessor_config.json").write_text(json.dumps(fields))
     template = folder / "chat_template.jinja"
-    with_videos = f"{{% elif part.type == 'video' %}}{PLACEHOLDER}{{% else %}}{{{{ part.text }}}}"
+    with_videos = f"{{% elif part.type == 'video' %}}{placeholder}{{% else %}}{{{{ part.text }}}}"
     template.write_text(template.read_text().replace("{% else %}{{ part.text }}", with_videos))
-    return folder
 
 
 def clip(seed: int, num_frames: int = 5, width: int = 24, height: int = 16) -> list[Frame]:
@@ -116,9 +121,7 @@ class Filmed(NamedTuple):
         return place(self.token_ids, [], vision.rules, "prompt", videos, encoded)
 
     def order(self, folder: Path, sampling: Sampling) -> Order:
-        placed = self.placed(folder)
-        more = {"spans": placed.spans, "images": placed.images, "rope_positions": placed.rope_positions}
-        return Order(placed.token_ids, sampling, **more)  # type: ignore[arg-type]
+        return order_of(self.placed(folder), sampling)
 
 
 def encoded(text: str) -> list[int]:

@@ -17,12 +17,9 @@ from tests.support.checkpoints import (
     EOS_ID,
     MIXED_LAYERS,
     ROPE,
-    make_checkpoint,
-    make_tokenizer,
-    shake,
     until_end,
 )
-from tests.support.pictures import Shown
+from tests.support.pictures import Shown, write_model
 
 PICTURE, VIDEO, FIRST, LAST, BEGIN, END = 300, 301, 302, 303, 304, 305
 NAMES = {PICTURE: "<picture>", VIDEO: "<video>", FIRST: "<first>", LAST: "<last>", BEGIN: "<begin>", END: "<end>"}
@@ -198,41 +195,14 @@ BETWEEN = ("glm4v", "ernie4_5_vl_moe")  # their pictures stand between two token
 
 def make_kind(folder: Path, name: str, **changes: Any) -> Path:
     """Writes all files of a model. `changes` apply to the text model's config."""
-    make_checkpoint(folder)  # generation_config.json
-    (folder / "model.safetensors").unlink()
     kind = KINDS[name]
     text = {**COMMON, **kind.text, **changes, "model_type": kind.text_type}
     tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
     config = getattr(transformers, kind.config_class)(text_config=text, vision_config=kind.tower, **kind.whole, **tied)
-    torch.manual_seed(1)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    shake(model)
-    with torch.no_grad():  # so that a picture matters as much as a word
-        for path, weight in model.model.named_parameters():
-            if "language_model" not in path and weight.dim() > 1:
-                weight.copy_(torch.randn_like(weight) / weight[0].numel() ** 0.5)
-    model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    model.save_pretrained(folder)
-    tokenizer = make_tokenizer()
-    file = folder / "tokenizer.json"
-    tokenizer.save(str(file))
-    state = json.loads(file.read_text())
-    for token in state["added_tokens"]:
-        if token["id"] in NAMES:
-            token.update(content=NAMES[token["id"]], special=True)
-    file.write_text(json.dumps(state))
     placeholder = NAMES[FIRST] if name == "gemma3" else NAMES[PICTURE]
     if name in BETWEEN:
         placeholder = f"{NAMES[FIRST]}{placeholder}{NAMES[LAST]}"
-    template = (
-        "{% for message in messages %}<|{{ message.role }}|>{% if message.content is string %}{{ message.content }}"
-        "{% else %}{% for part in message.content %}{% if part.type == 'image' %}" + placeholder + "{% else %}"
-        "{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(file), bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", chat_template=template
-    ).save_pretrained(folder)
+    write_model(folder, config, NAMES, placeholder)
     kind.processor().save_pretrained(folder)
     if kind.files:
         (folder / "processor_config.json").write_text(json.dumps(dict(kind.files)))

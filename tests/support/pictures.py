@@ -7,7 +7,9 @@ import io
 import json
 import random
 import struct
+import tempfile
 import zlib
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +33,7 @@ SPECIALS = {300: PAD, 301: "<|video_pad|>", 302: "<|vision_start|>", 303: "<|vis
 IDS = {"image_token_id": 300, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303}
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{% if message.content is string %}{{ message.content }}"
-    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}" + PLACEHOLDER + "{% else %}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}PLACEHOLDER{% else %}"
     "{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -61,18 +63,26 @@ SIZES = {"shortest_edge": 4 * (2 * PATCH) ** 2, "longest_edge": 16 * (2 * PATCH)
 
 def make_vision(folder: Path, name: str, tower: dict[str, Any] | None = None, **changes: Any) -> Path:
     """Writes all files of a model. `changes` apply to the text model's config, `tower` to the tower's."""
-    make_checkpoint(folder)  # generation_config.json
-    (folder / "model.safetensors").unlink()
     config_class, own, vision = MODELS[name]
     text = {**COMMON, **own, **changes}
     kind = getattr(transformers, config_class)
     config = kind(text_config=text, vision_config={**vision, **(tower or {})}, tie_word_embeddings=False, **IDS)
+    write_model(folder, config, SPECIALS, PLACEHOLDER)
+    processor().save_pretrained(folder)
+    return folder
+
+
+def write_model(folder: Path, config: Any, specials: Mapping[int, str], placeholder: str) -> None:
+    """Writes random weights, a tokenizer with these control tokens, and a chat template."""
+    make_checkpoint(folder)  # generation_config.json
+    (folder / "model.safetensors").unlink()
     torch.manual_seed(1)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     shake(model)
     with torch.no_grad():  # so that a picture matters as much as a word
-        for weight in (each for each in model.model.visual.parameters() if each.dim() > 1):
-            weight.copy_(torch.randn_like(weight) / weight[0].numel() ** 0.5)
+        for path, weight in model.model.named_parameters():
+            if "language_model" not in path and weight.dim() > 1:
+                weight.copy_(torch.randn_like(weight) / weight[0].numel() ** 0.5)
     model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.save_pretrained(folder)
     tokenizer = make_tokenizer()
@@ -80,14 +90,28 @@ def make_vision(folder: Path, name: str, tower: dict[str, Any] | None = None, **
     tokenizer.save(str(file))
     state = json.loads(file.read_text())
     for token in state["added_tokens"]:
-        if token["id"] in SPECIALS:
-            token.update(content=SPECIALS[token["id"]], special=True)
+        if token["id"] in specials:
+            token.update(content=specials[token["id"]], special=True)
     file.write_text(json.dumps(state))
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(file), bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", chat_template=TEMPLATE
-    ).save_pretrained(folder)
-    processor().save_pretrained(folder)
-    return folder
+    marks = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    template = TEMPLATE.replace("PLACEHOLDER", placeholder)
+    transformers.PreTrainedTokenizerFast(tokenizer_file=str(file), chat_template=template, **marks).save_pretrained(
+        folder
+    )
+
+
+@cache
+def shared_folder(make: Callable[..., Path], name: str) -> Path:
+    """Returns a model's folder for all tests of this process, none of which changes it. `make` is called once."""
+    return make(Path(_folders.name) / f"{make.__name__}-{name}", name)
+
+
+_folders = tempfile.TemporaryDirectory(prefix="pd-cluster-models-")
+
+
+def order_of(placed: Placed, sampling: Sampling) -> Order:
+    more: dict[str, Any] = {"spans": placed.spans, "images": placed.images, "rope_positions": placed.rope_positions}
+    return Order(placed.token_ids, sampling, **more)
 
 
 def processor() -> Any:
@@ -142,14 +166,7 @@ class Shown(NamedTuple):
         return place(self.token_ids, images, vision.rules, "prompt")
 
     def order(self, folder: Path, sampling: Sampling) -> Order:
-        placed = self.placed(folder)
-        return Order(
-            placed.token_ids,
-            sampling,
-            spans=placed.spans,
-            images=placed.images,
-            rope_positions=placed.rope_positions,
-        )
+        return order_of(self.placed(folder), sampling)
 
 
 def shown(seed: int, num_texts: list[int], pictures: list[Pictures.Image]) -> Shown:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
@@ -12,4 +12,9 @@ USUAL = frozenset({"llama", "gpt2", "qwen3", "gemma2", "mixtral", "gpt_oss", "ph
 
 def usual_first(architectures: Iterable[str]) -> list[Any]:
     """Returns parameters of a test: those that are not usual are slow."""
-    return [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in architectures]
+    return slow_but(USUAL, architectures)
+
+
+def slow_but(quick: Container[str], names: Iterable[str]) -> list[Any]:
+    """Returns parameters of a test: those that are not among `quick` are slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]

@@ -132,6 +132,8 @@ def test_frames_as_pictures() -> None:
         frames_of_pictures([], FrameSampling())
     with pytest.raises(RequestError, match="no picture in JPEG"):
         frames_of_pictures([b"x"], FrameSampling())
+    with pytest.raises(RequestError, match="20001 frames: a video has 1 to 20000; send fewer"):
+        frames_of_pictures([b"x"] * 20_001, FrameSampling())
 
 
 RULES = VideoRules(token_id=1, start_id=2, end_id=3, min_pixels=2 * 28**2, max_pixels=20 * 28**2)

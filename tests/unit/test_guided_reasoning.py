@@ -13,10 +13,13 @@ from pd_cluster.parsers.parts import Content, Part, Reasoning
 from pd_cluster.parsers.reply import ReplyFormat
 from pd_cluster.parsers.table import THINKING
 from pd_cluster.types import Guide
+from tests.support.usual import slow_but
 from tests.unit.test_tool_guides import World
 
 WORDS = ["yes", "no", "so"]
 ANSWER = Guide("choice", '["yes","no"]')
+QUICK = {"deepseek_r1", "qwen3", "mistral", "step3", "granite"}
+PARSERS = slow_but(QUICK, sorted({*THINKING} - {"openai_gptoss"}))  # which test_harmony.py has
 MARKS = sorted({mark for each in THINKING.values() for mark in each.markers if " " not in mark})
 
 
@@ -30,7 +33,7 @@ def parts_of(form: ReplyFormat, text: str, prompt_end: str) -> list[Part]:
     return [*reader.feed(text), *reader.finish()]
 
 
-@pytest.mark.parametrize("parser", sorted(set(THINKING) - {"openai_gptoss"}))  # test_harmony.py
+@pytest.mark.parametrize("parser", PARSERS)
 def test_a_guide_permits_a_text_where_its_content_fits(world: World, parser: str) -> None:
     form, thinking = ReplyFormat("", parser), THINKING[parser]
     rng = random.Random(parser)

@@ -56,6 +56,8 @@ ONLY_IN = {
     "tqdm": ("offline.progress",),
     "triton": ("model.cuda", "kv.copy_kernel"),
     "PIL": ("media",),
+    "cryptography": ("kv.seal",),
+    "redis": ("kv.shared_store",),
     "av": ("media",),
     "opentelemetry": ("service.traces",),
     "flashinfer": ("model.cuda.flashinfer", "lab.peers.gpu_attention"),

@@ -17,6 +17,7 @@ from pd_cluster.checkpoints.vision import VisionPart
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.errors import ConfigError, RequestError, Unavailable
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.media.download import ANY_HOST
 from pd_cluster.media.kinds.qwen import GridRules
 from pd_cluster.media.options import ReadOptions
 from pd_cluster.service import pixels
@@ -85,6 +86,36 @@ def test_a_bad_picture_is_named_and_the_child_goes_on() -> None:
         assert intake._children["image"].num_killed == 0
 
     run(work, domains=("pictures.example",))
+
+
+def test_addresses_of_the_cluster_are_never_fetched_from() -> None:
+    """Nor is any address inside of a network, also where every host is allowed."""
+
+    async def work(intake: PictureIntake) -> None:
+        for address in ("8.8.4.4", "127.0.0.1", "169.254.169.254"):
+            with pytest.raises(RequestError, match=f"{address}: its address is not a public one"):
+                await intake.place([7], sources(f"http://{address}/a.png"), "prompt")
+
+    run(work, domains=(ANY_HOST,))
+
+
+def test_a_decoder_that_ends_takes_no_other_picture_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(intake: PictureIntake) -> None:
+        exchange, url = children._Child.exchange, data_url(picture(1))
+        await intake.place([7], sources(url), "prompt")
+
+        async def dies(child: Any, line: bytes) -> bytes:
+            if url.encode() in line:
+                child._process.kill()
+            return await exchange(child, line)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(children._Child, "exchange", dies)
+            with pytest.raises(RequestError, match=r"content\[0\].*decoding it failed; send another one"):
+                await intake.place([7], sources(url), "prompt")
+        assert (await intake.place([7], sources(url), "prompt")).prompt.images
+
+    run(work, cache_gb=0.0)
 
 
 def test_a_file_below_the_folder(tmp_path: Path) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import struct
+import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
@@ -11,7 +15,8 @@ from PIL import Image as Pictures
 from pd_cluster.errors import RequestError
 from pd_cluster.media.fetch import Places, fetched
 from pd_cluster.media.kinds.qwen import GridRules
-from pd_cluster.media.pictures import FORMATS, fitted, in_color, prepared
+from pd_cluster.media.pictures import FORMATS, digest_of, fitted, in_color, prepared
+from pd_cluster.types import Image
 from tests.support.pictures import file_of, png_of_size
 
 RULES = GridRules(4, 2, 256, 1024, token_id=7)
@@ -68,6 +73,8 @@ def test_what_is_transparent_is_white(mode: str) -> None:
         (b"hello", "no picture in JPEG, PNG, WEBP, GIF or BMP; send one"),
         (b"", "no picture in"),
         (file_of(noise(), "TIFF"), "no picture in"),
+        (file_of(noise(), "JPEG2000"), "no picture in"),
+        (file_of(noise(), "AVIF"), "no picture in"),
         (file_of(noise())[:60], "the file is broken or cut short; send it anew"),
         (file_of(noise(300, 300), "JPEG")[:3000], "the file is broken or cut short; send it anew"),
         (png_of_size(60_000, 60_000), "a picture has at most 67108864 pixels; send a smaller one"),
@@ -81,6 +88,37 @@ def test_files_that_are_refused(data: bytes, said: str) -> None:
     with pytest.raises(RequestError, match=said) as raised:
         prepared(data, RULES)
     assert "0x" not in str(raised.value)
+
+
+def test_a_text_that_unpacks_to_a_gigabyte_is_not_unpacked() -> None:
+    """Compressed texts and profiles beside a picture's pixels are as long as their sender likes."""
+    whole, pack = file_of(noise()), zlib.compressobj(9)
+    packed = b"".join(pack.compress(bytes(1 << 20)) for _ in range(100)) + pack.flush()
+    tracemalloc.start()
+    for name, data in ((b"zTXt", b"a\0\0" + packed), (b"iCCP", b"a\0\0" + packed), (b"iTXt", b"a\0\1\0\0\0" + packed)):
+        chunk = struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        with contextlib.suppress(RequestError):  # an unread text is no reason to refuse the picture
+            assert prepared(whole[:33] + chunk + whole[33:], RULES)[0].num_rows
+    _, most_nbytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_nbytes < 50 << 20
+
+
+def test_an_animation_of_many_frames_is_its_first_one() -> None:
+    first = noise(20, 20)
+    frames = [Pictures.new("RGB", (20, 20), (at, 255 - at, at)) for at in range(200)]
+    moving = file_of(first, "WEBP", save_all=True, append_images=frames, lossless=True)
+    assert prepared(moving, RULES) == prepared(file_of(first), RULES)
+
+
+def test_equal_bytes_in_another_shape_are_another_picture() -> None:
+    shapes = [
+        Image(4, 6, bytes(1152)),
+        Image(6, 4, bytes(1152)),
+        Image(4, 3, bytes(1152), 2),
+        Image(2, 12, bytes(1152)),
+    ]
+    assert len({digest_of(each) for each in shapes}) == len(shapes)
 
 
 def test_the_smallest_picture() -> None:

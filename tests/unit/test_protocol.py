@@ -552,6 +552,14 @@ def test_the_first_tokens_are_kept_where_the_right_side_is_cut() -> None:
 def test_all_wrong_keys_are_named() -> None:
     error = str(refused(json.dumps({"prompt": "a", "logit_bias": {"x": 1, "5": 1, "-3": 2}}).encode()))
     assert error.startswith("logit_bias: 'x', '-3' are no token ids")
+    body = json.dumps({"prompt": "a", "logit_bias": {"x": 1, "5": 1, "400": 2, "-3": 2, "399": 1, "9999999999": 1}})
+    with pytest.raises(RequestError) as caught:
+        parse(body.encode(), CompletionRequest, vocab_size=400)
+    assert (caught.value.param, str(caught.value)) == (
+        "logit_bias",
+        "logit_bias: 'x', '-3' are no token ids; keys are ids, as in {\"5\": -100}; 400, 9999999999 are not in the "
+        "vocabulary; ids are 0 to 399",
+    )
 
 
 # ---- what becomes of the fields

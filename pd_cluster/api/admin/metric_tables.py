@@ -87,6 +87,11 @@ INSTANCE_GAUGES = (
         lambda load: load.num_host_cache_blocks,
     ),
     OfInstance(
+        "pd_cluster:disk_cache_blocks",
+        "KV blocks in files, with --kv-disk-cache.",
+        lambda load: load.num_disk_cache_blocks,
+    ),
+    OfInstance(
         "pd_cluster:num_swapped_blocks",
         "KV blocks of preempted requests in host memory.",
         lambda load: load.num_swap_blocks - load.num_free_swap_blocks,
@@ -162,6 +167,31 @@ INSTANCE_COUNTERS = (
         "pd_cluster:host_cache_hit_tokens",
         "Tokens whose KV blocks were loaded from host memory instead of being computed or handed over.",
         lambda load: load.num_host_hit_tokens,
+    ),
+    OfInstance(
+        "pd_cluster:disk_cache_hit_tokens",
+        "Tokens whose KV blocks came from the disk cache to host memory.",
+        lambda load: load.num_disk_hit_tokens,
+    ),
+    OfInstance(
+        "pd_cluster:shared_cache_hit_tokens",
+        "Tokens whose KV blocks came from the shared store to host memory.",
+        lambda load: load.num_shared_hit_tokens,
+    ),
+    OfInstance(
+        "pd_cluster:kv_tier_blocks_written",
+        "KV blocks written to the disk cache and to the shared store.",
+        lambda load: load.num_lower_written,
+    ),
+    OfInstance(
+        "pd_cluster:kv_tier_blocks_dropped",
+        "KV blocks not written there, or not read, because too many waited or it failed.",
+        lambda load: load.num_lower_dropped,
+    ),
+    OfInstance(
+        "pd_cluster:kv_tier_blocks_bad",
+        "KV blocks found there that were not what had been written; they are never used.",
+        lambda load: load.num_lower_bad,
     ),
     OfInstance("vllm:num_preemptions", "Requests that gave way to older ones.", lambda load: load.num_preemptions),
     OfInstance(

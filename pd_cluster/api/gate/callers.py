@@ -45,7 +45,8 @@ def caller_of(http: Request) -> Caller:
     if isinstance(known, Caller):
         made = replace(known, patience_s=patience_s, arrived=arrived, party=party)
     else:
-        client = subscriber_of(http.client.host) if http.client else NOBODY.client
+        peer = http.scope.get("client")  # (host, port)
+        client = subscriber_of(peer[0]) if peer else NOBODY.client
         made = Caller(client, patience_s=patience_s, arrived=arrived, party=party)
     http.scope[MADE] = (known, made)
     return made

@@ -11,7 +11,7 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import request_response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -24,6 +24,7 @@ MAX_LENGTH_NUM_DIGITS = 18  # in a declared body length; longer numbers are too 
 BODY_TIMEOUT_S = 60.0
 BODY = "pd_cluster.body"  # the key of a body that was read, for a route that another one passes it to
 LOOKING = ["GET", "HEAD"]
+CHARSET = "; charset=utf-8"  # of text
 
 T = TypeVar("T")
 
@@ -126,7 +127,11 @@ class GeneratingRoute(PlainRoute):
         return admitted
 
 
-class EventStream(StreamingResponse):
+class Last(bytes):
+    """The last events of a stream: they leave together with the end of the response, in one write."""
+
+
+class EventStream(Response):
     """Server-sent events; closes its generator when the client leaves, wherever it is.
 
     An error before the first event is raised, so it becomes an HTTP status. `late_headers` are read once that event
@@ -140,7 +145,13 @@ class EventStream(StreamingResponse):
         headers: dict[str, str] | None = None,
         media_type: str = "text/event-stream",
     ) -> None:
-        super().__init__(events, media_type=media_type, headers={"Cache-Control": "no-cache", **(headers or {})})
+        self.status_code, self.background = 200, None
+        self.raw_headers = [
+            (b"cache-control", b"no-cache"),
+            (b"content-type", f"{media_type}{CHARSET if media_type.startswith('text/') else ''}".encode()),
+        ]
+        if headers:
+            self.raw_headers += _encoded(headers)
         self._events = events
         self._late_headers = late_headers
 
@@ -151,13 +162,22 @@ class EventStream(StreamingResponse):
             await self._events.aclose()
 
     async def _write(self, send: Send) -> None:
-        first = await anext(self._events)
-        late = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._late_headers().items()]
-        await send({"type": "http.response.start", "status": self.status_code, "headers": [*self.raw_headers, *late]})
-        await send({"type": "http.response.body", "body": first, "more_body": True})
-        async for events in self._events:
+        events = await anext(self._events)
+        headers = [*self.raw_headers, *_encoded(self._late_headers())]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        if type(events) is not Last:
             await send({"type": "http.response.body", "body": events, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async for events in self._events:
+                if type(events) is Last:
+                    break
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+            else:
+                events = b""
+        await send({"type": "http.response.body", "body": events, "more_body": False})
+
+
+def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
 async def json_response(make: Callable[[], object], large: bool, headers: dict[str, str] | None = None) -> Response:

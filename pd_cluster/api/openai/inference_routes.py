@@ -83,7 +83,7 @@ def inference_routes(service: TextService) -> APIRouter:
     @routes.post("/v1/chat/completions/batch")
     async def batch(http: Request) -> Response:
         received_s = time.monotonic()
-        request = parse(await read_body(http), BatchChatRequest)
+        request = parse(await read_body(http), BatchChatRequest, vocab_size=service.vocab_size)
         name = service.names.check(request.model, caller_of(http))
         chats = _Chats([], [])
         for at, each in enumerate(request.chats()):
@@ -105,7 +105,7 @@ def render_routes(service: TextService) -> APIRouter:
 
     @routes.post("/v1/chat/completions/render")
     async def render_chat(http: Request) -> Response:
-        request = parse(await read_body(http), ChatCompletionRequest)
+        request = parse(await read_body(http), ChatCompletionRequest, vocab_size=service.vocab_size)
         name = service.names.check(request.model, caller_of(http))
         generation = await service.chat(named(request, http), caller=caller_of(http))
         if generation.order.images:
@@ -117,7 +117,7 @@ def render_routes(service: TextService) -> APIRouter:
 
     @routes.post("/v1/completions/render")
     async def render_completion(http: Request) -> Response:
-        request = parse(await read_body(http), CompletionRequest)
+        request = parse(await read_body(http), CompletionRequest, vocab_size=service.vocab_size)
         name = service.names.check(request.model, caller_of(http))
         if request.echo or request.max_tokens == 0:
             field = "echo" if request.echo else "max_tokens"

@@ -39,7 +39,7 @@ def legacy_routes(service: TextService) -> APIRouter:
     @routes.post("/generate")
     async def generate(http: Request) -> Response:
         received_s = time.monotonic()
-        request = parse(await read_body(http), GenerateRequest)
+        request = parse(await read_body(http), GenerateRequest, vocab_size=service.vocab_size)
         service.names.check_use(caller_of(http))
         if not service.max_loras:
             request.model = None  # any name means the model, as there is no other

@@ -13,6 +13,7 @@ from pd_cluster.api.gate.callers import caller_of, owner_of, reserve_tokens
 from pd_cluster.api.gate.http import (
     EventStream,
     GeneratingRoute,
+    Last,
     json_response,
     read_body,
     session_of,
@@ -40,7 +41,7 @@ def openai_routes(service: TextService) -> APIRouter:
     @routes.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
         received_s = time.monotonic()
-        request = parse(await read_body(http), ChatCompletionRequest, takes_handles=True)
+        request = parse(await read_body(http), ChatCompletionRequest, takes_handles=True, vocab_size=service.vocab_size)
         name = service.names.check(request.model, caller_of(http))
         generation = await service.chat(named(request, http), received_s, caller_of(http))
         return await answered(http, service, ChatAnswer(request, name, service, generation))
@@ -48,7 +49,7 @@ def openai_routes(service: TextService) -> APIRouter:
     @routes.post("/v1/completions")
     async def completions(http: Request) -> Response:
         received_s = time.monotonic()
-        request = parse(await read_body(http), CompletionRequest, takes_handles=True)
+        request = parse(await read_body(http), CompletionRequest, takes_handles=True, vocab_size=service.vocab_size)
         name = service.names.check(request.model, caller_of(http))
         generations = await service.completions(named(request, http), received_s, caller_of(http))
         return await answered(http, service, CompletionAnswer(request, name, service, generations))
@@ -83,19 +84,24 @@ async def _events(service: TextService, answer: Answer) -> AsyncGenerator[bytes,
 
     An error before the first text is raised, a later one is sent in-band.
     """
-    begun = False
+    begun, end = False, b""
+    num_left = sum(len(generation.sequences) for generation in answer.generations)
     try:
         async with contextlib.aclosing(service.pieces(answer.generations)) as pieces:
             async for piece in pieces:
-                if events := answer.events(piece):
+                events = answer.events(piece)
+                num_left -= piece.finish_reason is not None
+                if not num_left:
+                    end = events  # leaves with what follows it, at once
+                elif events:
                     begun = True
                     yield events
     except PdClusterError as error:
-        if not begun:
+        if not begun and not end:
             raise
-        yield event(error_body(error)) + DONE
+        yield Last(end + event(error_body(error)) + DONE)
         return
-    yield answer.closing_chunk() + DONE
+    yield Last(end + answer.closing_chunk() + DONE)
 
 
 def served_by(generations: list[Generation]) -> dict[str, str]:

@@ -35,9 +35,13 @@ class Slices:
 
     def add(self, conn: str, outputs: wire.Outputs, heard_s: float) -> None:
         """Handles a small message at once, and the first slice of a large one, unless others wait."""
-        items: list[TokenOutput | LegEnd] = [*outputs.tokens, *outputs.ended]
         waiting = self._waiting
-        if len(items) <= SLICE_NUM_TOKENS and not any((conn, item.request_id) in waiting for item in items):
+        is_small = len(outputs.tokens) + len(outputs.ended) <= SLICE_NUM_TOKENS
+        if is_small and not waiting:  # the usual case
+            self._handle(conn, outputs, heard_s)
+            return
+        items: list[TokenOutput | LegEnd] = [*outputs.tokens, *outputs.ended]
+        if is_small and not any((conn, item.request_id) in waiting for item in items):
             self._handle(conn, outputs, heard_s)
             return
         if outputs.prompts or outputs.events or outputs.pooled:  # a prompt's outputs before its tokens

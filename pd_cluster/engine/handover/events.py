@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pd_cluster import wire
+from pd_cluster.kv.tier_orders import TierContents, TierDone
 from pd_cluster.transport.events import LinkEvent
 
 
@@ -62,4 +63,16 @@ class StartDrain:
     """Accept nothing more, and stop when all current requests have ended."""
 
 
-Event = ConnOpened | ConnClosed | Mail | HandedOver | StopEngine | StartDrain | Offered | AdapterLoaded | LinkEvent
+Event = (
+    ConnOpened
+    | ConnClosed
+    | Mail
+    | HandedOver
+    | StopEngine
+    | StartDrain
+    | Offered
+    | AdapterLoaded
+    | TierDone
+    | TierContents
+    | LinkEvent
+)

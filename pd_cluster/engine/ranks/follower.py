@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 COUNT_INTERVAL_S = 0.2  # how often rank 0 learns what has moved
 
 At = tuple[str, int]  # connection and lane
+OfSteps = to.Step | to.Moves | to.TierOrders | to.DropAdapter | to.Rest  # keep their order
 
 
 class Gate:
@@ -201,7 +202,7 @@ class Follower:
         self._host = None
         if lanes is not None:
             self._host = LaneHost(lanes, runner.pool.layout, channel.send)
-        self._steps: queue.SimpleQueue[to.Step | to.Moves | to.DropAdapter | to.Rest | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[OfSteps | None] = queue.SimpleQueue()
         self._num_steps = 0
         self._next_count_s = 0.0
 
@@ -225,11 +226,14 @@ class Follower:
             if message is None:
                 if self._channel.error is not None:
                     raise self._channel.error
+                self._runner.close_tiers()
                 return
             if isinstance(message, to.Moves):
                 self._runner.move(message.moves)
                 self._num_steps += 1
                 self._advance(ALL_LAYERS)
+            elif isinstance(message, to.TierOrders):
+                self._runner.order(message.kind, message.orders)
             elif isinstance(message, to.DropAdapter):
                 self._runner.held.drop_adapter(message.digest)
             elif isinstance(message, to.Rest):
@@ -255,7 +259,7 @@ class Follower:
             self._host.count()
 
     def _hear(self, message: to.ToFollower) -> None:
-        if isinstance(message, (to.Step, to.Moves, to.DropAdapter, to.Rest)):
+        if isinstance(message, OfSteps):
             self._steps.put(message)
         elif isinstance(message, to.LoadAdapter):
             load_share(self._runner, message, self._channel.send)

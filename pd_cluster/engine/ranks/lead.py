@@ -18,6 +18,7 @@ from pd_cluster.engine.ranks.channel import Channel, encode
 from pd_cluster.engine.ranks.rank_adapters import LeadAdapters
 from pd_cluster.engine.step.plan import Move
 from pd_cluster.errors import InstanceLost
+from pd_cluster.kv.tier_orders import AnyOrder, LowerKind
 from pd_cluster.model.batch import Encoded, OnLayer, RunnerOutput, StepInput
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.tokens import After, Tokens
@@ -95,6 +96,14 @@ class LeadRunner:
         self._tell(to.Moves(list(moves)))
         self._runner.move(moves)
         self.progress = to.Reached(self.progress.num_steps + 1, ALL_LAYERS)
+
+    def order(self, kind: LowerKind, orders: Sequence[AnyOrder]) -> None:
+        """See ModelRunner; every rank carries them out with its own share of the blocks."""
+        self._tell(to.TierOrders(kind, list(orders)))
+        self._runner.order(kind, orders)
+
+    def close_tiers(self) -> None:
+        self._runner.close_tiers()
 
     def sleep(self, level: SleepLevel) -> None:
         """See ModelRunner; all ranks do it at the same time."""

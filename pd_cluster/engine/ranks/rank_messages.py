@@ -12,6 +12,7 @@ import msgspec
 from pd_cluster import wire
 from pd_cluster.kv.layout import Lane
 from pd_cluster.kv.memory import Move
+from pd_cluster.kv.tier_orders import AnyOrder, LowerKind, TierContents, TierDone
 from pd_cluster.transport.events import LinkEvent
 from pd_cluster.types import Image
 
@@ -54,6 +55,13 @@ class Step(RankMessage, frozen=True, omit_defaults=True):
 
 class Moves(RankMessage, frozen=True):
     moves: Sequence[tuple[Move, int, int]]
+
+
+class TierOrders(RankMessage, frozen=True):
+    """Orders for the rank's part of a tier, behind all moves before them. A follower answers with `TierReport`."""
+
+    kind: LowerKind
+    orders: list[AnyOrder]
 
 
 class LoadAdapter(RankMessage, frozen=True):
@@ -215,6 +223,10 @@ class LoadedAdapter(RankMessage, frozen=True):
     problem: str
 
 
+class TierReport(RankMessage, frozen=True):
+    report: TierDone | TierContents
+
+
 class Offers(RankMessage, frozen=True):
     """This rank's offers for a lane, its largest payloads, and the content of its probe block."""
 
@@ -250,6 +262,7 @@ class Counted(RankMessage, frozen=True):
 ToFollower = (
     Step
     | Moves
+    | TierOrders
     | LoadAdapter
     | DropAdapter
     | Rest
@@ -271,4 +284,4 @@ ToFollower = (
     | CloseReceive
 )
 OfLanes = Offers | Posted | Reported | Counted
-FromFollower = Pong | LoadedAdapter | OfLanes
+FromFollower = Pong | LoadedAdapter | TierReport | OfLanes

@@ -104,6 +104,7 @@ class EngineCore:
         self.times = StepTimes()
         self.num_steps = 0
         self.begins: Begins = lambda plan: None
+        self.moved: Callable[[], None] = lambda: None  # called after moves
         self.ahead = LookAhead(runner, scheduler, lambda plan: self.begins(plan))
         self._pooler = Pooler()
         self._clock = clock
@@ -115,6 +116,7 @@ class EngineCore:
         self.runner.move(moves)
         if (tier := self.scheduler.blocks.tier) is not None and any(move.kind == "in" for move in moves):
             tier.cost.loaded(len(moves), self._clock() - start_s)  # blocks on their way out cost as much
+        self.moved()
 
     def plan(self) -> StepPlan:
         start_s = self._clock()
@@ -149,7 +151,7 @@ class EngineCore:
         computed_s = self._clock()
         times.forward_s += computed_s - start_s
         if (tier := self.scheduler.blocks.tier) is not None and plan.num_tokens >= MEASURED_TOKENS:
-            tier.cost.computed(plan.num_tokens, computed_s - begun_s)
+            tier.computed(plan.num_tokens, computed_s - begun_s)
         logits = output.logits
         if any(request.wants_prompt_logprobs for request, _ in plan.chunks):
             logits = self._prompt_logprobs(plan, logits)

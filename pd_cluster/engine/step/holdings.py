@@ -81,6 +81,30 @@ class Holdings:
         found = found[: (num_cached + len(found)) // step * step - num_cached] if found else []
         return found if found and tier.cost.is_worth_it() else []
 
+    def prompt_hashes(self, request: Request) -> list[bytes]:
+        """Returns the hashes of its prompt's blocks that others could have computed; none where it may use none."""
+        if self.prefix is None or request.computes_all:
+            return []
+        num_tokens = len(request.prompt_token_ids) - (request.leg != "decode")
+        return self._hashes(request, num_tokens // self.block_size)
+
+    def not_below(self, request: Request, num_cached: int) -> list[int]:
+        """Returns which of its cached blocks lower tiers lack: one that serves again is worth keeping there.
+
+        Blocks that everybody begins with are never evicted, and without them nothing behind them could be found again.
+        """
+        tier = self.blocks.tier
+        if tier is None or not tier.lower or not num_cached:
+            return []
+        hashes = request.block_hashes
+        return [at for at in range(num_cached) if hashes[at] not in tier and tier.is_lacking(hashes[at])]
+
+    def keep_below(self, request: Request, cached: Sequence[int]) -> None:
+        """Copies cached blocks that lower tiers lack to host memory, from where they go on."""
+        if (tier := self.blocks.tier) is not None:
+            for at in reversed(self.not_below(request, len(cached))):
+                tier.store(cached[at], request.block_hashes[at])
+
     def take_with(self, cached: list[int], in_tier: Sequence[bytes], num_missing: int) -> list[int]:
         """Shares cached blocks and takes the missing ones, the first of which are loaded; returns all in order."""
         tier = self.blocks.tier

@@ -54,6 +54,7 @@ class BlockRoom:
             return False
         in_tier = self._holdings.in_tier(request, request.num_tokens - 1, len(cached))
         request.block_table = self._holdings.take_with(cached, in_tier, num_missing)
+        self._holdings.keep_below(request, cached)
         if request.swap_table:
             plan.moves += [Move("in", s, t) for s, t in zip(request.swap_table, request.block_table, strict=False)]
             self._swap.release(request.swap_table)
@@ -94,13 +95,15 @@ class BlockRoom:
         return True
 
     def enters_with_moves(self, request: Request) -> bool:
-        """Whether it would load blocks from the host's cache, or evict some to there."""
+        """Whether it would load blocks from the host's cache, or evict or copy some to there."""
         if self._blocks.tier is None:
             return False
         cached = self._holdings.cached(request, request.num_tokens - 1)
         num_missing = self._holdings.num_blocks_for(request.num_tokens) - len(cached)
-        return num_missing > self._blocks.num_free or bool(
-            self._holdings.in_tier(request, request.num_tokens - 1, len(cached))
+        return (
+            num_missing > self._blocks.num_free
+            or bool(self._holdings.in_tier(request, request.num_tokens - 1, len(cached)))
+            or bool(self._holdings.not_below(request, len(cached)))
         )
 
     def grow_ahead(self, request: Request, num_tokens: int) -> bool:

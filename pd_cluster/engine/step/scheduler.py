@@ -87,12 +87,17 @@ class StepScheduler:
         moves = self._begin_moves([])
         in_tier = self._holdings.in_tier(request, len(request.prompt_token_ids), len(cached))
         request.block_table = self._holdings.take_with(cached, in_tier, num_missing)
+        self._holdings.keep_below(request, cached)
         if moves:
             self.move_now(moves)  # before anything lands
         request.num_hashed_blocks = len(cached)
         request.status = Status.LANDING
         self.room.num_tier_hit_tokens += len(in_tier) * self.block_size
         return (len(cached) + len(in_tier)) * self.block_size
+
+    def prompt_hashes(self, request: Request) -> list[bytes]:
+        """See Holdings."""
+        return self._holdings.prompt_hashes(request)
 
     def _begin_moves(self, moves: list[Move]) -> list[Move]:
         """Lets blocks that are evicted or loaded from now on add their moves, after which theirs so far are made."""

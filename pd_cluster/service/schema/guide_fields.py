@@ -47,9 +47,17 @@ class GuideFields(Protocol):
     structured_outputs: dict[str, Any] | None
     response_format: dict[str, Any] | None
 
+    @property
+    def model_fields_set(self) -> set[str]: ...
+
+
+_NAMES = frozenset(GuideFields.__annotations__)
+
 
 def guide_of(request: GuideFields) -> Asked | None:
     """Returns the guide of the output, and the field that asks for it. Raises RequestError."""
+    if _NAMES.isdisjoint(request.model_fields_set):
+        return None
     backend = request.guided_decoding_backend
     if backend is not None and backend not in GUIDED_BACKENDS:
         raise RequestError(

@@ -20,9 +20,13 @@ MOST_CHANGED = 1024  # items of a list
 
 def with_numbers(data: dict[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
     """Returns the data with numbers in place of their other forms, in fields that take numbers."""
-    given = {name: wanted for name, wanted in number_fields(kind).items() if name in data}
-    found = {name: _number(data[name], wanted) for name, wanted in given.items()}
-    changed = {name: value for name, value in found.items() if value is not data[name]}
+    fields, changed = number_fields(kind), {}
+    for name, value in data.items():
+        wanted = fields.get(name)
+        if wanted is not None and type(value) is not wanted:  # a number of the right type stays as it is
+            number = _number(value, wanted)
+            if number is not value:
+                changed[name] = number
     return data | changed if changed else data
 
 

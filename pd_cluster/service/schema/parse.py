@@ -39,25 +39,38 @@ _NEUTRAL = {  # of fields that beam search, which draws nothing, refuses otherwi
 _logged_fields: set[str] = set()
 HANDLE = "kv_transfer_params"  # refused by routes that do not honour it
 
+_NOT_YET_BUT_HANDLES = {name: neutral for name, neutral in NOT_YET.items() if name != HANDLE}
+
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
-def parse(body: bytes, kind: type[RequestT], has_own_names: bool = False, takes_handles: bool = False) -> RequestT:
+def parse(
+    body: bytes,
+    kind: type[RequestT],
+    has_own_names: bool = False,
+    takes_handles: bool = False,
+    vocab_size: int | None = None,
+) -> RequestT:
     """Parses a body. Raises RequestError that names the field, for anything that is not a valid request.
 
     `has_own_names`: its fields are another API's, so that the names of this one mean nothing in it. `takes_handles`:
-    the route honours kv_transfer_params.
+    the route honours kv_transfer_params. `vocab_size`: ids outside are then refused beside all that are none.
     """
-    return checked(decoded(body), kind, has_own_names, takes_handles)
+    return checked(decoded(body), kind, has_own_names, takes_handles, vocab_size)
 
 
-def checked(data: Any, kind: type[RequestT], has_own_names: bool = False, takes_handles: bool = False) -> RequestT:
+def checked(
+    data: Any,
+    kind: type[RequestT],
+    has_own_names: bool = False,
+    takes_handles: bool = False,
+    vocab_size: int | None = None,
+) -> RequestT:
     """Validates a decoded body."""
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
     if not has_own_names:
-        refused = {name: neutral for name, neutral in NOT_YET.items() if name != HANDLE or not takes_handles}
-        _refuse(data, refused, "is not supported yet by this server")
+        _refuse(data, _NOT_YET_BUT_HANDLES if takes_handles else NOT_YET, "is not supported yet by this server")
         if not issubclass(kind, ChatFields):
             others = {name: neutral for name, neutral in CHAT_ONLY.items() if name not in kind.model_fields}
             _refuse(data, others, "is for chats; use /v1/chat/completions")
@@ -71,22 +84,23 @@ def checked(data: Any, kind: type[RequestT], has_own_names: bool = False, takes_
         shown = f"{reprlib.repr(value)}: " if value is None or isinstance(value, bool | int | float | str) else ""
         raise RequestError(f"{'.'.join(place)}: {shown}{first['msg']}", param=place[0] if place else None) from None
     if isinstance(request, GenerationRequest):
-        _check_together(request)
+        _check_together(request, vocab_size)
     _log_unknown(request)
     return request
 
 
 def _refuse(data: dict[str, Any], names: dict[str, tuple[Any, ...]], why: str) -> None:
     """Raises RequestError for one of these parameters that asks for something."""
-    for name, neutral in names.items():
+    for name, neutral in names.items() if not names.keys().isdisjoint(data) else ():
         value = data.get(name)
         if value is not None and not any(value == n and type(value) in _kin(n) for n in neutral):
             raise RequestError(f"{name}: {reprlib.repr(value)} {why}", param=name)
 
 
-def _check_together(request: GenerationRequest) -> None:
+def _check_together(request: GenerationRequest, vocab_size: int | None) -> None:
     """Raises RequestError for fields that conflict with each other."""
-    _ = request.stops, request.biases, request.asked
+    request.check_biases(vocab_size)
+    _ = request.stops, request.asked
     n, best_of = request.num_choices, request.num_sequences
     if best_of < n:
         raise RequestError(f"best_of: {best_of} is less than n, {n}; give at least n, or leave it out", param="best_of")

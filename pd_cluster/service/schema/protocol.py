@@ -8,7 +8,7 @@ means "as if not given". Unknown fields are accepted and logged once. Checks tha
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -84,6 +84,17 @@ BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_NUM_CHARS)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 NumLogprobs = Annotated[int, Field(ge=ALL_LOGPROBS, le=INT32_MAX)]
+
+
+def named(values: Sequence[str]) -> str:
+    """Names the first of them, and counts the others."""
+    more = f" and {len(values) - MOST_NAMED} more" if len(values) > MOST_NAMED else ""
+    return f"{', '.join(values[:MOST_NAMED])}{more}"
+
+
+def outside_of_vocabulary(ids: Sequence[str], vocab_size: int) -> str:
+    what = "is" if len(ids) == 1 else "are"
+    return f"{named(ids)} {what} not in the vocabulary; ids are 0 to {vocab_size - 1}"
 
 
 class StreamOptions(BaseModel):
@@ -257,19 +268,27 @@ class GenerationRequest(BaseModel):
     @cached_property
     def biases(self) -> dict[int, float]:
         """Returns token id -> bias. Raises RequestError for keys that are not ids."""
-        wrong = [
-            reprlib.repr(key)
-            for key in self.logit_bias or {}
-            if not (key.isascii() and key.isdecimal() and len(key) < 11 and (key == "0" or key[0] != "0"))
-        ]
+        if not self.logit_bias:
+            return {}
+        self.check_biases()
+        return {int(key): bias for key, bias in self.logit_bias.items()}
+
+    def check_biases(self, vocab_size: int | None = None) -> None:
+        """Raises RequestError that names all keys that are no ids, and those outside of the vocabulary."""
+        wrong, outside = [], []
+        for key in self.logit_bias or {}:
+            if not (key.isascii() and key.isdecimal() and len(key) < 11 and (key == "0" or key[0] != "0")):
+                wrong.append(reprlib.repr(key))
+            elif vocab_size is not None and int(key) >= vocab_size:
+                outside.append(key)
+        faults = []
         if wrong:
-            more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
             what = "is not a token id" if len(wrong) == 1 else "are no token ids"
-            raise RequestError(
-                f'logit_bias: {", ".join(wrong[:MOST_NAMED])}{more} {what}; keys are ids, as in {{"5": -100}}',
-                param="logit_bias",
-            )
-        return {int(key): bias for key, bias in (self.logit_bias or {}).items()}
+            faults.append(f'{named(wrong)} {what}; keys are ids, as in {{"5": -100}}')
+        if outside:
+            faults.append(outside_of_vocabulary(outside, vocab_size or 0))
+        if faults:
+            raise RequestError(f"logit_bias: {'; '.join(faults)}", param="logit_bias")
 
     @property
     def include_usage(self) -> bool:

@@ -1,0 +1,59 @@
+"""Opens a rank's stores below host memory, and makes rank 0's picture of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pd_cluster import wire
+from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.tiers import EngineTiers, Orders
+from pd_cluster.kv.host_tier import HostTier
+from pd_cluster.kv.lower_tier import LowerTier
+from pd_cluster.kv.open_stores import open_disk, open_shared, read_secrets, seal_of
+from pd_cluster.kv.tier_orders import LowerKind, TierContents, TierDone
+from pd_cluster.kv.tier_thread import TierThread
+from pd_cluster.model.runner import ModelRunner
+from pd_cluster.settings.config import WorkerConfig
+
+GIB = 1 << 30
+
+
+def open_tiers(
+    config: WorkerConfig, runner: ModelRunner, report: Callable[[TierDone | TierContents], None]
+) -> list[TierContents]:
+    """Opens the stores that the settings name, each with a thread of its own; returns what they have.
+
+    `report` is called on those threads. Raises ConfigError.
+    """
+    if not runner.swap.num_kept or not (config.kv_disk_cache or config.kv_shared_cache):
+        return []
+    rank, contents = config.ranks.rank, []
+    own = [config.credentials.secret]
+    secrets = read_secrets(config.kv_cache_key_file) if config.kv_cache_key_file else own
+    seal = seal_of(secrets, runner.pool.layout)
+    if config.kv_disk_cache:
+        disk = open_disk(config, config.name, seal, rank)
+        contents.append(TierContents("disk", rank, b"".join(disk.read_index())))
+        runner.tiers["disk"] = TierThread("disk", rank, disk, runner.swap.bytes_of, report)
+    if config.kv_shared_cache:
+        shared = open_shared(config, seal)
+        runner.tiers["shared"] = TierThread("shared", rank, shared, runner.swap.bytes_of, report)
+    return contents
+
+
+def tiers_of(
+    config: WorkerConfig,
+    scheduler: StepScheduler,
+    host: HostTier,
+    runner: ModelRunner,
+    orders: Orders,
+    begin: Callable[[str, wire.Submit, str], None],
+) -> EngineTiers:
+    """Returns rank 0's picture of the stores that `open_tiers` has opened on every rank."""
+    nbytes = config.kv_disk_cache_size_gib * GIB / max(1, config.engine.num_local_ranks)
+    capacity: dict[LowerKind, int] = {"disk": max(1, int(nbytes) // runner.pool.layout.block_nbytes), "shared": 0}
+    size, num_ranks = scheduler.block_size, config.ranks.size
+    lower = {kind: LowerTier(kind, host, capacity[kind], num_ranks, size, time.monotonic) for kind in runner.tiers}
+    host.lower = list(lower.values())
+    return EngineTiers(scheduler, lower, orders, begin, time.monotonic)

@@ -1,0 +1,275 @@
+"""A tier below host memory, as rank 0 keeps it: what is there, what is on its way, and what each rank is to do.
+
+The table is in docs/protocol.md. Integers, hashes and an injected clock: it moves no bytes and opens no files. A
+content is there once every rank has its share of it; one rank that lacks its share makes it a miss for all.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pd_cluster.kv.host_tier import HostTier, LoadCost, TierCounts
+from pd_cluster.kv.tier_orders import AnyOrder, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
+from pd_cluster.types import Tier
+
+FETCH_BLOCKS = 16  # in one job: the first are of use before the last are here
+KEPT_S = 30.0  # for which fetched blocks wait in host memory for their request
+
+
+@dataclass(slots=True)
+class _TierJob:
+    order: Write | Fetch | Look
+    since_s: float
+    num_missing: int  # ranks that have not reported
+    generation: int
+    num: int = 1 << 30  # the least that a rank has reported
+
+
+class LowerTier:
+    """`capacity`: the most blocks that it has; the least recently used ones are discarded. 0: it discards by itself,
+    others write to it too, and what is there must be asked (`look`).
+    """
+
+    def __init__(
+        self,
+        kind: LowerKind,
+        host: HostTier,
+        capacity: int,
+        num_ranks: int,
+        block_size: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.kind = kind
+        self.cost = LoadCost(block_size)
+        self.counts = TierCounts()
+        self._host, self._capacity, self._num_ranks, self._clock = host, capacity, num_ranks, clock
+        self._index: OrderedDict[bytes, None] = OrderedDict()  # what is there; least recently used first
+        self._backlog: OrderedDict[bytes, None] = OrderedDict()  # in host memory, and to be written
+        self._writing: dict[bytes, int] = {}  # content -> job
+        self._fetching: dict[bytes, int] = {}
+        self._jobs: dict[int, _TierJob] = {}
+        self._kept: dict[bytes, float] = {}  # fetched -> when host memory need not keep it any more
+        self._orders: list[AnyOrder] = []
+        self._changed: set[bytes] = set()
+        self._waits_for: set[int] | None = set(range(num_ranks)) if capacity else None  # ranks' contents at the start
+        self._next_job = self._generation = 0
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __contains__(self, content: bytes) -> bool:
+        return content in self._index
+
+    @property
+    def num_jobs(self) -> int:
+        """Counts what the ranks have been ordered and not all of them have reported."""
+        return len(self._jobs)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether only the store knows what it has."""
+        return not self._capacity
+
+    @property
+    def places(self) -> dict[bytes, Tier]:
+        """Returns what schedulers hear of: not what every instance can get."""
+        return dict.fromkeys(self._index, "disk") if self.kind == "disk" else {}
+
+    def place(self, content: bytes) -> Tier | None:
+        return "disk" if self.kind == "disk" and content in self._index else None
+
+    def changes(self) -> set[bytes]:
+        changed, self._changed = self._changed, set()
+        return changed if self.kind == "disk" else set()
+
+    def take_orders(self) -> list[AnyOrder]:
+        """Returns what the ranks are to do, after all moves so far."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    # ---- what is there at the start
+
+    def opened(self, rank: int, contents: Sequence[bytes]) -> None:
+        """Takes a rank's contents, the least recently used first; once all are here, those of all ranks count."""
+        if self._waits_for is None:
+            return
+        if len(self._waits_for) == self._num_ranks:
+            self._index = OrderedDict.fromkeys(contents)
+        else:
+            here = set(contents)
+            lost = [each for each in self._index if each not in here] + [e for e in contents if e not in self._index]
+            for each in lost:
+                self._index.pop(each, None)
+            self._discard(lost)
+        self._waits_for.discard(rank)
+        if not self._waits_for:
+            self._waits_for = None
+            self._changed.update(self._index)
+            self._make_room(0)
+
+    @property
+    def is_open(self) -> bool:
+        return self._waits_for is None
+
+    # ---- blocks go down
+
+    def entered(self, content: bytes) -> None:
+        """A block has entered host memory: it is written here too, unless it is here already."""
+        if content in self._index:
+            self._index.move_to_end(content)
+        elif content not in self._writing:
+            self._backlog[content] = None
+            self._backlog.move_to_end(content)
+            self._write_some()
+
+    def has_or_gets(self, content: bytes) -> bool:
+        return content in self._index or content in self._writing or content in self._backlog
+
+    def _write_some(self) -> None:
+        """Writes as many as may keep their slots; of the rest, the oldest are dropped."""
+        most = max(1, self._host.num_slots // 2)
+        while self._backlog and self.is_open and len(self._writing) < most:
+            content, _ = self._backlog.popitem(last=False)
+            if content not in self._host:
+                self.counts.num_dropped += 1
+                continue
+            self._make_room(1)
+            order = Write(self._next_job, content, self._host.begin_read(content))
+            self._writing[content] = self._begin(order)
+        while len(self._backlog) > self._host.num_slots:
+            self._backlog.popitem(last=False)
+            self.counts.num_dropped += 1
+
+    def _make_room(self, num_blocks: int) -> None:
+        if not self._capacity:
+            while len(self._index) > 1 << 20:  # what this instance has written there
+                self._index.popitem(last=False)
+            return
+        num_over = len(self._index) + len(self._writing) + num_blocks - self._capacity
+        gone = [self._index.popitem(last=False)[0] for _ in range(min(num_over, len(self._index)))]
+        self._changed.update(gone)
+        self._discard(gone)
+
+    def _discard(self, contents: Sequence[bytes]) -> None:
+        if contents:
+            self._orders.append(Discard(list(contents)))
+
+    # ---- blocks come up
+
+    def fetch(self, contents: Sequence[bytes]) -> set[int]:
+        """Has blocks brought to host memory, as far as it has room; returns the jobs to wait for."""
+        jobs = {self._fetching[each] for each in contents if each in self._fetching}
+        wanted = [each for each in contents if each not in self._fetching and each not in self._host]
+        slots = self._host.reserve(len(wanted))
+        for start in range(0, len(slots), FETCH_BLOCKS):
+            some = wanted[start : start + FETCH_BLOCKS][: len(slots) - start]
+            into = slots[start : start + len(some)]
+            job = self._begin(Fetch(self._next_job, some, into))
+            self._fetching.update(dict.fromkeys(some, job))
+            jobs.add(job)
+            for each in some:
+                if each in self._index:
+                    self._index.move_to_end(each)
+        return jobs
+
+    def look(self, contents: Sequence[bytes]) -> int:
+        """Asks how many contents at the beginning are there; returns the job."""
+        return self._begin(Look(self._next_job, list(contents)))
+
+    # ---- reports
+
+    def done(self, report: TierDone) -> tuple[list[bytes], bool]:
+        """Takes a rank's report. Returns the contents that a look has found, and whether the job is over."""
+        self.counts.num_bad[report.rank] = max(report.num_bad, self.counts.num_bad.get(report.rank, 0))
+        job = self._jobs.get(report.job)
+        if job is None:
+            return [], False
+        job.num = min(job.num, report.num)
+        job.num_missing -= 1
+        if job.num_missing:
+            return [], False
+        del self._jobs[report.job]
+        found: list[bytes] = []
+        match job.order:
+            case Write():
+                self._written(job, job.order)
+            case Fetch():
+                self._fetched(job, job.order)
+            case Look(contents=contents):
+                found = contents[: job.num]
+        return found, True
+
+    def _written(self, job: _TierJob, order: Write) -> None:
+        self._host.end_read(order.slot)
+        if self._writing.get(order.content) == order.job:
+            del self._writing[order.content]
+        if job.num == 1 and job.generation == self._generation:
+            self._index[order.content] = None
+            self._changed.add(order.content)
+            self.counts.num_written += 1
+            self._make_room(0)
+        else:
+            self.counts.num_failed += job.num != 1
+            if self._capacity:  # on the other ranks
+                self._discard([order.content])
+        self._write_some()
+
+    def _fetched(self, job: _TierJob, order: Fetch) -> None:
+        now_s = self._clock()
+        for at, (content, slot) in enumerate(zip(order.contents, order.slots, strict=True)):
+            if self._fetching.get(content) == order.job:
+                del self._fetching[content]
+            if at < job.num and job.generation == self._generation:
+                self._host.filled(content, slot)
+                self._kept[content] = now_s + KEPT_S
+            else:
+                self._host.not_filled(slot)
+        num = min(job.num, len(order.contents))
+        if num:
+            self.counts.num_fetched += num
+            self.cost.loaded(num, now_s - job.since_s)
+        if num < len(order.contents):
+            self.counts.num_failed += 1
+            self._lose(order.contents[num])
+
+    def _lose(self, content: bytes) -> None:
+        """Forgets a content that a rank could not read."""
+        if content in self._index:
+            del self._index[content]
+            self._changed.add(content)
+            if self._capacity:
+                self._discard([content])
+
+    def tick(self) -> None:
+        """Lets host memory drop what was fetched for a request that did not take it in time."""
+        now_s = self._clock()
+        for content in [each for each, until_s in self._kept.items() if until_s < now_s]:
+            del self._kept[content]
+            self._host.let_go(content)
+
+    # ---- the end of contents
+
+    def host_forgot(self) -> None:
+        """Host memory has forgotten every content: what was on its way down or up is of no use any more."""
+        self._backlog.clear()
+        self._kept.clear()
+        self._writing.clear()
+        self._fetching.clear()
+        self._generation += 1
+
+    def clear(self) -> None:
+        """Forgets every content, and has the instance's own store emptied."""
+        self._changed.update(self._index)
+        self._index.clear()
+        self._generation += 1
+        if self._capacity:
+            self._orders.append(Clear())
+
+    def _begin(self, order: Write | Fetch | Look) -> int:
+        """Orders a job, whose number is the next one; returns it."""
+        self._next_job += 1
+        self._jobs[order.job] = _TierJob(order, self._clock(), self._num_ranks, self._generation)
+        self._orders.append(order)
+        return order.job

@@ -1,0 +1,81 @@
+"""Opens the stores below host memory that a worker's settings name. Imports their libraries when they are asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pd_cluster.errors import ConfigError
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.settings.processes import HandoverSettings
+
+if TYPE_CHECKING:
+    from pd_cluster.kv.disk_store import DiskStore
+    from pd_cluster.kv.seal import Seal
+    from pd_cluster.kv.shared_store import SharedStore
+
+LEAST_SECRET_LENGTH = 32
+
+
+def check_tiers(settings: HandoverSettings, host_cache_gib: float) -> None:
+    """Checks what can be checked before the model is loaded. Raises ConfigError."""
+    asked = {"--kv-disk-cache": settings.kv_disk_cache, "--kv-shared-cache": settings.kv_shared_cache}
+    for flag in (flag for flag, value in asked.items() if value):
+        if not host_cache_gib:
+            raise ConfigError(f"{flag}: blocks go through host memory; give --kv-host-cache GIB, too")
+        extra, modules = ("disk-cache", ["cryptography"])
+        if flag == "--kv-shared-cache":
+            extra, modules = "shared-cache", ["cryptography", "redis"]
+        missing = [name for name in modules if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ConfigError(f"{flag}: {missing[0]} is not installed; pip install 'pd-cluster[{extra}]'")
+    url = settings.kv_shared_cache
+    if url and not url.startswith(("redis://", "rediss://", "unix://")):
+        kinds = "redis://, rediss:// or unix://"
+        raise ConfigError(f"--kv-shared-cache: expected {kinds}; other stores, such as S3, are not supported")
+    if settings.kv_cache_key_file:
+        read_secrets(settings.kv_cache_key_file)
+
+
+def read_secrets(file: str) -> list[bytes]:
+    """Returns the lines of a file of secrets: the first seals, the others only open. Raises ConfigError."""
+    try:
+        mode = os.stat(file).st_mode
+        lines = Path(file).read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--kv-cache-key-file {file}: {error.strerror}") from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(f"--kv-cache-key-file {file}: others may read it; chmod 600")
+    secrets = [line.strip() for line in lines if line.strip()]
+    if not secrets or min(map(len, secrets)) < LEAST_SECRET_LENGTH:
+        raise ConfigError(
+            f"--kv-cache-key-file {file}: expected secrets of {LEAST_SECRET_LENGTH} characters or more, one a line, as "
+            "`openssl rand -hex 32` makes them"
+        )
+    return secrets
+
+
+def seal_of(secrets: Sequence[bytes], layout: KVLayout) -> Seal:
+    from pd_cluster.kv.seal import Seal
+
+    scope = hashlib.sha256(msgspec.json.encode(layout.to_info(), order="deterministic")).digest()
+    return Seal(secrets, scope, layout.block_nbytes)
+
+
+def open_disk(settings: HandoverSettings, name: str, seal: Seal, rank: int) -> DiskStore:
+    from pd_cluster.kv.disk_store import DiskStore
+
+    return DiskStore(Path(settings.kv_disk_cache).absolute(), f"{name}/rank-{rank}", seal)
+
+
+def open_shared(settings: HandoverSettings, seal: Seal) -> SharedStore:
+    from pd_cluster.kv.shared_store import SharedStore
+
+    return SharedStore(settings.kv_shared_cache, seal)

@@ -1,0 +1,140 @@
+"""Sealed blocks in a store of several hosts that speaks the Redis protocol (Valkey, Redis), through its client library.
+
+The store is not trusted, and need not answer: each call has a deadline, and after some failures in a row none is made
+for a while. It drops blocks by a rule of its own (`maxmemory-policy allkeys-lru`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import redis
+
+from pd_cluster.errors import ConfigError
+from pd_cluster.kv.seal import Seal
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+PREFIX = "pd-cluster:kv:"
+CALL_TIMEOUT_S = 0.5  # connecting, and each answer
+FAILURES = 3  # in a row that open the breaker
+FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
+GET_BLOCKS = 4  # in one call, whose answer is in memory at once
+
+
+class Breaker:
+    """Opens after FAILURES in a row, for a time that doubles while every single try after it fails."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._num_failures = 0
+        self._pause_s = FIRST_PAUSE_S
+        self._until_s = float("-inf")
+
+    @property
+    def is_open(self) -> bool:
+        return self._clock() < self._until_s
+
+    def succeeded(self) -> None:
+        self._num_failures, self._pause_s = 0, FIRST_PAUSE_S
+
+    def failed(self) -> bool:
+        """Returns whether it has opened."""
+        self._num_failures += 1
+        if self._num_failures < FAILURES:
+            return False
+        self._until_s = self._clock() + self._pause_s
+        self._pause_s = min(MOST_PAUSE_S, 2 * self._pause_s)
+        return True
+
+
+class SharedStore:
+    """One rank's share of what all instances of one layout share. `num_bad`: values that were not what was written."""
+
+    def __init__(self, url: str, seal: Seal, breaker: Breaker | None = None) -> None:
+        """Connects when it is first used. Raises ConfigError for an address that is none."""
+        self._seal = seal
+        self._breaker = breaker or Breaker()
+        self.num_bad = 0
+        waits = {"socket_timeout": CALL_TIMEOUT_S, "socket_connect_timeout": CALL_TIMEOUT_S}
+        try:
+            self._client = redis.Redis.from_url(url, **waits, retry=None, single_connection_client=False)
+        except ValueError as error:
+            raise ConfigError(f"--kv-shared-cache: {error}") from None
+
+    def put(self, content: bytes, block: memoryview) -> bool:
+        key = self._keys(content)[0]
+        if self._try(lambda: self._client.exists(key), 0):
+            return True
+        if self._breaker.is_open:
+            return False
+        sealed = bytes(self._seal.seal(content, block))
+        return bool(self._try(lambda: self._client.set(key, sealed), False))
+
+    def num_leading(self, contents: list[bytes]) -> int:
+        """Returns how many contents at the beginning are there, under any secret; 0 if it does not answer."""
+        names = [self._keys(content) for content in contents]
+
+        def ask() -> list[int]:
+            with self._client.pipeline(transaction=False) as pipeline:
+                for keys in names:
+                    pipeline.exists(*keys)
+                return [int(each) for each in pipeline.execute()]
+
+        none: list[int] = []
+        found = self._try(ask, none)
+        return next((at for at, count in enumerate(found) if not count), len(found))
+
+    def get_leading(self, contents: list[bytes], into: list[memoryview]) -> int:
+        """Reads blocks in order, up to the first that cannot be had; returns how many."""
+        for start in range(0, len(contents), GET_BLOCKS):
+            some = contents[start : start + GET_BLOCKS]
+            keys = [self._keys(content) for content in some]
+            none: list[bytes | None] = []
+            values = self._try(partial(self._client.mget, [key for own in keys for key in own]), none)
+            if not values:
+                return start
+            for at, content in enumerate(some):
+                own = values[at * len(keys[at]) : (at + 1) * len(keys[at])]
+                if not self._open(content, keys[at], own, into[start + at]):
+                    return start + at
+        return len(contents)
+
+    def _open(self, content: bytes, keys: Sequence[str], values: Sequence[bytes | None], into: memoryview) -> bool:
+        for name, key, value in zip(self._seal.names(content), keys, values, strict=True):
+            if value is None:
+                continue
+            if self._seal.open(content, name, value, into):
+                return True
+            self.num_bad += 1
+            log.warning("a block in the shared store is not what was written there; it is removed")
+            self._try(partial(self._client.delete, key), 0)
+        return False
+
+    def discard(self, contents: list[bytes]) -> None:
+        keys = [key for content in contents for key in self._keys(content)]
+        self._try(lambda: self._client.delete(*keys), 0)
+
+    def clear(self) -> None:
+        """Does nothing: others use the store, too."""
+
+    def _keys(self, content: bytes) -> list[str]:
+        return [PREFIX + name for name in self._seal.names(content)]
+
+    def _try(self, call: Callable[[], Any], otherwise: T) -> T:
+        """Returns the call's answer, or `otherwise` where there is none in time."""
+        if self._breaker.is_open:
+            return otherwise
+        try:
+            answer: T = call()
+        except (redis.RedisError, OSError) as error:
+            if self._breaker.failed():
+                log.warning("the shared store does not answer, and is left alone for a while: %s", type(error).__name__)
+            return otherwise
+        self._breaker.succeeded()
+        return answer

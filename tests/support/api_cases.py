@@ -1,0 +1,44 @@
+"""Cases that Schemathesis makes of an operation; what is true of a cluster after any number of bad requests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+
+from tests.support.cluster import LiveCluster
+
+
+def each_case(operation: Any, mode: GenerationMode, num_cases: int, use: Callable[[Case, random.Random], None]) -> None:
+    """Makes so many cases, the same in each run, and hands over each with a source of further choices."""
+
+    @seed(num_cases)
+    @settings(
+        max_examples=num_cases,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode), choose=st.randoms(use_true_random=False))
+    def make(case: Case, choose: random.Random) -> None:
+        use(case, choose)
+
+    make()
+
+
+@contextmanager
+def nothing_left(cluster: LiveCluster) -> Iterator[None]:
+    """Afterwards every block is home, every process still lives, and no log has a traceback."""
+    epochs = [instance["epoch"] for instance in cluster.instances()]
+    yield
+    cluster.assert_home()
+    assert [instance["epoch"] for instance in cluster.instances()] == epochs
+    for name in cluster.processes:
+        log = cluster.log_file(name).read_text(errors="replace")
+        assert "Traceback" not in log, log[-3000:]

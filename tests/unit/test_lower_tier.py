@@ -1,0 +1,189 @@
+"""Tiers below host memory by their tables: several ranks that answer in any order, fail, and forget; no real stores."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+
+import pytest
+
+from pd_cluster.errors import ConfigError
+from pd_cluster.kv.host_tier import HostTier, LoadCost
+from pd_cluster.kv.lower_tier import LowerTier
+from pd_cluster.kv.open_stores import check_tiers, read_secrets
+from pd_cluster.kv.tier_orders import AnyOrder, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
+from pd_cluster.lab.router.tier_trace import MODES, TierTrace, replay
+from pd_cluster.settings.processes import HandoverSettings
+
+
+class Ranks:
+    """Ranks with a queue of orders each. `slots`: the content of every slot as moves and reads leave it."""
+
+    def __init__(self, seed: int, kind: LowerKind, num_ranks: int, num_slots: int, capacity: int) -> None:
+        self.rng, self.now_s = random.Random(seed), 0.0
+        self.host = HostTier(num_slots, 0, LoadCost(1))
+        self.tier = LowerTier(kind, self.host, capacity, num_ranks, 1, lambda: self.now_s)
+        self.host.lower = [self.tier]
+        self.queues: list[list[AnyOrder]] = [[] for _ in range(num_ranks)]
+        self.files: list[set[bytes]] = [set() for _ in range(num_ranks)]
+        self.slots: list[dict[int, bytes]] = [{} for _ in range(num_ranks)]
+        self.seen: Counter[str] = Counter()
+        for rank in range(num_ranks):
+            self.tier.opened(rank, [])
+
+    def store(self, content: bytes) -> None:
+        """Host memory takes an evicted block, as a step does."""
+        moves: list[tuple[str, int, int]] = []
+        self.host.begin(lambda *move: moves.append(move))
+        self.host.store(0, content)
+        for _, _, slot in moves:
+            for slots in self.slots:
+                slots[slot] = content
+        self.flush()
+
+    def flush(self) -> None:
+        for order in self.tier.take_orders():
+            for queue in self.queues:
+                queue.append(order)
+
+    def work(self, rank: int) -> None:
+        """One rank carries out an order: mostly the first, since reads may overtake."""
+        order = self.queues[rank].pop(0)
+        files, slots, num = self.files[rank], self.slots[rank], 0
+        fails = self.rng.random() < 0.1
+        match order:
+            case Write(content=content, slot=slot):
+                assert slots[slot] == content, "a slot was given away while it was read"
+                if not fails:
+                    files.add(content)
+                    num = 1
+            case Fetch(contents=contents, slots=into):
+                for content, slot in zip(contents, into, strict=True):
+                    if content not in files or fails:
+                        break
+                    slots[slot] = content
+                    num += 1
+            case Look(contents=contents):
+                num = next((at for at, each in enumerate(contents) if each not in files), len(contents))
+            case Discard(contents=contents):
+                files.difference_update(contents)
+                return
+            case Clear():
+                files.clear()
+                return
+        self.seen[f"{type(order).__name__} {'fails' if fails else 'works'}"] += 1
+        found, _ = self.tier.done(TierDone(self.tier.kind, order.job, rank, num))
+        if found:
+            self.tier.fetch(found)
+        self.flush()
+
+    def check(self) -> None:
+        self.host.check()
+        for content in self.host.contents:
+            if content in self.host:
+                for rank, slots in enumerate(self.slots):
+                    assert slots[self.host.slot_of(content)] == content, f"rank {rank} has another block there"
+
+
+@pytest.mark.parametrize("kind", ["disk", "shared"])
+def test_ranks_in_any_order_never_show_a_wrong_block(kind: LowerKind) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(60):
+        rng = random.Random(seed)
+        world = Ranks(seed, kind, rng.choice([1, 2, 3]), rng.choice([2, 5, 12]), rng.choice([3, 8]) * (kind == "disk"))
+        contents = [bytes([each]) * 32 for each in range(20)]
+        for _ in range(200):
+            world.now_s += rng.random()
+            act = rng.random()
+            if act < 0.25:
+                world.store(rng.choice(contents))
+            elif act < 0.4:
+                start = rng.randrange(20)
+                some = contents[start : start + rng.randint(1, 20)]
+                if kind == "disk":
+                    here = [each for each in some if each in world.tier and each not in world.host]
+                    world.tier.fetch(here)
+                else:
+                    world.tier.look([each for each in some if each not in world.host])
+                world.flush()
+            elif act < 0.42:
+                world.host.forget()
+                if rng.random() < 0.5:
+                    world.tier.clear()
+                world.flush()
+            elif act < 0.5:
+                world.host.begin(None)
+                world.host.pin(world.host.find(contents[rng.randrange(20) :]))
+                world.tier.tick()
+            elif busy := [rank for rank, queue in enumerate(world.queues) if queue]:
+                world.work(rng.choice(busy))
+            world.check()
+        while busy := [rank for rank, queue in enumerate(world.queues) if queue]:
+            world.work(rng.choice(busy))
+        assert world.tier.num_jobs == 0, "a job never ends"
+        world.check()
+        world.now_s += 100.0
+        world.tier.tick()
+        assert not world.host._kept
+        assert not world.host._filling
+        if kind == "disk":
+            assert len(world.tier) <= 8
+        seen += world.seen
+    assert min(seen[f"{kind_of} {how}"] for kind_of in ("Write", "Fetch") for how in ("works", "fails")) > 10, seen
+
+
+def test_a_content_counts_where_every_rank_has_it() -> None:
+    """At the start: ranks whose folders differ agree on what all have, and the rest is discarded everywhere."""
+    host = HostTier(4, 0, LoadCost(1))
+    tier = LowerTier("disk", host, 10, 3, 1, lambda: 0.0)
+    a, b, c, d = (bytes([each]) * 32 for each in range(4))
+    tier.opened(1, [d, a, b, c])
+    tier.opened(0, [a, c, b])
+    assert not tier.is_open
+    tier.opened(2, [b, a])
+    assert tier.is_open
+    assert list(tier.places) == [a, b]
+    gone = [each for order in tier.take_orders() if isinstance(order, Discard) for each in order.contents]
+    assert sorted(gone) == [c, d]
+
+
+def test_writing_is_bounded_and_drops_the_oldest() -> None:
+    world = Ranks(1, "disk", 1, 4, 100)
+    for each in range(30):
+        world.store(bytes([each]) * 32)
+    writes = [order for order in world.queues[0] if isinstance(order, Write)]
+    assert len(writes) == 2, "half of the slots"
+    assert world.tier.counts.num_dropped > 0
+
+
+def test_settings_that_cannot_work_are_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match="--kv-disk-cache: blocks go through host memory; give --kv-host-cache"):
+        check_tiers(HandoverSettings(kv_disk_cache="/tmp/x"), 0.0)
+    with pytest.raises(ConfigError, match=r"--kv-shared-cache: expected redis://.*other stores, such as S3"):
+        check_tiers(HandoverSettings(kv_shared_cache="s3://bucket"), 1.0)
+    file = tmp_path / "key"
+    file.write_text("short\n")
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match="expected secrets of 32 characters or more"):
+        read_secrets(str(file))
+    file.write_text(f"{'n' * 32}\n{'o' * 40}\n")
+    assert read_secrets(str(file)) == [b"n" * 32, b"o" * 40]
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="others may read it"):
+        read_secrets(str(file))
+
+
+def test_a_replayed_trace_finds_more_with_each_tier() -> None:
+    rng, requests = random.Random(1), []
+    talks: dict[int, list[int]] = defaultdict(list)
+    ids = iter(range(1, 1 << 30))
+    for at in range(150):
+        talk = talks[rng.randrange(20)]
+        talk += [next(ids) for _ in range(rng.randint(1, 4))]
+        requests.append((at * 1.0, [0, *talk]))
+    bench = TierTrace("", 2, device_tokens=100 * 512, host_tokens=200 * 512, tier_tokens=4000 * 512)
+    shares = [replay(bench, mode, requests)[0] for mode in MODES]
+    robin, device, host, disk, shared = shares
+    assert robin < device < host < disk, shares
+    assert shared > host
+    assert disk > 0.6

@@ -116,6 +116,18 @@ def weights_digest(file: Path, is_plain: Callable[[str], bool]) -> bytes:
     return digest.digest()
 
 
+def whole_digest(folder: Path) -> str:
+    """Digests every byte of the model's weight files, in hex: for what outlives them. Raises ModelError."""
+    digest = hashlib.sha256()
+    for file in sorted({*folder.glob("*.safetensors"), *weight_files(folder)}):
+        try:
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        except OSError as error:
+            raise ModelError(f"{file}: cannot be read: {error.strerror}; copy or download it again") from error
+    return digest.hexdigest()
+
+
 def stored_dtypes(file: Path) -> dict[str, str]:
     """Maps the names of a file's tensors to their dtypes, as safetensors calls them. Raises ModelError."""
     return _read_header(file)[2]

@@ -39,6 +39,7 @@ class Legs:
         self.handover = hands_over(self)
         self.patience = Patience(core.scheduler, self.handover.imports, clock)
         self.landing_wait = LandingWait(self.handover.imports, clock)
+        self.num_held: Callable[[], int] = lambda: 0  # legs that wait for their blocks, and come here afterwards
 
     @property
     def are_over(self) -> bool:
@@ -75,7 +76,7 @@ class Legs:
         elsewhere = closed or self._limits.lacks(request)
         if is_fault := problem is None and elsewhere is not None:
             problem = elsewhere
-        if is_full := problem is None and submit.may_be_full and self._is_full:
+        if is_full := problem is None and self.turns_away(submit):
             problem, is_fault = f"as many requests wait here as it computes at once ({self._most_waiting})", True
         self._notes.submitted(request, problem)
         if problem is not None:
@@ -92,6 +93,10 @@ class Legs:
             else:
                 self._core.scheduler.add(each)
 
+    def turns_away(self, submit: wire.Submit) -> bool:
+        """Whether a leg would only hear that too many wait here."""
+        return submit.may_be_full and self._is_full
+
     @property
     def _most_waiting(self) -> int:
         return max(LEAST_WAITING, self._core.scheduler.max_num_seqs)
@@ -101,7 +106,7 @@ class Legs:
         """Whether as many legs wait here as a step may have, without those that wait for another instance."""
         imports = self.handover.imports
         num_waiting = len(self._core.scheduler.waiting) + imports.num_queued - imports.num_expected
-        return num_waiting >= self._most_waiting
+        return num_waiting + self.num_held() >= self._most_waiting
 
     # ---- outcomes (handover.Outcomes)
 

@@ -5,16 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pd_cluster import wire
+import torch
+
+from pd_cluster import __version__, wire
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.weight_files import whole_digest
+from pd_cluster.devices.device import product
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.engine.tiers import EngineTiers, Orders
+from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.host_tier import HostTier
 from pd_cluster.kv.lower_tier import LowerTier
 from pd_cluster.kv.open_stores import open_disk, open_shared, read_secrets, seal_of
 from pd_cluster.kv.tier_orders import LowerKind, TierContents, TierDone
 from pd_cluster.kv.tier_thread import TierThread
 from pd_cluster.model.runner import ModelRunner
+from pd_cluster.native import build
 from pd_cluster.settings.config import WorkerConfig
+from pd_cluster.settings.engine import EngineConfig
 
 GIB = 1 << 30
 
@@ -26,12 +34,16 @@ def open_tiers(
 
     `report` is called on those threads. Raises ConfigError.
     """
-    if not runner.swap.num_kept or not (config.kv_disk_cache or config.kv_shared_cache):
+    if not (config.kv_disk_cache or config.kv_shared_cache):
         return []
+    if not runner.swap.num_kept:
+        nbytes = runner.pool.layout.block_nbytes * max(1, config.engine.num_local_ranks)
+        name, given = called("kv_host_cache"), config.engine.kv_host_cache_gib
+        raise ConfigError(f"{name} {given:g}: not one block fits; give {nbytes / GIB:.2g} GiB for each")
     rank, contents = config.ranks.rank, []
     own = [config.credentials.secret]
     secrets = read_secrets(config.kv_cache_key_file) if config.kv_cache_key_file else own
-    seal = seal_of(secrets, runner.pool.layout)
+    seal = seal_of(secrets, runner.pool.layout, origin_of(config.engine, runner))
     if config.kv_disk_cache:
         disk = open_disk(config, config.name, seal, rank)
         contents.append(TierContents("disk", rank, b"".join(disk.read_index())))
@@ -40,6 +52,18 @@ def open_tiers(
         shared = open_shared(config, seal)
         runner.tiers["shared"] = TierThread("shared", rank, shared, runner.swap.bytes_of, report)
     return contents
+
+
+def origin_of(config: EngineConfig, runner: ModelRunner) -> list[str]:
+    """Returns what the bits of a block follow from, beside its hash and the layout. Reads all weights.
+
+    Raises ModelError.
+    """
+    weights = whole_digest(Checkpoint.of(config).path)
+    machine = build.identity() or torch.backends.cpu.get_cpu_capability()
+    if runner.device.is_accelerator:
+        machine = product(runner.device)
+    return [weights, __version__, str(torch.__version__), machine]
 
 
 def tiers_of(

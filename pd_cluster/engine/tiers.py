@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from pd_cluster import wire
 from pd_cluster.engine.held_legs import HeldLeg, with_rest
 from pd_cluster.engine.legs import request_of
@@ -38,6 +40,7 @@ class _Held:
     leg: HeldLeg
     until_s: float
     jobs: set[At]
+    hashes: Sequence[bytes]  # of its prompt
 
 
 class EngineTiers:
@@ -62,6 +65,17 @@ class EngineTiers:
         """Counts legs that are held."""
         return len(self._held)
 
+    def counted(self, load: wire.Load, schedulers: Mapping[str, str]) -> wire.Load:
+        """Returns the load with the legs that are held here. `schedulers`: their names by connection."""
+        if not self._held:
+            return load
+        outstanding = dict(load.outstanding)
+        for held in self._held:
+            if (name := schedulers.get(held.leg.conn, "")) in outstanding:
+                outstanding[name] += held.leg.submit.weight
+        num_waiting = load.num_waiting + len(self._held)
+        return msgspec.structs.replace(load, num_waiting=num_waiting, outstanding=outstanding)
+
     # ---- legs
 
     def admits(self, conn: str, submit: wire.Submit) -> bool:
@@ -78,7 +92,8 @@ class EngineTiers:
         computing_s = max(each.cost.compute_s(num_blocks) for each in self._lower.values())
         wait_s = min(MOST_WAIT_S, max(LEAST_WAIT_S, computing_s)) if computing_s else MOST_WAIT_S
         expires_s = now_s + submit.deadline_s if submit.deadline_s else math.inf
-        self._held.append(_Held(HeldLeg(conn, submit, expires_s), min(now_s + wait_s, expires_s), jobs))
+        held = HeldLeg(conn, submit, expires_s)
+        self._held.append(_Held(held, min(now_s + wait_s, expires_s), jobs, hashes))
         return False
 
     def _bring(self, hashes: Sequence[bytes], leg: Leg) -> tuple[set[At], int]:
@@ -88,6 +103,7 @@ class EngineTiers:
         """
         blocks, host = self._scheduler.blocks, self._scheduler.blocks.tier
         assert host is not None
+        self._touch(hashes)
         lacking = [each for each in hashes if each not in blocks and each not in host]
         jobs: set[At] = set()
         num_blocks = 0
@@ -105,6 +121,12 @@ class EngineTiers:
             num_blocks += here
             lacking = lacking[here:]
         return jobs, num_blocks
+
+    def _touch(self, hashes: Sequence[bytes]) -> None:
+        """Keeps what comes up from displacing the blocks of the same prompt that host memory has."""
+        blocks = self._scheduler.blocks
+        if blocks.tier is not None:
+            blocks.tier.touch([each for each in hashes if each not in blocks])  # the device needs no second copy
 
     def abort(self, conn: str, abort: wire.Abort) -> None:
         """Forgets a leg that is held, if its client no longer wants it."""
@@ -143,11 +165,14 @@ class EngineTiers:
         found, is_over = lower.done(report)
         if is_over:
             at = report.kind, report.job
+            waiting = [held for held in self._held if at in held.jobs]
+            if found:
+                for held in waiting:  # their beginnings may have become old since the look
+                    self._touch(held.hashes)
             more = {(report.kind, job) for job in lower.fetch(found)} if found else set()
-            for held in self._held:
-                if at in held.jobs:
-                    held.jobs.discard(at)
-                    held.jobs |= more
+            for held in waiting:
+                held.jobs.discard(at)
+                held.jobs |= more
             self._release(lambda held: not held.jobs)
         self.flush()
 

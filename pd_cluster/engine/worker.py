@@ -117,10 +117,11 @@ class Worker:
         """Lets blocks go to tiers below host memory, and come back before the legs that want them begin."""
         self.tiers = tiers
         self.core.moved = tiers.flush
+        self.legs.num_held = tiers.__len__
 
     def _enter(self, conn: str, submit: wire.Submit, why: str = "") -> None:
         """Begins a leg, or leaves it to another instance for a reason; blocks in lower tiers come first."""
-        if self._why_closed or why or self.tiers.admits(conn, submit):
+        if self._why_closed or why or self.legs.turns_away(submit) or self.tiers.admits(conn, submit):
             self.begin_leg(conn, submit, why)
 
     def begin_leg(self, conn: str, submit: wire.Submit, why: str = "") -> None:
@@ -255,6 +256,7 @@ class Worker:
         if len(self._schedulers) > 1:  # otherwise there are no others
             outstanding = {peer: self.legs.outstanding(conn) for conn, peer in self._schedulers.items()}
             self.load = msgspec.structs.replace(self.load, outstanding=outstanding)
+        self.load = self.tiers.counted(self.load, self._schedulers)
         if has_news:
             self._post.beat()
         elif shown != self.load.shown_now:

@@ -7,6 +7,7 @@ tears is noticed by its length or its seal, and is computed again. Knows nothing
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -25,6 +26,7 @@ NAME = re.compile(rf"[0-9a-f]{{{NAME_LENGTH}}}")
 UNFINISHED = re.compile(rf"[0-9a-f]{{{NAME_LENGTH}}}\.tmp")
 LOCK_WAIT_S = 10.0  # for a predecessor that is about to end
 PAUSE_S = 0.05
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # other errors say nothing about the file
 
 
 class DiskStore:
@@ -91,7 +93,10 @@ class DiskStore:
         return True
 
     def get(self, content: bytes, into: memoryview) -> bool:
-        """Reads a block; False: its file is gone, or not what was written, and then it is removed."""
+        """Reads a block; False: its file is gone, or not what was written, and then it is removed.
+
+        Raises OSError where that cannot be told.
+        """
         name = self._name_of.get(content)
         if name is None:
             return False
@@ -101,7 +106,8 @@ class DiskStore:
             with os.fdopen(file, "rb", buffering=0) as stream:
                 sealed = stream.readall() if os.fstat(file).st_size == self._seal.sealed_nbytes else b""
         except OSError as error:
-            log.debug("%s: %s", path, error)
+            if error.errno not in GONE:
+                raise
             self.discard([content])
             return False
         if not self._seal.open(content, name, sealed, into):

@@ -174,10 +174,15 @@ class HostTier:
             found.append(each)
         return found
 
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """Makes those of a prefix that are here the most recently used."""
+        for each in reversed(hashes):  # the end of a prefix goes before its beginning
+            if each in self._slot_of:
+                self._slot_of.move_to_end(each)
+
     def pin(self, contents: Sequence[bytes]) -> list[int]:
         """Keeps these for this step's moves; returns their slots."""
-        for each in reversed(contents):  # the end of a prefix goes before its beginning
-            self._slot_of.move_to_end(each)
+        self.touch(contents)
         slots = [self._slot_of[each] for each in contents]
         self._pinned.update(slots)
         self._kept.difference_update(slots)
@@ -211,6 +216,7 @@ class HostTier:
     def begin_read(self, content: bytes) -> int:
         """Returns the slot of a content, which keeps it until `end_read`."""
         slot = self._slot_of[content]
+        self._slot_of.move_to_end(content)  # `_room` looks from the other end for one that it can take
         self._read[slot] += 1
         return slot
 
@@ -239,6 +245,7 @@ class HostTier:
         """Makes a reserved slot the content's, and keeps it until a request loads it or `let_go`."""
         self._filling.discard(slot)
         if content in self._slot_of:
+            self._slot_of.move_to_end(content)
             self._free.append(slot)
             return
         self._slot_of[content] = slot

@@ -55,6 +55,7 @@ class LowerTier:
         self._changed: set[bytes] = set()
         self._waits_for: set[int] | None = set(range(num_ranks)) if capacity else None  # ranks' contents at the start
         self._next_job = self._generation = 0
+        self._last_s = 0.0  # when a fetch was over
 
     def __len__(self) -> int:
         return len(self._index)
@@ -198,7 +199,7 @@ class LowerTier:
             case Fetch():
                 self._fetched(job, job.order)
             case Look(contents=contents):
-                found = contents[: job.num]
+                found = contents[: max(0, job.num)]
         return found, True
 
     def _written(self, job: _TierJob, order: Write) -> None:
@@ -212,12 +213,14 @@ class LowerTier:
             self._make_room(0)
         else:
             self.counts.num_failed += job.num != 1
-            if self._capacity:  # on the other ranks
+            is_newer = order.content in self._index or order.content in self._writing  # a later job has, or gets it
+            if self._capacity and not is_newer:  # on the other ranks
                 self._discard([order.content])
         self._write_some()
 
     def _fetched(self, job: _TierJob, order: Fetch) -> None:
         now_s = self._clock()
+        began_s, self._last_s = max(job.since_s, self._last_s), now_s  # one after the other: it may have queued
         for at, (content, slot) in enumerate(zip(order.contents, order.slots, strict=True)):
             if self._fetching.get(content) == order.job:
                 del self._fetching[content]
@@ -226,13 +229,14 @@ class LowerTier:
                 self._kept[content] = now_s + KEPT_S
             else:
                 self._host.not_filled(slot)
-        num = min(job.num, len(order.contents))
+        num = max(0, min(job.num, len(order.contents)))
         if num:
             self.counts.num_fetched += num
-            self.cost.loaded(num, now_s - job.since_s)
+            self.cost.loaded(num, now_s - began_s)
         if num < len(order.contents):
             self.counts.num_failed += 1
-            self._lose(order.contents[num])
+            if job.num >= 0 and job.generation == self._generation:
+                self._lose(order.contents[num])
 
     def _lose(self, content: bytes) -> None:
         """Forgets a content that a rank could not read."""

@@ -14,6 +14,7 @@ import msgspec
 
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.prefix import KV_VERSION
 from pd_cluster.settings.processes import HandoverSettings
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ LEAST_SECRET_LENGTH = 32
 
 def check_tiers(settings: HandoverSettings, host_cache_gib: float) -> None:
     """Checks what can be checked before the model is loaded. Raises ConfigError."""
+    if settings.kv_disk_cache_size_gib != HandoverSettings().kv_disk_cache_size_gib and not settings.kv_disk_cache:
+        raise ConfigError("--kv-disk-cache-size: there are no files to bound; give --kv-disk-cache FOLDER, too")
+    if settings.kv_cache_key_file and not (settings.kv_disk_cache or settings.kv_shared_cache):
+        tiers = "--kv-disk-cache or --kv-shared-cache"
+        raise ConfigError(f"--kv-cache-key-file: nothing is encrypted with it; give {tiers}, too")
     asked = {"--kv-disk-cache": settings.kv_disk_cache, "--kv-shared-cache": settings.kv_shared_cache}
     for flag in (flag for flag, value in asked.items() if value):
         if not host_cache_gib:
@@ -62,10 +68,12 @@ def read_secrets(file: str) -> list[bytes]:
     return secrets
 
 
-def seal_of(secrets: Sequence[bytes], layout: KVLayout) -> Seal:
+def seal_of(secrets: Sequence[bytes], layout: KVLayout, origin: Sequence[str]) -> Seal:
+    """`origin`: whatever the bits of blocks follow from, beside what their hashes cover."""
     from pd_cluster.kv.seal import Seal
 
-    scope = hashlib.sha256(msgspec.json.encode(layout.to_info(), order="deterministic")).digest()
+    parts = layout.to_info(), KV_VERSION, list(origin)
+    scope = hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).digest()
     return Seal(secrets, scope, layout.block_nbytes)
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Order, RopePositions, Span
 
+KV_VERSION = 1  # raised with each change of a KV cache's bits: blocks in files and stores outlive who computed them
+
 
 def root_hash(*parts: str) -> bytes:
     """Returns the parent of every first block. KV whose root differs in any part never matches."""

@@ -44,7 +44,8 @@ class _Key:
 class Seal:
     """`secrets`: the first one seals; the others, from before a rotation, still open what they have sealed.
 
-    `scope` tells apart what is not in a block's hash: the layout of the pool, and which rank's share it is.
+    `scope` tells apart what is not in a block's hash: the layout of the pool, which rank's share it is, every byte of
+    the weights, and the programs that computed it.
     """
 
     def __init__(self, secrets: Sequence[bytes], scope: bytes, block_nbytes: int) -> None:

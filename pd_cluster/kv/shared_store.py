@@ -64,8 +64,9 @@ class SharedStore:
         waits = {"socket_timeout": CALL_TIMEOUT_S, "socket_connect_timeout": CALL_TIMEOUT_S}
         try:
             self._client = redis.Redis.from_url(url, **waits, retry=None, single_connection_client=False)
-        except ValueError as error:
-            raise ConfigError(f"--kv-shared-cache: {error}") from None
+        except ValueError:  # its text may have parts of a password
+            told = "not a Redis URL; escape special characters in the password"
+            raise ConfigError(f"--kv-shared-cache: {told}") from None
 
     def put(self, content: bytes, block: memoryview) -> bool:
         key = self._keys(content)[0]

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 LowerKind = Literal["disk", "shared"]
+UNKNOWN = -1  # what a rank reports of an order that it could not try: nothing is said about what its store has
 
 
 class TierOrder(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -51,7 +52,10 @@ AnyOrder = Write | Fetch | Look | Discard | Clear
 
 
 class TierDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A rank's report of a job. `num_bad`: its blocks so far that were not what had been written."""
+    """A rank's report of a job. `num`: see its order, or UNKNOWN.
+
+    `num_bad`: its blocks so far that were not what had been written.
+    """
 
     kind: LowerKind
     job: int

@@ -12,13 +12,24 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pd_cluster.devices.streams import Marker
-from pd_cluster.kv.tier_orders import AnyOrder, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
+from pd_cluster.errors import PdClusterError
+from pd_cluster.kv.tier_orders import UNKNOWN, AnyOrder, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
 
 log = logging.getLogger(__name__)
 
+SETTLE_S = 30.0
+
+
+class TierBusy(PdClusterError):
+    """A store still reads or writes host memory after SETTLE_S, so that this memory cannot be returned."""
+
 
 class Store(Protocol):
-    """One rank's blocks outside the process. No method raises for a fault of the store: it is a miss."""
+    """One rank's blocks outside the process. A fault of the store is a miss.
+
+    Methods raise OSError where nothing is known of what is there, as without descriptors: the order fails, no block is
+    lost.
+    """
 
     num_bad: int
 
@@ -48,7 +59,7 @@ class TierThread:
         self._reads: deque[tuple[AnyOrder, Marker]] = deque()
         self._writes: deque[tuple[AnyOrder, Marker]] = deque()
         self._changed = threading.Condition()
-        self._is_busy = self._is_closed = False
+        self._uses_slots = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=f"kv {kind}", daemon=True)
         self._thread.start()
 
@@ -60,17 +71,20 @@ class TierThread:
             self._changed.notify_all()
 
     def settle(self) -> None:
-        """Drops queued orders, reports them as failed, and waits for the one under way: no slot is in use then."""
+        """Drops queued jobs, reports them as not tried, and waits for the one under way: no slot is in use then.
+
+        Queued discards stay. Raises TierBusy.
+        """
         with self._changed:
-            dropped = [*self._reads, *self._writes]
+            dropped = [order for order, _ in (*self._reads, *self._writes)]
+            discards = [each for each in self._writes if isinstance(each[0], (Discard, Clear))]
             self._reads.clear()
-            self._writes.clear()
-            self._changed.wait_for(lambda: not self._is_busy)
-        for order, _ in dropped:
-            if isinstance(order, (Write, Fetch, Look)):
-                self._report(TierDone(self._kind, order.job, self._rank, 0, self._store.num_bad))
-            else:
-                self._do(order)
+            self._writes = deque(discards)
+            is_idle = self._changed.wait_for(lambda: not self._uses_slots, SETTLE_S)
+        for order in dropped:
+            self._tell(order, UNKNOWN)
+        if not is_idle:
+            raise TierBusy(f"the {self._kind} tier of KV blocks has not answered for {SETTLE_S:g} s")
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread after the queued writes, or in `timeout_s`."""
@@ -82,21 +96,28 @@ class TierThread:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._is_busy = False
+                self._uses_slots = False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._reads or self._writes or self._is_closed)
                 if not (queue := self._reads or self._writes):
                     return
                 order, after = queue.popleft()
-                self._is_busy = True
-            after.wait()
-            num = 0
+                self._uses_slots = isinstance(order, (Write, Fetch))
+            num = UNKNOWN
             try:
+                after.wait()
                 num = self._do(order)
             except Exception:  # top of this thread: the order fails, and the next one may not
                 log.exception("an order for the %s tier failed", self._kind)
-            if isinstance(order, (Write, Fetch, Look)):
-                self._report(TierDone(self._kind, order.job, self._rank, num, self._store.num_bad))
+            self._tell(order, num)
+
+    def _tell(self, order: AnyOrder, num: int) -> None:
+        if not isinstance(order, (Write, Fetch, Look)):
+            return
+        try:
+            self._report(TierDone(self._kind, order.job, self._rank, num, self._store.num_bad))
+        except Exception:  # the thread goes on, so that no slot counts as in use for ever
+            log.exception("a report of the %s tier was lost", self._kind)
 
     def _do(self, order: AnyOrder) -> int:
         match order:

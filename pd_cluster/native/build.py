@@ -58,6 +58,14 @@ def openmp_runtime() -> ctypes.CDLL:
     return runtime
 
 
+def identity() -> str:
+    """Identifies the kernels and the processor that they are compiled for; "": there are none."""
+    try:
+        return build(FLAGS).name if are_wanted() else ""
+    except KernelsUnavailable:
+        return ""
+
+
 def build(flags: tuple[str, ...]) -> Path:
     """Returns the shared library, compiled unless it is cached. Raises KernelsUnavailable."""
     compiler = shutil.which(os.environ.get("CC") or "gcc") or shutil.which("cc")

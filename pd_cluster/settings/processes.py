@@ -285,7 +285,11 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     kv_disk_cache_size_gib: Annotated[
         float,
-        KV("GiB in that folder, for all instances of this host.", after="kv_disk_cache", checks=(POSITIVE,)),
+        KV(
+            "GiB in that folder, for all instances of this host; one that joins takes the whole size for itself.",
+            after="kv_disk_cache",
+            checks=(POSITIVE,),
+        ),
     ] = 16.0
     kv_shared_cache: Annotated[
         str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pd_cluster.checkpoints.weight_files import SAMPLE_NBYTES
 from pd_cluster.kv.disk_store import DiskStore
 from pd_cluster.kv.seal import Seal
 from pd_cluster.kv.tier_orders import LowerKind
@@ -73,6 +75,47 @@ def test_a_restarted_engine_loads_what_was_on_disk_and_is_exact(
     assert fetched >= 0.9 * had
     assert engine.core.scheduler.num_tier_hit_tokens >= fetched * BLOCK > 0
     assert sum(engine.lower["disk"].counts.num_bad.values()) == 0
+
+
+def test_other_weights_have_other_blocks_although_no_sample_of_them_differs(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), model)
+    engine, prompt = TieredEngine(model, on_disk(tmp_path)), prompts_of(9)[0]
+    engine.ask(prompt)
+    engine.ask(prompt)  # what has served twice is on disk
+    engine.settle()
+    identity, had = engine.runner.model_identity, len(engine.lower["disk"])
+    engine.close()
+    file = model / "model.safetensors"
+    body = bytearray(file.read_bytes())
+    assert len(body) > 6 * SAMPLE_NBYTES
+    at = len(body) // 2 + 2 * SAMPLE_NBYTES
+    body[at : at + 4] = bytes(4)
+    file.write_bytes(body)
+    os.utime(file, ns=(0, 0))
+    engine = TieredEngine(model, on_disk(tmp_path))
+    assert engine.runner.model_identity == identity
+    assert had > 0
+    assert len(engine.lower["disk"]) == 0
+    engine.close()
+
+
+def test_no_descriptors_are_no_reason_to_remove_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, content, real = DiskStore(tmp_path / "cache", "p", Seal([SECRET], b"", 8)), b"c" * 32, os.open
+    assert store.put(content, memoryview(b"12345678"))
+
+    def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("pd_cluster.kv.disk_store.os.open", refuse)
+    with pytest.raises(OSError, match="Too many"):
+        store.get(content, memoryview(bytearray(8)))
+    monkeypatch.setattr("pd_cluster.kv.disk_store.os.open", real)
+    assert store.get(content, memoryview(into := bytearray(8)))
+    assert into == b"12345678"
+    store.close()
 
 
 def test_salts_share_nothing_on_disk(engines: Callable[..., TieredEngine]) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from pd_cluster import wire
 from pd_cluster.engine.build import build_core
 from pd_cluster.engine.legs import request_of
+from pd_cluster.engine.tier_stores import origin_of
 from pd_cluster.engine.tiers import EngineTiers
 from pd_cluster.kv.lower_tier import LowerTier
 from pd_cluster.kv.open_stores import seal_of
@@ -45,7 +46,7 @@ class TieredEngine:
         host = self.blocks.tier
         assert host is not None
         host.cost.is_worth_it = lambda: True  # type: ignore[method-assign]
-        self.stores = stores(seal_of(secrets, self.runner.pool.layout))
+        self.stores = stores(seal_of(secrets, self.runner.pool.layout, origin_of(config, self.runner)))
         self.lower = {}
         for kind, store in self.stores.items():
             self.runner.tiers[kind] = TierThread(kind, 0, store, self.runner.swap.bytes_of, self.reports.put)

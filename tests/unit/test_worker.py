@@ -22,9 +22,12 @@ from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.patience import Patience
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.tiers import EngineTiers
 from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.kv.lower_tier import LowerTier
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.model.batch import RunnerOutput
 from pd_cluster.model.rope_limit import RopeLimit
@@ -710,6 +713,30 @@ def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full() -> None:
     ]
     assert world.worker.legs.outstanding(CONN) == 0
     world.assert_home()
+
+
+def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting() -> None:
+    world = World()
+    scheduler = world.worker.core.scheduler
+    host = scheduler.blocks.tier = HostTier(0, 0, LoadCost(BLOCK_SIZE))
+    lower = LowerTier("shared", host, 0, 1, BLOCK_SIZE, lambda: world.now_s)
+    host.lower = [lower]
+    world.worker.take_tiers(
+        EngineTiers(scheduler, {"shared": lower}, None, world.worker.begin_leg, lambda: world.now_s)
+    )
+    world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
+    for at in range(LEAST_WAITING + 1):
+        order = Order([1, 2, 3, 4, 5], sampling(n=1))
+        world.mail(wire.Submit(f"r{at}", 0, f"r{at}", "hybrid", "", order, 0.0, [], 5, True))
+    world.worker._read_inbox(wait_s=0.0)
+    world.worker._publish_load(at_once=True)
+    assert len(world.worker.tiers) == world.worker.load.num_waiting == LEAST_WAITING
+    assert world.worker.load.outstanding == {"scheduler@1": 5 * LEAST_WAITING, "other@1": 0}
+    world.worker._outbox.flush()
+    assert [(end.request_id, end.is_full) for end in world.post.ended] == [(f"r{LEAST_WAITING}", True)]
+    world.worker.tiers.release_all()
+    world.run()
+    assert len(world.post.ended) == 1, "the others are served"
 
 
 def test_a_leg_that_is_refused_or_late_has_failed() -> None:

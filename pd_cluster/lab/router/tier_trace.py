@@ -157,6 +157,7 @@ class _Worker:
         tier = self.pool.tier
         if tier is None:
             return
+        tier.touch([each for each in hashes if each not in self.pool])
         lacking = [each for each in hashes if each not in self.pool and each not in tier]
         for lower in self.lower:
             if lower.is_asked and lacking:
@@ -215,7 +216,7 @@ def replay(bench: TierTrace, mode: str, requests: list[tuple[float, list[int]]])
     decode = _instance("decode-0")
     num_device, num_host = bench.device_tokens // TRACE_BLOCK, bench.host_tokens // TRACE_BLOCK
     num_tier = bench.tier_tokens // TRACE_BLOCK
-    shared = _Store(num_tier)
+    shared = _Store(max(1, num_tier))
     now_s = [0.0]
     workers: list[_Worker] = []
     for at in range(bench.instances):
@@ -225,7 +226,7 @@ def replay(bench: TierTrace, mode: str, requests: list[tuple[float, list[int]]])
         lower: list[LowerTier] = []
         if host is not None and ("disk" in mode or "shared" in mode):
             kind: LowerKind = "disk" if "disk" in mode else "shared"
-            capacity = num_tier // bench.instances if kind == "disk" else 0
+            capacity = max(1, num_tier // bench.instances) if kind == "disk" else 0
             lower = [LowerTier(kind, host, capacity, 1, 1, lambda: now_s[0])]
             lower[0].opened(0, [])
             host.lower = list(lower)

@@ -142,11 +142,15 @@ import ast, os, subprocess, sys
 
 NAMES = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS",
          "constraint": "UV_CONSTRAINT", "trusted-host": "UV_INSECURE_HOST", "cert": "SSL_CERT_FILE"}
+ORDER = ("global", "install", ":env:")  # as in pip, the last one wins
+found = []
 for line in subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout.splitlines():
     key, _, value = line.partition("=")
-    name = NAMES.get(key.rpartition(".")[2])
-    if name:
-        os.environ[name] = ("," if name == "UV_FIND_LINKS" else " ").join(ast.literal_eval(value).split())
+    section, _, option = key.rpartition(".")
+    if section in ORDER and option in NAMES:
+        found.append((ORDER.index(section), NAMES[option], ast.literal_eval(value).split()))
+for _, name, values in sorted(found):
+    os.environ[name] = ("," if name == "UV_FIND_LINKS" else " ").join(values)
 os.environ |= {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_NO_CACHE": "1"}
 os.execv(sys.argv[1], sys.argv[1:])
 END

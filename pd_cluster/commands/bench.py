@@ -231,6 +231,9 @@ def lora(
     spread: Annotated[
         bool, typer.Option(help="How often requests find their adapter in memory, by the way they are routed.")
     ] = False,
+    peers_dir: Annotated[
+        str, typer.Option(help="Ask vLLM for CPU, too, which scripts/setup_bench_peers.sh FOLDER made.")
+    ] = "",
     quick: Annotated[bool, typer.Option(help="A tiny model: does it all run?")] = False,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
@@ -249,7 +252,7 @@ def lora(
         return
     from pd_cluster.lab.engine.lora import run
 
-    run(rounds, threads, quick, json)
+    run(rounds, threads, quick, json, peers_dir)
 
 
 @app.command("kv")

@@ -7,12 +7,14 @@ environment are not used. Blocks; runs in a child process.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import ipaddress
 import re
 import reprlib
 import socket
 import ssl
+import threading
 import time
 from typing import NamedTuple
 from urllib.parse import urljoin, urlsplit
@@ -29,6 +31,8 @@ PLAIN_URL = re.compile(r"[\x21-\x7e]+")
 PIECE_NBYTES = 1 << 16
 # Addresses that stand for others, of IPv4: 6to4, NAT64 and Teredo
 TRANSLATED = tuple(map(ipaddress.ip_network, ("2002::/16", "64:ff9b::/96", "64:ff9b:1::/48", "2001::/32")))
+UNICAST = ipaddress.ip_network("2000::/3")  # all public addresses of IPv6; Python calls some others global, too
+OF_CLOUDS = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24")))  # a machine's own services
 
 
 class Downloads(NamedTuple):
@@ -85,8 +89,9 @@ def target_of(url: str, domains: tuple[str, ...]) -> MediaTarget:
 def may_connect(address: str, refused: tuple[str, ...]) -> bool:
     """Whether an address is a public one, and none of the cluster's."""
     found = ipaddress.ip_address(address.partition("%")[0])
-    stands_for_another = any(found in network for network in TRANSLATED)
-    if stands_for_another or (isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None):
+    if any(found in network for network in (*TRANSLATED, *OF_CLOUDS)):
+        return False
+    if isinstance(found, ipaddress.IPv6Address) and found not in UNICAST:
         return False
     return found.is_global and not found.is_multicast and str(found) not in refused
 
@@ -113,13 +118,22 @@ class _Connection(http.client.HTTPConnection):
             context = ssl.create_default_context()
             self.sock = context.wrap_socket(self.sock, server_hostname=self._target.host)
 
+    def end(self) -> None:
+        """Ends what waits for the other side, with an OSError or at an end of file; for any thread."""
+        with contextlib.suppress(OSError, AttributeError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
 
 def _get(target: MediaTarget, downloads: Downloads, until_s: float) -> tuple[bytes, str | None]:
     """Returns the body, or where else it is. Raises RequestError, OSError and HTTPException."""
     connection = _Connection(target, _address_of(target, downloads.refused), until_s)
+    late = threading.Timer(_left(until_s), connection.end)  # headers come in pieces, each with the socket's own timeout
+    late.daemon = True
+    late.start()
     try:
         connection.request("GET", target.path, headers={"Accept": f"{downloads.kind}/*", "User-Agent": "pd-cluster"})
         answer = connection.getresponse()
+        _left(until_s)  # an end of file may be this side's own
         if answer.status in REDIRECTS and (location := answer.getheader("Location")):
             return b"", location
         if answer.status != 200:
@@ -129,10 +143,12 @@ def _get(target: MediaTarget, downloads: Downloads, until_s: float) -> tuple[byt
             body += piece
             if len(body) > downloads.max_nbytes:
                 raise RequestError(f"a file has at most {downloads.max_nbytes} bytes; send a smaller one")
+        _left(until_s)
         if answer.length:  # bytes that were announced and are missing
             raise http.client.IncompleteRead(bytes(body), answer.length)
         return bytes(body), None
     finally:
+        late.cancel()
         connection.close()
 
 

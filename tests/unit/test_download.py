@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -27,6 +28,7 @@ DOWNLOADS = Downloads((HOST,), (), 1000)
         *("127.0.0.1", "10.1.2.3", "192.168.0.1", "172.16.9.9", "169.254.169.254", "100.64.0.1", "0.0.0.0"),
         *("224.0.0.1", "255.255.255.255", "240.0.0.1", "::1", "::", "fe80::1", "fe80::1%eth0", "fd00::1", "ff02::1"),
         *("::ffff:127.0.0.1", "::ffff:8.8.8.8", "2002:7f00:1::", "64:ff9b::7f00:1", "2001:0:7f00:1::"),
+        *("fec0::2", "::127.0.0.1", "::ffff:0:127.0.0.1", "168.63.129.16", "192.0.0.192"),
         "8.8.4.4",  # of the cluster
     ],
 )
@@ -88,6 +90,11 @@ class Server(BaseHTTPRequestHandler):
             self.send_response(200)
             self.end_headers()
             self.server.slow.wait(20)  # type: ignore[attr-defined]
+        elif where == "/drips":
+            self.wfile.write(b"HTTP/1.0 200 OK\r\nA: ")
+            with contextlib.suppress(OSError):
+                while not self.server.slow.wait(0.02):  # type: ignore[attr-defined]
+                    self.wfile.write(b"a")
         elif where == "/gone":
             self.send_error(404)
         else:
@@ -152,10 +159,12 @@ def test_downloads_that_fail(port: int, path: str, said: str) -> None:
         downloaded(f"http://{HOST}:{port}{path}", DOWNLOADS)
 
 
-def test_a_slow_server(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["slow", "drips"])
+def test_a_slow_server(port: int, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Also one that never ends its headers, and never pauses for as long as a socket would wait."""
     monkeypatch.setattr(download, "TIMEOUT_S", 0.3)
     with pytest.raises(RequestError, match="could not be fetched"):
-        downloaded(f"http://{HOST}:{port}/slow", DOWNLOADS)
+        downloaded(f"http://{HOST}:{port}/{path}", DOWNLOADS)
 
 
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], ["8.8.8.8", "10.0.0.1"], []])

@@ -6,6 +6,8 @@ its own cache. Knows nothing of how an instance is chosen.
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Sequence
 
 from pd_cluster import wire
@@ -35,7 +37,8 @@ class KnownBlocks:
         for key in removed:
             self._keys.pop(key, None)
         if len(self._keys) + len(added) > MAX_KEYS:
-            added = added[: max(0, MAX_KEYS - len(self._keys))]
+            room = itertools.chain(itertools.repeat(True, max(0, MAX_KEYS - len(self._keys))), itertools.repeat(False))
+            added = array("Q", [key for key in added if key in self._keys or next(room)])
         self._keys.update(dict.fromkeys(added, news.tier))
 
     def leading(self, keys: Sequence[int]) -> dict[Tier, int]:

@@ -22,6 +22,9 @@ def tiers_of(load: Load) -> list[dict[str, Any]]:
     if load.num_host_cache_blocks or load.num_host_hit_tokens:
         token_s = load.tier_token_s.get("host")
         found.append(_tier("host cache", None, load.num_host_cache_blocks, load.num_host_hit_tokens, token_s))
+    if load.num_disk_cache_blocks or load.num_disk_hit_tokens:
+        token_s = load.tier_token_s.get("disk")
+        found.append(_tier("disk cache", None, load.num_disk_cache_blocks, load.num_disk_hit_tokens, token_s))
     if load.num_swap_blocks:
         found.append(_tier("swap", load.num_swap_blocks, load.num_swap_blocks - load.num_free_swap_blocks))
     return found

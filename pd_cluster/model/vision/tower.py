@@ -6,6 +6,7 @@ used. Knows nothing of requests, nor of how a tower is built.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import OrderedDict
@@ -122,14 +123,17 @@ class Tower:
                 if owners[key] == rank:
                     found[key] = self.encode(image)
                     self.num_encoded += 1
-        except RuntimeError:
-            self.group.least(rank)
+                else:
+                    found[key] = self._empty(image)
+        except Exception:
+            with contextlib.suppress(InstanceLost):  # this rank's own error says more
+                self.group.least(rank)
             raise
         if (failed := self.group.least(size)) < size:
             raise InstanceLost(f"rank {failed} of {size} could not compute a picture")
         if size > 1:
-            for key, image in images.items():
-                found[key] = self.group.spread(found.get(key, self._empty(image)), owners[key])
+            for key in images:
+                found[key] = self.group.spread(found[key], owners[key])
         took_s = time.monotonic() - begun_s
         self.encoded = Encoded(self.encoded.num_images + len(images), self.encoded.seconds + took_s)
         return found

@@ -340,8 +340,8 @@ class ModelRunner:
     def sleep(self, level: SleepLevel) -> None:
         """Returns memory to the system, or takes it again, between two steps; no block may be in use. On CPU only.
 
-        Level 1: without the KV cache; level 2: without weights, too. Raises ModelError if
-        they cannot be had again, and TierBusy.
+        Level 1: without the KV cache; level 2: without weights, too. Raises ModelError: they cannot be had
+        again; TierBusy.
         """
         assert not self.device.is_accelerator
         if level == 2 and self._has_weights:

@@ -13,7 +13,8 @@
 # --model: a model for the guide's example; default: a tiny one.
 # $OUT receives summary.txt and logs.tar.gz (all logs, which is what to send), and report.json with README.md, its
 # table, after every step; default: docs/benchmarks/npu-<device name>. A later stage adds to what is there. $PYTHON,
-# default python3 (with --simulate .venv's), must have torch-npu; CANN is sourced if this shell has not done so. $STAGE_S: seconds of a stage, 600.
+# default python3 (with --simulate .venv's), must have torch-npu; CANN is sourced if this shell has not done so.
+# $STAGE_S: seconds of a stage, 600.
 # $FOLDER: a folder with room for 18 GB of models. Exits with 0 if every test passed and every part was measured.
 
 set -eu

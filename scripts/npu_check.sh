@@ -13,7 +13,8 @@
 # --model: a model for the guide's example; default: a tiny one.
 # $OUT receives summary.txt and logs.tar.gz (all logs, which is what to send), and report.json with README.md, its
 # table, after every step; default: docs/benchmarks/npu-<device name>. A later stage adds to what is there. $PYTHON,
-# default python3, must have torch-npu; CANN is sourced if this shell has not done so. $STAGE_S: seconds of a stage, 600.
+# default python3 (with --simulate .venv's), must have torch-npu; CANN is sourced if this shell has not done so.
+# $STAGE_S: seconds of a stage, 600.
 # $FOLDER: a folder with room for 18 GB of models. Exits with 0 if every test passed and every part was measured.
 
 set -eu
@@ -31,6 +32,11 @@ own_option() {
 
 # Puts torch-npu's wheel over stub libraries in this shell, with recorded answers of npu-smi and hccn_tool.
 simulate() {
+    if [ -z "${PYTHON:-}" ] && [ -x "$root/.venv/bin/python" ]; then
+        python=$root/.venv/bin/python
+    fi
+    "$python" -c 'import torch' 2>/dev/null ||
+        fail "$python has no torch; run: sh scripts/setup.sh test, or name another Python: PYTHON=…"
     simulated=$(mktemp -d)
     PYTHONPATH="$root" "$python" -m tests.support.npu_wheel "$simulated" >"$simulated/environment" ||
         fail "no simulated NPUs: $(tail -n 1 "$simulated/environment")"

@@ -89,10 +89,8 @@ def up(
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Rank processes of each instance.")] = 1,
     prefill_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each prefill instance.")] = None,
     decode_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each decode instance.")] = None,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Serve the shipped model's LoRA adapter, too, as the model pirate.")
-    ] = False,
-    restart: Annotated[str, typer.Option(help="on-failure or no: what becomes of a worker that dies.")] = "on-failure",
+    adapter: Annotated[bool, typer.Option("--adapter", help="The shipped LoRA adapter too, as model pirate.")] = False,
+    restart: Annotated[str, typer.Option(help="Of a worker that dies: on-failure or no.")] = "on-failure",
     spawn: Annotated[bool, typer.Option("--spawn", help="Start rank processes by command line; fork none.")] = False,
     try_unlisted: Annotated[
         list[str] | None, typer.Option(metavar="TYPE", help="Serve this model_type as unproven; may be given again.")

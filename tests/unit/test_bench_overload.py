@@ -88,6 +88,7 @@ def paced(role: str, max_num_seqs: int = 4) -> PacedWorker:
     )
     worker._free_s, worker._waiting, worker._num_running = 0.0, deque(), 0
     worker._expected, worker._running, worker._landed, worker._ends, worker.links = {}, {}, set(), {}, {}
+    worker._schedulers, worker._outstanding = {}, {}
     worker.sent = []
     worker._send = lambda conn, tokens, ends, prompts: worker.sent.extend(tokens)
     worker._handed_over = lambda peer, transfer_id: None

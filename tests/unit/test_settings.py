@@ -121,7 +121,7 @@ def test_flags_of_a_written_value(name: str, written: Any, flags: list[tuple[str
 
 def test_options_do_not_show_secrets() -> None:
     secrets = {each.name for each in settings().values() if each.setting.is_secret}
-    assert secrets == {"api_key", "metrics_key"}
+    assert secrets == {"api_key", "metrics_key", "kv_shared_cache"}
     shown = repr(ServeOptions(api_key=["sk-secret", "api=sk-secret"], metrics_key="sk-secret", port=7))
     assert shown == "ServeOptions(port=7)"
 

@@ -31,6 +31,7 @@ from pd_cluster.settings.adapters import SHIPPED_ADAPTER_FLAGS
 from pd_cluster.settings.flag_file import expanded
 from pd_cluster.settings.flags import choice_of_model, judge, normalize, split_keys, split_values
 from pd_cluster.settings.options import USUAL, ServeOptions, settings
+from pd_cluster.settings.routing import MAX_SCHEDULERS
 from pd_cluster.transport import table as transports
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def up(
     model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
-    schedulers: Annotated[int, typer.Option(min=1, help="Schedulers, each at the next two ports; all serve.")] = 1,
+    schedulers: Annotated[int, typer.Option(min=1, max=MAX_SCHEDULERS, help="Each at the next two ports.")] = 1,
     host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Public port; the admin port is the next one.")] = 9000,
     served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model.")] = None,

@@ -23,6 +23,7 @@ from pd_cluster.settings.http import HttpConfig
 from pd_cluster.settings.log_files import folder_of
 from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.routing import AdminSettings, EntranceSettings
+from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.text.given_template import with_source
 from ranktable_tools.hosts import bracketed, is_loopback
 
@@ -44,6 +45,8 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
     check_public_dashboard(config.http, start.process.host, entrance)
     if entrance.scheduler_lease:
         check_shared(start, entrance, admin)
+    else:
+        check_alone(entrance, start.timeouts)
     import uvloop
 
     from pd_cluster.api.dashboard.playground import PublicPort
@@ -142,7 +145,9 @@ def _extras(start: Start, entrance: EntranceSettings, admin: AdminSettings, admi
     join = (start.process.host, start.join.join_port) if start.join.join_port is not None else None
     lease = None
     if entrance.scheduler_lease:
-        lease = Lease(entrance.scheduler_index, LeaseFolder(Path(entrance.scheduler_lease)), admin_url)
+        folder = LeaseFolder(Path(entrance.scheduler_lease))
+        folder.take(entrance.scheduler_index)
+        lease = Lease(entrance.scheduler_index, folder, admin_url)
     return Extras(join, admin.lora_root, lease)
 
 
@@ -156,6 +161,16 @@ def check_shared(start: Start, entrance: EntranceSettings, admin: AdminSettings)
         raise ConfigError(f"{lease}: not with {called('join_port')}: a worker in no table registers with one scheduler")
     if admin.lora_root:
         raise ConfigError(f"{lease}: not with {called('allow_runtime_lora')}: the others would not hear of an adapter")
+
+
+def check_alone(entrance: EntranceSettings, timeouts: Timeouts) -> None:
+    """Raises ConfigError for what only one of several schedulers can have."""
+    for name, given, usual in (
+        ("scheduler_index", entrance.scheduler_index, EntranceSettings().scheduler_index),
+        ("lease_duration", timeouts.lease_duration_s, Timeouts().lease_duration_s),
+    ):
+        if given != usual:
+            raise ConfigError(f"{called(name)} {given:g}: only with {called('scheduler_lease')} FOLDER")
 
 
 def _ports_of_file(env: Mapping[str, str], place: Place) -> list[int] | None:

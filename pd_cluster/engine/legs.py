@@ -55,9 +55,13 @@ class Legs:
             if each.status is not Status.EXPORTING
         }
 
-    def outstanding(self, conn: str) -> int:
-        """Returns the weights of a scheduler's legs that have not ended, in tokens."""
-        return sum(self._weights.get(key, 0) for key in self.of_client(conn))
+    def outstanding(self) -> dict[str, int]:
+        """Returns the weights of each scheduler's legs that have not ended, in tokens, by its connection."""
+        sums: dict[str, int] = {}
+        for key, sequences in self.sequences.items():
+            client = sequences[0].client
+            sums[client] = sums.get(client, 0) + self._weights.get(key, 0)
+        return sums
 
     def of_client(self, conn: str) -> list[str]:
         return [key for key, sequences in self.sequences.items() if sequences[0].client == conn]

@@ -66,6 +66,7 @@ class Worker:
         self._post = post
         self._clock = clock
         self._schedulers: dict[str, str] = {}  # conn -> name@epoch
+        self._is_shared = False  # by several schedulers: the last order had a fencing number
         self._next_tick_s = self._next_load_s = 0.0
         self._is_draining = self._is_load_old = False
         self._step_waits_s = 0.0  # for a landing, at most
@@ -253,8 +254,9 @@ class Worker:
             self.adapters.in_memory,
             self._sleep.level,
         )
-        if len(self._schedulers) > 1:  # otherwise there are no others
-            outstanding = {peer: self.legs.outstanding(conn) for conn, peer in self._schedulers.items()}
+        if self._is_shared:  # otherwise there are no others
+            weights = self.legs.outstanding()
+            outstanding = {peer: weights.get(conn, 0) for conn, peer in self._schedulers.items()}
             self.load = msgspec.structs.replace(self.load, outstanding=outstanding)
         self.load = self.tiers.counted(self.load, self._schedulers)
         if has_news:
@@ -334,6 +336,7 @@ class Worker:
             case wire.Sleep(level) if conn in self._schedulers:
                 self._sleep.wish(level)
             case wire.Peers() if conn in self._schedulers:
+                self._is_shared = body.term > 0
                 self.handover.set_peers(body.peers)
             case _:
                 if not self.handover.read(conn, peer, body):

@@ -85,7 +85,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         part = max(1, self.num_blocks // 1000)  # they grow with nearly every step
         used = self.num_held_blocks // part, self.num_cached_blocks // part, self.num_free_swap_blocks
         blocks = *used, self.num_leaked_blocks, self.num_quarantined_blocks
-        return *requests, *blocks, self.num_cache_resets, self.adapters
+        return *requests, *blocks, self.num_cache_resets, self.adapters, self.outstanding
 
     @property
     def progress(self) -> int:

@@ -17,6 +17,7 @@ from pd_cluster.api.admin.timelines import LocalTimelines
 from pd_cluster.api.gate.access import AdminAccess
 from pd_cluster.cluster.members.elastic import Tables
 from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.lease import Listed
 from pd_cluster.cluster.members.place import Place
 from pd_cluster.cluster.members.prefixes import Prompt
 from pd_cluster.cluster.routing.policy import RoutingRequest, least_loaded, linked_pairs
@@ -42,6 +43,32 @@ def idle(instance: Instance) -> None:
 
 def pairs(world: ElasticWorld) -> set[str]:
     return {f"{p.name} {d.name}" for p, d in linked_pairs(world.membership.instances)}
+
+
+# ---- the list of another scheduler
+
+
+def test_a_name_at_another_place_is_another_worker() -> None:
+    async def test() -> None:
+        world = ElasticWorld()
+        members = [
+            Listed(name=each.name, role=each.role, host=each.host, port=each.port, device_ids=each.device_ids)
+            for each in world.membership.instances
+        ]
+        before = world["decode-0"], world["decode-1"], world["prefill-0"]
+        members[2] = msgspec.structs.replace(members[2], host="127.0.0.2")
+        members[3] = msgspec.structs.replace(members[3], device_ids=["77"])
+        world.elastic.follow(members)
+        after = world["decode-0"], world["decode-1"], world["prefill-0"]
+        assert world.names == [each.name for each in members]
+        assert [one is other for one, other in zip(before, after, strict=True)] == [False, False, True]
+        assert (after[0].host, world.membership.host_of(after[0])) == ("127.0.0.2", "127.0.0.2")
+        assert (after[1].device_ids, after[1].state) == (["77"], "unreachable")
+        assert before[0].conn == "", "the old connection is given up"
+        world.elastic.follow(members)
+        assert world["decode-0"] is after[0]
+
+    run(test())
 
 
 # ---- drain

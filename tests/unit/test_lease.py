@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -194,6 +195,40 @@ def test_a_version_that_was_removed_is_not_written_again(tmp_path: Path) -> None
     late = LeaseRecord(version=2, term=9, holder="b@2")  # by a process that stood still since version 1
     assert not store.write(late)
     assert store.read().holder == "a@1"
+
+
+def test_a_number_is_one_schedulers(tmp_path: Path) -> None:
+    one, other = LeaseFolder(tmp_path / "lease"), LeaseFolder(tmp_path / "lease")
+    one.take(0)
+    with pytest.raises(ConfigError, match=r"scheduler.index.* 0: another scheduler"):
+        other.take(0)
+    other.take(1)
+    assert (one.path / "scheduler-0").stat().st_mode & 0o777 == 0o600
+    assert not os.get_inheritable(one._lock)
+    os.close(one._lock)  # as when it ends
+    LeaseFolder(tmp_path / "lease").take(0)
+    (one.path / "scheduler-2").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"scheduler.index.* 2"):
+        other.take(2)
+
+
+def test_what_others_are_writing_stays(tmp_path: Path) -> None:
+    folder = LeaseFolder(tmp_path / "lease").path
+    left, current = folder / "new-1", folder / "new-2"
+    for file in (left, current):
+        file.write_bytes(b"{")
+    os.utime(left, (time.time() - 61, time.time() - 61))
+    LeaseFolder(folder)
+    assert os.listdir(folder) == ["new-2"]
+
+
+def test_a_version_is_on_the_disk_before_it_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, done, link = LeaseFolder(tmp_path / "lease"), list[str](), os.link
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(f"fsync {os.fstat(fd).st_size > 0}"), fsync(fd)))
+    monkeypatch.setattr(os, "link", lambda *names: (done.append("link"), link(*names)))
+    assert store.write(LeaseRecord(version=1, term=1, holder="a@1"))
+    assert done == ["fsync True", "link"]
 
 
 def test_a_faulty_record_or_folder_is_an_error_that_names_it(tmp_path: Path) -> None:

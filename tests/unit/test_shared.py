@@ -7,21 +7,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.lease_folder import LeaseFolder
 from pd_cluster.cluster.members.shared import SharedMembership
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launcher import Cluster, plan_cluster
-from pd_cluster.commands.serve_scheduler import check_shared
+from pd_cluster.cluster.routing.policy import RoutingRequest
+from pd_cluster.cluster.routing.replays import ReplayLimits
+from pd_cluster.commands.cli import app
+from pd_cluster.commands.serve_scheduler import check_alone, check_shared
 from pd_cluster.commands.serve_start import Start
-from pd_cluster.errors import ConfigError, Refused, Unavailable
+from pd_cluster.errors import ConfigError, GenerationError, Overloaded, Refused, Unavailable
 from pd_cluster.net.admission import Fence
+from pd_cluster.service.status import status_of
 from pd_cluster.settings.processes import JoinSettings
-from pd_cluster.settings.routing import AdminSettings, EntranceSettings
-from pd_cluster.types import LegEnd
+from pd_cluster.settings.routing import MAX_SCHEDULERS, AdminSettings, EntranceSettings
+from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.types import LegEnd, TokenOutput
 from tests.support.elastic_world import ElasticWorld
-from tests.support.router_world import World, token
+from tests.support.router_world import World, run, token
 
 LEASE_S = 1.5
 
@@ -32,6 +38,7 @@ class Scheduler:
     def __init__(self, folder: Path, index: int, clock: Callable[[], float]) -> None:
         self.world = ElasticWorld()
         self.fence = Fence()
+        self.wall_s = 0.0
         self.shared = SharedMembership(
             f"scheduler-{index}@{index + 1}",
             LeaseFolder(folder / "lease"),
@@ -42,6 +49,7 @@ class Scheduler:
             5.0,
             f"http://127.0.0.1:{9001 + 2 * index}",
             clock,
+            lambda: self.wall_s,
         )
 
     def heard_of_term(self, term: int) -> None:
@@ -188,6 +196,63 @@ def test_a_new_scheduler_is_no_owner_before_it_reaches_all(tmp_path: Path) -> No
     asyncio.run(go())
 
 
+def test_the_first_look_waits_for_all_instances_and_takes_over_the_wishes_of_a_record_without_an_owner(
+    tmp_path: Path,
+) -> None:
+    async def go() -> None:
+        two = Two(tmp_path)
+        await two.begin()
+        two.one.world.elastic.drain("decode-1", timeout_s=7.0)
+        await two.one.look()
+        two.one.shared._release()
+        new = Scheduler(tmp_path, 2, lambda: two.now_s)
+        new.world["decode-0"].state = "connecting"
+        await new.look()
+        assert not new.shared.is_owner
+        assert new.world["decode-1"].service == "out"
+        newest = Scheduler(tmp_path, 3, lambda: two.now_s)
+        await newest.look()
+        assert newest.shared.is_owner
+        (member,) = [each for each in newest.shared.ownership.record.members if each.name == "decode-1"]
+        assert (member.service, member.drain_timeout_s) == ("out", 7.0)
+
+    asyncio.run(go())
+
+
+def test_terms_of_a_new_folder_are_later_than_those_of_a_lost_one(tmp_path: Path) -> None:
+    async def go() -> None:
+        terms = []
+        for wall_s in (1_000_000.9, 1_000_050.0):
+            one = Scheduler(tmp_path, 0, lambda: 10.0)
+            one.wall_s = wall_s
+            await one.look()
+            terms.append(one.fence.term)
+            for file in (tmp_path / "lease").iterdir():
+                file.unlink()
+        assert terms == [1_000_000, 1_000_050]
+        one.wall_s = 0.0  # it was set back
+        await one.look()
+        assert one.fence.term == 1_000_051
+
+    asyncio.run(go())
+
+
+def test_a_single_scheduler_says_how_workers_of_several_follow_it(caplog: pytest.LogCaptureFixture) -> None:
+    ElasticWorld().membership.on_stale_order("to-decode-0", 7)
+    (told,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "start the workers again" in told.getMessage()
+
+
+def test_others_have_longer_to_hear_where_leases_are_longer(tmp_path: Path) -> None:
+    two = Two(tmp_path)
+    assert two.one.shared.settle_s == 0.5
+    two.one.shared.ownership.duration_s = 15.0
+    assert two.one.shared.settle_s == 4.5
+    world = two.one.world
+    assert not world.elastic._is_settled(world["decode-1"], world["decode-1"].drain_deadline_s + 4.4)
+    assert world.elastic._is_settled(world["decode-1"], world["decode-1"].drain_deadline_s + 4.5)
+
+
 def test_other_work_at_an_instance_is_what_it_reports(tmp_path: Path) -> None:
     async def go() -> None:
         world = ElasticWorld()
@@ -199,6 +264,10 @@ def test_other_work_at_an_instance_is_what_it_reports(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
+def test_work_that_others_must_see_is_reported_at_once() -> None:
+    assert wire.Load(outstanding={"a@1": 1}).shown_now != wire.Load(outstanding={"a@1": 0}).shown_now
+
+
 def test_a_full_instance_is_no_fault_and_no_attempt() -> None:
     async def go() -> None:
         world = World()
@@ -207,10 +276,8 @@ def test_a_full_instance_is_no_fault_and_no_attempt() -> None:
         world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "full", True, is_full=True))
         await asyncio.sleep(0)
         assert len(world.mailbox.of(wire.Submit)) == 2, "it waits for news of the instances"
-        for _ in range(3):
+        while len(world.mailbox.of(wire.Submit)) < 4:
             world.membership.changed.set()
-            await asyncio.sleep(0)
-        for _ in range(20):
             await asyncio.sleep(0)
         assert len(world.mailbox.of(wire.Submit)) == 4
         submits = [body for _, body in world.mailbox.of(wire.Submit)]
@@ -221,6 +288,131 @@ def test_a_full_instance_is_no_fault_and_no_attempt() -> None:
         await serving.aclose()
 
     asyncio.run(go())
+
+
+class Bounced:
+    """A request at a router whose instances are full; `pauses` are the waits that were asked for."""
+
+    def __init__(self, wait_s: float = 30.0) -> None:
+        self.world = World(replay=ReplayLimits(wait_s=wait_s))
+        self.pauses: list[float] = []
+        self.goes_on = asyncio.Event()
+        self.world.router.pause = self._pause
+
+    async def _pause(self, time_s: float) -> None:
+        self.pauses.append(time_s)
+        await self.goes_on.wait()
+
+    @property
+    def num_submits(self) -> int:
+        return len(self.world.mailbox.of(wire.Submit))
+
+    def bounce(self, rid: str, attempt: int = 0) -> None:
+        conn = self.world.mailbox.of(wire.Submit)[-2][0]
+        self.world.outputs(conn, ended=LegEnd(rid, attempt, "full", True, is_full=True))
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Reports come until it is so."""
+        while not is_so():
+            self.world.membership.changed.set()
+            await asyncio.sleep(0)
+
+    async def until_submits(self, num: int, ended: asyncio.Future[TokenOutput] | None = None) -> None:
+        await self.until(lambda: self.num_submits >= num or (ended is not None and ended.done()))
+
+
+def test_a_full_instance_is_left_alone_for_longer_each_time() -> None:
+    async def go() -> None:
+        bounced = Bounced()
+        bounced.goes_on.set()
+        serving, first, rid = await bounced.world.begin()
+        for attempt in range(8):
+            bounced.bounce(rid, attempt)
+            await bounced.until_submits(2 * attempt + 4)
+        assert bounced.pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0]
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await serving.aclose()
+        bounced.world.assert_home()
+
+    run(go())
+
+
+def test_instances_that_stay_full_are_no_internal_error() -> None:
+    """The wait is counted from the first time, however often it is tried."""
+
+    async def go() -> None:
+        bounced = Bounced(wait_s=0.1)
+        bounced.goes_on.set()
+        _, first, rid = await bounced.world.begin()
+        attempt = 0
+        while not first.done():
+            bounced.bounce(rid, attempt)
+            attempt += 1
+            await bounced.until_submits(2 * attempt + 2, first)
+        with pytest.raises(Overloaded, match="full") as caught:
+            await first
+        assert caught.value.retry_after_s == 1
+        assert status_of(caught.value) == 429
+        bounced.world.assert_home()
+
+    run(go())
+
+
+def test_a_request_that_waits_for_room_ends_with_the_process() -> None:
+    async def go() -> None:
+        bounced = Bounced()
+        bounced.goes_on.set()
+        _, first, rid = await bounced.world.begin()
+        for each in bounced.world.instances:
+            each.load, each.num_outstanding = wire.Load(prefill_tokens_per_s=1.0, num_waiting=99), 99
+        bounced.bounce(rid)
+        await bounced.until(lambda: bool(bounced.pauses))
+        bounced.world.router.end_all()
+        with pytest.raises(GenerationError, match="shut"):
+            await first
+
+    run(go())
+
+
+def test_a_pause_while_a_request_waits_for_room_keeps_it() -> None:
+    async def go() -> None:
+        bounced = Bounced()
+        serving, first, rid = await bounced.world.begin()
+        bounced.bounce(rid)
+        await bounced.until(lambda: bool(bounced.pauses))
+        await bounced.world.router.steer("paused", keeps=True)
+        bounced.goes_on.set()
+        for _ in range(20):
+            bounced.world.membership.changed.set()
+            await asyncio.sleep(0)
+        assert bounced.num_submits == 2, "it has gone on while the cluster is paused"
+        await bounced.world.router.steer("open")
+        await bounced.until(lambda: bounced.num_submits == 4)
+        assert sum(each.num_outstanding for each in bounced.world.instances) == 2
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await serving.aclose()
+        bounced.world.assert_home()
+
+    run(go())
+
+
+def test_others_see_each_leg_however_small() -> None:
+    sent: list[wire.Submit] = []
+
+    async def go() -> None:
+        world = World()
+        serving, first, _ = await world.begin()
+        sent.extend(body for _, body in world.mailbox.of(wire.Submit))
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await serving.aclose()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RoutingRequest, "weight", lambda self, instance, leg: 0)
+        run(go())
+    assert [body.weight for body in sent] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -244,6 +436,34 @@ def test_what_one_scheduler_alone_can_do_is_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         check_shared(start, entrance, admin)
     assert named.strip("-") in str(caught.value).replace("_", "-")
+
+
+@pytest.mark.parametrize(
+    ("entrance", "timeouts", "named"),
+    [
+        (EntranceSettings(scheduler_index=2), Timeouts(), "scheduler-index"),
+        (EntranceSettings(), Timeouts(lease_duration_s=3.0), "lease-duration"),
+    ],
+)
+def test_a_scheduler_alone_takes_nothing_of_several(entrance: EntranceSettings, timeouts: Timeouts, named: str) -> None:
+    check_alone(EntranceSettings(), Timeouts())
+    with pytest.raises(ConfigError) as caught:
+        check_alone(entrance, timeouts)
+    assert named in str(caught.value).replace("_", "-")
+    assert "scheduler-lease" in str(caught.value).replace("_", "-")
+
+
+@pytest.mark.parametrize("flag", ["--scheduler-index", "--scheduler-lease"])
+def test_up_gives_each_scheduler_its_number_itself(flag: str) -> None:
+    for given in ([f"{flag}=0"], [flag, "0"]):
+        with pytest.raises(ConfigError, match=flag):
+            Cluster(Launch(model="m", num_schedulers=2, arguments=given), print)
+
+
+def test_up_starts_no_more_schedulers_than_there_are_numbers() -> None:
+    refused = CliRunner().invoke(app, ["up", "--schedulers", str(MAX_SCHEDULERS + 1)])
+    assert refused.exit_code == 2
+    assert str(MAX_SCHEDULERS) in refused.output
 
 
 def test_up_plans_each_scheduler_with_ports_of_its_own(tmp_path: Path) -> None:

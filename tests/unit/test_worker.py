@@ -699,19 +699,21 @@ def test_every_scheduler_is_told() -> None:
 def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full() -> None:
     """Only legs that may be refused; those that wait are served, and each scheduler's share is reported."""
     world = World()
+    world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
+    world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
     world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
     for at in range(LEAST_WAITING + 1):
         world.mail(wire.Submit(f"r{at}", 0, f"r{at}", "hybrid", "", Order([1, 2, 3], sampling(n=1)), 0.0, [], 5, True))
     world.mail(wire.Submit("kept", 0, "kept", "hybrid", "", Order([1, 2, 3], sampling(n=1)), 0.0, [], 5))
     world.worker._read_inbox(wait_s=0.0)
-    assert world.worker.legs.outstanding(CONN) == 5 * (LEAST_WAITING + 1)
+    assert world.worker.legs.outstanding() == {CONN: 5 * (LEAST_WAITING + 1)}
     world.worker._publish_load(at_once=True)
     assert world.worker.load.outstanding == {"scheduler@1": 5 * (LEAST_WAITING + 1), "other@1": 0}
     world.run()
     assert [(end.request_id, end.is_full, end.is_fault) for end in world.post.ended] == [
         (f"r{LEAST_WAITING}", True, True)
     ]
-    assert world.worker.legs.outstanding(CONN) == 0
+    assert world.worker.legs.outstanding() == {}
     world.assert_home()
 
 
@@ -737,6 +739,17 @@ def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting() -> None:
     world.worker.tiers.release_all()
     world.run()
     assert len(world.post.ended) == 1, "the others are served"
+
+
+def test_only_schedulers_that_share_the_worker_are_told_of_each_others_legs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a fencing number there is one scheduler, and the sums would be made for nobody."""
+    world = World()
+    world.mail(wire.Peers([peer("decode-0", 1, "decode")]))
+    world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
+    monkeypatch.setattr(world.worker.legs, "outstanding", lambda: pytest.fail("it is summed for nobody"))
+    world.step()
+    world.worker._publish_load(at_once=True)
+    assert world.worker.load.outstanding == {}
 
 
 def test_a_leg_that_is_refused_or_late_has_failed() -> None:

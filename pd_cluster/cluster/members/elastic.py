@@ -25,7 +25,6 @@ from pd_cluster.types import Role
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
-SETTLE_S = 0.5  # until which other schedulers may send requests to an instance that is to be empty
 LATE_S = 2.0  # after its deadline, others' requests there hold nothing up any more
 
 
@@ -34,6 +33,10 @@ class Sharing(Protocol):
 
     @property
     def is_owner(self) -> bool: ...
+    @property
+    def settle_s(self) -> float:
+        """How long other schedulers may send requests to an instance that is to be empty."""
+
     def check(self) -> None:
         """Raises Refused where another scheduler owns membership."""
 
@@ -203,6 +206,9 @@ class Elastic:
         known = {instance.name: instance for instance in self.instances}
         for member in members:
             instance = known.pop(member.name, None)
+            if instance is not None and not self._is_at(instance, member):
+                self._drop(instance)
+                instance = None
             if instance is None:
                 instance = Instance(member.name, member.role, member.host, member.port, member.device_ids)
                 self._membership.join(instance)
@@ -212,10 +218,17 @@ class Elastic:
                 instance.service, instance.next_role = member.service, member.next_role
                 self._begin(instance, member.drain_timeout_s)
         for gone in known.values():
-            if gone.num_outstanding:
-                self._move_on(gone, "it has left")
-            self._membership.forget(gone)
+            self._drop(gone)
         self._membership.wake()
+
+    def _is_at(self, instance: Instance, member: Listed) -> bool:
+        """Whether it is the place that the list has for this name; otherwise another worker has the name now."""
+        return (self._membership.host_of(instance), instance.device_ids) == (member.host, member.device_ids)
+
+    def _drop(self, gone: Instance) -> None:
+        if gone.num_outstanding:
+            self._move_on(gone, "it has left")
+        self._membership.forget(gone)
 
     # ---- work in progress
 
@@ -244,7 +257,7 @@ class Elastic:
         """Whether other schedulers know that it takes no more requests, and have none there, or had their time."""
         if self.shared is None:
             return True
-        if now_s < instance.drain_deadline_s - instance.drain_timeout_s + SETTLE_S:
+        if now_s < instance.drain_deadline_s - instance.drain_timeout_s + self.shared.settle_s:
             return False
         return not instance.others_tokens or now_s >= instance.drain_deadline_s + LATE_S
 

@@ -34,7 +34,7 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The shared record. Each write replaces it whole and adds one to `version`.
 
-    `term`: the fencing number, one more with each owner. `holder`: the owner's name@epoch; "": it has let go. `admin`:
+    `term`: the fencing number, higher with each owner. `holder`: the owner's name@epoch; "": it has let go. `admin`:
     the owner's admin address, for operators. `table`: the digest of its rank table. `members`: its instances.
     """
 
@@ -74,13 +74,15 @@ class Ownership:
         clock: Callable[[], float],
         admin: str = "",
         table: bytes = b"",
+        least_term: Callable[[], int] = lambda: 1,
     ) -> None:
+        """`least_term`: that an ownership may have which begins now."""
         self.own, self.duration_s = own, duration_s
         self.record = LeaseRecord()  # the last that was seen
         self.highest_term = 0  # in the record, so far; no worker is asked: one that lies must not end an ownership
         self.is_candidate = True  # whether it may become the owner
         self.table = table
-        self._admin, self._clock = admin, clock
+        self._admin, self._clock, self._least_term = admin, clock, least_term
         self._changed_s = math.inf  # when `record` was first seen
         self._term, self._until_s = 0, -math.inf  # of the lease that this process has won, and its end
         self._written_s = -math.inf  # when what is being written was decided
@@ -104,7 +106,9 @@ class Ownership:
             is_due = is_due or list(members) != record.members or self.table != record.table
             return self._next(record.term, members) if is_due else None
         is_free = not record.holder or now_s - self._changed_s >= self.duration_s
-        return self._next(record.term + 1, members) if is_free and self.is_candidate else None
+        if not is_free or not self.is_candidate:
+            return None
+        return self._next(max(self.highest_term + 1, self._least_term()), members)
 
     def wrote(self, record: LeaseRecord, is_written: bool) -> None:
         """Takes the outcome of writing what `seen` returned."""

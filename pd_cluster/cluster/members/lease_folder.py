@@ -1,15 +1,18 @@
 """The schedulers' shared record in a folder of one host. Knows nothing of what it means (lease.py).
 
 Each version is a file of its own, made by link(2), which fails where the file exists: whoever makes it has written that
-version. No process ever holds a lock, so one that is stopped at any place stops no other.
+version. No process holds a lock on it, so one that is stopped at any place stops no other. A lock on a file of its own
+keeps a scheduler's number for it as long as it lives.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import stat
+import time
 from pathlib import Path
 
 import msgspec
@@ -20,6 +23,7 @@ from pd_cluster.errors import ConfigError, LeaseUnavailable, called
 NUM_KEPT = 3  # versions: a reader may have listed one that is removed before it opens it
 MAX_RECORD_NBYTES = 4 << 20
 DIGITS = 20
+LEFT_S = 60.0  # the age of a file that nobody writes any more
 
 
 class LeaseFolder:
@@ -36,9 +40,22 @@ class LeaseFolder:
             raise ConfigError(
                 f"{called('scheduler_lease')} {path}: must be a folder of this user that is closed to others (0700)"
             )
-        for left in path.glob("new-*"):  # by a process that was killed while it wrote
+        self._lock = -1
+        for left in path.glob("new-*"):  # by a process that was killed while it wrote; others write now
             with contextlib.suppress(OSError):
-                left.unlink()
+                if time.time() - left.stat().st_mtime > LEFT_S:
+                    left.unlink()
+
+    def take(self, index: int) -> None:
+        """Keeps this scheduler's number until the process ends. Raises ConfigError if another process has it."""
+        flag, file = f"{called('scheduler_index')} {index}", self.path / f"scheduler-{index}"
+        try:
+            self._lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{flag}: another scheduler of {self.path} has this number; give each its own") from None
+        except OSError as error:
+            raise ConfigError(f"{flag}: {file}: {error.strerror}") from None
 
     def read(self) -> LeaseRecord:
         for _ in range(NUM_KEPT):
@@ -61,8 +78,11 @@ class LeaseFolder:
     def write(self, record: LeaseRecord) -> bool:
         new = self.path / f"new-{secrets.token_hex(8)}"
         try:
-            new.write_bytes(msgspec.json.encode(record))
-            new.chmod(0o600)
+            with new.open("xb") as file:
+                os.fchmod(file.fileno(), 0o600)
+                file.write(msgspec.json.encode(record))
+                file.flush()
+                os.fsync(file.fileno())  # a version that has a name is whole, also after a power failure
             try:
                 os.link(new, self._file(record.version))
             except FileExistsError:

@@ -121,6 +121,7 @@ class Membership(Roster):
         self.instances.remove(instance)
         self._joined.discard(instance.name)
         self._refused.pop(instance.name, None)
+        self._hosts.pop(instance.name, None)
         if (task := self._watching.pop(instance.name, None)) is not None:
             task.cancel()
         conn, instance.conn = instance.conn, ""
@@ -304,7 +305,16 @@ class Membership(Roster):
 
     def on_stale_order(self, conn: str, term: int) -> None:
         instance = self._by_conn.get(conn)
-        log.warning("%s refuses an order: term %d is later", instance.name if instance else "a worker", term)
+        name = instance.name if instance else "a worker"
+        if self.term() == 0:
+            log.error(
+                "%s refuses an order: it has followed schedulers with --scheduler-lease (term %d), and this one has "
+                "none; start the workers again, or this scheduler with --scheduler-lease",
+                name,
+                term,
+            )
+        else:
+            log.warning("%s refuses an order: term %d is later", name, term)
         self.refused()
 
 

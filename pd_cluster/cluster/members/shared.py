@@ -22,6 +22,7 @@ from pd_cluster.errors import LeaseUnavailable, Refused, Unavailable
 log = logging.getLogger(__name__)
 
 LOOKS = 10  # at the record, within the duration of a lease
+SETTLE_S = 0.5  # the least
 RECORD_TIMEOUT_S = 2.0  # for a command to be in the record
 
 
@@ -45,8 +46,12 @@ class SharedMembership:
         patience_s: float,
         admin: str = "",
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.ownership = Ownership(own, duration_s, clock, admin, membership.table_digest)
+        # Workers remember the terms of a folder that is lost: those of a new one are later.
+        self.ownership = Ownership(
+            own, duration_s, clock, admin, membership.table_digest, lambda: max(1, int(wall_clock()))
+        )
         self._store, self._membership, self._elastic, self._mailbox = store, membership, elastic, mailbox
         self._clock, self._started_s, self._patience_s = clock, clock(), patience_s
         self._asked = asyncio.Event()  # that the record be looked at now
@@ -71,6 +76,11 @@ class SharedMembership:
     def known_term(self) -> int:
         """The highest fencing number that this process has heard of."""
         return self.ownership.highest_term
+
+    @property
+    def settle_s(self) -> float:
+        """How long other schedulers may not know of a command: some of their looks may be late."""
+        return max(SETTLE_S, 3 * self.ownership.duration_s / LOOKS)
 
     @property
     def is_owner(self) -> bool:
@@ -113,10 +123,12 @@ class SharedMembership:
     async def _look(self) -> None:
         """Reads the record; writes it where this scheduler owns membership, or may; follows it otherwise."""
         ownership = self.ownership
-        ownership.is_candidate = self._is_candidate()
         ownership.table = self._membership.table_digest
         try:
             record = self._store.read()
+            if not self.is_owner:
+                self._follow(record)  # first: a record without an owner has operators' wishes, too
+            ownership.is_candidate = self._is_candidate(record)
             wanted = ownership.seen(record, self._members())
             if wanted is not None:
                 ownership.wrote(wanted, await asyncio.to_thread(self._store.write, wanted))
@@ -150,9 +162,9 @@ class SharedMembership:
         if record.version and not (is_first and record.table != self._membership.table_digest):
             self._elastic.follow(record.members)
 
-    def _is_candidate(self) -> bool:
+    def _is_candidate(self, record: LeaseRecord) -> bool:
         """Whether its list of live workers is whole: a new scheduler's would cut links that others use."""
-        if not self.ownership.record.version or self._clock() - self._started_s > self._patience_s:
+        if not record.version or self._clock() - self._started_s > self._patience_s:
             return True
         return all(instance.is_ready for instance in self._membership.instances)
 

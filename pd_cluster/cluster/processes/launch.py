@@ -73,6 +73,12 @@ class Launch:
         return self._value_of("--admin-port")
 
     @property
+    def lease_flag(self) -> str:
+        """A flag among the arguments that is for this launch to give; "" if there is none."""
+        flags = "--scheduler-lease", "--scheduler-index"
+        return next((flag for flag in flags if self._value_of(flag)), "")
+
+    @property
     def scheme(self) -> str:
         """The URL scheme. Raises ConfigError if nobody could ask whether the scheduler is ready."""
         if self._value_of("--ssl-cert-reqs") == "2":

@@ -114,6 +114,8 @@ class Cluster:
             raise ConfigError(
                 "--admin-port: not with --schedulers: each one's admin port is the next of its public one"
             )
+        if launch.lease_flag:
+            raise ConfigError(f"{launch.lease_flag}: not with `up`, which gives it to each of --schedulers N")
         if launch.restart not in ("on-failure", "no"):
             raise ConfigError(f"--restart {launch.restart!r}: expected on-failure or no")
         self.launch = launch

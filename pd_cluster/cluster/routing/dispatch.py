@@ -47,7 +47,7 @@ class Dispatch:
                 stream.order.without_pixels() if leg == "decode" else stream.order,
                 deadline_s,
                 stream.resumed(),
-                weight,
+                max(1, weight),  # others must see the leg
                 self._shares_workers and not stream.resumed(),
             )
             self.send(instance.conn, submit)

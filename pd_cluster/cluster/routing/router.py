@@ -11,7 +11,7 @@ import itertools
 import logging
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
@@ -33,6 +33,7 @@ from pd_cluster.errors import (
     DeadlineExceeded,
     GenerationError,
     InstanceLost,
+    Overloaded,
     PdClusterError,
     RequestAborted,
     RequestError,
@@ -42,6 +43,9 @@ from pd_cluster.reports import Gate
 from pd_cluster.types import FinishReason, LegEnd, Order, PooledOutput, PromptOutput, TokenOutput
 
 log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, MOST_PAUSE_S = 0.02, 1.0  # after an instance was full; twice as long each time
+FULL_RETRY_S = 1
 
 
 def _unheard(prompt: PromptOutput) -> None:
@@ -68,6 +72,7 @@ class Router:
         self._choose = choose = for_all_kinds(choose)
         self._request_timeout_s = request_timeout_s
         self._limits = replay or ReplayLimits()
+        self.pause: Callable[[float], Awaitable[None]] = asyncio.sleep  # before the next attempt at a full instance
         self._streams: dict[str, RequestStream] = {}
         self._slices = Slices(self._on_slice)
         self._counter = itertools.count()
@@ -212,14 +217,24 @@ class Router:
         return stream, entry
 
     async def _replay(self, stream: RequestStream, setback: Setback, deadline_s: float | None) -> None:
-        """Starts another attempt elsewhere, after the delivered tokens. Raises the setback's error if there is none."""
+        """Starts another attempt elsewhere, after the delivered tokens.
+
+        Raises the setback's error if there is none; Overloaded where instances were full.
+        """
         if stream.is_finished:
             return
         check_replay(stream, setback, self.membership.instances, self._limits)
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self._limits.wait_s
-        if setback.cause == "full":
-            await self._until_room(until_s, setback)
+        error: PdClusterError = setback.error
+        stream.num_full = stream.num_full + 1 if setback.cause == "full" else 0
+        if stream.num_full:
+            if stream.num_full == 1:
+                stream.full_until_s = until_s
+            until_s, error = stream.full_until_s, Overloaded(str(setback.error), FULL_RETRY_S)
+            await self._until_room(until_s, stream.num_full, error)
+            if self.steering.keeps(stream, setback):
+                return
         while True:
             if self.entrance.is_closed:
                 raise GenerationError(f"{SHUTTING_DOWN}; {setback.error}")
@@ -231,7 +246,7 @@ class Router:
                     async with asyncio.timeout_at(until_s):
                         await self.entrance.change()
                 except TimeoutError:
-                    raise setback.error from None
+                    raise error from None
                 if self.steering.keeps(stream, setback):
                     return
         name, why = stream.decode.name, str(setback.error)
@@ -241,15 +256,23 @@ class Router:
         self.stats.replayed(setback.cause)
         self._dispatch.submit(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
 
-    async def _until_room(self, until_s: float, setback: Setback) -> None:
-        """Waits for later reports, by which there is room. Raises the setback's error when that takes too long."""
+    async def _until_room(self, until_s: float, num_full: int, error: Overloaded) -> None:
+        """Waits for later reports, by which there is room, or for the end of this process.
+
+        `num_full`: how often in a row an instance was full: each time it waits longer. Raises the error when it takes
+        too long.
+        """
         try:
             async with asyncio.timeout_at(until_s):
                 await self.entrance.change()
-                while not (room := room_of(self.membership.instances)).for_prompts or not room.for_sequences:
+                await self.pause(min(MOST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(num_full - 1, 10)))
+                while not self.entrance.is_closed:
+                    room = room_of(self.membership.instances)
+                    if room.for_prompts and room.for_sequences:
+                        return
                     await self.entrance.change()
         except TimeoutError:
-            raise setback.error from None
+            raise error from None
 
     def expect_instances(self) -> None:
         """Announces that instances will become known: early requests wait a moment, as when all were lost just now."""

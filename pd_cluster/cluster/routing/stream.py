@@ -130,6 +130,8 @@ class RequestStream:
     numerics: Numerics | None = None  # of the instances that computed what was delivered
     deaths: list[Death] = field(default_factory=list)  # losses that ended attempts of it
     num_moves: int = 0  # attempts that ended because their instance was to be emptied, or had paused
+    num_full: int = 0  # attempts in a row that found an instance full
+    full_until_s: float = 0.0  # the end of its patience with them
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, of the same legs
     stats: RequestStats = field(default_factory=RequestStats)
     received_s: float = 0.0

@@ -80,13 +80,13 @@ def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, *
 @app.command(rich_help_panel=SERVE)
 def up(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
+    model: Annotated[str, typer.Option(help="Model folder; default: the shipped one.")] = "",
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
     schedulers: Annotated[int, typer.Option(min=1, max=MAX_SCHEDULERS, help="Each at the next two ports.")] = 1,
     host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Public port; the admin port is the next one.")] = 9000,
-    served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model.")] = None,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="Its name for clients.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Rank processes of each instance.")] = 1,
     prefill_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each prefill instance.")] = None,
     decode_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each decode instance.")] = None,
@@ -94,7 +94,7 @@ def up(
     restart: Annotated[str, typer.Option(help="Of a worker that dies: on-failure or no.")] = "on-failure",
     spawn: Annotated[bool, typer.Option("--spawn", help="Start rank processes by command line; fork none.")] = False,
     try_unlisted: Annotated[
-        list[str] | None, typer.Option(metavar="TYPE", help="Serve this model_type as unproven; may be given again.")
+        list[str] | None, typer.Option(metavar="TYPE", help="Serve this model_type, unproven.")
     ] = None,
     language_model_only: Annotated[
         bool, typer.Option("--language-model-only", help="Serve only the text model of a multimodal model.")

@@ -700,7 +700,6 @@ def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full() -> None:
     """Only legs that may be refused; those that wait are served, and each scheduler's share is reported."""
     world = World()
     world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
-    world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
     world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
     for at in range(LEAST_WAITING + 1):
         world.mail(wire.Submit(f"r{at}", 0, f"r{at}", "hybrid", "", Order([1, 2, 3], sampling(n=1)), 0.0, [], 5, True))
@@ -726,6 +725,7 @@ def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting() -> None:
     world.worker.take_tiers(
         EngineTiers(scheduler, {"shared": lower}, None, world.worker.begin_leg, lambda: world.now_s)
     )
+    world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
     world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
     for at in range(LEAST_WAITING + 1):
         order = Order([1, 2, 3, 4, 5], sampling(n=1))

@@ -123,7 +123,7 @@ def test_requests_end_when_the_operator_says_so(steered: Steered, names: bool) -
 
 
 def test_new_requests_wait_while_it_is_paused(steered: Steered) -> None:
-    running_ones = Background(steered, 2, **{**LONG, "max_tokens": 300})
+    running_ones = Background(steered, 2, **{**LONG, "max_tokens": 1200})
     steered.wait_until("they run", lambda: running(steered) >= 2)
     assert steered.command("/pause?mode=wait&clear_cache=true") == {"status": "paused"}
     assert [answer.status_code for answer in running_ones.end()] == [200, 200]

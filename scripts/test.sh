@@ -102,7 +102,7 @@ else
     set -- --durations=10 --durations-min=1 "$@" # of each half: the first to examine when tests become slow
     tests one-process -n 2 --dist worksteal "$@" tests/unit tests/model
     end_of_mypy
-    tests clusters -n 3 --dist loadfile "$@" tests/api tests/cluster
+    tests clusters -n 2 --dist loadfile "$@" tests/api tests/cluster
 fi
 
 "$python" - "$reports"/*.xml <<'END' || failed="$failed, the report of pytest"

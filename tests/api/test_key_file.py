@@ -149,13 +149,13 @@ def test_openais_client_waits_as_long_as_it_is_told_and_is_let_in(keyed: Keyed) 
 def test_a_client_that_leaves_has_its_tokens_back(keyed: Keyed) -> None:
     body = {"model": "tiny", "prompt": [1] * 16, "max_tokens": 240, "n": 4, "ignore_eos": True, "stream": True}
     assert left(keyed, "left") == 1000
-    with httpx.stream(
-        "POST", f"{keyed.url}/v1/completions", json=body, headers=headers_of("left"), trust_env=False, timeout=60
-    ) as answer:
-        assert answer.status_code == 200
-        keyed.kill_rank("decode-0", signal.SIGSTOP)  # or the answer might end before its client leaves
-        assert int(answer.headers["x-ratelimit-remaining-tokens"]) < 1000 - 16 - 4 * 240 + 100
+    keyed.kill_rank("decode-0", signal.SIGSTOP)  # or the answer might end before its client leaves
     try:
+        with httpx.stream(
+            "POST", f"{keyed.url}/v1/completions", json=body, headers=headers_of("left"), trust_env=False, timeout=60
+        ) as answer:
+            assert answer.status_code == 200
+            assert int(answer.headers["x-ratelimit-remaining-tokens"]) < 1000 - 16 - 4 * 240 + 100
         keyed.wait_until("they are back, sooner than by themselves", lambda: left(keyed, "left") > 600, timeout_s=20)
     finally:
         keyed.kill_rank("decode-0", signal.SIGCONT)

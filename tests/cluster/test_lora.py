@@ -133,7 +133,7 @@ def test_a_prefill_instance_s_death_changes_no_token(cluster: LiveCluster, model
     """kill -9 while it computes prompts, which another then computes with the same adapters."""
     cluster.await_ready()
     rng = random.Random(9)
-    asks = [(NAMES[at % len(NAMES)], random_prompt(rng, 1000)) for at in range(8)]
+    asks = [(NAMES[at % len(NAMES)], random_prompt(rng, 1000)) for at in range(16)]
     asked = completing(cluster, asks, 4)
 
     def kill() -> None:

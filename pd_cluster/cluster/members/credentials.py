@@ -109,9 +109,9 @@ def _read(folder: Path, flag: str, given: str | None, name: str, read: Callable[
         goes_to = "every host" if name == SECRET_FILE else "the scheduler's host"
         derived = "; --derive-secret does without it where every user of this one host is trusted"
         raise ConfigError(
-            f"{file}: no such file; `pd-ranktable gen` or `merge` writes it beside the global rank table, for {goes_to} "
-            f"(`pd-ranktable keys --save-dir {folder}` for a table that is there already), or name it with {flag} FILE"
-            f"{derived if name == SECRET_FILE else ''}"
+            f"{file}: no such file; `pd-ranktable gen` or `merge` writes it beside the global rank table, for "
+            f"{goes_to} (`pd-ranktable keys --save-dir {folder}` for a table that is there already), or name it with "
+            f"{flag} FILE{derived if name == SECRET_FILE else ''}"
         )
     try:
         return file, read(file)

@@ -135,9 +135,13 @@ class Join(Message, frozen=True, kw_only=True):
 
 
 class JoinAnswer(Message, frozen=True):
-    """`problem`: why the worker is not, or no longer, registered; "" if it is."""
+    """`problem`: why the worker is not, or no longer, registered; "" if it is.
+
+    `is_elsewhere`: nothing is against the worker; another of several schedulers admits workers, or none does now.
+    """
 
     problem: str = ""
+    is_elsewhere: bool = False
 
 
 class Leave(Message, frozen=True):

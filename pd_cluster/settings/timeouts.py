@@ -65,6 +65,13 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
         float,
         WORKERS("Seconds that a KV transfer may make no progress.", detail="a transfer that stands still is given up"),
     ] = 30.0
+    encode_timeout_s: Annotated[
+        float,
+        WORKERS(
+            "Seconds that a prefill instance waits for an encoder before it computes an image itself.",
+            detail="an encoder's features of an image are there; otherwise prefill computes it",
+        ),
+    ] = 10.0
     collective_timeout_s: Annotated[
         float,
         WORKERS("Seconds that a rank waits for another rank.", detail="a rank of an instance waits for the others"),

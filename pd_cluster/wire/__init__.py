@@ -19,7 +19,7 @@ from pd_cluster.wire.base import TransportName as TransportName
 from pd_cluster.wire.encoding import TOKEN_NBYTES as TOKEN_NBYTES
 from pd_cluster.wire.encoding import Encode as Encode
 from pd_cluster.wire.encoding import EncodeAbort as EncodeAbort
-from pd_cluster.wire.encoding import Encoded as Encoded
+from pd_cluster.wire.encoding import EncodeDone as EncodeDone
 from pd_cluster.wire.encoding import EncodeFailed as EncodeFailed
 from pd_cluster.wire.encoding import EncoderAnswer as EncoderAnswer
 from pd_cluster.wire.encoding import EncoderOpen as EncoderOpen

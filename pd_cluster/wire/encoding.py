@@ -41,7 +41,7 @@ class Encode(Message, frozen=True):
     deadline_s: float
 
 
-class Encoded(Message, frozen=True):
+class EncodeDone(Message, frozen=True):
     """The features are in a file that the socket gives for `token`, once. `checksum`: transport/base.Checksum's."""
 
     item: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pd_cluster.wire.encoding import Encode, EncodeAbort, Encoded, EncodeFailed, EncoderAnswer, EncoderOpen
+from pd_cluster.wire.encoding import Encode, EncodeAbort, EncodeDone, EncodeFailed, EncoderAnswer, EncoderOpen
 from pd_cluster.wire.links import (
     LinkAnswer,
     LinkOpen,
@@ -62,7 +62,7 @@ Body = (
     | EncoderOpen
     | EncoderAnswer
     | Encode
-    | Encoded
+    | EncodeDone
     | EncodeFailed
     | EncodeAbort
     | Offer

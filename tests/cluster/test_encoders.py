@@ -221,7 +221,7 @@ def test_encoders_that_cannot_be_paired_are_named(model: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_sleep_drain_and_a_second_scheduler(model: Path, tmp_path: Path) -> None:
+def test_sleep_roles_and_a_drain(model: Path, tmp_path: Path) -> None:
     with LiveCluster(tmp_path, model, arguments=[*FLAGS, *ROOM], num_encode=1) as cluster:
         token = (tmp_path / "admin.token").read_text().strip()
         head = {"Authorization": f"Bearer {token}"}

@@ -59,7 +59,7 @@ class Member:
 def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
     """Writes the rank tables and their secrets into `folder`; returns the processes, schedulers last.
 
-    Encoders are in no table: they register at a port of each scheduler. Existing secrets stay: the other processes must
+    Encoders are in no table: they register at a port of the scheduler. Existing secrets stay: the other processes must
     recognize a restarted one. Raises ConfigError.
     """
     num_workers = launch.num_prefill + launch.num_decode
@@ -77,10 +77,8 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
     )
     write(generated, folder)
     secret, key, token = write_keys(folder, PRIVATE)
-    num_joins = launch.num_schedulers if launch.num_encode and not launch.join_port else 0
-    free = free_ports(num_workers + launch.num_encode + num_joins)
+    join_port, *free = free_ports(1 + num_workers + launch.num_encode)
     ports = free[:num_workers]
-    joins = free[num_workers + launch.num_encode :] or [int(launch.join_port or 0)]
     everywhere = {"PYTHONUNBUFFERED": "1", DIE_WITH_PARENT: str(os.getpid())}
     common = {
         **everywhere,
@@ -93,7 +91,8 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
     for table, name, port in zip(tables, names, ports, strict=True):
         env = {**common, "RANK_TABLE_FILE_PATH": str(folder / table)}
         members.append(Member(name, _command(launch, "127.0.0.1", port, f"--secret-file={secret}"), env, port))
-    members += _encoders(launch, free[num_workers:], joins, everywhere, f"--secret-file={secret}")
+    join = launch.join_port or str(join_port)
+    members += _encoders(launch, free[num_workers:], join, everywhere, f"--secret-file={secret}")
     keys = {KEYS_VARIABLE: " ".join(launch.api_keys)} if launch.api_keys else {}
     if launch.metrics_key:
         keys[METRICS_KEY_VARIABLE] = launch.metrics_key
@@ -101,26 +100,23 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
     files = [f"--secret-file={secret}", f"--scheduler-key-file={key}", f"--admin-token-file={token}"]
     for index, name in enumerate(launch.scheduler_names):
         port, own = launch.port_of(index), list(files)
-        if num_joins:
-            own.append(f"--join-port={joins[index]}")
+        if launch.num_encode and not launch.join_port:
+            own.append(f"--join-port={join}")
         if launch.num_schedulers > 1:
             own += [f"--scheduler-lease={folder / LEASE_FOLDER}", f"--scheduler-index={index}"]
         members.append(Member(name, _command(launch, launch.host, port, *own), env, port, is_scheduler=True))
     return members
 
 
-def _encoders(
-    launch: Launch, ports: Sequence[int], joins: Sequence[int], env: Mapping[str, str], secret: str
-) -> list[Member]:
-    """`joins`: the ports at which workers register."""
+def _encoders(launch: Launch, ports: Sequence[int], join: str, env: Mapping[str, str], secret: str) -> list[Member]:
+    """`join`: the port at which workers register with the scheduler."""
     host = "127.0.0.1" if launch.host in ("0.0.0.0", "") else launch.host
-    schedulers = ",".join(f"{bracketed(host)}:{port}" for port in joins)
-    own = [secret, "--role=encode", f"--join={schedulers}", "--advertise-host=127.0.0.1"]
+    own = [secret, "--role=encode", f"--join={bracketed(host)}:{join}", "--advertise-host=127.0.0.1"]
     threads = os.environ.get("OMP_NUM_THREADS") or str(num_threads_for(launch.num_ranks))
     env = {**env, **dict.fromkeys(TABLE_VARIABLES, ""), "OMP_NUM_THREADS": threads}
     return [
         Member(name, _command(launch, "127.0.0.1", port, *own, f"--instance-name={name}"), env, port)
-        for name, port in zip(launch.encoder_names, ports, strict=False)  # other ports follow
+        for name, port in zip(launch.encoder_names, ports, strict=True)
     ]
 
 
@@ -139,6 +135,8 @@ class Cluster:
             raise ConfigError(
                 "--admin-port: not with --schedulers: each one's admin port is the next of its public one"
             )
+        if launch.num_schedulers > 1 and launch.num_encode:
+            raise ConfigError("--encode: not with --schedulers, because encoders register with one scheduler")
         if launch.lease_flag:
             raise ConfigError(f"{launch.lease_flag}: not with `up`, which gives it to each of --schedulers N")
         if launch.restart not in ("on-failure", "no"):

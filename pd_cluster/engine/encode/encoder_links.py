@@ -26,7 +26,7 @@ UP = LinkState("up", ("shm",))
 
 @dataclass(frozen=True, slots=True)
 class EncoderTerms:
-    """What both ends of a link must have alike, and how features travel. `why_not`: why they cannot; "" if they can."""
+    """The model and numerics that both ends of a link share. `why_not`: why features cannot travel; "" if they can."""
 
     model_identity: str
     numerics: Numerics

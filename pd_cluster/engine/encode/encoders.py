@@ -46,7 +46,7 @@ class _Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _WaitingLeg:
     leg: HeldLeg
     key: str  # Request.leg_key
     images: set[bytes]  # keys of those that it waits for
@@ -76,7 +76,7 @@ class Encoders:
         self._engine, self._post, self._clock, self._timeouts = engine, post, clock, timeouts
         self.links = EncoderLinks(terms, post, report, self._lost, clock, timeouts)
         self._asks: dict[bytes, _Ask] = {}  # by ImagePart.key
-        self._held: list[_Held] = []
+        self._held: list[_WaitingLeg] = []
         self._landed_for: dict[bytes, set[str]] = {}  # keys of legs, by those of images in `Tower.landed`
         self._items = itertools.count(1)
         self._num_landed = self._num_fallbacks = self._landed_nbytes = 0
@@ -118,7 +118,7 @@ class Encoders:
         if not waits:
             return True
         expires_s = now_s + submit.deadline_s if submit.deadline_s else math.inf
-        self._held.append(_Held(HeldLeg(conn, submit, expires_s), request.leg_key, waits))
+        self._held.append(_WaitingLeg(HeldLeg(conn, submit, expires_s), request.leg_key, waits))
         return False
 
     def _ask_for(self, request: Request, encoders: Sequence[str], tower: Tower) -> set[bytes]:
@@ -168,7 +168,7 @@ class Encoders:
         """Forgets the legs of a scheduler that is gone."""
         self._forget(lambda held: held.leg.conn == conn)
 
-    def _forget(self, wanted: Callable[[_Held], bool]) -> None:
+    def _forget(self, wanted: Callable[[_WaitingLeg], bool]) -> None:
         self._take(wanted)
         unwanted: dict[str, list[int]] = {}
         waited_for = {key for held in self._held for key in held.images}
@@ -182,12 +182,12 @@ class Encoders:
         """Begins every leg that is held."""
         self._release(lambda held: True)
 
-    def _release(self, wanted: Callable[[_Held], bool]) -> None:
+    def _release(self, wanted: Callable[[_WaitingLeg], bool]) -> None:
         for held in self._take(wanted):
             leg = with_rest(held.leg, self._clock())
             self._engine.begin(leg.conn, leg.submit)
 
-    def _take(self, wanted: Callable[[_Held], bool]) -> list[_Held]:
+    def _take(self, wanted: Callable[[_WaitingLeg], bool]) -> list[_WaitingLeg]:
         taken = [held for held in self._held if wanted(held)]
         self._held = [held for held in self._held if not wanted(held)]
         return taken
@@ -238,7 +238,7 @@ class Encoders:
         match body:
             case wire.EncoderAnswer():
                 self.links.on_answer(conn, body)
-            case wire.Encoded():
+            case wire.EncodeDone():
                 found, tower = self._find(body.item, conn), self._engine.tower()
                 if found is not None and tower is not None and not found[1].is_read:
                     ask = found[1]

@@ -117,7 +117,7 @@ class EncodeWorker:
                 return
         item.token, item.until_s = self._server.offer(file), self._clock() + self._lease_s
         self._offers[item.token] = item
-        self._post.send(item.conn, wire.Encoded(item.number, item.token, file.checksum))
+        self._post.send(item.conn, wire.EncodeDone(item.number, item.token, file.checksum))
 
     def _keep(self, key: bytes, file: Sealed, num_tokens: int) -> None:
         """Keeps an image as the most recently used, while there is room."""

@@ -68,8 +68,8 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     encode_timeout_s: Annotated[
         float,
         WORKERS(
-            "Seconds that a prefill instance waits for an encoder before it computes an image itself.",
-            detail="an encoder's features of an image are there; otherwise prefill computes it",
+            "Seconds that an encoder may compute nothing before a prefill instance computes an image itself.",
+            detail="an encoder that computes nothing loses its images to prefill; a busy one, after six times this",
         ),
     ] = 10.0
     collective_timeout_s: Annotated[

@@ -295,6 +295,18 @@ def test_a_failure_of_any_kind_lets_the_leg_begin(prefill: Prefill) -> None:
     assert prefill.encoders.links.states()["encode-0@1"].phase == "waiting"
 
 
+def test_a_busy_encoder_has_more_time_than_one_that_stands_still(prefill: Prefill) -> None:
+    limit_s = Timeouts().encode_timeout_s
+    assert not prefill.submit("r", order_of(A), "encode-0")
+    assert not prefill.submit("q", order_of(B), "encode-1")
+    for at in range(1, 8):
+        prefill.encoders.read("to encode-0", wire.Heartbeat(wire.Load(num_steps=at)))
+        prefill.encoders.read("to encode-1", wire.Heartbeat(wire.Load(num_steps=5)))
+        prefill.tick(0.9 * limit_s)
+        assert ("q" in prefill.begun) == (at > 1)
+        assert ("r" in prefill.begun) == (at > 6)
+
+
 def test_an_answer_counts_only_over_the_link_that_was_asked(prefill: Prefill) -> None:
     assert not prefill.submit("r", order_of(A), "encode-0")
     (ask,) = prefill.asked()

@@ -57,6 +57,8 @@ class _Link:
     conn: str = ""
     due_s: float = 0.0  # waiting: time of the next attempt; opening: time to give up
     backoff_s: float = FIRST_BACKOFF_S
+    num_steps: int = 0  # of the encoder's load, when it last grew
+    progress_s: float = 0.0  # and when that was
     reader: FeatureReader | None = None
 
 
@@ -96,10 +98,24 @@ class EncoderLinks:
     def states(self) -> dict[str, LinkState]:
         return {peer: link.state for peer, link in self._links.items()}
 
+    def knows(self, conn: str) -> bool:
+        return self._by_conn(conn) is not None
+
     def conn_to(self, peer: str) -> str:
         """Returns the connection to an encoder; "": the link is not up."""
         link = self._links.get(peer)
         return link.conn if link is not None and link.state.is_open else ""
+
+    def heard(self, conn: str, num_steps: int) -> None:
+        """Notes that an encoder has computed images, for any instance."""
+        link = self._by_conn(conn)
+        if link is not None and num_steps != link.num_steps:
+            link.num_steps, link.progress_s = num_steps, self._clock()
+
+    def progress_s(self, conn: str) -> float:
+        """Returns when the encoder was last heard to have computed an image."""
+        link = self._by_conn(conn)
+        return link.progress_s if link is not None else 0.0
 
     def fetch(
         self, conn: str, item: int, token: bytes, checksum: int, shape: tuple[int, ...], dtype: torch.dtype

@@ -29,6 +29,7 @@ from pd_cluster.transport.events import EncoderReached, EncoderUnreached, Featur
 from pd_cluster.types import Image, Request
 
 log = logging.getLogger(__name__)
+MOST_WAIT = 6  # times --encode-timeout, for an image whose encoder is busy with others
 MOST_ASKED_TOKENS = 32_768  # of images that are asked for, or here and not used yet
 
 
@@ -139,7 +140,7 @@ class Encoders:
                     continue
                 ask = _Ask(next(self._items), conn, image, num_tokens, self._clock())
                 self._asks[key] = ask
-                self._post.send(conn, wire.Encode(ask.item, key, image, self._timeouts.encode_timeout_s))
+                self._post.send(conn, wire.Encode(ask.item, key, image, MOST_WAIT * self._timeouts.encode_timeout_s))
             self._asks[key].legs.add(leg)
             waits.add(key)
         return waits
@@ -227,6 +228,12 @@ class Encoders:
         self._landed_nbytes += event.features.nbytes
         self._end(key)
 
+    def _is_late(self, ask: _Ask, now_s: float) -> bool:
+        """Whether the encoder has computed nothing for a while, or its queue is too long."""
+        limit_s = self._timeouts.encode_timeout_s
+        still_s = now_s - max(ask.asked_s, self.links.progress_s(ask.conn))
+        return still_s > limit_s or now_s - ask.asked_s > MOST_WAIT * limit_s
+
     # ---- events and time
 
     def set_peers(self, peers: list[wire.PeerInfo]) -> None:
@@ -236,6 +243,8 @@ class Encoders:
     def read(self, conn: str, body: wire.Body) -> bool:
         """Handles an encoder's message; False: the message is about something else."""
         match body:
+            case wire.Heartbeat(load) if load is not None and self.links.knows(conn):
+                self.links.heard(conn, load.num_steps)
             case wire.EncoderAnswer():
                 self.links.on_answer(conn, body)
             case wire.EncodeDone():
@@ -261,10 +270,10 @@ class Encoders:
     def tick(self) -> None:
         """Keeps the deadlines, and drops features that no leg will use."""
         self.links.tick()
-        now_s, limit_s = self._clock(), self._timeouts.encode_timeout_s
-        for key, ask in [(key, ask) for key, ask in self._asks.items() if now_s - ask.asked_s > limit_s]:
+        now_s = self._clock()
+        for key, ask in [(key, ask) for key, ask in self._asks.items() if self._is_late(ask, now_s)]:
             self._post.send(ask.conn, wire.EncodeAbort([ask.item]))
-            self._end(key, f"no features within {limit_s:g} s")
+            self._end(key, f"no features after {now_s - ask.asked_s:.1f} s")
         self._release(lambda held: held.leg.expires_s < now_s)
         tower, here = self._engine.tower(), {held.key for held in self._held}
         for key, legs in list(self._landed_for.items()):

@@ -129,13 +129,22 @@ def tenants(
 def multimodal(
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="Threads of generate().")] = 1,
+    encode: Annotated[
+        int, typer.Option(min=0, help="Compare so many encoders with none instead, on prompts of many images.")
+    ] = 0,
     quick: Annotated[bool, typer.Option(help="A tiny model, one round, no goals: does it all run?")] = False,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
     """Images: how many the front reads, TTFT with them, and what streams without images pay."""
     from pd_cluster.lab.multimodal import Multimodal, run
 
-    asyncio.run(run(Multimodal(1 if quick else rounds, threads, quick), json))
+    bench = Multimodal(1 if quick else rounds, threads, quick)
+    if encode:
+        from pd_cluster.lab import encoders
+
+        asyncio.run(encoders.run(bench, encode, json))
+        return
+    asyncio.run(run(bench, json))
 
 
 @app.command("engine")

@@ -12,6 +12,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.weight_files import weights_nbytes
 from pd_cluster.devices.cores import CoreLedger
 from pd_cluster.devices.device import Device, bind, use
+from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.events import Event, StopEngine
 from pd_cluster.engine.handover.links import LaneEnds, LocalLanes, Side
 from pd_cluster.engine.hang import end_within
@@ -76,8 +77,9 @@ def limits_of(runner: ModelRunner) -> EngineLimits:
 
 
 def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
+    own = peer_key(config.name, config.epoch)
     return Side(
-        peer_key(config.name, config.epoch),
+        own,
         config.credentials.secret,
         runner.model_identity,
         runner.numerics,
@@ -85,6 +87,7 @@ def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
         runner.pool.num_blocks,
         runner.pool.probe_seed,
         config.kv,
+        Crossing(own, config.trusts_network),
     )
 
 

@@ -221,7 +221,9 @@ def test_hosts_are_cut_off_under_load(model: Path, tmp_path: Path, network: Netw
     asks = make_asks(random.Random(43), 500, 40, LONGEST, MAX_TOKENS)
     judge = Judge(model, asks, REQUEST_TIMEOUT_S)
     where = {"prefill-0": "left", "prefill-1": "left", "decode-0": "right", "decode-1": "far"}
-    with SpreadCluster(network, where, tmp_path, model, arguments=[*FLAGS, "--kv-transport=dist"]) as cluster:
+    with SpreadCluster(
+        network, where, tmp_path, model, arguments=[*FLAGS, "--kv-transport=dist", "--trust-network"]
+    ) as cluster:
         with Traffic(cluster.url, asks, CONCURRENCY, network.enter) as traffic:
             trouble = Trouble(cluster, traffic, burst=60)
             trouble.await_busy("decode-1")

@@ -9,9 +9,13 @@ from __future__ import annotations
 from pd_cluster.wire.base import KEY_NBYTES as KEY_NBYTES
 from pd_cluster.wire.base import MAX_MESSAGE_NBYTES as MAX_MESSAGE_NBYTES
 from pd_cluster.wire.base import MAX_OFFER_NBYTES as MAX_OFFER_NBYTES
+from pd_cluster.wire.base import MOST_NODE_KEYS as MOST_NODE_KEYS
+from pd_cluster.wire.base import MOST_TEXT as MOST_TEXT
 from pd_cluster.wire.base import PROTOCOL_VERSION as PROTOCOL_VERSION
 from pd_cluster.wire.base import KVWireDtype as KVWireDtype
 from pd_cluster.wire.base import Message as Message
+from pd_cluster.wire.base import NodeProof as NodeProof
+from pd_cluster.wire.base import NodeProofs as NodeProofs
 from pd_cluster.wire.base import PairWish as PairWish
 from pd_cluster.wire.base import PublicKey as PublicKey
 from pd_cluster.wire.base import ShortText as ShortText

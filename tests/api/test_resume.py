@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pd_cluster.client.streaming import Sample, make_client, measure
 from tests.api.test_tools import ASKED, WEATHER
 from tests.support.cluster import LiveCluster
-from tests.support.resuming import TOKEN_HEADER, EventReader, data_of, id_of, resuming
+from tests.support.resuming import TOKEN_HEADER, EventReader, cutting, data_of, id_of, resuming
 from tests.support.scripted_scenarios import FAMILIES
 
 CHAT = "/v1/chat/completions"
@@ -77,3 +79,19 @@ def test_wrong_tokens_and_streams_that_are_not_kept(scripted: LiveCluster, asked
     with EventReader(scripted.url, several) as reader:
         assert TOKEN_HEADER not in reader.answer.headers
         assert all(event.startswith(b"data: ") for event in reader)
+
+
+def test_the_chat_commands_client_resumes_by_itself(scripted: LiveCluster, asked: dict[str, dict[str, Any]]) -> None:
+    body = {key: value for key, value in asked["/v1/completions"].items() if key != "stream_options"}
+
+    async def read(most_nbytes: int, resumes: bool) -> Sample:
+        port = int(scripted.url.rpartition(":")[2])
+        async with cutting(port, most_nbytes) as url, make_client() as client:
+            return await measure(client, f"{url}/v1/completions", body, resumes=resumes)
+
+    whole, broken = asyncio.run(read(1 << 30, True)), asyncio.run(read(4000, False))
+    assert whole.error is None
+    assert broken.error is not None
+    resumed = asyncio.run(read(4000, True))
+    assert (resumed.error, resumed.text, resumed.token_ids) == (None, whole.text, whole.token_ids)
+    assert len(broken.token_ids) < len(whole.token_ids) == 24

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -95,3 +97,40 @@ def token_ids_of(events: list[bytes]) -> list[int]:
             for choice in json.loads(data).get("choices", ()):
                 found += choice.get("token_ids") or ()
     return found
+
+
+@contextlib.asynccontextmanager
+async def cutting(port: int, most_nbytes: int) -> AsyncIterator[str]:
+    """Yields the URL of a proxy for a server here that breaks each connection after so many bytes of its answer."""
+    handlers: set[asyncio.Task[None]] = set()
+
+    async def serve(client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        handlers.add(task)
+        server, to_server = await asyncio.open_connection("127.0.0.1", port)
+        asked = asyncio.ensure_future(_copy(client, to_server))
+        try:
+            left = most_nbytes
+            while left and (data := await server.read(left)):
+                left -= len(data)
+                to_client.write(data)
+                await to_client.drain()
+        finally:
+            asked.cancel()
+            for writer in (to_server, to_client):
+                writer.close()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    finally:
+        listener.close()
+        for task in handlers:
+            task.cancel()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()

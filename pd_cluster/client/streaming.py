@@ -62,7 +62,7 @@ class Recorder:
         self._done = False
         self._error: str | None = None
         self._server_said_so = False
-        self.last_id = ""  # of the last event that had one
+        self.last_id = self._id = ""  # of the last whole event that had one; of the one that is being read
 
     @property
     def ended(self) -> bool:
@@ -132,9 +132,10 @@ class Recorder:
     def _event(self, line: bytes) -> str:
         """Returns the text of one line; comments and other fields of the format have none."""
         if line.startswith(b"id:"):
-            self.last_id = line[3:].strip().decode("latin-1")
+            self._id = line[3:].strip().decode("latin-1")
         if not line.startswith(b"data:"):
             return ""
+        self.last_id = self._id
         payload = line[5:].strip()
         if payload == b"[DONE]":
             self._done = True

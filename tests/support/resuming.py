@@ -116,6 +116,8 @@ async def cutting(port: int, most_nbytes: int) -> AsyncIterator[str]:
                 left -= len(data)
                 to_client.write(data)
                 await to_client.drain()
+        except asyncio.CancelledError:
+            pass  # the proxy ends
         finally:
             asked.cancel()
             for writer in (to_server, to_client):
@@ -128,6 +130,7 @@ async def cutting(port: int, most_nbytes: int) -> AsyncIterator[str]:
         listener.close()
         for task in handlers:
             task.cancel()
+        await asyncio.gather(*handlers, return_exceptions=True)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

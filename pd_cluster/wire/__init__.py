@@ -73,6 +73,14 @@ from pd_cluster.wire.requests import CacheKeys as CacheKeys
 from pd_cluster.wire.requests import Outputs as Outputs
 from pd_cluster.wire.requests import Submit as Submit
 from pd_cluster.wire.requests import TraceEvent as TraceEvent
+from pd_cluster.wire.resume import PROMPT_TOKEN_NBYTES as PROMPT_TOKEN_NBYTES
+from pd_cluster.wire.resume import Attach as Attach
+from pd_cluster.wire.resume import Find as Find
+from pd_cluster.wire.resume import Found as Found
+from pd_cluster.wire.resume import Keep as Keep
+from pd_cluster.wire.resume import PromptTold as PromptTold
+from pd_cluster.wire.resume import Release as Release
+from pd_cluster.wire.resume import nbytes_of as nbytes_of
 from pd_cluster.wire.transfers import Cancel as Cancel
 from pd_cluster.wire.transfers import Confirm as Confirm
 from pd_cluster.wire.transfers import Confirmed as Confirmed

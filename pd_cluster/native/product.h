@@ -118,6 +118,7 @@ static void product_work(void *data) {
     int64_t groups = (w->num_panels + at_once - 1) / at_once, items = (p->num_rows + most_rows - 1) / most_rows;
     int64_t in_item = in_tiles ? TILE_BLOCK : (w->ready_rows / m + items - 1) / items * m, rows = in_tiles ? 4 : m;
     for (int64_t row; (row = next_items(&w->next_row, rows)) < w->ready_rows;) {
+        if (w->make && row < p->num_rows) w->make(w->maker, row, MIN(rows, p->num_rows - row));
         if (!in_tiles) prepare_block(w, row / m);
         else for (int64_t r = row; r < MIN(row + rows, w->ready_rows); r++) prepare_row(w, r);
     }
@@ -136,12 +137,18 @@ static void product_work(void *data) {
     if (in_tiles) release_tiles();
 }
 
+// Plans a product, its memory included.
+static void begin_product(const Product *p, Packed *w) {
+    *w = (Packed){0};
+    plan(p, w);
+    w->x = p->scratch;
+    w->row_scales = (float *)(p->scratch + w->ready_rows / w->together * w->row_nbytes);
+    w->sums = (int32_t *)(w->row_scales + (w->ready_rows + 15) / 16 * 16);
+}
+
 // Computes out [num_rows, outputs] = x times the weight, transposed, plus the bias.
 void pd_product(const Product *p) {
-    Packed w = {0};
-    plan(p, &w);
-    w.x = p->scratch;
-    w.row_scales = (float *)(p->scratch + w.ready_rows / w.together * w.row_nbytes);
-    w.sums = (int32_t *)(w.row_scales + (w.ready_rows + 15) / 16 * 16);
+    Packed w;
+    begin_product(p, &w);
     run(product_work, &w, p->num_threads);
 }

@@ -103,9 +103,14 @@ def write_file(path: Path, text: str, access: Access) -> Path:
 
     Readers see the old file or the new one. Raises OSError, also if the group cannot be set.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise OSError(
+            f"{path}: {error.strerror}; user {os.getuid()} writes it: give that user the folder, or name another one"
+        ) from None
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             if access.group_id is not None:

@@ -32,7 +32,7 @@ IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END = range(len(SPECIAL_TOKENS), len(
 VOCAB_SIZE = 400
 PATCH, MERGE, PAIR = 8, 2, 2  # pixels of a patch; patches of a token's side; frames that become one
 AREA = {"shortest_edge": 48 * 48, "longest_edge": 64 * 64}  # of a picture as the model reads it, in pixels
-CLIP_AREA = {"shortest_edge": 32 * 32, "longest_edge": 48 * 48}  # of a frame
+CLIP_AREA = {"shortest_edge": 32 * 32, "longest_edge": 32 * 32}  # of a frame
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], dtype=np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], dtype=np.float32)
 NUM_PAIRS = (2, 3, 4, 6, 8, 12, 16)  # of frames of a clip
@@ -113,7 +113,7 @@ def picture_sheet(rng: random.Random, num_patches: int, kind: str = "") -> Sheet
 
 def clip_sheet(rng: random.Random, num_patches: int) -> Sheet:
     num_pairs = rng.choice(NUM_PAIRS)
-    clips = [draw_clip(rng, PAIR * num_pairs) for _ in range(max(1, num_patches // (36 * num_pairs)))]
+    clips = [draw_clip(rng, PAIR * num_pairs) for _ in range(max(1, num_patches // (16 * num_pairs)))]
     frames = np.stack([np.stack([fitted(each, CLIP_AREA) for each in clip]) for clip, _ in clips])
     answers = [", then ".join(colors) for _, colors in clips]
     return Sheet(rng.choice(CLIP), frames, answers, "video", rng.random() < 0.7, rng.choice(["", "", SYSTEM]))
@@ -297,9 +297,9 @@ def parse_args() -> argparse.Namespace:
     default_out = Path(__file__).resolve().parent.parent / "pd_cluster" / "models" / "tiny-vision"
     parser.add_argument("--out", type=Path, default=default_out, help="folder to write (default: the shipped model)")
     parser.add_argument("--start", type=Path, help="folder of a model to go on from; by default none")
-    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4500, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--patches-per-step", type=int, default=768, help="default: %(default)s")
-    parser.add_argument("--clips", type=float, default=0.26, help="share of clips (default: %(default)s)")
+    parser.add_argument("--clips", type=float, default=0.4, help="share of clips (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="part of what fixes the weights (default: %(default)s)")

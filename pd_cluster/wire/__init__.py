@@ -16,6 +16,13 @@ from pd_cluster.wire.base import PairWish as PairWish
 from pd_cluster.wire.base import PublicKey as PublicKey
 from pd_cluster.wire.base import ShortText as ShortText
 from pd_cluster.wire.base import TransportName as TransportName
+from pd_cluster.wire.encoding import TOKEN_NBYTES as TOKEN_NBYTES
+from pd_cluster.wire.encoding import Encode as Encode
+from pd_cluster.wire.encoding import EncodeAbort as EncodeAbort
+from pd_cluster.wire.encoding import EncodeDone as EncodeDone
+from pd_cluster.wire.encoding import EncodeFailed as EncodeFailed
+from pd_cluster.wire.encoding import EncoderAnswer as EncoderAnswer
+from pd_cluster.wire.encoding import EncoderOpen as EncoderOpen
 from pd_cluster.wire.envelope import Body as Body
 from pd_cluster.wire.envelope import Envelope as Envelope
 from pd_cluster.wire.envelope import decode as decode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pd_cluster.wire.encoding import Encode, EncodeAbort, EncodeDone, EncodeFailed, EncoderAnswer, EncoderOpen
 from pd_cluster.wire.links import (
     LinkAnswer,
     LinkOpen,
@@ -58,6 +59,12 @@ Body = (
     | LinkRest
     | LinkYield
     | LinkQueued
+    | EncoderOpen
+    | EncoderAnswer
+    | Encode
+    | EncodeDone
+    | EncodeFailed
+    | EncodeAbort
     | Offer
     | Credit
     | Revoke

@@ -70,11 +70,11 @@ def test_it_sees(drawings: Any) -> None:
     said = [each.outputs[0].text for each in found]
     seen, told, read = said[:NUM_PICTURES], said[NUM_PICTURES:-NUM_CLIPS], said[-NUM_CLIPS:]
     assert seen == generated(pictures)
-    assert sum(words == scene.words for words, scene in zip(seen, scenes, strict=True)) >= NUM_PICTURES // 2
+    assert sum(words == scene.words for words, scene in zip(seen, scenes, strict=True)) >= 3 * NUM_PICTURES // 4
     assert sum(scene.color in words for words, scene in zip(seen, scenes, strict=True)) >= NUM_PICTURES - 1
     orders = [", then ".join(colors) for _, colors in films]
-    assert sum(words == order for words, order in zip(told, orders, strict=True)) >= NUM_CLIPS // 2
-    assert sum(words == order for words, order in zip(read, orders, strict=True)) >= NUM_CLIPS // 2
+    assert sum(words == order for words, order in zip(told, orders, strict=True)) >= NUM_CLIPS - 1
+    assert sum(words == order for words, order in zip(read, orders, strict=True)) >= NUM_CLIPS - 1
 
 
 def test_it_is_small() -> None:

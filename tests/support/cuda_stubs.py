@@ -1,9 +1,10 @@
 """Stub libraries in CUDA's place, so that PyPI's builds of torch for CUDA load on machines without it.
 
-    python -m tests.support.cuda_stubs TORCH FOLDER [--tools PREFIX] [--beside FOLDER...]
+    python -m tests.support.cuda_stubs TORCH FOLDER [--tools PREFIX] [--beside FOLDER...] [--change-for-torch-npu]
 
 TORCH is a package folder. FOLDER gets a library for each one that torch's libraries need and neither they nor the
 folders of --beside have. Its functions return an error, so torch finds no device. --tools: a prefix of gcc and objdump.
+--change-for-torch-npu: also changes TORCH, a copy of 2.11 or 2.12, so that torch-npu loads beside its CUDA part.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 BUILD_TIMEOUT_S = 300
+# As the compiler has cut them up: of pinned_reserve_segment_size_mb and per_process_memory_fraction.
+SHARED_SETTINGS = (b"pinned_reserve_s", b"per_process_memo")
+NO_CAPTURE = "return False  # no device"
 LOOSE = re.compile(r"cu|nccl|nvrtc|nvshmem")  # functions without a version whose library is not recorded
 
 
@@ -67,13 +71,33 @@ def write(folder: Path, library: str, versions: dict[str, set[str]], gcc: str) -
     script.unlink(missing_ok=True)
 
 
+def change_for_torch_npu(torch: Path) -> None:
+    """Gives other names to allocator settings that both register, and answers without CUDA whether a stream captures.
+
+    Raises AssertionError for a torch in which a name does not occur. A changed torch stays as it is.
+    """
+    library, source = torch / "lib" / "libc10_cuda.so", torch / "cuda" / "graphs.py"
+    code = library.read_bytes()
+    for name in SHARED_SETTINGS:
+        changed = b"q" + name[1:]
+        assert name in code or changed in code, f"{library} has no {name.decode()}"
+        code = code.replace(name, changed)
+    library.write_bytes(code)
+    text = source.read_text("utf-8")
+    assert "return _cuda_isCurrentStreamCapturing()" in text or NO_CAPTURE in text, source
+    source.write_text(text.replace("return _cuda_isCurrentStreamCapturing()", NO_CAPTURE), "utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("torch", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tools", default="")
     parser.add_argument("--beside", type=Path, nargs="*", default=[Path("/usr/lib/x86_64-linux-gnu"), Path("/lib64")])
+    parser.add_argument("--change-for-torch-npu", action="store_true")
     given = parser.parse_args()
+    if given.change_for_torch_npu:
+        change_for_torch_npu(given.torch)
     files = sorted(given.torch.glob("lib/*.so*"))
     wanted = read(files, f"{given.tools}objdump")
     there = {file.name for folder in (given.torch / "lib", *given.beside) for file in folder.glob("*.so*")}

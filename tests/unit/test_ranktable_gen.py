@@ -147,6 +147,12 @@ def test_wrong_arguments_are_named(changed: dict, field: str) -> None:
     assert (caught.value.file, caught.value.field) == ("gen", field)
 
 
+def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file in the folder's place")
+    with pytest.raises(OSError, match=r"taken/global_ranktable_10\.0\.0\.18\.json: .*; user \d+ writes it: give that"):
+        write(one_machine(), tmp_path / "taken")
+
+
 def test_writing_replaces_whole_files_and_leaves_no_others(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text("old")

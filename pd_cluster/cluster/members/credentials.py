@@ -106,12 +106,12 @@ def read_admin_token(file: str) -> str:
 def _read(folder: Path, flag: str, given: str | None, name: str, read: Callable[[Path], T]) -> tuple[Path, T]:
     file = Path(given) if given is not None else folder / name
     if given is None and not os.path.exists(file):
-        where = "and copy it to every host" if name == SECRET_FILE else "for the scheduler's host"
+        goes_to = "every host" if name == SECRET_FILE else "the scheduler's host"
         derived = "; --derive-secret does without it where every user of this one host is trusted"
         raise ConfigError(
-            f"{file}: no such file; `pd-ranktable gen` or `merge` writes it beside the global rank table {where} "
-            f"(`pd-ranktable keys --save-dir {folder}` for a table that is there already), or name it with {flag} FILE"
-            f"{derived if name == SECRET_FILE else ''}"
+            f"{file}: no such file; `pd-ranktable gen` or `merge` writes it beside the global rank table, for "
+            f"{goes_to} (`pd-ranktable keys --save-dir {folder}` for a table that is there already), or name it with "
+            f"{flag} FILE{derived if name == SECRET_FILE else ''}"
         )
     try:
         return file, read(file)

@@ -133,6 +133,7 @@ class RequestStream:
     num_full: int = 0  # attempts in a row that found an instance full
     full_until_s: float = 0.0  # the end of its patience with them
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, of the same legs
+    encoding: list[tuple[Instance, int]] = field(default_factory=list)  # encoders of its images, and their tokens
     stats: RequestStats = field(default_factory=RequestStats)
     received_s: float = 0.0
     first_s: float = 0.0  # when the first token was delivered; 0: none yet

@@ -163,6 +163,8 @@ class SpreadCluster(LiveCluster):
         parts = []
         for host, address in self._network.addresses.items():
             prefill, decode = (self._devices(host, role) for role in ("prefill", "decode"))
+            if not prefill and not decode and host != HUB:  # encoders only
+                continue
             made = generate(
                 prefill=prefill,
                 decode=decode,

@@ -178,13 +178,13 @@ def engine(
 
 @app.command("rows")
 def rows(
-    rounds: Annotated[int, typer.Option(min=1, help="Processes for each model.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Processes for each model and number of sequences.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of either kind in each.")] = 150,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     quick: Annotated[bool, typer.Option(help="A tiny model: does it all run?")] = False,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
-    """The overhead per decode step of computing the same numbers for a sequence alone and among others."""
+    """Decode steps in float32 with oneDNN's products and with own ones, in turn; both have the same numbers."""
     from pd_cluster.lab.engine.rows import run
 
     run(rounds, steps, threads, quick, json)

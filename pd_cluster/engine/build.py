@@ -16,6 +16,7 @@ from pd_cluster.devices.device import Device, bind, use
 from pd_cluster.engine.encode.build import build_encoder, terms_of
 from pd_cluster.engine.encode.encoders import Encoders, Engine
 from pd_cluster.engine.encode.worker import EncoderMail, EncodeWorker
+from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.events import Event, StopEngine
 from pd_cluster.engine.handover.links import LaneEnds, LocalLanes, Side
 from pd_cluster.engine.hang import end_within
@@ -80,8 +81,9 @@ def limits_of(runner: ModelRunner) -> EngineLimits:
 
 
 def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
+    own = peer_key(config.name, config.epoch)
     return Side(
-        peer_key(config.name, config.epoch),
+        own,
         config.credentials.secret,
         runner.model_identity,
         runner.numerics,
@@ -89,6 +91,7 @@ def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
         runner.pool.num_blocks,
         runner.pool.probe_seed,
         config.kv,
+        Crossing(own, config.trusts_network),
     )
 
 

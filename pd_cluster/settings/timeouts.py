@@ -47,13 +47,15 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     lease_duration_s: Annotated[
         float,
         SERVER(
-            "With --scheduler-lease: seconds after which another scheduler may own membership.",
-            checks=(POSITIVE,),
+            "With --scheduler-lease: seconds after which another scheduler may own membership; 0: 1.5, or 15 in "
+            "Kubernetes.",
+            checks=(finite("must not be negative or infinite"),),
             after="scheduler_index",
             panel=Panel.SCHEDULER,
-            detail="with several schedulers: one that stands still, or has died, owns membership no more",
+            detail="with several schedulers: one that stands still, or has died, owns membership no more; 0: 1.5, in "
+            "Kubernetes 15",
         ),
-    ] = 1.5
+    ] = 0.0
     credit_timeout_s: Annotated[
         float,
         WORKERS(

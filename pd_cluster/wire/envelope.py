@@ -39,6 +39,7 @@ from pd_cluster.wire.membership import (
     Welcome,
 )
 from pd_cluster.wire.requests import Abort, CacheKeys, Outputs, Submit
+from pd_cluster.wire.resume import Attach, Find, Found, PromptTold, Release
 from pd_cluster.wire.transfers import Cancel, Confirm, Confirmed, Credit, KVFrame, KVHeader, Offer, Revoke
 
 Body = (
@@ -59,6 +60,11 @@ Body = (
     | Abort
     | Outputs
     | CacheKeys
+    | PromptTold
+    | Release
+    | Find
+    | Found
+    | Attach
     | LinkOpen
     | LinkAnswer
     | LinkReady

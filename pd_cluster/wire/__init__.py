@@ -26,6 +26,7 @@ from pd_cluster.wire.encoding import EncodeAbort as EncodeAbort
 from pd_cluster.wire.encoding import EncodeDone as EncodeDone
 from pd_cluster.wire.encoding import EncodeFailed as EncodeFailed
 from pd_cluster.wire.encoding import EncoderAnswer as EncoderAnswer
+from pd_cluster.wire.encoding import EncoderMeet as EncoderMeet
 from pd_cluster.wire.encoding import EncoderOpen as EncoderOpen
 from pd_cluster.wire.envelope import Body as Body
 from pd_cluster.wire.envelope import Envelope as Envelope

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from pd_cluster.wire.encoding import Encode, EncodeAbort, EncodeDone, EncodeFailed, EncoderAnswer, EncoderOpen
+from pd_cluster.wire.encoding import (
+    Encode,
+    EncodeAbort,
+    EncodeDone,
+    EncodeFailed,
+    EncoderAnswer,
+    EncoderMeet,
+    EncoderOpen,
+)
 from pd_cluster.wire.links import (
     LinkAnswer,
     LinkOpen,
@@ -67,6 +75,7 @@ Body = (
     | LinkQueued
     | EncoderOpen
     | EncoderAnswer
+    | EncoderMeet
     | Encode
     | EncodeDone
     | EncodeFailed

@@ -52,11 +52,11 @@ def endpoint_picker(
         raise ConfigError("endpoint-picker: grpcio is not installed; pip install 'pd-cluster[gateway]'")
     from pd_cluster.gateway.choice import Choice
     from pd_cluster.gateway.server import Listening, serve
-    from pd_cluster.gateway.watch import Watch
+    from pd_cluster.gateway.watch import SchedulerWatch
 
     Logs("INFO", "", "json" if log_format == "json" else "text").begin()
     choice = Choice(max_requests, fallbacks)
-    watch = Watch(choice, addresses, interval, timeout, metrics_key)
+    watch = SchedulerWatch(choice, addresses, interval, timeout, metrics_key)
     asyncio.run(serve(watch, choice, Listening(host, port, pair), drain_timeout))
 
 

@@ -26,7 +26,7 @@ from pd_cluster.gateway.messages import (
     ProcessingRequest,
     ProcessingResponse,
 )
-from pd_cluster.gateway.watch import Watch
+from pd_cluster.gateway.watch import SchedulerWatch
 from ranktable_tools.hosts import bracketed
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Picker:
             await asyncio.sleep(WATCH_S)
 
 
-async def serve(watch: Watch, choice: Choice, listening: Listening, drain_s: float) -> None:
+async def serve(watch: SchedulerWatch, choice: Choice, listening: Listening, drain_s: float) -> None:
     """Serves until SIGTERM or SIGINT, then for at most `drain_s` more. Raises ConfigError for a port it cannot bind."""
     picker = Picker(choice)
     server = grpc.aio.server(

@@ -20,13 +20,7 @@ KEPT_S = 10.0  # that a name's last addresses count while its name server does n
 Address = tuple[str, int]
 
 
-class ServerLoad(msgspec.Struct):
-    """The answer of `/load`."""
-
-    server_load: int
-
-
-class Watch:
+class SchedulerWatch:
     """`addresses`: names or numbers; a name stands for all its addresses at the time. `key`: opens `/load`."""
 
     def __init__(
@@ -86,8 +80,8 @@ class Watch:
         load = 0
         if status == 200:
             try:
-                load = msgspec.json.decode(content, type=ServerLoad).server_load
-            except (ValueError, RecursionError):
+                load = msgspec.json.decode(content, type=dict[str, int])["server_load"]
+            except (KeyError, ValueError, RecursionError):
                 self._tell(endpoint, "it does not answer as a scheduler")
                 return None
         self._tell(

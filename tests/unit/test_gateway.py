@@ -30,7 +30,7 @@ from pd_cluster.gateway.messages import (
     ProcessingResponse,
 )
 from pd_cluster.gateway.server import Picker
-from pd_cluster.gateway.watch import Watch
+from pd_cluster.gateway.watch import SchedulerWatch
 
 processor = pytest.importorskip("envoy.service.ext_proc.v3.external_processor_pb2")
 A, B, C = "10.0.0.1:9000", "10.0.0.2:9000", "[fd00::3]:9000"
@@ -312,7 +312,7 @@ def looks(answers: dict[str, dict[str, tuple[int, str]]], key: str = "") -> dict
         (port,) = free_ports(1)
         served = [host for host, paths in answers.items() if paths]
         servers = [await asyncio.start_server(partial(serve, host), host, port) for host in served]
-        watch = Watch(Seen(), [(host, port) for host in answers], 0.5, 5.0, key)
+        watch = SchedulerWatch(Seen(), [(host, port) for host in answers], 0.5, 5.0, key)
         async with httpx.AsyncClient(trust_env=False) as client:
             await watch.look(client)
         for each in servers:

@@ -75,6 +75,7 @@ TORCH_FREE = [
     "pd_cluster.lab.kv.bench",
     "pd_cluster.commands.cli",
     "pd_cluster.devices.hccl",
+    "pd_cluster.gateway.server",
     "pd_cluster.offline.batch_job",
     "pd_cluster.commands.serve",
 ]

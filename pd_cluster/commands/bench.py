@@ -129,13 +129,22 @@ def tenants(
 def multimodal(
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="Threads of generate().")] = 1,
+    encode: Annotated[
+        int, typer.Option(min=0, help="Compare so many encoders with none instead, on prompts of many images.")
+    ] = 0,
     quick: Annotated[bool, typer.Option(help="A tiny model, one round, no goals: does it all run?")] = False,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
     """Images: how many the front reads, TTFT with them, and what streams without images pay."""
     from pd_cluster.lab.multimodal import Multimodal, run
 
-    asyncio.run(run(Multimodal(1 if quick else rounds, threads, quick), json))
+    bench = Multimodal(1 if quick else rounds, threads, quick)
+    if encode:
+        from pd_cluster.lab import encoders
+
+        asyncio.run(encoders.run(bench, encode, json))
+        return
+    asyncio.run(run(bench, json))
 
 
 @app.command("engine")
@@ -169,13 +178,13 @@ def engine(
 
 @app.command("rows")
 def rows(
-    rounds: Annotated[int, typer.Option(min=1, help="Processes for each model.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Processes for each model and number of sequences.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of either kind in each.")] = 150,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     quick: Annotated[bool, typer.Option(help="A tiny model: does it all run?")] = False,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
-    """The overhead per decode step of computing the same numbers for a sequence alone and among others."""
+    """Decode steps in float32 with oneDNN's products and with own ones, in turn; both have the same numbers."""
     from pd_cluster.lab.engine.rows import run
 
     run(rounds, steps, threads, quick, json)

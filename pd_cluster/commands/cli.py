@@ -82,9 +82,10 @@ def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, *
 @app.command(rich_help_panel=SERVE)
 def up(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Model folder; default: the shipped one.")] = "",
+    model: Annotated[str, typer.Option(help="Default: the shipped one.")] = "",
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
+    encode: Annotated[int, typer.Option(min=0, help="Instances for images alone.")] = 0,
     schedulers: Annotated[int, typer.Option(min=1, max=MAX_SCHEDULERS, help="Each at the next two ports.")] = 1,
     host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Public port; the admin port is the next one.")] = 9000,
@@ -125,6 +126,7 @@ def up(
         model=model,
         num_prefill=prefill,
         num_decode=decode,
+        num_encode=encode,
         num_schedulers=schedulers,
         host=host,
         port=port,

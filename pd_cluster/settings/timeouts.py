@@ -67,6 +67,13 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
         float,
         WORKERS("Seconds that a KV transfer may make no progress.", detail="a transfer that stands still is given up"),
     ] = 30.0
+    encode_timeout_s: Annotated[
+        float,
+        WORKERS(
+            "Seconds that an encoder may compute nothing before a prefill instance computes an image itself.",
+            detail="an encoder that computes nothing loses its images to prefill; a busy one, after six times this",
+        ),
+    ] = 10.0
     collective_timeout_s: Annotated[
         float,
         WORKERS("Seconds that a rank waits for another rank.", detail="a rank of an instance waits for the others"),

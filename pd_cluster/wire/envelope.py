@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pd_cluster.wire.encoding import Encode, EncodeAbort, EncodeDone, EncodeFailed, EncoderAnswer, EncoderOpen
 from pd_cluster.wire.links import (
     LinkAnswer,
     LinkOpen,
@@ -30,6 +31,7 @@ from pd_cluster.wire.membership import (
     Welcome,
 )
 from pd_cluster.wire.requests import Abort, CacheKeys, Outputs, Submit
+from pd_cluster.wire.resume import Attach, Find, Found, PromptTold, Release
 from pd_cluster.wire.transfers import Cancel, Confirm, Confirmed, Credit, KVFrame, KVHeader, Offer, Revoke
 
 Body = (
@@ -50,6 +52,11 @@ Body = (
     | Abort
     | Outputs
     | CacheKeys
+    | PromptTold
+    | Release
+    | Find
+    | Found
+    | Attach
     | LinkOpen
     | LinkAnswer
     | LinkReady
@@ -58,6 +65,12 @@ Body = (
     | LinkRest
     | LinkYield
     | LinkQueued
+    | EncoderOpen
+    | EncoderAnswer
+    | Encode
+    | EncodeDone
+    | EncodeFailed
+    | EncodeAbort
     | Offer
     | Credit
     | Revoke

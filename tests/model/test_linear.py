@@ -6,12 +6,14 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from pd_cluster.model.layers import linear
 from pd_cluster.model.layers.linear import PackedLinear, PlainLinear, make_linear, packs, padded
+from pd_cluster.native import build, floats
 
 SIZES = range(1, 4097)
 packable = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
@@ -84,6 +86,34 @@ def test_a_row_of_any_width_is_the_same_in_any_company(isa: str) -> None:
     widths = map(str, (512, 1000, 1024, 1025, 1536, 2048, 4096, 5120, 8192, 11008, 16384))
     done = subprocess.run([sys.executable, "-c", WIDE, *widths], env=env, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
+
+
+def has_avx512() -> bool:
+    return "avx512f" in Path("/proc/cpuinfo").read_text("utf-8") and build.identity() != ""
+
+
+@packable
+@pytest.mark.skipif(not has_avx512(), reason="kernels for AVX-512")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(33, 48), (70, 768), (64, 1000), (200, 1025), (130, 3072), (65, 8192)])
+def test_a_few_rows_have_the_bits_of_onednn(outputs: int, inputs: int, has_bias: bool) -> None:
+    torch.manual_seed(inputs)
+    layer = PackedLinear(torch.randn(outputs, inputs), torch.randn(outputs) if has_bias else None)
+    assert layer.few is not None
+    for num_rows in (*range(1, 20), 47, 95, 96):
+        x = torch.randn(num_rows, inputs)
+        assert torch.equal(layer.few(x), layer.by_onednn(x)), num_rows
+    batches = torch.randn(3, 5, inputs)
+    assert torch.equal(layer(batches), layer.by_onednn(batches))
+
+
+@packable
+@pytest.mark.skipif(not has_avx512(), reason="kernels for AVX-512")
+def test_a_weight_whose_trial_fails_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floats, "NARROW_SPAN", 256)  # another order of additions than this oneDNN's
+    layer, x = PackedLinear(torch.randn(64, 768), None), torch.randn(4, 768)
+    assert layer.few is None
+    assert torch.equal(layer(x), layer.by_onednn(x))
 
 
 @packable

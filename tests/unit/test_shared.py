@@ -482,3 +482,5 @@ def test_up_plans_each_scheduler_with_ports_of_its_own(tmp_path: Path) -> None:
     assert not [flag for flag in alone.command if "--scheduler-lease" in flag]
     with pytest.raises(ConfigError, match="--admin-port: not with --schedulers"):
         Cluster(Launch(model="m", num_schedulers=2, arguments=["--admin-port=9001"]), print)
+    with pytest.raises(ConfigError, match="--encode: not with --schedulers"):
+        Cluster(Launch(model="m", num_schedulers=2, num_encode=1), print)

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import hmac
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from pd_cluster.cluster.members.place import Place, digest_of, spans_hosts, table_path
 from pd_cluster.errors import ConfigError
+from pd_cluster.net.node_files import NEW, read_node_keys, read_trusted_nodes
+from pd_cluster.net.nodes import check_own
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.processes import KeyFiles
 from ranktable_tools import RankTable, load_global
@@ -35,6 +40,27 @@ PURPOSES = {"secret": b"secret 1", "key": b"scheduler key 1", "token": b"admin t
 
 def credentials_of(place: Place, files: KeyFiles) -> Credentials:
     """Returns this process's credentials. Raises ConfigError."""
+    _check_node(place, files)
+    named = {"node_key_file": files.node_key, "trusted_nodes": files.trusted_nodes}
+    return msgspec.structs.replace(_cluster_credentials(place, files), **named)
+
+
+def _check_node(place: Place, files: KeyFiles) -> None:
+    """Raises ConfigError for files of nodes that cannot be used, and for a worker whose node its own list refuses."""
+    trusted = read_trusted_nodes(Path(files.trusted_nodes)) if files.trusted_nodes else None
+    if not files.node_key:
+        if trusted is not None and place.role != "scheduler":
+            raise ConfigError(
+                f"--trusted-nodes {files.trusted_nodes}: a worker needs a key of its own, too, which --node-key-file "
+                f"names; {NEW}"
+            )
+        return
+    keys = read_node_keys(Path(files.node_key))
+    if trusted is not None and place.role != "scheduler":
+        check_own(keys, Path(files.node_key), trusted, Path(files.trusted_nodes), time.time())
+
+
+def _cluster_credentials(place: Place, files: KeyFiles) -> Credentials:
     if not place.table.file:
         _refuse_unnamed(place, files)
     table = digest_of(place.table) if place.table.file else b""
@@ -109,9 +135,9 @@ def _read(folder: Path, flag: str, given: str | None, name: str, read: Callable[
         goes_to = "every host" if name == SECRET_FILE else "the scheduler's host"
         derived = "; --derive-secret does without it where every user of this one host is trusted"
         raise ConfigError(
-            f"{file}: no such file; `pd-ranktable gen` or `merge` writes it beside the global rank table, for {goes_to} "
-            f"(`pd-ranktable keys --save-dir {folder}` for a table that is there already), or name it with {flag} FILE"
-            f"{derived if name == SECRET_FILE else ''}"
+            f"{file}: no such file; `pd-ranktable gen` or `merge` writes it beside the global rank table, for "
+            f"{goes_to} (`pd-ranktable keys --save-dir {folder}` for a table that is there already), or name it with "
+            f"{flag} FILE{derived if name == SECRET_FILE else ''}"
         )
     try:
         return file, read(file)

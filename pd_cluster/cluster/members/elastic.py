@@ -146,6 +146,8 @@ class Elastic:
         """
         self._check_owner()
         instance = self._staying(name)
+        if instance.role == "encode":
+            raise Refused(f"{name} is an encoder: it has no language model, so it cannot be {role}")
         if role == instance.role:
             instance.next_role = None
             self._changed()
@@ -313,6 +315,8 @@ class Elastic:
 
     def _refuse_the_last(self, instance: Instance, force: bool) -> None:
         others = [each for each in self.instances if each is not instance and each.role == instance.role]
+        if instance.role == "encode":  # prefill instances compute images themselves
+            return
         if instance.takes_requests and not force and not any(each.takes_requests for each in others):
             raise Refused(
                 f"{instance.name} is the last {instance.role} instance that takes requests; force it if one instance "

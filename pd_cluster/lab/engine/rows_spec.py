@@ -6,7 +6,7 @@ import msgspec
 
 
 class Times(msgspec.Struct, kw_only=True):
-    """Seconds of decode steps, as two parallel lists."""
+    """Seconds of decode steps, as two parallel lists; `own_s` without steps where the kernels can't run."""
 
-    unpadded_s: list[float]
-    padded_s: list[float]
+    onednn_s: list[float]
+    own_s: list[float]

@@ -26,9 +26,10 @@ from pd_cluster.commands.serve_start import Start, start_of
 from pd_cluster.devices import hccl
 from pd_cluster.devices.cores import ledger_name
 from pd_cluster.devices.device import check_name, num_cores_here, num_threads_for
+from pd_cluster.engine.handover.crossing import why_not
 from pd_cluster.engine.start.preloader import Preloader, forks_are_safe, has_no_driver
 from pd_cluster.engine.start.process import die_with_parent
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.open_stores import check_tiers
 from pd_cluster.settings.config import Credentials, RankPlace, SharedCores, WorkerConfig
 from pd_cluster.settings.options import SECRET_VARIABLES, ServeOptions
@@ -38,6 +39,7 @@ from pd_cluster.settings.processes import (
 )
 from pd_cluster.settings.routing import ConnectionLimits
 from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.transport.table import allowed
 from pd_cluster.wire import Join
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> N
 
 def _run_worker(start: Start, credentials: Credentials) -> None:
     place, engine, handover = start.place, start.engine, start.handover
+    assert place.role != "scheduler"
     num_devices = len(place.server.device)
     if start.options["tensor_parallel_size"] not in (None, num_devices):
         raise ConfigError(
@@ -77,7 +80,13 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
         )
     # Errors that can be found without torch are reported at once.
     check_name(engine.device)
-    Checkpoint.of(engine).max_model_len(engine.max_model_len)
+    checkpoint = Checkpoint.of(engine)
+    checkpoint.max_model_len(engine.max_model_len)
+    if place.role == "encode" and checkpoint.vision is None:
+        raise ConfigError(
+            f"{called('role')} encode: {checkpoint.path} takes no images here, so nothing is to be encoded"
+        )
+    _check_crossing(start)
     check_tiers(handover, engine.kv_host_cache_gib)
     from pd_cluster.api.front.server import bind
     from pd_cluster.api.worker_app import run_worker
@@ -86,7 +95,7 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
     num_threads = int(os.environ.get("OMP_NUM_THREADS", 0))
     config = WorkerConfig(
         name=place.name,
-        role="prefill" if place.role == "prefill" else "decode",
+        role=place.role,
         server_ip=place.server.server_ip,
         bind_address=place.bind_address,
         device_ids=[device.device_id for device in place.server.device],
@@ -117,6 +126,16 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
         listener = bind(start.process.host, start.process.port)
         limits = start.options.read(ConnectionLimits)
         asyncio.run(run_worker(config, listener, limits, preloader, _registering(start, config)))
+
+
+def _check_crossing(start: Start) -> None:
+    """Raises ConfigError where links to other hosts of the table could only be gloo's, and that is not allowed."""
+    others, handover = start.place.other_hosts, start.handover
+    if not others or handover.trusts_network or not has_no_driver(start.engine.device):
+        return
+    crossing = [each for each in allowed(handover.kv_transport) if "cpu" in each.pools and not each.is_same_host]
+    if crossing and all(each.needs_trust for each in crossing):
+        raise ConfigError(why_not(start.place.server.server_ip, ", ".join(others)))
 
 
 def _shared_cores(start: Start) -> SharedCores | None:

@@ -151,8 +151,9 @@ class TextService:
 
     @property
     def max_model_len(self) -> int:
-        """The smallest limit of this process and the ready workers."""
-        infos = [i.info for i in self.router.membership.instances if i.is_ready and i.info is not None]
+        """The smallest limit of this process and the ready workers; encoders have none."""
+        ready = [i for i in self.router.membership.instances if i.is_ready and i.role != "encode"]
+        infos = [i.info for i in ready if i.info is not None]
         return min([self._config.max_model_len, *(info.max_model_len for info in infos)])
 
     @property

@@ -51,13 +51,16 @@ class Credentials(msgspec.Struct, frozen=True):
     """The credentials of a process in its cluster. `schedulers`: the public keys that it accepts as a scheduler's.
 
     `key`: the scheduler's private key; a worker has none here, because it generates its own. `table`: a digest of the
-    global rank table that it was started with.
+    global rank table that it was started with. `node_key_file`, `trusted_nodes`: files, which are read again when they
+    change; "" for none.
     """
 
     secret: bytes
     schedulers: tuple[bytes, ...] = ()
     key: bytes = b""
     table: bytes = b""
+    node_key_file: str = ""
+    trusted_nodes: str = ""
 
     def __repr__(self) -> str:
         return "Credentials(…)"

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from pd_cluster.wire.encoding import (
+    Encode,
+    EncodeAbort,
+    EncodeDone,
+    EncodeFailed,
+    EncoderAnswer,
+    EncoderMeet,
+    EncoderOpen,
+)
 from pd_cluster.wire.links import (
     LinkAnswer,
     LinkOpen,
@@ -63,6 +72,13 @@ Body = (
     | LinkRest
     | LinkYield
     | LinkQueued
+    | EncoderOpen
+    | EncoderAnswer
+    | EncoderMeet
+    | Encode
+    | EncodeDone
+    | EncodeFailed
+    | EncodeAbort
     | Offer
     | Credit
     | Revoke

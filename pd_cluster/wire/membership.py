@@ -8,7 +8,7 @@ import msgspec
 
 from pd_cluster.types import LinkState, Role, Tier
 from pd_cluster.types.variants import ADAPTER
-from pd_cluster.wire.base import PROTOCOL_VERSION, Message, PublicKey, ShortText
+from pd_cluster.wire.base import PROTOCOL_VERSION, Message, NodeProofs, PublicKey, ShortText
 
 # Upper bounds of the buckets of a Load's tallies: vLLM's, since dashboards name them.
 STEP_TOKENS_BOUNDS = (1, 8, *(1 << power for power in range(4, 15)))
@@ -69,6 +69,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: Tally = Tally()  # of every sequence that ended here, how often it gave way to others
     num_encoded_images: int = 0  # by the vision tower, pairs of a video's frames included
     image_encode_s: float = 0.0  # the seconds that these took
+    num_encoded_hits: int = 0  # images asked of this encoder that it had kept
+    num_landed_images: int = 0  # whose features came here from encoders
+    num_encoder_fallbacks: int = 0  # images asked of an encoder whose features did not come
+    encoder_wait_s: float = 0.0  # the seconds from asking until features came, of all images that landed
+    feature_nbytes: int = 0  # of features: sent by an encoder, received by others
     num_cache_resets: int = 0
     num_quarantined_blocks: int = 0  # of transfers that were given up, which may still be written
     num_leaked_blocks: int = 0  # lower bound of blocks held by no request; exact while there is none
@@ -90,7 +95,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def progress(self) -> int:
         """Returns a number that grows whenever the worker makes any progress."""
-        return self.num_steps + self.num_landings + self.kv_sent_nbytes + self.kv_received_nbytes
+        return self.num_steps + self.num_landings + self.kv_sent_nbytes + self.kv_received_nbytes + self.feature_nbytes
 
 
 class Heartbeat(Message, frozen=True):
@@ -99,25 +104,31 @@ class Heartbeat(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """Opens every connection; says what kind of peer connects."""
+    """Opens every connection; says what kind of peer connects. `node` and its proofs: of a worker with a node's key."""
 
     kind: Literal["scheduler", "worker"]
     version: int = PROTOCOL_VERSION
     term: int = 0  # the highest fencing number that a scheduler knows; 0: there is only one scheduler
+    node: ShortText = ""
+    node_proofs: NodeProofs = ()
 
 
 class Welcome(Message, frozen=True):
     """The answer to a Hello, which opens the connection. `proof` is computed by admission.py.
 
-    `table`: a digest of the global rank table that the process was started with.
+    `table`: a digest of the global rank table that the process was started with. `node` and its proofs: as in Hello.
     """
 
     proof: bytes
     table: bytes = b""
+    node: ShortText = ""
+    node_proofs: NodeProofs = ()
 
 
 class Gone(Message, frozen=True):
-    """The sender has given up this connection and ignores further messages on it."""
+    """The sender has given up this connection and ignores further messages on it. `reason`: "" for the usual ones."""
+
+    reason: ShortText = ""
 
 
 class Join(Message, frozen=True, kw_only=True):
@@ -135,9 +146,13 @@ class Join(Message, frozen=True, kw_only=True):
 
 
 class JoinAnswer(Message, frozen=True):
-    """`problem`: why the worker is not, or no longer, registered; "" if it is."""
+    """`problem`: why the worker is not, or no longer, registered; "" if it is.
+
+    `is_elsewhere`: nothing is against the worker; another of several schedulers admits workers, or none does now.
+    """
 
     problem: str = ""
+    is_elsewhere: bool = False
 
 
 class Leave(Message, frozen=True):

@@ -27,6 +27,7 @@ class Submit(Message, frozen=True):
     resumed: list[Resumed] = []  # of a hybrid leg: the sequences that resume; empty: all, from the beginning
     weight: int = 0
     may_be_full: bool = False
+    encoders: list[str] = []  # "name@epoch" of an encoder for each image of the order, "" for none; empty: none at all
     keep: Keep | None = None
 
 

@@ -378,3 +378,18 @@ def test_searches_end_without_those_that_are_lost_and_are_bounded(monkeypatch: p
         assert (place.instance.name, place.found.attempt) == ("decode-1", 1)
 
     run(check())
+
+
+def test_encoders_are_not_searched() -> None:
+    async def check() -> None:
+        world = RouterWorld()
+        next(each for each in world.instances if each.name == "prefill-1").role = "encode"
+        finder = Finder(world.mailbox.send, world.membership, 60.0)
+        search = asyncio.ensure_future(finder.find(DIGEST))
+        await asyncio.sleep(0)
+        for name in ("prefill-0", "decode-0", "decode-1"):
+            finder.on_found(f"to-{name}", wire.Found(DIGEST))
+        assert await search is None
+        assert [conn for conn, _ in world.mailbox.of(wire.Find)] == ["to-prefill-0", "to-decode-0", "to-decode-1"]
+
+    run(check())

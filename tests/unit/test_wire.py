@@ -100,6 +100,13 @@ BODIES: list[wire.Body] = [
             )
         ],
     ),
+    wire.EncoderOpen("id", Numerics(), ["shm", "dist"]),
+    wire.EncoderAnswer("", "socket", "group"),
+    wire.EncoderMeet(),
+    wire.Encode(2**61, b"d" * 32 + b"salt", Image(2, 4, bytes(range(256))), 10.0),
+    wire.EncodeDone(2**61, bytes(16), 192, 2**64 - 1),
+    wire.EncodeFailed(1, "full"),
+    wire.EncodeAbort([1, 2]),
     wire.LinkAnswer("l", "dist", LAYOUT),
     wire.LinkReady("l", "shm"),
     wire.LinkValue("dist", "0/1", b"\2\0", 3),

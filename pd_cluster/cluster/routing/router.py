@@ -92,7 +92,7 @@ class Router:
         self.entrance = Entrance(
             membership, choose, self.stats, goals, self._limits.together_s, max_queue_s, has_priorities
         )
-        self._dispatch = Dispatch(send, self.entrance.look, shares_workers)
+        self._dispatch = Dispatch(send, self.entrance.look, shares_workers, lambda: membership.instances)
         self.steering = Steering(self._streams, self.entrance, self.timelines, self._move)
         self._finder = Finder(send, membership, find_s)
         self.on_found = self._finder.on_found

@@ -134,6 +134,7 @@ class RequestStream:
     num_full: int = 0  # attempts in a row that found an instance full
     full_until_s: float = 0.0  # the end of its patience with them
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, of the same legs
+    encoding: list[tuple[Instance, int]] = field(default_factory=list)  # encoders of its images, and their tokens
     kept: KeptStream | None = None  # of a stream that may resume
     stats: RequestStats = field(default_factory=RequestStats)
     received_s: float = 0.0

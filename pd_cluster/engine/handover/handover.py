@@ -131,6 +131,7 @@ class Handover:
     def set_peers(self, peers: list[wire.PeerInfo]) -> None:
         """Learns which workers are alive and their current roles, this worker's included."""
         self._peers = {peer_key(each.name, each.epoch) for each in peers}
+        self._means.side.crossing.hear(peers)
         for own in [each for each in peers if peer_key(each.name, each.epoch) == self._means.side.own]:
             if self.is_prefill != (own.role == "prefill"):
                 log.info("this instance is %s now", own.role)

@@ -46,7 +46,7 @@ class PackedLinear:
         few = floats.few_rows(self._weight, (weight.shape[0], self.in_features), bias)
         self.few = few if few is not None and self._agrees(few) else None
 
-    def _agrees(self, few: floats.FewRows) -> bool:
+    def _agrees(self, few: floats.FewFloats) -> bool:
         x = torch.randn(TRIED_ROWS, self.in_features, generator=torch.Generator().manual_seed(0))
         return torch.equal(few(x), self.by_onednn(x))
 

@@ -225,7 +225,7 @@ class Records:
         return record if record is not None and record.attempt == request.attempt else None
 
     def _grow(self, record: Record, nbytes: int) -> None:
-        """Counts more bytes. Where they are too many, those without a reader go if that is enough, otherwise this one."""
+        """Counts more bytes. For want of room, those without a reader go where that is enough, otherwise this one."""
         record.nbytes += nbytes
         self.nbytes += nbytes
         room = record.keep.room_nbytes

@@ -158,7 +158,7 @@ def engine(
     peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
     full: Annotated[bool, typer.Option(help="Run the slow workload in every round, not only in the first.")] = False,
     dtype: Annotated[str, typer.Option(help="float32,bfloat16: forms to measure beside vLLM's and llama.cpp's.")] = "",
-    quantization: Annotated[str, typer.Option(help="none,int8,int8_wo,int4_wo: each with each --dtype.")] = "",
+    quantization: Annotated[str, typer.Option(help="none,int8,int8_wo,int4_wo,w4a8: each with each --dtype.")] = "",
     quantize_head: Annotated[str, typer.Option(help="The same for the output layer.")] = "",
     shape: Annotated[str, typer.Option(help="Of the model with --dtype or --quantization: 125M,1B.")] = "",
     quick: Annotated[bool, typer.Option(help="A tiny model, one round, generate() only: does it all run?")] = False,

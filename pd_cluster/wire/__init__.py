@@ -26,6 +26,7 @@ from pd_cluster.wire.encoding import EncodeAbort as EncodeAbort
 from pd_cluster.wire.encoding import EncodeDone as EncodeDone
 from pd_cluster.wire.encoding import EncodeFailed as EncodeFailed
 from pd_cluster.wire.encoding import EncoderAnswer as EncoderAnswer
+from pd_cluster.wire.encoding import EncoderMeet as EncoderMeet
 from pd_cluster.wire.encoding import EncoderOpen as EncoderOpen
 from pd_cluster.wire.envelope import Body as Body
 from pd_cluster.wire.envelope import Envelope as Envelope
@@ -78,7 +79,6 @@ from pd_cluster.wire.resume import Attach as Attach
 from pd_cluster.wire.resume import Find as Find
 from pd_cluster.wire.resume import Found as Found
 from pd_cluster.wire.resume import Keep as Keep
-from pd_cluster.wire.resume import PromptTold as PromptTold
 from pd_cluster.wire.resume import Release as Release
 from pd_cluster.wire.resume import nbytes_of as nbytes_of
 from pd_cluster.wire.transfers import Cancel as Cancel

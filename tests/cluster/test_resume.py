@@ -215,3 +215,28 @@ def test_it_meets_ranks_preemption_stop_strings_and_guides(checkpoint: Callable[
         for at, events in found.items():
             assert [data_of(event) for event in events] == whole[at], at
         cluster.assert_home()
+
+
+@pytest.mark.timeout(180)
+def test_the_same_scheduler_started_again(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    flags = ["--resume-window=120", "--max-model-len=4096", "--num-blocks=1200"]
+    model = checkpoint("llama", max_position_embeddings=4096)
+    with LiveCluster(tmp_path, model, 1, 2, flags) as cluster:
+        with EventReader(cluster.url, ASK) as reader:
+            whole = [data_of(event) for event in reader]
+        with EventReader(cluster.url, ASK) as reader:
+            events = reader.take(30)
+            cluster.kill("scheduler")
+            cluster.await_exit("scheduler")
+        cluster.start_member("scheduler")
+
+        def answers() -> bool:
+            with contextlib.suppress(httpx.ConnectError), resuming(cluster.url, id_of(events[-1])) as reader:
+                assert reader.answer.status_code == 200, reader.answer.text  # however few instances it knows yet
+                events.extend(reader)
+                return True
+            return False
+
+        cluster.wait_until("it listens", answers)
+        assert [data_of(event) for event in events] == whole
+        cluster.assert_home()

@@ -229,9 +229,12 @@ class CpuOps:
             k_norm=heads.k_norm.weight.data_ptr() if heads.k_norm is not None else None,
             sinks=heads.sinks.data_ptr() if heads.sinks is not None else None,
         )
-        library = _attend_in(self._flags, layout.dtype)
+        library = self._kernels_for(layout.dtype)
         bound = self._layers[heads] = _Bound(pool, layer, ctypes.addressof(layer), library.pd_attend, library)
         return bound
+
+    def _kernels_for(self, pool_dtype: str) -> ctypes.CDLL:
+        return _attend_in(self._flags, pool_dtype)
 
 
 def _batch_state(batch: ForwardBatch, rope: Rope, head_dim: int) -> _BatchState:

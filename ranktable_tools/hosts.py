@@ -53,6 +53,11 @@ def host_key(host: str) -> str:
     return f"{_address(host)}{percent}{scope}" if is_ip(host) else host.lower()
 
 
+def is_one_host(one: str, other: str) -> bool:
+    """Returns whether two addresses are known to be of one host."""
+    return host_key(one) == host_key(other) or (is_loopback(one) and is_loopback(other))
+
+
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Parses the address without its scope, which Python 3.8 does not support. Raises ValueError."""
     bare, percent, scope = text.partition("%")

@@ -97,7 +97,8 @@ def _keys(place: Place, env: Mapping[str, str]) -> str:
     """Reports whether an instance would find its files; only a warning, as flags of its command line are unknown."""
     derives = _is_on(env, "derive_secret")
     secret, key, token = (_given(env, f"{name}_file") for name in ("secret", "scheduler_key", "admin_token"))
-    files = KeyFiles(secret, key, token, derives)
+    node_key, trusted = (_given(env, name) or "" for name in ("node_key_file", "trusted_nodes"))
+    files = KeyFiles(secret, key, token, derives, node_key, trusted)
     try:
         credentials_of(place, files)
         if place.role == "scheduler":

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator
 from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pd_cluster.commands.alone import alone
+from pd_cluster.commands.node_keys import app as node_app
 from pd_cluster.errors import ConfigError
 
-LOCK_TIMEOUT_S = 10.0
-PAUSE_S = 0.02
 FILE = typer.Option("--file", help="The file that --api-key-file of the scheduler names.")
 AGAIN = "SIGHUP to the scheduler has it read again"
 
-app = typer.Typer(help="Make and show the API keys of `serve --api-key-file`.", no_args_is_help=True)
+app = typer.Typer(help="Make and show the API keys of `serve --api-key-file`, and nodes' keys.", no_args_is_help=True)
+app.add_typer(node_app, name="node")
 
 
 @app.command()
@@ -45,11 +43,11 @@ def new(
         checked,
         digest_of,
         read_key_file,
-        time_of,
         write_key_file,
     )
     from pd_cluster.cluster.tenancy.rate_memory import MAX_KEYS
     from pd_cluster.reports import ApiKey
+    from pd_cluster.settings.dates import time_of
 
     key = KEY_PREFIX + secrets.token_urlsafe(KEY_NBYTES)
     name = checked("id", key_id or f"key-{secrets.token_hex(4)}", "--id ")
@@ -64,7 +62,7 @@ def new(
     expires_s = time_of(expires) if expires else None
     if expires_s is not None and expires_s <= time.time():
         raise ConfigError(f"--expires {expires!r}: is over already; give a time that is to come")
-    with _alone(file) as real:
+    with alone(file) as real:
         known = read_key_file(file) if os.path.lexists(real) else KeyFile.empty()
         if any(each.id == name for each in known.keys):
             raise ConfigError(f"--id {name!r}: {file} has it already; give another, or remove that one first")
@@ -94,7 +92,8 @@ def list_keys(
     from rich.console import Console
     from rich.table import Table
 
-    from pd_cluster.cluster.tenancy.key_file import read_key_file, text_of
+    from pd_cluster.cluster.tenancy.key_file import read_key_file
+    from pd_cluster.settings.dates import text_of
 
     if json:
         keys = [asdict(key) for key in read_key_file(file).keys]
@@ -122,7 +121,7 @@ def remove(
     """Take a key out of the file."""
     from pd_cluster.cluster.tenancy.key_file import KeyFile, read_key_file, write_key_file
 
-    with _alone(file) as real:
+    with alone(file) as real:
         known = read_key_file(file)
         left = tuple(key for key in known.keys if key.id != key_id)
         if len(left) == len(known.keys):
@@ -130,29 +129,3 @@ def remove(
             raise ConfigError(f"{file}: has no key {key_id!r}; there is {there}")
         write_key_file(real, KeyFile(known.salt, left))
     typer.echo(f"{file}: {key_id} is out. {AGAIN}", err=True)
-
-
-@contextlib.contextmanager
-def _alone(file: Path) -> Iterator[Path]:
-    """Locks the folder, so that no other of these commands changes a file in it meanwhile. Raises ConfigError.
-
-    Yields the target of a symbolic link: that file is written, and the link stays.
-    """
-    real = Path(os.path.realpath(file))
-    try:
-        folder = os.open(real.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConfigError(f"--file {file}: {error.strerror}; make its folder first") from None
-    try:
-        until_s = time.monotonic() + LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until_s:
-                    raise ConfigError(f"--file {file}: another command has its folder; try again") from None
-                time.sleep(PAUSE_S)
-        yield real
-    finally:
-        os.close(folder)

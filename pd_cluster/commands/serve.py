@@ -26,6 +26,7 @@ from pd_cluster.commands.serve_start import Start, start_of
 from pd_cluster.devices import hccl
 from pd_cluster.devices.cores import ledger_name
 from pd_cluster.devices.device import check_name, num_cores_here, num_threads_for
+from pd_cluster.engine.handover.crossing import why_not
 from pd_cluster.engine.start.preloader import Preloader, forks_are_safe, has_no_driver
 from pd_cluster.engine.start.process import die_with_parent
 from pd_cluster.errors import ConfigError, called
@@ -38,6 +39,7 @@ from pd_cluster.settings.processes import (
 )
 from pd_cluster.settings.routing import ConnectionLimits
 from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.transport.table import allowed
 from pd_cluster.wire import Join
 
 if TYPE_CHECKING:
@@ -84,6 +86,7 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
         raise ConfigError(
             f"{called('role')} encode: {checkpoint.path} takes no images here, so nothing is to be encoded"
         )
+    _check_crossing(start)
     check_tiers(handover, engine.kv_host_cache_gib)
     from pd_cluster.api.front.server import bind
     from pd_cluster.api.worker_app import run_worker
@@ -123,6 +126,16 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
         listener = bind(start.process.host, start.process.port)
         limits = start.options.read(ConnectionLimits)
         asyncio.run(run_worker(config, listener, limits, preloader, _registering(start, config)))
+
+
+def _check_crossing(start: Start) -> None:
+    """Raises ConfigError where links to other hosts of the table could only be gloo's, and that is not allowed."""
+    others, handover = start.place.other_hosts, start.handover
+    if not others or handover.trusts_network or not has_no_driver(start.engine.device):
+        return
+    crossing = [each for each in allowed(handover.kv_transport) if "cpu" in each.pools and not each.is_same_host]
+    if crossing and all(each.needs_trust for each in crossing):
+        raise ConfigError(why_not(start.place.server.server_ip, ", ".join(others)))
 
 
 def _shared_cores(start: Start) -> SharedCores | None:

@@ -23,6 +23,7 @@ from pd_cluster.settings.config import ApiConfig, Credentials
 from pd_cluster.settings.http import HttpConfig
 from pd_cluster.settings.log_files import folder_of
 from pd_cluster.settings.media import MediaSettings
+from pd_cluster.settings.resume import ResumeSettings
 from pd_cluster.settings.routing import AdminSettings, EntranceSettings
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.text.given_template import with_source
@@ -111,6 +112,10 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
         from pd_cluster.service.response_store import ResponseStore
 
         ResponseStore(http.responses)  # raises for a folder that cannot be used, before anything listens
+    resume = options.read(ResumeSettings)
+    if resume.window_s and not openai:
+        named = f"{called('resume_window')} {resume.window_s:g}"
+        raise ConfigError(f"{named}: streams of /generate cannot be resumed (USE_OPENAI=0); leave it out")
     if http.traces_endpoint:
         from pd_cluster.service.traces import check_packages
 
@@ -123,6 +128,7 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
         routing=start.routing,
         chat=with_source(options.chat()),
         media=options.read(MediaSettings),
+        resume=resume,
         http=http,
     )
 

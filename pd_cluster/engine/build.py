@@ -16,6 +16,7 @@ from pd_cluster.devices.device import Device, bind, use
 from pd_cluster.engine.encode.build import build_encoder, terms_of
 from pd_cluster.engine.encode.encoders import Encoders, Engine
 from pd_cluster.engine.encode.worker import EncoderMail, EncodeWorker
+from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.events import Event, StopEngine
 from pd_cluster.engine.handover.links import LaneEnds, LocalLanes, Side
 from pd_cluster.engine.hang import end_within
@@ -80,8 +81,9 @@ def limits_of(runner: ModelRunner) -> EngineLimits:
 
 
 def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
+    own = peer_key(config.name, config.epoch)
     return Side(
-        peer_key(config.name, config.epoch),
+        own,
         config.credentials.secret,
         runner.model_identity,
         runner.numerics,
@@ -89,6 +91,7 @@ def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
         runner.pool.num_blocks,
         runner.pool.probe_seed,
         config.kv,
+        Crossing(own, config.trusts_network),
     )
 
 
@@ -179,16 +182,9 @@ def build_worker(
         for each in contents:
             inbox.put(each)
     if runner.tower is not None:
-        engine = Engine(
-            tower=lambda: runner.tower,
-            scheduler=core.scheduler,
-            limits=limits_of(runner),
-            begin=worker.submit,
-            is_here=worker.legs.sequences.__contains__,
-        )
-        terms = terms_of(config, runner.model_identity, runner.numerics)
-        worker.take_encoders(Encoders(engine, terms, mailbox, inbox.put, time.monotonic, config.timeouts))
-    mailroom = Mailroom(inbox, worker.handover, mailbox.send, worker.tracer.note, lambda: worker.load)
+        worker.take_encoders(_encoders_for(config, worker, runner, mailbox))
+    hears = () if worker.encoders is None else (worker.encoders.links.meet,)
+    mailroom = Mailroom(inbox, worker.handover, mailbox.send, worker.tracer.note, lambda: worker.load, *hears)
     report = RankReport(
         state="ready",
         control_port=control_port,
@@ -200,6 +196,19 @@ def build_worker(
         num_blocks=runner.pool.num_blocks,
     )
     return worker, mailbox, mailroom, report
+
+
+def _encoders_for(config: WorkerConfig, worker: Worker, runner: ModelRunner, mailbox: Mailbox) -> Encoders:
+    """Returns what lets encoders compute images of a worker's legs."""
+    engine = Engine(
+        tower=lambda: runner.tower,
+        scheduler=worker.core.scheduler,
+        limits=limits_of(runner),
+        begin=worker.submit,
+        is_here=worker.legs.sequences.__contains__,
+    )
+    terms = terms_of(config, runner.model_identity, runner.numerics)
+    return Encoders(engine, terms, mailbox, worker.inbox.put, time.monotonic, config.timeouts)
 
 
 def _lead(

@@ -222,11 +222,16 @@ class Worker:
         legs = self.legs
         for request in result.forked:
             legs.sequences[request.leg_key].append(request)
+        records = legs.records
         for request, prompt in result.prompts:
             self._outbox.add_prompt(request.client, prompt)
+            if records:
+                records.note_prompt(prompt)
         first_tokens: dict[str, list[TokenOutput]] = defaultdict(list)
         for request, token in result.sampled:
             self._outbox.add_token(request, token)
+            if records:
+                records.note(request, [token])
             if request.leg == "prefill":
                 first_tokens[request.key].append(token)
             if request.status is Status.FINISHED:
@@ -306,6 +311,7 @@ class Worker:
         if self.encoders is not None:
             self.encoders.tick()
         self.legs.expire(now_s)
+        self.legs.records.expire(now_s)
 
     # ---- events
 
@@ -364,6 +370,8 @@ class Worker:
             case wire.ResetCache() if conn in self._schedulers:
                 self.core.scheduler.blocks.forget()
                 self.tiers.clear()
+            case wire.Release() | wire.Find() | wire.Attach() if conn in self._schedulers:
+                self.legs.records.read(conn, body)
             case wire.Sleep(level) if conn in self._schedulers:
                 self._sleep.wish(level)
             case wire.Peers() if conn in self._schedulers:
@@ -398,6 +406,7 @@ class Worker:
         self._outbox.closed(conn)
         self._cache_news.closed(conn)
         if peer is not None:
+            self.legs.records.closed(conn)
             orphans = self.legs.of_client(conn)
             log.warning("scheduler %s is gone (%s); %d requests of it end", peer, reason, len(orphans))
             for key in orphans:

@@ -77,6 +77,10 @@ class Admission:
         """Returns whether the owner of this key may use this name."""
         return self._admitted.get(key) == (SCHEDULER if kind == "scheduler" else peer)
 
+    def is_worker(self, key: bytes) -> bool:
+        """Returns whether the owner of this key, which this process has connected to, is no scheduler."""
+        return key not in self._schedulers
+
     def proof_to(self, client: str, client_key: bytes) -> bytes:
         """Returns this process's answer to a Hello."""
         return self._proof(self._own, self._public_key, client, client_key)

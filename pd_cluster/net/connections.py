@@ -90,9 +90,10 @@ class Connections:
         except zmq.ZMQError as error:
             self.lose(connection, CLOSED if error.errno == zmq.EHOSTUNREACH else str(error))
 
-    def say_gone(self, identity: bytes, envelope: wire.Envelope) -> None:
-        """Replies to a peer that still uses a connection given up here, so that it does not wait in vain."""
-        frame = wire.seal(self.name, self.epoch, envelope.from_epoch, wire.encode_body(wire.Gone()))
+    def say_gone(self, identity: bytes, envelope: wire.Envelope, reason: str = "") -> None:
+        """Replies to a peer that uses a connection given up here, or not admitted, so that it does not wait in vain."""
+        gone = wire.Gone(reason[: wire.MOST_TEXT])
+        frame = wire.seal(self.name, self.epoch, envelope.from_epoch, wire.encode_body(gone))
         with contextlib.suppress(zmq.ZMQError):  # the peer is gone, too
             self.router.send_multipart([identity, frame], zmq.NOBLOCK)
 

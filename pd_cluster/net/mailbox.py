@@ -25,6 +25,7 @@ from pd_cluster import wire
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.net.admission import Admission, peer_key
 from pd_cluster.net.connections import Connections, Handler
+from pd_cluster.net.nodes import NODE_REFUSED, READ_AGAIN_S, Nodes
 from pd_cluster.net.opening import Opening
 from pd_cluster.net.sockets import Connection, KeyPair, decode_key, open_router, receive
 from pd_cluster.settings.config import Credentials
@@ -53,7 +54,9 @@ class Mailbox:
         self.name, self.epoch = name, epoch
         self.table = credentials.table  # the scheduler's changes while it runs
         self._keys = KeyPair.of(credentials.key)
-        self._admission = admission(credentials, peer_key(name, epoch), self._keys.public)
+        own = peer_key(name, epoch)
+        self._admission = admission(credentials, own, self._keys.public)
+        self._nodes = Nodes(credentials, own, self._keys.private, self._keys.public)
         self._timeouts = timeouts
         self._clock = clock
         self._context = zmq.Context()
@@ -64,6 +67,7 @@ class Mailbox:
             kind,
             self._keys,
             self._admission,
+            self._nodes,
             lambda: self.table,
             timeouts.connect_timeout_s,
             clock,
@@ -74,6 +78,7 @@ class Mailbox:
         self._poller = self._connections.poller
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._counter = itertools.count()
+        self._nodes_due_s = -math.inf
         self._stopping = False
         self._beaten_s, self._soon_s = -math.inf, math.inf  # the last heartbeat, and one that is wanted
         self._thread = threading.Thread(target=self._run, name="mailbox", daemon=True)
@@ -184,6 +189,7 @@ class Mailbox:
                 self._receive(events)
                 if before_s >= next_beat_s:
                     self._check_silence(paused_s=before_s - next_beat_s)
+                    self._check_nodes()
                     self._beat()
                     next_beat_s = self._clock() + self._timeouts.heartbeat_interval_s
                 elif before_s >= self._soon_s:
@@ -251,14 +257,14 @@ class Mailbox:
         if envelope.from_epoch != connection.epoch:
             return
         connection.last_seen_s = self._clock()
-        match envelope.body:
-            case wire.Gone():
-                self._connections.lose(connection, "the other end has given the connection up")
-            case wire.Welcome(proof, table) if not connection.is_open:
-                self._opening.welcomed(connection, proof, table)
+        match body := envelope.body:
+            case wire.Gone(reason):
+                self._connections.lose(connection, reason or "the other end has given the connection up")
+            case wire.Welcome() if not connection.is_open:
+                self._opening.welcomed(connection, body)
             case wire.Hello() | wire.Welcome():
                 pass
-            case body if connection.is_open:
+            case _ if connection.is_open:
                 if isinstance(body, wire.Heartbeat):
                     connection.num_heard = body.num_heard
                     self._connections.tell_waiting()
@@ -298,6 +304,20 @@ class Mailbox:
                 connection.last_seen_s = now_s
             elif now_s - connection.last_seen_s > limit_s:
                 self._connections.lose(connection, f"nothing heard for {now_s - connection.last_seen_s:.1f} s")
+
+    def _check_nodes(self) -> None:
+        """Reads the nodes' files again, and cuts connections of nodes that are trusted no more."""
+        if not self._nodes.has_files or self._clock() < self._nodes_due_s:
+            return
+        self._nodes_due_s = self._clock() + READ_AGAIN_S
+        self._nodes.read_again()
+        for connection in self._connections:
+            node, keys = connection.node
+            if node and (problem := self._nodes.problem(node, keys)):
+                log.error("the connection with %s is cut: %s", connection.peer, problem)
+                if connection.is_open:
+                    self._connections.send(connection, wire.encode_body(wire.Gone(problem[: wire.MOST_TEXT])))
+                self._connections.lose(connection, NODE_REFUSED + problem)
 
     def _plan_beat(self) -> None:
         self._soon_s = min(self._soon_s, self._beaten_s + BEAT_GAP_S)

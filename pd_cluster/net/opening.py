@@ -13,9 +13,11 @@ from typing import Any, Literal
 import zmq
 
 from pd_cluster import wire
+from pd_cluster.errors import ConfigError
 from pd_cluster.net import sockets
 from pd_cluster.net.admission import Admission, peer_key
 from pd_cluster.net.connections import CLOSED, Connections
+from pd_cluster.net.nodes import NODE_REFUSED, Believed, Nodes
 from pd_cluster.net.sockets import Connection, KeyPair, next_event, open_dealer
 from ranktable_tools.hosts import bracketed
 
@@ -38,6 +40,7 @@ class Opening:
         kind: Literal["scheduler", "worker"],
         keys: KeyPair,
         admission: Admission,
+        nodes: Nodes,
         table: Callable[[], bytes],
         connect_timeout_s: float,
         clock: Callable[[], float],
@@ -46,6 +49,7 @@ class Opening:
         self._kind = kind
         self._keys = keys
         self._admission = admission
+        self._nodes = nodes
         self._table = table
         self._connect_timeout_s = connect_timeout_s
         self._clock = clock
@@ -59,12 +63,23 @@ class Opening:
         if not self._admission.admits(key, peer, hello.kind):
             log.error("%s claims to be a %s, but its key belongs to another process: not accepted", peer, hello.kind)
             return None
+        node = Believed()
         if hello.kind == "scheduler":
             self._admission.fence.heard(hello.term)
+        else:
+            try:
+                node = self._nodes.believe(hello.node, hello.node_proofs, peer, key, "client")
+            except ConfigError as error:
+                log.error("not accepted: %s", error)
+                self._connections.say_gone(identity, envelope, str(error))
+                return None
         conn, epoch = f"in:{identity.decode(errors='replace')}", envelope.from_epoch
-        connection = Connection(conn, peer, epoch, self._clock(), identity, key, kind=hello.kind, is_open=True)
+        connection = Connection(
+            conn, peer, epoch, self._clock(), identity, key, kind=hello.kind, node=node, is_open=True
+        )
         self._connections.add(connection)
-        welcome = wire.Welcome(self._admission.proof_to(peer, key), self._table())
+        proof, proofs = self._admission.proof_to(peer, key), self._nodes.proofs_to(peer, key, "server")
+        welcome = wire.Welcome(proof, self._table(), *proofs)
         self._connections.send(connection, wire.encode_body(welcome))
         if connection not in self._connections:
             return None
@@ -74,7 +89,7 @@ class Opening:
     def connect(self, context: Any, conn: str, name: str, epoch: int, host: str, port: int, key: bytes) -> None:
         socket, monitor = open_dealer(context, self._keys, key, conn.encode(), host, self._connect_timeout_s)
         connection = Connection(
-            conn, peer_key(name, epoch), epoch, self._clock(), peer_key=key, socket=socket, monitor=monitor
+            conn, peer_key(name, epoch), epoch, self._clock(), peer_key=key, host=host, socket=socket, monitor=monitor
         )
         self._connections.add(connection)
         try:
@@ -102,18 +117,29 @@ class Opening:
         return NO_HANDSHAKE if waited_s >= sockets.HANDSHAKE_TIMEOUT_S else CUT_SHORT
 
     def _greet(self, connection: Connection) -> None:
-        greeting = wire.Hello(kind=self._kind, term=self._admission.fence.term)
+        node, proofs = self._nodes.proofs_to(connection.peer, connection.peer_key, "client")
+        greeting = wire.Hello(kind=self._kind, term=self._admission.fence.term, node=node, node_proofs=proofs)
         hello = self._connections.seal(connection, wire.encode_body(greeting))
         try:
             connection.socket.send(hello, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self._connections.lose(connection, f"{CLOSED}: {error}")
 
-    def welcomed(self, connection: Connection, proof: bytes, table: bytes) -> None:
-        """Opens a connection whose listening end has answered, if the answer proves the cluster's secret."""
-        if not self._admission.is_proof(proof, connection.peer, connection.peer_key):
+    def welcomed(self, connection: Connection, welcome: wire.Welcome) -> None:
+        """Opens a connection whose listening end has answered, if the answer proves the secret, and its node."""
+        if not self._admission.is_proof(welcome.proof, connection.peer, connection.peer_key):
             self._connections.lose(connection, OTHER_SECRET)
             return
+        if self._admission.is_worker(connection.peer_key):
+            peer, key = connection.peer, connection.peer_key
+            try:
+                connection.node = self._nodes.believe(
+                    welcome.node, welcome.node_proofs, peer, key, "server", connection.host
+                )
+            except ConfigError as error:
+                self._connections.lose(connection, f"{NODE_REFUSED}{error}")
+                return
+        table = welcome.table
         if self._kind == "scheduler" and (own := self._table()) and table and table != own:
             log.warning("%s was started with another global rank table than the scheduler's", connection.peer)
         connection.is_open = True

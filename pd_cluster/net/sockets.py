@@ -11,6 +11,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from pd_cluster import wire
+from pd_cluster.net.nodes import Believed
 
 HIGH_WATER_MARK = 20_000  # messages queued for a peer that does not read; one more and the connection is cut
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -44,6 +45,8 @@ class Connection:
     identity: bytes = b""  # set for connections that arrived at the ROUTER
     peer_key: bytes = b""  # the other end's public key
     kind: str = ""
+    host: str = ""  # of connections that we opened
+    node: Believed = field(default_factory=Believed)
     socket: Any = None  # the DEALER of connections that we opened
     monitor: Any = None
     is_open: bool = False

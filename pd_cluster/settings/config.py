@@ -14,6 +14,7 @@ from pd_cluster.settings.logs import Logs
 from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.processes import HandoverSettings
 from pd_cluster.settings.requests import ChatConfig, RequestSettings
+from pd_cluster.settings.resume import ResumeSettings
 from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import Role
@@ -50,13 +51,16 @@ class Credentials(msgspec.Struct, frozen=True):
     """The credentials of a process in its cluster. `schedulers`: the public keys that it accepts as a scheduler's.
 
     `key`: the scheduler's private key; a worker has none here, because it generates its own. `table`: a digest of the
-    global rank table that it was started with.
+    global rank table that it was started with. `node_key_file`, `trusted_nodes`: files, which are read again when they
+    change; "" for none.
     """
 
     secret: bytes
     schedulers: tuple[bytes, ...] = ()
     key: bytes = b""
     table: bytes = b""
+    node_key_file: str = ""
+    trusted_nodes: str = ""
 
     def __repr__(self) -> str:
         return "Credentials(…)"
@@ -92,6 +96,7 @@ class ApiConfig(RequestSettings, frozen=True, kw_only=True):
     routing: RoutingConfig
     chat: ChatConfig = ChatConfig()
     media: MediaSettings = MediaSettings()
+    resume: ResumeSettings = ResumeSettings()
     http: HttpConfig = HttpConfig()
 
 

@@ -76,7 +76,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 8000
     log_level: Annotated[
         str,
-        BASIC("debug, info, warning or error.", scope=Scope.WORKERS, form=LEVEL, after="derive_secret"),
+        BASIC("debug, info, warning or error.", scope=Scope.WORKERS, form=LEVEL, after="trusted_nodes"),
     ] = "INFO"
     log_config_file: Annotated[
         str,
@@ -162,6 +162,23 @@ class KeyFiles(msgspec.Struct, frozen=True):
             name="derive_secret",
         ),
     ] = False
+    node_key: Annotated[
+        str,
+        BASIC(
+            "NODE.key of this host (mode 0600), by which workers prove their node; `pd-cluster keys node` makes it.",
+            name="node_key_file",
+            metavar="FILE",
+            after="derive_secret",
+        ),
+    ] = ""
+    trusted_nodes: Annotated[
+        str,
+        BASIC(
+            "The nodes whose workers are admitted; read again when it changes. Default: all that have the secret.",
+            metavar="FILE",
+            after="node_key_file",
+        ),
+    ] = ""
 
 
 def name_problem(name: str) -> str:
@@ -255,6 +272,15 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kv_transport: Annotated[str, KV(CHOICES)] = "auto"
+    trusts_network: Annotated[
+        bool,
+        KV(
+            "Let KV cache go over gloo to other hosts, where it is checked but not secret: only over a network that "
+            "nobody else can reach.",
+            name="trust_network",
+            after="kv_transport",
+        ),
+    ] = False
     kv_port_range: Annotated[PortRange, KV("FIRST-LAST for the control socket; default: any.", form=PORTS)] = (
         PortRange()
     )

@@ -64,14 +64,15 @@ def numbers_of(piece: wire.KVPiece, nbytes: int, started_s: float) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class EncoderReached:
-    """The encoder at the other end of this connection hands out features."""
+    """The encoder at the other end of this connection hands out features over this transport."""
 
     conn: str
+    transport: wire.TransportName
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderUnreached:
-    """Its socket cannot be reached. `retry`: perhaps later."""
+    """Nothing comes from it, or nothing more. `retry`: perhaps later."""
 
     conn: str
     reason: str

@@ -20,7 +20,10 @@ from pd_cluster.errors import LinkError
 from pd_cluster.transport import unix
 from pd_cluster.transport.base import Checksum, buffer_of
 from pd_cluster.transport.table import allowed
-from pd_cluster.wire import TOKEN_NBYTES
+from pd_cluster.wire import TOKEN_NBYTES, TransportName
+
+SHM: TransportName = "shm"
+DIST: TransportName = "dist"
 
 NOBODYS = bytes(TOKEN_NBYTES)  # a token that asks only whether the socket can be reached
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -28,11 +31,11 @@ HERE = b"features"
 WHAT = "socket for features"
 
 
-def why_not(kv_transport: str) -> str:
-    """Returns why a --kv-transport leaves no way for features between processes; "" if it leaves one."""
-    if any(each.choice and each.is_same_host for each in allowed(kv_transport)):
-        return ""
-    return "features of images travel through shared memory of one host only"
+def ways(kv_transport: str) -> list[TransportName]:
+    """Returns how features may travel under a --kv-transport: within a host, and between hosts over gloo."""
+    rows = [each for each in allowed(kv_transport) if each.choice]
+    found = [SHM] if any(each.is_same_host for each in rows) else []
+    return found + ([DIST] if any(each.name == DIST for each in rows) else [])
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ class Transport:
 
     `pools`: the kinds of devices whose memory it moves. `nbytes_per_s`: the rate that routing assumes. `help` and
     `title` describe the choice of the same name to people. `package`: the module that it needs from an extra of the
-    same name as the choice; such a transport is used only where it is asked for by name.
+    same name as the choice; such a transport is used only where it is asked for by name. `needs_trust`: between hosts
+    it is used only with --trust-network, because its payload is checked and not secret.
     """
 
     name: TransportName
@@ -41,6 +42,7 @@ class Transport:
     help: str = ""
     title: str = ""
     package: str = ""
+    needs_trust: bool = False
 
     @property
     def is_pair(self) -> bool:
@@ -75,6 +77,7 @@ TABLE = (
         nbytes_per_s=GLOO_NBYTES_PER_S,
         help="NCCL, HCCL or gloo",
         title="torch.distributed",
+        needs_trust=True,
     ),
     Transport(
         "nixl",
@@ -118,6 +121,11 @@ def slowest_nbytes_per_s(names: Iterable[TransportName]) -> float:
 def are_pairs(names: Iterable[TransportName]) -> bool:
     """Whether one of these needs a pair."""
     return any(BY_NAME[name].is_pair for name in names if name in BY_NAME)
+
+
+def without_secrecy(name: TransportName) -> bool:
+    """Whether this transport is used between hosts only where the network is trusted."""
+    return name in BY_NAME and BY_NAME[name].needs_trust
 
 
 def help_text() -> str:

@@ -9,9 +9,13 @@ from __future__ import annotations
 from pd_cluster.wire.base import KEY_NBYTES as KEY_NBYTES
 from pd_cluster.wire.base import MAX_MESSAGE_NBYTES as MAX_MESSAGE_NBYTES
 from pd_cluster.wire.base import MAX_OFFER_NBYTES as MAX_OFFER_NBYTES
+from pd_cluster.wire.base import MOST_NODE_KEYS as MOST_NODE_KEYS
+from pd_cluster.wire.base import MOST_TEXT as MOST_TEXT
 from pd_cluster.wire.base import PROTOCOL_VERSION as PROTOCOL_VERSION
 from pd_cluster.wire.base import KVWireDtype as KVWireDtype
 from pd_cluster.wire.base import Message as Message
+from pd_cluster.wire.base import NodeProof as NodeProof
+from pd_cluster.wire.base import NodeProofs as NodeProofs
 from pd_cluster.wire.base import PairWish as PairWish
 from pd_cluster.wire.base import PublicKey as PublicKey
 from pd_cluster.wire.base import ShortText as ShortText
@@ -22,6 +26,7 @@ from pd_cluster.wire.encoding import EncodeAbort as EncodeAbort
 from pd_cluster.wire.encoding import EncodeDone as EncodeDone
 from pd_cluster.wire.encoding import EncodeFailed as EncodeFailed
 from pd_cluster.wire.encoding import EncoderAnswer as EncoderAnswer
+from pd_cluster.wire.encoding import EncoderMeet as EncoderMeet
 from pd_cluster.wire.encoding import EncoderOpen as EncoderOpen
 from pd_cluster.wire.envelope import Body as Body
 from pd_cluster.wire.envelope import Envelope as Envelope
@@ -69,6 +74,13 @@ from pd_cluster.wire.requests import CacheKeys as CacheKeys
 from pd_cluster.wire.requests import Outputs as Outputs
 from pd_cluster.wire.requests import Submit as Submit
 from pd_cluster.wire.requests import TraceEvent as TraceEvent
+from pd_cluster.wire.resume import PROMPT_TOKEN_NBYTES as PROMPT_TOKEN_NBYTES
+from pd_cluster.wire.resume import Attach as Attach
+from pd_cluster.wire.resume import Find as Find
+from pd_cluster.wire.resume import Found as Found
+from pd_cluster.wire.resume import Keep as Keep
+from pd_cluster.wire.resume import Release as Release
+from pd_cluster.wire.resume import nbytes_of as nbytes_of
 from pd_cluster.wire.transfers import Cancel as Cancel
 from pd_cluster.wire.transfers import Confirm as Confirm
 from pd_cluster.wire.transfers import Confirmed as Confirmed

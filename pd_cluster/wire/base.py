@@ -11,10 +11,22 @@ MAX_MESSAGE_NBYTES = 64 << 20
 MAX_OFFER_NBYTES = 4096  # of a transport's description of itself
 KEY_NBYTES = 32
 PublicKey = Annotated[bytes, msgspec.Meta(max_length=KEY_NBYTES)]  # of a process's CURVE key pair; b"": none yet
-ShortText = Annotated[str, msgspec.Meta(max_length=256)]
+MOST_NODE_KEYS = 2  # of one node at a time: the new one and the one before, while it is rotated
+MOST_TEXT = 256
+ShortText = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
 TransportName = Annotated[str, msgspec.Meta(max_length=32)]  # one of transport/table.py
 KVWireDtype = Literal["auto", "int8"]
 PairWish = Literal["free", "none", "now"]
+
+
+class NodeProof(msgspec.Struct, frozen=True, array_like=True):
+    """Proves that the sender has the private key of a node's public one; net/nodes.py computes it."""
+
+    public_key: PublicKey
+    mac: Annotated[bytes, msgspec.Meta(max_length=32)]
+
+
+NodeProofs = Annotated[tuple[NodeProof, ...], msgspec.Meta(max_length=MOST_NODE_KEYS)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):

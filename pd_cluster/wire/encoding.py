@@ -8,7 +8,7 @@ import msgspec
 
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Image
-from pd_cluster.wire.base import Message, ShortText
+from pd_cluster.wire.base import Message, ShortText, TransportName
 
 TOKEN_NBYTES = 16
 ImageKey = Annotated[bytes, msgspec.Meta(max_length=1024)]  # an image's digest and its request's cache_salt
@@ -16,17 +16,26 @@ FileToken = Annotated[bytes, msgspec.Meta(min_length=TOKEN_NBYTES, max_length=TO
 
 
 class EncoderOpen(Message, frozen=True):
-    """Opens a connection to an encoder: the model that both must serve."""
+    """Opens a connection to an encoder: the model that both must serve, and the transports that the sender allows."""
 
     model_identity: str
     numerics: Numerics
+    transports: Annotated[list[TransportName], msgspec.Meta(max_length=8)]
 
 
 class EncoderAnswer(Message, frozen=True):
-    """`problem`: why the two cannot be a pair; otherwise `address` names the socket that hands out features."""
+    """`problem`: why the two cannot be a pair; otherwise how features travel.
+
+    `address` names the socket that hands them out on the same host, `group` a pair over gloo; "": not allowed.
+    """
 
     problem: str = ""
     address: ShortText = ""
+    group: ShortText = ""
+
+
+class EncoderMeet(Message, frozen=True):
+    """The sender cannot reach the socket, and opens its end of the pair."""
 
 
 class Encode(Message, frozen=True):
@@ -42,10 +51,14 @@ class Encode(Message, frozen=True):
 
 
 class EncodeDone(Message, frozen=True):
-    """The features are in a file that the socket gives for `token`, once. `checksum`: transport/base.Checksum's."""
+    """The features are in a file that the socket gives for `token`, once; over a pair they are its next payload.
+
+    `checksum`: transport/base.Checksum's.
+    """
 
     item: int
     token: FileToken
+    nbytes: int
     checksum: int
 
 

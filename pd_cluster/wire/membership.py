@@ -8,7 +8,7 @@ import msgspec
 
 from pd_cluster.types import LinkState, Role, Tier
 from pd_cluster.types.variants import ADAPTER
-from pd_cluster.wire.base import PROTOCOL_VERSION, Message, PublicKey, ShortText
+from pd_cluster.wire.base import PROTOCOL_VERSION, Message, NodeProofs, PublicKey, ShortText
 
 # Upper bounds of the buckets of a Load's tallies: vLLM's, since dashboards name them.
 STEP_TOKENS_BOUNDS = (1, 8, *(1 << power for power in range(4, 15)))
@@ -104,25 +104,31 @@ class Heartbeat(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """Opens every connection; says what kind of peer connects."""
+    """Opens every connection; says what kind of peer connects. `node` and its proofs: of a worker with a node's key."""
 
     kind: Literal["scheduler", "worker"]
     version: int = PROTOCOL_VERSION
     term: int = 0  # the highest fencing number that a scheduler knows; 0: there is only one scheduler
+    node: ShortText = ""
+    node_proofs: NodeProofs = ()
 
 
 class Welcome(Message, frozen=True):
     """The answer to a Hello, which opens the connection. `proof` is computed by admission.py.
 
-    `table`: a digest of the global rank table that the process was started with.
+    `table`: a digest of the global rank table that the process was started with. `node` and its proofs: as in Hello.
     """
 
     proof: bytes
     table: bytes = b""
+    node: ShortText = ""
+    node_proofs: NodeProofs = ()
 
 
 class Gone(Message, frozen=True):
-    """The sender has given up this connection and ignores further messages on it."""
+    """The sender has given up this connection and ignores further messages on it. `reason`: "" for the usual ones."""
+
+    reason: ShortText = ""
 
 
 class Join(Message, frozen=True, kw_only=True):

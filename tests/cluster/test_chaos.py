@@ -226,7 +226,8 @@ def test_hosts_are_cut_off_under_load(
     judge = Judge(model, asks, REQUEST_TIMEOUT_S)
     where = {"prefill-0": "left", "prefill-1": "left", "decode-0": "right", "decode-1": "far"}
     monkeypatch.setenv("UCX_TLS", "tcp,self")  # hosts of a network share this machine's memory
-    with SpreadCluster(network, where, tmp_path, model, arguments=[*FLAGS, f"--kv-transport={transport}"]) as cluster:
+    flags = [*FLAGS, f"--kv-transport={transport}", "--trust-network"]
+    with SpreadCluster(network, where, tmp_path, model, arguments=flags) as cluster:
         with Traffic(cluster.url, asks, CONCURRENCY, network.enter) as traffic:
             trouble = Trouble(cluster, traffic, burst=60)
             trouble.await_busy("decode-1")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.cluster.test_pictures import (
@@ -28,6 +29,7 @@ from tests.cluster.test_pictures import (
 )
 from tests.support.clips import make_seer
 from tests.support.cluster import LiveCluster
+from tests.support.netns import CannotMakeNamespaces, Network, SpreadCluster
 from tests.support.pictures import picture
 
 ROOM = ["--num-blocks=256", "--max-model-len=1800"]
@@ -55,6 +57,12 @@ def counted(cluster: LiveCluster, name: str, instance: str, number: float) -> No
     cluster.wait_until(f"{name} is {number:g}", lambda: metric(cluster, name, instance) == number)
 
 
+def stop_rank(cluster: LiveCluster, number: signal.Signals) -> None:
+    """Sends a signal to the encoder's rank process, by the scheduler's word: its own port is on another host."""
+    (pid,) = cluster.instance("encode-0")["rank_pids"]
+    os.kill(pid, number)
+
+
 def linked(cluster: LiveCluster, encoder: str = "encode-0", prefill: str = "prefill-0") -> bool:
     links = {peer.split("@")[0]: state for peer, state in cluster.instance(prefill)["links"].items()}
     return links.get(encoder, "").startswith("up")
@@ -78,12 +86,6 @@ def test_an_encoder_computes_images_and_is_killed_in_mid_request(cluster: LiveCl
     cluster.await_exit("encode-0")
     counted(cluster, "encoder_fallbacks", "prefill-0", 2)
     counted(cluster, "images_encoded", "prefill-0", 2)
-
-    cluster.start_member("encode-0")
-    cluster.await_ready()
-    parts = ["y", picture(23)]
-    assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
-    counted(cluster, "images_encoded", "encode-0", 1)
     cluster.assert_home()
 
 
@@ -123,6 +125,12 @@ def test_two_encoders_keep_what_comes_again(model: Path, tmp_path: Path) -> None
             assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
         cluster.await_exit("encode-1")
         cluster.wait_until("it is forgotten", lambda: [i["role"] for i in cluster.instances()].count("encode") == 1)
+        cluster.start_member("encode-1")
+        cluster.await_ready()
+        for seed in range(12, 18):
+            parts = ["ab", picture(seed), "c"]
+            assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
+        cluster.wait_until("the new life computes", lambda: num_encoded(cluster, "encode-1") > 0)
         cluster.assert_home()
 
 
@@ -172,7 +180,7 @@ def test_numbers_are_those_of_prefills_own_tower(model: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_killed_prefill_and_an_aborted_request(model: Path, tmp_path: Path) -> None:
-    flags = [*FLAGS, *ROOM]
+    flags = [*FLAGS, *ROOM, "--api-workers=2"]
     with LiveCluster(tmp_path, model, num_prefill=2, arguments=flags, num_encode=1) as cluster:
         cluster.kill_rank("encode-0", signal.SIGSTOP)
         parts = ["k", picture(51), picture(52)]
@@ -190,18 +198,53 @@ def test_a_killed_prefill_and_an_aborted_request(model: Path, tmp_path: Path) ->
         cluster.await_exit(victim)
         cluster.start_member(victim)
         cluster.await_ready()
+        cluster.kill_rank("encode-0", signal.SIGSTOP)
+        before = [metric(cluster, "encoder_fallbacks", name) for name in names]
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"{cluster.url}/v1/chat/completions", json=chat_of([picture(53)]), timeout=0.5, trust_env=False)
+        cluster.wait_until("nobody waits for it any more", lambda: not waiting())
+        cluster.kill_rank("encode-0", signal.SIGCONT)
+        cluster.assert_home()
+        assert [metric(cluster, "encoder_fallbacks", name) for name in names] == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_over_gloo(model: Path, tmp_path: Path) -> None:
+    """As between hosts: exact, with an encoder that is killed in the middle, and one that stands still."""
+    flags = [*FLAGS, *ROOM, "--kv-transport=dist"]
+    with LiveCluster(tmp_path, model, arguments=flags, num_encode=1) as cluster:
+        links = cluster.instance("prefill-0")["links"]
+        assert [state for peer, state in links.items() if peer.startswith("encode-0@")] == ["up (dist)"]
+        assert_exact(cluster, model)
+        counted(cluster, "images_from_encoders", "prefill-0", 5)
+        counted(cluster, "feature_bytes", "encode-0", metric(cluster, "feature_bytes", "prefill-0"))
+        for number, seed in ((signal.SIGKILL, 71), (signal.SIGSTOP, 72)):
+            cluster.kill_rank("encode-0", signal.SIGSTOP)
+            parts = [picture(seed), "x", picture(seed + 10)]
+            stream = Stream(cluster, chat_of(parts))
+            cluster.wait_until("it waits for the encoder", lambda: cluster.instance("prefill-0")["num_waiting"] == 1)
+            cluster.kill_rank("encode-0", number)
+            assert stream.end() == expected(model, *parts)
+            cluster.kill("encode-0")
+            cluster.await_exit("encode-0")
+            cluster.start_member("encode-0")
+            cluster.await_ready()
+            parts = ["y", picture(seed + 20)]
+            assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
+        counted(cluster, "encoder_fallbacks", "prefill-0", 4)
         cluster.assert_home()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_encoders_that_cannot_be_paired_are_named(model: Path, tmp_path: Path) -> None:
-    members = {"encode-0": ["--dtype=bfloat16"], "encode-1": ["--kv-transport=dist"]}
-    with LiveCluster(tmp_path, model, arguments=[*FLAGS, *ROOM], member_arguments=members) as plain:
-        assert_exact(plain, model)  # without any
-    folder = tmp_path / "paired"
-    folder.mkdir()
-    cluster = LiveCluster(folder, model, arguments=[*FLAGS, *ROOM], num_encode=2, member_arguments=members)
+    members = {
+        "encode-0": ["--dtype=bfloat16"],
+        "encode-1": ["--kv-transport=dist"],
+        "prefill-0": ["--kv-transport=shm"],
+    }
+    cluster = LiveCluster(tmp_path, model, arguments=[*FLAGS, *ROOM], num_encode=2, member_arguments=members)
     try:
         cluster.start()
 
@@ -210,9 +253,10 @@ def test_encoders_that_cannot_be_paired_are_named(model: Path, tmp_path: Path) -
             return next((state for peer, state in found.items() if peer.startswith(f"{encoder}@")), "")
 
         cluster.wait_until("the cluster serves", lambda: cluster.health()[0] == 200, 90)
-        cluster.wait_until("both are refused", lambda: all(reason(e).startswith("refused") for e in members))
+        names = ("encode-0", "encode-1")
+        cluster.wait_until("both are refused", lambda: all(reason(name).startswith("refused") for name in names))
         assert "--dtype bfloat16, the prefill instance --dtype float32" in reason("encode-0")
-        assert "shared memory of one host only, which --kv-transport dist excludes" in reason("encode-1")
+        assert "no --kv-transport allows one at both ends (the encoder's is dist)" in reason("encode-1")
         assert_exact(cluster, model)
         counted(cluster, "images_encoded", "prefill-0", 5)
     finally:
@@ -247,3 +291,34 @@ def test_sleep_roles_and_a_drain(model: Path, tmp_path: Path) -> None:
         os.kill(cluster.processes["encode-0"].pid, signal.SIGTERM)
         assert cluster.await_exit("encode-0") == 0
         cluster.assert_home()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_between_hosts_and_a_cut_cable(model: Path, tmp_path: Path) -> None:
+    """An encoder on another host hands features over by gloo; one that is cut off costs a wait and no token."""
+    try:
+        with Network(["left", "right"]) as network, network.visit():
+            where = {"prefill-0": "left", "decode-0": "left", "encode-0": "right"}
+            with SpreadCluster(network, where, tmp_path, model, arguments=[*FLAGS, *ROOM]) as cluster:
+                links = cluster.instance("prefill-0")["links"]
+                assert sorted(links.values()) == ["up (dist)", "up (shm)"]
+                assert_exact(cluster, model)
+                counted(cluster, "images_from_encoders", "prefill-0", 5)
+                stop_rank(cluster, signal.SIGSTOP)
+                parts = [picture(81), "x", picture(82)]
+                stream = Stream(cluster, chat_of(parts))
+                waits = "it waits for the encoder"
+                cluster.wait_until(waits, lambda: cluster.instance("prefill-0")["num_waiting"] == 1)
+                network.pull("right")
+                stop_rank(cluster, signal.SIGCONT)
+                assert stream.end() == expected(model, *parts)
+                counted(cluster, "encoder_fallbacks", "prefill-0", 2)
+                network.plug("right")
+                cluster.wait_until("it is linked again", lambda: linked(cluster), 60)
+                parts = ["y", picture(83)]
+                assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
+                counted(cluster, "encoder_fallbacks", "prefill-0", 2)
+                cluster.assert_home()
+    except CannotMakeNamespaces as error:
+        pytest.skip(f"this machine has no network namespaces: {error}")

@@ -206,8 +206,8 @@ class TwoMachines(Servers):
         return super().environment(table, **tables, **changes)
 
     def start_all(self) -> None:
-        self.start("prefill", "prefill", self.prefill, [f"--host={self.first}"])
-        self.start("decode", "decode", self.decode, [f"--host={self.second}"])
+        self.start("prefill", "prefill", self.prefill, [f"--host={self.first}", "--trust-network"])
+        self.start("decode", "decode", self.decode, [f"--host={self.second}", "--trust-network"])
         self.start_scheduler()
 
     def where(self, table: str) -> tuple[Path, Callable[[Sequence[str]], list[str]]]:
@@ -227,7 +227,9 @@ def network() -> Iterator[Network]:
 
 @pytest.mark.slow
 def test_the_documents_two_machines(network: Network, tmp_path: Path, checkpoint: Checkpoints) -> None:
-    """The test differs from the document in exactly one thing: a copy of cluster.secret on the second machine."""
+    """The test differs from the document in two things: a copy of cluster.secret on the second machine, and
+    --trust-network, because these machines have no NPUs.
+    """
     with TwoMachines(network, tmp_path, checkpoint("llama")) as servers:
         assert servers.said[-2:] == [
             f"copy global_ranktable_merge.json and cluster.secret to {servers.first}, {servers.second}, into one "
@@ -241,6 +243,10 @@ def test_the_documents_two_machines(network: Network, tmp_path: Path, checkpoint
         assert f"has several hosts ({servers.first}, {servers.second})" in servers.error_of("decode")
         shutil.copy(first / "cluster.secret", second)
         assert not [name for name in ("scheduler.key", "admin.token") if (second / name).exists()]
+        servers.start("decode", "decode", servers.decode, [f"--host={servers.second}"])
+        assert servers.error_of("decode").startswith(
+            f"KV cache would go from host to host over gloo ({servers.second}, {servers.first}), checked but not secret"
+        )
         servers.start_all()
         with network.visit():
             servers.await_health(servers.public)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 from collections.abc import Callable
@@ -10,13 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.encoders import SLACK_TOKENS, choose_encoders
-from pd_cluster.engine.encode.encoder_links import UP, EncoderTerms
+from pd_cluster.engine.encode.encoder_links import EncoderTerms
 from pd_cluster.engine.encode.encoders import MOST_ASKED_TOKENS, Encoders, Engine
 from pd_cluster.engine.encode.worker import MOST_WAITING, EncodeWorker
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain
@@ -25,11 +27,17 @@ from pd_cluster.numerics import Numerics
 from pd_cluster.reports import InstanceInfo
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.base import Checksum
-from pd_cluster.transport.events import EncoderReached, FeaturesRead
-from pd_cluster.transport.features import FeatureServer, Sealed, fetch, reach, why_not
-from pd_cluster.types import Image, Order, Sampling, Span
+from pd_cluster.transport.events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
+from pd_cluster.transport.feature_pair import PairSender
+from pd_cluster.transport.feature_reader import FeaturePlace, FeatureReader, Shape
+from pd_cluster.transport.features import FeatureServer, Sealed, fetch, reach, ways
+from pd_cluster.transport.table import CHOICES
+from pd_cluster.types import Image, LinkState, Order, Sampling, Span
 
-TERMS = EncoderTerms("model", Numerics(), Checksum())
+PLACE = FeaturePlace("127.0.0.1", 5.0, 30.0, Checksum())
+TERMS = EncoderTerms("model", Numerics(), PLACE)
+UP = LinkState("up", ("shm",))
+OPENING = wire.EncoderOpen("model", Numerics(), ["shm", "dist"])
 SHAPE = (2, 3, 8)
 FEATURES = torch.arange(48, dtype=torch.float32).reshape(SHAPE)
 
@@ -125,18 +133,83 @@ def test_wrong_features_are_refused() -> None:
     assert not found.value.retry
 
 
+def test_features_over_a_pair_come_in_order_and_are_checked() -> None:
+    """Both ends are the real ones; only the connection between them is two calls."""
+    events: queue.SimpleQueue[FeatureEvent] = queue.SimpleQueue()
+    failures: list[str] = []
+    large = torch.arange(5_000_000, dtype=torch.float32).reshape(1, 5000, 1000)  # several pieces
+
+    def post(body: wire.Body) -> None:
+        match body:
+            case wire.EncoderMeet():
+                sender.open()
+            case wire.LinkValue():
+                sender.meeting.put(body.key, body.value)
+
+    sender = PairSender(
+        "group", "127.0.0.1", 5.0, 30.0, lambda key, value: reader.meeting.put(key, value), failures.append
+    )
+    reader = FeatureReader("c", wire.EncoderAnswer("", "", "group"), PLACE, post, events.put)
+    try:
+        assert events.get(timeout=30) == EncoderReached("c", "dist")
+        for number, (features, is_wanted, is_right) in enumerate(
+            ((FEATURES, True, True), (large, False, True), (large, True, True), (FEATURES, True, False))
+        ):
+            file = Sealed.of(features, PLACE.checksum)
+            done = wire.EncodeDone(number, bytes(16), file.nbytes, file.checksum ^ (not is_right))
+            sender.put(file)
+            reader.read(done, Shape(tuple(features.shape), features.dtype) if is_wanted else None)
+            if is_wanted:
+                event = events.get(timeout=30)
+                assert isinstance(event, FeaturesRead)
+                assert event.item == number
+                assert (event.features is not None and torch.equal(event.features, features)) == is_right
+        sender.put(Sealed.of(FEATURES, PLACE.checksum))
+        reader.read(wire.EncodeDone(9, bytes(16), FEATURES.nbytes, 1), Shape((1, 2, 3), torch.float32))
+        event = events.get(timeout=30)
+        assert isinstance(event, EncoderUnreached)
+        assert (event.retry, event.reason) == (True, "the encoder announces 192 bytes of features")
+        assert not failures
+    finally:
+        reader.close()
+        sender.close()
+
+
+def test_a_socket_of_another_host_leaves_the_pair_or_nothing() -> None:
+    for group in ("", "group"):
+        events: queue.SimpleQueue[FeatureEvent] = queue.SimpleQueue()
+        sent: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
+        reader = FeatureReader("c", wire.EncoderAnswer("", "nowhere", group), PLACE, sent.put, events.put)
+        if group:
+            assert sent.get(timeout=30) == wire.EncoderMeet()
+        else:
+            event = events.get(timeout=30)
+            assert isinstance(event, EncoderUnreached)
+            assert not event.retry
+        reader.close()
+
+
 def test_which_transports_leave_a_way() -> None:
-    assert not any(why_not(choice) for choice in ("auto", "shm", "ipc"))
-    assert all("shared memory of one host" in why_not(choice) for choice in ("dist", "nixl"))
+    assert {choice: ways(choice) for choice in CHOICES} == {
+        "auto": ["shm", "dist"],
+        "ipc": ["shm"],
+        "shm": ["shm"],
+        "dist": ["dist"],
+        "nixl": [],
+    }
 
 
 def test_terms_name_what_differs() -> None:
-    assert TERMS.problem(wire.EncoderOpen("model", Numerics(attention_backend="c", kv_cache_dtype="int8"))) == ""
-    assert "another model (model)" in TERMS.problem(wire.EncoderOpen("other", Numerics()))
-    found = TERMS.problem(wire.EncoderOpen("model", Numerics(dtype="bfloat16")))
+    def problem(**changes: Any) -> str:
+        return TERMS.problem(msgspec.structs.replace(OPENING, **changes))
+
+    assert problem(numerics=Numerics(attention_backend="c", kv_cache_dtype="int8")) == ""
+    assert "another model (model)" in problem(model_identity="other")
+    found = problem(numerics=Numerics(dtype="bfloat16"))
     assert "--dtype float32, the prefill instance --dtype bfloat16" in found
-    assert "--device cpu" in TERMS.problem(wire.EncoderOpen("model", Numerics(device="cuda")))
-    assert replace(TERMS, why_not="no way").problem(wire.EncoderOpen("model", Numerics())) == "no way"
+    assert "--device cpu" in problem(numerics=Numerics(device="cuda"))
+    assert "no --kv-transport allows one at both ends (the encoder's is auto)" in problem(transports=["nixl"])
+    assert "the encoder's is nixl" in replace(TERMS, kv_transport="nixl").problem(OPENING)
 
 
 # ---- at a prefill instance
@@ -209,7 +282,7 @@ class Prefill:
         for name in names:
             self.encoders.links.on_opened(f"to {name}")
             self.encoders.read(f"to {name}", wire.EncoderAnswer("", "no-such-socket"))
-            self.encoders.handle(EncoderReached(f"to {name}"))
+            self.encoders.handle(EncoderReached(f"to {name}", "shm"))
 
     def submit(self, request_id: str, order: Order, *encoders: str, deadline_s: float = 0.0) -> bool:
         keys = [f"{each}@1" if each else "" for each in encoders]
@@ -351,7 +424,7 @@ def test_a_refused_encoder_is_asked_for_nothing() -> None:
     info = wire.PeerInfo(name="encode-0", epoch=1, role="encode", host="h", control_port=1, public_key=b"")
     prefill.encoders.set_peers([info])
     prefill.encoders.links.on_opened("to encode-0")
-    assert prefill.post.take(wire.EncoderOpen) == [wire.EncoderOpen("model", Numerics())]
+    assert prefill.post.take(wire.EncoderOpen) == [OPENING]
     prefill.encoders.read("to encode-0", wire.EncoderAnswer("the encoder serves another model"))
     state = prefill.encoders.links.states()["encode-0@1"]
     assert (state.phase, state.reason) == ("refused", "the encoder serves another model")
@@ -381,16 +454,14 @@ class Encoder:
         self.now_s = 0.0
         self.post, self.tower, inbox = Post(), Tower(), queue.SimpleQueue[Event]()
         tower: Any = self.tower
-        self.worker = EncodeWorker(
-            tower, TERMS, self.post, inbox, 30.0, num_kept_tokens, lambda: tower, lambda: self.now_s
-        )
+        self.worker = EncodeWorker(tower, TERMS, self.post, inbox, num_kept_tokens, lambda: tower, lambda: self.now_s)
 
 
 def mail(body: wire.Body, conn: str = "p") -> Mail:
     return Mail(conn, "prefill-0@1", body)
 
 
-OPEN = mail(wire.EncoderOpen("model", Numerics()))
+OPEN = mail(OPENING)
 
 
 def step(encoder: Encoder, *events: Event) -> None:
@@ -418,7 +489,7 @@ def test_an_image_is_computed_once_and_offered_each_time(encoder: Encoder) -> No
     one, other = encoder.post.take(wire.EncodeDone)
     assert (one.item, other.item, one.checksum) == (1, 2, other.checksum)
     for done in (one, other):
-        found = fetch(answer.address, done.token, SHAPE, torch.float32, TERMS.checksum, done.checksum, 5)
+        found = fetch(answer.address, done.token, SHAPE, torch.float32, PLACE.checksum, done.checksum, 5)
         assert torch.equal(found, FEATURES + 2)
     step(encoder)
     assert encoder.tower.num_encoded == 1
@@ -448,7 +519,7 @@ def test_what_is_refused(encoder: Encoder) -> None:
     encoder.worker._handle(StartDrain())
     step(encoder, OPEN, mail(ask))
     assert encoder.post.take(wire.EncodeFailed)[0].reason == "the encoder stops"
-    other = mail(wire.EncoderOpen("another", Numerics()), "q")
+    other = mail(msgspec.structs.replace(OPENING, model_identity="another"), "q")
     step(encoder, other)
     assert "another model" in encoder.post.take(wire.EncoderAnswer)[-1].problem
 
@@ -472,18 +543,27 @@ def test_offers_end(encoder: Encoder) -> None:
     assert not encoder.worker._offers
 
 
+def num_files() -> int:
+    """Counts the open files of features."""
+    found = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # of the listing itself
+            found += "pd-cluster-features" in os.readlink(each)
+    return found
+
+
 def test_the_store_is_bounded(encoder: Encoder) -> None:
     small = Encoder(num_kept_tokens=2 * SHAPE[1])
     try:
         step(small, OPEN)
-        before = set(Path("/proc/self/fd").iterdir())
+        before = num_files()
         for at in (1, 2, 3, 2, 1):
             step(small, mail(wire.Encode(at, bytes([at]) * 32, Image(2, 2, b"pp"), 10.0)))
         assert small.tower.num_encoded == 4, "2 was kept, 1 was not"
         assert len(small.worker._kept) == 2
         small.worker._handle(ConnClosed("p", "prefill-0@1", "gone"))
         small.worker._forget()
-        assert len(set(Path("/proc/self/fd").iterdir()) - before) == 0, "every file is closed"
+        assert num_files() == before, "every file is closed"
     finally:
         small.worker._server.close()
 

@@ -14,12 +14,13 @@ import pytest
 
 from pd_cluster.api import api_process
 from pd_cluster.cluster.processes import api_processes
-from pd_cluster.cluster.tenancy.key_file import MAX_NBYTES, KeyFile, digest_of, read_key_file, time_of, write_key_file
+from pd_cluster.cluster.tenancy.key_file import MAX_NBYTES, KeyFile, digest_of, read_key_file, write_key_file
 from pd_cluster.cluster.tenancy.key_store import KeyStore
 from pd_cluster.cluster.tenancy.rate_memory import RateMemory, tag_of
 from pd_cluster.commands import cli
 from pd_cluster.errors import ConfigError
 from pd_cluster.reports import ApiKey
+from pd_cluster.settings.dates import time_of
 from pd_cluster.settings.http import HttpConfig
 from tests.support.another_user import OTHER_ID, as_another_user
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import pytest
 
 from pd_cluster import wire
+from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.in_links import InLinks
 from pd_cluster.engine.handover.links import PeerProgress, Side
 from pd_cluster.engine.handover.out_links import OutLinks
@@ -88,9 +90,22 @@ class ReceiveEnd:
 
 
 class Net:
-    """Prefill and decode instances whose messages arrive in order."""
+    """Prefill and decode instances whose messages arrive in order.
 
-    def __init__(self, num_p: int, num_d: int, most_p: int, most_d: int, transport: str = "dist") -> None:
+    `hosts`: by instance, of those that the scheduler has named; `trusting`: the instances with --trust-network.
+    """
+
+    def __init__(
+        self,
+        num_p: int,
+        num_d: int,
+        most_p: int,
+        most_d: int,
+        transport: str = "dist",
+        hosts: Mapping[str, str] | None = None,
+        trusting: Collection[str] = (),
+    ) -> None:
+        self._hosts, self._trusting = hosts or {}, trusting
         self.clock = Clock()
         self.transport, self.works = transport, True
         self.most_p, self.most_d = most_p, most_d
@@ -104,6 +119,16 @@ class Net:
         self.num_opened = 0
         for p in self.p.values():
             p.set_peers(list(self.d))
+
+    def crossing(self, name: str) -> Crossing:
+        made = Crossing(f"{name}@1", name in self._trusting)
+        made.hear(
+            [
+                wire.PeerInfo(name=each, epoch=1, role="decode", host=host, control_port=1, public_key=b"")
+                for each, host in self._hosts.items()
+            ]
+        )
+        return made
 
     def to_p(self, conn: str):  # type: ignore[no-untyped-def]
         return lambda body: self.mail.append((conn, True, body))
@@ -138,7 +163,7 @@ class PEnd:
         self.busy: dict[str, int] = {}
         self.woken: list[str] = []
         self.lost: list[tuple[str, str]] = []
-        side = Side(f"{name}@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions())
+        side = Side(f"{name}@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions(), net.crossing(name))
         rests = Rests(
             net.most_p,
             uses=lambda conn: self.busy.get(conn, 0) > 0,
@@ -224,7 +249,7 @@ class PEnd:
 class DEnd:
     def __init__(self, net: Net, name: str) -> None:
         self.net, self.name = net, name
-        side = Side(f"{name}@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions())
+        side = Side(f"{name}@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions(), net.crossing(name))
         self.links = InLinks(
             side,
             self,  # type: ignore[arg-type]

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import hmac
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from pd_cluster.cluster.members.place import Place, digest_of, spans_hosts, table_path
 from pd_cluster.errors import ConfigError
+from pd_cluster.net.node_files import NEW, read_node_keys, read_trusted_nodes
+from pd_cluster.net.nodes import check_own
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.processes import KeyFiles
 from ranktable_tools import RankTable, load_global
@@ -35,6 +40,27 @@ PURPOSES = {"secret": b"secret 1", "key": b"scheduler key 1", "token": b"admin t
 
 def credentials_of(place: Place, files: KeyFiles) -> Credentials:
     """Returns this process's credentials. Raises ConfigError."""
+    _check_node(place, files)
+    named = {"node_key_file": files.node_key, "trusted_nodes": files.trusted_nodes}
+    return msgspec.structs.replace(_cluster_credentials(place, files), **named)
+
+
+def _check_node(place: Place, files: KeyFiles) -> None:
+    """Raises ConfigError for files of nodes that cannot be used, and for a worker whose node its own list refuses."""
+    trusted = read_trusted_nodes(Path(files.trusted_nodes)) if files.trusted_nodes else None
+    if not files.node_key:
+        if trusted is not None and place.role != "scheduler":
+            raise ConfigError(
+                f"--trusted-nodes {files.trusted_nodes}: a worker needs a key of its own, too, which --node-key-file "
+                f"names; {NEW}"
+            )
+        return
+    keys = read_node_keys(Path(files.node_key))
+    if trusted is not None and place.role != "scheduler":
+        check_own(keys, Path(files.node_key), trusted, Path(files.trusted_nodes), time.time())
+
+
+def _cluster_credentials(place: Place, files: KeyFiles) -> Credentials:
     if not place.table.file:
         _refuse_unnamed(place, files)
     table = digest_of(place.table) if place.table.file else b""

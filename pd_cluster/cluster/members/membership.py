@@ -21,6 +21,7 @@ from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.place import Place, digest_of, resolve_host
 from pd_cluster.cluster.members.roster import Connector, Roster
 from pd_cluster.errors import ConfigError
+from pd_cluster.net.nodes import NODE_REFUSED
 from pd_cluster.net.opening import REFUSALS
 from pd_cluster.reports import InstanceInfo, InstanceState
 from pd_cluster.settings.timeouts import Timeouts
@@ -73,6 +74,7 @@ class Membership(Roster):
         self._model_identity, self._hf_overrides = model_identity, hf_overrides
         self._was_ready = False  # once the cluster has served, a stranger at a port must not end it
         self._joined: set[str] = set()  # at run time
+        self._paused_until: dict[str, float] = {}  # by name, of those whose node is not admitted
         self._refused: dict[str, tuple[int, str]] = {}  # name -> epoch of a life with other keys, and the reason
         self.term: Callable[[], int | None] = lambda: 0  # of this scheduler's orders; None: another gives them
         self.refused: Callable[[], None] = lambda: None  # called when a worker has refused an order
@@ -122,6 +124,7 @@ class Membership(Roster):
         self.instances.remove(instance)
         self._joined.discard(instance.name)
         self._refused.pop(instance.name, None)
+        self._paused_until.pop(instance.name, None)
         self._hosts.pop(instance.name, None)
         if (task := self._watching.pop(instance.name, None)) is not None:
             task.cancel()
@@ -140,7 +143,8 @@ class Membership(Roster):
 
     async def _watch(self, instance: Instance, client: httpx.AsyncClient) -> None:
         while True:
-            if instance.state not in ("ready", "connecting"):
+            is_paused = asyncio.get_running_loop().time() < self._paused_until.get(instance.name, 0.0)
+            if instance.state not in ("ready", "connecting") and not is_paused:
                 await self._ask(instance, client)
             await asyncio.sleep(POLL_S if instance.state != "failed" else SLOW_POLL_S)
 
@@ -278,7 +282,13 @@ class Membership(Roster):
         super().on_closed(conn, reason)
 
     def _state_after(self, instance: Instance, reason: str) -> tuple[InstanceState, str]:
-        """Returns the new state. Keys last as long as both processes live, so a refused life is not tried again."""
+        """Returns the new state. Keys last as long as both processes live, so a refused life is not tried again.
+
+        The lists of nodes may change meanwhile: such a life is tried again, slowly.
+        """
+        if reason.startswith(NODE_REFUSED):
+            self._paused_until[instance.name] = asyncio.get_running_loop().time() + SLOW_POLL_S
+            return "failed", reason
         if reason not in REFUSALS:
             return super()._state_after(instance, reason)
         why = (

@@ -16,7 +16,7 @@ from typing import Literal
 
 from pd_cluster.errors import ConfigError, called
 from ranktable_tools import RankTable, Role, Server, check, load_global, load_local, locate, parse_node_ports
-from ranktable_tools.hosts import host_key, is_loopback
+from ranktable_tools.hosts import host_key, is_loopback, is_one_host
 from ranktable_tools.schema import RankTableError
 from ranktable_tools.tables import ROLES, Device, server_group
 
@@ -78,6 +78,13 @@ class Place:
         here = "" if kv_transport == "dist" else host_key(self.server.server_ip)
         sizes = tuple(len(server.device) for server in others if host_key(server.server_ip) != here)
         return sizes if not most or len(sizes) <= most + 1 else tuple(sorted(sizes, reverse=True)[: most + 1])
+
+    @property
+    def other_hosts(self) -> tuple[str, ...]:
+        """The hosts, besides this one, of the table's instances that this one exchanges KV cache with."""
+        others = self.table.decode if self.role == "prefill" else self.table.prefill
+        here = self.server.server_ip
+        return tuple(dict.fromkeys(each.server_ip for each in others if not is_one_host(each.server_ip, here)))
 
     @property
     def first_local_rank(self) -> int:

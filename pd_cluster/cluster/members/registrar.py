@@ -1,8 +1,8 @@
 """Workers in no rank table: what the scheduler knows of their registrations. The states are in docs/protocol.md.
 
-A registration gives `Membership` an address to ask, and takes it back; it proves nothing about the worker. Among several
-schedulers only the owner of membership admits workers. The `Registrar` is on the event loop and has no clock, socket or
-thread of its own; `JoinPort` carries mail to it.
+A registration gives `Membership` an address to ask, and takes it back; it proves nothing about the worker. Among
+several schedulers only the owner of membership admits workers. The `Registrar` is on the event loop and has no clock,
+socket or thread of its own; `JoinPort` carries mail to it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ import secrets
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from pd_cluster.cluster.tenancy.rates import MOST_A_MINUTE
 from pd_cluster.cluster.tenancy.tenants import OTHERS
 from pd_cluster.errors import ConfigError
 from pd_cluster.reports import ApiKey
+from pd_cluster.settings.dates import EXPECTED, text_of, time_of
 from ranktable_tools.files import write_private
 
 SCHEME = "hmac-sha256"
@@ -73,21 +73,6 @@ def write_key_file(file: Path, known: KeyFile) -> None:
         raise ConfigError(f"{file}: cannot be written: {error.strerror or error}") from None
 
 
-def time_of(text: str) -> float | None:
-    """Returns the Unix time of a date (midnight UTC) or of a date and a time with a zone; None for anything else."""
-    try:
-        found = datetime.fromisoformat(text)
-        if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
-            found = found.replace(tzinfo=UTC)
-        return found.astimezone(UTC).timestamp() if found.tzinfo is not None else None
-    except (ValueError, OverflowError):  # also for a UTC year that cannot be written
-        return None
-
-
-def text_of(expires_s: float) -> str:
-    return datetime.fromtimestamp(expires_s, UTC).isoformat().replace("+00:00", "Z")
-
-
 # ---- entries
 
 
@@ -131,7 +116,6 @@ def _expiry(value: Any) -> float | None:
 
 
 LIMIT_EXPECTED = f"a whole number in 1 to {MOST_A_MINUTE}; leave it out for no limit"
-EXPIRY_EXPECTED = "a date or a time with its zone, such as 2027-01-31 or 2027-01-31T12:00:00Z"
 FIELDS: Mapping[str, _Field] = {
     "id": _Field("id", NAME_EXPECTED, _name, True),
     "hash": _Field("digest", f"64 hexadecimal digits; {MAKE}", _digest, True),
@@ -139,7 +123,7 @@ FIELDS: Mapping[str, _Field] = {
     "models": _Field("models", "a list of served names, each once; leave it out for all", _models),
     "requests_per_minute": _Field("requests_per_minute", LIMIT_EXPECTED, _limit),
     "tokens_per_minute": _Field("tokens_per_minute", LIMIT_EXPECTED, _limit),
-    "expires": _Field("expires_s", EXPIRY_EXPECTED, _expiry),
+    "expires": _Field("expires_s", EXPECTED, _expiry),
 }
 TOP_FIELDS = ("scheme", "salt", "keys")
 

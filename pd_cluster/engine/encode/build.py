@@ -10,7 +10,6 @@ from pd_cluster.devices.device import Device
 from pd_cluster.engine.encode.encoder_links import EncoderTerms
 from pd_cluster.engine.encode.worker import EncoderMail, EncodeWorker
 from pd_cluster.engine.handover.events import Event
-from pd_cluster.errors import called
 from pd_cluster.model.loader import resolve_dtype
 from pd_cluster.model.parallel.group import Alone
 from pd_cluster.model.parts import load_tower_part
@@ -19,15 +18,13 @@ from pd_cluster.numerics import Numerics
 from pd_cluster.reports import RankReport
 from pd_cluster.settings.config import WorkerConfig
 from pd_cluster.transport.base import Checksum
-from pd_cluster.transport.features import why_not
+from pd_cluster.transport.feature_reader import FeaturePlace
 
 
 def terms_of(config: WorkerConfig, model_identity: str, numerics: Numerics) -> EncoderTerms:
-    problem = why_not(config.kv_transport)
-    if problem:
-        name = called("kv_transport")
-        problem = f"{problem}, which {name} {config.kv_transport} excludes; leave it out, or do without encoders"
-    return EncoderTerms(model_identity, numerics, Checksum(config.kv.checksum), problem)
+    times, checksum = config.timeouts, Checksum(config.kv.checksum)
+    place = FeaturePlace(config.bind_address, times.connect_timeout_s, times.transfer_timeout_s, checksum)
+    return EncoderTerms(model_identity, numerics, place, config.kv_transport)
 
 
 def build_encoder(
@@ -50,7 +47,6 @@ def build_encoder(
         terms_of(config, checkpoint.identity, numerics),
         mailbox,
         inbox,
-        config.timeouts.transfer_timeout_s,
         engine.mm_encoder_cache_tokens,
         None if device.is_accelerator else load,
     )
@@ -61,4 +57,4 @@ def build_encoder(
         model_identity=checkpoint.identity,
         numerics=numerics,
     )
-    return worker, mailbox, EncoderMail(inbox, lambda: worker.load), report
+    return worker, mailbox, EncoderMail(inbox, worker), report

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from functools import partial
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.links import Post
@@ -15,28 +14,30 @@ from pd_cluster.errors import told
 from pd_cluster.net.admission import peer_key
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.base import Checksum
 from pd_cluster.transport.events import EncoderReached, EncoderUnreached, FeatureEvent
-from pd_cluster.transport.feature_reader import FeatureReader
+from pd_cluster.transport.feature_reader import FeaturePlace, FeatureReader, Shape
+from pd_cluster.transport.features import DIST, SHM, ways
+from pd_cluster.transport.table import AUTO
 from pd_cluster.types import LinkState
 
 log = logging.getLogger(__name__)
-UP = LinkState("up", ("shm",))
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderTerms:
-    """The model and numerics that both ends of a link share. `why_not`: why features cannot travel; "" if they can."""
+    """The model and numerics that both ends of a link share, and the ways that features may take at this one."""
 
     model_identity: str
     numerics: Numerics
-    checksum: Checksum
-    why_not: str = ""
+    place: FeaturePlace
+    kv_transport: str = AUTO
+
+    @property
+    def ways(self) -> list[wire.TransportName]:
+        return ways(self.kv_transport)
 
     def problem(self, asked: wire.EncoderOpen) -> str:
         """Returns why an encoder with these terms cannot serve a prefill instance; "" if it can."""
-        if self.why_not:
-            return self.why_not
         if asked.model_identity != self.model_identity:
             return (
                 f"the encoder serves another model ({self.model_identity[:12]}) than the prefill instance "
@@ -47,6 +48,11 @@ class EncoderTerms:
             if (mine := getattr(own, name)) != (its := getattr(others, name)):
                 flag = name.replace("_", "-")
                 return f"the encoder has --{flag} {mine}, the prefill instance --{flag} {its}; start both with the same"
+        if not set(self.ways) & set(asked.transports):
+            return (
+                f"features travel over {SHM} or {DIST}, and no --kv-transport allows one at both ends (the encoder's "
+                f"is {self.kv_transport}); leave it out, or do without encoders"
+            )
         return ""
 
 
@@ -59,7 +65,6 @@ class _Link:
     backoff_s: float = FIRST_BACKOFF_S
     num_steps: int = 0  # of the encoder's load, when it last grew
     progress_s: float = 0.0  # and when that was
-    reader: FeatureReader | None = None
 
 
 class EncoderLinks:
@@ -77,6 +82,7 @@ class EncoderLinks:
         self._terms, self._post, self._report, self._lost = terms, post, report, lost
         self._clock, self._timeouts = clock, timeouts
         self._links: dict[str, _Link] = {}  # by the encoder's name@epoch
+        self._readers: dict[str, FeatureReader] = {}  # by connection; also read by the mailbox's thread
 
     def set_peers(self, peers: list[wire.PeerInfo]) -> None:
         """Keeps links to exactly these encoders."""
@@ -117,19 +123,22 @@ class EncoderLinks:
         link = self._by_conn(conn)
         return link.progress_s if link is not None else 0.0
 
-    def fetch(
-        self, conn: str, item: int, token: bytes, checksum: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> None:
-        """Has features read; FeaturesRead follows, or `lost`."""
-        link = self._by_conn(conn)
-        if link is not None and link.reader is not None:
-            link.reader.read(item, token, checksum, shape, dtype)
+    def fetch(self, conn: str, done: wire.EncodeDone, shape: Shape | None) -> None:
+        """Has features read; FeaturesRead follows, or `lost`. None: nobody wants them, but they may be on the way."""
+        if (reader := self._readers.get(conn)) is not None:
+            reader.read(done, shape)
+
+    def meet(self, conn: str, value: wire.LinkValue) -> None:
+        """Called on the mailbox's thread."""
+        if (reader := self._readers.get(conn)) is not None:
+            reader.meeting.put(value.key, value.value)
 
     # ---- events
 
     def on_opened(self, conn: str) -> None:
         if self._by_conn(conn) is not None:
-            self._post.send(conn, wire.EncoderOpen(self._terms.model_identity, self._terms.numerics))
+            terms = self._terms
+            self._post.send(conn, wire.EncoderOpen(terms.model_identity, terms.numerics, terms.ways))
 
     def on_closed(self, conn: str, reason: str) -> None:
         if (link := self._by_conn(conn)) is not None:
@@ -137,25 +146,25 @@ class EncoderLinks:
 
     def on_answer(self, conn: str, answer: wire.EncoderAnswer) -> None:
         link = self._by_conn(conn)
-        if link is None or link.state.phase != "opening" or link.reader is not None:
+        if link is None or link.state.phase != "opening" or conn in self._readers:
             return
         if answer.problem:
             self._refuse(link, answer.problem)
             return
-        timeout_s = self._timeouts.connect_timeout_s
-        link.reader = FeatureReader(conn, answer.address, self._terms.checksum, timeout_s, self._report)
+        post = partial(self._post.send, conn)
+        self._readers[conn] = FeatureReader(conn, answer, self._terms.place, post, self._report)
 
     def handle(self, event: EncoderReached | EncoderUnreached) -> None:
         link = self._by_conn(event.conn)
-        if link is None or link.state.phase != "opening":
+        if link is None:
             return
         if isinstance(event, EncoderReached):
-            link.state, link.backoff_s = UP, FIRST_BACKOFF_S
+            link.state, link.backoff_s = LinkState("up", (event.transport,)), FIRST_BACKOFF_S
             log.info("link to %s is up over %s", link.info.name, link.state.over)
         elif event.retry:
             self._retry(link, event.reason)
         else:
-            self._refuse(link, f"{event.reason}; an encoder serves prefill instances of its own host")
+            self._refuse(link, f"{event.reason}; on another host, both need a --kv-transport that allows {DIST}")
 
     # ---- inside
 
@@ -163,9 +172,6 @@ class EncoderLinks:
         return next((link for link in self._links.values() if link.conn == conn), None) if conn else None
 
     def _open(self, link: _Link) -> None:
-        if self._terms.why_not:
-            self._refuse(link, self._terms.why_not)
-            return
         info = link.info
         link.conn = self._post.connect(info.name, info.epoch, info.host, info.control_port, info.public_key)
         link.state = LinkState("opening", reason=link.state.reason)
@@ -182,11 +188,11 @@ class EncoderLinks:
         link.backoff_s = min(2 * link.backoff_s, LAST_BACKOFF_S)
 
     def _close(self, link: _Link, reason: str) -> None:
-        if link.reader is not None:
-            link.reader.close()
-        conn, link.conn, link.reader = link.conn, "", None
+        conn, link.conn = link.conn, ""
         if not conn:
             return
+        if (reader := self._readers.pop(conn, None)) is not None:
+            reader.close()
         if link.state.is_open:
             log.warning("link to %s is down: %s", link.info.name, told(reason))
         self._post.disconnect(conn)

@@ -26,6 +26,7 @@ from pd_cluster.model.image_rows import feature_key
 from pd_cluster.model.vision.tower import Tower
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
+from pd_cluster.transport.feature_reader import Shape
 from pd_cluster.types import Image, Request
 
 log = logging.getLogger(__name__)
@@ -249,10 +250,11 @@ class Encoders:
                 self.links.on_answer(conn, body)
             case wire.EncodeDone():
                 found, tower = self._find(body.item, conn), self._engine.tower()
+                shape = None
                 if found is not None and tower is not None and not found[1].is_read:
-                    ask = found[1]
-                    ask.is_read = True
-                    self.links.fetch(conn, ask.item, body.token, body.checksum, tower.shape_of(ask.image), tower.dtype)
+                    found[1].is_read = True
+                    shape = Shape(tower.shape_of(found[1].image), tower.dtype)
+                self.links.fetch(conn, body, shape)
             case wire.EncodeFailed():
                 if (found := self._find(body.item, conn)) is not None:
                     self._end(found[0], body.reason)

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pd_cluster import wire
-from pd_cluster.engine.encode.encoder_links import UP, EncoderTerms
+from pd_cluster.engine.encode.encoder_links import EncoderTerms
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain, StopEngine
 from pd_cluster.engine.handover.links import Post
 from pd_cluster.engine.sleep import EngineSleep
 from pd_cluster.model.vision.tower import Tower
-from pd_cluster.transport.features import FeatureServer, Sealed
+from pd_cluster.transport.events import LinkFailed
+from pd_cluster.transport.feature_pair import PairSender
+from pd_cluster.transport.features import DIST, NOBODYS, SHM, FeatureServer, Sealed
 from pd_cluster.types import Image, LinkState
 
 log = logging.getLogger(__name__)
@@ -51,17 +54,16 @@ class EncodeWorker:
         terms: EncoderTerms,
         post: Post,
         inbox: queue.SimpleQueue[Event],
-        lease_s: float,
         num_kept_tokens: int,
         load_tower: Callable[[], Tower] | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`lease_s`: how long features wait to be fetched. `load_tower`: again after sleep; None: it never sleeps."""
+        """`load_tower`: again after sleep; None: it never sleeps."""
         self.inbox = inbox
         self.load = wire.Load()  # read by the mailbox's thread; replaced, never changed
         self._tower: Tower | None = tower
         self._rules, self._load_tower = tower.rules, load_tower
-        self._terms, self._post, self._lease_s, self._clock = terms, post, lease_s, clock
+        self._terms, self._post, self._clock = terms, post, clock
         self._server = FeatureServer()
         self._queue: deque[_Item] = deque()
         self._offers: dict[bytes, _Item] = {}  # by token
@@ -69,6 +71,8 @@ class EncodeWorker:
         self._num_kept_tokens = num_kept_tokens
         self._schedulers: set[str] = set()
         self._peers: dict[str, str] = {}  # name@epoch of prefill instances that have opened, by connection
+        self._pairs: dict[str, PairSender] = {}  # by connection; also read by the mailbox's thread
+        self._paired_nbytes = 0  # sent over pairs that are closed
         self._is_draining = False
         self._num_hits = self._num_encoded = self._num_resets = 0
         self._encode_s = self._next_tick_s = 0.0
@@ -86,9 +90,11 @@ class EncodeWorker:
                     self._publish()
                     self._encode(self._queue.popleft())
                 self._publish()
-                if self._is_draining and not self._queue and not self._offers:
+                if self._is_draining and not self._queue and not self._offers and not any(self._pairs.values()):
                     return
         finally:
+            for conn in list(self._pairs):
+                self._part(conn)
             self._server.close()
             self._forget()
 
@@ -110,14 +116,18 @@ class EncodeWorker:
             self._num_encoded += 1
             self._encode_s += time.monotonic() - begun_s
             try:
-                file = Sealed.of(features, self._terms.checksum)
+                file = Sealed.of(features, self._terms.place.checksum)
                 self._keep(item.key, file.twin(), features.shape[1])
             except OSError as error:
                 self._post.send(item.conn, wire.EncodeFailed(item.number, f"the encoder has no room: {error.strerror}"))
                 return
-        item.token, item.until_s = self._server.offer(file), self._clock() + self._lease_s
+        if (pair := self._pairs.get(item.conn)) is not None and pair.is_open:
+            self._post.send(item.conn, wire.EncodeDone(item.number, NOBODYS, file.nbytes, file.checksum))
+            pair.put(file)
+            return
+        item.token, item.until_s = self._server.offer(file), self._clock() + self._terms.place.transfer_s
         self._offers[item.token] = item
-        self._post.send(item.conn, wire.EncodeDone(item.number, item.token, file.checksum))
+        self._post.send(item.conn, wire.EncodeDone(item.number, item.token, file.nbytes, file.checksum))
 
     def _keep(self, key: bytes, file: Sealed, num_tokens: int) -> None:
         """Keeps an image as the most recently used, while there is room."""
@@ -146,7 +156,8 @@ class EncodeWorker:
             return "the encoder stops"
         if self._sleep.closed:
             return "the encoder sleeps"
-        if len(self._queue) + len(self._offers) >= MOST_WAITING:
+        num_waiting = len(self._queue) + len(self._offers) + sum(map(len, self._pairs.values()))
+        if num_waiting >= MOST_WAITING:
             return f"{MOST_WAITING} images wait at the encoder"
         return self._rules.problem(asked.image) or ("" if asked.image.pixels else "it came without pixels")
 
@@ -175,7 +186,8 @@ class EncodeWorker:
     def _publish(self) -> None:
         """Refreshes the load that heartbeats read."""
         told = self.load
-        links: dict[str, LinkState] = dict.fromkeys(self._peers.values(), UP)
+        links = {peer: self._link_over(conn) for conn, peer in self._peers.items()}
+        paired_nbytes = self._paired_nbytes + sum(pair.sent_nbytes for pair in self._pairs.values())
         self.load = wire.Load(
             num_running=min(1, len(self._queue)),
             num_waiting=max(0, len(self._queue) - 1),
@@ -183,7 +195,7 @@ class EncodeWorker:
             num_encoded_images=self._num_encoded,
             image_encode_s=self._encode_s,
             num_encoded_hits=self._num_hits,
-            feature_nbytes=self._server.given_nbytes,
+            feature_nbytes=self._server.given_nbytes + paired_nbytes,
             num_cache_resets=self._num_resets,
             is_draining=self._is_draining,
             sleep_level=self._sleep.level,
@@ -193,6 +205,10 @@ class EncodeWorker:
             self._post.beat()
         elif told.shown_now != self.load.shown_now:
             self._post.beat_soon()
+
+    def _link_over(self, conn: str) -> LinkState:
+        pair = self._pairs.get(conn)
+        return LinkState("up", (DIST,) if pair is not None and pair.is_open else (SHM,))
 
     def _read_inbox(self, wait_s: float) -> bool:
         """Handles all pending events, waiting at most `wait_s` for the first. False: stop."""
@@ -219,18 +235,51 @@ class EncodeWorker:
                 log.info("scheduler %s is here", peer)
             case ConnClosed(conn, peer, _):
                 self._schedulers.discard(conn)
-                self._peers.pop(conn, None)
-                self._drop(lambda item: item.conn == conn)
+                self._part(conn)
+            case LinkFailed(conn, reason) if conn in self._peers:
+                log.warning("the pair with %s has failed: %s", self._peers[conn], reason)
+                self._part(conn)
+                self._post.disconnect(conn)  # it notices, and connects anew
+
+    def _part(self, conn: str) -> None:
+        """Forgets a prefill instance and everything that it waits for."""
+        self._peers.pop(conn, None)
+        if (pair := self._pairs.pop(conn, None)) is not None:
+            pair.close()
+            self._paired_nbytes += pair.sent_nbytes
+        self._drop(lambda item: item.conn == conn)
+
+    def _open(self, conn: str, peer: str, asked: wire.EncoderOpen) -> None:
+        if problem := self._terms.problem(asked):
+            log.error("%s: %s", peer, problem)
+            self._post.send(conn, wire.EncoderAnswer(problem))
+            return
+        self._part(conn)
+        self._peers[conn] = peer
+        common, place, group = set(self._terms.ways) & set(asked.transports), self._terms.place, ""
+        if DIST in common:
+            group = secrets.token_hex(16)
+            self._pairs[conn] = PairSender(
+                group,
+                place.host,
+                place.connect_s,
+                place.transfer_s,
+                lambda key, value: self._post.send(conn, wire.LinkValue(DIST, key, value)),
+                lambda reason: self.inbox.put(LinkFailed(conn, reason)),
+            )
+        self._post.send(conn, wire.EncoderAnswer("", self._server.name if SHM in common else "", group))
+
+    def meet(self, conn: str, value: wire.LinkValue) -> None:
+        """Called on the mailbox's thread."""
+        if (pair := self._pairs.get(conn)) is not None:
+            pair.meeting.put(value.key, value.value)
 
     def _read(self, conn: str, peer: str, body: wire.Body) -> None:
         match body:
             case wire.EncoderOpen():
-                if problem := self._terms.problem(body):
-                    log.error("%s: %s", peer, problem)
-                    self._post.send(conn, wire.EncoderAnswer(problem))
-                    return
-                self._peers[conn] = peer
-                self._post.send(conn, wire.EncoderAnswer("", self._server.name))
+                self._open(conn, peer, body)
+            case wire.EncoderMeet() if (pair := self._pairs.get(conn)) is not None:
+                pair.open()
             case wire.Encode() if conn in self._peers:
                 self._ask(conn, body)
             case wire.EncodeAbort(items) if conn in self._peers:
@@ -254,15 +303,20 @@ class EncodeWorker:
 class EncoderMail:
     """The mailbox's handler: everything becomes an event for the encoder's thread."""
 
-    def __init__(self, inbox: queue.SimpleQueue[Event], load: Callable[[], wire.Load]) -> None:
-        self._inbox = inbox
-        self.load = load
+    def __init__(self, inbox: queue.SimpleQueue[Event], worker: EncodeWorker) -> None:
+        self._inbox, self._worker = inbox, worker
+
+    def load(self) -> wire.Load:
+        return self._worker.load
 
     def on_opened(self, conn: str, peer: str, kind: str) -> None:
         self._inbox.put(ConnOpened(conn, peer, kind))
 
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
-        self._inbox.put(Mail(conn, peer, body))
+        if isinstance(body, wire.LinkValue):  # an end of a pair waits for it
+            self._worker.meet(conn, body)
+        else:
+            self._inbox.put(Mail(conn, peer, body))
 
     def on_closed(self, conn: str, peer: str, reason: str) -> None:
         self._inbox.put(ConnClosed(conn, peer, reason))

@@ -49,6 +49,7 @@ class Means:
 class Outcomes(Protocol):
     """Receives the outcomes of legs; `error` None: handed over, or reported elsewhere."""
 
+    def offered(self, request: Request, num_cached_tokens: int) -> None: ...
     def export_ended(self, request: Request, error: str | None) -> None: ...
     def import_ended(self, request: Request, error: str | None) -> None: ...
     def joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None: ...
@@ -111,6 +112,7 @@ class Handover:
             growth_tokens,
             vocab_size,
             note,
+            outcomes.offered,
         )
 
     def tick(self) -> None:
@@ -129,6 +131,7 @@ class Handover:
     def set_peers(self, peers: list[wire.PeerInfo]) -> None:
         """Learns which workers are alive and their current roles, this worker's included."""
         self._peers = {peer_key(each.name, each.epoch) for each in peers}
+        self._means.side.crossing.hear(peers)
         for own in [each for each in peers if peer_key(each.name, each.epoch) == self._means.side.own]:
             if self.is_prefill != (own.role == "prefill"):
                 log.info("this instance is %s now", own.role)

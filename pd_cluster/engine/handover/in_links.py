@@ -69,6 +69,7 @@ class InLinks:
             if not is_told:
                 raise LinkError(f"the scheduler has not told {self._side.own} of {peer}", retry=True)
             self._check(opened)
+            opened = self._side.crossing.kept(peer, opened)
             needs_place = self._needs_place(opened)
         except LinkError as error:
             self._refuse(conn, peer, opened, error)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from pd_cluster import wire
+from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.kv.layout import KVLayout, Lane
 from pd_cluster.numerics import Numerics
 from pd_cluster.transport.events import Report
@@ -142,6 +143,7 @@ class Side:
     num_blocks: int
     probe_seed: int
     options: wire.KVOptions
+    crossing: Crossing = field(default_factory=Crossing)
 
     def key(self, link_id: str, sender: str, receiver: str, lane: int = 0) -> LinkKey:
         return LinkKey.derive(self.secret, link_id, sender, receiver, self.options.hmac, lane)

@@ -270,7 +270,12 @@ class OutLinks:
         if link.is_announced or not link.is_connected or not offers or None in offers:
             return
         link.is_announced = True
-        self._post.send(link.conn, link.to_open(self._side))
+        try:
+            opened = self._side.crossing.kept(peer_key(link.info.name, link.info.epoch), link.to_open(self._side))
+        except LinkError as error:
+            self._refuse(link, error.text)
+            return
+        self._post.send(link.conn, opened)
 
     def _set_patience(self, link: OutLink, seconds: float) -> None:
         link.patience_s, link.due_s = seconds, self._clock() + seconds

@@ -1,0 +1,55 @@
+"""Keeps KV cache over gloo within a host, unless an operator trusts the network between hosts.
+
+The table is in docs/protocol.md, "gloo between hosts".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pd_cluster import wire
+from pd_cluster.errors import LinkError, called
+from pd_cluster.net.admission import peer_key
+from pd_cluster.transport.table import without_secrecy
+from ranktable_tools.hosts import is_one_host
+
+
+class Crossing:
+    """Knows the hosts of the workers that the scheduler has named; refuses nothing of others.
+
+    `own`: this worker's name@epoch.
+    """
+
+    def __init__(self, own: str = "", trusts_network: bool = False) -> None:
+        self._own = own
+        self._trusts_network = trusts_network
+        self._hosts: dict[str, str] = {}  # by name@epoch
+
+    def hear(self, peers: Sequence[wire.PeerInfo]) -> None:
+        self._hosts = {peer_key(each.name, each.epoch): each.host for each in peers}
+
+    def kept(self, peer: str, opened: wire.LinkOpen) -> wire.LinkOpen:
+        """Returns the opening without offers that must not be used between this worker's host and the peer's.
+
+        Raises LinkError if none is left in one of its lanes.
+        """
+        own, other = self._hosts.get(self._own, ""), self._hosts.get(peer, "")
+        if self._trusts_network or not own or not other or is_one_host(own, other):
+            return opened
+        lanes = [
+            msgspec.structs.replace(lane, offers=[each for each in lane.offers if not without_secrecy(each.transport)])
+            for lane in opened.lanes
+        ]
+        if any(lane.offers and not kept.offers for lane, kept in zip(opened.lanes, lanes, strict=True)):
+            raise LinkError(why_not(own, other))
+        return msgspec.structs.replace(opened, lanes=lanes)
+
+
+def why_not(own: str, other: str) -> str:
+    """Returns why gloo is not used between two hosts."""
+    return (
+        f"KV cache would go from host to host over gloo ({own}, {other}), checked but not secret: give "
+        f"{called('trust_network')} to all workers if nobody else can reach that network"
+    )

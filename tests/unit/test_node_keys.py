@@ -1,0 +1,514 @@
+"""Keys of nodes: the commands and their files, proofs between mailboxes over loopback, rotation and revocation."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+from pd_cluster import wire
+from pd_cluster.cluster.members.credentials import credentials_of
+from pd_cluster.cluster.members.place import place_alone
+from pd_cluster.commands import cli
+from pd_cluster.errors import ConfigError
+from pd_cluster.net import mailbox as mailbox_module
+from pd_cluster.net.admission import JOIN_EPOCH, JOIN_PORT, JoinAdmission, join_key
+from pd_cluster.net.mailbox import Mailbox
+from pd_cluster.net.node_files import NodeKeys, read_node_keys, read_trusted_nodes, write_node_keys
+from pd_cluster.net.nodes import NODE_REFUSED, Nodes
+from pd_cluster.net.sockets import KeyPair
+from pd_cluster.settings.config import Credentials
+from pd_cluster.settings.processes import KeyFiles, PortRange
+from pd_cluster.settings.timeouts import Timeouts
+from ranktable_tools.curve import public_key, shared_secret
+from ranktable_tools.files import PRIVATE
+from ranktable_tools.keys import SCHEDULER_KEY_FILE, SECRET_FILE, write_keys
+
+SECRET = b"s" * 32
+SCHEDULER = KeyPair.of(b"private key of the scheduler 32b")
+TIMES = Timeouts(heartbeat_interval_s=0.02, dead_after_s=2.0, connect_timeout_s=5.0)
+WAIT_S = 10.0
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    """Runs `pd-cluster keys node …`; returns the exit code and what was said."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["pd-cluster", "keys", "node", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    printed = capsys.readouterr()
+    code = ended.value.code
+    return int(code or 0), printed.out + printed.err
+
+
+class World:
+    """A folder with nodes a and b, and a list that trusts both."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.file, self._capsys = folder / "keys", folder / "trusted.nodes", capsys
+
+    def make(self) -> None:
+        for node in ("a", "b"):
+            self.run("new", node, "--folder", self.folder)
+        self.run("trust", self.folder / "a.pub", self.folder / "b.pub", "--file", self.file)
+
+    def run(self, *arguments: object) -> str:
+        code, said = command(self._capsys, *arguments)
+        assert code == 0, said
+        return said
+
+    def fails(self, *arguments: object) -> str:
+        code, said = command(self._capsys, *arguments)
+        assert code == 1, said
+        assert said.count("\n") == 1, said
+        return said
+
+    def key(self, node: str) -> str:
+        return str(self.folder / f"{node}.key")
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for a world's files, which the first test fills."""
+    return tmp_path_factory.mktemp("template") / "world"
+
+
+@pytest.fixture
+def world(template: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> World:
+    if not template.exists():
+        template.mkdir()
+        World(template, capsys).make()
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    return World(tmp_path, capsys)
+
+
+class Box:
+    """A mailbox whose events land in a queue. `node`: the file of its own key; `trusted`: its list."""
+
+    def __init__(self, name: str, epoch: int, node: str = "", trusted: str = "", private: bytes = b"") -> None:
+        """Without a private key it is a worker that listens; the scheduler has SCHEDULER's."""
+        is_scheduler = private == SCHEDULER.private
+        self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        credentials = Credentials(SECRET, (SCHEDULER.public,), private, b"", node, trusted)
+        self.mailbox = Mailbox(name, epoch, "scheduler" if is_scheduler else "worker", credentials, TIMES)
+        self.port = self.mailbox.bind("127.0.0.1", PortRange()) if not is_scheduler else 0
+        self.mailbox.start(self)
+
+    def connect_to(self, other: Box) -> str:
+        there = other.mailbox
+        return self.mailbox.connect(there.name, there.epoch, "127.0.0.1", other.port, there.public_key)
+
+    @property
+    def info(self) -> wire.PeerInfo:
+        own = self.mailbox
+        return wire.PeerInfo(
+            name=own.name,
+            epoch=own.epoch,
+            role="prefill",
+            host="127.0.0.1",
+            control_port=self.port,
+            public_key=own.public_key,
+        )
+
+    def on_opened(self, conn: str, peer: str, kind: str) -> None:
+        self.events.put(("opened", conn, peer))
+
+    def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
+        if not isinstance(body, wire.Heartbeat):
+            self.events.put(("message", conn, body))
+
+    def on_closed(self, conn: str, peer: str, reason: str) -> None:
+        self.events.put(("closed", conn, reason))
+
+    def on_fatal(self, error: BaseException) -> None:
+        self.events.put(("fatal", error))
+
+    def load(self) -> wire.Load | None:
+        return None
+
+    def wait(self, kind: str) -> tuple[Any, ...]:
+        event = self.events.get(timeout=WAIT_S)
+        assert event[0] == kind, event
+        return event
+
+
+@pytest.fixture
+def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Box]]:
+    monkeypatch.setattr(mailbox_module, "READ_AGAIN_S", 0.02)
+    made: list[Box] = []
+
+    def make(*args: Any, **kwargs: Any) -> Box:
+        made.append(Box(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.mailbox.close()
+
+
+def scheduler(box: Callable[..., Box], world: World) -> Box:
+    return box("scheduler", 1, trusted=str(world.file), private=SCHEDULER.private)
+
+
+def refusal(server: Box, client: Box) -> str:
+    """Returns why a connection did not open, as the end that connects hears it."""
+    conn = client.connect_to(server)
+    found = client.wait("closed")
+    assert found[1] == conn
+    return str(found[2])
+
+
+# ---- keys and files
+
+
+def test_shared_secrets_are_those_of_another_implementation() -> None:
+    for _ in range(5):
+        own, other = X25519PrivateKey.generate(), X25519PrivateKey.generate()
+        private, public = own.private_bytes_raw(), other.public_key().public_bytes_raw()
+        assert shared_secret(private, public) == own.exchange(other.public_key())
+        high = bytes([*public[:31], public[31] | 0x80])  # its highest bit does not count
+        assert shared_secret(private, high) == own.exchange(X25519PublicKey.from_public_bytes(high))
+    for low in (bytes(32), (1).to_bytes(32, "little"), (2**255 - 19).to_bytes(32, "little")):
+        with pytest.raises(ValueError, match="a public key of low order"):
+            shared_secret(bytes(range(32)), low)
+    with pytest.raises(ValueError, match="a public key has 32 bytes, this has 3"):
+        shared_secret(bytes(32), b"abc")
+
+
+def test_files_are_for_their_owner_alone(world: World) -> None:
+    assert stat.S_IMODE(world.folder.stat().st_mode) == 0o700
+    for file in (*world.folder.iterdir(), world.file):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+    private = read_node_keys(Path(world.key("a"))).private[0].hex()
+    for file in (world.folder / "a.pub", world.folder / "b.pub", world.folder / "b.key", world.file):
+        assert private not in file.read_text()
+    assert world.run("list", "--file", world.file).count("no end") == 2
+
+
+def test_a_key_is_rotated_and_retired(world: World) -> None:
+    (old,) = read_node_keys(Path(world.key("a"))).public
+    world.run("rotate", "a", "--folder", world.folder, "--expires", "2099-01-31")
+    new, kept = read_node_keys(Path(world.key("a"))).public
+    assert kept == old != new
+    assert "it has two keys; first end that" in world.fails("rotate", "a", "--folder", world.folder)
+    world.run("trust", world.folder / "a.pub", "--file", world.file)
+    found = read_trusted_nodes(world.file).find("a")
+    assert found is not None
+    assert [(each.key, each.until) for each in found.keys] == [(new, "2099-01-31"), (old, "")]
+    world.run("retire", "a", "--folder", world.folder, "--file", world.file)
+    assert read_node_keys(Path(world.key("a"))).public == (new,)
+    found = read_trusted_nodes(world.file).find("a")
+    assert found is not None
+    assert [each.key for each in found.keys] == [new]
+
+
+def test_a_revoked_key_is_never_trusted_again(world: World) -> None:
+    world.run("revoke", "a", "--file", world.file)
+    known = read_trusted_nodes(world.file)
+    assert [each.node for each in known.nodes] == ["b"]
+    said = world.fails("trust", world.folder / "a.pub", "--file", world.file)
+    assert f"{world.file}: a key of node a was revoked at 20" in said
+    assert "has no node 'a'; there is b" in world.fails("revoke", "a", "--file", world.file)
+    world.run("retire", "b", "--file", world.file)
+    assert read_trusted_nodes(world.file).revoked == known.revoked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("new", "a", "--folder", "{folder}"), "a.key: is there already; `pd-cluster keys node rotate a` makes"),
+        (("new", "../x", "--folder", "{folder}"), "node '../x': expected 1 to 64 letters, digits"),
+        (
+            ("new", "c", "--folder", "{folder}", "--host", "c.example"),
+            "host 'c.example': expected an address",
+        ),
+        (("new", "c", "--folder", "{folder}", "--expires", "2001-01-01"), "--expires '2001-01-01': is over already"),
+        (("new", "c", "--folder", "{folder}", "--expires", "soon"), "--expires 'soon': expected a date"),
+        (("rotate", "c", "--folder", "{folder}"), "c.key: no such file; `pd-cluster keys node new NODE --folder"),
+        (("retire", "a"), "--folder, --file: give the folder of a.key, the list of trusted nodes, or both"),
+        (("revoke", "a", "--file", "{file}", "--key", "zz"), "node a has no key 'zz'; it has "),
+        (("trust", "{folder}/c.pub", "--file", "{file}"), "c.pub: no such file; `pd-cluster keys node new"),
+    ],
+)
+def test_mistakes(world: World, arguments: tuple[str, ...], told: str) -> None:
+    said = world.fails(*(each.format(folder=world.folder, file=world.file) for each in arguments))
+    assert told in said
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "Input data was truncated"),
+        ('{"version": 2}', "Expected `int` <= 1"),
+        ('{"nodes": [{"node": "a", "keys": []}]}', "Expected `array` of length >= 1"),
+        ('{"nodes": [{"node": "a", "keys": [{"public": "ab"}]}]}', "Expected `str` matching regex"),
+        ('{"nodes": [{"node": "a", "keys": [{"public": "%s"}], "host": []}]}', "unknown field `host`"),
+        ('{"nodes": [{"node": "a", "keys": [{"public": "%s", "until": "soon"}]}]}', "node a: until 'soon': expected a"),
+        (
+            '{"nodes": [{"node": "a", "keys": [{"public": "%s"}], "hosts": ["x"]}]}',
+            "node a: host 'x': expected",
+        ),
+    ],
+)
+def test_lists_with_faults(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "trusted.nodes"
+    file.write_text(text.replace("%s", "ab" * 32))
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"trusted\.nodes: ") as caught:
+        read_trusted_nodes(file)
+    assert told in str(caught.value)
+    assert "`pd-cluster keys node trust NODE.pub --file FILE` adds" in str(caught.value) or told.startswith("node a")
+
+
+def test_a_worker_does_not_start_with_a_key_that_its_own_list_refuses(world: World, tmp_path: Path) -> None:
+    secret, key, token = write_keys(tmp_path, PRIVATE)
+    assert (secret.name, key.name) == (SECRET_FILE, SCHEDULER_KEY_FILE)
+    worker = place_alone("decode", "10.0.0.2", "d", 1)
+
+    def fault(**files: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            credentials_of(worker, KeyFiles(str(secret), **files))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    both = {"node_key": world.key("a"), "trusted_nodes": str(world.file)}
+    found = credentials_of(worker, KeyFiles(str(secret), **both))  # type: ignore[arg-type]
+    assert (found.node_key_file, found.trusted_nodes) == (world.key("a"), str(world.file))
+    scheduler = credentials_of(
+        place_alone("scheduler", "10.0.0.1"), KeyFiles(str(secret), str(key), str(token), trusted_nodes=str(world.file))
+    )
+    assert scheduler.trusted_nodes == str(world.file)
+    assert "a worker needs a key of its own, too" in fault(trusted_nodes=str(world.file))
+    os.chmod(world.key("a"), 0o644)
+    assert f"{world.key('a')}: mode 0644, so others can read it; expected 0600: chmod 600" in fault(**both)
+    os.chmod(world.key("a"), 0o600)
+    os.chmod(world.file, 0o666)
+    assert f"{world.file}: mode 0666, so others can write it" in fault(**both)
+    os.chmod(world.file, 0o600)
+    write_node_keys(Path(world.key("a")), NodeKeys("a", (b"x" * 32,)))
+    assert f"{world.key('a')}: {world.file} has another key of node a; `pd-cluster keys node trust a.pub" in fault(
+        **both
+    )
+    write_node_keys(Path(world.key("a")), NodeKeys("c", (b"x" * 32,)))
+    assert f"{world.key('a')}: node c is not in {world.file}; `pd-cluster keys node trust c.pub" in fault(**both)
+    world.run("revoke", "b", "--file", world.file)
+    assert f"{world.key('b')}: key " in (said := fault(**{**both, "node_key": world.key("b")}))
+    assert " of node b was revoked at " in said
+    os.remove(world.key("b"))
+    assert f"{world.key('b')}: no such file" in fault(node_key=world.key("b"))
+
+
+# ---- connections
+
+
+def test_nodes_are_believed_in_every_direction(box: Callable[..., Box], world: World) -> None:
+    one, other = (
+        box("decode-0", 7, world.key("a"), str(world.file)),
+        box("prefill-0", 8, world.key("b"), str(world.file)),
+    )
+    own = scheduler(box, world)
+    to_one, to_other = own.connect_to(one), own.connect_to(other)
+    assert {own.wait("opened")[1:], own.wait("opened")[1:]} == {(to_one, "decode-0@7"), (to_other, "prefill-0@8")}
+    peers = wire.Peers([one.info, other.info])
+    own.mailbox.send(to_one, peers)
+    assert one.wait("opened")[2] == "scheduler@1"
+    assert one.wait("message")[2] == peers
+    link = other.connect_to(one)
+    assert one.wait("opened")[2] == "prefill-0@8"
+    assert other.wait("opened")[2] == "scheduler@1"
+    assert other.wait("opened")[1:] == (link, "decode-0@7")
+
+
+def test_a_nodes_key_does_not_make_another_node(box: Callable[..., Box], world: World, tmp_path: Path) -> None:
+    """The holder of a's key names himself b, in both roles that a worker has in a connection."""
+    forged = tmp_path / "forged.key"
+    write_node_keys(forged, NodeKeys("b", read_node_keys(Path(world.key("a"))).private))
+    false, own = box("decode-0", 7, str(forged)), scheduler(box, world)
+    assert "decode-0@7: node b has another key (" in refusal(false, own)
+    decode = box("decode-1", 9, world.key("b"), str(world.file))
+    told = own.connect_to(decode)
+    own.wait("opened")
+    own.mailbox.send(told, wire.Peers([false.info]))
+    assert decode.wait("opened")[2] == "scheduler@1"
+    assert decode.wait("message")
+    assert (false.wait("opened")[2], false.wait("closed")[0]) == ("scheduler@1", "closed")
+    assert "decode-0@7: node b has another key (" in refusal(decode, false)
+    assert decode.events.empty(), "it never heard of that connection"
+
+
+def test_a_proof_is_good_for_one_pair_of_processes_only(world: World) -> None:
+    """What a process of one node has seen of another's proofs it cannot show to a third, nor to a later life."""
+
+    def nodes(own: str, key: KeyPair, node: str = "") -> Nodes:
+        return Nodes(
+            Credentials(SECRET, node_key_file=node, trusted_nodes=str(world.file)), own, key.private, key.public
+        )
+
+    pairs = {name: KeyPair.of(b"") for name in ("worker@1", "thief@2", "decode@3")}
+    worker = nodes("worker@1", pairs["worker@1"], world.key("b"))
+    thief, decode = nodes("thief@2", pairs["thief@2"]), nodes("decode@3", pairs["decode@3"])
+    node, proofs = worker.proofs_to("thief@2", pairs["thief@2"].public, "client")
+    own = pairs["worker@1"].public
+    assert thief.believe(node, proofs, "worker@1", own, "client").node == "b"
+    for name, key, end in (
+        ("worker@1", own, "client"),
+        ("thief@2", pairs["thief@2"].public, "client"),
+    ):
+        with pytest.raises(ConfigError, match="claims to be node b, and has not its key"):
+            decode.believe(node, proofs, name, key, end)  # type: ignore[arg-type]
+    for name, key, end in (("worker@9", own, "client"), ("worker@1", own, "server")):
+        with pytest.raises(ConfigError, match="claims to be node b, and has not its key"):
+            thief.believe(node, proofs, name, key, end)  # type: ignore[arg-type]
+
+
+def test_a_worker_without_a_key_or_at_another_host_is_not_admitted(box: Callable[..., Box], world: World) -> None:
+    own = scheduler(box, world)
+    assert f"decode-0@7 proves no node, and {world.file} asks for one" in refusal(box("decode-0", 7), own)
+    world.run("trust", world.folder / "a.pub", "--host", "10.0.0.7", "--host", "fd00::/16", "--file", world.file)
+    elsewhere = box("decode-1", 8, world.key("a"))
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        own.connect_to(elsewhere)
+        event = own.events.get(timeout=WAIT_S)
+        if event[0] == "closed" and "answers at" in event[2]:
+            break
+        assert time.monotonic() < deadline_s, event
+    assert f"node a answers at 127.0.0.1, and {world.file} has it at 10.0.0.7, fd00::/16" in event[2]
+    world.run("trust", world.folder / "a.pub", "--host", "127.0.0.0/8", "--file", world.file)
+    await_open(own, elsewhere)
+
+
+def await_open(own: Box, other: Box) -> str:
+    """Connects until the list that was just written has been read."""
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        conn = own.connect_to(other)
+        event = own.events.get(timeout=WAIT_S)
+        if event[:2] == ("opened", conn):
+            return conn
+        assert time.monotonic() < deadline_s, event
+
+
+def test_old_and_new_keys_are_accepted_and_live_connections_stay(box: Callable[..., Box], world: World) -> None:
+    """Either file may be changed first, and the node's connection outlives the whole rotation."""
+    worker, own = box("decode-0", 7, world.key("a")), scheduler(box, world)
+    conn = own.connect_to(worker)
+    own.wait("opened")
+    world.run("rotate", "a", "--folder", world.folder)  # the list has the old key alone
+    second = await_open(own, worker)
+    world.run("trust", world.folder / "a.pub", "--file", world.file)
+    third = await_open(own, worker)
+    world.run("retire", "a", "--folder", world.folder, "--file", world.file)
+    fourth = await_open(own, worker)
+    late = box("decode-1", 9, world.key("a"))
+    await_open(own, late)
+    for each in (conn, second, third, fourth):
+        own.mailbox.send(each, wire.Offer(each, 1))
+    said = [worker.events.get(timeout=WAIT_S) for _ in range(8)]
+    heard = {event[2].transfer_id for event in said if event[0] == "message"}
+    assert heard == {conn, second, third, fourth}
+    assert own.events.empty()
+
+
+def test_revocation_cuts_a_nodes_connections_and_says_so(
+    box: Callable[..., Box], world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good, own = box("decode-0", 7, world.key("a")), box("decode-1", 8, world.key("b")), scheduler(box, world)
+    to_bad = own.connect_to(bad)
+    own.wait("opened")
+    to_good = own.connect_to(good)
+    own.wait("opened")
+    bad.wait("opened"), good.wait("opened")
+    with caplog.at_level(logging.ERROR, logger=mailbox_module.__name__):
+        world.run("revoke", "a", "--file", world.file)
+        closed = own.wait("closed")
+        assert closed[1] == to_bad
+        assert " of node a was revoked at " in closed[2]
+        assert f"({world.file}); `pd-cluster keys node rotate a` makes another" in closed[2]
+        assert bad.wait("closed")
+    why = closed[2].removeprefix(NODE_REFUSED)
+    assert [each.getMessage() for each in caplog.records] == [f"the connection with decode-0@7 is cut: {why}"]
+    own.mailbox.send(to_good, wire.Offer("t", 1))
+    assert good.wait("message")[2] == wire.Offer("t", 1)
+    assert " of node a was revoked at " in refusal(bad, own)
+
+
+def test_a_key_whose_time_is_over_is_cut_off(box: Callable[..., Box], world: World) -> None:
+    worker, own = box("decode-0", 7, world.key("a")), scheduler(box, world)
+    own.connect_to(worker)
+    own.wait("opened")
+    now = time.time()
+    world.file.write_text(
+        world.file.read_text().replace(
+            f'"public": "{read_node_keys(Path(world.key("a"))).public[0].hex()}"',
+            f'"public": "{read_node_keys(Path(world.key("a"))).public[0].hex()}", "until": "{_text(now - 1)}"',
+        )
+    )
+    assert f" of node a has expired at {_text(now - 1)}" in own.wait("closed")[2]
+    assert " of node a has expired at " in refusal(worker, own)
+
+
+def _text(time_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_s))
+
+
+def test_a_list_with_a_fault_changes_nothing(
+    box: Callable[..., Box], world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, own = box("decode-0", 7, world.key("a")), scheduler(box, world)
+    conn = own.connect_to(worker)
+    own.wait("opened")
+    good = world.file.read_text()
+    with caplog.at_level(logging.ERROR):
+        for number in range(2):
+            world.file.write_text(good[: len(good) // 2 - number])
+            deadline_s = time.monotonic() + WAIT_S
+            while len(caplog.records) <= number:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.005)  # for the mailbox's thread
+        world.file.unlink()
+        while len(caplog.records) <= 2:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.005)
+    assert all(each.getMessage().startswith(f"nothing has changed: {world.file}: ") for each in caplog.records)
+    own.mailbox.send(conn, wire.Offer("t", 1))
+    worker.wait("opened")
+    assert worker.wait("message")[2] == wire.Offer("t", 1)
+    await_open(own, worker)
+
+
+def test_a_join_port_asks_for_a_node(box: Callable[..., Box], world: World) -> None:
+    port = box("unused", 1, private=SCHEDULER.private)  # only its handler is used
+    credentials = Credentials(SECRET, (SCHEDULER.public,), SCHEDULER.private, trusted_nodes=str(world.file))
+    joining = Mailbox(JOIN_PORT, JOIN_EPOCH, "scheduler", credentials, TIMES, admission=JoinAdmission)
+    number = joining.bind("127.0.0.1", PortRange())
+    joining.start(port)
+    try:
+        for epoch, node, told in ((5, world.key("a"), ""), (6, "", "d@6 proves no node")):
+            worker = box("d", epoch, node, private=join_key(SECRET))
+            conn = worker.mailbox.connect(JOIN_PORT, JOIN_EPOCH, "127.0.0.1", number, public_key(SCHEDULER.private))
+            event = worker.wait("closed" if told else "opened")
+            assert event[1] == conn
+            assert told in event[2]
+        assert port.wait("opened")[2] == "d@5"
+        world.run("revoke", "a", "--file", world.file)
+        assert " of node a was revoked at " in port.wait("closed")[2]
+    finally:
+        joining.close()
+
+
+def test_without_a_list_nothing_is_asked(box: Callable[..., Box], world: World) -> None:
+    own = box("scheduler", 1, private=SCHEDULER.private)
+    for epoch, node in ((7, ""), (8, world.key("a"))):
+        own.connect_to(box("decode-0", epoch, node))
+        assert own.wait("opened")[2] == f"decode-0@{epoch}"

@@ -20,6 +20,7 @@ from pd_cluster import __version__
 from pd_cluster.cluster.routing.policy import POLICIES
 from pd_cluster.commands.batch import run_batch
 from pd_cluster.commands.bench import app as bench_app
+from pd_cluster.commands.endpoint_picker import endpoint_picker
 from pd_cluster.commands.instances import DEFAULT_ADMIN, NO_SECRET_FILE, TOKEN_FILE
 from pd_cluster.commands.instances import app as instances_app
 from pd_cluster.commands.keys import app as keys_app
@@ -50,6 +51,7 @@ SERVE, LOOK, CHANGE, OFFLINE = "Serve", "Look and talk", "Change a running clust
 app.add_typer(bench_app, name="bench", rich_help_panel=LOOK)
 app.add_typer(instances_app, name="instances", rich_help_panel=CHANGE)
 app.add_typer(keys_app, name="keys", rich_help_panel=CHANGE)
+app.command(rich_help_panel=SERVE)(endpoint_picker)
 for look in LOOKING:
     app.command(look.__name__.replace("_", "-"), rich_help_panel=LOOK)(look)
 *FIRST_POLICIES, LAST_POLICY = POLICIES

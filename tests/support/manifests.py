@@ -28,9 +28,7 @@ def _custom(kind: str) -> Any:
 
 def check_schema(document: dict[str, Any], version: str = NEWEST) -> None:
     """Raises ValidationError; fields that a kind does not have are errors, too."""
-    if "." in document["apiVersion"].partition("/")[0] and not document["apiVersion"].partition("/")[0].endswith(
-        ".k8s.io"
-    ):
+    if (CRDS / f"{document['kind']}.json").exists():
         jsonschema.validate(document, _custom(document["kind"]))
     else:
         kubernetes_validate.validate(document, version, strict=True)

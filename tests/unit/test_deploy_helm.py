@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from pd_cluster.cluster.members.lease_kubernetes import place_of_lease
+from pd_cluster.commands import endpoint_picker
+from pd_cluster.commands.cli import app
 from pd_cluster.settings.routing import MAX_SCHEDULERS
 from tests.support.manifests import CHART, KUSTOMIZE, built, check_schema
 
@@ -64,6 +67,10 @@ SERVICES: list[tuple[dict[str, Any], bool]] = [  # values -> whether clients may
     ({"type": "LoadBalancer"}, False),
     ({"type": "LoadBalancer", "withoutKey": True}, True),
 ]
+PICKERS: list[dict[str, Any]] = [  # values of endpointPicker
+    {"enabled": True},
+    {"enabled": True, "tlsSecret": "picker-tls", "maxRequests": 64, "fallbacks": 2, "failureMode": "FailClose"},
+]
 SEVERAL: list[tuple[str, tuple[str, ...], int]] = [  # folder of deploy/kubernetes, values, schedulers
     ("base", (), 2),
     ("overlays/npu-cce", ("values-npu.yaml", "values-npu-cce.yaml"), 3),
@@ -104,7 +111,8 @@ def asked() -> list[dict[str, Any]]:
     for _, files, count in SEVERAL:
         several.append(values_of(*files))
         _merge(several[-1], {"scheduler": {"replicas": count}})
-    return [*made, EVERYTHING, *models, *DOWNLOADS, *services, *several, *(values for values, _ in WRONG)]
+    pickers = ({"endpointPicker": picker, "networkPolicy": EVERYTHING["networkPolicy"]} for picker in PICKERS)
+    return [*made, EVERYTHING, *models, *DOWNLOADS, *services, *several, *pickers, *(values for values, _ in WRONG)]
 
 
 @functools.cache
@@ -214,6 +222,39 @@ def test_several_schedulers_have_one_lease_and_the_right_to_it(at: int, tmp_path
     assert made.keys() == found.keys()
     for key, each in found.items():
         assert in_order(made[key]) == in_order(each), key
+
+
+@pytest.mark.parametrize("at", range(len(PICKERS)))
+def test_the_endpoint_picker_asks_the_pods_of_the_pool(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = len(MADE) + 1 + len(MODELS) + len(DOWNLOADS) + len(SERVICES) + len(SEVERAL)
+    found = by_name(objects(rendered()[start + at]))
+    for each in found.values():
+        check_schema(each)
+    pool, service = found["InferencePool", "pd-scheduler"]["spec"], found["Service", "pd-endpoint-picker"]["spec"]
+    labels = found["Deployment", "pd-scheduler"]["spec"]["template"]["metadata"]["labels"]
+    assert pool["selector"]["matchLabels"] == labels == found["Service", "pd-join"]["spec"]["selector"]
+    reference = pool["endpointPickerRef"]
+    assert (reference["name"], reference["port"]["number"]) == ("pd-endpoint-picker", service["ports"][0]["port"])
+    assert reference["failureMode"] == PICKERS[at].get("failureMode", "FailOpen")
+    workload = found["Deployment", "pd-endpoint-picker"]["spec"]["template"]
+    assert service["selector"] == workload["metadata"]["labels"]
+    (container,) = workload["spec"]["containers"]
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(endpoint_picker, "_content", lambda flag, path: path.encode())
+    monkeypatch.setattr("pd_cluster.gateway.server.serve", lambda *given: asked.update(given=given) or _nothing())
+    result = CliRunner().invoke(app, [each.partition(" #")[0] for each in container["args"][1:]])
+    assert result.exit_code == 0, result.exception
+    watch, choice, listening, drain_s = asked["given"]
+    assert watch._addresses == [("pd-join", pool["targetPorts"][0]["number"])]
+    assert (choice._most, choice._num) == (PICKERS[at].get("maxRequests", 0), 1 + PICKERS[at].get("fallbacks", 0))
+    assert (listening.port, listening.pair is not None) == (service["ports"][0]["targetPort"] and 9002, at == 1)
+    assert workload["spec"]["terminationGracePeriodSeconds"] > drain_s
+    policy = found["NetworkPolicy", "pd-scheduler"]["spec"]["ingress"][0]
+    assert {"podSelector": {"matchLabels": service["selector"]}} in policy["from"]
+    assert found["NetworkPolicy", "pd-endpoint-picker"]["spec"]["ingress"][0]["ports"] == [{"port": 9002}]
+
+
+async def _nothing() -> None: ...
 
 
 def by_name(found: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:

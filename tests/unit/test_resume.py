@@ -92,8 +92,9 @@ def world() -> World:
 
 def test_a_reader_is_lost_and_another_one_gets_everything(world: World) -> None:
     request = world.open()
-    world.records.read(S, wire.PromptTold(PromptOutput("r", 0, 2)))
-    world.records.read(S, wire.PromptTold(PromptOutput("r", 1, 3)))  # of another attempt
+    world.records.note_prompt(PromptOutput("r", 1, 3))  # of another attempt
+    world.records.note_prompt(PromptOutput("r", 0, 2))
+    world.records.note_prompt(PromptOutput("r", 0, 1))  # the first one counts
     for position in range(3):
         world.records.note(request, [token(position)])
     world.records.closed(S)
@@ -265,7 +266,6 @@ def test_a_client_that_leaves_lets_its_legs_go_on() -> None:
         prompt = PromptOutput(name, 0, 1)
         world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=prompt)
         await first
-        assert world.mailbox.of(wire.PromptTold) == [("to-decode-0", wire.PromptTold(prompt))]
         await serving.aclose()
         assert world.mailbox.of(wire.Release) == [("to-decode-0", wire.Release(name, 0, "go on"))]
         assert world.mailbox.of(wire.Abort) == []
@@ -376,5 +376,20 @@ def test_searches_end_without_those_that_are_lost_and_are_bounded(monkeypatch: p
         place = await search
         assert place is not None
         assert (place.instance.name, place.found.attempt) == ("decode-1", 1)
+
+    run(check())
+
+
+def test_encoders_are_not_searched() -> None:
+    async def check() -> None:
+        world = RouterWorld()
+        next(each for each in world.instances if each.name == "prefill-1").role = "encode"
+        finder = Finder(world.mailbox.send, world.membership, 60.0)
+        search = asyncio.ensure_future(finder.find(DIGEST))
+        await asyncio.sleep(0)
+        for name in ("prefill-0", "decode-0", "decode-1"):
+            finder.on_found(f"to-{name}", wire.Found(DIGEST))
+        assert await search is None
+        assert [conn for conn, _ in world.mailbox.of(wire.Find)] == ["to-prefill-0", "to-decode-0", "to-decode-1"]
 
     run(check())

@@ -58,7 +58,7 @@ class _Search:
 
 
 class Finder:
-    """Asks all ready instances for a record. `longest_s`: how long it waits for their answers."""
+    """Asks all ready instances that generate for a record. `longest_s`: how long it waits for their answers."""
 
     def __init__(self, send: Callable[[str, wire.Body], None], membership: Members, longest_s: float) -> None:
         self._send, self._membership, self._longest_s = send, membership, longest_s
@@ -72,7 +72,8 @@ class Finder:
         """
         if len(self._searches) >= MOST_SEARCHES:
             raise Overloaded(f"{MOST_SEARCHES} searches for streams are under way", 1)
-        ready = {each.conn: each for each in self._membership.instances if each.is_ready and each.conn}
+        asked = [each for each in self._membership.instances if each.is_ready and each.role != "encode"]
+        ready = {each.conn: each for each in asked if each.conn}
         if not ready:
             return None
         search = _Search(ready, asyncio.get_running_loop().create_future())

@@ -16,6 +16,7 @@ from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.events import Event, StopEngine
 from pd_cluster.engine.handover.links import LaneEnds, LocalLanes, Side
 from pd_cluster.engine.hang import end_within
+from pd_cluster.engine.kv_events import KVEvents
 from pd_cluster.engine.mail import Mailroom
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel
@@ -35,6 +36,7 @@ from pd_cluster.model.parallel.group import Group, Rendezvous, join
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.guided import Guides
 from pd_cluster.net.admission import peer_key
+from pd_cluster.net.event_publisher import EventPublisher
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.reports import RankReport
 from pd_cluster.settings.config import WorkerConfig
@@ -169,6 +171,9 @@ def build_worker(
     if config.engine.adapters.are_wanted:
         keeper = core.runner.adapters if isinstance(core.runner, LeadRunner) else runner.held
         worker.take_adapters(keeper, runner.held.named)
+    if (events := config.kv_events) is not None and events.is_on:
+        publisher = EventPublisher(events, config.credentials)
+        worker.take_kv_events(KVEvents(core.scheduler.blocks, layout.block_size, publisher))
     contents = open_tiers(config, runner, inbox.put)
     if runner.tiers and (tier := core.scheduler.blocks.tier) is not None:
         orders = core.runner if isinstance(core.runner, LeadRunner) else runner

@@ -31,6 +31,10 @@ _MERGE_EXAMPLE: Final = (
     "--global-ranktable-list ./ranktable/global_ranktable_10.0.0.18.json"
     " ./ranktable/global_ranktable_10.0.0.19.json --save-dir ./save_dir"
 )
+ENCODERS: Final = (
+    "Encoders are in no rank table: start each with `pd-cluster serve --role encode --join SCHEDULER:PORT`,\n"
+    "where PORT is the scheduler's --join-port."
+)
 _COMMAND: Final = "_command"
 _GEN_ONLY: Final = ("prefill_server_list", "decode_server_list", "api_server", "device_ip", "server_ip")
 
@@ -126,6 +130,7 @@ def _run(parser: _Parser, args: argparse.Namespace) -> int:
 
 def _gen_parser() -> _Parser:
     parser = _Parser(prog="pd-ranktable gen", description="Write this machine's rank tables.", example=_GEN_EXAMPLE)
+    parser.epilog = f"{parser.epilog}\n\n{ENCODERS}"
     _add_gen_options(parser)
     _add_save_dir(parser)
     parser.set_defaults(**{_COMMAND: _gen})

@@ -63,7 +63,8 @@ def parse_global(value: object, file: str) -> RankTable:
             "server_group_list",
             f"{len(groups)} groups",
             "3 groups: scheduler, prefill, decode",
-            "MindIE and omni-infer number their groups otherwise; write the table with `pd-ranktable gen`",
+            "MindIE and omni-infer number their groups otherwise; write the table with `pd-ranktable gen`, and start "
+            "encoders with `pd-cluster serve --role encode --join SCHEDULER:PORT`",
         )
     parsed = tuple(_group(group, role) for group, role in zip(groups, ROLES))
     return RankTable(version, status, parsed, file, top.foreign)

@@ -8,7 +8,7 @@
 # rows: whether a row of torch's plain linear layers depends on the rows beside it. units: unit tests. cluster: a prefill
 # and two decode instances and their scheduler, over gloo and shared memory, whose tokens this host's transformers checks.
 # Needs Debian's qemu-user, gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and debian-archive-keyring, apt-get, and .venv
-# (scripts/setup.sh test). Takes about an hour of two cores. $QEMU_CPU: the processor, cortex-a76 by default.
+# (scripts/setup.sh test). Takes more than half an hour of two cores. $QEMU_CPU: the processor, cortex-a76 by default.
 
 set -eu
 

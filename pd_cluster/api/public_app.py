@@ -33,6 +33,7 @@ from pd_cluster.api.openai.model_routes import model_routes
 from pd_cluster.api.openai.openai import openai_routes
 from pd_cluster.api.openai.pooling_routes import pooling_routes
 from pd_cluster.api.openai.response_routes import kept_response_routes, response_routes
+from pd_cluster.api.openai.resume_routes import resume_routes
 from pd_cluster.api.openai.token_routes import token_routes
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.entrance import ASLEEP, Entrance
@@ -75,6 +76,8 @@ def public_app(
     for routes in OPENAI_ROUTES if openai else (legacy_routes,):
         add_routes(app, routes(service))
     if openai:
+        if service.resumption.is_on:
+            add_routes(app, resume_routes(service))
         store = ResponseStore(http.responses) if http.responses.folder else None
         add_routes(app, response_routes(service, store))
         add_routes(app, kept_response_routes(service, store))

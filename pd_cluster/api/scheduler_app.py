@@ -67,6 +67,7 @@ class Lease:
     index: int
     store: LeaseStore
     admin: str
+    duration_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class SchedulerServer:
             self.membership,
             self.elastic,
             mailbox,
-            timeouts.lease_duration_s,
+            lease.duration_s,
             timeouts.connect_timeout_s,
             lease.admin,
         )

@@ -59,6 +59,7 @@ class ServeBench:
     routing_policy: str = ""  # this and the next: of the started cluster
     lend_cores: str = ""
     more_flags: tuple[str, ...] = ()  # of the started cluster, and not shown
+    encode: int = 0  # encoders of it, likewise
 
     @property
     def flags(self) -> list[str]:
@@ -122,6 +123,7 @@ async def own_cluster(bench: ServeBench) -> AsyncIterator[Cluster]:
         model=bench.model,
         num_prefill=bench.prefill,
         num_decode=bench.decode,
+        num_encode=bench.encode,
         port=free_port_pair(),
         arguments=[*bench.flags, *bench.more_flags],
         restart="no",  # a cluster that lost an instance would give wrong figures

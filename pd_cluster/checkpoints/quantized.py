@@ -33,7 +33,8 @@ class Quantization:
 
     `zero_offset` is added to stored zero points. `is_by_rows`: words hold input features of one output row (AWQ's
     gemv), and `group_size` of them share a scale; -1: all. `block`: outputs and inputs that share a scale, where scales
-    are blocks. `has_int8_activations`: the layers of int8 weights take activations in int8, too. `types`: of tensors,
+    are blocks. `has_int8_activations`: the layers of int8 weights take activations in int8, too; `is_w4a8`: those of
+    int4 weights do. `types`: of tensors,
     by name (Ascend's description). `at_load`: the scheme by which plain weights are quantized when they are read.
     `kinds`: of weights, such as int4, where a method has several.
     """
@@ -45,6 +46,7 @@ class Quantization:
     group_size: int = -1
     block: tuple[int, int] | None = None
     has_int8_activations: bool = False
+    is_w4a8: bool = False
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
     at_load: str = ""
     kinds: tuple[str, ...] = ()
@@ -132,12 +134,17 @@ def _auto_round(found: Quantization, settings: Settings) -> Quantization:
 def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization:
     _only(found, settings, "format", (None, *CT_FORMATS))
     has_int8: set[bool] = set()
+    has_w4a8: set[bool] = set()
     kinds = set()
     for name, group in dict(settings.get("config_groups") or {}).items():
         weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
         place = replace(found, place=f"{found.place}.config_groups.{name}")
         _only(place, {"num_bits": weights.get("num_bits", 8)}, "num_bits", (2, 3, 4, 8))
         kinds.add(f"{weights.get('type', 'int')}{weights.get('num_bits', 8)}")
+        if weights.get("type", "int") == "int" and weights.get("num_bits", 8) == 4:
+            has_w4a8.add(inputs.get("type", "int") == "int" if inputs else False)
+            if has_w4a8 == {True}:
+                _check_w4a8(place, weights, inputs)
         if weights.get("type", "int") != "int" or weights.get("num_bits", 8) != 8:
             continue
         has_int8.add(bool(inputs))
@@ -146,7 +153,26 @@ def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization
             _only(place, {"input_activations.type": inputs.get("type", "int")}, "input_activations.type", ("int",))
     if len(has_int8) > 1:
         raise _refused(found, "groups of int8 weights with and without int8 activations", "give a folder with one kind")
-    return replace(found, has_int8_activations=has_int8 == {True}, block=FP8_BLOCK, kinds=tuple(sorted(kinds)))
+    if len(has_w4a8) > 1 or (has_w4a8 == {True} and has_int8):
+        raise _refused(
+            found, "groups of int4 weights with int8 activations beside others", "give a folder with one kind"
+        )
+    return replace(
+        found,
+        has_int8_activations=has_int8 == {True},
+        is_w4a8=has_w4a8 == {True},
+        block=FP8_BLOCK,
+        kinds=tuple(sorted(kinds)),
+    )
+
+
+def _check_w4a8(found: Quantization, weights: Settings, inputs: Settings) -> None:
+    """Raises ModelError unless activations are rounded by a scale for each row, and nothing has a zero point."""
+    for name, default, allowed in (("num_bits", 8, 8), ("strategy", "token", "token"), ("symmetric", True, True)):
+        field_name = f"input_activations.{name}"
+        _only(found, {field_name: inputs.get(name, default)}, field_name, (allowed,))
+    _only(found, {"input_activations.dynamic": inputs.get("dynamic", True)}, "input_activations.dynamic", (True,))
+    _only(found, {"weights.symmetric": weights.get("symmetric", True)}, "weights.symmetric", (True,))
 
 
 def _fp8(found: Quantization, settings: Settings) -> Quantization:

@@ -25,6 +25,8 @@ REQUEST_DEADLINE_S = 120.0
 CONNECT_TIMEOUT_S = 5.0
 MAX_EVENT_NBYTES = 16 << 20
 MAX_ERROR_CHARS = 300
+RESUME_TOKEN, LAST_EVENT = "x-pd-resume-token", "Last-Event-ID"  # headers of a server with --resume-window
+RESUME_PAUSE_S, RESUME_FOR_S = 0.5, 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ class Recorder:
         self._done = False
         self._error: str | None = None
         self._server_said_so = False
+        self.last_id = self._id = ""  # of the last whole event that had one; of the one that is being read
 
     @property
     def ended(self) -> bool:
@@ -79,6 +82,10 @@ class Recorder:
             self._arrivals_s.append(now_s)
             self._texts.append(new)
         return new
+
+    def reconnects(self) -> None:
+        """Forgets an event of which only a part has arrived: it comes again."""
+        self._buffer = b""
 
     @property
     def has_begun(self) -> bool:
@@ -124,8 +131,11 @@ class Recorder:
 
     def _event(self, line: bytes) -> str:
         """Returns the text of one line; comments and other fields of the format have none."""
+        if line.startswith(b"id:"):
+            self._id = line[3:].strip().decode("latin-1")
         if not line.startswith(b"data:"):
             return ""
+        self.last_id = self._id
         payload = line[5:].strip()
         if payload == b"[DONE]":
             self._done = True
@@ -168,11 +178,13 @@ async def measure(
     on_text: Callable[[str], None] = lambda text: None,
     on_first: Callable[[tuple[str, ...]], None] = lambda served_by: None,
     deadline_s: float = REQUEST_DEADLINE_S,
+    resumes: bool = False,
 ) -> Sample:
     """Sends `body` to `url` (/v1/completions or /v1/chat/completions), asking for a stream, usage and token ids.
 
     `on_first` is called when the first token arrives, with the instances that serve the request. Never raises for
-    failures of the network or the server: those become the sample's `error`.
+    failures of the network or the server: those become the sample's `error`. `resumes`: where the connection breaks
+    and the server can resume the stream (--resume-window), the rest is read over another one.
     """
     start_s = time.monotonic()
     recorder = Recorder(start_s)
@@ -190,7 +202,10 @@ async def measure(
             elif not response.headers.get("content-type", "").startswith("text/event-stream"):
                 recorder.fail("the server did not answer with a stream of events")
             else:
-                await _read(response, recorder, on_text, lambda: on_first(served_by))
+                await _read(response, recorder, on_text, lambda: on_first(served_by), resumes)
+            token = response.headers.get(RESUME_TOKEN, "") if resumes else ""
+            if token and status == 200 and not recorder.ended:
+                await _resume(client, url, token, recorder, on_text)
     except TimeoutError:
         recorder.fail(f"not finished within {deadline_s:g} s")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -199,16 +214,50 @@ async def measure(
 
 
 async def _read(
-    response: httpx.Response, recorder: Recorder, on_text: Callable[[str], None], on_first: Callable[[], None]
+    response: httpx.Response,
+    recorder: Recorder,
+    on_text: Callable[[str], None],
+    on_first: Callable[[], None] = lambda: None,
+    may_break: bool = False,
 ) -> None:
-    async for data in response.aiter_bytes():
-        had_begun = recorder.has_begun
-        if text := recorder.feed(data, time.monotonic()):
-            on_text(text)
-        if recorder.has_begun and not had_begun:
-            on_first()
-        if recorder.ended:
-            return
+    """Reads to the end of the stream, or of the connection. `may_break`: its break is no error."""
+    try:
+        async for data in response.aiter_bytes():
+            had_begun = recorder.has_begun
+            if text := recorder.feed(data, time.monotonic()):
+                on_text(text)
+            if recorder.has_begun and not had_begun:
+                on_first()
+            if recorder.ended:
+                return
+    except httpx.TransportError:
+        if not (may_break and response.headers.get(RESUME_TOKEN)):
+            raise
+
+
+async def _resume(
+    client: httpx.AsyncClient, url: str, token: str, recorder: Recorder, on_text: Callable[[str], None]
+) -> None:
+    """Reads the rest of a stream over other connections, as long as the server is there or may come back.
+
+    Raises httpx.HTTPError for a server that does not.
+    """
+    address = f"{url.rpartition('/v1/')[0]}/v1/streams"
+    until_s = time.monotonic() + RESUME_FOR_S
+    while not recorder.ended:
+        recorder.reconnects()
+        headers = {RESUME_TOKEN: token, **({LAST_EVENT: recorder.last_id} if recorder.last_id else {})}
+        try:
+            async with client.stream("GET", address, headers=headers) as response:
+                if response.status_code == 200:
+                    await _read(response, recorder, on_text, may_break=True)
+                elif response.status_code != 503 or time.monotonic() > until_s:
+                    recorder.fail(f"HTTP {response.status_code}: {_refusal(await response.aread())}", True)
+        except httpx.TransportError:
+            if time.monotonic() > until_s:
+                raise
+        if not recorder.ended:
+            await asyncio.sleep(RESUME_PAUSE_S)
 
 
 def _refusal(content: bytes) -> str:

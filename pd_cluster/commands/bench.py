@@ -129,13 +129,22 @@ def tenants(
 def multimodal(
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="Threads of generate().")] = 1,
+    encode: Annotated[
+        int, typer.Option(min=0, help="Compare so many encoders with none instead, on prompts of many images.")
+    ] = 0,
     quick: Annotated[bool, typer.Option(help="A tiny model, one round, no goals: does it all run?")] = False,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
     """Images: how many the front reads, TTFT with them, and what streams without images pay."""
     from pd_cluster.lab.multimodal import Multimodal, run
 
-    asyncio.run(run(Multimodal(1 if quick else rounds, threads, quick), json))
+    bench = Multimodal(1 if quick else rounds, threads, quick)
+    if encode:
+        from pd_cluster.lab import encoders
+
+        asyncio.run(encoders.run(bench, encode, json))
+        return
+    asyncio.run(run(bench, json))
 
 
 @app.command("engine")
@@ -149,7 +158,7 @@ def engine(
     peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
     full: Annotated[bool, typer.Option(help="Run the slow workload in every round, not only in the first.")] = False,
     dtype: Annotated[str, typer.Option(help="float32,bfloat16: forms to measure beside vLLM's and llama.cpp's.")] = "",
-    quantization: Annotated[str, typer.Option(help="none,int8,int8_wo,int4_wo: each with each --dtype.")] = "",
+    quantization: Annotated[str, typer.Option(help="none,int8,int8_wo,int4_wo,w4a8: each with each --dtype.")] = "",
     quantize_head: Annotated[str, typer.Option(help="The same for the output layer.")] = "",
     shape: Annotated[str, typer.Option(help="Of the model with --dtype or --quantization: 125M,1B.")] = "",
     quick: Annotated[bool, typer.Option(help="A tiny model, one round, generate() only: does it all run?")] = False,

@@ -47,7 +47,7 @@ class Chat:
         body = {"messages": [*self._system, *self._said, {"role": "user", "content": content}], **self._options}
         if self._model:
             body["model"] = self._model
-        sample = await measure(client, f"{self._url}/v1/chat/completions", body, self._say)
+        sample = await measure(client, f"{self._url}/v1/chat/completions", body, self._say, resumes=True)
         self._images.clear()
         if sample.text:
             self._say("\n")

@@ -20,6 +20,7 @@ from pd_cluster import __version__
 from pd_cluster.cluster.routing.policy import POLICIES
 from pd_cluster.commands.batch import run_batch
 from pd_cluster.commands.bench import app as bench_app
+from pd_cluster.commands.endpoint_picker import endpoint_picker
 from pd_cluster.commands.instances import DEFAULT_ADMIN, NO_SECRET_FILE, TOKEN_FILE
 from pd_cluster.commands.instances import app as instances_app
 from pd_cluster.commands.keys import app as keys_app
@@ -50,6 +51,7 @@ SERVE, LOOK, CHANGE, OFFLINE = "Serve", "Look and talk", "Change a running clust
 app.add_typer(bench_app, name="bench", rich_help_panel=LOOK)
 app.add_typer(instances_app, name="instances", rich_help_panel=CHANGE)
 app.add_typer(keys_app, name="keys", rich_help_panel=CHANGE)
+app.command(rich_help_panel=SERVE)(endpoint_picker)
 for look in LOOKING:
     app.command(look.__name__.replace("_", "-"), rich_help_panel=LOOK)(look)
 *FIRST_POLICIES, LAST_POLICY = POLICIES
@@ -80,9 +82,10 @@ def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, *
 @app.command(rich_help_panel=SERVE)
 def up(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Model folder; default: the shipped one.")] = "",
+    model: Annotated[str, typer.Option(help="Default: the shipped one.")] = "",
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
+    encode: Annotated[int, typer.Option(min=0, help="Instances for images alone.")] = 0,
     schedulers: Annotated[int, typer.Option(min=1, max=MAX_SCHEDULERS, help="Each at the next two ports.")] = 1,
     host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Public port; the admin port is the next one.")] = 9000,
@@ -123,6 +126,7 @@ def up(
         model=model,
         num_prefill=prefill,
         num_decode=decode,
+        num_encode=encode,
         num_schedulers=schedulers,
         host=host,
         port=port,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pd_cluster.offline.quality import Samples
     from pd_cluster.text.tokenizer import Tokenizer
 
-DEFAULT_METHODS = {"w4a16": "gptq", "w8a8": "smoothquant"}
+DEFAULT_METHODS = {"w4a16": "gptq", "w4a8": "gptq", "w8a8": "smoothquant"}
 NUM_EVALUATED = 16  # samples, or an eighth of them, that methods do not see
 
 
@@ -19,7 +19,7 @@ def quantize(
     model: Annotated[str, typer.Argument(help="Model folder with plain weights.")],
     out: Annotated[str, typer.Argument(help="New folder for the quantized model.")],
     scheme: Annotated[
-        str, typer.Option(help="w8a8 (int8 weights and activations), w8a16, w4a16 (groups of 128) or fp8.")
+        str, typer.Option(help="w8a8 (int8 weights and activations), w8a16, w4a16 and w4a8 (groups of 128) or fp8.")
     ] = "w4a16",
     method: Annotated[
         str,

@@ -29,7 +29,7 @@ from pd_cluster.devices.device import check_name, num_cores_here, num_threads_fo
 from pd_cluster.engine.handover.crossing import why_not
 from pd_cluster.engine.start.preloader import Preloader, forks_are_safe, has_no_driver
 from pd_cluster.engine.start.process import die_with_parent
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.open_stores import check_tiers
 from pd_cluster.settings.config import Credentials, RankPlace, SharedCores, WorkerConfig
 from pd_cluster.settings.kv_events import check_private
@@ -73,6 +73,7 @@ def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> N
 
 def _run_worker(start: Start, credentials: Credentials) -> None:
     place, engine, handover = start.place, start.engine, start.handover
+    assert place.role != "scheduler"
     num_devices = len(place.server.device)
     if start.options["tensor_parallel_size"] not in (None, num_devices):
         raise ConfigError(
@@ -81,7 +82,12 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
         )
     # Errors that can be found without torch are reported at once.
     check_name(engine.device)
-    Checkpoint.of(engine).max_model_len(engine.max_model_len)
+    checkpoint = Checkpoint.of(engine)
+    checkpoint.max_model_len(engine.max_model_len)
+    if place.role == "encode" and checkpoint.vision is None:
+        raise ConfigError(
+            f"{called('role')} encode: {checkpoint.path} takes no images here, so nothing is to be encoded"
+        )
     _check_crossing(start)
     handover = _own_events(start, credentials)
     check_tiers(handover, engine.kv_host_cache_gib)
@@ -92,7 +98,7 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
     num_threads = int(os.environ.get("OMP_NUM_THREADS", 0))
     config = WorkerConfig(
         name=place.name,
-        role="prefill" if place.role == "prefill" else "decode",
+        role=place.role,
         server_ip=place.server.server_ip,
         bind_address=place.bind_address,
         device_ids=[device.device_id for device in place.server.device],

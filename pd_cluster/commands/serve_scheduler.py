@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,15 +23,18 @@ from pd_cluster.settings.config import ApiConfig, Credentials
 from pd_cluster.settings.http import HttpConfig
 from pd_cluster.settings.log_files import folder_of
 from pd_cluster.settings.media import MediaSettings
+from pd_cluster.settings.resume import ResumeSettings
 from pd_cluster.settings.routing import AdminSettings, EntranceSettings
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.text.given_template import with_source
 from ranktable_tools.hosts import bracketed, is_loopback
 
 if TYPE_CHECKING:
-    from pd_cluster.api.scheduler_app import Extras
+    from pd_cluster.api.scheduler_app import Extras, Lease
 
 log = logging.getLogger(__name__)
+
+FOLDER_LEASE_S, KUBERNETES_LEASE_S = 1.5, 15.0
 
 
 def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]) -> None:
@@ -108,6 +112,10 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
         from pd_cluster.service.response_store import ResponseStore
 
         ResponseStore(http.responses)  # raises for a folder that cannot be used, before anything listens
+    resume = options.read(ResumeSettings)
+    if resume.window_s and not openai:
+        named = f"{called('resume_window')} {resume.window_s:g}"
+        raise ConfigError(f"{named}: streams of /generate cannot be resumed (USE_OPENAI=0); leave it out")
     if http.traces_endpoint:
         from pd_cluster.service.traces import check_packages
 
@@ -120,6 +128,7 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
         routing=start.routing,
         chat=with_source(options.chat()),
         media=options.read(MediaSettings),
+        resume=resume,
         http=http,
     )
 
@@ -139,16 +148,28 @@ def check_public_dashboard(http: HttpConfig, host: str, entrance: EntranceSettin
 
 def _extras(start: Start, entrance: EntranceSettings, admin: AdminSettings, admin_url: str) -> Extras:
     """Raises ConfigError for a folder that cannot be shared."""
-    from pd_cluster.api.scheduler_app import Extras, Lease
-    from pd_cluster.cluster.members.lease_folder import LeaseFolder
+    from pd_cluster.api.scheduler_app import Extras
 
     join = (start.process.host, start.join.join_port) if start.join.join_port is not None else None
-    lease = None
-    if entrance.scheduler_lease:
-        folder = LeaseFolder(Path(entrance.scheduler_lease))
-        folder.take(entrance.scheduler_index)
-        lease = Lease(entrance.scheduler_index, folder, admin_url)
+    lease = _lease(start, entrance, admin, admin_url) if entrance.scheduler_lease else None
     return Extras(join, admin.lora_root, lease)
+
+
+def _lease(start: Start, entrance: EntranceSettings, admin: AdminSettings, admin_url: str) -> Lease:
+    """Raises ConfigError for a folder that cannot be shared, and outside of a pod for one of Kubernetes."""
+    from pd_cluster.api.scheduler_app import Lease
+    from pd_cluster.cluster.members.lease_folder import LeaseFolder
+    from pd_cluster.cluster.members.lease_kubernetes import KubernetesLease, place_of_lease
+
+    index, given_s = entrance.scheduler_index, start.timeouts.lease_duration_s
+    place = place_of_lease(entrance.scheduler_lease)
+    if place is None:
+        folder = LeaseFolder(Path(entrance.scheduler_lease))
+        folder.take(index)
+        return Lease(index, folder, admin_url, given_s or FOLDER_LEASE_S)
+    duration_s = given_s or KUBERNETES_LEASE_S
+    where = f"{admin_url} in {socket.gethostname()}" if is_loopback(admin.admin_host) else admin_url
+    return Lease(index, KubernetesLease.in_pod(*place, duration_s), where, duration_s)
 
 
 def check_shared(start: Start, entrance: EntranceSettings, admin: AdminSettings) -> None:
@@ -157,8 +178,6 @@ def check_shared(start: Start, entrance: EntranceSettings, admin: AdminSettings)
     if entrance.api_workers > 1:
         count = f"{called('api_workers')} {entrance.api_workers}"
         raise ConfigError(f"{lease}: not with {count}; start more schedulers, each of which is one process")
-    if start.join.join_port is not None:
-        raise ConfigError(f"{lease}: not with {called('join_port')}: a worker in no table registers with one scheduler")
     if admin.lora_root:
         raise ConfigError(f"{lease}: not with {called('allow_runtime_lora')}: the others would not hear of an adapter")
 
@@ -170,7 +189,7 @@ def check_alone(entrance: EntranceSettings, timeouts: Timeouts) -> None:
         ("lease_duration", timeouts.lease_duration_s, Timeouts().lease_duration_s),
     ):
         if given != usual:
-            raise ConfigError(f"{called(name)} {given:g}: only with {called('scheduler_lease')} FOLDER")
+            raise ConfigError(f"{called(name)} {given:g}: only with {called('scheduler_lease')}")
 
 
 def _ports_of_file(env: Mapping[str, str], place: Place) -> list[int] | None:

@@ -71,10 +71,12 @@ def _place_of(
     join: JoinSettings, process: ProcessSettings, engine: EngineConfig, timeouts: Timeouts, env: Mapping[str, str]
 ) -> Place:
     """Returns the place in the rank tables, or with --role outside of them. Raises ConfigError."""
-    if join.role not in ("prefill", "decode"):
+    if join.role in (None, "scheduler"):
         given = {"join": join.addresses, "instance_name": join.instance_name, "advertise_host": join.advertise_host}
         for name in [name for name, value in given.items() if value]:
-            raise ConfigError(f"{called(name)}: only a worker registers; give {called('role')} prefill or decode, too")
+            raise ConfigError(
+                f"{called(name)}: only a worker registers; give {called('role')} prefill, decode or encode, too"
+            )
     return find_place(env) if join.role is None else _place_alone(join, process, engine, timeouts, env)
 
 
@@ -92,6 +94,9 @@ def _place_alone(
     assert join.role is not None
     if not join.addresses:
         raise ConfigError(f"{called('role')} {join.role}: give {called('join')} HOST:PORT, its scheduler's join port")
+    if join.role == "encode" and engine.tensor_parallel_size > 1:
+        name = called("tensor_parallel_size")
+        raise ConfigError(f"{name} {engine.tensor_parallel_size}: an encoder has one device; start several encoders")
     if join.advertise_host is not None:
         host = resolve_host(join.advertise_host, f"{called('advertise_host')} {{!r}}")
     else:

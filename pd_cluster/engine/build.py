@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +14,9 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.weight_files import weights_nbytes
 from pd_cluster.devices.cores import CoreLedger
 from pd_cluster.devices.device import Device, bind, use
+from pd_cluster.engine.encode.build import build_encoder, terms_of
+from pd_cluster.engine.encode.encoders import Encoders, Engine
+from pd_cluster.engine.encode.worker import EncoderMail, EncodeWorker
 from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.events import Event, StopEngine
 from pd_cluster.engine.handover.links import LaneEnds, LocalLanes, Side
@@ -143,11 +148,13 @@ def build_follower(config: WorkerConfig) -> Follower:
 
 def build_worker(
     config: WorkerConfig, inbox: queue.SimpleQueue[Event], tell_lost: Callable[[str], None]
-) -> tuple[Worker, Mailbox, Mailroom, RankReport]:
-    """Binds and loads a worker; the caller starts the mailbox with the mailroom, and runs the worker.
+) -> tuple[Worker | EncodeWorker, Mailbox, Mailroom | EncoderMail, RankReport]:
+    """Binds and loads a worker of any role; the caller starts the mailbox with the mailroom, and runs the worker.
 
     `tell_lost` receives which rank is lost and why, on another thread: this process may end before its loop reports it.
     """
+    if config.role == "encode":
+        return build_encoder(config, inbox, device_of(config))
     wait_s = config.timeouts.collective_timeout_s
     followers = [Channel(fd, to.FromFollower, wait_s) for fd in config.ranks.fds]
     device = device_of(config)
@@ -180,7 +187,10 @@ def build_worker(
         worker.take_tiers(tiers_of(config, core.scheduler, tier, runner, orders, worker.begin_leg))
         for each in contents:
             inbox.put(each)
-    mailroom = Mailroom(inbox, worker.handover, mailbox.send, worker.tracer.note, lambda: worker.load)
+    if runner.tower is not None:
+        worker.take_encoders(_encoders_for(config, worker, runner, mailbox, side.crossing))
+    hears = () if worker.encoders is None else (worker.encoders.links.meet,)
+    mailroom = Mailroom(inbox, worker.handover, mailbox.send, worker.tracer.note, lambda: worker.load, *hears)
     report = RankReport(
         state="ready",
         control_port=control_port,
@@ -192,6 +202,21 @@ def build_worker(
         num_blocks=runner.pool.num_blocks,
     )
     return worker, mailbox, mailroom, report
+
+
+def _encoders_for(
+    config: WorkerConfig, worker: Worker, runner: ModelRunner, mailbox: Mailbox, crossing: Crossing
+) -> Encoders:
+    """Returns what lets encoders compute images of a worker's legs."""
+    engine = Engine(
+        tower=lambda: runner.tower,
+        scheduler=worker.core.scheduler,
+        limits=limits_of(runner),
+        begin=worker.submit,
+        is_here=worker.legs.sequences.__contains__,
+    )
+    terms = replace(terms_of(config, runner.model_identity, runner.numerics), crossing=crossing)
+    return Encoders(engine, terms, mailbox, worker.inbox.put, time.monotonic, config.timeouts)
 
 
 def _lead(

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pd_cluster import wire
 from pd_cluster.engine.handover.handover import Handover, Outcomes
 from pd_cluster.engine.outbox import Outbox
+from pd_cluster.engine.resume import Records
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.trace import LegNotes
-from pd_cluster.types import LegEnd, Request, Status, TokenOutput, resume
+from pd_cluster.types import LegEnd, PromptOutput, Request, Status, TokenOutput, resume
 
 LEAST_WAITING = 16  # legs that may wait, however few a step may have
 
@@ -36,6 +37,7 @@ class Legs:
         self.sequences: dict[str, list[Request]] = {}  # by leg, those that have not ended
         self.deadlines: dict[str, float] = {}
         self._weights: dict[str, int] = {}  # by leg, as its scheduler has weighed it
+        self.records = Records(self, outbox, clock)
         self.handover = hands_over(self)
         self.patience = Patience(core.scheduler, self.handover.imports, clock)
         self.landing_wait = LandingWait(self.handover.imports, clock)
@@ -88,6 +90,8 @@ class Legs:
             self._outbox.add_end(conn, ended)
             return
         self.sequences[key], self._weights[key] = sequences, submit.weight
+        if submit.keep is not None and submit.leg != "prefill":
+            self.records.open(conn, submit)
         if submit.deadline_s:
             self.deadlines[key] = request.arrival_s + submit.deadline_s
         for each in sequences:
@@ -118,11 +122,17 @@ class Legs:
         self.patience.landed()
         if not request.sampling.beam_width:
             self._outbox.add_tokens(request.client, first_tokens)
+            if self.records:
+                self.records.note(request, first_tokens)
         if sequences:
             self._notes.joined(request, max(0, request.sampling.n - len(sequences)))
             self.sequences[request.leg_key] = list(sequences)
         else:
             self.forget(request)
+
+    def offered(self, request: Request, num_cached_tokens: int) -> None:
+        if self.records:
+            self.records.note_prompt(PromptOutput(request.request_id, request.attempt, num_cached_tokens))
 
     def export_ended(self, request: Request, error: str | None) -> None:
         self._report(request, error, is_fault=error is not None)
@@ -146,6 +156,8 @@ class Legs:
                 del self.sequences[request.leg_key]
                 self._weights.pop(request.leg_key, None)
                 self.deadlines.pop(request.leg_key, None)
+                if self.records:
+                    self.records.leg_ended(request)
 
     def refuse(self, key: str, error: str) -> None:
         """Ends a leg whose request cannot be served, unless another of its sequences has ended it already."""
@@ -188,8 +200,23 @@ class Legs:
             if request.key in self._core.scheduler.requests and request.status is not Status.LANDING:
                 self._core.scheduler.finish(request)
 
+    # ---- readers (resume.Running)
+
+    def runs(self, key: str) -> bool:
+        return key in self.sequences
+
+    def readdress(self, key: str, client: str) -> None:
+        """Sends a leg's further outputs to another scheduler, or to nobody."""
+        for request in self.sequences.get(key, ()):
+            request.client = client
+
+    def drop_if_it_runs(self, key: str) -> None:
+        if key in self.sequences:
+            self.drop(key)
+
     def _end(self, key: str, error: str, is_refusal: bool = False) -> None:
         self._report(self.sequences[key][0], error, is_refusal=is_refusal)
+        self.records.failed(self.sequences[key][0])
         self.drop(key)
 
     def _report(self, request: Request, error: str | None, is_fault: bool = False, is_refusal: bool = False) -> None:

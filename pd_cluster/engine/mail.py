@@ -25,12 +25,15 @@ class Mailroom:
         send: Callable[[str, wire.Body], None],
         note: Note,
         load: Callable[[], wire.Load],
+        meet: Callable[[str, wire.LinkValue], None] = lambda conn, value: None,
     ) -> None:
+        """`meet`: a link to an encoder that waits for a key, if there is one."""
         self._inbox = inbox
         self._handover = handover
         self._send = send
         self._note = note
         self.load = load
+        self._meet = meet
 
     def on_opened(self, conn: str, peer: str, kind: str) -> None:
         self._inbox.put(ConnOpened(conn, peer, kind))
@@ -43,6 +46,7 @@ class Mailroom:
             case wire.LinkValue():  # one end of a link waits for it; no step is involved
                 handover.in_links.meet(conn, body)
                 handover.out_links.meet(conn, body)
+                self._meet(conn, body)
             case wire.Confirm(transfer_id):
                 if handover.exports.held.answer(conn, body, self._send, self._note):
                     self._inbox.put(HandedOver(conn, transfer_id))

@@ -15,11 +15,12 @@ from pd_cluster.engine.handover.links import Post
 from pd_cluster.engine.trace import Tracer
 from pd_cluster.types import MOST_UNTOLD, LegEnd, PooledOutput, PromptOutput, Request, TokenOutput
 
+NOBODY = ""  # in place of a connection: the reader of a stream without one
 MOST_LOGPROBS = 1 << 18  # in a message, whose size is limited; those of one token are never parted
 
 
 class Outbox:
-    """`client` is a scheduler's connection."""
+    """`client` is a scheduler's connection, or NOBODY, whose messages are dropped."""
 
     def __init__(self, post: Post, tracer: Tracer, clock: Callable[[], float]) -> None:
         self._post = post
@@ -62,6 +63,11 @@ class Outbox:
     def add_end(self, client: str, end: LegEnd) -> None:
         self._ended[client].append(end)
 
+    def send(self, client: str, body: wire.Body) -> None:
+        """Sends a message behind everything that was added before it."""
+        self.flush()
+        self._post.send(client, body)
+
     def tick(self) -> None:
         """Lets the next flush send events even without another message."""
         self._events_due = True
@@ -73,6 +79,10 @@ class Outbox:
             self._collect_events()
             clients |= {client for client, events in self._events.items() if events and self._events_due}
             self._events_due = False
+        if NOBODY in clients:
+            clients.discard(NOBODY)
+            for waiting in (self._tokens, self._ended, self._prompts, self._pooled):
+                waiting.pop(NOBODY, None)
         for client in clients:
             prompts = self._prompts.pop(client, [])
             for prompt in [p for p in prompts if p.logprobs]:  # large, so each has a message of its own

@@ -16,6 +16,7 @@ import msgspec
 
 from pd_cluster import wire
 from pd_cluster.engine.adapters import AdapterHost, Keeper, WorkerAdapters, reader_of
+from pd_cluster.engine.encode.encoders import Encoders
 from pd_cluster.engine.handover.cache_news import CacheNews
 from pd_cluster.engine.handover.events import AdapterLoaded, ConnClosed, ConnOpened, Event, Mail, StartDrain, StopEngine
 from pd_cluster.engine.handover.handover import Handover, Means
@@ -34,7 +35,8 @@ from pd_cluster.engine.trace import LegNotes, Tracer
 from pd_cluster.kv.tier_orders import TierContents, TierDone
 from pd_cluster.model.batch import OnLayer
 from pd_cluster.settings.config import WorkerConfig
-from pd_cluster.types import LegEnd, Status, TokenOutput
+from pd_cluster.transport.events import EncoderReached, EncoderUnreached, FeaturesRead
+from pd_cluster.types import LegEnd, LinkState, Status, TokenOutput
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +94,7 @@ class Worker:
         )
         self.handover = self.legs.handover
         self.tiers = EngineTiers(core.scheduler, {}, None, self.begin_leg, clock)
+        self.encoders: Encoders | None = None  # of a model that takes images
         self._sleep = EngineSleep(None, core.scheduler.blocks.forget)
         self._adapter_settings = config.engine.adapters
         self.adapters = self._adapters_of(None, {})
@@ -120,7 +123,16 @@ class Worker:
         """Lets blocks go to tiers below host memory, and come back before the legs that want them begin."""
         self.tiers = tiers
         self.core.moved = tiers.flush
-        self.legs.num_held = tiers.__len__
+        self.legs.num_held = self._num_held
+
+    def take_encoders(self, encoders: Encoders) -> None:
+        """Lets encoders compute images of legs before these begin."""
+        self.encoders = encoders
+        self.legs.num_held = self._num_held
+
+    def _num_held(self) -> int:
+        """Counts legs that wait for blocks of lower tiers, or for images."""
+        return len(self.tiers) + (0 if self.encoders is None else len(self.encoders))
 
     def take_kv_events(self, events: KVEvents) -> None:
         """Lets others than schedulers know what the prefix cache holds."""
@@ -132,6 +144,11 @@ class Worker:
             self.begin_leg(conn, submit, why)
 
     def begin_leg(self, conn: str, submit: wire.Submit, why: str = "") -> None:
+        """Begins a leg whose blocks are here; its images come first."""
+        if self._why_closed or why or self.encoders is None or self.encoders.admits(conn, submit):
+            self.submit(conn, submit, why)
+
+    def submit(self, conn: str, submit: wire.Submit, why: str = "") -> None:
         self.legs.submit(conn, submit, self._why_closed or why)
 
     def _fail(self, conn: str, submit: wire.Submit, why: str) -> None:
@@ -213,11 +230,16 @@ class Worker:
         legs = self.legs
         for request in result.forked:
             legs.sequences[request.leg_key].append(request)
+        records = legs.records
         for request, prompt in result.prompts:
             self._outbox.add_prompt(request.client, prompt)
+            if records:
+                records.note_prompt(prompt)
         first_tokens: dict[str, list[TokenOutput]] = defaultdict(list)
         for request, token in result.sampled:
             self._outbox.add_token(request, token)
+            if records:
+                records.note(request, [token])
             if request.leg == "prefill":
                 first_tokens[request.key].append(token)
             if request.status is Status.FINISHED:
@@ -244,7 +266,7 @@ class Worker:
         """
         handover = self.handover
         told = self.load.links, self.load.is_draining, self.load.sleep_level
-        has_news = (handover.out_links.states(), self._is_draining, self._sleep.level) != told
+        has_news = (self._link_states(), self._is_draining, self._sleep.level) != told
         now_s = self._clock()
         self._is_load_old = not has_news and not at_once and now_s < self._next_load_s
         if self._is_load_old:
@@ -269,10 +291,16 @@ class Worker:
         self.load = self.tiers.counted(self.load, self._schedulers)
         if self._kv_events is not None:
             self.load = self._kv_events.counted(self.load)
+        if self.encoders is not None:
+            self.load = self.encoders.counted(self.load, self._schedulers)
         if has_news:
             self._post.beat()
         elif shown != self.load.shown_now:
             self._post.beat_soon()
+
+    def _link_states(self) -> dict[str, LinkState]:
+        states = self.handover.out_links.states()
+        return states if self.encoders is None else {**states, **self.encoders.links.states()}
 
     @property
     def _idle_wait_s(self) -> float:
@@ -293,7 +321,10 @@ class Worker:
         self.handover.tick()
         self.adapters.tick()
         self.tiers.tick()
+        if self.encoders is not None:
+            self.encoders.tick()
         self.legs.expire(now_s)
+        self.legs.records.expire(now_s)
 
     # ---- events
 
@@ -325,6 +356,10 @@ class Worker:
                 self._is_draining = True
                 self.adapters.release_all()
                 self.tiers.release_all()
+                if self.encoders is not None:
+                    self.encoders.release_all()
+            case EncoderReached() | EncoderUnreached() | FeaturesRead() if self.encoders is not None:
+                self.encoders.handle(event)
             case ConnOpened(conn, peer, kind):
                 self._opened(conn, peer, kind)
             case ConnClosed(conn, _, reason):
@@ -340,24 +375,35 @@ class Worker:
             case wire.Abort() if conn in self._schedulers:
                 self.adapters.abort(conn, body)
                 self.tiers.abort(conn, body)
+                if self.encoders is not None:
+                    self.encoders.abort(conn, body)
                 self.legs.abort(conn, body)
             case wire.WantedAdapters() if conn in self._schedulers:
                 self.adapters.read(conn, body)
             case wire.ResetCache() if conn in self._schedulers:
                 self.core.scheduler.blocks.forget()
                 self.tiers.clear()
+            case wire.Release() | wire.Find() | wire.Attach() if conn in self._schedulers:
+                self.legs.records.read(conn, body)
             case wire.Sleep(level) if conn in self._schedulers:
                 self._sleep.wish(level)
             case wire.Peers() if conn in self._schedulers:
                 self._is_shared = body.term > 0
                 self.handover.set_peers(body.peers)
+                if self.encoders is not None:
+                    encoders = [each for each in body.peers if each.role == "encode"]
+                    self.encoders.set_peers(encoders if self.handover.is_prefill else [])
             case _:
+                if self.encoders is not None and self.encoders.read(conn, body):
+                    return
                 if not self.handover.read(conn, peer, body):
                     log.warning("%s sent a %s, which is not for a worker", peer, type(body).__name__)
 
     def _opened(self, conn: str, peer: str, kind: str) -> None:
         if kind != "scheduler":
             self.handover.opened(conn)
+            if self.encoders is not None:
+                self.encoders.links.on_opened(conn)
             return
         name = peer.partition("@")[0]
         for other, other_peer in list(self._schedulers.items()):
@@ -373,10 +419,15 @@ class Worker:
         self._outbox.closed(conn)
         self._cache_news.closed(conn)
         if peer is not None:
+            self.legs.records.closed(conn)
             orphans = self.legs.of_client(conn)
             log.warning("scheduler %s is gone (%s); %d requests of it end", peer, reason, len(orphans))
             for key in orphans:
                 self.legs.drop(key)
             self.adapters.closed(conn)
             self.tiers.closed(conn)
+            if self.encoders is not None:
+                self.encoders.client_closed(conn)
         self.handover.closed(conn, reason)
+        if self.encoders is not None:
+            self.encoders.links.on_closed(conn, reason)

@@ -6,10 +6,10 @@ requests or files.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -179,6 +179,24 @@ class FusedLayer:
     residual_multiplier: float = 1.0  # of what each half adds
 
 
+class WholeDecoder(Protocol):
+    """All layers of a step as one function."""
+
+    def takes(self, batch: ForwardBatch) -> bool:
+        """Whether it can compute this batch."""
+
+    def __call__(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
+        """Updates x; returns what the last layer adds to it."""
+
+
+@runtime_checkable
+class JoinsLayers(Protocol):
+    """`Ops` that may compute all layers at once."""
+
+    def decoder(self, layers: Sequence[FusedLayer]) -> WholeDecoder | None:
+        """None: they are computed one by one."""
+
+
 class FusedCausalLM:
     """Updates the residual stream x in place; the output of a half-layer is added at the next norm."""
 
@@ -210,6 +228,8 @@ class FusedCausalLM:
         self.embedding_factor = 1.0
         self._embed, self._ropes, self._layers, self._norm, self._head = embed, ropes, layers, norm, head
         self.rope_limit = NO_POSITIONS  # the loader knows better
+        whole = isinstance(ops, JoinsLayers) and isinstance(self._group, Alone)
+        self._decoder = ops.decoder(layers) if whole and isinstance(ops, JoinsLayers) else None
         self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
@@ -221,6 +241,8 @@ class FusedCausalLM:
         if batch.virtual is not None:
             batch.virtual.embed(x)
         ropes = self._ropes(x, batch)
+        if self._decoder is not None and self.adapters is None and self._decoder.takes(batch):
+            return self._logits(self._added(x, self._decoder(x, ropes, batch), self._norm))
         delta = None
         for layer_idx, layer in enumerate(self._layers[:-1]):
             delta = self._after_attention(layer, x, self._attention(layer, x, delta, ropes, batch))
@@ -243,6 +265,9 @@ class FusedCausalLM:
             hidden.states, x = x[hidden.hidden_at], x[hidden.logits_at]
             if len(x) == 0:
                 return x.new_empty(0, self._vocab_size)
+        return self._logits(x)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
         logits = self._head(x)
         if self._final_softcap is not None:
             logits = logits.div_(self._final_softcap).tanh_().mul_(self._final_softcap)

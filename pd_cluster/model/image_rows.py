@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pd_cluster.types import Image, Request
+from pd_cluster.types import Image, Order, Request, Span
 
 Ints = npt.NDArray[np.int64]
 
@@ -19,7 +19,7 @@ class ImagePart(NamedTuple):
     """Tokens [start, start + num_tokens) of a picture, which are rows [row, row + num_tokens) of a step.
 
     `key`: what its features may be kept by. Requests of another salt have another one, so that nobody learns by the
-    time of an answer which pictures another tenant has sent.
+    time of an answer which pictures another tenant has sent. `is_landed`: rank 0 has its features from an encoder.
     """
 
     row: int
@@ -27,6 +27,7 @@ class ImagePart(NamedTuple):
     num_tokens: int
     key: bytes
     image: Image
+    is_landed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,11 @@ def _parts_of(request: Request, num_tokens: int, row: int) -> list[ImagePart]:
     for span, image in zip(order.spans, order.images, strict=True):
         start, stop = max(span.start, first), min(span.stop, last)
         if start < stop:
-            key = span.digest + order.cache_salt.encode()
+            key = feature_key(span, order)
             parts.append(ImagePart(row + start - first, start - span.start, stop - start, key, image))
     return parts
+
+
+def feature_key(span: Span, order: Order) -> bytes:
+    """Returns ImagePart.key of the picture that this span of an order stands for."""
+    return span.digest + order.cache_salt.encode()

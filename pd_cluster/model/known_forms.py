@@ -6,9 +6,15 @@ from collections.abc import Collection
 
 from pd_cluster.errors import ModelError
 from pd_cluster.model.layers.weight import PLAIN, Part, WeightForm
-from pd_cluster.model.quantized.weight import CODED, INT8, INT8_STATIC
+from pd_cluster.model.quantized.weight import CODED, INT8, INT8_STATIC, W4A8
 
-FORMS: dict[str, WeightForm] = {"plain": PLAIN, "codes": CODED, "int8": INT8, "int8 of one scale": INT8_STATIC}
+FORMS: dict[str, WeightForm] = {
+    "plain": PLAIN,
+    "codes": CODED,
+    "int8": INT8,
+    "int8 of one scale": INT8_STATIC,
+    "w4a8": W4A8,
+}
 
 
 def part_of(name: str) -> Part | None:

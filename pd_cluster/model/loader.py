@@ -61,7 +61,7 @@ from pd_cluster.model.vision.rotary import put_sections
 from pd_cluster.native.build import KernelsUnavailable, are_wanted
 from pd_cluster.native.products import multiplies_bf16
 from pd_cluster.numerics import overridden
-from pd_cluster.settings.engine import KV_CACHE_DTYPES
+from pd_cluster.settings.engine import KV_CACHE_DTYPES, ONLY_ON_CPU
 from pd_cluster.types import Order, Request, Sampling
 
 log = logging.getLogger(__name__)
@@ -137,6 +137,7 @@ def load_model(
     The proofs here use pools of the model's own dtype. `is_deterministic`: on an accelerator, only models that compute
     each row alike in every batch. Raises ConfigError.
     """
+    _check_device(checkpoint, device)
     share = _share_of(checkpoint, group)
     model = load_plain(checkpoint, dtype, device, share)
     if checkpoint.head_scheme:
@@ -180,6 +181,20 @@ def load_model(
         raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
     log.info("model: %s", fused.kernels)
     return fused
+
+
+def _check_device(checkpoint: Checkpoint, device: Device) -> None:
+    """Raises ConfigError for weights whose products only CPUs have kernels for."""
+    found = checkpoint.quantization
+    asked = {f"{called('quantize_head')} {checkpoint.head_scheme}": checkpoint.head_scheme}
+    if found is not None:
+        asked[found.place] = "w4a8" if found.is_w4a8 else found.at_load
+    for place, scheme in asked.items():
+        if device.is_accelerator and scheme in ONLY_ON_CPU:
+            raise ConfigError(
+                f"{place}: only CPUs have products of 4 bits with int8 activations, and this is "
+                f"{device.kind}; take int4_wo, or a folder of w4a16"
+            )
 
 
 def _share_of(checkpoint: Checkpoint, group: Group | None) -> Share | None:

@@ -41,5 +41,10 @@ def load_parts(
     )
     if checkpoint.vision is None:
         return model, None
+    return model, load_tower_part(checkpoint, config, dtype, device, group)
+
+
+def load_tower_part(checkpoint: Checkpoint, config: EngineConfig, dtype: str, device: Device, group: Group) -> Tower:
+    """Returns the tower of a model that takes pictures. Raises ModelError. `dtype`: the activations'."""
     kept_dtype = TORCH_DTYPES[dtype] if device.is_accelerator else torch.float32
-    return model, load_tower(checkpoint, kept_dtype, device, config.mm_encoder_cache_tokens, group)
+    return load_tower(checkpoint, kept_dtype, device, config.mm_encoder_cache_tokens, group)

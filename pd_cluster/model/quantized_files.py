@@ -20,12 +20,12 @@ from safetensors import safe_open
 from pd_cluster.checkpoints.quantized import ASCEND, Quantization
 from pd_cluster.checkpoints.weight_files import QUANTIZERS_TENSORS, weight_files
 from pd_cluster.errors import ModelError
+from pd_cluster.model.known_forms import form_of
 from pd_cluster.model.layers.weight import Tensors
 from pd_cluster.model.parallel.plan import LAYER, ParallelPlan
 from pd_cluster.model.parallel.shard import take
 from pd_cluster.model.quantized.decode import WEIGHTS, Parts, decoded
 from pd_cluster.model.quantized.encode import encoded
-from pd_cluster.model.quantized.weight import CODED, INT8_STATIC
 
 log = logging.getLogger(__name__)
 
@@ -88,19 +88,20 @@ def _keep_parts(
 
 def numbers(parts: Parts, dtype: torch.dtype) -> Parts:
     """Returns the weight that the parts of a form stand for, and its bias."""
-    form = CODED if "codes" in parts else INT8_STATIC
-    weight = form.weight.of(parts, dtype)
+    weight = form_of(parts, "").weight.of(parts, dtype)
     return {"weight": weight.matrix()} | ({} if weight.bias is None else {"bias": weight.bias})
 
 
 def _in_shares(parts: Parts, size: int) -> Parts:
     """Makes groups so small that no share of the input features ends within one."""
-    if "codes" not in parts or parts["codes"].shape[-1] % size:
+    codes = next((parts[name] for name in ("codes", "w4a8_codes") if name in parts), None)
+    if codes is None or codes.shape[-1] % size:
         return parts
-    num_inputs, num_groups = parts["codes"].shape[-1], parts["code_scales"].shape[-1]
+    of_groups: list[str] = [name for name in ("code_scales", "code_zeros", "w4a8_scales") if name in parts]
+    num_inputs, num_groups = codes.shape[-1], parts[of_groups[0]].shape[-1]
     group = math.gcd(num_inputs // num_groups, num_inputs // size)
     times = num_inputs // group // num_groups
-    finer = {name: parts[name].repeat_interleave(times, dim=-1) for name in ("code_scales", "code_zeros")}
+    finer = {name: parts[name].repeat_interleave(times, dim=-1) for name in of_groups}
     return {**parts, **finer}
 
 

@@ -9,6 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -259,7 +260,8 @@ class ModelRunner:
         return can_choose(requests, self.device)
 
     def step_of(self, chunks: Sequence[tuple[Request, int]]) -> StepInput:
-        return step_input(chunks, self.pool.layout.block_size, self.held.lora_slots, self.held.prompt_slots)
+        step = step_input(chunks, self.pool.layout.block_size, self.held.lora_slots, self.held.prompt_slots)
+        return replace(step, images=self.tower.marked(step.images)) if step.images and self.tower is not None else step
 
     @property
     def encoded(self) -> Encoded:

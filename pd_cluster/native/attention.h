@@ -51,7 +51,8 @@ static int find_item(const Work *w, int64_t index, int64_t *at, Item *item) {
     return 1;
 }
 
-static void attend_work(void *data) {
+// Computes with all threads of a team.
+void pd_attend_work(void *data) {
     Work *w = data;
     const Step *s = w->step;
     Item items[2], *item = items, *after = items + 1;
@@ -70,10 +71,9 @@ static void attend_work(void *data) {
     }
 }
 
-// qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; its queries are rotated in place.
-// out [num_tokens, num_heads * head_dim]. The caller has checked every block, slot and shape.
-void pd_attend(const Step *step, const Layer *layer, char *pool, float *qkv, float *out) {
-    int64_t *starts = alloca((size_t)(step->num_seqs + 1) * sizeof(int64_t));
+// Plans the work of pd_attend for a team; starts [num_seqs + 1].
+void pd_attend_plan(const Step *step, const Layer *layer, char *pool, float *qkv, float *out, int64_t *starts,
+                    Work *work) {
     int64_t wanted = (4 * step->num_threads + step->num_seqs - 1) / step->num_seqs;
     int64_t parts = step->num_threads > 1 ? MIN(wanted, layer->num_kv_heads) : 1;
     starts[0] = 0;
@@ -81,6 +81,13 @@ void pd_attend(const Step *step, const Layer *layer, char *pool, float *qkv, flo
         int64_t seq = step->order[i], query_len = step->query_starts[seq + 1] - step->query_starts[seq];
         starts[i + 1] = starts[i] + num_items(layer, query_len, parts);
     }
-    Work work = {step, layer, pool, qkv, out, 0, 0, starts, parts};
-    run(attend_work, &work, step->num_threads);
+    *work = (Work){step, layer, pool, qkv, out, 0, 0, starts, parts};
+}
+
+// qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; its queries are rotated in place.
+// out [num_tokens, num_heads * head_dim]. The caller has checked every block, slot and shape.
+void pd_attend(const Step *step, const Layer *layer, char *pool, float *qkv, float *out) {
+    Work work;
+    pd_attend_plan(step, layer, pool, qkv, out, alloca((size_t)(step->num_seqs + 1) * sizeof(int64_t)), &work);
+    run(pd_attend_work, &work, step->num_threads);
 }

@@ -96,6 +96,7 @@ INLINE void multiply_words(Way y, int m, int v, const int32_t *x, const int32_t 
 
 // Defines the kernels of a way: for each number of rows one for PANELS_OF panels, and one for a single panel. They are
 // functions of their own because compilers keep the sums of loops inside larger ones in memory.
+#define KIND Kernel // of the kernels that the macros below define
 #define KERNEL(name, m, v, form, as)                                                                                   \
     static __attribute__((noinline)) void name(const int32_t *x, const int32_t *words, int64_t panel_stride,           \
                                                int64_t num_words, const int32_t *ahead, int64_t ahead_stride,          \
@@ -119,7 +120,7 @@ INLINE void multiply_words(Way y, int m, int v, const int32_t *x, const int32_t 
 #define NAMES_12(name)                                                                                                 \
     NAMES_6(name), BOTH(name##7), BOTH(name##8), BOTH(name##9), BOTH(name##10), BOTH(name##11), BOTH(name##12)
 #define TABLE(n, name, sums, form, as)                                                                                 \
-    TO_##n(name, sums, form, as) static Kernel *const name[][2] = {NAMES_##n(name)};
+    TO_##n(name, sums, form, as) static KIND *const name[][2] = {NAMES_##n(name)};
 #define FEW_KERNELS(...) TABLE(4, __VA_ARGS__)
 #if BLOCK_ROWS == 6
 #define BLOCK_KERNELS(...) TABLE(6, __VA_ARGS__)
@@ -130,36 +131,32 @@ INLINE void multiply_words(Way y, int m, int v, const int32_t *x, const int32_t 
 BLOCK_KERNELS(floats, BLOCK_SUMS, FLOATS, AS_FLOATS)
 FEW_KERNELS(bf16s_as_floats, FEW_SUMS, BF16S, AS_FLOATS)
 FEW_KERNELS(codes8_as_floats, FEW_SUMS, CODES8, AS_FLOATS)
-FEW_KERNELS(codes4_as_floats, FEW_SUMS, CODES4, AS_FLOATS)
 FEW_KERNELS(e4m3s_as_floats, FEW_SUMS, E4M3S, AS_FLOATS)
 #if HAVE_BF16_DOTS
 BLOCK_KERNELS(bf16s, BLOCK_SUMS, BF16S, AS_BF16S)
 FEW_KERNELS(codes8_as_bf16s, FEW_SUMS, CODES8, AS_BF16S)
-FEW_KERNELS(codes4_as_bf16s, FEW_SUMS, CODES4, AS_BF16S)
 FEW_KERNELS(e4m3s_as_bf16s, FEW_SUMS, E4M3S, AS_BF16S)
 #endif
 #if CODE_ROWS > FEW_ROWS
 BLOCK_KERNELS(codes8, CODE_SUMS, CODES8, AS_CODES)
-BLOCK_KERNELS(codes4, CODE_SUMS, CODES4, AS_CODES)
 #else
 FEW_KERNELS(codes8, CODE_SUMS, CODES8, AS_CODES)
-FEW_KERNELS(codes4, CODE_SUMS, CODES4, AS_CODES)
 #endif
 
-// Returns the kernels of a product for blocks of m rows: for one panel, and for several.
+// Returns the kernels of a product for blocks of m rows: for one panel, and for several. Not for codes of 4 bits, unless
+// they are decoded.
 static Kernel *const *kernels_of(const Packed *w, int64_t m) {
     int64_t form = w->p->form;
-    if (w->p->activations == AS_CODES) return form == CODES8 ? codes8[m - 1] : codes4[m - 1];
+    if (w->p->activations == AS_CODES) return codes8[m - 1];
     if (w->by == BY_FLOATS) {
         if (w->decodes) return floats[m - 1];
         return (form == BF16S    ? bf16s_as_floats
                 : form == CODES8 ? codes8_as_floats
-                : form == CODES4 ? codes4_as_floats
                                  : e4m3s_as_floats)[m - 1];
     }
 #if HAVE_BF16_DOTS
     if (w->decodes || form == BF16S) return bf16s[m - 1];
-    return (form == CODES8 ? codes8_as_bf16s : form == CODES4 ? codes4_as_bf16s : e4m3s_as_bf16s)[m - 1];
+    return (form == CODES8 ? codes8_as_bf16s : e4m3s_as_bf16s)[m - 1];
 #else
     __builtin_unreachable();
 #endif

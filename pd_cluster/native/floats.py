@@ -41,7 +41,7 @@ def _function() -> ctypes._NamedFuncPointer | None:
     return function
 
 
-class FewRows:
+class FewFloats:
     """x [..., K] float32 times weight [N, K], transposed, plus the bias [N], for 1 to MOST_ROWS rows."""
 
     __slots__ = ("_call", "_kept", "_run")
@@ -70,11 +70,11 @@ class FewRows:
         return out
 
 
-def few_rows(packed: torch.Tensor, shape: tuple[int, int], bias: torch.Tensor | None) -> FewRows | None:
+def few_rows(packed: torch.Tensor, shape: tuple[int, int], bias: torch.Tensor | None) -> FewFloats | None:
     """Makes the layer of a weight [N, K] that oneDNN has packed; None if kernels or processor have none, or its size
     shows that it is packed otherwise. Results must be compared with oneDNN's before they are used."""
     function = _function()
     nbytes = -(-shape[0] // LINE) * LINE * -(-shape[1] // LINE_INPUTS) * LINE_INPUTS * 4
     if function is None or torch.ops.mkldnn._nbytes(packed) != nbytes:
         return None
-    return FewRows(function, packed, shape, bias)
+    return FewFloats(function, packed, shape, bias)

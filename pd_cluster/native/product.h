@@ -4,6 +4,7 @@
 #include "blocks.h"
 #include "decoded.h"
 #include "fold.h"
+#include "spans.h"
 #include "tiles.h"
 
 #define TILE_BLOCK 256 // rows for which a thread decodes weights once, or keeps them in its cache
@@ -112,32 +113,42 @@ static void product_work(void *data) {
     const Product *p = w->p;
     int64_t in_tiles = w->by == BY_TILES, m = w->together, most_rows = in_tiles ? TILE_BLOCK : MANY_ROWS / m * m;
     int64_t at_once = in_tiles && p->num_rows > TILE_ROWS ? DECODED_PANELS : MOST_PANELS;
-    if (!in_tiles && w->ready_rows > m) at_once = MANY_PANELS;
+    if (!in_tiles && (w->ready_rows > m || goes_over_spans(w))) at_once = MANY_PANELS;
     while (at_once > 1 && w->num_panels < 4 * at_once * p->num_threads) at_once /= 2;
     int64_t groups = (w->num_panels + at_once - 1) / at_once, items = (p->num_rows + most_rows - 1) / most_rows;
     int64_t in_item = in_tiles ? TILE_BLOCK : (w->ready_rows / m + items - 1) / items * m, rows = in_tiles ? 4 : m;
     for (int64_t row; (row = next_items(&w->next_row, rows)) < w->ready_rows;) {
+        if (w->make && row < p->num_rows) w->make(w->maker, row, MIN(rows, p->num_rows - row));
         if (!in_tiles) prepare_block(w, row / m);
         else for (int64_t r = row; r < MIN(row + rows, w->ready_rows); r++) prepare_row(w, r);
     }
     if (p->num_threads > 1) runtime.barrier();
     if (in_tiles) set_tiles(p->num_rows, tile_step(w->span_nbytes / 4));
-    for (int64_t item; (item = next_items(&w->next_item, 1)) < groups * items;) {
+    int64_t item = next_items(&w->next_item, 1);
+    for (int64_t after; item < groups * items; item = after) {
+        after = next_items(&w->next_item, 1);
         int64_t panel = item % groups * at_once, row = item / groups * in_item;
         int64_t num_rows = MIN(in_item, p->num_rows - row), num_panels = MIN(at_once, w->num_panels - panel);
         if (num_rows <= 0) continue;
         if (in_tiles) multiply_in_tiles(w, row, num_rows, panel, num_panels);
+        else if (goes_over_spans(w)) multiply_by_spans(w, row, num_rows, panel, num_panels, after % groups * at_once);
         else multiply_blocks(w, row, num_rows, panel, num_panels);
     }
     if (in_tiles) release_tiles();
 }
 
+// Plans a product, its memory included.
+static void begin_product(const Product *p, Packed *w) {
+    *w = (Packed){0};
+    plan(p, w);
+    w->x = p->scratch;
+    w->row_scales = (float *)(p->scratch + w->ready_rows / w->together * w->row_nbytes);
+    w->sums = (int32_t *)(w->row_scales + (w->ready_rows + 15) / 16 * 16);
+}
+
 // Computes out [num_rows, outputs] = x times the weight, transposed, plus the bias.
 void pd_product(const Product *p) {
-    Packed w = {0};
-    plan(p, &w);
-    w.x = p->scratch;
-    w.row_scales = (float *)(p->scratch + w.ready_rows / w.together * w.row_nbytes);
-    w.sums = (int32_t *)(w.row_scales + (w.ready_rows + 15) / 16 * 16);
+    Packed w;
+    begin_product(p, &w);
     run(product_work, &w, p->num_threads);
 }

@@ -42,7 +42,7 @@ class _PackedForm:
 _BF16, _INT8, _INT4, _E4M3 = _PackedForm(1, 2), _PackedForm(2, 4), _PackedForm(3, 8), _PackedForm(4, 4)
 
 
-class _ProductCall(ctypes.Structure):
+class ProductCall(ctypes.Structure):
     """Product in words.h."""
 
     _fields_ = (
@@ -75,7 +75,7 @@ def _library(flags: tuple[str, ...]) -> ctypes.CDLL | None:
         return _libraries[flags]
 
 
-def _way(library: ctypes.CDLL, product: _ProductCall) -> Way:
+def _way(library: ctypes.CDLL, product: ProductCall) -> Way:
     way: int = library.pd_way(ctypes.addressof(product))
     return _WAYS[way]
 
@@ -85,7 +85,7 @@ def bf16_way(flags: tuple[str, ...] = build.FLAGS) -> Way | None:
     library = _library(flags)
     if library is None:
         return None
-    product = _ProductCall(num_rows=1, form=_BF16.code, activations=_ACTIVATIONS["bfloat16"])
+    product = ProductCall(num_rows=1, form=_BF16.code, activations=_ACTIVATIONS["bfloat16"])
     return _way(library, product)
 
 
@@ -198,10 +198,15 @@ class PackedProduct:
 
     __slots__ = ("_kept", "_library", "_product", "in_features", "out_features")
 
-    def __init__(self, library: ctypes.CDLL, product: _ProductCall, kept: tuple[torch.Tensor | None, ...]) -> None:
+    def __init__(self, library: ctypes.CDLL, product: ProductCall, kept: tuple[torch.Tensor | None, ...]) -> None:
         """`kept`: the tensors to which `product` points."""
         self._library, self._product, self._kept = library, product, kept
         self.in_features, self.out_features = int(product.inputs), int(product.outputs)
+
+    @property
+    def call(self) -> ProductCall:
+        """The product without its rows; it points to memory of this layer."""
+        return self._product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != torch.float32:  # transformers' modules
@@ -211,7 +216,7 @@ class PackedProduct:
         out = torch.empty(*x.shape[:-1], self.out_features)
         if not out.numel():
             return out
-        product = _ProductCall.from_buffer_copy(self._product)  # other threads may compute with this layer
+        product = ProductCall.from_buffer_copy(self._product)  # other threads may compute with this layer
         product.num_rows = x.numel() // self.in_features
         product.num_threads = torch.get_num_threads()
         address = ctypes.addressof(product)
@@ -241,7 +246,7 @@ def _pack(
     group = group or -(-inputs // num_groups)
     if -(-inputs // group) != num_groups:
         raise ModelError(f"{num_groups} scales of {group} inputs each for {inputs} inputs")
-    product = _ProductCall(
+    product = ProductCall(
         num_rows=1, inputs=inputs, outputs=outputs, form=form.code, group=group, num_groups=num_groups
     )
     product.activations = _ACTIVATIONS[activations]

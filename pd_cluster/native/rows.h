@@ -42,12 +42,16 @@ static void norm_work(void *data) {
             norm_row(w->x + r * n, w->delta ? w->delta + r * n : 0, w->weight, w->out + r * n, n, w->eps);
 }
 
+// Returns how many rows a thread takes at a time.
+static int64_t rows_at_once(int64_t num_rows, int64_t num_threads) {
+    return num_threads > 1 ? MAX(1, MIN(16, num_rows / (2 * num_threads))) : num_rows;
+}
+
 // Computes x [num_rows, features] += delta if there is one, then out = x / rms(x) * weight.
 void pd_norm(float *x, const float *delta, const float *weight, float *out, int64_t num_rows, int64_t features,
              float eps, int64_t num_threads) {
-    NormWork work = {x, delta, weight, out, num_rows, features, 0, num_rows, eps};
     if (num_rows * features < SMALL) num_threads = 1;
-    if (num_threads > 1) work.step = MAX(1, MIN(16, num_rows / (2 * num_threads)));
+    NormWork work = {x, delta, weight, out, num_rows, features, 0, rows_at_once(num_rows, num_threads), eps};
     run(norm_work, &work, num_threads);
 }
 
@@ -85,6 +89,14 @@ INLINE void gate_part(const float *gate, const float *up, float *out, int64_t n,
     for (; i < n; i++) out[i] = gated(splat(gate[i]), splat(up[i]), activation)[0];
 }
 
+static void gate_row(const float *gate, const float *up, float *out, int64_t n, int activation) {
+    switch (activation) { // each has a loop of its own
+    case GELU_TANH: gate_part(gate, up, out, n, GELU_TANH); break;
+    case SWIGLUOAI: gate_part(gate, up, out, n, SWIGLUOAI); break;
+    default: gate_part(gate, up, out, n, SILU);
+    }
+}
+
 static void gate_work(void *data) {
     GateWork *w = data;
     int64_t n = w->features, width = (n / w->num_parts + VL - 1) / VL * VL;
@@ -93,11 +105,7 @@ static void gate_work(void *data) {
         int64_t stop = item % w->num_parts == w->num_parts - 1 ? n : MIN(n, start + width);
         const float *gate = w->gate_up + row * 2 * n + start;
         float *out = w->out + row * n + start;
-        switch (w->activation) { // each has a loop of its own
-        case GELU_TANH: gate_part(gate, gate + n, out, stop - start, GELU_TANH); break;
-        case SWIGLUOAI: gate_part(gate, gate + n, out, stop - start, SWIGLUOAI); break;
-        default: gate_part(gate, gate + n, out, stop - start, SILU);
-        }
+        gate_row(gate, gate + n, out, stop - start, w->activation);
     }
 }
 

@@ -70,6 +70,8 @@ typedef struct {
     float *row_scales;              // [ready_rows], if x is codes
     int32_t *sums;                  // [ready_rows][num_spans]: x of each span, in its own type
     int64_t next_row, next_item;
+    void (*make)(const void *, int64_t, int64_t); // writes some rows of p->x, the first and how many; or none
+    const void *maker;                            // its first argument
 } Packed;
 
 INLINE int inputs_of_word(int form) { return form == FLOATS ? 1 : form == BF16S ? 2 : form == CODES4 ? 8 : 4; }

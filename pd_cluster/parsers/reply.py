@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import secrets
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -124,11 +124,15 @@ class ReplyFormat:
         """Returns the mark that a reply which continues this content stands behind."""
         return (self._thinking or NONE).after(content)
 
-    def call_id(self) -> str:
-        """Returns a new id. Mistral's chat templates accept only nine letters and digits."""
+    def call_id(self, draw: Callable[[int], bytes] = secrets.token_bytes) -> str:
+        """Returns a new id. Mistral's chat templates accept only nine letters and digits.
+
+        `draw` returns so many random bytes.
+        """
         if self.tool_parser == "mistral":
-            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-        return f"call_{secrets.token_hex(12)}"
+            characters = string.ascii_letters + string.digits
+            return "".join(characters[int.from_bytes(draw(8), "big") % len(characters)] for _ in range(9))
+        return f"call_{draw(12).hex()}"
 
     def _start(self, prompt_end: str) -> Start:
         return self._thinking.start_of(prompt_end) if self._thinking is not None else "content"

@@ -95,6 +95,7 @@ class Answering:
             generation.client_id,
             generation.received_s,
             generation.visitor,
+            generation.kept,
         )
 
     async def _learn_of_prompt(self, generation: Generation) -> None:

@@ -52,6 +52,8 @@ class LoopHandler:
             self._call(self.roster.on_heartbeat, conn, body.load)
         elif isinstance(body, wire.CacheKeys):
             self._call(self.roster.on_cache_keys, conn, body)
+        elif isinstance(body, wire.Found):
+            self._call(self.router.on_found, conn, body)
         elif isinstance(body, wire.AdapterStates):
             self._call(self.roster.on_adapter_states, conn, body)
         elif isinstance(body, wire.StaleOrder):
@@ -120,6 +122,7 @@ class Edge(Generic[RosterT]):
             routing.max_queue_s,
             routing.has_priorities,
             shares_workers=is_scheduler,
+            find_s=timeouts.connect_timeout_s,
         )
         if is_scheduler:
             self.roster.own_key = peer_key(name, self.mailbox.epoch)
@@ -184,6 +187,7 @@ def text_service(
         config.shows_tokenizer,
         handle_secret,
         config.http.log,
+        config.resume,
     )
     return TextService(router, checkpoint, served)
 

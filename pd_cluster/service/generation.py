@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from pd_cluster.cluster.routing.entrance import ANYBODY, Visitor
+from pd_cluster.cluster.routing.resume import KeptStream
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.errors import GenerationError
 from pd_cluster.parsers.reply import ReplyReader
@@ -45,7 +46,7 @@ class Generation:
     every_token: bool = False  # a piece for each token, even when there is no text yet
     is_prompt_only: bool = False  # max_tokens 0, with echo
     new_reader: Callable[[], ReplyReader] | None = None  # for a choice's text, where it is more than content
-    new_call_id: Callable[[], str] = _no_calls
+    new_call_id: Callable[..., str] = _no_calls
     calls_finish: bool = False  # a choice that makes calls reports it in its finish_reason
     prompt: PromptOutput | None = None  # known no later than the first piece
     served_by: list[str] = field(default_factory=list)
@@ -57,6 +58,7 @@ class Generation:
     visitor: Visitor = ANYBODY
     arrived: Callable[[], None] = _nothing  # called when the router has it
     hold: PixelHold | None = None  # of its pictures
+    kept: KeptStream | None = None  # of a stream that may resume
 
     @property
     def prompt_token_ids(self) -> list[int]:

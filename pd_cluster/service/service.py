@@ -26,6 +26,7 @@ from pd_cluster.service.prompts.given_pictures import given_sources
 from pd_cluster.service.prompts.guarded_prompt import Guard
 from pd_cluster.service.prompts.pictures import PictureIntake, Shown
 from pd_cluster.service.request_log import RequestLog
+from pd_cluster.service.resumption import Resumption
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields
 from pd_cluster.service.schema.guide_fields import Asked, compact
 from pd_cluster.service.schema.protocol import CompletionRequest, GenerationRequest
@@ -37,6 +38,7 @@ from pd_cluster.service.traces import Tracing
 from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.request_log import RequestLogSettings
 from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.settings.resume import ResumeSettings
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.text.control_tokens import PromptText
 from pd_cluster.text.tokenizer import Tokenizer
@@ -81,6 +83,7 @@ class ServiceConfig:
     shows_tokenizer: bool = False
     handle_secret: bytes = field(default=b"", repr=False)
     log: RequestLogSettings = field(default_factory=RequestLogSettings)
+    resume: ResumeSettings = field(default_factory=ResumeSettings)
 
 
 class TextService:
@@ -89,6 +92,7 @@ class TextService:
         self.router = router
         self.tracing: Tracing | None = None  # set by a server that exports traces
         self._config, self._answering = config, Answering(router)
+        self.resumption = Resumption(config.resume)
         self._log = RequestLog(config.log) if config.log.has_requests else None
         chat = config.chat
         self.tokenizer = Tokenizer(checkpoint.tokenizer_path, chat.template, checkpoint.path)
@@ -147,8 +151,9 @@ class TextService:
 
     @property
     def max_model_len(self) -> int:
-        """The smallest limit of this process and the ready workers."""
-        infos = [i.info for i in self.router.membership.instances if i.is_ready and i.info is not None]
+        """The smallest limit of this process and the ready workers; encoders have none."""
+        ready = [i for i in self.router.membership.instances if i.is_ready and i.role != "encode"]
+        infos = [i.info for i in ready if i.info is not None]
         return min([self._config.max_model_len, *(info.max_model_len for info in infos)])
 
     @property

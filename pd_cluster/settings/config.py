@@ -14,6 +14,7 @@ from pd_cluster.settings.logs import Logs
 from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.processes import HandoverSettings
 from pd_cluster.settings.requests import ChatConfig, RequestSettings
+from pd_cluster.settings.resume import ResumeSettings
 from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import Role
@@ -95,6 +96,7 @@ class ApiConfig(RequestSettings, frozen=True, kw_only=True):
     routing: RoutingConfig
     chat: ChatConfig = ChatConfig()
     media: MediaSettings = MediaSettings()
+    resume: ResumeSettings = ResumeSettings()
     http: HttpConfig = HttpConfig()
 
 

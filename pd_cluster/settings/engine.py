@@ -38,7 +38,8 @@ PDL, SKINNY_GATE, SYMMETRIC_SUMS, PROMPT_GRAPHS = "pdl", "skinny-gate", "symmetr
 CUDA_SPEEDUPS = (PDL, SKINNY_GATE, SYMMETRIC_SUMS, PROMPT_GRAPHS)
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "sdpa")
 FORMATS = ("awq", "gptq", "auto-round", "compressed-tensors", "smoothquant", "fp8", "mxfp4", "modelopt", "ascend")
-AT_LOAD = ("fp8", "int8", "int8_wo", "int4_wo")
+AT_LOAD = ("fp8", "int8", "int8_wo", "int4_wo", "w4a8")
+ONLY_ON_CPU = ("w4a8",)
 ALSO_AT_LOAD = {"wint8": "int8_wo", "wint4": "int4_wo"}  # FastDeploy's names
 QUANTIZATIONS = tuple(dict.fromkeys((*FORMATS, *AT_LOAD, *ALSO_AT_LOAD)))
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
@@ -114,7 +115,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         ENGINE(
             f"The method of a quantized model folder, which is found without it: {', '.join(FORMATS)}. With plain "
-            "weights, quantizes them at load: fp8, int8 (with int8 activations), int8_wo or wint8, int4_wo or wint4.",
+            "weights, quantizes them at load: fp8, int8 (with int8 activations), int8_wo or wint8, int4_wo or wint4, "
+            "w4a8 (4 bits with int8 activations, on a CPU).",
             checks=(one_of(QUANTIZATIONS),),
             form=NAME,
         ),
@@ -123,7 +125,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         ENGINE(
             "Quantizes the output layer, too, when it is loaded: fp8, int8 (with int8 activations), int8_wo or wint8, "
-            "int4_wo or wint4. Its weights must be plain.",
+            "int4_wo or wint4, w4a8 (on a CPU). Its weights must be plain.",
             checks=(one_of((*AT_LOAD, *ALSO_AT_LOAD)),),
             form=NAME,
         ),

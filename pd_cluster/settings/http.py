@@ -105,7 +105,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings in front of the API's routes. `root_path`: the prefix that a proxy strips from every path.
 
     `tenants`: a name for each key, or none: then each key is a separate tenant. `shares_prefix_cache`: tenants share
-    cached prompts. `key_file` has further keys, as hashes. `metrics_key` gives access to /metrics and nothing else;
+    cached prompts. `key_file` has further keys, as hashes. `metrics_key` gives access to /metrics and /load alone;
     with only other keys, nobody can read /metrics. `returns_request_ids`: every answer has x-request-id. `has_docs`:
     /docs and /openapi.json. `has_public_dashboard`: /dashboard.
     """
@@ -131,7 +131,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     metrics_key: Annotated[
         str,
-        HTTP("A key for /metrics only. Without it, /metrics needs an API key if there are any.", is_secret=True),
+        HTTP(
+            "A key for /metrics and /load only. Without it, /metrics needs an API key if there are any.", is_secret=True
+        ),
     ] = ""
     allowed_origins: Annotated[
         tuple[str, ...],

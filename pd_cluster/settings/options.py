@@ -23,6 +23,7 @@ from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.processes import HandoverSettings, JoinSettings, KeyFiles, KVSettings, ProcessSettings
 from pd_cluster.settings.request_log import RequestLogSettings
 from pd_cluster.settings.requests import GUIDED_BACKENDS, Assurances, ChatConfig, RequestSettings
+from pd_cluster.settings.resume import ResumeSettings
 from pd_cluster.settings.routing import AdminSettings, ConnectionLimits, EntranceSettings, RoutingConfig
 from pd_cluster.settings.setting import Declared, Panel, declared, one_of, read
 from pd_cluster.settings.timeouts import Timeouts
@@ -43,6 +44,7 @@ GROUPS: tuple[type[msgspec.Struct], ...] = (
     ),
     EntranceSettings,
     *(ConnectionLimits, RoutingConfig, AdminSettings, RequestSettings, Assurances, ChatConfig, MediaSettings),
+    ResumeSettings,
     *(HttpConfig, Tls),
     KeptResponses,
     RequestLogSettings,

@@ -21,7 +21,7 @@ BASIC = partial(Setting, panel=Panel.BASIC, scope=Scope.SERVER)
 KV = partial(Setting, panel=Panel.KV, scope=Scope.WORKERS)
 SCHEDULER = partial(Setting, panel=Panel.SCHEDULER, scope=Scope.SERVER)
 CoreLending = Literal["auto", "on", "off"]
-ServeRole = Literal["scheduler", "prefill", "decode"]
+ServeRole = Literal["scheduler", "prefill", "decode", "encode"]
 SERVE_ROLES: tuple[ServeRole, ...] = get_args(ServeRole)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 TABLE_NAME = re.compile(r"scheduler|join|(prefill|decode|scheduler)-[0-9]+")
@@ -198,7 +198,7 @@ def _role(name: str, written: str) -> ServeRole:
     for role in SERVE_ROLES:
         if written == role:
             return role
-    raise ConfigError(f"{called(name)} {written!r}: expected scheduler, prefill or decode")
+    raise ConfigError(f"{called(name)} {written!r}: expected scheduler, prefill, decode or encode")
 
 
 def _instance_name(name: str, written: str) -> str:
@@ -233,7 +233,9 @@ class JoinSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Annotated[
         ServeRole | None,
-        BASIC("scheduler, prefill or decode, in place of rank tables.", form=Form(str, _role, lambda role: role)),
+        BASIC(
+            "scheduler, prefill, decode or encode, in place of rank tables.", form=Form(str, _role, lambda role: role)
+        ),
     ] = None
     addresses: Annotated[
         tuple[tuple[str, int], ...],

@@ -113,8 +113,8 @@ class EntranceSettings(msgspec.Struct, frozen=True, kw_only=True):
     scheduler_lease: Annotated[
         str,
         SCHEDULER(
-            "Folder (0700, on one host) that several schedulers over the same workers share: one of them owns "
-            "membership, all serve. Default: this is the only scheduler.",
+            "What several schedulers over the same workers share, of which one owns membership while all serve: a "
+            "folder (0700, on one host), or kubernetes:NAMESPACE/NAME, a Lease object. Default: there are no others.",
             after="uds",
         ),
     ] = ""

@@ -47,13 +47,15 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     lease_duration_s: Annotated[
         float,
         SERVER(
-            "With --scheduler-lease: seconds after which another scheduler may own membership.",
-            checks=(POSITIVE,),
+            "With --scheduler-lease: seconds after which another scheduler may own membership; 0: 1.5, or 15 in "
+            "Kubernetes.",
+            checks=(finite("must not be negative or infinite"),),
             after="scheduler_index",
             panel=Panel.SCHEDULER,
-            detail="with several schedulers: one that stands still, or has died, owns membership no more",
+            detail="with several schedulers: one that stands still, or has died, owns membership no more; 0: 1.5, in "
+            "Kubernetes 15",
         ),
-    ] = 1.5
+    ] = 0.0
     credit_timeout_s: Annotated[
         float,
         WORKERS(
@@ -65,6 +67,13 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
         float,
         WORKERS("Seconds that a KV transfer may make no progress.", detail="a transfer that stands still is given up"),
     ] = 30.0
+    encode_timeout_s: Annotated[
+        float,
+        WORKERS(
+            "Seconds that an encoder may compute nothing before a prefill instance computes an image itself.",
+            detail="an encoder that computes nothing loses its images to prefill; a busy one, after six times this",
+        ),
+    ] = 10.0
     collective_timeout_s: Annotated[
         float,
         WORKERS("Seconds that a rank waits for another rank.", detail="a rank of an instance waits for the others"),

@@ -71,8 +71,8 @@ class UnixServer(abc.ABC):
         self._kept.append(peer)
 
 
-def connect(name: str, what: str, timeout_s: float) -> socket.socket:
-    """Connects to the server of that name. `what`: the part of the prefill instance, for errors. Raises LinkError."""
+def connect(name: str, what: str, timeout_s: float, role: str = "prefill instance") -> socket.socket:
+    """Connects to the server of that name. `what`: the part of the `role`, for errors. Raises LinkError."""
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         peer.settimeout(timeout_s)
@@ -81,10 +81,10 @@ def connect(name: str, what: str, timeout_s: float) -> socket.socket:
     except OSError as error:
         peer.close()
         other_host = isinstance(error, ConnectionRefusedError)  # or another network namespace
-        raise LinkError(f"the prefill instance's {what} cannot be reached: {error}", retry=not other_host) from error
+        raise LinkError(f"the {role}'s {what} cannot be reached: {error}", retry=not other_host) from error
     if uid != os.getuid():
         peer.close()
-        raise LinkError(f"the prefill instance's {what} belongs to another user")
+        raise LinkError(f"the {role}'s {what} belongs to another user")
     return peer
 
 

@@ -32,6 +32,7 @@ from pd_cluster.types.request import Request as Request
 from pd_cluster.types.request import Status as Status
 from pd_cluster.types.request import resume as resume
 from pd_cluster.types.request import sibling as sibling
+from pd_cluster.types.roles import ROLES as ROLES
 from pd_cluster.types.roles import TIERS as TIERS
 from pd_cluster.types.roles import Leg as Leg
 from pd_cluster.types.roles import Role as Role

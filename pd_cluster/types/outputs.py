@@ -84,7 +84,8 @@ class LegEnd(msgspec.Struct, frozen=True, array_like=True):
     """A leg that ended without a finishing token. `error` is None for a prefill leg that was handed over.
 
     `is_fault`: the request did not cause the error, and other instances may succeed. `is_refusal`: the request cannot
-    be served, here or elsewhere. `is_full`: too many legs wait there; a fault that counts as no attempt.
+    be served, here or elsewhere. `is_full`: too many legs wait there; a fault that counts as no attempt. `is_taken`:
+    another scheduler reads the stream from now on.
     """
 
     request_id: str
@@ -93,6 +94,7 @@ class LegEnd(msgspec.Struct, frozen=True, array_like=True):
     is_fault: bool = False
     is_refusal: bool = False
     is_full: bool = False
+    is_taken: bool = False
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 Leg = Literal["prefill", "decode", "hybrid"]
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "encode"]
+ROLES: tuple[Role, ...] = get_args(Role)
 Tier = Literal["device", "host", "disk"]  # where an instance has a block, the quickest first
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from pd_cluster.wire.encoding import (
+    Encode,
+    EncodeAbort,
+    EncodeDone,
+    EncodeFailed,
+    EncoderAnswer,
+    EncoderMeet,
+    EncoderOpen,
+)
 from pd_cluster.wire.links import (
     LinkAnswer,
     LinkOpen,
@@ -30,6 +39,7 @@ from pd_cluster.wire.membership import (
     Welcome,
 )
 from pd_cluster.wire.requests import Abort, CacheKeys, Outputs, Submit
+from pd_cluster.wire.resume import Attach, Find, Found, Release
 from pd_cluster.wire.transfers import Cancel, Confirm, Confirmed, Credit, KVFrame, KVHeader, Offer, Revoke
 
 Body = (
@@ -50,6 +60,10 @@ Body = (
     | Abort
     | Outputs
     | CacheKeys
+    | Release
+    | Find
+    | Found
+    | Attach
     | LinkOpen
     | LinkAnswer
     | LinkReady
@@ -58,6 +72,13 @@ Body = (
     | LinkRest
     | LinkYield
     | LinkQueued
+    | EncoderOpen
+    | EncoderAnswer
+    | EncoderMeet
+    | Encode
+    | EncodeDone
+    | EncodeFailed
+    | EncodeAbort
     | Offer
     | Credit
     | Revoke

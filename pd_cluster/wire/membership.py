@@ -69,6 +69,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: Tally = Tally()  # of every sequence that ended here, how often it gave way to others
     num_encoded_images: int = 0  # by the vision tower, pairs of a video's frames included
     image_encode_s: float = 0.0  # the seconds that these took
+    num_encoded_hits: int = 0  # images asked of this encoder that it had kept
+    num_landed_images: int = 0  # whose features came here from encoders
+    num_encoder_fallbacks: int = 0  # images asked of an encoder whose features did not come
+    encoder_wait_s: float = 0.0  # the seconds from asking until features came, of all images that landed
+    feature_nbytes: int = 0  # of features: sent by an encoder, received by others
     num_cache_resets: int = 0
     num_quarantined_blocks: int = 0  # of transfers that were given up, which may still be written
     num_leaked_blocks: int = 0  # lower bound of blocks held by no request; exact while there is none
@@ -92,7 +97,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def progress(self) -> int:
         """Returns a number that grows whenever the worker makes any progress."""
-        return self.num_steps + self.num_landings + self.kv_sent_nbytes + self.kv_received_nbytes
+        return self.num_steps + self.num_landings + self.kv_sent_nbytes + self.kv_received_nbytes + self.feature_nbytes
 
 
 class Heartbeat(Message, frozen=True):
@@ -143,9 +148,13 @@ class Join(Message, frozen=True, kw_only=True):
 
 
 class JoinAnswer(Message, frozen=True):
-    """`problem`: why the worker is not, or no longer, registered; "" if it is."""
+    """`problem`: why the worker is not, or no longer, registered; "" if it is.
+
+    `is_elsewhere`: nothing is against the worker; another of several schedulers admits workers, or none does now.
+    """
 
     problem: str = ""
+    is_elsewhere: bool = False
 
 
 class Leave(Message, frozen=True):

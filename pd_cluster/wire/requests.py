@@ -6,13 +6,15 @@ import msgspec
 
 from pd_cluster.types import Leg, LegEnd, Order, PooledOutput, PromptOutput, Resumed, Tier, TokenOutput
 from pd_cluster.wire.base import Message
+from pd_cluster.wire.resume import Keep
 
 
 class Submit(Message, frozen=True):
     """One leg of one attempt at an order.
 
     `weight`: the work that the sender expects of this leg, in tokens; loads report the sums to all schedulers.
-    `may_be_full`: the receiver may refuse it because too many legs wait there already (`LegEnd.is_full`).
+    `may_be_full`: the receiver may refuse it because too many legs wait there already (`LegEnd.is_full`). `keep`: a
+    record that outlives the sender's connection.
     """
 
     request_id: str
@@ -25,6 +27,8 @@ class Submit(Message, frozen=True):
     resumed: list[Resumed] = []  # of a hybrid leg: the sequences that resume; empty: all, from the beginning
     weight: int = 0
     may_be_full: bool = False
+    encoders: list[str] = []  # "name@epoch" of an encoder for each image of the order, "" for none; empty: none at all
+    keep: Keep | None = None
 
 
 class Abort(Message, frozen=True):

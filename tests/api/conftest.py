@@ -14,7 +14,9 @@ from tests.support.scripted_scenarios import FAMILIES
 
 MAX_MODEL_LEN = 256
 FLAGS = [f"--max-model-len={MAX_MODEL_LEN}", "--num-blocks=128", "--trust-request-chat-template"]
-SCRIPTED_FLAGS = ["--max-model-len=4096", "--num-blocks=600", "--enable-auto-tool-choice"]
+SCRIPTED_FLAGS = [
+    *("--max-model-len=4096", "--num-blocks=600", "--enable-auto-tool-choice", "--resume-window=30"),
+]
 SCRIPTED_PARSERS = ["--tool-call-parser=hermes", "--reasoning-parser=qwen3"]
 
 

@@ -18,6 +18,7 @@ import pytest
 from tests.support.cluster import LiveCluster
 from tests.support.engines import random_prompt
 from tests.support.netns import CannotMakeNamespaces, Network, SpreadCluster
+from tests.support.nixl import needs_nixl
 from tests.support.traffic import Ask, Judge, Outcome, Traffic, make_asks
 
 Checkpoints = Callable[..., Path]
@@ -216,14 +217,17 @@ def network() -> Iterator[Network]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_hosts_are_cut_off_under_load(model: Path, tmp_path: Path, network: Network) -> None:
+@pytest.mark.parametrize("transport", ["dist", pytest.param("nixl", marks=needs_nixl)])
+def test_hosts_are_cut_off_under_load(
+    model: Path, tmp_path: Path, network: Network, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """KV cache goes over the network: a host is isolated, two are parted, and then no prefill is left."""
     asks = make_asks(random.Random(43), 500, 40, LONGEST, MAX_TOKENS)
     judge = Judge(model, asks, REQUEST_TIMEOUT_S)
     where = {"prefill-0": "left", "prefill-1": "left", "decode-0": "right", "decode-1": "far"}
-    with SpreadCluster(
-        network, where, tmp_path, model, arguments=[*FLAGS, "--kv-transport=dist", "--trust-network"]
-    ) as cluster:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")  # hosts of a network share this machine's memory
+    flags = [*FLAGS, f"--kv-transport={transport}", "--trust-network"]
+    with SpreadCluster(network, where, tmp_path, model, arguments=flags) as cluster:
         with Traffic(cluster.url, asks, CONCURRENCY, network.enter) as traffic:
             trouble = Trouble(cluster, traffic, burst=60)
             trouble.await_busy("decode-1")

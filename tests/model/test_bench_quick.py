@@ -216,7 +216,7 @@ def test_quick_measures_weights(tmp_path: Path, in_this_process: None) -> None:
     result = CliRunner().invoke(commands.app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     found = {each["name"]: each for each in json.loads(file.read_text())["results"]}
-    for kind in ("bfloat16", "int8", "int8_wo", "int4_wo", "fp8"):
+    for kind in ("bfloat16", "int8", "int8_wo", "int4_wo", "w4a8", "fp8"):
         assert found[f"tiny, batch 2: {kind}, times float32's speed"]["value"] > 0
         assert found[f"tiny, prompt of 40: {kind}, times float32's speed"]["value"] > 0
     assert all(each["met"] is None for each in found.values())

@@ -90,6 +90,7 @@ def test_words_are_those_of_the_format(bits: int) -> None:
     [
         ("w4a16", "gptq", 0.9),
         ("w4a16", "awq", 0.9),
+        ("w4a8", "gptq", 0.9),
         ("w8a8", "smoothquant", 0.1),
         ("w8a16", "rtn", 0.06),
         ("fp8", "rtn", 0.3),

@@ -12,15 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pd_cluster.errors import ModelError, called
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import Device
+from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.lab.child import make_model
 from pd_cluster.lab.tiny_model import ModelShape
+from pd_cluster.model.loader import load_model
 from pd_cluster.model.quantized import weight as quantized_weight
 from pd_cluster.model.quantized.encode import encoded
-from pd_cluster.model.quantized.weight import CODED, INT8
+from pd_cluster.model.quantized.weight import CODED, INT8, W4A8
 from pd_cluster.model.quantized_head import quantize_head
 from pd_cluster.native import products
 from pd_cluster.native.products import PackedProduct, int8_linear, quantize_rows
+from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt
@@ -69,6 +73,47 @@ def test_int8_is_with_int8_activations_and_in_the_numerics(tmp_path: Path) -> No
     numerics: list[Any] = [core.runner.numerics for core in (plain, int8)]  # type: ignore[attr-defined]
     assert numerics[0].digest != numerics[1].digest
     assert numerics[0].difference(numerics[1]) == (called("quantization"), "none", "int8")
+
+
+def test_w4a8_is_in_the_numerics_and_rows_are_apart(tmp_path: Path) -> None:
+    """On two ranks a part of a row has a scale of its own, so only their numbers of tokens are known."""
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    plain = make_core(folder, quantization="int4_wo", num_blocks=64)
+    settings = {"quantization": "w4a8", "quantize_head": "w4a8", "num_blocks": 64}
+    core = make_core(folder, **settings)
+    numerics: list[Any] = [each.runner.numerics for each in (plain, core)]  # type: ignore[attr-defined]
+    assert numerics[0].difference(numerics[1]) == (called("quantization"), "int4_wo", "w4a8")
+    together = generate(make_core(folder, max_num_batched_tokens=8, **settings), PROMPTS, GREEDY)
+    assert [generate(core, [prompt], GREEDY)[0] for prompt in PROMPTS] == together
+    with ranks(folder, 2, **settings) as two:
+        assert [len(output) for output in generate(two, PROMPTS, GREEDY)] == [GREEDY.max_tokens] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("inputs", [1024, 8192, 96])
+def test_products_of_w4a8_are_exact(inputs: int) -> None:
+    """The kernels' sums are those of 64-bit integers, group by group, and so are the reference's."""
+    torch.manual_seed(inputs)
+    parts = encoded(torch.randn(130, inputs), "w4a8")
+    weight = W4A8.weight.of({**parts, "bias": torch.randn(130)}, torch.float32)
+    x = torch.randn(70, inputs)
+    codes, steps = quantize_rows(x)
+    group = inputs // parts["w4a8_scales"].shape[1]
+    sums = torch.einsum(
+        "rgk,ngk->rng", codes.view(70, -1, group).double(), parts["w4a8_codes"].view(130, -1, group).double()
+    )
+    expected = (sums * parts["w4a8_scales"].double()).sum(-1) * steps.double() + weight.bias
+    for layer in (weight.linear(), weight.reference()):
+        found = layer(x)
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert all(torch.equal(layer(x[row : row + 1]), found[row : row + 1]) for row in (0, 69))
+
+
+@pytest.mark.parametrize("settings", [{"quantization": "w4a8"}, {"quantize_head": "w4a8"}], ids=str)
+def test_w4a8_is_refused_where_there_are_no_kernels(tmp_path: Path, settings: dict[str, Any]) -> None:
+    config = EngineConfig(model=str(make_checkpoint(tmp_path / "model", "llama")), **settings)
+    said = f"--{next(iter(settings)).replace('_', '-')} w4a8: only CPUs have products of 4 bits"
+    with pytest.raises(ConfigError, match=said):
+        load_model(Checkpoint.of(config), "float32", Device("cuda", 0))
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ class LiveCluster:
         member_arguments: Mapping[str, Sequence[str]] | None = None,
         tp_sizes: Mapping[str, int] | None = None,
         num_schedulers: int = 1,
+        num_encode: int = 0,
     ) -> None:
         port = free_port_pair() if num_schedulers == 1 else free_port_row(2 * num_schedulers)
         admin = [f"--admin-port={port + 1}"] if num_schedulers == 1 else []
@@ -72,6 +73,7 @@ class LiveCluster:
             model=str(model),
             num_prefill=num_prefill,
             num_decode=num_decode,
+            num_encode=num_encode,
             tp_sizes=tp_sizes or {},
             num_schedulers=num_schedulers,
             port=port,
@@ -209,10 +211,12 @@ class LiveCluster:
         return status == 200 and body["status"] == "ok" and self._all_linked()
 
     def _all_linked(self) -> bool:
+        """Whether every prefill instance has its links to all others, encoders that registered included."""
         found = self.instances()
-        num_decode = sum(1 for i in found if i["role"] == "decode")
+        num_others = sum(1 for i in found if i["role"] != "prefill")
         linked = [sum(state.is_up for state in links_of(i).values()) for i in found if i["role"] == "prefill"]
-        return all(number == num_decode for number in linked)
+        are_here = sum(1 for i in found if i["role"] == "encode") == self.launch.num_encode
+        return are_here and all(number == num_others for number in linked)
 
     def assert_home(self) -> None:
         """Asserts that nothing is held, waiting or outstanding anywhere, and every block is accounted for."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +28,7 @@ def _custom(kind: str) -> Any:
 
 def check_schema(document: dict[str, Any], version: str = NEWEST) -> None:
     """Raises ValidationError; fields that a kind does not have are errors, too."""
-    if "." in document["apiVersion"].partition("/")[0] and not document["apiVersion"].partition("/")[0].endswith(
-        ".k8s.io"
-    ):
+    if (CRDS / f"{document['kind']}.json").exists():
         jsonschema.validate(document, _custom(document["kind"]))
     else:
         kubernetes_validate.validate(document, version, strict=True)
@@ -37,3 +38,14 @@ def check_schema(document: dict[str, Any], version: str = NEWEST) -> None:
 def documents(file: str) -> list[dict[str, Any]]:
     """Returns the objects of a file below deploy/kubernetes."""
     return list(yaml.safe_load_all((KUSTOMIZE / file).read_text(encoding="utf-8")))
+
+
+def built(folder: Path) -> list[dict[str, Any]]:
+    """Returns what kustomize makes of a folder."""
+    kubectl = shutil.which("kubectl") or shutil.which("kustomize")
+    if kubectl is None:
+        pytest.skip("neither kubectl nor kustomize is installed")
+    command = [kubectl, "kustomize" if kubectl.endswith("kubectl") else "build", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))

@@ -146,7 +146,10 @@ class SpreadCluster(LiveCluster):
 
     def __init__(self, network: Network, where: dict[str, str], folder: Path, model: Path, **settings: Any) -> None:
         roles = [name.partition("-")[0] for name in where]
-        super().__init__(folder, model, roles.count("prefill"), roles.count("decode"), **settings)
+        num_encode = roles.count("encode")
+        super().__init__(
+            folder, model, roles.count("prefill"), roles.count("decode"), num_encode=num_encode, **settings
+        )
         self._network = network
         self._where = {**where, "scheduler": HUB}
 
@@ -160,6 +163,8 @@ class SpreadCluster(LiveCluster):
         parts = []
         for host, address in self._network.addresses.items():
             prefill, decode = (self._devices(host, role) for role in ("prefill", "decode"))
+            if not prefill and not decode and host != HUB:  # encoders only
+                continue
             made = generate(
                 prefill=prefill,
                 decode=decode,
@@ -181,10 +186,15 @@ class SpreadCluster(LiveCluster):
         host = self._where[member.name]
         address = self._network.addresses[host]
         is_scheduler = member.name == "scheduler"
+        if member.name.startswith("encode"):  # in no table: it registers at the hub
+            port = next(flag for flag in member.command if flag.startswith("--join=")).rpartition(":")[2]
+            own = [f"--host={address}", f"--advertise-host={address}", f"--join={self._network.addresses[HUB]}:{port}"]
+            return replace(member, command=self._network.inside(host, [*member.command, *own]))
         slot = "host" if is_scheduler else str(self._here(host).index(member.name))
         local = self.folder / f"local_ranktable_{address}_{slot}.json"
         names = {"GLOBAL_RANK_TABLE_FILE_PATH": str(table), "RANK_TABLE_FILE_PATH": str(local)}
-        command = [*member.command, *([] if is_scheduler else [f"--host={address}"])]  # the last one counts
+        own_host = "0.0.0.0" if is_scheduler and self.launch.num_encode else "" if is_scheduler else address
+        command = [*member.command, *([f"--host={own_host}"] if own_host else [])]  # the last one counts
         return replace(member, command=self._network.inside(host, command), env={**member.env, **names})
 
 

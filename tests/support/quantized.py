@@ -228,7 +228,15 @@ FORMATS: dict[str, Format] = {
     "mxfp4": Format(mxfp4, _ct("mxfp4-pack-quantized", 4, type="float"), group=32),
     "nvfp4": Format(nvfp4, _ct("nvfp4-pack-quantized", 4, type="float")),
 }
-W8A8 = Format(int8, _ct("int-quantized", 8, {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}))
+INT8_INPUTS = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+W8A8 = Format(int8, _ct("int-quantized", 8, INT8_INPUTS))
+
+
+def int4_in_bytes(weight: torch.Tensor, group: int) -> Written:
+    """compressed-tensors' int-quantized of four bits: a code in each byte."""
+    parts, numbers = packed(4)(weight, group)
+    codes = (numbers.reshape(len(weight), -1, group) / parts["weight_scale"].unsqueeze(-1)).round().flatten(1)
+    return {"weight": codes.to(torch.int8), "weight_scale": parts["weight_scale"]}, numbers
 
 
 def rewritten(folder: Path, to: Path, form: Format) -> tuple[Path, Path]:
@@ -315,8 +323,11 @@ def described(kind: str) -> tuple[str, dict[str, Any]]:
     return "quant_model_description.json", {"model_quant_type": kind, "lm_head.weight": "FLOAT", **types}
 
 
+W4A8 = Format(int4_in_bytes, _ct("int-quantized", 4, INT8_INPUTS))
 INT8_FORMATS: dict[str, Format] = {
     "compressed-tensors": W8A8,
+    "compressed-tensors w4a8": W4A8,
+    "compressed-tensors w4a8, packed": Format(packed(4), _ct("pack-quantized", 4, INT8_INPUTS)),
     "smooth_quant": Format(smooth_quant, {"quant_method": "smooth_quant", "quant_dtype": "int8"}),
     "msmodelslim": Format(ascend_dynamic, None, file=described("W8A8_DYNAMIC")),
     "msmodelslim static": Format(ascend_static, None, file=described("W8A8")),

@@ -36,8 +36,10 @@ class Store:
 
     def write(self, record: LeaseRecord) -> bool:
         self._reach()
-        if record.version != self.record.version + 1:
-            return False
+        return record.version == self.record.version + 1 and self.write_whole(record)
+
+    def write_whole(self, record: LeaseRecord) -> bool:
+        """Notes what was written. Raises where the answer is lost."""
         assert record.term >= self.record.term, "a term shrinks"
         if record.holder:
             assert self.holders.setdefault(record.term, record.holder) == record.holder, "a term has two owners"
@@ -64,6 +66,7 @@ class Scheduler:
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
+        self.store = world.store_of(world)
         self.goes_on_s = 0.0  # until then it stands still
         self.ownership = Ownership(f"{name}@{world.rng.getrandbits(30):x}", DURATION_S, lambda: world.now_s)
         self.members = [Listed(name="prefill-0", role="prefill", host="h", port=1, device_ids=[])]
@@ -75,7 +78,7 @@ class Scheduler:
         return self.world.now_s < self.goes_on_s
 
     def look(self) -> Iterator[None]:
-        own, store = self.ownership, self.world.store
+        own, store = self.ownership, self.store
         try:
             record = store.read()
             yield
@@ -103,7 +106,16 @@ class Scheduler:
 
 
 class World:
-    def __init__(self, seed: int, num_schedulers: int = 3, num_workers: int = 2) -> None:
+    """`store_of`: makes the way to the record of one life of a scheduler; by default all have the same."""
+
+    def __init__(
+        self,
+        seed: int,
+        num_schedulers: int = 3,
+        num_workers: int = 2,
+        store_of: Callable[[World], Store] = lambda world: world.store,
+    ) -> None:
+        self.store_of = store_of
         self.rng = random.Random(seed)
         self.now_s = 0.0
         self.number = 0

@@ -160,8 +160,11 @@ def test_metrics_open_with_their_key_and_nothing_else_does(make: Callable[..., A
     assert asked("GET", path, [metrics_key]).status == 200
     for headers in ([], [RIGHT], [("Authorization", "Bearer mk-2")], [metrics_key, metrics_key]):
         assert asked("GET", path, headers).status == 401
-    for other in ("/v1/models", "/load", "/docs"):
+    for other in ("/v1/models", "/docs", "/load/", "/loads"):
         assert asked("GET", other, [metrics_key]).status == 401
+    load = path.replace("metrics", "load")  # a gateway's endpoint picker asks with this key, too
+    assert [asked("GET", load, [key]).status for key in (metrics_key, RIGHT)] == [200, 200]
+    assert [asked("GET", load, keys).status for keys in ([], [("Authorization", "Bearer mk-2")])] == [401, 401]
     closed = make(root_path="/api")("GET", path, [RIGHT])
     assert closed.status == 401
     assert "--metrics-key" in closed.json()["error"]["message"]

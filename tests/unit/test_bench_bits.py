@@ -25,6 +25,7 @@ def test_each_combination_of_flags_is_a_form() -> None:
         (Form("bfloat16", "none", "none"), ("BF16", "BF16")),
         (Form("float32", "int8", "none"), ("Q8_0", "F32")),
         (Form("bfloat16", "int4_wo", "int8"), ("Q4_0", "Q8_0")),
+        (Form("bfloat16", "w4a8", "none"), ("Q4_0", "BF16")),
     ],
     ids=str,
 )
@@ -43,7 +44,7 @@ def test_bytes_of_a_token() -> None:
     ("given", "said"),
     [
         (("float16", "", "", ""), "--dtype float16: expected some of float32,bfloat16"),
-        (("", "int3", "", ""), "--quantization int3: expected some of none,int8,int8_wo,int4_wo"),
+        (("", "int3", "", ""), "--quantization int3: expected some of none,int8,int8_wo,int4_wo,w4a8"),
         (("", "", "", "8B"), "--shape 8B: expected some of 125M,1B"),
     ],
 )

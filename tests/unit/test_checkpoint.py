@@ -221,6 +221,19 @@ def test_the_same_files_elsewhere_are_the_same_model(folder: Path, tmp_path: Pat
 # ---- quantized weights, cut files, adapters
 
 
+def w4a8(weights: dict[str, Any], inputs: dict[str, Any], others: dict[str, Any] | None = None) -> dict[str, Any]:
+    """compressed-tensors' settings of four bits with int8 activations, beside weights of another kind."""
+    groups: dict[str, Any] = {
+        "group_0": {
+            "weights": {"num_bits": 4, "type": "int", **weights},
+            "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, **inputs},
+        }
+    }
+    if others is not None:
+        groups["group_1"] = {"weights": others}
+    return {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+
+
 def write_weights(folder: Path, tensors: dict[str, tuple[str, int]], missing_nbytes: int = 0) -> None:
     """name -> (dtype, bytes)."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -288,6 +301,12 @@ def test_a_field_of_a_quantizer_is_refused_by_name(folder: Path, field: str, val
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size [0, 128] is no size"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "not the settings of fp8: "),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24' is not supported"),
+        (w4a8({"symmetric": False}, {}), "weights.symmetric False is not supported"),
+        (w4a8({}, {"strategy": "tensor"}), "input_activations.strategy 'tensor' is not"),
+        (w4a8({}, {"dynamic": False}), "input_activations.dynamic False is not supported"),
+        (w4a8({}, {"num_bits": 4}), "input_activations.num_bits 4 is not supported"),
+        (w4a8({}, {}, {"num_bits": 8, "type": "int"}), "groups of int4 weights with int8 activations beside others"),
+        (w4a8({}, {}, {"num_bits": 4, "type": "int"}), "groups of int4 weights with int8 activations beside others"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "not the settings of compressed-tensors: "),
     ],
 )

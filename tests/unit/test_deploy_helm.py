@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,8 +16,13 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
-from tests.support.manifests import CHART, KUSTOMIZE, check_schema
+from pd_cluster.cluster.members.lease_kubernetes import place_of_lease
+from pd_cluster.commands import endpoint_picker
+from pd_cluster.commands.cli import app
+from pd_cluster.settings.routing import MAX_SCHEDULERS
+from tests.support.manifests import CHART, KUSTOMIZE, built, check_schema
 
 ROOT = Path(__file__).resolve().parents[2]
 RENDER = ROOT / "tests" / "support" / "render_chart.py"
@@ -31,6 +37,7 @@ MADE: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = {  # 
         ("scheduler", "workers", "availability"),
     ),
     "components/autoscaling/autoscaling.yaml": ((), {"autoscaling": {"enabled": True}}, ("autoscaling",)),
+    "components/schedulers/schedulers.yaml": ((), {"scheduler": {"replicas": 2}}, ("schedulers",)),
     "components/monitoring/monitoring.yaml": ((), {"monitoring": {"enabled": True}}, ("monitoring",)),
 }
 EVERYTHING: dict[str, Any] = {
@@ -60,8 +67,18 @@ SERVICES: list[tuple[dict[str, Any], bool]] = [  # values -> whether clients may
     ({"type": "LoadBalancer"}, False),
     ({"type": "LoadBalancer", "withoutKey": True}, True),
 ]
+PICKERS: list[dict[str, Any]] = [  # values of endpointPicker
+    {"enabled": True},
+    {"enabled": True, "tlsSecret": "picker-tls", "maxRequests": 64, "fallbacks": 2, "failureMode": "FailClose"},
+]
+SEVERAL: list[tuple[str, tuple[str, ...], int]] = [  # folder of deploy/kubernetes, values, schedulers
+    ("base", (), 2),
+    ("overlays/npu-cce", ("values-npu.yaml", "values-npu-cce.yaml"), 3),
+]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"replicas": 3}, "replicas"),
+    ({"scheduler": {"replicas": MAX_SCHEDULERS + 1}}, "replicas"),
+    ({"scheduler": {"replicas": 0}}, "replicas"),
     ({"roles": {"decode": {"replicas": -1}}}, "replicas"),
     ({"model": {"source": "s3"}}, "source"),
     ({"model": {"source": "image"}}, "model.image"),
@@ -90,7 +107,12 @@ def asked() -> list[dict[str, Any]]:
     made = [{**values_of(*files), **more} for files, more, _ in MADE.values()]
     services = ({"scheduler": {"service": service}} for service, _ in SERVICES)
     models = ({"model": model} for model in MODELS)
-    return [*made, EVERYTHING, *models, *DOWNLOADS, *services, *(values for values, _ in WRONG)]
+    several = []
+    for _, files, count in SEVERAL:
+        several.append(values_of(*files))
+        _merge(several[-1], {"scheduler": {"replicas": count}})
+    pickers = ({"endpointPicker": picker, "networkPolicy": EVERYTHING["networkPolicy"]} for picker in PICKERS)
+    return [*made, EVERYTHING, *models, *DOWNLOADS, *services, *several, *pickers, *(values for values, _ in WRONG)]
 
 
 @functools.cache
@@ -158,6 +180,93 @@ def test_hosts_outside_of_the_cluster_need_a_key() -> None:
         variables = scheduler["spec"]["template"]["spec"]["containers"][0]["env"]
         key = next(each for each in variables if each["name"] == "VLLM_API_KEY")
         assert key["valueFrom"]["secretKeyRef"]["optional"] is is_optional, service
+
+
+@pytest.mark.parametrize("at", range(len(SEVERAL)))
+def test_several_schedulers_have_one_lease_and_the_right_to_it(at: int, tmp_path: Path) -> None:
+    """And kustomize's component makes the same of the one scheduler."""
+    folder, _, count = SEVERAL[at]
+    start = len(MADE) + 1 + len(MODELS) + len(DOWNLOADS) + len(SERVICES)
+    found = by_name(objects(rendered()[start + at]))
+    for each in found.values():
+        check_schema(each)
+    assert ("Deployment", "pd-scheduler") not in found
+    spec = found["StatefulSet", "pd-scheduler"]["spec"]
+    assert (spec["replicas"], spec["serviceName"]) == (count, "pd-join")
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    flags = dict(each.partition("=")[::2] for each in container["args"])
+    sources = {each["name"]: each.get("valueFrom", {}).get("fieldRef", {}) for each in container["env"]}
+    assert sources["POD_NAMESPACE"] == {"fieldPath": "metadata.namespace"}
+    assert sources["POD_INDEX"] == {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}
+    lease = flags["--scheduler-lease"].replace("$(POD_NAMESPACE)", "pd")
+    assert flags["--scheduler-index"] == "$(POD_INDEX)"
+    place = place_of_lease(lease)
+    assert place is not None
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("pd-scheduler", True)
+    rules = found["Role", "pd-scheduler"]["rules"]
+    rights = {verb: rule.get("resourceNames") for rule in rules for verb in rule["verbs"]}
+    assert rights == {"get": [place[1]], "update": [place[1]], "create": None}
+    assert {(*rule["apiGroups"], *rule["resources"]) for rule in rules} == {("coordination.k8s.io", "leases")}
+    binding = found["RoleBinding", "pd-scheduler"]
+    assert (binding["roleRef"]["name"], binding["subjects"][0]["name"]) == ("pd-scheduler", pod["serviceAccountName"])
+    assert found["PodDisruptionBudget", "pd-scheduler"]["spec"]["maxUnavailable"] == 1
+    own = tmp_path / "kubernetes"
+    shutil.copytree(KUSTOMIZE, own)
+    (own / "own").mkdir()
+    (own / "own" / "kustomization.yaml").write_text(
+        f"resources: [../{folder}]\ncomponents: [../components/schedulers]\n"
+        f"replicas: [{{name: pd-scheduler, count: {count}}}]\n"
+    )
+    made = by_name(built(own / "own"))
+    assert made.keys() == found.keys()
+    for key, each in found.items():
+        assert in_order(made[key]) == in_order(each), key
+
+
+@pytest.mark.parametrize("at", range(len(PICKERS)))
+def test_the_endpoint_picker_asks_the_pods_of_the_pool(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = len(MADE) + 1 + len(MODELS) + len(DOWNLOADS) + len(SERVICES) + len(SEVERAL)
+    found = by_name(objects(rendered()[start + at]))
+    for each in found.values():
+        check_schema(each)
+    pool, service = found["InferencePool", "pd-scheduler"]["spec"], found["Service", "pd-endpoint-picker"]["spec"]
+    labels = found["Deployment", "pd-scheduler"]["spec"]["template"]["metadata"]["labels"]
+    assert pool["selector"]["matchLabels"] == labels == found["Service", "pd-join"]["spec"]["selector"]
+    reference = pool["endpointPickerRef"]
+    assert (reference["name"], reference["port"]["number"]) == ("pd-endpoint-picker", service["ports"][0]["port"])
+    assert reference["failureMode"] == PICKERS[at].get("failureMode", "FailOpen")
+    workload = found["Deployment", "pd-endpoint-picker"]["spec"]["template"]
+    assert service["selector"] == workload["metadata"]["labels"]
+    (container,) = workload["spec"]["containers"]
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(endpoint_picker, "_content", lambda flag, path: path.encode())
+    monkeypatch.setattr("pd_cluster.gateway.server.serve", lambda *given: asked.update(given=given) or _nothing())
+    result = CliRunner().invoke(app, [each.partition(" #")[0] for each in container["args"][1:]])
+    assert result.exit_code == 0, result.exception
+    watch, choice, listening, drain_s = asked["given"]
+    assert watch._addresses == [("pd-join", pool["targetPorts"][0]["number"])]
+    assert (choice._most, choice._num) == (PICKERS[at].get("maxRequests", 0), 1 + PICKERS[at].get("fallbacks", 0))
+    assert (listening.port, listening.pair is not None) == (service["ports"][0]["targetPort"] and 9002, at == 1)
+    assert workload["spec"]["terminationGracePeriodSeconds"] > drain_s
+    policy = found["NetworkPolicy", "pd-scheduler"]["spec"]["ingress"][0]
+    assert {"podSelector": {"matchLabels": service["selector"]}} in policy["from"]
+    assert found["NetworkPolicy", "pd-endpoint-picker"]["spec"]["ingress"][0]["ports"] == [{"port": 9002}]
+
+
+async def _nothing() -> None: ...
+
+
+def by_name(found: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(each["kind"], each["metadata"]["name"]): each for each in found}
+
+
+def in_order(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns it with flags and variables sorted: a patch adds its own behind the others."""
+    for container in found["spec"].get("template", {}).get("spec", {}).get("containers", []) if "spec" in found else []:
+        container["args"] = [*container["args"][:2], *sorted(container["args"][2:])]
+        container["env"] = sorted(container["env"], key=lambda each: str(each["name"]))
+    return found
 
 
 def test_what_is_wrong_is_named() -> None:

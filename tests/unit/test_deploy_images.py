@@ -94,8 +94,8 @@ def test_torch_npu_is_of_torch_s_version() -> None:
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])
 def test_an_image_installs_its_extras(kind: str) -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
-        assert {kind, "otel"} - {"cpu"} <= tomllib.load(file)["project"]["optional-dependencies"].keys()
-    wanted = {"cpu": '".[otel]"', "cuda": "deploy/requirements.py cuda otel", "npu": '".[npu,otel]"'}
+        assert {kind, "otel", "gateway"} - {"cpu"} <= tomllib.load(file)["project"]["optional-dependencies"].keys()
+    wanted = {"cpu": '".[otel,gateway]"', "cuda": "requirements.py cuda otel gateway", "npu": '".[npu,otel,gateway]"'}
     assert wanted[kind] in dockerfile(kind)
 
 

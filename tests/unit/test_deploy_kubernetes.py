@@ -3,7 +3,6 @@
 import copy
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.support.manifests import KUSTOMIZE, NEWEST, OLDEST, ROOT, check_schema, documents
+from tests.support.manifests import KUSTOMIZE, NEWEST, OLDEST, ROOT, built, check_schema, documents
 from tests.unit.test_deploy import parse_serve
 
 README = ROOT / "deploy" / "README.md"
@@ -249,16 +248,6 @@ def test_pods_keep_to_the_restricted_standard(overlay: str, role: str) -> None:
 
 
 # ---- kustomize
-
-
-def built(folder: Path) -> list[dict[str, Any]]:
-    kubectl = shutil.which("kubectl") or shutil.which("kustomize")
-    if kubectl is None:
-        pytest.skip("neither kubectl nor kustomize is installed")
-    command = [kubectl, "kustomize" if kubectl.endswith("kubectl") else "build", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
 
 
 def test_a_kustomization_names_files_that_are_there_and_all_of_them() -> None:

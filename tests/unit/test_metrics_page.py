@@ -35,7 +35,7 @@ answers with the counts of all, also of those that have ended: none shrinks befo
 They are up to a quarter of a second old then. One that has just begun answers 503 until it has heard of the others.
 
 Without API keys everybody may read them. With `--metrics-key KEY` they are read with `Authorization: Bearer KEY`, and
-with API keys alone by nobody: give a key of their own, which opens nothing else. In Prometheus' configuration:
+with API keys alone by nobody: give a key of their own, which opens `/load`, too. In Prometheus' configuration:
 
 ```yaml
 scrape_configs:

@@ -84,10 +84,18 @@ def test_a_scheduler_s_place() -> None:
     ("given", "told"),
     [
         ({"role": "decode"}, "--role decode: give --join HOST:PORT"),
-        ({"role": "worker"}, "--role 'worker': expected scheduler, prefill or decode"),
+        ({"role": "encode"}, "--role encode: give --join HOST:PORT"),
+        (
+            {"role": "encode", "join": JOIN, "tensor_parallel_size": 2},
+            "--tensor-parallel-size 2: an encoder has one device",
+        ),
+        ({"role": "worker"}, "--role 'worker': expected scheduler, prefill, decode or encode"),
         ({"role": "scheduler"}, "--role scheduler: workers need a port to register at; give --join-port PORT"),
         ({"role": "scheduler", "join_port": 1, "join": JOIN}, "--join: only a worker registers"),
-        ({"instance_name": "d"}, "--instance-name: only a worker registers; give --role prefill or decode, too"),
+        (
+            {"instance_name": "d"},
+            "--instance-name: only a worker registers; give --role prefill, decode or encode, too",
+        ),
         ({"advertise_host": "h"}, "--advertise-host: only a worker registers"),
         ({"role": "decode", "join": JOIN, "instance_name": "decode-7"}, "--instance-name 'decode-7': names of this"),
         ({"role": "decode", "join": JOIN, "instance_name": "a b"}, "--instance-name 'a b': expected up to 128"),

@@ -112,7 +112,8 @@ def test_a_chat_may_fill_the_context(make: Services) -> None:
 def test_the_workers_may_have_a_smaller_limit(make: Services) -> None:
     service, router = make()
     info = SimpleNamespace(max_model_len=50)
-    router.membership.instances = [SimpleNamespace(is_ready=True, info=info)]
+    encoder = SimpleNamespace(is_ready=True, info=SimpleNamespace(max_model_len=0), role="encode")
+    router.membership.instances = [SimpleNamespace(is_ready=True, info=info, role="decode"), encoder]
     assert service.max_model_len == 50
     with pytest.raises(RequestError, match=r"too long: .*maximum context length is 50 tokens"):
         completion(service, [1] * 50)

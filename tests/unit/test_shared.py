@@ -204,7 +204,7 @@ def test_the_first_look_waits_for_all_instances_and_takes_over_the_wishes_of_a_r
         await two.begin()
         two.one.world.elastic.drain("decode-1", timeout_s=7.0)
         await two.one.look()
-        two.one.shared._release()
+        await two.one.shared._release()
         new = Scheduler(tmp_path, 2, lambda: two.now_s)
         new.world["decode-0"].state = "connecting"
         await new.look()
@@ -419,7 +419,6 @@ def test_others_see_each_leg_however_small() -> None:
     ("join", "entrance", "admin", "named"),
     [
         (JoinSettings(), EntranceSettings(scheduler_lease="f", api_workers=2), AdminSettings(), "--api-workers 2"),
-        (JoinSettings(join_port=9002), EntranceSettings(scheduler_lease="f"), AdminSettings(), "--join-port"),
         (
             JoinSettings(),
             EntranceSettings(scheduler_lease="f"),
@@ -483,3 +482,5 @@ def test_up_plans_each_scheduler_with_ports_of_its_own(tmp_path: Path) -> None:
     assert not [flag for flag in alone.command if "--scheduler-lease" in flag]
     with pytest.raises(ConfigError, match="--admin-port: not with --schedulers"):
         Cluster(Launch(model="m", num_schedulers=2, arguments=["--admin-port=9001"]), print)
+    with pytest.raises(ConfigError, match="--encode: not with --schedulers"):
+        Cluster(Launch(model="m", num_schedulers=2, num_encode=1), print)

@@ -17,6 +17,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 GIVEN = {
     "commands.bench": {"serve", "routing", "engine"},
     "commands.cli": {"up"},
+    "commands.endpoint_picker": {"endpoint_picker"},
     "offline.llm": {"LLM.__init__", "LLM.chat"},
     "offline.lmdeploy.async_engine": {"AsyncEngine.generate"},
 }

@@ -13,7 +13,17 @@ from pd_cluster.kv.layout import keys_and_values
 from pd_cluster.numerics import Numerics
 from pd_cluster.transport.device_memory import MemoryPart
 from pd_cluster.transport.ipc import MAX_EXPORT_NBYTES, PoolExport, decode_export
-from pd_cluster.types import MOST_UNTOLD, Image, LegEnd, LinkState, Order, RopePositions, Sampling, Span, TokenOutput
+from pd_cluster.types import (
+    MOST_UNTOLD,
+    Image,
+    LegEnd,
+    LinkState,
+    Order,
+    RopePositions,
+    Sampling,
+    Span,
+    TokenOutput,
+)
 
 LAYOUT = wire.LayoutInfo(
     num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=16, dtype="float32", tp_size=1, tp_rank=0
@@ -45,6 +55,13 @@ BODIES: list[wire.Body] = [
         "r", 0, "t", "prefill", "decode-0@1", Order([1, 2, 3], Sampling(stop_token_ids=(4,), seed=2**64 - 1)), 9.5
     ),
     wire.Submit("r", 0, "t", "decode", "", Order([1], Sampling(beam_width=2, early_stopping="never")), 0.0),
+    wire.Submit(
+        "r", 1, "t", "hybrid", "", Order([1], Sampling()), 0.0, keep=wire.Keep(b"d" * 32, 0.5, 9, b"r", None, [TOKEN])
+    ),
+    wire.Release("r", 0, "go on"),
+    wire.Find(b"d" * 32),
+    wire.Found(b"d" * 32, "r", 1, Order([1], Sampling()), b"recipe", 7),
+    wire.Attach(b"d" * 32, "r", 1),
     wire.Abort("r", 1),
     wire.Outputs([TOKEN], [LegEnd("r", 0, "broken")]),
     wire.Outputs(events=[wire.TraceEvent("t", 2.5, "sent", {"start": 0, "nbytes": 2**62})], now_s=3.5),
@@ -83,6 +100,13 @@ BODIES: list[wire.Body] = [
             )
         ],
     ),
+    wire.EncoderOpen("id", Numerics(), ["shm", "dist"]),
+    wire.EncoderAnswer("", "socket", "group"),
+    wire.EncoderMeet(),
+    wire.Encode(2**61, b"d" * 32 + b"salt", Image(2, 4, bytes(range(256))), 10.0),
+    wire.EncodeDone(2**61, bytes(16), 192, 2**64 - 1),
+    wire.EncodeFailed(1, "full"),
+    wire.EncodeAbort([1, 2]),
     wire.LinkAnswer("l", "dist", LAYOUT),
     wire.LinkReady("l", "shm"),
     wire.LinkValue("dist", "0/1", b"\2\0", 3),
@@ -90,7 +114,7 @@ BODIES: list[wire.Body] = [
     wire.LinkRest("l"),
     wire.LinkYield("l"),
     wire.LinkQueued("l"),
-    wire.Offer("t", 5),
+    wire.Offer("t", 5, num_cached_tokens=3),
     wire.Credit("t"),
     wire.Revoke("t"),
     wire.Cancel("t", "full"),

@@ -215,6 +215,31 @@ INSTANCE_COUNTERS = (
         "accelerators, in which the host submitted them.",
         lambda load: load.image_encode_s,
     ),
+    OfInstance(
+        "pd_cluster:encoder_cache_hits",
+        "Images asked of this encoder that it had kept.",
+        lambda load: load.num_encoded_hits,
+    ),
+    OfInstance(
+        "pd_cluster:images_from_encoders",
+        "Images whose features came to this prefill instance from encoders.",
+        lambda load: load.num_landed_images,
+    ),
+    OfInstance(
+        "pd_cluster:encoder_fallbacks",
+        "Images asked of an encoder that this prefill instance computed itself: it died, refused, or was late.",
+        lambda load: load.num_encoder_fallbacks,
+    ),
+    OfInstance(
+        "pd_cluster:encoder_wait_seconds",
+        "Seconds from asking an encoder until the features were here, of all images that came.",
+        lambda load: load.encoder_wait_s,
+    ),
+    OfInstance(
+        "pd_cluster:feature_bytes",
+        "Features of images: handed out by an encoder, or received from encoders.",
+        lambda load: load.feature_nbytes,
+    ),
     OfInstance("pd_cluster:kv_sent_bytes", "KV cache sent to decode instances.", lambda load: load.kv_sent_nbytes),
     OfInstance(
         "pd_cluster:kv_received_bytes", "KV cache received from prefill instances.", lambda x: x.kv_received_nbytes
@@ -408,4 +433,3 @@ CLUSTER_GAUGES = (
 
 ShownState = Literal["leaving", "changing", "draining", "drained"]
 STATES: tuple[str, ...] = (*get_args(InstanceState), *get_args(ShownState))
-ROLES = ("prefill", "decode")

@@ -28,6 +28,7 @@ from pd_cluster.cluster.routing.stats import BOUNDS
 from pd_cluster.cluster.tenancy.tenants import by_tenant
 from pd_cluster.errors import Unavailable
 from pd_cluster.reports import AdapterUse, AllStats, Buckets, Busy, Stats
+from pd_cluster.types import ROLES
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Totals = Callable[[], AllStats | None]
@@ -221,14 +222,14 @@ class _Cluster(Collector):
         of = tables.INSTANCES
         family = GaugeMetricFamily(of.name, of.text, labels=["model_name", "role", "state"])
         found = Counter[tuple[str, str]]((instance.role, instance.shown_state) for instance in self._instances)
-        for role, state in itertools.product(tables.ROLES, tables.STATES):
+        for role, state in itertools.product(ROLES, tables.STATES):
             family.add_metric([self._model_name, role, state], found[role, state])
         return family
 
     def _backlog(self) -> GaugeMetricFamily:
         of = tables.BACKLOG_TOKENS
         family = GaugeMetricFamily(of.name, of.text, labels=["model_name", "role"])
-        for role in tables.ROLES:
+        for role in ROLES:
             ahead = sum(each.tokens_ahead for each in self._instances if each.role == role and each.is_ready)
             family.add_metric([self._model_name, role], ahead)
         return family

@@ -7,7 +7,7 @@ from starlette.types import Receive, Scope, Send
 
 from pd_cluster.api.gate.metering import RATE_HEADERS
 
-EXPOSED_HEADERS = ("Retry-After", "x-pd-served-by", "x-request-id", *RATE_HEADERS)
+EXPOSED_HEADERS = ("Retry-After", "x-pd-served-by", "x-request-id", "x-pd-resume-token", *RATE_HEADERS)
 
 
 class Cors(CORSMiddleware):

@@ -19,6 +19,7 @@ from pd_cluster.api.gate.http import (
     session_of,
     unless_disconnected,
 )
+from pd_cluster.api.openai.kept_streams import TOKEN_HEADER, keep, numbered, ticket_for
 from pd_cluster.api.openai.load_header import load_header
 from pd_cluster.api.openai.request_names import named
 from pd_cluster.errors import PdClusterError
@@ -28,6 +29,7 @@ from pd_cluster.service.answers.completion_answer import CompletionAnswer
 from pd_cluster.service.answers.sse import DONE, event
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.kv_handles import KVPlan
+from pd_cluster.service.resumption import Ticket
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.parse import parse
 from pd_cluster.service.schema.protocol import CompletionRequest
@@ -41,24 +43,34 @@ def openai_routes(service: TextService) -> APIRouter:
     @routes.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
         received_s = time.monotonic()
-        request = parse(await read_body(http), ChatCompletionRequest, takes_handles=True, vocab_size=service.vocab_size)
+        body = await read_body(http)
+        request = parse(body, ChatCompletionRequest, takes_handles=True, vocab_size=service.vocab_size)
         name = service.names.check(request.model, caller_of(http))
         generation = await service.chat(named(request, http), received_s, caller_of(http))
-        return await answered(http, service, ChatAnswer(request, name, service, generation))
+        ticket = ticket_for(http, service, request, [generation])
+        answer = ChatAnswer(request, name, service, generation)
+        if ticket is not None:
+            keep(service, ticket, "chat", body, answer)
+        return await answered(http, service, answer, ticket)
 
     @routes.post("/v1/completions")
     async def completions(http: Request) -> Response:
         received_s = time.monotonic()
-        request = parse(await read_body(http), CompletionRequest, takes_handles=True, vocab_size=service.vocab_size)
+        body = await read_body(http)
+        request = parse(body, CompletionRequest, takes_handles=True, vocab_size=service.vocab_size)
         name = service.names.check(request.model, caller_of(http))
         generations = await service.completions(named(request, http), received_s, caller_of(http))
-        return await answered(http, service, CompletionAnswer(request, name, service, generations))
+        ticket = ticket_for(http, service, request, generations)
+        answer = CompletionAnswer(request, name, service, generations)
+        if ticket is not None:
+            keep(service, ticket, "completions", body, answer)
+        return await answered(http, service, answer, ticket)
 
     return routes
 
 
-async def answered(http: Request, service: TextService, answer: Answer) -> Response:
-    """Has the request computed, and answers whole or in chunks."""
+async def answered(http: Request, service: TextService, answer: Answer, ticket: Ticket | None = None) -> Response:
+    """Has the request computed, and answers whole or in chunks. `ticket`: of a stream that may resume."""
     plan = KVPlan(session_of(http), None)
     if answer.wanted.kv_transfer_params:
         orders = [generation.order for generation in answer.generations]
@@ -76,7 +88,10 @@ async def answered(http: Request, service: TextService, answer: Answer) -> Respo
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         headers = served_by(answer.generations) | load_header(http, service)
         return await json_response(lambda: answer.whole(pieces), large=answer.is_large, headers=headers)
-    return EventStream(_events(service, answer), lambda: served_by(answer.generations), load_header(http, service))
+    events, headers = _events(service, answer), load_header(http, service)
+    if ticket is not None:
+        events, headers = numbered(events, ticket), headers | {TOKEN_HEADER: ticket.token}
+    return EventStream(events, lambda: served_by(answer.generations), headers)
 
 
 async def _events(service: TextService, answer: Answer) -> AsyncGenerator[bytes, None]:

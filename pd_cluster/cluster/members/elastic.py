@@ -146,6 +146,8 @@ class Elastic:
         """
         self._check_owner()
         instance = self._staying(name)
+        if instance.role == "encode":
+            raise Refused(f"{name} is an encoder: it has no language model, so it cannot be {role}")
         if role == instance.role:
             instance.next_role = None
             self._changed()
@@ -210,7 +212,7 @@ class Elastic:
                 self._drop(instance)
                 instance = None
             if instance is None:
-                instance = Instance(member.name, member.role, member.host, member.port, member.device_ids)
+                instance = _instance_of(member)
                 self._membership.join(instance)
             instance.role, instance.port = member.role, member.port
             wishes = instance.service, instance.next_role, instance.drain_timeout_s
@@ -223,7 +225,10 @@ class Elastic:
 
     def _is_at(self, instance: Instance, member: Listed) -> bool:
         """Whether it is the place that the list has for this name; otherwise another worker has the name now."""
-        return (self._membership.host_of(instance), instance.device_ids) == (member.host, member.device_ids)
+        if instance.is_registered and instance.port != member.port:
+            return False
+        own = self._membership.host_of(instance), instance.device_ids, instance.joined_as
+        return own == (member.host, member.device_ids, member.joined_as)
 
     def _drop(self, gone: Instance) -> None:
         if gone.num_outstanding:
@@ -310,6 +315,8 @@ class Elastic:
 
     def _refuse_the_last(self, instance: Instance, force: bool) -> None:
         others = [each for each in self.instances if each is not instance and each.role == instance.role]
+        if instance.role == "encode":  # prefill instances compute images themselves
+            return
         if instance.takes_requests and not force and not any(each.takes_requests for each in others):
             raise Refused(
                 f"{instance.name} is the last {instance.role} instance that takes requests; force it if one instance "
@@ -359,6 +366,10 @@ class Elastic:
                     f"{new.table.file} has other devices for {instance.name}; first `pd-cluster instances remove "
                     f"{instance.name}`"
                 )
+
+
+def _instance_of(member: Listed) -> Instance:
+    return Instance(member.name, member.role, member.host, member.port, member.device_ids, member.joined_as)
 
 
 def _is_under_way(instance: Instance, now_s: float) -> bool:

@@ -16,7 +16,7 @@ OPENING = LinkState("opening")  # of links that have not been heard of
 
 @dataclass(slots=True)
 class Instance:
-    """One entry of the global rank table, or a worker that registered itself (`is_registered`, registrar.py).
+    """One entry of the global rank table, or a worker that registered itself (with `joined_as`, registrar.py).
 
     `info` is its process's own description, None while there is no answer.
 
@@ -29,7 +29,7 @@ class Instance:
     host: str
     port: int
     device_ids: list[str]
-    is_registered: bool = False
+    joined_as: Role | None = None
     state: InstanceState = "unreachable"
     reason: str = ""
     info: InstanceInfo | None = None
@@ -51,6 +51,10 @@ class Instance:
     drain_timeout_s: float = 0.0  # that deadline's duration
     adapters: frozenset[str] = frozenset()  # of those it shall have, by digest, those that it has reported
     adapter_problems: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_registered(self) -> bool:
+        return self.joined_as is not None
 
     @property
     def epoch(self) -> int:

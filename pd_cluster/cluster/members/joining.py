@@ -68,6 +68,8 @@ class Joining:
         self._logged: set[str] = set()  # reasons since the start, or since it was last registered
         self._num_cut = 0  # attempts in a row that the other end closed during the handshake
         self._backoff_s = FIRST_BACKOFF_S
+        self._num_hosts = [1] * len(self._targets)  # that the name of each target had last
+        self._num_in_round = 0  # attempts
         self._next_s = self._asked_s = clock()
         self._deadline_s = clock() + timeouts.join_timeout_s
 
@@ -88,7 +90,8 @@ class Joining:
     def connect(self, *hosts: str) -> None:
         """Opens a connection to the next address. `hosts`: its numbers; each attempt takes the next of them."""
         (_, port), key = self._targets[self._at]
-        host = hosts[self._num_tried[self._at] % len(hosts)]
+        host = sorted(hosts)[self._num_tried[self._at] % len(hosts)]  # name servers change the order each time
+        self._num_hosts[self._at] = len(hosts)
         self._num_tried[self._at] += 1
         self.state, self.conn = "opening", self._lines.connect(JOIN_PORT, JOIN_EPOCH, host, port, key)
 
@@ -106,13 +109,16 @@ class Joining:
         self._num_cut = self._num_cut + 1 if reason == CUT_SHORT else 0
         if not was_joined:
             self._at = (self._at + 1) % len(self._targets)
-        if self._num_cut >= MOST_CUT_ROUNDS * len(self._targets):
+            self._num_in_round += 1
+        in_all = sum(self._num_hosts)
+        if self._num_cut >= MOST_CUT_ROUNDS * in_all:
             raise ConfigError(
                 f"{called('join')} {shown}; is it a scheduler's {called('join_port')}? Then copy the scheduler's "
                 f"cluster.secret to this host, and name it with {called('secret_file')}"
             )
         self._next_s = self._clock()
-        if was_joined or self._at == 0:  # a round is over
+        if was_joined or self._num_in_round >= in_all:  # a round is over
+            self._num_in_round = 0
             self._next_s += self._backoff_s
             self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
 
@@ -133,8 +139,12 @@ class Joining:
             )
         self.fail(reason)
 
-    def on_answer(self, conn: str, problem: str) -> None:
+    def on_answer(self, conn: str, problem: str, is_elsewhere: bool = False) -> None:
         if conn != self.conn:
+            return
+        if is_elsewhere:
+            self._lines.disconnect(conn)
+            self.fail(problem)
             return
         if problem:
             raise ConfigError(f"{called('join')} {self.shown_address}: the scheduler refuses this worker: {problem}")
@@ -212,7 +222,7 @@ class JoinMailbox:
 
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
         if isinstance(body, wire.JoinAnswer):
-            self._put(lambda: self._joining.on_answer(conn, body.problem))
+            self._put(lambda: self._joining.on_answer(conn, body.problem, body.is_elsewhere))
             self._loop.call_soon_threadsafe(self._answered.set)
 
     def on_closed(self, conn: str, peer: str, reason: str) -> None:

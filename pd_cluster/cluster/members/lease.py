@@ -19,13 +19,17 @@ RENEWALS = 5  # within the duration of a lease
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An instance as the owner of membership wishes it: where it is, its role, and its service."""
+    """An instance as the owner of membership wishes it: where it is, its role, and its service.
+
+    `joined_as`: the role with which it has registered itself; None: the rank table has it.
+    """
 
     name: str
     role: Role
     host: str
     port: int
     device_ids: list[str]
+    joined_as: Role | None = None
     service: Service = "in"
     next_role: Role | None = None
     drain_timeout_s: float = 0.0
@@ -47,16 +51,20 @@ class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseStore(Protocol):
-    """Keeps one record. A lock folder of one host is one; a Lease object of Kubernetes can be another."""
+    """Keeps one record: in a folder of one host (lease_folder.py), or in Kubernetes (lease_kubernetes.py).
+
+    Both calls may take time: they are made on a thread, one at a time. `max_record_nbytes`: of a record as JSON.
+    """
+
+    max_record_nbytes: int
 
     def read(self) -> LeaseRecord:
-        """Returns the last record, at once; an empty one if there was none. Raises LeaseUnavailable."""
+        """Returns the last record; an empty one if there was none. Raises LeaseUnavailable."""
 
     def write(self, record: LeaseRecord) -> bool:
         """Replaces the record before it (`record.version` minus one). Returns False if another was written meanwhile.
 
-        May take time: it is called on a thread. Raises LeaseUnavailable, after which the record may or may not have
-        been written.
+        Raises LeaseUnavailable, after which the record may or may not have been written.
         """
 
 

@@ -29,6 +29,8 @@ LEFT_S = 60.0  # the age of a file that nobody writes any more
 class LeaseFolder:
     """Makes the folder (0700) if there is none. Raises ConfigError if it is another user's, or open to others."""
 
+    max_record_nbytes = MAX_RECORD_NBYTES
+
     def __init__(self, path: Path) -> None:
         self.path = path
         try:

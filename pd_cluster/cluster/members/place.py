@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pd_cluster.errors import ConfigError, called
 from ranktable_tools import RankTable, Role, Server, check, load_global, load_local, locate, parse_node_ports
@@ -20,6 +21,7 @@ from ranktable_tools.schema import RankTableError
 from ranktable_tools.tables import ROLES, Device, server_group
 
 RESOLVE_AGAIN_S = 0.5
+PlaceRole = Role | Literal["encode"]  # encoders are in no rank table
 TABLE_VARIABLES = ("GLOBAL_RANK_TABLE_FILE_PATH", "RANK_TABLE_FILE_PATH", "NODE_PORTS", "NODE_PORTS_FILE")
 
 
@@ -30,7 +32,7 @@ class Place:
     `own_name`: that of a worker in no rank table.
     """
 
-    role: Role
+    role: PlaceRole
     index: int
     server: Server
     table: RankTable
@@ -136,7 +138,7 @@ def find_place(env: Mapping[str, str]) -> Place:
     return Place(role, index, local.server, table)
 
 
-def place_alone(role: Role, host: str, own_name: str = "", num_devices: int = 0) -> Place:
+def place_alone(role: PlaceRole, host: str, own_name: str = "", num_devices: int = 0) -> Place:
     """Returns the place of a process that reads no rank table: a table of itself alone, in no file."""
     devices = tuple(Device(str(at), host, str(at)) for at in range(num_devices))
     server = Server(host, host, devices)

@@ -1,7 +1,8 @@
 """Workers in no rank table: what the scheduler knows of their registrations. The states are in docs/protocol.md.
 
-A registration gives `Membership` an address to ask, and takes it back; it proves nothing about the worker. The
-`Registrar` is on the event loop and has no clock, socket or thread of its own; `JoinPort` carries mail to it.
+A registration gives `Membership` an address to ask, and takes it back; it proves nothing about the worker. Among
+several schedulers only the owner of membership admits workers. The `Registrar` is on the event loop and has no clock,
+socket or thread of its own; `JoinPort` carries mail to it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.processes import PortRange, name_problem
 from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.types import Role
 from ranktable_tools.hosts import is_ip
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+ELSEWHERE = wire.JoinAnswer("another scheduler admits workers, or none does now", is_elsewhere=True)
 MOST_REGISTRATIONS = 1024  # at a time: each costs the scheduler questions, and the others a place in their list
 
 
@@ -32,18 +35,21 @@ MOST_REGISTRATIONS = 1024  # at a time: each costs the scheduler questions, and 
 class Registration:
     """`conns`: the open connections that asked for it; together they are its lease, which is over when there is none.
 
-    There are two while the connection of an earlier life, or a lost one, has not been missed yet. `since_s`: when it
-    was first admitted.
+    There are two while the connection of an earlier life, or a lost one, has not been missed yet. `since_s`: when this
+    scheduler first knew of it. `is_inherited`: another scheduler admitted it, and it has not been heard of here yet.
     """
 
     instance: Instance
-    join: wire.Join
+    role: Role  # with which it has registered itself
     conns: set[str]
     since_s: float
+    is_inherited: bool = False
 
 
 class Registrar:
-    """`reach_s`: how long the scheduler may take to reach a worker that has just registered."""
+    """`reach_s`: how long the scheduler may take to reach a worker that has just registered, and how long one that
+    another scheduler admitted may take to register here.
+    """
 
     def __init__(
         self,
@@ -57,10 +63,12 @@ class Registrar:
         self._reach_s = reach_s
         self._clock = clock
         self._registrations: dict[str, Registration] = {}  # by the instance's name
+        self._term: int | None = 0  # of the ownership under which they were admitted; without other schedulers always 0
 
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
         """Takes mail of a worker's parent; `peer` is the worker's name@epoch."""
         name = peer.rpartition("@")[0]
+        self._note_term()
         match body:
             case wire.Join():
                 self._join(conn, name, body)
@@ -75,6 +83,7 @@ class Registrar:
 
     def tick(self) -> None:
         """Forgets registrations that have ended."""
+        self._note_term()
         listed = {id(instance) for instance in self._membership.instances}
         for name, each in list(self._registrations.items()):
             if id(each.instance) not in listed:
@@ -82,22 +91,47 @@ class Registrar:
             elif each.conns and (problem := self._fault(each)):
                 self._membership.forget(each.instance)
                 self._end(name, problem)
-            elif not each.conns and each.instance.state not in ("ready", "connecting"):
+            elif not each.conns and each.instance.state not in ("ready", "connecting") and not self._is_awaited(each):
                 self._membership.forget(each.instance)
                 self._end(name, "it has left, or has died")
 
+    def _note_term(self) -> None:
+        """Takes the list over where this scheduler begins to own membership; sends workers elsewhere where it ends."""
+        term = self._membership.term()
+        if term == self._term:
+            return
+        self._term = term
+        for each in self._registrations.values():
+            for conn in each.conns:
+                self._send(conn, ELSEWHERE)
+        self._registrations.clear()
+        if term is None:
+            return
+        for instance in self._membership.instances:
+            if instance.joined_as is not None:
+                self._registrations[instance.name] = Registration(
+                    instance, instance.joined_as, set(), self._clock(), is_inherited=True
+                )
+
+    def _is_awaited(self, each: Registration) -> bool:
+        return each.is_inherited and self._clock() - each.since_s <= self._reach_s
+
     def _join(self, conn: str, name: str, join: wire.Join) -> None:
+        if self._term is None:
+            self._send(conn, ELSEWHERE)
+            return
         if problem := self._problem(name, join):
             log.warning("%r at %r:%d may not join: %s", name[:200], join.host, join.port, problem)
             self._send(conn, wire.JoinAnswer(problem))
             return
         known = self._registrations.get(name)
         if known is None:
-            instance = Instance(name, join.role, join.host, join.port, join.device_ids, is_registered=True)
-            self._registrations[name] = Registration(instance, join, {conn}, self._clock())
+            instance = _instance_of(name, join)
+            self._registrations[name] = Registration(instance, join.role, {conn}, self._clock())
             self._membership.join(instance)
         else:
             known.conns.add(conn)
+            known.is_inherited = False
         self._send(conn, wire.JoinAnswer())
 
     def _problem(self, name: str, join: wire.Join) -> str:
@@ -111,11 +145,14 @@ class Registrar:
         known = self._registrations.get(name)
         if known is None and len(self._registrations) >= MOST_REGISTRATIONS:
             return f"{MOST_REGISTRATIONS} workers are registered, and a scheduler takes no more; end some of them first"
+        if known is None and not self._membership.has_room(_instance_of(name, join)):
+            return "the schedulers' record has no room for another worker; end some of them first"
         if known is not None and known.instance.service == "leaving":
             return f"{name} is leaving by an operator's command; start it when it has left"
-        if known is not None and known.join != join:
+        if known is not None and not _is_same(known, join):
+            instance = known.instance
             return (
-                f"--instance-name {name}: the {known.join.role} instance at {known.join.host}:{known.join.port} has "
+                f"--instance-name {name}: the {known.role} instance at {instance.host}:{instance.port} has "
                 f"this name; give another, or end that one first"
             )
         for other in self._membership.instances:
@@ -141,6 +178,16 @@ class Registrar:
         log.info("%s is registered no more: %s", name, reason)
         for conn in ended.conns:
             self._send(conn, wire.JoinAnswer(reason))
+
+
+def _instance_of(name: str, join: wire.Join) -> Instance:
+    return Instance(name, join.role, join.host, join.port, join.device_ids, joined_as=join.role)
+
+
+def _is_same(known: Registration, join: wire.Join) -> bool:
+    instance = known.instance
+    place = known.role, instance.host, instance.port, instance.device_ids
+    return place == (join.role, join.host, join.port, join.device_ids)
 
 
 class JoinPort:

@@ -14,7 +14,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from pd_cluster.cluster.members.elastic import Elastic
+from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.lease import LeaseRecord, LeaseStore, Listed, Ownership
 from pd_cluster.cluster.members.membership import Membership
 from pd_cluster.errors import LeaseUnavailable, Refused, Unavailable
@@ -23,6 +26,8 @@ log = logging.getLogger(__name__)
 
 LOOKS = 10  # at the record, within the duration of a lease
 SETTLE_S = 0.5  # the least
+LARGEST_WISH_NBYTES = 96  # service, next role and time to drain of an instance, as JSON
+OTHER_NBYTES = 1024  # of a record beside its list
 RECORD_TIMEOUT_S = 2.0  # for a command to be in the record
 
 
@@ -61,6 +66,7 @@ class SharedMembership:
         self._problem = ""
         membership.term = lambda: self.ownership.term_now
         membership.refused = self._asked.set
+        membership.has_room = self._has_room
         elastic.shared = self
 
     @property
@@ -118,14 +124,14 @@ class SharedMembership:
                     async with asyncio.timeout(self.ownership.duration_s / LOOKS):
                         await self._asked.wait()
         finally:
-            self._release()
+            await self._release()
 
     async def _look(self) -> None:
         """Reads the record; writes it where this scheduler owns membership, or may; follows it otherwise."""
         ownership = self.ownership
         ownership.table = self._membership.table_digest
         try:
-            record = self._store.read()
+            record = await asyncio.to_thread(self._store.read)
             if not self.is_owner:
                 self._follow(record)  # first: a record without an owner has operators' wishes, too
             ownership.is_candidate = self._is_candidate(record)
@@ -169,22 +175,29 @@ class SharedMembership:
         return all(instance.is_ready for instance in self._membership.instances)
 
     def _members(self) -> list[Listed]:
-        return [
-            Listed(
-                name=each.name,
-                role=each.role,
-                host=self._membership.host_of(each),
-                port=each.port,
-                device_ids=each.device_ids,
-                service=each.service,
-                next_role=each.next_role,
-                drain_timeout_s=each.drain_timeout_s,
-            )
-            for each in self._membership.instances
-        ]
+        return [self._listed(each) for each in self._membership.instances]
 
-    def _release(self) -> None:
+    def _listed(self, instance: Instance) -> Listed:
+        return Listed(
+            name=instance.name,
+            role=instance.role,
+            host=self._membership.host_of(instance),
+            port=instance.port,
+            device_ids=instance.device_ids,
+            joined_as=instance.joined_as,
+            service=instance.service,
+            next_role=instance.next_role,
+            drain_timeout_s=instance.drain_timeout_s,
+        )
+
+    def _has_room(self, new: Instance) -> bool:
+        """Whether the record can have this instance, too, whatever is wished for all of them."""
+        listed = [*self._members(), self._listed(new)]
+        nbytes = len(msgspec.json.encode(listed)) + LARGEST_WISH_NBYTES * len(listed) + OTHER_NBYTES
+        return nbytes <= self._store.max_record_nbytes
+
+    async def _release(self) -> None:
         record = self.ownership.released()
         if record is not None:
             with contextlib.suppress(LeaseUnavailable):
-                self._store.write(record)
+                await asyncio.to_thread(self._store.write, record)

@@ -93,7 +93,18 @@ def _instances(instances: Sequence[Instance]) -> list[Problem]:
 def _links(instances: Sequence[Instance]) -> list[Problem]:
     way_out = "`pd-cluster check --network` tests the way between the two"
     pairs = (link.partition(": ") for link in refused_links(instances))
-    return [Problem("warning", f"no KV cache goes from {pair}", way_out, reason=state) for pair, _, state in pairs]
+    found = [Problem("warning", f"no KV cache goes from {pair}", way_out, reason=state) for pair, _, state in pairs]
+    return found + [
+        Problem(
+            "warning",
+            f"{prefill.name} gets no images from {encoder.name}, and computes them itself",
+            "the reason says what differs; docs/multimodal.md, Encoders",
+            reason=str(prefill.link_to(encoder)),
+        )
+        for encoder in instances
+        for prefill in instances
+        if encoder.role == "encode" and prefill.role == "prefill" and prefill.link_to(encoder).phase == "refused"
+    ]
 
 
 def _requests(history: History, routing: RoutingConfig) -> list[Problem]:

@@ -19,6 +19,7 @@ class Launch:
     model: str = ""
     num_prefill: int = 1
     num_decode: int = 1
+    num_encode: int = 0
     num_schedulers: int = 1
     tp_sizes: Mapping[str, int] = field(default_factory=dict)  # instance -> number of rank processes; 1 if absent
     host: str = "127.0.0.1"
@@ -34,6 +35,11 @@ class Launch:
     def worker_names(self) -> list[str]:
         """Names in the order of the rank table."""
         return [f"prefill-{i}" for i in range(self.num_prefill)] + [f"decode-{i}" for i in range(self.num_decode)]
+
+    @property
+    def encoder_names(self) -> list[str]:
+        """Names of those that compute images; they are in no rank table."""
+        return [f"encode-{i}" for i in range(self.num_encode)]
 
     @property
     def scheduler_names(self) -> list[str]:
@@ -71,6 +77,11 @@ class Launch:
     def admin_port(self) -> str:
         """The admin port among the arguments; "" if there is none."""
         return self._value_of("--admin-port")
+
+    @property
+    def join_port(self) -> str:
+        """The port at which workers may register among the arguments; "" if there is none."""
+        return self._value_of("--join-port")
 
     @property
     def lease_flag(self) -> str:

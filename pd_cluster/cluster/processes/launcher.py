@@ -17,19 +17,22 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pd_cluster.cluster.members.place import TABLE_VARIABLES
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT, LaunchPreloader
 from pd_cluster.cluster.processes.ports import free_ports
+from pd_cluster.devices.device import num_threads_for
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.http import KEYS_VARIABLE, METRICS_KEY_VARIABLE
 from pd_cluster.settings.log_files import LogFile, folder_of
 from pd_cluster.settings.options import without_keys
 from ranktable_tools import generate, write
 from ranktable_tools.files import PRIVATE
+from ranktable_tools.hosts import bracketed
 from ranktable_tools.keys import ADMIN_TOKEN_FILE, write_keys
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # before the second start in a row, and the longest
@@ -56,7 +59,8 @@ class Member:
 def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
     """Writes the rank tables and their secrets into `folder`; returns the processes, schedulers last.
 
-    Existing secrets stay: the other processes must recognize a restarted one. Raises ConfigError.
+    Encoders are in no table: they register at a port of the scheduler. Existing secrets stay: the other processes must
+    recognize a restarted one. Raises ConfigError.
     """
     num_workers = launch.num_prefill + launch.num_decode
     names = launch.worker_names
@@ -73,19 +77,22 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
     )
     write(generated, folder)
     secret, key, token = write_keys(folder, PRIVATE)
-    ports = free_ports(num_workers)
+    join_port, *free = free_ports(1 + num_workers + launch.num_encode)
+    ports = free[:num_workers]
+    everywhere = {"PYTHONUNBUFFERED": "1", DIE_WITH_PARENT: str(os.getpid())}
     common = {
+        **everywhere,
         "GLOBAL_RANK_TABLE_FILE_PATH": str(folder / generated.global_name),
         "NODE_PORTS": ",".join(map(str, ports)),
         "USE_OPENAI": "1" if launch.openai else "0",
-        "PYTHONUNBUFFERED": "1",
-        DIE_WITH_PARENT: str(os.getpid()),
     }
     members = []
     *tables, host_table = generated.locals  # in the order of the instances, the scheduler's last
     for table, name, port in zip(tables, names, ports, strict=True):
         env = {**common, "RANK_TABLE_FILE_PATH": str(folder / table)}
         members.append(Member(name, _command(launch, "127.0.0.1", port, f"--secret-file={secret}"), env, port))
+    join = launch.join_port or str(join_port)
+    members += _encoders(launch, free[num_workers:], join, everywhere, f"--secret-file={secret}")
     keys = {KEYS_VARIABLE: " ".join(launch.api_keys)} if launch.api_keys else {}
     if launch.metrics_key:
         keys[METRICS_KEY_VARIABLE] = launch.metrics_key
@@ -93,10 +100,24 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
     files = [f"--secret-file={secret}", f"--scheduler-key-file={key}", f"--admin-token-file={token}"]
     for index, name in enumerate(launch.scheduler_names):
         port, own = launch.port_of(index), list(files)
+        if launch.num_encode and not launch.join_port:
+            own.append(f"--join-port={join}")
         if launch.num_schedulers > 1:
             own += [f"--scheduler-lease={folder / LEASE_FOLDER}", f"--scheduler-index={index}"]
         members.append(Member(name, _command(launch, launch.host, port, *own), env, port, is_scheduler=True))
     return members
+
+
+def _encoders(launch: Launch, ports: Sequence[int], join: str, env: Mapping[str, str], secret: str) -> list[Member]:
+    """`join`: the port at which workers register with the scheduler."""
+    host = "127.0.0.1" if launch.host in ("0.0.0.0", "") else launch.host
+    own = [secret, "--role=encode", f"--join={bracketed(host)}:{join}", "--advertise-host=127.0.0.1"]
+    threads = os.environ.get("OMP_NUM_THREADS") or str(num_threads_for(launch.num_ranks))
+    env = {**env, **dict.fromkeys(TABLE_VARIABLES, ""), "OMP_NUM_THREADS": threads}
+    return [
+        Member(name, _command(launch, "127.0.0.1", port, *own, f"--instance-name={name}"), env, port)
+        for name, port in zip(launch.encoder_names, ports, strict=True)
+    ]
 
 
 def _command(launch: Launch, host: str, port: int, *own: str) -> list[str]:
@@ -114,6 +135,8 @@ class Cluster:
             raise ConfigError(
                 "--admin-port: not with --schedulers: each one's admin port is the next of its public one"
             )
+        if launch.num_schedulers > 1 and launch.num_encode:
+            raise ConfigError("--encode: not with --schedulers, because encoders register with one scheduler")
         if launch.lease_flag:
             raise ConfigError(f"{launch.lease_flag}: not with `up`, which gives it to each of --schedulers N")
         if launch.restart not in ("on-failure", "no"):
@@ -127,13 +150,17 @@ class Cluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._was_ready = False
+        self._encoder_urls: list[str] = []
 
     async def start(self) -> None:
         """Starts every process. Raises ConfigError if a port is taken."""
         for port in range(self.launch.port, self.launch.port_of(self.launch.num_schedulers)):
             _check_free(self.launch.host, port)
         self._preloader = LaunchPreloader(self.launch)
-        for member in plan_cluster(self.launch, self._folder):
+        members = plan_cluster(self.launch, self._folder)
+        encoders = self.launch.encoder_names
+        self._encoder_urls = [f"http://127.0.0.1:{each.port}" for each in members if each.name in encoders]
+        for member in members:
             process = await self._spawn(member)
             self._tasks.append(asyncio.create_task(self._supervise(member, process)))
 
@@ -147,7 +174,8 @@ class Cluster:
             while time.monotonic() < deadline_s:
                 self.raise_failure()
                 with contextlib.suppress(httpx.HTTPError):
-                    answers = [await client.get(f"{url}/health") for url in self.launch.urls]
+                    urls = [*self.launch.urls, *self._encoder_urls]
+                    answers = [await client.get(f"{url}/health") for url in urls]
                     if all(answer.status_code == 200 for answer in answers):
                         self._was_ready = True
                         return
@@ -357,7 +385,8 @@ def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
         launch.num_schedulers > 1
     )
     say(
-        f"ready after {took_s:.1f} s: {launch.num_prefill} prefill, {launch.num_decode} decode, "
+        f"ready after {took_s:.1f} s: {f'{launch.num_encode} encode, ' * (launch.num_encode > 0)}"
+        f"{launch.num_prefill} prefill, {launch.num_decode} decode, "
         f"OpenAI API at {launch.url}/v1, admin at {launch.admin_url}\n"
         f"{others}admin token: {cluster.admin_token_file}\n{again}"
         f"dashboard: {link}\n"

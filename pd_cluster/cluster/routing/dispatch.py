@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.routing.encoders import choose_encoders
+from pd_cluster.cluster.routing.resume import RecordPlace
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.types import Leg
 
@@ -13,9 +16,19 @@ Send = Callable[[str, wire.Body], None]  # to a connection
 
 
 class Dispatch:
-    """`relieved` is called when an instance has less to do. `shares_workers`: with other schedulers."""
+    """`relieved` is called when an instance has less to do. `shares_workers`: with other schedulers.
 
-    def __init__(self, send: Send, relieved: Callable[[], None], shares_workers: bool = False) -> None:
+    `instances`: all that there are, encoders included.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        relieved: Callable[[], None],
+        shares_workers: bool = False,
+        instances: Callable[[], Sequence[Instance]] = tuple,
+    ) -> None:
+        self._instances = instances
         self.send = send
         self._relieved = relieved
         self._shares_workers = shares_workers
@@ -32,12 +45,10 @@ class Dispatch:
         legs: list[tuple[Instance, Leg, str]] = [(prefill, "prefill", decode.key), (decode, "decode", prefill.key)]
         if prefill is decode:
             legs = [(decode, "hybrid", "")]
+        encoders = choose_encoders(stream.order, prefill, self._instances()) if prefill.role == "prefill" else []
+        self._begin_encoding(stream, encoders)
         for instance, leg, peer in legs:
-            stream.legs[instance.conn] = instance
-            stream.weights[instance.conn] = weight = stream.ask.weight(instance, leg)
-            instance.num_outstanding += 1
-            instance.outstanding_tokens += weight
-            instance.num_sequences += stream.num_decoding(instance)
+            weight = self._count(stream, instance, leg)
             submit = wire.Submit(
                 stream.request_id,
                 stream.attempt,
@@ -49,8 +60,40 @@ class Dispatch:
                 stream.resumed(),
                 max(1, weight),  # others must see the leg
                 self._shares_workers and not stream.resumed(),
+                [each.key for each in encoders] if instance is prefill else [],
+                stream.kept.of_next_attempt() if stream.kept is not None and leg != "prefill" else None,
             )
             self.send(instance.conn, submit)
+
+    def attach(self, stream: RequestStream, place: RecordPlace) -> None:
+        """Takes over the leg of a stream that resumes."""
+        self._count(stream, place.instance, "hybrid")
+        found = place.found
+        self.send(place.instance.conn, wire.Attach(found.digest, found.request_id, found.attempt))
+
+    def release(self, stream: RequestStream, then: Literal["go on", "stop", "forget"]) -> None:
+        """Ends the reading of a kept stream; unless it goes on, aborts its other legs."""
+        if conn := stream.decode.conn:
+            self.send(conn, wire.Release(stream.request_id, stream.attempt, then))
+        self.ended(stream, stream.decode.conn)
+        if then == "go on":
+            self.leave(stream)
+        else:
+            self.abort(stream)
+
+    def leave(self, stream: RequestStream) -> None:
+        """Forgets the legs that have not ended, whatever becomes of them."""
+        for conn in list(stream.legs):
+            self.ended(stream, conn)
+
+    def _count(self, stream: RequestStream, instance: Instance, leg: Leg) -> int:
+        """Adds a leg to the stream and to its instance's load; returns its weight."""
+        stream.legs[instance.conn] = instance
+        stream.weights[instance.conn] = weight = stream.ask.weight(instance, leg)
+        instance.num_outstanding += 1
+        instance.outstanding_tokens += weight
+        instance.num_sequences += stream.num_decoding(instance)
+        return weight
 
     def abort(self, stream: RequestStream) -> None:
         """Aborts the legs that have not ended."""
@@ -64,4 +107,21 @@ class Dispatch:
             instance.num_outstanding -= 1
             instance.outstanding_tokens -= stream.weights.pop(conn)
             instance.num_sequences -= stream.num_decoding(instance)
+            if instance is stream.prefill:
+                self._end_encoding(stream)
             self._relieved()
+
+    def _begin_encoding(self, stream: RequestStream, encoders: Sequence[Instance]) -> None:
+        """Counts the images of a prompt at the encoders that compute them, until the prompt's leg has ended."""
+        self._end_encoding(stream)
+        for encoder, span in zip(encoders, stream.order.spans, strict=False):  # there may be none
+            num_tokens = span.stop - span.start
+            encoder.num_outstanding += 1
+            encoder.outstanding_tokens += num_tokens
+            stream.encoding.append((encoder, num_tokens))
+
+    def _end_encoding(self, stream: RequestStream) -> None:
+        for encoder, num_tokens in stream.encoding:
+            encoder.num_outstanding -= 1
+            encoder.outstanding_tokens -= num_tokens
+        stream.encoding.clear()

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import itertools
 import logging
 import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import Literal
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
@@ -23,6 +25,7 @@ from pd_cluster.cluster.routing.fair_queue import QueueEntry
 from pd_cluster.cluster.routing.policy import Pair, Policy, RoutingRequest, for_all_kinds
 from pd_cluster.cluster.routing.predict import NO_GOALS, Goals
 from pd_cluster.cluster.routing.replays import ReplayLimits, check_replay, next_pair
+from pd_cluster.cluster.routing.resume import Finder, KeptStream, RecordPlace
 from pd_cluster.cluster.routing.room import room_of
 from pd_cluster.cluster.routing.slices import Slices
 from pd_cluster.cluster.routing.stats import ReplayCause, RequestStats
@@ -46,6 +49,8 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.02, 1.0  # after an instance was full; twice as long each time
 FULL_RETRY_S = 1
+FIND_S = 5.0
+TAKEN = "another reader has taken this stream over"
 
 
 def _unheard(prompt: PromptOutput) -> None:
@@ -66,8 +71,12 @@ class Router:
         max_queue_s: float | None = None,
         has_priorities: bool = False,
         shares_workers: bool = False,
+        find_s: float = FIND_S,
     ) -> None:
-        """`shares_workers`: other schedulers send requests to the same instances, which may be full then."""
+        """`shares_workers`: other schedulers send requests to the same instances, which may be full then.
+
+        `find_s`: how long instances may take to say whether they have the record of a stream that resumes.
+        """
         self.membership = membership
         self._choose = choose = for_all_kinds(choose)
         self._request_timeout_s = request_timeout_s
@@ -83,8 +92,10 @@ class Router:
         self.entrance = Entrance(
             membership, choose, self.stats, goals, self._limits.together_s, max_queue_s, has_priorities
         )
-        self._dispatch = Dispatch(send, self.entrance.look, shares_workers)
+        self._dispatch = Dispatch(send, self.entrance.look, shares_workers, lambda: membership.instances)
         self.steering = Steering(self._streams, self.entrance, self.timelines, self._move)
+        self._finder = Finder(send, membership, find_s)
+        self.on_found = self._finder.on_found
         membership.watch(self)
 
     @property
@@ -104,6 +115,7 @@ class Router:
         client_id: str = "",
         received_s: float | None = None,
         visitor: Visitor = ANYBODY,
+        kept: KeptStream | None = None,
     ) -> AsyncIterator[TokenOutput]:
         """Serves a request across the cluster; yields every token of its n sequences once, each sequence in order.
 
@@ -115,11 +127,11 @@ class Router:
         Unavailable and Overloaded before the first token, GenerationError after it. Closing the iterator aborts all.
         Before it is sent to any instance, the request may wait for its turn, which `visitor` controls. `client_id` and
         `received_s` are its outside name and arrival time, for its timeline. Where the order gathers, the last token of
-        a sequence arrives together with those before it, and an item may have `earlier` ones.
+        a sequence arrives together with those before it, and an item may have `earlier` ones. `kept`: see resume.py.
         """
         loop, timeout_s = asyncio.get_running_loop(), self._request_timeout_s
         deadline_s = loop.time() + timeout_s if timeout_s else None
-        stream, entry = await self._begin(order, deadline_s, client_id, received_s, visitor)
+        stream, entry = await self._begin(order, deadline_s, client_id, received_s, visitor, kept)
         stream.prompted = prompted
         late = DeadlineExceeded(f"the request took longer than {timeout_s:g} s")
         # One timer per request: one around every wait costs more than all other work on a token.
@@ -127,7 +139,7 @@ class Router:
         is_first, item = True, None
         try:
             try:
-                self._dispatch.submit(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
+                self._send(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
             finally:
                 self.entrance.begun(entry)  # in any case: the others wait for it
             routed(stream)
@@ -141,8 +153,6 @@ class Router:
                         is_first = False
                     yield item
                 elif isinstance(item, Setback):
-                    if self.steering.keeps(stream, item):
-                        continue
                     async with asyncio.timeout_at(deadline_s):
                         await self._replay(stream, item, deadline_s)
                 elif item is not None:
@@ -156,6 +166,13 @@ class Router:
                 expiry.cancel()
             stream.prompted = _unheard  # the reader may hold the stream: no cycle that outlives the request
             self._finish(stream, entry, is_first)
+
+    def _send(self, stream: RequestStream, deadline_s: float) -> None:
+        """Begins the first attempt: submits legs, or takes over the one of a stream that resumes."""
+        if stream.kept is not None and stream.kept.place is not None:
+            self._dispatch.attach(stream, stream.kept.place)
+        else:
+            self._dispatch.submit(stream, deadline_s)
 
     def _note_first(self, stream: RequestStream, order: Order) -> None:
         self.timelines.first_token(stream.request_id, stream.heard_s, stream.first_s if order.gathers else None)
@@ -186,12 +203,23 @@ class Router:
         return stream.pooled
 
     async def _begin(
-        self, order: Order, deadline_s: float | None, client_id: str, received_s: float | None, visitor: Visitor
+        self,
+        order: Order,
+        deadline_s: float | None,
+        client_id: str,
+        received_s: float | None,
+        visitor: Visitor,
+        kept: KeptStream | None,
     ) -> tuple[RequestStream, QueueEntry | None]:
         """Opens a stream once the request has its pair. Raises Unavailable, Overloaded, DeadlineExceeded."""
         self.adapters.arrives(order.variant)
         try:
-            return await self._paired(order, deadline_s, client_id, received_s, visitor)
+            if kept is not None and kept.place is not None:
+                stream, entry = self._attached(order, kept.place, client_id, received_s), None
+            else:
+                stream, entry = await self._paired(order, deadline_s, client_id, received_s, visitor)
+            stream.kept = kept
+            return stream, entry
         except BaseException:
             self.adapters.ends(order.variant, has_begun=False)
             raise
@@ -221,7 +249,7 @@ class Router:
 
         Raises the setback's error if there is none; Overloaded where instances were full.
         """
-        if stream.is_finished:
+        if self.steering.keeps(stream, setback) or stream.is_finished:
             return
         check_replay(stream, setback, self.membership.instances, self._limits)
         loop = asyncio.get_running_loop()
@@ -278,24 +306,73 @@ class Router:
         """Announces that instances will become known: early requests wait a moment, as when all were lost just now."""
         self.entrance.lost()
 
-    def _open(self, order: Order, ask: RoutingRequest, pair: Pair, received_s: float) -> RequestStream:
-        request_id = f"{self._life}-{next(self._counter)}"
+    def _open(
+        self, order: Order, ask: RoutingRequest, pair: Pair, received_s: float, found: wire.Found | None = None
+    ) -> RequestStream:
+        request_id = f"{self._life}-{next(self._counter)}" if found is None else found.request_id
         sequences = [TokenSequence(index) for index in range(order.sampling.n)]
         send, stats = self._dispatch.send, self.stats
+        attempt = 0 if found is None else found.attempt
         stream = RequestStream(
-            request_id, 0, {}, order, ask, *pair, sequences, send, stats=stats, received_s=received_s
+            request_id, attempt, {}, order, ask, *pair, sequences, send, stats=stats, received_s=received_s
         )
         self._streams[request_id] = stream
         return stream
 
     def _finish(self, stream: RequestStream, entry: QueueEntry | None, is_first: bool) -> None:
         """Aborts the legs that have not ended by themselves, and forgets the request."""
-        if self._streams.pop(stream.request_id, None) is not None:
-            self._dispatch.abort(stream)
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
+            if stream.kept is None:
+                self._dispatch.abort(stream)
+            else:
+                self._dispatch.release(stream, self._then(stream, sys.exception()))
         self.entrance.ended(entry, stream.num_tokens)
         self.steering.ended(stream)
         self.adapters.ends(stream.order.variant, has_begun=not is_first)
         self._note_end(stream, sys.exception())
+
+    def _then(self, stream: RequestStream, error: BaseException | None) -> Literal["go on", "stop", "forget"]:
+        """Returns what becomes of a kept stream that is not read any more."""
+        if stream.is_over:
+            return "stop"
+        is_left = error is None or not isinstance(error, PdClusterError)  # its client is gone
+        return "go on" if is_left or self.entrance.is_closed else "forget"
+
+    # ---- streams that resume
+
+    async def find(self, digest: bytes) -> RecordPlace | None:
+        """Returns the place of a kept stream; one that is read here ends first. Raises Overloaded, Unavailable."""
+        for stream in list(self._streams.values()):
+            if stream.kept is not None and hmac.compare_digest(stream.kept.keep.digest, digest):
+                if not stream.legs and not stream.is_finished:
+                    raise Unavailable("the stream has lost its instance and looks for another; ask again")
+                self._take_from(stream, "go on")
+        return await self._finder.find(digest)
+
+    def _take_from(self, stream: RequestStream, then: Literal["go on", ""]) -> None:
+        """Ends a stream for its reader, because it has another one. `then`: as the instance is to be told."""
+        del self._streams[stream.request_id]
+        self.steering.ended(stream)
+        if then:
+            self._dispatch.release(stream, then)
+        else:
+            self._dispatch.leave(stream)
+        stream.inbox.put(GenerationError(TAKEN))
+
+    def _attached(self, order: Order, place: RecordPlace, client_id: str, received_s: float | None) -> RequestStream:
+        """Opens a stream at the instance that has its record. Output for an earlier reader here is dropped."""
+        found, instance = place.found, place.instance
+        if (before := self._streams.get(found.request_id)) is not None:  # found by two at once
+            self._take_from(before, "")
+        self._slices.forget(found.request_id)
+        arrived_s = self.stats.clock() if received_s is None else received_s
+        stream = self._open(order, ask_of(order), (instance, instance), arrived_s, found)
+        stream.numerics = instance.info.numerics if instance.info is not None else None
+        stream.max_unread += found.num_tokens
+        line, num_tokens = (instance.conn, instance.name), len(order.prompt_token_ids)
+        self.timelines.routed(stream.request_id, stream.transfer_id, client_id, received_s, num_tokens, line, line)
+        return stream
 
     def _note_end(self, stream: RequestStream, error: BaseException | None) -> None:
         """Records the request's end; unfinished sequences count as aborted by the reader, unless an error ended it."""
@@ -369,7 +446,9 @@ class Router:
         stream.release(stream.sequences)
         if ended.error is not None:
             error = GenerationError(f"{name}: {ended.error}")
-            if ended.is_refusal:
+            if ended.is_taken:
+                self._take_from(stream, "")
+            elif ended.is_refusal:
                 stream.inbox.put(RequestError(ended.error))
             elif ended.is_full:
                 stream.num_moves += 1

@@ -54,6 +54,11 @@ class Slices:
         if is_first:
             self._next()
 
+    def forget(self, request_id: str) -> None:
+        """Drops waiting items of a request."""
+        for leg in [leg for leg in self._waiting if leg[1] == request_id]:
+            del self._waiting[leg], self._heard_s[leg]
+
     def _next(self) -> None:
         chosen: dict[str, list[TokenOutput | LegEnd]] = {}
         heard_s: dict[str, float] = {}

@@ -15,6 +15,7 @@ from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.prefixes import Prompt
 from pd_cluster.cluster.routing.policy import RoutingRequest
+from pd_cluster.cluster.routing.resume import KeptStream
 from pd_cluster.cluster.routing.stats import Histogram, Outcome, ReplayCause, RequestStats
 from pd_cluster.errors import GenerationError
 from pd_cluster.numerics import Numerics
@@ -133,6 +134,8 @@ class RequestStream:
     num_full: int = 0  # attempts in a row that found an instance full
     full_until_s: float = 0.0  # the end of its patience with them
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, of the same legs
+    encoding: list[tuple[Instance, int]] = field(default_factory=list)  # encoders of its images, and their tokens
+    kept: KeptStream | None = None  # of a stream that may resume
     stats: RequestStats = field(default_factory=RequestStats)
     received_s: float = 0.0
     first_s: float = 0.0  # when the first token was delivered; 0: none yet
@@ -175,6 +178,8 @@ class RequestStream:
             sequence.token_ids.extend(token.earlier)
             num_tokens += len(token.earlier)
         sequence.token_ids.append(token.token_id)
+        if self.kept is not None:
+            self.kept.tokens.append(token)
         self.inbox.put(token)
         now_s = self.stats.clock()
         if sequence.last_s:
@@ -202,6 +207,8 @@ class RequestStream:
             self.num_cached_tokens = prompt.num_cached_tokens
             self.stats.prompted(len(self.order.prompt_token_ids), prompt.num_cached_tokens)
             self.prompted(prompt)
+            if self.kept is not None:
+                self.kept.prompt = prompt
 
     def put_pooled(self, pooled: PooledOutput) -> None:
         """Takes the vector that ends a pooling request; drops it if the request is over or asked for none."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pd_cluster import wire
 from pd_cluster.kv.tier_orders import TierContents, TierDone
-from pd_cluster.transport.events import LinkEvent
+from pd_cluster.transport.events import FeatureEvent, LinkEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,4 +75,5 @@ Event = (
     | TierDone
     | TierContents
     | LinkEvent
+    | FeatureEvent
 )

@@ -275,7 +275,9 @@ def _input_of(step: to.Step) -> StepInput:
         np.frombuffer(each, np.int64).copy() for each in parts
     )
     own = rope_positions.reshape(-1, len(input_ids)) if len(rope_positions) else None
-    images = tuple(ImagePart(each.row, each.start, each.num_tokens, each.key, each.image) for each in step.images)
+    images = tuple(
+        ImagePart(each.row, each.start, each.num_tokens, each.key, each.image, each.is_landed) for each in step.images
+    )
     slots = adapters if len(adapters) else None
     virtual_parts = virtual.reshape(-1, VIRTUAL_COLUMNS) if len(virtual) else None
     return StepInput(rows.reshape(-1, NUM_COLUMNS), input_ids, blocks, own, slots, images, virtual_parts)

@@ -32,6 +32,7 @@ class StepImage(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     key: bytes
     image: Image
+    is_landed: bool
 
 
 class Step(RankMessage, frozen=True, omit_defaults=True):

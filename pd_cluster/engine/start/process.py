@@ -120,13 +120,9 @@ def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueu
     tell_lost = partial(_tell_lost, channel)
     worker, mailbox, mailroom, report = build_worker(config, inbox, tell_lost)
     mailbox.start(mailroom)
-    log.info(
-        "ready after %.1f s: %d blocks of %d tokens, control port %d",
-        time.monotonic() - started_s,
-        report.num_blocks,
-        report.layout.block_size if report.layout is not None else 0,
-        report.control_port,
-    )
+    layout = report.layout
+    what = f"{report.num_blocks} blocks of {layout.block_size} tokens" if layout is not None else "images alone"
+    log.info("ready after %.1f s: %s, control port %d", time.monotonic() - started_s, what, report.control_port)
     _tell(channel, report)
     worker.run(ends_when_hung(config.timeouts.step_timeout_s))
     mailbox.await_heard(config.timeouts.dead_after_s)  # otherwise a request that has ended would go on elsewhere

@@ -32,10 +32,16 @@ from pd_cluster.lab.tiny_model import QUICK_SHAPE, ModelShape
 from pd_cluster.tables import Better, Report, Result, check_writable, spread
 
 DTYPES = ("float32", "bfloat16")
-SCHEMES = {"none": None, "int8": "w8a8", "int8_wo": "w8a16", "int4_wo": "w4a16"}  # ours -> of `pd-cluster quantize`
-GGML = {"none": "", "int8": "Q8_0", "int8_wo": "Q8_0", "int4_wo": "Q4_0"}
+SCHEMES = {
+    "none": None,
+    "int8": "w8a8",
+    "int8_wo": "w8a16",
+    "int4_wo": "w4a16",
+    "w4a8": "w4a8",
+}  # ours -> of `pd-cluster quantize`
+GGML = {"none": "", "int8": "Q8_0", "int8_wo": "Q8_0", "int4_wo": "Q4_0", "w4a8": "Q4_0"}
 GGML_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
-BITS = {"none": 0.0, "int8": 8.0, "int8_wo": 8.0, "int4_wo": 4.25}  # 0: the dtype's
+BITS = {"none": 0.0, "int8": 8.0, "int8_wo": 8.0, "int4_wo": 4.25, "w4a8": 4.25}  # 0: the dtype's
 DTYPE_BITS = {"float32": 32.0, "bfloat16": 16.0}
 SHAPES = {"125M": ModelShape(), "1B": ONE_BILLION}
 OTHERS = ("vllm", "llama.cpp")
@@ -45,6 +51,8 @@ GOALS: Mapping[tuple[str, str, str], tuple[str, float]] = {  # (dtype, quantizat
     ("bfloat16", "none", UNIFORM): ("vllm", 1.2),
     ("bfloat16", "int4_wo", ONE): ("llama.cpp", 1.0),
     ("bfloat16", "int4_wo", SIXTEEN): ("llama.cpp", 2.0),
+    ("bfloat16", "w4a8", ONE): ("llama.cpp", 1.0),  # which rounds activations to int8, too
+    ("bfloat16", "w4a8", SIXTEEN): ("llama.cpp", 2.0),
 }
 PREPARE_DEADLINE_S = 1800.0
 

@@ -27,7 +27,7 @@ POOLS = {name: Variant(kv_cache_dtype=name) for name in (PLAIN, "bfloat16", "int
 WEIGHTS = {
     PLAIN: Variant(),
     "bfloat16": Variant(dtype="bfloat16"),
-    **{scheme: Variant(quantization=scheme) for scheme in ("int8", "int8_wo", "int4_wo", "fp8")},
+    **{scheme: Variant(quantization=scheme) for scheme in ("int8", "int8_wo", "int4_wo", "w4a8", "fp8")},
     "int8, head too": Variant(quantization="int8", quantize_head="int8"),
     "int4_wo, head too": Variant(quantization="int4_wo", quantize_head="int4_wo"),
 }

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import torch
 from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.cpu.decoder import ACTIVATIONS, DecoderLayers, decoder_layers
 from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import Activation, Experts
 from pd_cluster.model.layers.linear import Linear
@@ -24,9 +26,11 @@ from pd_cluster.model.layers.ops import Heads, Norm, Rope, Rows
 from pd_cluster.model.layers.weight import LinearWeight
 from pd_cluster.native import build
 
+if TYPE_CHECKING:
+    from pd_cluster.model.causal_lm import FusedLayer
+
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 16
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}  # rows.h
 POOLS = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # pool.h
 
 _Pointer, _Int, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -71,6 +75,7 @@ class _Bound:
     layer: _Layer
     address: int
     attend: Any
+    library: ctypes.CDLL  # which has it
 
 
 @functools.cache
@@ -84,13 +89,13 @@ def _library(flags: tuple[str, ...]) -> ctypes.CDLL:
 
 
 @functools.cache
-def _attend_in(flags: tuple[str, ...], pool_dtype: str) -> Any:
-    """Returns attention over a pool of this dtype: each has a library of its own, compiled when it is wanted."""
+def _attend_in(flags: tuple[str, ...], pool_dtype: str) -> ctypes.CDLL:
+    """Returns the kernels for pools of this dtype: each has a library of its own, compiled when it is wanted."""
     chosen = (f"-DPOOL={POOLS[pool_dtype]}",) if POOLS[pool_dtype] else ()
-    attend = build.load((*flags, *chosen)).pd_attend
-    attend.argtypes = [_Pointer] * 5
-    attend.restype = None
-    return attend
+    library = build.load((*flags, *chosen))
+    library.pd_attend.argtypes = [_Pointer] * 5
+    library.pd_attend.restype = None
+    return library
 
 
 def supports(config: Any, pool_dtype: str = "float32") -> bool:
@@ -169,6 +174,22 @@ class CpuOps:
         assert width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
         assert qkv.dtype == torch.float32
         assert qkv.is_contiguous()
+        state, bound = self._views(heads, rope, batch)
+        out = torch.empty(num_tokens, heads.num_heads * heads.head_dim)
+        bound.attend(state.address, bound.address, batch.pool.data.data_ptr(), qkv.data_ptr(), out.data_ptr())
+        batch.layer_written(heads.layer_idx, heads.sliding_window)
+        return out
+
+    def decoder(self, layers: Sequence[FusedLayer]) -> DecoderLayers | None:
+        """Returns all layers as one function; None if it cannot compute them."""
+
+        def views(heads: Heads, rope: Rope, batch: ForwardBatch) -> tuple[int, int, ctypes.CDLL]:
+            state, bound = self._views(heads, rope, batch)
+            return state.address, bound.address, bound.library
+
+        return decoder_layers(_library(self._flags), layers, views)
+
+    def _views(self, heads: Heads, rope: Rope, batch: ForwardBatch) -> tuple[_BatchState, _Bound]:
         states = batch.kernel_state
         if not isinstance(states, dict):
             states = batch.kernel_state = {}
@@ -179,10 +200,7 @@ class CpuOps:
         if bound is None or bound.pool is not batch.pool:
             bound = self._bind(heads, batch.pool)
         state.step.num_threads = torch.get_num_threads()  # which may change between layers
-        out = torch.empty(num_tokens, heads.num_heads * heads.head_dim)
-        bound.attend(state.address, bound.address, batch.pool.data.data_ptr(), qkv.data_ptr(), out.data_ptr())
-        batch.layer_written(heads.layer_idx, heads.sliding_window)
-        return out
+        return state, bound
 
     def _bind(self, heads: Heads, pool: KVPool) -> _Bound:
         data, layout = pool.data, pool.layout
@@ -212,12 +230,9 @@ class CpuOps:
             k_norm=heads.k_norm.weight.data_ptr() if heads.k_norm is not None else None,
             sinks=heads.sinks.data_ptr() if heads.sinks is not None else None,
         )
-        attend = self._attention_of(layout.dtype)
-        bound = self._layers[heads] = _Bound(pool, layer, ctypes.addressof(layer), attend)
+        library = _attend_in(self._flags, layout.dtype)
+        bound = self._layers[heads] = _Bound(pool, layer, ctypes.addressof(layer), library.pd_attend, library)
         return bound
-
-    def _attention_of(self, pool_dtype: str) -> Any:
-        return _attend_in(self._flags, pool_dtype)
 
 
 def _batch_state(batch: ForwardBatch, rope: Rope, head_dim: int) -> _BatchState:

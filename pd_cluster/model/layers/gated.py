@@ -61,10 +61,15 @@ class GatedMLP:
         needs_all: Callable[[], bool] = lambda: False,
     ) -> None:
         """`needs_all`: whether the layers must see a step's rows together."""
-        self._gate_up, self._down, self._ops, self._activation = gate_up, down, ops, activation
+        self.gate_up, self.down, self._ops, self.activation = gate_up, down, ops, activation
         self._needs_all = needs_all
         self._few = ops.few_rows_gate(gate_up, activation) if isinstance(ops, GatesFewRows) else None
         self._num_rows = max(MLP_LEAST_ROWS, MLP_NBYTES_AT_ONCE // (2 * intermediate_size * 4))
+
+    @property
+    def is_special(self) -> bool:
+        """Whether few rows take another way than through `gate_up`, the activation and `down`."""
+        return self._few is not None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         # Still below the limit, and faster whole.
@@ -78,8 +83,8 @@ class GatedMLP:
 
     def _some(self, x: torch.Tensor) -> torch.Tensor:
         if self._few is not None and len(x) <= self._few.most_rows:
-            return self._down(self._few(x))
-        return self._down(self._ops.gate(self._gate_up(x), self._activation))
+            return self.down(self._few(x))
+        return self.down(self._ops.gate(self.gate_up(x), self.activation))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ from pd_cluster.checkpoints.json_files import read_json
 from pd_cluster.checkpoints.quantized import COMPRESSED, Quantization
 from pd_cluster.checkpoints.weight_files import INDEX
 from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.model.known_forms import form_of
 from pd_cluster.model.quantize.layer import quantize_layer
 from pd_cluster.model.quantize.layerwise import Files, Hidden, Layerwise, through
 from pd_cluster.model.quantize.methods import round_to_nearest
 from pd_cluster.model.quantize.schemes import Scheme, Tensors
 from pd_cluster.model.quantized.decode import FP8, decoded
-from pd_cluster.model.quantized.weight import CODED, INT8
 from pd_cluster.model.quantized_files import LINEAR
 
 PARTIAL = ".partial"  # the folder of an unfinished job, in the output folder
@@ -179,7 +179,7 @@ def _numbers(path: str, parts: Tensors) -> Tensors:
     """Returns a module's parameters as numbers."""
     if "weight_packed" not in parts and parts["weight"].dtype not in (torch.int8, FP8):
         return parts
-    read = decoded(path, parts, Quantization(COMPRESSED, path))
-    form = CODED if "codes" in read else INT8
-    weight = form.weight.of(read, torch.float32)
+    is_w4a8 = "weight_packed" not in parts and parts["weight_scale"].shape[-1] > 1  # others have a scale a row
+    read = decoded(path, parts, Quantization(COMPRESSED, path, is_w4a8=is_w4a8))
+    weight = form_of(read, path).weight.of(read, torch.float32)
     return {"weight": weight.matrix()} | ({} if weight.bias is None else {"bias": weight.bias})

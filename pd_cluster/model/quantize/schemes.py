@@ -42,12 +42,21 @@ class Scheme:
         return replace(self, group=math.gcd(self.group, *inputs)) if self.group else self
 
     @property
+    def is_w4a8(self) -> bool:
+        return self.has_activations and self.bits == 4
+
+    @property
+    def uses_all_codes(self) -> bool:
+        """Whether the least code has no opposite, so that there is one more of them."""
+        return self.is_packed or self.is_w4a8
+
+    @property
     def most(self) -> float:
         """The largest magnitude in steps; of integers of up to four bits, half a step beyond the largest code."""
         if self.is_float:
             return LARGEST_FP8
         half = float(1 << self.bits - 1)
-        return half - 0.5 if self.is_packed else half - 1
+        return half - 0.5 if self.uses_all_codes else half - 1
 
     def steps(self, groups: torch.Tensor) -> torch.Tensor:
         """Returns the scales [...] of weights [..., group]."""
@@ -59,7 +68,7 @@ class Scheme:
         if self.is_float:
             return (weight / steps).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8).to(torch.float32)
         half = 1 << self.bits - 1
-        return (weight / steps).round().clamp(-half if self.is_packed else 1 - half, half - 1)
+        return (weight / steps).round().clamp(-half if self.uses_all_codes else 1 - half, half - 1)
 
     def stored(self, codes: torch.Tensor, steps: torch.Tensor) -> Tensors:
         """Returns a layer's tensors for codes [N, K] and steps [N, G], both float32."""
@@ -105,6 +114,7 @@ SCHEMES = {
         Scheme("w8a8", 8, has_activations=True),
         Scheme("w8a16", 8),
         Scheme("w4a16", 4, group=128),
+        Scheme("w4a8", 4, group=128, has_activations=True),
         Scheme("fp8", 8, is_float=True, has_activations=True),
     )
 }

@@ -18,6 +18,7 @@ from pd_cluster.model.quantized.unpack import WORD_BITS, awq_fields, e2m1_double
 Parts = dict[str, torch.Tensor]
 INT_BITS = (2, 3, 4, 8)
 FP8 = torch.float8_e4m3fn
+W4A8_BITS = 4
 # Scales of activations and of the KV cache, which stay in the model's precision: nothing is lost without them.
 MORE_PRECISE = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale", "kv_scale")
 WEIGHTS = ("weight", "qweight", "weight_packed", "blocks")  # one of them is what the others describe
@@ -149,8 +150,25 @@ def _packed(layer: Layer, found: Quantization) -> Parts:
         zeros = rows.to(torch.float32)
     of = layer.get("weight_g_idx")
     if of is None or int(of.min()) < 0:  # -1: no order of its own
+        if found.is_w4a8 and bits == W4A8_BITS:
+            return _w4a8(layer, codes.to(torch.int8), scales, zeros)
         of = _runs(layer, num_inputs, scales.shape[1])
+    elif found.is_w4a8 and bits == W4A8_BITS:
+        raise layer.wrong("int8 activations, and a weight_g_idx")
     return _grouped(layer, codes.to(torch.int8), scales, zeros, of)
+
+
+def _w4a8(layer: Layer, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> Parts:
+    """Codes of 4 bits for activations in int8; scales [N, G]."""
+    if zeros is not None and bool(zeros.any()):
+        raise layer.wrong("int8 activations, and a weight_zero_point that is not 0")
+    _runs(layer, codes.shape[1], scales.shape[1])
+    least, most = (int(code) for code in codes.aminmax())
+    if least < -8 or most > 7 or scales.shape[0] != codes.shape[0]:
+        raise layer.wrong(
+            f"codes from {least} to {most}, {scales.shape[0]} rows of scales for {codes.shape[0]} of codes"
+        )
+    return {"w4a8_codes": codes, "w4a8_scales": scales.to(torch.float32)}
 
 
 def _small_floats(layer: Layer, packed: torch.Tensor, scales: torch.Tensor) -> Parts:
@@ -187,6 +205,8 @@ def _eight_bits(layer: Layer, found: Quantization) -> Parts:
     zeros = layer.get("weight_zero_point")
     if zeros is not None and zeros.any():
         raise layer.wrong("a weight_zero_point that is not 0")
+    if weight.dtype == torch.int8 and found.is_w4a8:
+        return _w4a8(layer, weight, scales.reshape(num_outputs, -1))
     of = torch.zeros(num_inputs, dtype=torch.int64)
     if scales.numel() == 1:
         scales = scales.reshape(1, 1).expand(num_outputs, 1)

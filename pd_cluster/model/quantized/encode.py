@@ -38,6 +38,11 @@ def _int4_wo(weight: torch.Tensor) -> Parts:
     return {"codes": codes.flatten(1), "code_scales": steps, "code_zeros": torch.zeros_like(steps)}
 
 
+def _w4a8(weight: torch.Tensor) -> Parts:
+    parts = _int4_wo(weight)
+    return {"w4a8_codes": parts["codes"], "w4a8_scales": parts["code_scales"]}
+
+
 def _fp8(weight: torch.Tensor) -> Parts:
     steps = _steps(weight.unsqueeze(1), LARGEST_FP8)
     codes = (weight / steps).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
@@ -48,6 +53,7 @@ SCHEMES: dict[str, Callable[[torch.Tensor], Parts]] = {
     "int8": _int8,
     "int8_wo": _int8_wo,
     "int4_wo": _int4_wo,
+    "w4a8": _w4a8,
     "fp8": _fp8,
 }
 

@@ -47,6 +47,30 @@ class Int8Linear:
         return out.to(x.dtype).reshape(*x.shape[:-1], -1)
 
 
+class Int8GroupLinear:
+    """Computes quantized(x) times codes [N, K], with scales [N, G] of groups of inputs, + bias, by exact sums."""
+
+    __slots__ = ("_bias", "_codes", "_scales")
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._codes, self._scales, self._bias = codes.contiguous(), scales, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        taken, steps = quantize_rows(x.reshape(-1, x.shape[-1]).to(torch.float32))
+        out = torch.zeros(len(taken), len(self._codes), device=x.device)
+        group = self._codes.shape[-1] // self._scales.shape[-1]
+        for index in range(self._scales.shape[-1]):
+            part = slice(index * group, (index + 1) * group)
+            out.add_(
+                _product(taken[:, part].contiguous(), self._codes[:, part].t()).to(torch.float32)
+                * self._scales[:, index]
+            )
+        out.mul_(steps)
+        if self._bias is not None:
+            out.add_(self._bias)
+        return out.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+
 def _product(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Returns the sums of products of integers, [num_rows, out_features]; exact on a CPU."""
     if codes.device.type == "cpu":

@@ -12,7 +12,7 @@ import torch
 from pd_cluster.errors import ModelError
 from pd_cluster.model.layers.linear import Linear, PlainLinear, make_linear
 from pd_cluster.model.layers.weight import Part, Tensors, WeightForm
-from pd_cluster.model.quantized.int8 import Int8Linear
+from pd_cluster.model.quantized.int8 import Int8GroupLinear, Int8Linear
 from pd_cluster.native.products import fp8_weight_only_linear, int4_linear, int8_linear, int8_weight_only_linear
 
 LEAST_IN_GROUP = 16  # inputs, for products of codes
@@ -164,6 +164,60 @@ class Int8Weight:
         return (self.codes.to(torch.float32) * self.scales.unsqueeze(-1)).to(self.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class W4A8Weight:
+    """Products of integers: codes [..., N, K] from -8 to 7, scales [..., N, G] float32, bias [..., N] or None.
+
+    Activations become int8 by a scale for each row. Only CPUs have kernels for it; the loader refuses others.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, parts: Tensors, dtype: torch.dtype) -> W4A8Weight:
+        return cls(parts["w4a8_codes"], parts["w4a8_scales"], _bias(parts, dtype), dtype)
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.shape[-2]
+
+    @classmethod
+    def join(cls, parts: Sequence[W4A8Weight]) -> W4A8Weight:
+        """Joins weights; groups become as small as the smallest needs."""
+        num_groups = math.lcm(*(part.scales.shape[-1] for part in parts))
+        return cls(
+            torch.cat([part.codes for part in parts]),
+            torch.cat([_finer(part.scales, num_groups) for part in parts]),
+            _joined_bias([part.bias for part in parts], [part.out_features for part in parts]),
+            parts[0].dtype,
+        )
+
+    def reordered(self, rows: torch.Tensor) -> W4A8Weight:
+        rows = rows.to(self.codes.device)
+        return replace(
+            self,
+            codes=self.codes.index_select(-2, rows),
+            scales=self.scales.index_select(-2, rows),
+            bias=None if self.bias is None else self.bias.index_select(-1, rows),
+        )
+
+    def linear(self) -> Linear:
+        found = None
+        if self.dtype in (torch.float32, torch.bfloat16):
+            found = int4_linear(self.codes, self.scales, None, self.bias, activations="int8")
+        return found or self.reference()
+
+    def reference(self) -> Linear:
+        return Int8GroupLinear(self.codes, self.scales, self.bias)
+
+    def matrix(self) -> torch.Tensor:
+        numbers = self.codes.to(torch.float32).reshape(*self.scales.shape, -1) * self.scales.unsqueeze(-1)
+        return numbers.flatten(-2).to(self.dtype)
+
+
 def _bias(parts: Tensors, dtype: torch.dtype) -> torch.Tensor | None:
     bias = parts.get("bias")
     return None if bias is None else bias.to(dtype)
@@ -193,5 +247,8 @@ CODED = WeightForm(
 )
 INT8 = WeightForm(
     {"int8_codes": Part(0, 1), "int8_scales": Part(0, None), "bias": BIAS}, Int8Weight, rounds_activations=True
+)
+W4A8 = WeightForm(
+    {"w4a8_codes": Part(0, 1), "w4a8_scales": Part(0, 1), "bias": BIAS}, W4A8Weight, rounds_activations=True
 )
 INT8_STATIC = WeightForm({**INT8.parts, "int8_inputs": Part(None, None)}, Int8Weight, rounds_activations=True)

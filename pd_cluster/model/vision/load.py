@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
+from transformers.utils import logging as transformers_logging
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.vision import VisionPart
@@ -33,6 +35,8 @@ def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: Device, num_k
     """Raises ModelError for weights that do not fit. `dtype`: see Tower. `group`: each rank has the whole tower."""
     part = checkpoint.vision
     assert part is not None
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
     config: Any = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
     num_deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
     if num_deep >= (num_layers := int(checkpoint.config["num_hidden_layers"])):

@@ -54,7 +54,24 @@ class Tower:
         self._pixels = Pixels(part)
         self.kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # by ImagePart.key, see `encode`
         self.num_kept_tokens = num_kept_tokens
+        # On the host, on rank 0: what an encoder has computed and no step has used, see engine/encode/encoders.py.
+        self.landed: dict[bytes, torch.Tensor] = {}
         self._widths, self.group = widths, group
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def shape_of(self, image: Image) -> tuple[int, int, int]:
+        """Returns the shape of a picture's features, [1 + num_deep, num_features, hidden_size]."""
+        num_layers, hidden_size = self._widths
+        return num_layers, len(self.rules.places(image)), hidden_size
+
+    def marked(self, parts: Sequence[ImagePart]) -> tuple[ImagePart, ...]:
+        """Returns a step's parts for all ranks, with marks at those whose features have landed at this one."""
+        if not self.landed:
+            return tuple(parts)
+        return tuple(part._replace(is_landed=part.key in self.landed) for part in parts)
 
     def sparing_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
         """Returns a step's parts for another rank, with the pixels of no other pictures than it computes."""
@@ -65,9 +82,10 @@ class Tower:
 
     def _owners(self, parts: Sequence[ImagePart]) -> dict[bytes, int]:
         """Returns the rank that computes each picture that is not kept, by its key."""
-        missing = {part.key: part.image for part in parts if part.key not in self.kept}
+        missing = {part.key: part.image for part in parts if part.key not in self.kept and not part.is_landed}
         nums_pixels = [math.prod(self.rules.shape(image)) for image in missing.values()]
-        return dict(zip(missing, shared(nums_pixels, self.group.size), strict=True))
+        landed = {part.key: 0 for part in parts if part.key not in self.kept and part.is_landed}
+        return landed | dict(zip(missing, shared(nums_pixels, self.group.size), strict=True))
 
     def rows(self, parts: Sequence[ImagePart], num_tokens: int) -> ImageRows:
         """Returns the features of a step's rows; pictures that are not kept are computed, from their pixels.
@@ -118,9 +136,13 @@ class Tower:
         begun_s = time.monotonic()
         rank, size = self.group.rank, self.group.size
         found: dict[bytes, torch.Tensor] = {}
+        num_landed = 0
         try:
             for key, image in images.items():
-                if owners[key] == rank:
+                if key in self.landed:
+                    found[key] = self.landed.pop(key).to(self._device.torch_name)
+                    num_landed += 1
+                elif owners[key] == rank:
                     found[key] = self.encode(image)
                     self.num_encoded += 1
                 else:
@@ -135,13 +157,11 @@ class Tower:
             for key in images:
                 found[key] = self.group.spread(found[key], owners[key])
         took_s = time.monotonic() - begun_s
-        self.encoded = Encoded(self.encoded.num_images + len(images), self.encoded.seconds + took_s)
+        self.encoded = Encoded(self.encoded.num_images + len(images) - num_landed, self.encoded.seconds + took_s)
         return found
 
     def _empty(self, image: Image) -> torch.Tensor:
-        num_layers, hidden_size = self._widths
-        shape = num_layers, len(self.rules.places(image)), hidden_size
-        return torch.empty(shape, dtype=self._dtype, device=self._device.torch_name)
+        return torch.empty(self.shape_of(image), dtype=self._dtype, device=self._device.torch_name)
 
     @torch.inference_mode()
     def encode(self, image: Image) -> torch.Tensor:

@@ -76,6 +76,15 @@ class Answer(ABC):
         self._prompts_told: dict[int, dict[str, Any]] = {}  # first choice -> its prompt's logprobs, for other choices
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # choice -> its chunk's bytes before and after the text
 
+    @property
+    def identity(self) -> tuple[str, int]:
+        """Its id and time, before the first chunk is made."""
+        return self.id, self._created
+
+    @identity.setter
+    def identity(self, identity: tuple[str, int]) -> None:
+        self.id, self._created = identity
+
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
 

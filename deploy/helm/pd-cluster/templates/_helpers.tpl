@@ -24,7 +24,7 @@ labels:
 
 {{/* The part of a pod's spec that all roles have. `role`: the values of the scheduler or of a worker's role. */}}
 {{- define "pd.pod" -}}
-automountServiceAccountToken: false
+automountServiceAccountToken: {{ and (eq .component "scheduler") (gt (int .root.Values.scheduler.replicas) 1) }}
 enableServiceLinks: false
 securityContext:
   runAsNonRoot: true

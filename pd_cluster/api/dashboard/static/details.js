@@ -67,13 +67,15 @@ export class Details {
       ["work", `${each.num_running} running, ${each.num_waiting} waiting, ${each.num_landing} landing, ${each.num_exporting} handed over`],
       ["KV blocks", `${each.num_free_blocks} free, ${each.num_cached_blocks} cached, ${each.num_held_blocks} held of ${each.num_blocks}`],
       ...each.tiers.slice(1).map((tier) => [tier.name, tierText(tier)]),
+      ...(each.num_encoded_images ? [["images computed", `${each.num_encoded_images}`]] : []),
+      ...(each.feature_nbytes ? [["features moved", bytes(each.feature_nbytes)]] : []),
       ["preempted", `${each.num_preemptions} times`],
       ["prefix hits", asked ? `${((100 * each.num_prefix_hit_tokens) / asked).toFixed(0)} % of ${asked} tokens` : "–"],
       ["KV moved", `${bytes(each.kv_sent_nbytes)} sent (${bytes(moves.sent)}/s), ${bytes(each.kv_received_nbytes)} received (${bytes(moves.received)}/s)`],
       ["links", links || "–"],
     ], `Figures of ${each.instance_id}`));
     if (!view.isWhole) return;
-    const wanted = isDown(each) ? ["remove"] : each.service === "in" ? ["drain", "role", "remove"] : ["undrain", "remove"];
+    const wanted = isDown(each) ? ["remove"] : each.service === "in" ? ["drain", ...(each.role === "encode" ? [] : ["role"]), "remove"] : ["undrain", "remove"];
     const key = `${wanted} ${each.role}`;
     if (key === this.shown) return; // a button under somebody's finger stays
     this.shown = key;

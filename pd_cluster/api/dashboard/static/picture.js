@@ -25,7 +25,7 @@ function instanceBox(instance, { x, y }, width, rate, open) {
   const bar = width - 24, most = Math.floor(bar / 5.3);
   const held = (bar * instance.num_held_blocks) / total;
   const cached = (bar * instance.num_cached_blocks) / total;
-  const moved = instance.role === "prefill" ? `KV out ${bytes(rate.sent)}/s` : `KV in ${bytes(rate.received)}/s`;
+  const moved = instance.role === "encode" ? `${instance.num_encoded_images} images` : instance.role === "prefill" ? `KV out ${bytes(rate.sent)}/s` : `KV in ${bytes(rate.received)}/s`;
   const work = isDown(instance)
     ? instance.reason ?? instance.state
     : `${instance.num_running} run, ${instance.num_waiting} wait · ${moved}`;

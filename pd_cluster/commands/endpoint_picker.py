@@ -1,0 +1,75 @@
+"""`pd-cluster endpoint-picker`: its signature. Imports nothing heavy, like cli.py."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pd_cluster.errors import ConfigError
+from ranktable_tools.hosts import is_host
+
+DEFAULT_PORT = 9002  # of the extension's own picker
+MOST_FALLBACKS = 8
+
+
+def endpoint_picker(
+    schedulers: Annotated[
+        str, typer.Option(help="HOST:PORT of public ports, separated by commas; a name stands for all its addresses.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to bind gRPC to.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="gRPC port.")] = DEFAULT_PORT,
+    interval: Annotated[float, typer.Option(min=0.05, max=60, help="Seconds between looks at the schedulers.")] = 0.5,
+    timeout: Annotated[float, typer.Option(min=0.05, max=60, help="Seconds of a look, for each scheduler.")] = 1.0,
+    max_requests: Annotated[
+        int, typer.Option(min=0, help="In flight at one scheduler; if all have as many, 429. 0: no limit.")
+    ] = 0,
+    fallbacks: Annotated[
+        int, typer.Option(min=0, max=MOST_FALLBACKS, help="Further endpoints of an answer, for gateways that retry.")
+    ] = 0,
+    metrics_key: Annotated[str, typer.Option(help="The schedulers' --metrics-key, if they have API keys.")] = "",
+    ssl_certfile: Annotated[str, typer.Option(help="Certificate chain (PEM) for gRPC over TLS.")] = "",
+    ssl_keyfile: Annotated[str, typer.Option(help="Its private key (PEM).")] = "",
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for open streams after SIGTERM.")] = 30.0,
+    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
+) -> None:
+    """Pick a scheduler for each request of a Gateway with the inference extension (Envoy's ext_proc over gRPC).
+
+    The metrics key is better given as PD_CLUSTER_ENDPOINT_PICKER_METRICS_KEY, which no list of processes shows.
+    """
+    from pd_cluster.settings.logs import Logs
+
+    if log_format not in ("text", "json"):
+        raise ConfigError(f"--log-format {log_format!r}: expected text or json")
+    addresses = [_address(each.strip()) for each in schedulers.split(",")]
+    if bool(ssl_certfile) != bool(ssl_keyfile):
+        raise ConfigError("--ssl-certfile and --ssl-keyfile: give both, or none")
+    pair = (_content("--ssl-keyfile", ssl_keyfile), _content("--ssl-certfile", ssl_certfile)) if ssl_keyfile else None
+    if find_spec("grpc") is None or find_spec("google") is None or find_spec("google.protobuf") is None:
+        raise ConfigError("endpoint-picker: grpcio is not installed; pip install 'pd-cluster[gateway]'")
+    from pd_cluster.gateway.choice import Choice
+    from pd_cluster.gateway.server import Listening, serve
+    from pd_cluster.gateway.watch import SchedulerWatch
+
+    Logs("INFO", "", "json" if log_format == "json" else "text").begin()
+    choice = Choice(max_requests, fallbacks)
+    watch = SchedulerWatch(choice, addresses, interval, timeout, metrics_key)
+    asyncio.run(serve(watch, choice, Listening(host, port, pair), drain_timeout))
+
+
+def _address(written: str) -> tuple[str, int]:
+    host, _, port = written.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not is_host(host) or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--schedulers {written[:300]!r}: expected HOST:PORT of a scheduler's public port")
+    return host, int(port)
+
+
+def _content(flag: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from None

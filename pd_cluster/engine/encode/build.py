@@ -1,0 +1,60 @@
+"""Puts an encoder together: tower, socket, mailbox. Also what a prefill instance needs to ask encoders."""
+
+from __future__ import annotations
+
+import queue
+from functools import partial
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import Device
+from pd_cluster.engine.encode.encoder_links import EncoderTerms
+from pd_cluster.engine.encode.worker import EncoderMail, EncodeWorker
+from pd_cluster.engine.handover.events import Event
+from pd_cluster.model.loader import resolve_dtype
+from pd_cluster.model.parallel.group import Alone
+from pd_cluster.model.parts import load_tower_part
+from pd_cluster.net.mailbox import Mailbox
+from pd_cluster.numerics import Numerics
+from pd_cluster.reports import RankReport
+from pd_cluster.settings.config import WorkerConfig
+from pd_cluster.transport.base import Checksum
+from pd_cluster.transport.feature_reader import FeaturePlace
+
+
+def terms_of(config: WorkerConfig, model_identity: str, numerics: Numerics) -> EncoderTerms:
+    times, checksum = config.timeouts, Checksum(config.kv.checksum)
+    place = FeaturePlace(config.bind_address, times.connect_timeout_s, times.transfer_timeout_s, checksum)
+    return EncoderTerms(model_identity, numerics, place, config.kv_transport)
+
+
+def build_encoder(
+    config: WorkerConfig, inbox: queue.SimpleQueue[Event], device: Device
+) -> tuple[EncodeWorker, Mailbox, EncoderMail, RankReport]:
+    """Binds and loads an encoder; the caller starts the mailbox with its handler, and runs the worker.
+
+    The model takes images. Raises ModelError for weights that do not fit.
+    """
+    engine = config.engine
+    checkpoint = Checkpoint.of(engine)
+    dtype = resolve_dtype(engine.dtype, checkpoint, device)
+    load = partial(load_tower_part, checkpoint, engine, dtype, device, Alone())
+    tower = load()
+    mailbox = Mailbox(config.name, config.epoch, "worker", config.credentials, config.timeouts)
+    control_port = mailbox.bind(config.bind_address, config.kv_port_range)
+    numerics = Numerics(device=device.kind, dtype=dtype, hf_overrides=checkpoint.hf_overrides)
+    worker = EncodeWorker(
+        tower,
+        terms_of(config, checkpoint.identity, numerics),
+        mailbox,
+        inbox,
+        engine.mm_encoder_cache_tokens,
+        None if device.is_accelerator else load,
+    )
+    report = RankReport(
+        state="ready",
+        control_port=control_port,
+        public_key=mailbox.public_key,
+        model_identity=checkpoint.identity,
+        numerics=numerics,
+    )
+    return worker, mailbox, EncoderMail(inbox, worker), report

@@ -1,0 +1,325 @@
+"""An encoder: images in, features out, one image at a time. State × event table in docs/protocol.md.
+
+Only the thread that calls `run` computes and owns the queue and the store; the mailbox's thread only puts events into
+`inbox`, and the socket's thread only gives files away. Knows nothing of prompts, tokens or KV cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pd_cluster import wire
+from pd_cluster.engine.encode.encoder_links import EncoderTerms
+from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain, StopEngine
+from pd_cluster.engine.handover.links import Post
+from pd_cluster.engine.sleep import EngineSleep
+from pd_cluster.model.vision.tower import Tower
+from pd_cluster.transport.events import LinkFailed
+from pd_cluster.transport.feature_pair import PairSender
+from pd_cluster.transport.features import DIST, NOBODYS, SHM, FeatureServer, Sealed
+from pd_cluster.types import Image, LinkState
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+IDLE_WAIT_S = 0.05
+MOST_WAITING = 256  # images that are queued or offered; each offer is an open file
+MOST_KEPT = 256  # images, likewise
+
+
+@dataclass(slots=True)
+class _Item:
+    """An image that a prefill instance waits for. `token`: of its offer; b"": it is queued."""
+
+    conn: str
+    number: int
+    key: bytes
+    image: Image
+    until_s: float
+    token: bytes = b""
+
+
+class EncodeWorker:
+    """Computes images for the prefill instances that connect; `run` is its loop."""
+
+    def __init__(
+        self,
+        tower: Tower,
+        terms: EncoderTerms,
+        post: Post,
+        inbox: queue.SimpleQueue[Event],
+        num_kept_tokens: int,
+        load_tower: Callable[[], Tower] | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`load_tower`: again after sleep; None: it never sleeps."""
+        self.inbox = inbox
+        self.load = wire.Load()  # read by the mailbox's thread; replaced, never changed
+        self._tower: Tower | None = tower
+        self._rules, self._load_tower = tower.rules, load_tower
+        self._terms, self._post, self._clock = terms, post, clock
+        self._server = FeatureServer()
+        self._queue: deque[_Item] = deque()
+        self._offers: dict[bytes, _Item] = {}  # by token
+        self._kept: OrderedDict[bytes, tuple[Sealed, int]] = OrderedDict()  # by key, with the number of tokens
+        self._num_kept_tokens = num_kept_tokens
+        self._schedulers: set[str] = set()
+        self._peers: dict[str, str] = {}  # name@epoch of prefill instances that have opened, by connection
+        self._pairs: dict[str, PairSender] = {}  # by connection; also read by the mailbox's thread
+        self._paired_nbytes = 0  # sent over pairs that are closed
+        self._is_draining = False
+        self._num_hits = self._num_encoded = self._num_resets = 0
+        self._encode_s = self._next_tick_s = 0.0
+        self._sleep = EngineSleep(self._go_to_level if load_tower is not None else None, self._forget)
+
+    def run(self, came_round: Callable[[], None] = lambda: None) -> None:
+        """Runs until `StopEngine`, or, after `StartDrain`, until nothing is left. Raises the mailbox's error."""
+        try:
+            while self._read_inbox(0.0 if self._queue else IDLE_WAIT_S):
+                came_round()
+                self._tick()
+                if self._sleep.is_due and not self._queue:
+                    self._sleep.settle()
+                if self._queue:
+                    self._publish()
+                    self._encode(self._queue.popleft())
+                self._publish()
+                if self._is_draining and not self._queue and not self._offers and not any(self._pairs.values()):
+                    return
+        finally:
+            for conn in list(self._pairs):
+                self._part(conn)
+            self._server.close()
+            self._forget()
+
+    # ---- images
+
+    def _encode(self, item: _Item) -> None:
+        """Offers an image's features, which are computed unless they are kept."""
+        if self._clock() > item.until_s:
+            return
+        found = self._kept.get(item.key)
+        if found is not None:
+            self._kept.move_to_end(item.key)
+            self._num_hits += 1
+            file = found[0].twin()
+        else:
+            assert self._tower is not None  # nothing is queued while it sleeps
+            begun_s = time.monotonic()
+            features = self._tower.encode(item.image).cpu().contiguous()
+            self._num_encoded += 1
+            self._encode_s += time.monotonic() - begun_s
+            try:
+                file = Sealed.of(features, self._terms.place.checksum)
+                self._keep(item.key, file.twin(), features.shape[1])
+            except OSError as error:
+                self._post.send(item.conn, wire.EncodeFailed(item.number, f"the encoder has no room: {error.strerror}"))
+                return
+        if (pair := self._pairs.get(item.conn)) is not None and pair.is_open:
+            self._post.send(item.conn, wire.EncodeDone(item.number, NOBODYS, file.nbytes, file.checksum))
+            pair.put(file)
+            return
+        item.token, item.until_s = self._server.offer(file), self._clock() + self._terms.place.transfer_s
+        self._offers[item.token] = item
+        self._post.send(item.conn, wire.EncodeDone(item.number, item.token, file.nbytes, file.checksum))
+
+    def _keep(self, key: bytes, file: Sealed, num_tokens: int) -> None:
+        """Keeps an image as the most recently used, while there is room."""
+        self._kept[key] = file, num_tokens
+        while self._kept and (
+            sum(num for _, num in self._kept.values()) > self._num_kept_tokens or len(self._kept) > MOST_KEPT
+        ):
+            _, (dropped, _) = self._kept.popitem(last=False)
+            dropped.close()
+
+    def _forget(self) -> None:
+        for file, _ in self._kept.values():
+            file.close()
+        self._kept.clear()
+
+    def _go_to_level(self, level: wire.SleepLevel) -> None:
+        assert self._load_tower is not None
+        if level == 2:
+            self._tower = None
+        elif self._tower is None:
+            self._tower = self._load_tower()
+
+    def _problem(self, asked: wire.Encode) -> str:
+        """Returns why an image is not computed here; "" if it is."""
+        if self._is_draining:
+            return "the encoder stops"
+        if self._sleep.closed:
+            return "the encoder sleeps"
+        num_waiting = len(self._queue) + len(self._offers) + sum(map(len, self._pairs.values()))
+        if num_waiting >= MOST_WAITING:
+            return f"{MOST_WAITING} images wait at the encoder"
+        return self._rules.problem(asked.image) or ("" if asked.image.pixels else "it came without pixels")
+
+    def _ask(self, conn: str, asked: wire.Encode) -> None:
+        if problem := self._problem(asked):
+            self._post.send(conn, wire.EncodeFailed(asked.item, problem))
+            return
+        self._queue.append(_Item(conn, asked.item, asked.key, asked.image, self._clock() + asked.deadline_s))
+
+    def _drop(self, unwanted: Callable[[_Item], bool]) -> None:
+        self._queue = deque(item for item in self._queue if not unwanted(item))
+        for item in [item for item in self._offers.values() if unwanted(item)]:
+            self._server.withdraw(item.token)
+            del self._offers[item.token]
+
+    # ---- time and events
+
+    def _tick(self) -> None:
+        for token in [token for token in self._offers if token not in self._server]:  # they are with the asker
+            del self._offers[token]
+        now_s = self._clock()
+        if now_s >= self._next_tick_s:
+            self._next_tick_s = now_s + TICK_S
+            self._drop(lambda item: bool(item.token) and now_s > item.until_s)
+
+    def _publish(self) -> None:
+        """Refreshes the load that heartbeats read."""
+        told = self.load
+        links = {peer: self._link_over(conn) for conn, peer in self._peers.items()}
+        paired_nbytes = self._paired_nbytes + sum(pair.sent_nbytes for pair in self._pairs.values())
+        self.load = wire.Load(
+            num_running=min(1, len(self._queue)),
+            num_waiting=max(0, len(self._queue) - 1),
+            num_steps=self._num_encoded + self._num_hits,
+            num_encoded_images=self._num_encoded,
+            image_encode_s=self._encode_s,
+            num_encoded_hits=self._num_hits,
+            feature_nbytes=self._server.given_nbytes + paired_nbytes,
+            num_cache_resets=self._num_resets,
+            is_draining=self._is_draining,
+            sleep_level=self._sleep.level,
+            links=links,
+        )
+        if (links, self._is_draining, self._sleep.level) != (told.links, told.is_draining, told.sleep_level):
+            self._post.beat()
+        elif told.shown_now != self.load.shown_now:
+            self._post.beat_soon()
+
+    def _link_over(self, conn: str) -> LinkState:
+        pair = self._pairs.get(conn)
+        return LinkState("up", (DIST,) if pair is not None and pair.is_open else (SHM,))
+
+    def _read_inbox(self, wait_s: float) -> bool:
+        """Handles all pending events, waiting at most `wait_s` for the first. False: stop."""
+        try:
+            event = self.inbox.get(timeout=wait_s) if wait_s else self.inbox.get_nowait()
+            while True:
+                if isinstance(event, StopEngine):
+                    if event.error is not None:
+                        raise event.error
+                    return False
+                self._handle(event)
+                event = self.inbox.get_nowait()
+        except queue.Empty:
+            return True
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Mail(conn, peer, body):
+                self._read(conn, peer, body)
+            case StartDrain():
+                self._is_draining = True
+            case ConnOpened(conn, peer, "scheduler"):
+                self._schedulers.add(conn)
+                log.info("scheduler %s is here", peer)
+            case ConnClosed(conn, peer, _):
+                self._schedulers.discard(conn)
+                self._part(conn)
+            case LinkFailed(conn, reason) if conn in self._peers:
+                log.warning("the pair with %s has failed: %s", self._peers[conn], reason)
+                self._part(conn)
+                self._post.disconnect(conn)  # it notices, and connects anew
+
+    def _part(self, conn: str) -> None:
+        """Forgets a prefill instance and everything that it waits for."""
+        self._peers.pop(conn, None)
+        if (pair := self._pairs.pop(conn, None)) is not None:
+            pair.close()
+            self._paired_nbytes += pair.sent_nbytes
+        self._drop(lambda item: item.conn == conn)
+
+    def _open(self, conn: str, peer: str, asked: wire.EncoderOpen) -> None:
+        if problem := self._terms.problem(asked):
+            log.error("%s: %s", peer, problem)
+            self._post.send(conn, wire.EncoderAnswer(problem))
+            return
+        self._part(conn)
+        self._peers[conn] = peer
+        common, place, group = set(self._terms.ways) & set(asked.transports), self._terms.place, ""
+        if DIST in common:
+            group = secrets.token_hex(16)
+            self._pairs[conn] = PairSender(
+                group,
+                place.host,
+                place.connect_s,
+                place.transfer_s,
+                lambda key, value: self._post.send(conn, wire.LinkValue(DIST, key, value)),
+                lambda reason: self.inbox.put(LinkFailed(conn, reason)),
+            )
+        self._post.send(conn, wire.EncoderAnswer("", self._server.name if SHM in common else "", group))
+
+    def meet(self, conn: str, value: wire.LinkValue) -> None:
+        """Called on the mailbox's thread."""
+        if (pair := self._pairs.get(conn)) is not None:
+            pair.meeting.put(value.key, value.value)
+
+    def _read(self, conn: str, peer: str, body: wire.Body) -> None:
+        match body:
+            case wire.EncoderOpen():
+                self._open(conn, peer, body)
+            case wire.EncoderMeet() if (pair := self._pairs.get(conn)) is not None:
+                pair.open()
+            case wire.Encode() if conn in self._peers:
+                self._ask(conn, body)
+            case wire.EncodeAbort(items) if conn in self._peers:
+                unwanted = set(items)
+                self._drop(lambda item: item.conn == conn and item.number in unwanted)
+            case wire.WantedAdapters(adapters) if conn in self._schedulers:  # a tower has none
+                self._post.send(conn, wire.AdapterStates([each.digest for each in adapters]))
+            case wire.ResetCache() if conn in self._schedulers:
+                self._forget()
+                self._num_resets += 1
+            case wire.Sleep(level) if conn in self._schedulers:
+                self._sleep.wish(level)
+            case wire.Submit() if conn in self._schedulers:
+                log.warning("a scheduler sent a request, which is not for an encoder")
+            case wire.Heartbeat() | wire.Peers() | wire.Abort():
+                pass
+            case _:
+                log.warning("%s sent a %s, which is not for an encoder", peer, type(body).__name__)
+
+
+class EncoderMail:
+    """The mailbox's handler: everything becomes an event for the encoder's thread."""
+
+    def __init__(self, inbox: queue.SimpleQueue[Event], worker: EncodeWorker) -> None:
+        self._inbox, self._worker = inbox, worker
+
+    def load(self) -> wire.Load:
+        return self._worker.load
+
+    def on_opened(self, conn: str, peer: str, kind: str) -> None:
+        self._inbox.put(ConnOpened(conn, peer, kind))
+
+    def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
+        if isinstance(body, wire.LinkValue):  # an end of a pair waits for it
+            self._worker.meet(conn, body)
+        else:
+            self._inbox.put(Mail(conn, peer, body))
+
+    def on_closed(self, conn: str, peer: str, reason: str) -> None:
+        self._inbox.put(ConnClosed(conn, peer, reason))
+
+    def on_fatal(self, error: BaseException) -> None:
+        self._inbox.put(StopEngine(error))

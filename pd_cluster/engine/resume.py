@@ -1,0 +1,226 @@
+"""Records of streams that resume: their order and output, for a while after their reader is lost.
+
+docs/protocol.md, "Streams that resume", has the states. Knows nothing of text, of what clients hold, or of how legs are
+computed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from pd_cluster import wire
+from pd_cluster.engine.outbox import NOBODY, Outbox
+from pd_cluster.types import LegEnd, Order, PromptOutput, Request, TokenOutput
+
+log = logging.getLogger(__name__)
+
+GONE = "what was kept of the stream is gone"
+STOPPED = "the stream stopped while nobody read it"
+TAKEN = "another reader has taken this stream over"
+NAME_NBYTES = 8  # of a digest, by which a record is looked up; the rest is compared in constant time
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """`reader`: a scheduler's connection, or NOBODY until `expires_s`."""
+
+    keep: wire.Keep = field(repr=False)
+    request_id: str
+    attempt: int
+    order: Order = field(repr=False)
+    reader: str
+    tokens: list[TokenOutput] = field(repr=False)
+    prompt: PromptOutput | None = field(default=None, repr=False)
+    expires_s: float = math.inf
+    nbytes: int = 0
+
+    @property
+    def name(self) -> bytes:
+        return self.keep.digest[:NAME_NBYTES]
+
+    @property
+    def leg_key(self) -> str:
+        return f"{self.request_id}#{self.attempt}"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its last token is here."""
+        return bool(self.tokens) and self.tokens[-1].finish_reason is not None
+
+
+class Running(Protocol):
+    """The legs of this worker, as far as their readers are concerned. A leg that does not run is ignored."""
+
+    def runs(self, key: str) -> bool: ...
+    def readdress(self, key: str, client: str) -> None: ...
+    def drop_if_it_runs(self, key: str) -> None: ...
+    def abort(self, conn: str, abort: wire.Abort) -> None: ...
+
+
+class Records:
+    def __init__(self, legs: Running, outbox: Outbox, clock: Callable[[], float]) -> None:
+        self._legs, self._outbox, self._clock = legs, outbox, clock
+        self._by_name: dict[bytes, Record] = {}
+        self._by_request: dict[str, Record] = {}
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def open(self, conn: str, submit: wire.Submit) -> None:
+        """Keeps a record of a leg that was accepted, if it is asked for and there is room."""
+        keep, sampling = submit.keep, submit.order.sampling
+        if keep is None or sampling.n != 1 or sampling.beam_width:
+            return
+        if (older := self._by_name.get(keep.digest[:NAME_NBYTES])) is not None:
+            self._forget(older)
+        tokens = [msgspec.structs.replace(token, attempt=submit.attempt) for token in keep.tokens]
+        prompt = keep.prompt and msgspec.structs.replace(keep.prompt, attempt=submit.attempt)
+        keep = msgspec.structs.replace(keep, tokens=[], prompt=None)
+        record = Record(keep, submit.request_id, submit.attempt, submit.order, conn, tokens, prompt)
+        self._by_name[record.name] = self._by_request[record.request_id] = record
+        order_nbytes = wire.PROMPT_TOKEN_NBYTES * len(submit.order.prompt_token_ids)
+        self._grow(record, order_nbytes + 2 * len(keep.recipe) + wire.nbytes_of(tokens))
+
+    def note_prompt(self, prompt: PromptOutput) -> None:
+        """Keeps the outputs of a prompt, wherever it was computed; the first ones count, as for clients."""
+        record = self._by_request.get(prompt.request_id)
+        if record is not None and record.attempt == prompt.attempt and record.prompt is None:
+            record.prompt = prompt
+
+    def note(self, request: Request, tokens: list[TokenOutput]) -> None:
+        """Keeps a sequence's next tokens, each once."""
+        record = self._of(request)
+        if record is None:
+            return
+        new = [token for token in tokens if token.position >= len(record.tokens)]
+        record.tokens += new
+        self._grow(record, wire.nbytes_of(new))
+
+    # ---- readers
+
+    def read(self, conn: str, body: wire.Release | wire.Find | wire.Attach) -> None:
+        """Handles a scheduler's message."""
+        match body:
+            case wire.Release():
+                self._release(conn, body)
+            case wire.Find(digest):
+                self._answer(conn, digest)
+            case wire.Attach():
+                self._attach(conn, body)
+
+    def _release(self, conn: str, release: wire.Release) -> None:
+        record = self._by_request.get(release.request_id)
+        if record is None:  # forgotten for want of room, while its leg went on
+            self._legs.abort(conn, wire.Abort(release.request_id, release.attempt))
+            return
+        if record.reader != conn:
+            return
+        if release.then == "forget":
+            self._forget(record)
+        else:
+            self._leave(record)
+        if release.then != "go on":
+            self._legs.drop_if_it_runs(record.leg_key)
+
+    def closed(self, conn: str) -> None:
+        """Lets the legs go on although their scheduler is gone."""
+        for record in [each for each in self._by_name.values() if each.reader == conn]:
+            self._leave(record)
+
+    def leg_ended(self, request: Request) -> None:
+        """Starts the window of a stream whose leg is over before its last token."""
+        record = self._of(request)
+        if record is not None and not record.is_whole and record.reader != NOBODY:
+            self._leave(record)
+
+    def failed(self, request: Request) -> None:
+        """Forgets a stream that ended with an error of its own."""
+        if (record := self._of(request)) is not None:
+            self._forget(record)
+
+    def _answer(self, conn: str, digest: bytes) -> None:
+        record = self._find(digest)
+        if record is None:
+            self._outbox.send(conn, wire.Found(digest))
+            return
+        found = wire.Found(
+            digest, record.request_id, record.attempt, record.order, record.keep.recipe, len(record.tokens)
+        )
+        self._outbox.send(conn, found)
+
+    def _find(self, digest: bytes) -> Record | None:
+        record = self._by_name.get(digest[:NAME_NBYTES])
+        if record is None or not hmac.compare_digest(record.keep.digest, digest) or self._clock() > record.expires_s:
+            return None
+        return record
+
+    def _attach(self, conn: str, attach: wire.Attach) -> None:
+        """Makes a scheduler the reader, and sends it everything from the beginning."""
+        record, outbox = self._find(attach.digest), self._outbox
+        request_id, attempt = attach.request_id, attach.attempt
+        if record is None or (record.request_id, record.attempt) != (request_id, attempt):
+            outbox.add_end(conn, LegEnd(request_id, attempt, GONE, is_fault=True))
+            return
+        if record.reader not in (NOBODY, conn):
+            outbox.add_end(record.reader, LegEnd(request_id, attempt, TAKEN, is_taken=True))
+        record.reader, record.expires_s = conn, math.inf
+        if record.prompt is not None:
+            outbox.add_prompt(conn, record.prompt)
+        if record.tokens:
+            outbox.add_tokens(conn, record.tokens)
+        if self._legs.runs(record.leg_key):
+            self._legs.readdress(record.leg_key, conn)
+        elif not record.is_whole:
+            outbox.add_end(conn, LegEnd(request_id, attempt, STOPPED, is_fault=True))
+            self._leave(record)
+
+    # ---- the end
+
+    def expire(self, now_s: float) -> None:
+        for record in [each for each in self._by_name.values() if now_s > each.expires_s]:
+            self._forget(record)
+            self._legs.drop_if_it_runs(record.leg_key)
+
+    def _leave(self, record: Record) -> None:
+        record.reader, record.expires_s = NOBODY, self._clock() + record.keep.window_s
+        self._legs.readdress(record.leg_key, NOBODY)
+
+    def _of(self, request: Request) -> Record | None:
+        record = self._by_request.get(request.request_id)
+        return record if record is not None and record.attempt == request.attempt else None
+
+    def _grow(self, record: Record, nbytes: int) -> None:
+        """Counts more bytes; where they are too many, forgets those without a reader, then this one."""
+        record.nbytes += nbytes
+        self.nbytes += nbytes
+        room = record.keep.room_nbytes
+        if self.nbytes <= room:
+            return
+        alone = sorted((each for each in self._by_name.values() if each.reader == NOBODY), key=lambda r: r.expires_s)
+        for victim in alone:
+            if self.nbytes <= room:
+                return
+            if victim is not record:
+                log.info("request %s cannot be resumed any more: no room (--resume-memory)", victim.request_id)
+                self._forget(victim)
+                self._legs.drop_if_it_runs(victim.leg_key)
+        if self.nbytes > room:
+            log.info("request %s cannot be resumed any more: no room (--resume-memory)", record.request_id)
+            self._forget(record)
+            if record.reader == NOBODY:
+                self._legs.drop_if_it_runs(record.leg_key)
+
+    def _forget(self, record: Record) -> None:
+        if self._by_name.get(record.name) is record:
+            del self._by_name[record.name]
+            self.nbytes -= record.nbytes
+        if self._by_request.get(record.request_id) is record:
+            del self._by_request[record.request_id]

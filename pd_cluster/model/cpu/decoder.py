@@ -1,0 +1,145 @@
+"""A step's decoder layers in one call of the C kernels: the same bits as part by part, without Python in between.
+
+For layers whose four products are packed, with a norm before each half and nothing beside them: no adapters, no
+experts, no other ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.layers.gated import Activation, GatedMLP
+from pd_cluster.model.layers.ops import Heads, Norm, Rope
+from pd_cluster.native.products import PackedProduct, ProductCall
+
+if TYPE_CHECKING:
+    from pd_cluster.model.causal_lm import FusedLayer
+
+MOST_ROWS = 64  # more take so long that the rest does not count
+LAYERS_AT_ONCE = 4  # where the number of threads may change in between
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}  # rows.h
+
+_Pointer, _Int, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+Views = Callable[[Heads, Rope, ForwardBatch], tuple[int, int, Any]]  # addresses of Step and Layer, and the kernels
+
+
+class _DecoderLayer(ctypes.Structure):
+    """DecoderLayer in layers.h."""
+
+    _fields_ = (
+        *((name, ProductCall) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _Pointer) for name in ("attention", "input_norm", "mlp_norm")),
+        *((name, _Float) for name in ("input_eps", "mlp_eps")),
+        ("activation", _Int),
+    )
+
+
+class _Layers(ctypes.Structure):
+    """Layers in layers.h."""
+
+    _fields_ = (
+        *((name, _Int) for name in ("num_layers", "num_rows", "num_threads")),
+        *((name, _Pointer) for name in ("layers", "steps", "plan_attention", "attend", "pool", "x", "delta")),
+        ("has_delta", _Int),
+        ("scratch", _Pointer),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One layer: what C sees, and what must live as long."""
+
+    call: _DecoderLayer
+    heads: Heads
+    rope: str
+    kept: tuple[object, ...]
+
+
+class DecoderLayers:
+    """Computes all layers of a step of at most MOST_ROWS rows."""
+
+    def __init__(self, library: ctypes.CDLL, parts: list[_Part], views: Views) -> None:
+        for function in (library.pd_layers, library.pd_layers_nbytes):
+            function.argtypes = [_Pointer]
+        library.pd_layers.restype, library.pd_layers_nbytes.restype = None, _Int
+        self._library, self._parts, self._views = library, parts, views
+        self._layers = (_Pointer * len(parts))(*(ctypes.addressof(part.call) for part in parts))
+        self._width = int(parts[0].call.qkv.inputs)
+
+    def takes(self, batch: ForwardBatch) -> bool:
+        """Whether it can compute this batch. The last layer's rows that nobody reads would be computed, too."""
+        return (
+            batch.num_tokens <= MOST_ROWS
+            and len(batch.sample_rows) == batch.num_tokens
+            and batch.hidden is None
+            and batch.images is None
+            and batch.virtual is None
+        )
+
+    def __call__(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
+        """Updates x [num_tokens, hidden_size]; returns what the last layer adds to it."""
+        assert x.shape == (batch.num_tokens, self._width)
+        assert x.dtype == torch.float32
+        assert x.is_contiguous()
+        delta = torch.empty_like(x)
+        num_layers = len(self._parts)
+        at_once = num_layers
+        if batch.on_layer is not None or batch.after_layer is not None:
+            at_once = 1 if batch.on_layer is not None else LAYERS_AT_ONCE
+        steps = (_Pointer * num_layers)()
+        attend: Any = None
+        for index, part in enumerate(self._parts):
+            steps[index], part.call.attention, attend = self._views(part.heads, ropes[part.rope], batch)
+        call = _Layers(
+            num_rows=len(x), pool=batch.pool.data.data_ptr(), x=x.data_ptr(), delta=delta.data_ptr(),
+            plan_attention=ctypes.cast(attend.pd_attend_plan, _Pointer),
+            attend=ctypes.cast(attend.pd_attend_work, _Pointer),
+        )  # fmt: skip
+        size = ctypes.sizeof(_Pointer)
+        for first in range(0, num_layers, at_once):
+            call.num_layers = min(at_once, num_layers - first)
+            call.layers = ctypes.addressof(self._layers) + first * size
+            call.steps = ctypes.addressof(steps) + first * size
+            call.num_threads, call.has_delta = torch.get_num_threads(), int(first > 0)
+            scratch = torch.empty(self._library.pd_layers_nbytes(ctypes.addressof(call)), dtype=torch.uint8)
+            call.scratch = scratch.data_ptr()
+            self._library.pd_layers(ctypes.addressof(call))
+            for part in self._parts[first : first + at_once]:
+                batch.layer_written(part.heads.layer_idx, part.heads.sliding_window)
+        return delta
+
+
+def decoder_layers(library: ctypes.CDLL, layers: Sequence[FusedLayer], views: Views) -> DecoderLayers | None:
+    """Returns all layers as one; None if one of them has something that this cannot compute."""
+    parts = [_part(layer) for layer in layers]
+    found = [part for part in parts if part is not None]
+    return DecoderLayers(library, found, views) if found and len(found) == len(parts) else None
+
+
+def _part(layer: FusedLayer) -> _Part | None:
+    mlp, norms = layer.mlp, (layer.input_norm, layer.mlp_norm)
+    has_more = layer.post_attention_norm is not None or layer.post_mlp_norm is not None or layer.spanning
+    if has_more or layer.residual_multiplier != 1.0 or not isinstance(mlp, GatedMLP) or mlp.is_special:
+        return None
+    products = (layer.qkv, layer.output, mlp.gate_up, mlp.down)
+    if not all(isinstance(each, PackedProduct) for each in products):
+        return None
+    calls = [each.call for each in products if isinstance(each, PackedProduct)]
+    weights = [norm.weight for norm in norms if isinstance(norm, Norm)]
+    if len(weights) < len(norms) or any(weight.dtype != torch.float32 for weight in weights):
+        return None
+    call = _DecoderLayer(
+        *calls,
+        input_norm=weights[0].data_ptr(),
+        mlp_norm=weights[1].data_ptr(),
+        input_eps=norms[0].eps if norms[0] is not None else 0.0,
+        mlp_eps=norms[1].eps if norms[1] is not None else 0.0,
+        activation=ACTIVATIONS[mlp.activation],
+    )
+    return _Part(call, layer.heads, layer.rope, (products, weights))

@@ -1,0 +1,39 @@
+"""Settings of streams that outlive their connections."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import msgspec
+
+from pd_cluster.settings.setting import Panel, Scope, Setting, check, finite, within
+
+REQUESTS = partial(Setting, panel=Panel.REQUESTS, scope=Scope.SERVER)
+MOST_MEMORY_MIB = 64 << 10
+
+
+class ResumeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """`window_s` 0: no stream outlives its connection. `memory_mib`: of what each instance keeps."""
+
+    window_s: Annotated[
+        float,
+        REQUESTS(
+            "Seconds that a stream whose client or scheduler is lost can be resumed, at any scheduler of these workers "
+            "(GET /v1/streams); 0: not at all.",
+            name="resume_window",
+            checks=(finite("must be a number of seconds, 0 for no such streams"),),
+        ),
+    ] = 0.0
+    memory_mib: Annotated[
+        int,
+        REQUESTS(
+            "MiB at each instance for prompts and outputs of such streams; beyond that, streams cannot be resumed.",
+            name="resume_memory",
+            checks=(within(1, MOST_MEMORY_MIB),),
+            after="resume_window",
+        ),
+    ] = 64
+
+    def __post_init__(self) -> None:
+        check(self)

@@ -1,0 +1,126 @@
+"""Features of images between hosts: a gloo pair of an encoder, which sends, and a prefill instance, which receives.
+
+The two meet by keys that travel over their connection (meeting.py): no outsider takes part. Payloads come in the order
+in which that connection announces them, in pieces; any fault or timeout ends the pair, so that none is taken for
+another. Their content is in the clear, and checked against the announced checksum.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from pd_cluster.devices.device import CPU
+from pd_cluster.errors import LinkError, first_line
+from pd_cluster.transport.base import buffer_of
+from pd_cluster.transport.features import Sealed
+from pd_cluster.transport.meeting import Meeting
+from pd_cluster.transport.pair import RECEIVER, SENDER, make_group
+
+PIECE_NBYTES = 8 << 20
+
+
+def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yields the place and the length of each piece."""
+    for at in range(0, nbytes, PIECE_NBYTES):
+        yield at, min(PIECE_NBYTES, nbytes - at)
+
+
+class PairSender:
+    """The encoder's end. `post`: sends a key of the meeting; `failed`: hears, on its thread, why it is unusable."""
+
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        connect_s: float,
+        transfer_s: float,
+        post: Callable[[str, bytes], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self.name = name
+        self.meeting = Meeting(connect_s, post)
+        self.sent_nbytes = 0
+        self._host, self._connect_s, self._transfer_s = host, connect_s, transfer_s
+        self._failed = failed
+        self._files: queue.SimpleQueue[Sealed | None] = queue.SimpleQueue()
+        self._is_closed = threading.Event()
+        self._num_waiting = 0
+        self.is_open = False
+
+    def __len__(self) -> int:
+        """Counts files that have not been sent."""
+        return self._num_waiting
+
+    def open(self) -> None:
+        """Meets the other end, and sends from then on; only the first call has an effect."""
+        if not self.is_open:
+            self.is_open = True
+            threading.Thread(target=self._run, name="feature-pair", daemon=True).start()
+
+    def put(self, file: Sealed) -> None:
+        """Sends a file after those before it; takes it over."""
+        self._num_waiting += 1
+        self._files.put(file)
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._files.put(None)
+
+    def _run(self) -> None:
+        try:
+            group = make_group("gloo", self.meeting, self.name, SENDER, self._host, self._connect_s, CPU)
+            while (file := self._files.get()) is not None and not self._is_closed.is_set():
+                try:
+                    self._send(group, file)
+                finally:
+                    file.close()
+                self._num_waiting -= 1
+                self.sent_nbytes += file.nbytes
+        except (LinkError, RuntimeError, OSError) as error:
+            if not self._is_closed.is_set():
+                self._failed(first_line(error))
+        finally:
+            self._drop()
+
+    def _send(self, group: Any, file: Sealed) -> None:
+        buffer = torch.empty(min(PIECE_NBYTES, file.nbytes), dtype=torch.uint8)
+        for at, length in pieces(file.nbytes):
+            piece = buffer[:length]
+            if os.preadv(file.fd, [buffer_of(piece)], at) != length:
+                raise OSError("a file of features is cut short")
+            group.send([piece], RECEIVER, 0).wait(timedelta(seconds=self._transfer_s))
+
+    def _drop(self) -> None:
+        while True:
+            try:
+                file = self._files.get_nowait()
+            except queue.Empty:
+                return
+            if file is not None:
+                file.close()
+
+
+class PairReceiver:
+    """The prefill instance's end, used by one thread."""
+
+    def __init__(self, name: str, meeting: Meeting, host: str, connect_s: float, transfer_s: float) -> None:
+        """Waits until the other end is there. Raises LinkError."""
+        self._timeout = timedelta(seconds=transfer_s)
+        self._group = make_group("gloo", meeting, name, RECEIVER, host, connect_s, CPU)
+
+    def receive(self, nbytes: int) -> torch.Tensor:
+        """Returns the bytes of the next payload. Raises LinkError: the pair is unusable."""
+        payload = torch.empty(nbytes, dtype=torch.uint8)
+        try:
+            for at, length in pieces(nbytes):
+                self._group.recv([payload[at : at + length]], SENDER, 0).wait(self._timeout)
+        except RuntimeError as error:
+            raise LinkError(f"receiving features failed: {first_line(error)}", retry=True) from error
+        return payload

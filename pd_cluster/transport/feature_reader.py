@@ -1,0 +1,126 @@
+"""The thread that reads features from one encoder, so that no step waits for it. Knows nothing of requests."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pd_cluster import wire
+from pd_cluster.errors import LinkError
+from pd_cluster.transport.base import Checksum
+from pd_cluster.transport.events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
+from pd_cluster.transport.feature_pair import PairReceiver
+from pd_cluster.transport.features import DIST, SHM, fetch, reach
+from pd_cluster.transport.meeting import Meeting
+
+MAX_NBYTES = 1 << 31  # of an image's features
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """That of an image's features; an encoder's answer must have as many bytes."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturePlace:
+    """Where this process receives, and how long it waits."""
+
+    host: str
+    connect_s: float
+    transfer_s: float
+    checksum: Checksum
+
+
+class FeatureReader:
+    """Reads in order; `report` gets an event for each item, and first how the encoder is reached, or why not.
+
+    `post` sends a message to it.
+    """
+
+    def __init__(
+        self,
+        conn: str,
+        answer: wire.EncoderAnswer,
+        place: FeaturePlace,
+        post: Callable[[wire.Body], None],
+        report: Callable[[FeatureEvent], None],
+    ) -> None:
+        self.meeting = Meeting(place.connect_s, lambda key, value: post(wire.LinkValue(DIST, key, value)))
+        self._conn, self._answer, self._place, self._post, self._report = conn, answer, place, post, report
+        self._wanted: queue.SimpleQueue[tuple[wire.EncodeDone, Shape | None] | None] = queue.SimpleQueue()
+        self._is_closed = threading.Event()
+        self._pair: PairReceiver | None = None
+        threading.Thread(target=self._run, name="features", daemon=True).start()
+
+    def read(self, done: wire.EncodeDone, shape: Shape | None) -> None:
+        """Reads features; `FeaturesRead` follows, unless this is closed. None: nobody wants them any more."""
+        self._wanted.put((done, shape))
+
+    def close(self) -> None:
+        """Reads nothing more; returns at once, while the thread may still wait."""
+        self._is_closed.set()
+        self._wanted.put(None)
+
+    def _run(self) -> None:
+        try:
+            self._tell(EncoderReached(self._conn, self._open()))
+            while (wanted := self._wanted.get()) is not None and not self._is_closed.is_set():
+                done, shape = wanted
+                if self._pair is not None:
+                    self._receive(self._pair, done, shape)
+                elif shape is not None:
+                    self._fetch(done, shape)
+        except LinkError as error:
+            self._tell(EncoderUnreached(self._conn, str(error), error.retry))
+
+    def _open(self) -> wire.TransportName:
+        """Returns how features come. Raises LinkError."""
+        address, group, place = self._answer.address, self._answer.group, self._place
+        if address:
+            try:
+                reach(address, place.connect_s)
+                return SHM
+            except LinkError as error:
+                if error.retry or not group:
+                    raise
+        self._post(wire.EncoderMeet())
+        self._pair = PairReceiver(group, self.meeting, place.host, place.connect_s, place.transfer_s)
+        return DIST
+
+    def _fetch(self, done: wire.EncodeDone, shape: Shape) -> None:
+        place = self._place
+        given = done.token, shape.sizes, shape.dtype, place.checksum, done.checksum
+        try:
+            features = fetch(self._answer.address, *given, place.connect_s)
+        except LinkError as error:
+            self._tell(FeaturesRead(done.item, None, str(error)))
+        else:
+            self._tell(FeaturesRead(done.item, features))
+
+    def _receive(self, pair: PairReceiver, done: wire.EncodeDone, shape: Shape | None) -> None:
+        """Takes the next payload off the pair, wanted or not. Raises LinkError."""
+        if not 0 < done.nbytes <= MAX_NBYTES or (shape is not None and shape.nbytes != done.nbytes):
+            raise LinkError(f"the encoder announces {done.nbytes} bytes of features", retry=True)
+        payload = pair.receive(done.nbytes)
+        if shape is None:
+            return
+        if self._place.checksum.of(payload) != done.checksum:
+            self._tell(FeaturesRead(done.item, None, "the encoder's features have another checksum than announced"))
+            return
+        self._tell(FeaturesRead(done.item, payload.view(shape.dtype).reshape(shape.sizes)))
+
+    def _tell(self, event: FeatureEvent) -> None:
+        if not self._is_closed.is_set():
+            self._report(event)

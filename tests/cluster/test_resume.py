@@ -1,0 +1,187 @@
+"""Streams that resume at another scheduler: after kill -9, with other keys, with two readers, without room."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.cluster import LiveCluster
+from tests.support.resuming import EventReader, data_of, id_of, resuming, token_ids_of
+
+pytestmark = pytest.mark.slow
+
+WINDOW_S = 4.0
+KEY, FOREIGN = "of-one-client", "of-another"
+FLAGS = [f"--resume-window={WINDOW_S:g}", "--max-model-len=4096", "--num-blocks=1200", "--dead-after=2"]
+OWN, OTHER = {"Authorization": f"Bearer {KEY}"}, {"Authorization": f"Bearer {FOREIGN}"}
+LONG = {"prompt": [7, 8, 9, 10], "max_tokens": 1500, "temperature": 0.8, "seed": 11, "ignore_eos": True}
+ASK: dict[str, Any] = {**LONG, "return_token_ids": True, "logprobs": 1, "stream_options": {"include_usage": True}}
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """Two schedulers over one prefill and two decode instances; clients have two keys."""
+    flags = [*FLAGS, f"--api-key={KEY}", f"--api-key={FOREIGN}"]
+    model = checkpoint("llama", max_position_embeddings=4096)
+    with LiveCluster(tmp_path_factory.mktemp("resume"), model, 1, 2, flags, num_schedulers=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def whole(pair: LiveCluster) -> list[bytes]:
+    """Returns the data of the whole stream; it was read in one go."""
+    pair.wait_until("both schedulers serve", lambda: all(is_ready(url) for url in pair.launch.urls))
+    with EventReader(pair.launch.urls[0], ASK, OWN) as reader:
+        return [data_of(event) for event in reader]
+
+
+def is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health", trust_env=False).json().get("status") == "ok"
+    return False
+
+
+def not_found(url: str, last_id: str, headers: dict[str, str]) -> bytes:
+    with resuming(url, last_id, **headers) as reader:
+        assert reader.answer.status_code == 404, list(reader)
+        return bytes(reader.answer.content)
+
+
+def decoding(cluster: LiveCluster) -> list[str]:
+    """Returns the decode instances that compute now."""
+    return [i["instance_id"] for i in cluster.instances() if i["role"] == "decode" and i["num_running"]]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("num_read", [1, 40, 700])
+def test_another_scheduler_after_kill_9(pair: LiveCluster, whole: list[bytes], num_read: int) -> None:
+    first, second = pair.launch.urls
+    with EventReader(first, ASK, OWN) as reader:
+        events = reader.take(num_read)
+        pair.kill("scheduler-0")
+        pair.await_exit("scheduler-0")
+        with contextlib.suppress(httpx.HTTPError):
+            events += list(reader)  # what was on its way
+    last_id = id_of(events[-1])
+    told = {not_found(second, last_id, OTHER), not_found(second, "0" * 32 + "-0", OWN)}
+    with resuming(second, last_id, **OWN) as reader:
+        events += list(reader)
+    assert [data_of(event) for event in events] == whole
+    told.add(not_found(second, last_id, OTHER))
+    pair.start_member("scheduler-0")
+    pair.wait_until("it is back", lambda: is_ready(first))
+    time.sleep(WINDOW_S + 1)  # asking would begin it anew
+    told.add(not_found(second, last_id, OWN))
+    assert len(told) == 1, told
+    pair.assert_home()
+
+
+def still_404(url: str, last_id: str) -> bool:
+    with resuming(url, last_id, **OWN) as reader:
+        return reader.answer.status_code == 404
+
+
+@pytest.mark.timeout(120)
+def test_the_later_of_two_readers_reads(pair: LiveCluster, whole: list[bytes]) -> None:
+    first, second = pair.launch.urls
+    for other in (second, first):
+        with EventReader(first, ASK, OWN) as one:
+            events = one.take(5)
+            with resuming(other, id_of(events[-1]), **OWN) as two:
+                later = two.take(3)
+                rest = list(one)
+                assert b"another reader has taken this stream over" in rest[-2], rest[-2:]
+                assert not rest[-2].startswith(b"id: ")
+                assert rest[-1] == b"data: [DONE]"
+                later += list(two)
+        assert [data_of(event) for event in events + later] == whole
+    pair.assert_home()
+
+
+@pytest.mark.timeout(120)
+def test_it_goes_on_without_a_reader_and_ends_with_the_window(pair: LiveCluster, whole: list[bytes]) -> None:
+    first, second = pair.launch.urls
+    with EventReader(first, {**ASK, "max_tokens": 4000}, OWN) as reader:
+        last_id = id_of(reader.take(2)[-1])
+    pair.wait_until("it goes on", lambda: bool(decoding(pair)))
+    pair.wait_until("it is over", lambda: not decoding(pair), 30)
+    not_found(second, last_id, OWN)
+    pair.assert_home()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("has_reader", [True, False])
+def test_its_instance_is_killed(pair: LiveCluster, whole: list[bytes], has_reader: bool) -> None:
+    first, second = pair.launch.urls
+    with EventReader(first, ASK, OWN) as reader:
+        events = reader.take(60)
+        (name,) = decoding(pair)
+        if has_reader:
+            pair.kill_rank(name)
+            events += reader.take(300)  # at another instance, which has the record from its first token on
+    if not has_reader:
+        pair.kill_rank(name)
+    pair.await_exit(name)
+    if has_reader:
+        with resuming(second, id_of(events[-1]), **OWN) as reader:
+            events += list(reader)
+        assert token_ids_of(events) == token_ids_of(whole)  # logprobs of computed tokens may differ in the last digits
+        with resuming(second, id_of(events[0]), **OWN) as reader:
+            assert list(reader) == events[1:]
+    else:
+        pair.wait_until("the other scheduler knows", lambda: still_404(second, id_of(events[-1])), 10)
+    pair.start_member(name)
+    pair.await_ready()
+    pair.assert_home()
+
+
+@pytest.mark.timeout(120)
+def test_a_scheduler_that_drains_hands_its_streams_over(pair: LiveCluster, whole: list[bytes]) -> None:
+    first, second = pair.launch.urls
+    with EventReader(first, ASK, OWN) as reader:
+        events = reader.take(5)
+        for _ in range(2):  # the second one ends the drain
+            pair.kill("scheduler-0", signal.SIGTERM)
+        rest = list(reader)
+    events += [event for event in rest if event.startswith(b"id: ")]
+    assert pair.await_exit("scheduler-0") == 0
+    with resuming(second, id_of(events[-1]), **OWN) as reader:
+        assert reader.answer.status_code == 200, reader.answer.text
+        events += list(reader)
+    assert [data_of(event) for event in events] == whole
+    pair.start_member("scheduler-0")
+    pair.wait_until("it is back", lambda: is_ready(first))
+    pair.assert_home()
+
+
+@pytest.mark.timeout(120)
+def test_records_beyond_their_room_are_forgotten_and_streams_go_on(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    flags = ["--resume-window=60", "--resume-memory=1", "--max-model-len=4096", "--num-blocks=1200"]
+    heavy = {**ASK, "logprobs": 5, "max_tokens": 900}  # 0.65 MiB
+    model = checkpoint("llama", max_position_embeddings=4096)
+    with LiveCluster(tmp_path, model, 1, 1, flags) as cluster:
+        last = []
+        for _ in range(2):
+            with EventReader(cluster.url, heavy) as reader:
+                last.append(list(reader))
+        assert not_found(cluster.url, id_of(last[0][3]), {})  # made room for the second
+        with resuming(cluster.url, id_of(last[1][3])) as reader:
+            assert list(reader) == last[1][4:]
+        with EventReader(cluster.url, {**heavy, "max_tokens": 2000}) as reader:  # more than there is
+            events = list(reader)
+        assert len(token_ids_of(events)) == 2000
+        assert events[-1].endswith(b"[DONE]")
+        assert not_found(cluster.url, id_of(events[-1]), {})
+        with EventReader(cluster.url, {**heavy, "max_tokens": 3500}) as reader:
+            reader.take(1800)  # nothing is kept of it any more: it ends with its client
+        cluster.assert_home()
+        assert "forgotten" not in cluster.logs()

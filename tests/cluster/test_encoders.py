@@ -302,7 +302,9 @@ def test_between_hosts_and_a_cut_cable(model: Path, tmp_path: Path) -> None:
     try:
         with Network(["left", "right"]) as network, network.visit():
             where = {"prefill-0": "left", "decode-0": "left", "encode-0": "right"}
-            with SpreadCluster(network, where, tmp_path, model, arguments=[*FLAGS, *ROOM]) as cluster:
+            with SpreadCluster(
+                network, where, tmp_path, model, arguments=[*FLAGS, *ROOM, "--trust-network"]
+            ) as cluster:
                 links = cluster.instance("prefill-0")["links"]
                 assert sorted(links.values()) == ["up (dist)", "up (shm)"]
                 assert_exact(cluster, model)

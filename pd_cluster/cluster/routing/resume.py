@@ -14,7 +14,7 @@ import msgspec
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.roster import Members
-from pd_cluster.errors import Overloaded
+from pd_cluster.errors import Overloaded, Unavailable
 from pd_cluster.types import PromptOutput, TokenOutput
 
 MOST_SEARCHES = 256
@@ -68,14 +68,14 @@ class Finder:
     async def find(self, digest: bytes) -> RecordPlace | None:
         """Returns the latest attempt's record; None: there is none. It takes as long in both cases.
 
-        Raises Overloaded.
+        Raises Overloaded, Unavailable.
         """
         if len(self._searches) >= MOST_SEARCHES:
             raise Overloaded(f"{MOST_SEARCHES} searches for streams are under way", 1)
         asked = [each for each in self._membership.instances if each.is_ready and each.role != "encode"]
         ready = {each.conn: each for each in asked if each.conn}
         if not ready:
-            return None
+            raise Unavailable("no instance is there to be asked for the stream; ask again")
         search = _Search(ready, asyncio.get_running_loop().create_future())
         self._searches.append((digest, search))
         try:

@@ -75,10 +75,13 @@ class Nodes:
     def has_files(self) -> bool:
         return self._key_file is not None or self._list_file is not None
 
-    def read_again(self) -> None:
-        """Reads files that have changed. If one has a fault, its last good content stays; one line says so."""
+    def read_again(self) -> bool:
+        """Reads files that have changed. If one has a fault, its last good content stays; one line says so.
+
+        Returns whether the list was read.
+        """
         if (stamps := self._stamped()) == self._stamps:
-            return
+            return False
         before, self._stamps = self._stamps, stamps
         try:
             if self._key_file is not None and stamps[0] != before[0]:
@@ -87,8 +90,10 @@ class Nodes:
             if self._list_file is not None and stamps[1] != before[1]:
                 self._trusted = read_trusted_nodes(self._list_file)
                 log.info("%s was read again: %d nodes", self._list_file, len(self._trusted.nodes))
+                return True
         except ConfigError as error:
             log.error("nothing has changed: %s", error)
+        return False
 
     def proofs_to(self, peer: str, peer_key: bytes, end: End) -> tuple[str, tuple[wire.NodeProof, ...]]:
         """Returns this process's node and its proofs to a peer (name@epoch). `end`: this process's own."""
@@ -170,6 +175,11 @@ class Nodes:
                 f"`pd-cluster keys node rotate {node}` makes another"
             )
         return ""
+
+    def trusts_key(self, public: bytes) -> bool:
+        """Returns whether the list has this key, of any node, and it has not expired."""
+        nodes = self._trusted.nodes if self._trusted is not None else []
+        return any(each.key == public and not each.is_over(self._now_s()) for node in nodes for each in node.keys)
 
     def _is_right(self, proof: wire.NodeProof, node: str, peer: str, peer_key: bytes, end: End) -> bool:
         try:

@@ -11,6 +11,7 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.api.gate.http import Last
 from pd_cluster.api.openai.kept_streams import numbered
+from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.resume import Finder, KeptStream, RecordPlace
 from pd_cluster.engine.outbox import NOBODY, Outbox
 from pd_cluster.engine.resume import GONE, STOPPED, TAKEN, Records
@@ -520,5 +521,31 @@ def test_encoders_are_not_searched() -> None:
             finder.on_found(f"to-{name}", wire.Found(DIGEST))
         assert await search is None
         assert [conn for conn, _ in world.mailbox.of(wire.Find)] == ["to-prefill-0", "to-decode-0", "to-decode-1"]
+
+    run(check())
+
+
+def test_a_scheduler_that_has_just_begun_waits_for_its_instances() -> None:
+    async def check() -> None:
+        world = RouterWorld(replay=ReplayLimits(together_s=60.0))
+        world.router.expect_instances()
+        for instance in world.instances[1:]:
+            instance.state = "connecting"
+        search = asyncio.ensure_future(world.router.find(DIGEST))
+        await asyncio.sleep(0)
+        for instance in world.instances:
+            assert not world.mailbox.of(wire.Find)
+            instance.state = "ready"
+            world.membership.changed.set()
+            await asyncio.sleep(0)
+        while len(world.mailbox.of(wire.Find)) < 4:
+            await asyncio.sleep(0)
+        for instance in world.instances:
+            world.router.on_found(instance.conn, wire.Found(DIGEST))
+        assert await search is None
+        for instance in world.instances:
+            instance.state = "unreachable"
+        with pytest.raises(Unavailable):
+            await Finder(world.mailbox.send, world.membership, 60.0).find(DIGEST)
 
     run(check())

@@ -12,7 +12,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -23,6 +24,7 @@ from pd_cluster.cluster.members.membership import Membership
 from pd_cluster.errors import LeaseUnavailable, Refused, Unavailable
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LOOKS = 10  # at the record, within the duration of a lease
 SETTLE_S = 0.5  # the least
@@ -59,6 +61,7 @@ class SharedMembership:
         )
         self._store, self._membership, self._elastic, self._mailbox = store, membership, elastic, mailbox
         self._clock, self._started_s, self._patience_s = clock, clock(), patience_s
+        self._thread = ThreadPoolExecutor(1, "lease")  # its own: names that do not resolve fill the loop's
         self._asked = asyncio.Event()  # that the record be looked at now
         self._looked = asyncio.Event()  # set with each look, and replaced
         self._term: int | None = None  # under which orders were given last
@@ -128,19 +131,23 @@ class SharedMembership:
                         await self._asked.wait()
         finally:
             await self._release()
+            self._thread.shutdown(wait=False)
+
+    async def _on_thread(self, function: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     async def _look(self) -> None:
         """Reads the record; writes it where this scheduler owns membership, or may; follows it otherwise."""
         ownership = self.ownership
         ownership.table = self._membership.table_digest
         try:
-            record = await asyncio.to_thread(self._store.read)
+            record = await self._on_thread(self._store.read)
             if not self.is_owner:
                 self._follow(record)  # first: a record without an owner has operators' wishes, too
             ownership.is_candidate = self._is_candidate(record)
             wanted = ownership.seen(record, self._members())
             if wanted is not None:
-                ownership.wrote(wanted, await asyncio.to_thread(self._store.write, wanted))
+                ownership.wrote(wanted, await self._on_thread(self._store.write, wanted))
             self._problem = ""
         except LeaseUnavailable as error:
             if str(error) != self._problem:
@@ -203,4 +210,4 @@ class SharedMembership:
         record = self.ownership.released()
         if record is not None:
             with contextlib.suppress(LeaseUnavailable):
-                await asyncio.to_thread(self._store.write, record)
+                await self._on_thread(self._store.write, record)

@@ -357,6 +357,7 @@ class Router:
                 if not stream.legs and not stream.is_finished:
                     raise Unavailable("the stream has lost its instance and looks for another; ask again")
                 self._take_from(stream, "go on")
+        await self.entrance.all_are_here()
         return await self._finder.find(digest)
 
     def _take_from(self, stream: RequestStream, then: Literal["go on", ""]) -> None:

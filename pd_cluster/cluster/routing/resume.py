@@ -50,8 +50,8 @@ class KeptStream:
 class _Search:
     waiting: dict[str, Instance]  # by connection, those that have not answered
     done: asyncio.Future[None]
-    is_whole: bool  # whether nobody who may have it was away
     found: list[RecordPlace] = field(default_factory=list)
+    is_whole: bool = True  # whether nobody who may have it was lost
 
     def answered(self, conn: str) -> None:
         self.waiting.pop(conn, None)
@@ -70,15 +70,15 @@ class Finder:
     async def find(self, digest: bytes) -> RecordPlace | None:
         """Returns the latest attempt's record; None: there is none. It takes as long in both cases.
 
-        Raises Overloaded; Unavailable while an instance that may have it cannot be asked, or does not answer.
+        Raises Overloaded; Unavailable where nobody is ready, or one that was asked does not answer.
         """
         if len(self._searches) >= MOST_SEARCHES:
             raise Overloaded(f"{MOST_SEARCHES} searches for streams are under way", 1)
-        known = [each for each in self._membership.instances if each.role != "encode"]
-        ready = {each.conn: each for each in known if each.is_ready and each.conn}
+        asked = [each for each in self._membership.instances if each.is_ready and each.role != "encode"]
+        ready = {each.conn: each for each in asked if each.conn}
         if not ready:
             raise Unavailable(SOME_AWAY)
-        search = _Search(ready, asyncio.get_running_loop().create_future(), len(ready) == len(known))
+        search = _Search(ready, asyncio.get_running_loop().create_future())
         self._searches.append((digest, search))
         try:
             for conn in list(ready):

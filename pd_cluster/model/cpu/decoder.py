@@ -150,7 +150,20 @@ def decoder_layers(library: ctypes.CDLL, layers: Sequence[FusedLayer], views: Vi
     """Returns all layers as one; None if one of them has something that this cannot compute."""
     parts = [_part(layer) for layer in layers]
     found = [part for part in parts if part is not None]
-    return DecoderLayers(library, found, views) if found and len(found) == len(parts) else None
+    widths = {int(part.call.qkv.inputs) for part in found}
+    return DecoderLayers(library, found, views) if len(found) == len(parts) and len(widths) == 1 else None
+
+
+def _fit(heads: Heads, qkv: ProductCall, output: ProductCall, gate_up: ProductCall, down: ProductCall) -> bool:
+    """Whether each product's results are as wide as what the next one takes: C allocates and reads by these sizes."""
+    width = heads.num_heads * heads.head_dim
+    needed = (
+        (qkv.outputs, width + 2 * heads.num_kv_heads * heads.head_dim),
+        (output.inputs, width),
+        (gate_up.outputs, 2 * down.inputs),
+        *((each, qkv.inputs) for each in (output.outputs, gate_up.inputs, down.outputs)),
+    )
+    return all(int(found) == int(wanted) for found, wanted in needed)
 
 
 def _part(layer: FusedLayer) -> _Part | None:
@@ -162,6 +175,8 @@ def _part(layer: FusedLayer) -> _Part | None:
     if not all(isinstance(each, PackedProduct) for each in products):
         return None
     calls = [each.call for each in products if isinstance(each, PackedProduct)]
+    if not _fit(layer.heads, *calls):
+        return None
     weights = [norm.weight for norm in norms if isinstance(norm, Norm)]
     if len(weights) < len(norms) or any(weight.dtype != torch.float32 for weight in weights):
         return None

@@ -135,12 +135,10 @@ def test_its_instance_is_killed(pair: LiveCluster, whole: list[bytes], has_reade
         assert token_ids_of(events) == token_ids_of(whole)  # logprobs of computed tokens may differ in the last digits
         with resuming(second, id_of(events[0]), **OWN) as reader:
             assert list(reader) == events[1:]
-    else:  # it may be there, for all that the other scheduler knows
-        pair.wait_until("the other scheduler knows", lambda: answers(503, second, id_of(events[-1])), 10)
+    else:
+        pair.wait_until("the other scheduler knows", lambda: answers(404, second, id_of(events[-1])), 20)
     pair.start_member(name)
     pair.await_ready()
-    if not has_reader:
-        pair.wait_until("it is there", lambda: answers(404, second, id_of(events[-1])), 10)
     pair.assert_home()
 
 

@@ -12,7 +12,7 @@ from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.trace import LegNotes
-from pd_cluster.types import LegEnd, Request, Status, TokenOutput, resume
+from pd_cluster.types import LegEnd, PromptOutput, Request, Status, TokenOutput, resume
 
 LEAST_WAITING = 16  # legs that may wait, however few a step may have
 
@@ -129,6 +129,10 @@ class Legs:
             self.sequences[request.leg_key] = list(sequences)
         else:
             self.forget(request)
+
+    def offered(self, request: Request, num_cached_tokens: int) -> None:
+        if self.records:
+            self.records.note_prompt(PromptOutput(request.request_id, request.attempt, num_cached_tokens))
 
     def export_ended(self, request: Request, error: str | None) -> None:
         self._report(request, error, is_fault=error is not None)

@@ -106,11 +106,9 @@ class Records:
 
     # ---- readers
 
-    def read(self, conn: str, body: wire.PromptTold | wire.Release | wire.Find | wire.Attach) -> None:
+    def read(self, conn: str, body: wire.Release | wire.Find | wire.Attach) -> None:
         """Handles a scheduler's message."""
         match body:
-            case wire.PromptTold(prompt):
-                self.note_prompt(prompt)
             case wire.Release():
                 self._release(conn, body)
             case wire.Find(digest):

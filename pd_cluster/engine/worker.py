@@ -370,7 +370,7 @@ class Worker:
             case wire.ResetCache() if conn in self._schedulers:
                 self.core.scheduler.blocks.forget()
                 self.tiers.clear()
-            case wire.PromptTold() | wire.Release() | wire.Find() | wire.Attach() if conn in self._schedulers:
+            case wire.Release() | wire.Find() | wire.Attach() if conn in self._schedulers:
                 self.legs.records.read(conn, body)
             case wire.Sleep(level) if conn in self._schedulers:
                 self._sleep.wish(level)

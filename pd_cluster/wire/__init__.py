@@ -79,7 +79,6 @@ from pd_cluster.wire.resume import Attach as Attach
 from pd_cluster.wire.resume import Find as Find
 from pd_cluster.wire.resume import Found as Found
 from pd_cluster.wire.resume import Keep as Keep
-from pd_cluster.wire.resume import PromptTold as PromptTold
 from pd_cluster.wire.resume import Release as Release
 from pd_cluster.wire.resume import nbytes_of as nbytes_of
 from pd_cluster.wire.transfers import Cancel as Cancel

@@ -39,7 +39,7 @@ from pd_cluster.wire.membership import (
     Welcome,
 )
 from pd_cluster.wire.requests import Abort, CacheKeys, Outputs, Submit
-from pd_cluster.wire.resume import Attach, Find, Found, PromptTold, Release
+from pd_cluster.wire.resume import Attach, Find, Found, Release
 from pd_cluster.wire.transfers import Cancel, Confirm, Confirmed, Credit, KVFrame, KVHeader, Offer, Revoke
 
 Body = (
@@ -60,7 +60,6 @@ Body = (
     | Abort
     | Outputs
     | CacheKeys
-    | PromptTold
     | Release
     | Find
     | Found

@@ -33,12 +33,6 @@ class Keep(msgspec.Struct, frozen=True):
         return "Keep(…)"
 
 
-class PromptTold(Message, frozen=True):
-    """The outputs of a kept stream's prompt, which another instance has computed."""
-
-    prompt: PromptOutput
-
-
 class Release(Message, frozen=True):
     """The sender no longer reads a kept stream. `then`: its leg goes on; or it stops; or all is forgotten."""
 

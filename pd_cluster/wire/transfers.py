@@ -9,11 +9,15 @@ from pd_cluster.wire.base import Message, TransportName
 
 
 class Offer(Message, frozen=True):
-    """`variant`: the adapter that the KV cache was computed with, as in the order."""
+    """`variant`: the adapter that the KV cache was computed with, as in the order.
+
+    `num_cached_tokens`: prompt tokens that P has not computed for this request.
+    """
 
     transfer_id: str
     num_tokens: int
     variant: str = ""
+    num_cached_tokens: int = 0
 
 
 class Credit(Message, frozen=True):

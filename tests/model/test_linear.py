@@ -103,6 +103,9 @@ def test_a_few_rows_have_the_bits_of_onednn(outputs: int, inputs: int, has_bias:
     for num_rows in (*range(1, 20), 47, 95, 96):
         x = torch.randn(num_rows, inputs)
         assert torch.equal(layer.few(x), layer.by_onednn(x)), num_rows
+    for wrong in (torch.randn(4, inputs, dtype=torch.float64), torch.randn(4, inputs - 1)):
+        with pytest.raises(RuntimeError):
+            layer(wrong)
     batches = torch.randn(3, 5, inputs)
     assert torch.equal(layer(batches), layer.by_onednn(batches))
 

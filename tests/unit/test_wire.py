@@ -19,7 +19,6 @@ from pd_cluster.types import (
     LegEnd,
     LinkState,
     Order,
-    PromptOutput,
     RopePositions,
     Sampling,
     Span,
@@ -59,7 +58,6 @@ BODIES: list[wire.Body] = [
     wire.Submit(
         "r", 1, "t", "hybrid", "", Order([1], Sampling()), 0.0, keep=wire.Keep(b"d" * 32, 0.5, 9, b"r", None, [TOKEN])
     ),
-    wire.PromptTold(PromptOutput("r", 0, 3)),
     wire.Release("r", 0, "go on"),
     wire.Find(b"d" * 32),
     wire.Found(b"d" * 32, "r", 1, Order([1], Sampling()), b"recipe", 7),
@@ -116,7 +114,7 @@ BODIES: list[wire.Body] = [
     wire.LinkRest("l"),
     wire.LinkYield("l"),
     wire.LinkQueued("l"),
-    wire.Offer("t", 5),
+    wire.Offer("t", 5, num_cached_tokens=3),
     wire.Credit("t"),
     wire.Revoke("t"),
     wire.Cancel("t", "full"),

@@ -208,13 +208,7 @@ class RequestStream:
             self.stats.prompted(len(self.order.prompt_token_ids), prompt.num_cached_tokens)
             self.prompted(prompt)
             if self.kept is not None:
-                self._keep_prompt(self.kept, prompt)
-
-    def _keep_prompt(self, kept: KeptStream, prompt: PromptOutput) -> None:
-        """Tells the instance that keeps the stream, before the first chunk leaves."""
-        kept.prompt = prompt
-        if self.decode.conn and self.decode is not self.prefill:
-            self.send(self.decode.conn, wire.PromptTold(prompt))
+                self.kept.prompt = prompt
 
     def put_pooled(self, pooled: PooledOutput) -> None:
         """Takes the vector that ends a pooling request; drops it if the request is over or asked for none."""

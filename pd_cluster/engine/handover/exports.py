@@ -240,7 +240,8 @@ class Exports:
         request = export.request
         export.conn, export.state, export.since_s = conn, ExportState.OFFERED, self._clock()
         self._note(request.transfer_id, "offered")
-        self._ports.send(conn, wire.Offer(request.transfer_id, len(request.prompt_token_ids), request.order.variant))
+        num_tokens, num_cached = len(request.prompt_token_ids), max(0, request.num_cached_tokens)
+        self._ports.send(conn, wire.Offer(request.transfer_id, num_tokens, request.order.variant, num_cached))
 
     def _awaiting(self, peer: str) -> list[Export]:
         found = [each for each in self._exports.values() if each.state is ExportState.AWAITING]

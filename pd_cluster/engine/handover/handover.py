@@ -49,6 +49,7 @@ class Means:
 class Outcomes(Protocol):
     """Receives the outcomes of legs; `error` None: handed over, or reported elsewhere."""
 
+    def offered(self, request: Request, num_cached_tokens: int) -> None: ...
     def export_ended(self, request: Request, error: str | None) -> None: ...
     def import_ended(self, request: Request, error: str | None) -> None: ...
     def joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None: ...
@@ -111,6 +112,7 @@ class Handover:
             growth_tokens,
             vocab_size,
             note,
+            outcomes.offered,
         )
 
     def tick(self) -> None:

@@ -63,6 +63,7 @@ class Import:
     num_tokens: int = 0
     variant: str = ""
     request: Request | None = None
+    num_cached_tokens: int = 0  # at the peer
     first_tokens: list[TokenOutput] = field(default_factory=list)
     num_wanted_tokens: int = 0  # once it is credited: those that are not cached here
     is_imminent: bool = False  # all its KV cache is here, and a step may wait for the rest
@@ -82,7 +83,9 @@ class Imports:
         growth_tokens: int,
         vocab_size: int,
         note: Note = note_nothing,
+        offered: Callable[[Request, int], None] = lambda request, num_cached_tokens: None,
     ) -> None:
+        """`offered(request, num_cached_tokens)`: the peer that computes its prompt had so many tokens of it."""
         self._scheduler = scheduler
         self._ports = ports
         self._ended = ended
@@ -92,6 +95,7 @@ class Imports:
         self._growth_tokens = growth_tokens
         self._vocab_size = vocab_size
         self._note = note
+        self._offered = offered
         self._imports: dict[str, Import] = {}  # offered ones in the order of their offers
         self.num_landings = 0
         self.num_wanted_tokens = self.num_landed_tokens = 0
@@ -161,6 +165,7 @@ class Imports:
             return
         state = ImportState.OFFERED if request is None else ImportState.QUEUED
         offered = Import(offer.transfer_id, state, self._clock(), conn, offer.num_tokens, offer.variant, request)
+        offered.num_cached_tokens = offer.num_cached_tokens
         self._imports[offer.transfer_id] = offered
         self._note(offer.transfer_id, "offered")
         self._check_offer(offered)
@@ -281,6 +286,8 @@ class Imports:
         if reason:
             self._ports.send(found.conn, wire.Cancel(found.transfer_id, reason))
             self._give_up(found, reason)
+        elif found.request is not None:
+            self._offered(found.request, found.num_cached_tokens)
 
     def _are_first_tokens(self, request: Request | None, tokens: list[TokenOutput]) -> bool:
         """Whether these are valid tokens for position 0 of each sequence, and at least one sequence continues."""

@@ -51,9 +51,12 @@ class PackedLinear:
         return torch.equal(few(x), self.by_onednn(x))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.few is not None and 0 < x.numel() <= floats.MOST_ROWS * self.in_features:
+        if self.few is not None and 0 < x.numel() <= floats.MOST_ROWS * self.in_features and self._fits(x):
             return self.few(x)
         return self.by_onednn(x)
+
+    def _fits(self, x: torch.Tensor) -> bool:
+        return x.dtype == torch.float32 and x.shape[-1] == self.in_features and x.device.type == "cpu"
 
     def by_onednn(self, x: torch.Tensor) -> torch.Tensor:
         num_rows = x.shape[-2]

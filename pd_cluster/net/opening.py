@@ -60,11 +60,12 @@ class Opening:
         """Answers a Hello that arrived at the ROUTER; None: the peer is not admitted, or already gone."""
         peer = peer_key(envelope.from_name, envelope.from_epoch)
         if hello.version != wire.PROTOCOL_VERSION:
-            self._note(f"{plain(peer)} speaks protocol {hello.version}, this is {wire.PROTOCOL_VERSION}: not accepted")
+            own = wire.PROTOCOL_VERSION
+            self._note("%s speaks protocol %d, this is %d: not accepted", plain(peer), hello.version, own)
             return None
         if not self._admission.admits(key, peer, hello.kind):
             self._note(
-                f"{plain(peer)} claims to be a {hello.kind}, but its key belongs to another process: not accepted"
+                "%s claims to be a %s, but its key belongs to another process: not accepted", plain(peer), hello.kind
             )
             return None
         node = Believed()
@@ -74,7 +75,7 @@ class Opening:
             try:
                 node = self._nodes.believe(hello.node, hello.node_proofs, peer, key, "client")
             except ConfigError as error:
-                self._note(f"not accepted: {error}")
+                self._note("not accepted: %s", error)
                 self._connections.say_gone(identity, envelope, str(error))
                 return None
         conn, epoch = f"in:{identity.decode(errors='replace')}", envelope.from_epoch
@@ -90,7 +91,7 @@ class Opening:
         self._connections.handler.on_opened(conn, peer, hello.kind)
         return connection
 
-    def _note(self, refusal: str) -> None:
+    def _note(self, refusal: str, *of: object) -> None:
         """Logs why a peer was not accepted: MOST_LINES in a period, then how many more there were in it."""
         if (now_s := self._clock()) - self._since_s > PERIOD_S:
             if (num_untold := self._num_refused - MOST_LINES) > 0:
@@ -98,7 +99,7 @@ class Opening:
             self._since_s, self._num_refused = now_s, 0
         self._num_refused += 1
         if self._num_refused <= MOST_LINES:
-            log.error("%s", refusal)
+            log.error(refusal, *of)
 
     def connect(self, context: Any, conn: str, name: str, epoch: int, host: str, port: int, key: bytes) -> None:
         socket, monitor = open_dealer(context, self._keys, key, conn.encode(), host, self._connect_timeout_s)

@@ -80,13 +80,17 @@ def routing(
     model: Annotated[str, typer.Option(help="Model folder; default: one that is made for it.")] = "",
     prefill: Annotated[int, typer.Option(min=1)] = 2,
     decode: Annotated[int, typer.Option(min=1)] = 2,
-    policies: Annotated[str, typer.Option(help="To compare, with commas.")] = "least-loaded,prefix-aware",
+    policies: Annotated[
+        str, typer.Option(help="To compare, with commas; NAME+host: with --host-cache.")
+    ] = "least-loaded,prefix-aware",
     users: Annotated[int, typer.Option(min=1)] = 50,
     turns: Annotated[int, typer.Option(min=1, help="Of each user's conversation.")] = 4,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens that a user says in a turn.")] = 96,
     output_len: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 24,
     think_time: Annotated[float, typer.Option(min=0, help="Seconds between two turns of a user, on average.")] = 1.0,
     rounds: Annotated[int, typer.Option(min=1, help="How often each policy runs, in turn.")] = 1,
+    num_blocks: Annotated[int, typer.Option(min=0, help="KV blocks on each device; 0: the default.")] = 0,
+    host_cache: Annotated[float, typer.Option(min=0, help="GiB of each host cache.")] = 0.0,
     trace: Annotated[
         str, typer.Option(help="Replay this recorded trace against caches of several tiers instead; no model runs.")
     ] = "",
@@ -106,7 +110,8 @@ def routing(
 
     names = tuple(policies.split(","))
     shape = (users, turns, input_len, output_len)
-    asyncio.run(run(Conversations(model, prefill, decode, names, *shape, think_time, rounds), json))
+    caches = num_blocks, host_cache
+    asyncio.run(run(Conversations(model, prefill, decode, names, *shape, think_time, rounds, *caches), json))
 
 
 @app.command("tenants")

@@ -2,7 +2,7 @@
 
 Field numbers are those of envoy/service/ext_proc/v3/external_processor.proto, envoy/config/core/v3/base.proto,
 envoy/type/v3/http_status.proto, envoy/extensions/filters/http/ext_proc/v3/processing_mode.proto and
-grpc/health/v1/health.proto; tests/unit/test_gateway.py compares them. Messages have names of their own, which don't
+grpc/health/v1/health.proto; tests/unit/test_gateway.py compares Envoy's. Messages have names of their own, which don't
 travel. Enums are int32 here, which is the same on the wire; a map is its repeated entry.
 """
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.cluster.test_pictures import (
@@ -85,12 +86,6 @@ def test_an_encoder_computes_images_and_is_killed_in_mid_request(cluster: LiveCl
     cluster.await_exit("encode-0")
     counted(cluster, "encoder_fallbacks", "prefill-0", 2)
     counted(cluster, "images_encoded", "prefill-0", 2)
-
-    cluster.start_member("encode-0")
-    cluster.await_ready()
-    parts = ["y", picture(23)]
-    assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
-    counted(cluster, "images_encoded", "encode-0", 1)
     cluster.assert_home()
 
 
@@ -130,6 +125,12 @@ def test_two_encoders_keep_what_comes_again(model: Path, tmp_path: Path) -> None
             assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
         cluster.await_exit("encode-1")
         cluster.wait_until("it is forgotten", lambda: [i["role"] for i in cluster.instances()].count("encode") == 1)
+        cluster.start_member("encode-1")
+        cluster.await_ready()
+        for seed in range(12, 18):
+            parts = ["ab", picture(seed), "c"]
+            assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
+        cluster.wait_until("the new life computes", lambda: num_encoded(cluster, "encode-1") > 0)
         cluster.assert_home()
 
 
@@ -179,7 +180,7 @@ def test_numbers_are_those_of_prefills_own_tower(model: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_killed_prefill_and_an_aborted_request(model: Path, tmp_path: Path) -> None:
-    flags = [*FLAGS, *ROOM]
+    flags = [*FLAGS, *ROOM, "--api-workers=2"]
     with LiveCluster(tmp_path, model, num_prefill=2, arguments=flags, num_encode=1) as cluster:
         cluster.kill_rank("encode-0", signal.SIGSTOP)
         parts = ["k", picture(51), picture(52)]
@@ -197,7 +198,14 @@ def test_a_killed_prefill_and_an_aborted_request(model: Path, tmp_path: Path) ->
         cluster.await_exit(victim)
         cluster.start_member(victim)
         cluster.await_ready()
+        cluster.kill_rank("encode-0", signal.SIGSTOP)
+        before = [metric(cluster, "encoder_fallbacks", name) for name in names]
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"{cluster.url}/v1/chat/completions", json=chat_of([picture(53)]), timeout=0.5, trust_env=False)
+        cluster.wait_until("nobody waits for it any more", lambda: not waiting())
+        cluster.kill_rank("encode-0", signal.SIGCONT)
         cluster.assert_home()
+        assert [metric(cluster, "encoder_fallbacks", name) for name in names] == before
 
 
 @pytest.mark.slow

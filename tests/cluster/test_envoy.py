@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -39,7 +38,8 @@ class Gateway:
     def __init__(self, folder: Path, cluster: LiveCluster) -> None:
         self.folder, self.cluster = folder, cluster
         self.ports = [cluster.members[f"scheduler-{at}"].port for at in range(2)]
-        self.duplex, self.subset, self.override, self.admin, self.picker, self.tls_picker = free_ports(6)
+        self.duplex, self.subset, self.override, self.limited, self.admin = free_ports(5)
+        self.picker, self.tls_picker, self.limited_picker = free_ports(3)
         self.pickers: list[subprocess.Popen[bytes]] = []
         self.client = httpx.Client(timeout=60, trust_env=False, headers={"Authorization": f"Bearer {KEY}"})
 
@@ -56,12 +56,15 @@ class Gateway:
         self.start_picker(self.picker)
         tls = [f"--ssl-certfile={made.certfile}", f"--ssl-keyfile={made.keyfile}"]
         self.start_picker(self.tls_picker, "--interval=20", "--fallbacks=1", *tls)
+        self.start_picker(self.limited_picker, "--interval=60", "--max-requests=1")
         listeners = [
             envoy.listener(self.duplex, "picker", "anywhere", envoy.DUPLEX),
             envoy.listener(self.subset, "picker", "anywhere", envoy.DUPLEX, [f"127.0.0.1:{self.ports[1]}"]),
             envoy.listener(self.override, "tls-picker", "schedulers", envoy.HEADERS_ONLY, retries=2),
+            envoy.listener(self.limited, "limited-picker", "anywhere", envoy.DUPLEX),
         ]
         clusters = [
+            envoy.picker_cluster("limited-picker", self.limited_picker),
             envoy.picker_cluster("picker", self.picker),
             envoy.picker_cluster("tls-picker", self.tls_picker, has_tls=True),
             envoy.original_destination("anywhere"),
@@ -75,10 +78,15 @@ class Gateway:
         for process in self.pickers:
             process.terminate()
         codes = [process.wait(20) for process in self.pickers]
-        assert codes == [0, 0], [file.read_text() for file in self.folder.glob("picker-*.log")]
+        assert codes == [0, 0, 0], [file.read_text() for file in self.folder.glob("picker-*.log")]
 
     def status(self, port: int) -> int:
         return self.client.get(f"http://127.0.0.1:{port}/v1/models").status_code
+
+    def refuses(self, port: int) -> bool:
+        """Whether the picker itself says that there is no scheduler; Envoy's own 503 says something else."""
+        answer = self.client.get(f"http://127.0.0.1:{port}/v1/models")
+        return answer.status_code == 503 and "no scheduler takes requests now" in answer.text
 
     def complete(self, port: int, prompt: list[int], **headers: str) -> list[int]:
         body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "return_token_ids": True}
@@ -149,13 +157,23 @@ def test_the_gateway_s_subset_is_kept(gateway: Gateway) -> None:
     assert [gateway.served(at) - then for at, then in zip(range(2), before, strict=True)] == [0, 3]
 
 
+def test_where_all_have_as_many_as_they_may_it_is_429(gateway: Gateway) -> None:
+    """This picker looks once a minute, so what it has sent counts until then."""
+    gateway.cluster.wait_until("it has looked", lambda: gateway.status(gateway.limited) == 200, PATIENCE_S)
+    assert gateway.status(gateway.limited) == 200
+    refused = gateway.client.get(f"http://127.0.0.1:{gateway.limited}/v1/models")
+    assert refused.status_code == 429, refused.text
+    assert "as many requests as they may have" in refused.json()["error"]["message"]
+    assert refused.headers["retry-after"] == "1"
+
+
 def test_a_dead_scheduler_is_avoided(gateway: Gateway, model: Path) -> None:
     gateway.cluster.kill("scheduler-1")
     gateway.cluster.await_exit("scheduler-1")
     for seed in range(6):  # that picker has not looked yet: Envoy goes on to the next endpoint of its answer
         prompt = random_prompt(random.Random(seed), 40)
         assert_same(model, prompt, gateway.complete(gateway.override, prompt), NUM_TOKENS)
-    gateway.cluster.wait_until("the picker has noticed", lambda: gateway.status(gateway.subset) == 503, PATIENCE_S)
+    gateway.cluster.wait_until("the picker has noticed", lambda: gateway.refuses(gateway.subset), PATIENCE_S)
     for seed in range(6):
         gateway.complete(gateway.duplex, random_prompt(random.Random(seed), 40))
 
@@ -163,13 +181,6 @@ def test_a_dead_scheduler_is_avoided(gateway: Gateway, model: Path) -> None:
 def test_without_schedulers_it_is_503(gateway: Gateway) -> None:
     gateway.cluster.kill("scheduler-0", signal.SIGTERM)
     assert gateway.cluster.await_exit("scheduler-0") == 0
-    found: dict[str, Any] = {}
-
-    def is_refused() -> bool:
-        answer = gateway.client.get(f"http://127.0.0.1:{gateway.duplex}/v1/models")
-        found.update(status=answer.status_code, headers=answer.headers, text=answer.text)
-        return answer.status_code == 503 and "no scheduler takes requests now" in answer.text
-
-    gateway.cluster.wait_until("the picker refuses", is_refused, PATIENCE_S)
-    assert found["headers"]["retry-after"] == "1"
-    assert found["headers"]["content-type"] == "application/json"
+    gateway.cluster.wait_until("the picker refuses", lambda: gateway.refuses(gateway.duplex), PATIENCE_S)
+    answer = gateway.client.get(f"http://127.0.0.1:{gateway.duplex}/v1/models")
+    assert (answer.headers["retry-after"], answer.headers["content-type"]) == ("1", "application/json")

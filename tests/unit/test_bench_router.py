@@ -15,6 +15,7 @@ from pd_cluster.lab.peers.sampled import places_of
 from pd_cluster.lab.processes import check_open_files, cpu_s, rss_nbytes, waited_s
 from pd_cluster.lab.router import compared, shared
 from pd_cluster.lab.router.bench import RouterBench, make_bench
+from pd_cluster.lab.router.conversations import Conversations
 from pd_cluster.lab.router.figures import OURS, Cost, Measured, added_ttft_s, fit, results
 from pd_cluster.lab.router.spec import LoadResult, Workload
 from pd_cluster.tables import Result
@@ -157,3 +158,15 @@ def test_several_schedulers_are_judged_by_the_least_times_of_each_load() -> None
     assert rows["cpu_per_request, 3 over 1, of the least"].met is True
     assert rows["cpu_per_token, 1 scheduler"].value == pytest.approx(100)
     assert rows["cpu_per_token, 3 over 1, of the least"].met is False
+
+
+def test_routing_is_measured_with_host_caches_where_a_policy_says_so() -> None:
+    bench = Conversations(policies=("least-loaded", "prefix-aware+host"), num_blocks=160, host_cache_gib=0.5)
+    assert bench.flags_of("least-loaded") == ("--num-blocks=160",)
+    assert bench.flags_of("prefix-aware+host") == ("--num-blocks=160", "--kv-host-cache=0.5")
+    assert bench.command.endswith("--num-blocks 160 --host-cache 0.5")
+    for fields in ({"policies": ("prefix-aware+host",)}, {"host_cache_gib": 1.0}):
+        with pytest.raises(ConfigError, match=r"--host-cache"):
+            Conversations(**fields)
+    with pytest.raises(ConfigError, match="each also with"):
+        Conversations(policies=("round+host",))

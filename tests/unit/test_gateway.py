@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,6 +25,7 @@ from pd_cluster.gateway.messages import (
     CLASSES,
     FULL_DUPLEX_STREAMED,
     MESSAGES,
+    OVERWRITE_OR_ADD,
     HealthCheckRequest,
     HealthCheckResponse,
     ProcessingRequest,
@@ -32,46 +34,27 @@ from pd_cluster.gateway.messages import (
 from pd_cluster.gateway.server import Picker
 from pd_cluster.gateway.watch import SchedulerWatch
 
-processor = pytest.importorskip("envoy.service.ext_proc.v3.external_processor_pb2")
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED = json.loads((ROOT / "tests" / "data" / "envoy_messages.json").read_text(encoding="utf-8"))
 A, B, C = "10.0.0.1:9000", "10.0.0.2:9000", "[fd00::3]:9000"
-KINDS = {5: "int32", 8: "bool", 9: "string", 12: "bytes", 14: "int32"}
-
 # ---- messages
-
-
-def envoys(name: str) -> Any:
-    """Returns the descriptor of Envoy's message of this name; None for one of gRPC's health service."""
-    from envoy.config.core.v3 import base_pb2
-    from envoy.type.v3 import http_status_pb2
-
-    if name == "MetadataEntry":
-        return base_pb2.Metadata.FilterMetadataEntry.DESCRIPTOR
-    for module in (processor, base_pb2, http_status_pb2):
-        if (found := getattr(module, name, None)) is not None:
-            return found.DESCRIPTOR
-    return None
 
 
 @pytest.mark.parametrize("name", [name for name in MESSAGES if not name.startswith("HealthCheck")])
 def test_fields_are_envoys(name: str) -> None:
-    theirs = {field.number: field for field in envoys(name).fields}
+    theirs = {number: rest for number, *rest in RECORDED["messages"][name]["fields"]}
     for field in MESSAGES[name]:
-        other = theirs[field.number]
-        kind = other.message_type.name if other.message_type is not None else KINDS[other.type]
-        ours = field.kind.rpartition(".")[2].replace("MetadataEntry", "FilterMetadataEntry")
-        assert (ours, field.name, field.many) == (kind, other.name, other.is_repeated)
-        theirs_of = other.containing_oneof.name if other.containing_oneof is not None else ""
-        assert field.one_of == theirs_of
+        other, kind, is_repeated, one_of = theirs[field.number]
+        assert (field.name, field.many, field.one_of) == (other, is_repeated, one_of)
+        ours = field.kind.removeprefix(".").replace("MetadataEntry", "FilterMetadataEntry")
+        assert ours == (kind if field.kind.startswith(".") else kind.rpartition(".")[2])
 
 
 def test_numbers_of_enums_are_envoys() -> None:
-    from envoy.config.core.v3.base_pb2 import HeaderValueOption
-    from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-
-    from pd_cluster.gateway.messages import OVERWRITE_OR_ADD
-
-    assert ProcessingMode.FULL_DUPLEX_STREAMED == FULL_DUPLEX_STREAMED
-    assert HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD == OVERWRITE_OR_ADD
+    assert RECORDED["enums"] == {
+        "FULL_DUPLEX_STREAMED": FULL_DUPLEX_STREAMED,
+        "OVERWRITE_IF_EXISTS_OR_ADD": OVERWRITE_OR_ADD,
+    }
 
 
 # ---- the choice
@@ -128,7 +111,7 @@ def test_fallbacks_follow_in_order() -> None:
 
 
 def headers(**more: Any) -> Any:
-    request = processor.ProcessingRequest()
+    request = ProcessingRequest()
     request.request_headers.headers.headers.add(key=DESTINATION, raw_value=b"192.0.2.66:1")
     request.protocol_config.SetInParent()
     for name, value in more.items():
@@ -137,16 +120,16 @@ def headers(**more: Any) -> Any:
 
 
 def answered(exchange: Exchange, request: Any) -> Any:
-    """Returns what Envoy would read of the answer to what it would write."""
+    """Returns what is read of the answer to what is written."""
     answer = exchange.answer(ProcessingRequest.FromString(request.SerializeToString()))
-    return None if answer is None else processor.ProcessingResponse.FromString(answer.SerializeToString())
+    return None if answer is None else ProcessingResponse.FromString(answer.SerializeToString())
 
 
 def picked(answer: Any) -> str:
     """Returns the endpoint, which header and metadata have alike."""
     (option,) = answer.request_headers.response.header_mutation.set_headers
     assert option.header.key == DESTINATION
-    assert option.append_action == option.OVERWRITE_IF_EXISTS_OR_ADD, "a client's own is replaced"
+    assert option.append_action == OVERWRITE_OR_ADD, "a client's own is replaced"
     found = str(answer.dynamic_metadata[NAMESPACE][DESTINATION])
     assert option.header.raw_value.decode() == found
     return found
@@ -161,14 +144,14 @@ def test_the_headers_are_answered_with_the_endpoint() -> None:
 @pytest.mark.parametrize("written", [[A], f"{A}, {C}"])
 def test_the_subset_of_the_gateway_is_kept(written: Any) -> None:
     request = headers()
-    request.metadata_context.filter_metadata[SUBSET_NAMESPACE].update({SUBSET: written})
+    request.metadata_context.filter_metadata.add(key=SUBSET_NAMESPACE).value.update({SUBSET: written})
     assert picked(answered(Exchange(reported()), request)) == A
 
 
 @pytest.mark.parametrize("written", [[], [C], "", {"a": 1}, 7])
 def test_a_subset_of_none_that_is_ready_is_503(written: Any) -> None:
     request = headers()
-    request.metadata_context.filter_metadata[SUBSET_NAMESPACE].update({SUBSET: written})
+    request.metadata_context.filter_metadata.add(key=SUBSET_NAMESPACE).value.update({SUBSET: written})
     assert answered(Exchange(reported()), request).immediate_response.status.code == 503
 
 
@@ -186,7 +169,7 @@ def test_a_refusal_is_an_answer_in_openais_shape(most: int, loads: dict[str, int
 
 
 def part(kind: str, body: bytes, is_last: bool = False) -> Any:
-    request = processor.ProcessingRequest()
+    request = ProcessingRequest()
     getattr(request, kind).body, getattr(request, kind).end_of_stream = body, is_last
     return request
 
@@ -210,7 +193,7 @@ def test_bodies_go_on_unchanged(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["response_headers", "request_trailers", "response_trailers"])
 def test_other_messages_are_let_through(kind: str) -> None:
     exchange = Exchange(reported())
-    request = processor.ProcessingRequest()
+    request = ProcessingRequest()
     getattr(request, kind).SetInParent()
     answer = answered(exchange, request)
     assert answer.WhichOneof("response") == kind
@@ -219,7 +202,7 @@ def test_other_messages_are_let_through(kind: str) -> None:
 
 def test_what_wants_no_answer_gets_none() -> None:
     exchange = Exchange(reported())
-    assert answered(exchange, processor.ProcessingRequest()) is None
+    assert answered(exchange, ProcessingRequest()) is None
     watching = headers()
     watching.observability_mode = True
     assert answered(exchange, watching) is None
@@ -247,8 +230,8 @@ def test_a_stream_over_grpc() -> None:
         async with served(choice) as (_, channel):
             ask = channel.stream_stream(
                 "/envoy.service.ext_proc.v3.ExternalProcessor/Process",
-                request_serializer=processor.ProcessingRequest.SerializeToString,
-                response_deserializer=processor.ProcessingResponse.FromString,
+                request_serializer=ProcessingRequest.SerializeToString,
+                response_deserializer=ProcessingResponse.FromString,
             )
             sent = [headers(request_body_mode=FULL_DUPLEX_STREAMED), part("request_body", b"{}", True)]
             found = [each async for each in ask(iter(sent), timeout=10)]

@@ -94,6 +94,19 @@ def test_only_the_owner_gives_orders_and_commands_at_another_name_it(tmp_path: P
     asyncio.run(go())
 
 
+def test_an_owner_that_does_not_reach_the_record_any_more_names_nobody(tmp_path: Path) -> None:
+    async def go() -> None:
+        two = Two(tmp_path)
+        await two.begin()
+        assert two.one.shared.owner == "scheduler-0"
+        two.now_s += LEASE_S
+        assert two.one.shared.owner == ""
+        with pytest.raises(Refused, match="scheduler-0 does not own membership: none does now; try again"):
+            two.one.world.elastic.drain("decode-1")
+
+    asyncio.run(go())
+
+
 def test_a_command_is_recorded_and_outlives_the_owner(tmp_path: Path) -> None:
     async def go() -> None:
         two = Two(tmp_path)

@@ -28,7 +28,7 @@ from pd_cluster.cluster.routing.stats import BOUNDS
 from pd_cluster.cluster.tenancy.tenants import by_tenant
 from pd_cluster.errors import Unavailable
 from pd_cluster.reports import AdapterUse, AllStats, Buckets, Busy, Stats
-from pd_cluster.types import ROLES
+from pd_cluster.types import ROLES, Role
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Totals = Callable[[], AllStats | None]
@@ -217,19 +217,24 @@ class _Cluster(Collector):
                 family.add_metric([self._model_name, each.name, size, num_blocks, layout.dtype], 1)
         return family
 
+    @property
+    def _roles(self) -> list[Role]:
+        """Those of every cluster, and that of encoders where there are any: an alert about none would be wrong."""
+        return [role for role in ROLES if role != "encode" or any(each.role == role for each in self._instances)]
+
     def _states(self) -> GaugeMetricFamily:
         """Counts instances by role and state, including zeros: an alert needs an existing series."""
         of = tables.INSTANCES
         family = GaugeMetricFamily(of.name, of.text, labels=["model_name", "role", "state"])
         found = Counter[tuple[str, str]]((instance.role, instance.shown_state) for instance in self._instances)
-        for role, state in itertools.product(ROLES, tables.STATES):
+        for role, state in itertools.product(self._roles, tables.STATES):
             family.add_metric([self._model_name, role, state], found[role, state])
         return family
 
     def _backlog(self) -> GaugeMetricFamily:
         of = tables.BACKLOG_TOKENS
         family = GaugeMetricFamily(of.name, of.text, labels=["model_name", "role"])
-        for role in ROLES:
+        for role in self._roles:
             ahead = sum(each.tokens_ahead for each in self._instances if each.role == role and each.is_ready)
             family.add_metric([self._model_name, role], ahead)
         return family

@@ -76,7 +76,10 @@ class SharedMembership:
     @property
     def owner(self) -> str:
         """The name of the scheduler that owns membership, as far as is known; "": none."""
-        return self.ownership.record.holder.partition("@")[0]
+        holder = self.ownership.record.holder
+        if holder == self.ownership.own and not self.is_owner:
+            return ""  # its own lease is over, and it cannot see whether another has taken it
+        return holder.partition("@")[0]
 
     @property
     def known_term(self) -> int:
@@ -96,7 +99,7 @@ class SharedMembership:
         """Raises Refused where another scheduler must be asked."""
         if not self.is_owner:
             record = self.ownership.record
-            where = f"{self.owner} does, at {record.admin}; ask there" if record.holder else "none does now; try again"
+            where = f"{self.owner} does, at {record.admin}; ask there" if self.owner else "none does now; try again"
             raise Refused(f"{self.name} does not own membership: {where}")
 
     def changed(self) -> None:

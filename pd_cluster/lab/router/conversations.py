@@ -2,7 +2,8 @@
 
 Each user sends `input_len` random tokens, gets exactly `output_len` back, thinks for a while (exponential, seeded) and
 continues; a turn's prompt is everything said before. The users start spread over `START_S` each. Every policy gets a
-fresh cluster in each round, so that all begin with empty caches, and the same users.
+fresh cluster in each round, so that all begin with empty caches, and the same users. A policy written `NAME+host` is
+measured with a host cache on each instance, the others without.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pd_cluster.tables import Report, Result, check_writable, percentiles, progr
 SEED = 0
 START_S = 0.2  # between the first turns of two users, on average
 NUM_TOKEN_IDS = 256
+WITH_HOST = "+host"  # behind a policy's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,23 @@ class Conversations:
     output_len: int = 24
     think_s: float = 1.0
     rounds: int = 1
+    num_blocks: int = 0  # of each instance's device; 0: the instance's default
+    host_cache_gib: float = 0.0
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.policies if name not in POLICIES]:
-            raise ConfigError(f"--policies {unknown[0]!r}: expected some of {','.join(POLICIES)}")
+        if unknown := [name for name in self.policies if name.removesuffix(WITH_HOST) not in POLICIES]:
+            known = ",".join(POLICIES)
+            raise ConfigError(f"--policies {unknown[0]!r}: expected some of {known}, each also with {WITH_HOST}")
+        with_host = [name for name in self.policies if name.endswith(WITH_HOST)]
+        if bool(with_host) != bool(self.host_cache_gib):
+            raise ConfigError(
+                f"--host-cache {self.host_cache_gib:g}: goes with a policy such as prefix-aware{WITH_HOST}"
+            )
+
+    def flags_of(self, policy: str) -> tuple[str, ...]:
+        """Returns the flags of a policy's cluster, besides the policy."""
+        blocks = (f"--num-blocks={self.num_blocks}",) if self.num_blocks else ()
+        return (*blocks, f"--kv-host-cache={self.host_cache_gib:g}") if policy.endswith(WITH_HOST) else blocks
 
     @property
     def command(self) -> str:
@@ -58,8 +73,13 @@ class Conversations:
             f"pd-cluster bench routing --prefill {self.prefill} --decode {self.decode}{model} "
             f"--policies {','.join(self.policies)} --users {self.users} --turns {self.turns} "
             f"--input-len {self.input_len} --output-len {self.output_len} --think-time {self.think_s:g} "
-            f"--rounds {self.rounds}"
+            f"--rounds {self.rounds}{self._caches}"
         )
+
+    @property
+    def _caches(self) -> str:
+        blocks = f" --num-blocks {self.num_blocks}" if self.num_blocks else ""
+        return blocks + (f" --host-cache {self.host_cache_gib:g}" if self.host_cache_gib else "")
 
 
 @dataclass(slots=True)
@@ -93,7 +113,13 @@ async def run(bench: Conversations, json_path: str = "") -> None:
 
 
 async def _round(bench: Conversations, model: str, policy: str, at: int, measured: Measured) -> None:
-    cluster = ServeBench(model=model, prefill=bench.prefill, decode=bench.decode, routing_policy=policy)
+    cluster = ServeBench(
+        model=model,
+        prefill=bench.prefill,
+        decode=bench.decode,
+        routing_policy=policy.removesuffix(WITH_HOST),
+        more_flags=bench.flags_of(policy),
+    )
     async with started_cluster(cluster) as (url, admin), make_client(bench.users) as client:
         name, max_model_len = await ask_model(client, url)
         longest = bench.turns * (bench.input_len + bench.output_len)

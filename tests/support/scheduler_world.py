@@ -70,10 +70,7 @@ class Scheduler:
         self.world, self.name = world, name
         self.store = world.store_of(world)
         self.goes_on_s = 0.0  # until then it stands still
-        own = f"{name}@{world.rng.getrandbits(30):x}"
-        self.ownership = Ownership(
-            own, DURATION_S, lambda: world.now_s, least_term=lambda: 1 + int(1000 * world.now_s) if world.remove else 1
-        )
+        self.ownership = Ownership(f"{name}@{world.rng.getrandbits(30):x}", DURATION_S, lambda: world.now_s)
         self.members = [Listed(name="prefill-0", role="prefill", host="h", port=1, device_ids=[])]
         self.looking: Iterator[None] = iter(())
         self.mail: dict[int, deque[tuple[int, int]]] = {}  # to each worker: (term, number), in order
@@ -111,10 +108,7 @@ class Scheduler:
 
 
 class World:
-    """`store_of`: makes the way to the record of one life of a scheduler; by default all have the same.
-
-    `remove`: removes the record, where the store can tell what was read before from what was made after.
-    """
+    """`store_of`: makes the way to the record of one life of a scheduler; by default all have the same."""
 
     def __init__(
         self,
@@ -122,9 +116,7 @@ class World:
         num_schedulers: int = 3,
         num_workers: int = 2,
         store_of: Callable[[World], Store] = lambda world: world.store,
-        remove: Callable[[], None] | None = None,
     ) -> None:
-        self.remove = remove
         self.store_of = store_of
         self.rng = random.Random(seed)
         self.now_s = 0.0
@@ -147,8 +139,8 @@ class World:
         at = rng.choice(owners) if owners and rng.random() < 0.4 else rng.randrange(len(self.schedulers))
         scheduler = self.schedulers[at]
         match rng.choices(
-            ("look", "time", "deliver", "order", "stop", "die", "wish", "worker dies", "store", "remove"),
-            (50, 16, 14, 12, 2, 0.5, 2, 0.5, 0.3, 0.3),
+            ("look", "time", "deliver", "order", "stop", "die", "wish", "worker dies", "store"),
+            (50, 16, 14, 12, 2, 0.5, 2, 0.5, 0.3),
         )[0]:
             case "look" if not scheduler.is_stopped:
                 if next(scheduler.looking, "over") == "over":
@@ -178,8 +170,6 @@ class World:
                         self.workers[dead].fence.heard(each.ownership.highest_term)
             case "store":
                 self.store.back_s = self.now_s + self.rng.choice((0.5, 1.0, 3.0))
-            case "remove" if self.remove is not None:
-                self.remove()
 
     def _deliver(self, scheduler: Scheduler, worker: int) -> None:
         if not (mail := scheduler.mail.get(worker)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,6 @@ class Api:
         made = KubernetesLease("pd", "schedulers", self.leases.url, self.account, 15.0, timeout_s)
         self.opened.append(made)
         return made
-
-    def remove(self) -> None:
-        with contextlib.suppress(KeyError):
-            self.leases.remove("pd", "schedulers")
 
     def lease(self) -> dict[str, Any]:
         return self.leases.object("pd", "schedulers")
@@ -345,14 +340,14 @@ class ApiStore(Store):
 def explore(api: Api, seeds: range) -> tuple[int, int]:
     owners = refused = 0
     for seed in seeds:
-        world = World(seed, store_of=lambda world: ApiStore(world, api.client()), remove=api.remove)
+        world = World(seed, store_of=lambda world: ApiStore(world, api.client()))
         try:
             world.run()
             world.settle()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         owners, refused = owners + world.num_owners, refused + world.num_refused
-        api.remove()
+        api.leases.remove("pd", "schedulers")
         while api.opened:
             api.opened.pop().close()
     return owners, refused

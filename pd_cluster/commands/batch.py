@@ -58,7 +58,7 @@ def run_batch(
     help_all: Annotated[bool, HELP_ALL] = False,
     **given: Any,
 ) -> None:
-    """Answer a file of requests in OpenAI's batch format, without a server.
+    """Answer a file of requests in OpenAI's batch format.
 
     Each line's answer or error is the HTTP API's. Run it again after a Ctrl-C or a kill: it continues where it stopped.
     """

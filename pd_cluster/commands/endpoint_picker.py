@@ -36,7 +36,7 @@ def endpoint_picker(
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for open streams after SIGTERM.")] = 30.0,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
 ) -> None:
-    """Pick a scheduler for each request of a Gateway with the inference extension (Envoy's ext_proc over gRPC).
+    """Choose schedulers for gateways (Envoy's ext_proc).
 
     The metrics key is better given as PD_CLUSTER_ENDPOINT_PICKER_METRICS_KEY, which no list of processes shows.
     """

@@ -19,7 +19,7 @@ from pd_cluster.errors import ConfigError
 FILE = typer.Option("--file", help="The file that --api-key-file of the scheduler names.")
 AGAIN = "SIGHUP to the scheduler has it read again"
 
-app = typer.Typer(help="Make and show the API keys of `serve --api-key-file`, and nodes' keys.", no_args_is_help=True)
+app = typer.Typer(help="Make and show API keys and the keys of nodes.", no_args_is_help=True)
 app.add_typer(node_app, name="node")
 
 

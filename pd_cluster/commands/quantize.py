@@ -43,6 +43,7 @@ def quantize(
     from pd_cluster.model.quantize.schemes import SCHEMES
     from pd_cluster.offline.llm import LLM
     from pd_cluster.offline.quality import own_samples, quality_of
+    from pd_cluster.settings.engine import ONLY_ON_CPU
     from pd_cluster.text.tokenizer import Tokenizer
 
     if scheme not in SCHEMES:
@@ -54,11 +55,12 @@ def quantize(
     needs_samples = method != "rtn" or evaluate
     samples: Samples = []
     before = None
+    device = "cpu" if scheme in ONLY_ON_CPU else "auto"  # before and after on the same one
     wanted = num_samples + max(1, min(NUM_EVALUATED, num_samples // 8))
     if needs_samples and calibration:
         samples = samples_of_file(Path(calibration).expanduser(), Tokenizer(folder), folder, wanted, num_tokens)
     if needs_samples and (evaluate or not calibration):
-        with LLM(model, dtype="float32", max_model_len=num_tokens + 1) as llm:
+        with LLM(model, dtype="float32", device=device, max_model_len=num_tokens + 1) as llm:
             if not samples:
                 typer.echo("calibrating with texts that the model draws itself")
                 samples = own_samples(llm, int(read_json(folder / "config.json")["vocab_size"]), wanted, num_tokens)
@@ -69,7 +71,7 @@ def quantize(
     num_layers = job.run(lambda done, total: typer.echo(f"layer {done} of {total}"))
     typer.echo(f"{num_layers} linear layers in {out}: {scheme} by {method}")
     if before is not None:
-        with LLM(out, dtype="float32", max_model_len=num_tokens + 1) as llm:
+        with LLM(out, dtype="float32", device=device, max_model_len=num_tokens + 1) as llm:
             after = quality_of(llm, _held(samples))
         typer.echo(f"perplexity {before.perplexity:.3f} before, {after.perplexity:.3f} after")
         typer.echo(f"the same next token in {after.agreement(before):.1%} of {len(after.chosen)} places")

@@ -32,8 +32,10 @@ from pd_cluster.engine.start.process import die_with_parent
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.open_stores import check_tiers
 from pd_cluster.settings.config import Credentials, RankPlace, SharedCores, WorkerConfig
+from pd_cluster.settings.kv_events import check_private
 from pd_cluster.settings.options import SECRET_VARIABLES, ServeOptions
 from pd_cluster.settings.processes import (
+    HandoverSettings,
     PortRange,
     ProcessSettings,
 )
@@ -87,6 +89,7 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
             f"{called('role')} encode: {checkpoint.path} takes no images here, so nothing is to be encoded"
         )
     _check_crossing(start)
+    handover = _own_events(start, credentials)
     check_tiers(handover, engine.kv_host_cache_gib)
     from pd_cluster.api.front.server import bind
     from pd_cluster.api.worker_app import run_worker
@@ -136,6 +139,15 @@ def _check_crossing(start: Start) -> None:
     crossing = [each for each in allowed(handover.kv_transport) if "cpu" in each.pools and not each.is_same_host]
     if crossing and all(each.needs_trust for each in crossing):
         raise ConfigError(why_not(start.place.server.server_ip, ", ".join(others)))
+
+
+def _own_events(start: Start, credentials: Credentials) -> HandoverSettings:
+    """Returns the settings with this instance's own endpoints of KV events. Raises ConfigError."""
+    handover, place = start.handover, start.place
+    if handover.kv_events is None or not handover.kv_events.is_on:
+        return handover
+    check_private(handover.kv_events, bool(credentials.node_key_file and credentials.trusted_nodes))
+    return msgspec.structs.replace(handover, kv_events=handover.kv_events.of_instance(place.number_here))
 
 
 def _shared_cores(start: Start) -> SharedCores | None:

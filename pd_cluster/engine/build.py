@@ -6,6 +6,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.events import Event, StopEngine
 from pd_cluster.engine.handover.links import LaneEnds, LocalLanes, Side
 from pd_cluster.engine.hang import end_within
+from pd_cluster.engine.kv_events import KVEvents
 from pd_cluster.engine.mail import Mailroom
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel
@@ -39,6 +41,7 @@ from pd_cluster.model.parallel.group import Group, Rendezvous, join
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.guided import Guides
 from pd_cluster.net.admission import peer_key
+from pd_cluster.net.event_publisher import EventPublisher
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.reports import RankReport
 from pd_cluster.settings.config import WorkerConfig
@@ -175,6 +178,9 @@ def build_worker(
     if config.engine.adapters.are_wanted:
         keeper = core.runner.adapters if isinstance(core.runner, LeadRunner) else runner.held
         worker.take_adapters(keeper, runner.held.named)
+    if (events := config.kv_events) is not None and events.is_on:
+        publisher = EventPublisher(events, config.credentials)
+        worker.take_kv_events(KVEvents(core.scheduler.blocks, layout.block_size, publisher))
     contents = open_tiers(config, runner, inbox.put)
     if runner.tiers and (tier := core.scheduler.blocks.tier) is not None:
         orders = core.runner if isinstance(core.runner, LeadRunner) else runner
@@ -182,7 +188,7 @@ def build_worker(
         for each in contents:
             inbox.put(each)
     if runner.tower is not None:
-        worker.take_encoders(_encoders_for(config, worker, runner, mailbox))
+        worker.take_encoders(_encoders_for(config, worker, runner, mailbox, side.crossing))
     hears = () if worker.encoders is None else (worker.encoders.links.meet,)
     mailroom = Mailroom(inbox, worker.handover, mailbox.send, worker.tracer.note, lambda: worker.load, *hears)
     report = RankReport(
@@ -198,7 +204,9 @@ def build_worker(
     return worker, mailbox, mailroom, report
 
 
-def _encoders_for(config: WorkerConfig, worker: Worker, runner: ModelRunner, mailbox: Mailbox) -> Encoders:
+def _encoders_for(
+    config: WorkerConfig, worker: Worker, runner: ModelRunner, mailbox: Mailbox, crossing: Crossing
+) -> Encoders:
     """Returns what lets encoders compute images of a worker's legs."""
     engine = Engine(
         tower=lambda: runner.tower,
@@ -207,7 +215,7 @@ def _encoders_for(config: WorkerConfig, worker: Worker, runner: ModelRunner, mai
         begin=worker.submit,
         is_here=worker.legs.sequences.__contains__,
     )
-    terms = terms_of(config, runner.model_identity, runner.numerics)
+    terms = replace(terms_of(config, runner.model_identity, runner.numerics), crossing=crossing)
     return Encoders(engine, terms, mailbox, worker.inbox.put, time.monotonic, config.timeouts)
 
 

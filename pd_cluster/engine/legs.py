@@ -14,6 +14,8 @@ from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.trace import LegNotes
 from pd_cluster.types import LegEnd, PromptOutput, Request, Status, TokenOutput, resume
 
+OTHERS = "this attempt is here already, for another scheduler"
+ENDING = "an earlier leg of this attempt is still ending here"
 LEAST_WAITING = 16  # legs that may wait, however few a step may have
 
 
@@ -75,11 +77,12 @@ class Legs:
         request = request_of(submit, conn, self._clock())
         key, problem = request.leg_key, self._limits.problem(request, submit.resumed)
         if key in self.sequences:
+            if self.sequences[key][0].client != conn:
+                self._outbox.add_end(conn, LegEnd(request.request_id, request.attempt, OTHERS, is_fault=True))
             return
         sequences = [resume(request, resumed) for resumed in submit.resumed] or [request]
-        if problem is None and any(each.key in self._core.scheduler.requests for each in sequences):
-            problem = "an earlier leg of this attempt is still ending here"
-        elsewhere = closed or self._limits.lacks(request)
+        is_ending = any(each.key in self._core.scheduler.requests for each in sequences)
+        elsewhere = closed or self._limits.lacks(request) or (ENDING if is_ending else None)
         if is_fault := problem is None and elsewhere is not None:
             problem = elsewhere
         if is_full := problem is None and self.turns_away(submit):
@@ -178,6 +181,8 @@ class Legs:
         """Ends a leg that its scheduler no longer wants, or (`index` not -1) one sequence of it."""
         key, index = f"{abort.request_id}#{abort.attempt}", abort.index
         sequences = self.sequences.get(key, [])
+        if not sequences and index == -1:
+            self.records.aborted(conn, abort)
         if not sequences or sequences[0].client != conn:
             return
         leader = sequences[0]

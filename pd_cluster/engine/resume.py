@@ -29,7 +29,10 @@ NAME_NBYTES = 8  # of a digest, by which a record is looked up; the rest is comp
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """`reader`: a scheduler's connection, or NOBODY until `expires_s`."""
+    """`reader`: a scheduler's connection, or NOBODY until `expires_s`.
+
+    `former`: the reader before, if the leg ended under it: it looks for another instance.
+    """
 
     keep: wire.Keep = field(repr=False)
     request_id: str
@@ -38,6 +41,7 @@ class Record:
     reader: str
     tokens: list[TokenOutput] = field(repr=False)
     prompt: PromptOutput | None = field(default=None, repr=False)
+    former: str = NOBODY
     expires_s: float = math.inf
     nbytes: int = 0
 
@@ -75,12 +79,15 @@ class Records:
         return len(self._by_name)
 
     def open(self, conn: str, submit: wire.Submit) -> None:
-        """Keeps a record of a leg that was accepted, if it is asked for and there is room."""
+        """Keeps a record of a leg that was accepted, if it is asked for and there is room.
+
+        It replaces an earlier attempt's record, whose leg ends, and so does its stream at another scheduler.
+        """
         keep, sampling = submit.keep, submit.order.sampling
         if keep is None or sampling.n != 1 or sampling.beam_width:
             return
         if (older := self._by_name.get(keep.digest[:NAME_NBYTES])) is not None:
-            self._forget(older)
+            self._replace(older, conn, submit)
         tokens = [msgspec.structs.replace(token, attempt=submit.attempt) for token in keep.tokens]
         prompt = keep.prompt and msgspec.structs.replace(keep.prompt, attempt=submit.attempt)
         keep = msgspec.structs.replace(keep, tokens=[], prompt=None)
@@ -121,7 +128,7 @@ class Records:
         if record is None:  # forgotten for want of room, while its leg went on
             self._legs.abort(conn, wire.Abort(release.request_id, release.attempt))
             return
-        if record.reader != conn:
+        if record.reader != conn and not (release.then == "forget" and record.former == conn):
             return
         if release.then == "forget":
             self._forget(record)
@@ -132,14 +139,23 @@ class Records:
 
     def closed(self, conn: str) -> None:
         """Lets the legs go on although their scheduler is gone."""
-        for record in [each for each in self._by_name.values() if each.reader == conn]:
-            self._leave(record)
+        for record in self._by_name.values():
+            if record.reader == conn:
+                self._leave(record)
+            if record.former == conn:
+                record.former = NOBODY
+
+    def aborted(self, conn: str, abort: wire.Abort) -> None:
+        """Starts the window of a stream that moves although its leg is over: its last token is on its way."""
+        record = self._by_request.get(abort.request_id)
+        if record is not None and (record.attempt, record.reader) == (abort.attempt, conn):
+            self._leave(record, former=conn)
 
     def leg_ended(self, request: Request) -> None:
         """Starts the window of a stream whose leg is over before its last token."""
         record = self._of(request)
         if record is not None and not record.is_whole and record.reader != NOBODY:
-            self._leave(record)
+            self._leave(record, former=record.reader)
 
     def failed(self, request: Request) -> None:
         """Forgets a stream that ended with an error of its own."""
@@ -169,9 +185,8 @@ class Records:
         if record is None or (record.request_id, record.attempt) != (request_id, attempt):
             outbox.add_end(conn, LegEnd(request_id, attempt, GONE, is_fault=True))
             return
-        if record.reader not in (NOBODY, conn):
-            outbox.add_end(record.reader, LegEnd(request_id, attempt, TAKEN, is_taken=True))
-        record.reader, record.expires_s = conn, math.inf
+        self._take_from_readers(record, conn)
+        record.reader, record.former, record.expires_s = conn, NOBODY, math.inf
         if record.prompt is not None:
             outbox.add_prompt(conn, record.prompt)
         if record.tokens:
@@ -180,7 +195,19 @@ class Records:
             self._legs.readdress(record.leg_key, conn)
         elif not record.is_whole:
             outbox.add_end(conn, LegEnd(request_id, attempt, STOPPED, is_fault=True))
-            self._leave(record)
+            self._leave(record, former=conn)
+
+    def _replace(self, older: Record, conn: str, submit: wire.Submit) -> None:
+        self._take_from_readers(older, conn)
+        self._forget(older)
+        if older.leg_key != f"{submit.request_id}#{submit.attempt}":
+            self._legs.drop_if_it_runs(older.leg_key)
+
+    def _take_from_readers(self, record: Record, conn: str) -> None:
+        """Ends the record's stream at other schedulers."""
+        for reader in (record.reader, record.former):
+            if reader not in (NOBODY, conn):
+                self._outbox.add_end(reader, LegEnd(record.request_id, record.attempt, TAKEN, is_taken=True))
 
     # ---- the end
 
@@ -189,8 +216,8 @@ class Records:
             self._forget(record)
             self._legs.drop_if_it_runs(record.leg_key)
 
-    def _leave(self, record: Record) -> None:
-        record.reader, record.expires_s = NOBODY, self._clock() + record.keep.window_s
+    def _leave(self, record: Record, former: str = NOBODY) -> None:
+        record.reader, record.former, record.expires_s = NOBODY, former, self._clock() + record.keep.window_s
         self._legs.readdress(record.leg_key, NOBODY)
 
     def _of(self, request: Request) -> Record | None:
@@ -198,25 +225,22 @@ class Records:
         return record if record is not None and record.attempt == request.attempt else None
 
     def _grow(self, record: Record, nbytes: int) -> None:
-        """Counts more bytes; where they are too many, forgets those without a reader, then this one."""
+        """Counts more bytes. For want of room, those without a reader go where that is enough, otherwise this one."""
         record.nbytes += nbytes
         self.nbytes += nbytes
         room = record.keep.room_nbytes
         if self.nbytes <= room:
             return
-        alone = sorted((each for each in self._by_name.values() if each.reader == NOBODY), key=lambda r: r.expires_s)
-        for victim in alone:
+        alone = [each for each in self._by_name.values() if each.reader == NOBODY and each is not record]
+        if self.nbytes - sum(each.nbytes for each in alone) > room:
+            alone = [record]
+        for victim in sorted(alone, key=lambda each: each.expires_s):
             if self.nbytes <= room:
                 return
-            if victim is not record:
-                log.info("request %s cannot be resumed any more: no room (--resume-memory)", victim.request_id)
-                self._forget(victim)
+            log.info("request %s cannot be resumed any more: no room (--resume-memory)", victim.request_id)
+            self._forget(victim)
+            if victim.reader == NOBODY:
                 self._legs.drop_if_it_runs(victim.leg_key)
-        if self.nbytes > room:
-            log.info("request %s cannot be resumed any more: no room (--resume-memory)", record.request_id)
-            self._forget(record)
-            if record.reader == NOBODY:
-                self._legs.drop_if_it_runs(record.leg_key)
 
     def _forget(self, record: Record) -> None:
         if self._by_name.get(record.name) is record:

@@ -21,6 +21,7 @@ from pd_cluster.engine.handover.cache_news import CacheNews
 from pd_cluster.engine.handover.events import AdapterLoaded, ConnClosed, ConnOpened, Event, Mail, StartDrain, StopEngine
 from pd_cluster.engine.handover.handover import Handover, Means
 from pd_cluster.engine.handover.links import LaneEnds, Post, Side
+from pd_cluster.engine.kv_events import KVEvents
 from pd_cluster.engine.legs import Legs
 from pd_cluster.engine.load import load_of
 from pd_cluster.engine.outbox import Outbox
@@ -77,6 +78,7 @@ class Worker:
         self.tracer = Tracer(clock)
         self._outbox = Outbox(post, self.tracer, clock)
         self._cache_news = CacheNews(post, core.scheduler.blocks)
+        self._kv_events: KVEvents | None = None
         self._pace = StepPace()
         self._notes = LegNotes(self.tracer.note, clock)
         most = int(config.kv_max_quarantine * core.scheduler.blocks.num_blocks)
@@ -132,6 +134,10 @@ class Worker:
         """Counts legs that wait for blocks of lower tiers, or for images."""
         return len(self.tiers) + (0 if self.encoders is None else len(self.encoders))
 
+    def take_kv_events(self, events: KVEvents) -> None:
+        """Lets others than schedulers know what the prefix cache holds."""
+        self._kv_events = events
+
     def _enter(self, conn: str, submit: wire.Submit, why: str = "") -> None:
         """Begins a leg, or leaves it to another instance for a reason; blocks in lower tiers come first."""
         if self._why_closed or why or self.legs.turns_away(submit) or self.tiers.admits(conn, submit):
@@ -158,6 +164,8 @@ class Worker:
         finally:
             self.adapters.close()
             self.tiers.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
 
     def _run(self, came_round: Callable[[], None]) -> None:
         busy = False
@@ -281,6 +289,8 @@ class Worker:
             outstanding = {peer: weights.get(conn, 0) for conn, peer in self._schedulers.items()}
             self.load = msgspec.structs.replace(self.load, outstanding=outstanding)
         self.load = self.tiers.counted(self.load, self._schedulers)
+        if self._kv_events is not None:
+            self.load = self._kv_events.counted(self.load)
         if self.encoders is not None:
             self.load = self.encoders.counted(self.load, self._schedulers)
         if has_news:
@@ -304,7 +314,10 @@ class Worker:
             return
         self._next_tick_s = now_s + TICK_S
         self._outbox.tick()
-        self._cache_news.tick()
+        changes = self.core.scheduler.blocks.changes()
+        self._cache_news.tick(changes)
+        if self._kv_events is not None:
+            self._kv_events.tick(changes)
         self.handover.tick()
         self.adapters.tick()
         self.tiers.tick()

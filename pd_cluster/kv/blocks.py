@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from pd_cluster.errors import OutOfBlocks
+from pd_cluster.kv.event_log import EventLog
 from pd_cluster.kv.host_tier import HostTier
 from pd_cluster.kv.prefix import PrefixIndex
 from pd_cluster.types import Tier
@@ -89,9 +90,22 @@ class BlockPool:
 
     # ---- contents
 
-    def remember(self, block: int, content: bytes) -> None:
-        """Records the content of a full block, which must not be written while it keeps this content."""
-        self._index.add(block, content)
+    def remember(self, block: int, content: bytes) -> bool:
+        """Records the content of a full block, which must not be written while it keeps this content.
+
+        Returns False if another block is known for it.
+        """
+        return self._index.add(block, content)
+
+    @property
+    def log(self) -> EventLog | None:
+        """Hears of contents that come and go; its caller says what they are."""
+        return self._index.log
+
+    @log.setter
+    def log(self, log: EventLog) -> None:
+        self._index.log = log
+        self.follow()  # for what goes to lower tiers
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Returns the blocks of the longest prefix with known contents; `share` them before any other is taken."""

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pd_cluster.kv.event_log import EventLog
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Order, RopePositions, Span
 
@@ -117,6 +118,7 @@ class PrefixIndex:
         self._hash_of: dict[int, bytes] = {}
         self._unheld: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._changes: set[bytes] | None = None  # contents that have come or gone; None: not followed
+        self.log: EventLog | None = None
 
     @property
     def num_unheld(self) -> int:
@@ -132,13 +134,15 @@ class PrefixIndex:
             found.append(block)
         return found
 
-    def add(self, block: int, content: bytes) -> None:
-        """Records a content; the first block with it keeps it, and a second one stays unknown."""
-        if content not in self._block_of and block not in self._hash_of:
-            self._block_of[content] = block
-            self._hash_of[block] = content
-            if self._changes is not None:
-                self._changes.add(content)
+    def add(self, block: int, content: bytes) -> bool:
+        """Records a content; the first block with it keeps it, and a second one stays unknown. Returns which it is."""
+        if content in self._block_of or block in self._hash_of:
+            return False
+        self._block_of[content] = block
+        self._hash_of[block] = content
+        if self._changes is not None:
+            self._changes.add(content)
+        return True
 
     def knows(self, block: int) -> bool:
         return block in self._hash_of
@@ -164,12 +168,16 @@ class PrefixIndex:
         del self._block_of[content]
         if self._changes is not None:
             self._changes.add(content)
+        if self.log is not None:
+            self.log.removed(content)
         return block, content
 
     def forget(self) -> list[int]:
         """Forgets every content; returns the blocks without a holder, least recently used first."""
         if self._changes is not None:
             self._changes.update(self._block_of)
+        if self.log is not None:
+            self.log.cleared()
         blocks = list(self._unheld)
         self._block_of.clear()
         self._hash_of.clear()

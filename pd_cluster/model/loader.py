@@ -193,7 +193,7 @@ def _check_device(checkpoint: Checkpoint, device: Device) -> None:
         if device.is_accelerator and scheme in ONLY_ON_CPU:
             raise ConfigError(
                 f"{place}: only CPUs have products of 4 bits with int8 activations, and this is "
-                f"{device.kind}; take int4_wo, or a folder of w4a16"
+                f"{device.kind}; take a folder of w4a16, or a plain one with --quantization int4_wo"
             )
 
 

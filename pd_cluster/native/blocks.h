@@ -110,15 +110,16 @@ INLINE void multiply_words(Way y, int m, int v, const int32_t *x, const int32_t 
     KERNELS(name, 3, sums, form, as) KERNELS(name, 4, sums, form, as)
 #define TO_6(name, sums, form, as)                                                                                     \
     TO_4(name, sums, form, as) KERNELS(name, 5, sums, form, as) KERNELS(name, 6, sums, form, as)
+#define TO_8(name, sums, form, as)                                                                                     \
+    TO_6(name, sums, form, as) KERNELS(name, 7, sums, form, as) KERNELS(name, 8, sums, form, as)
 #define TO_12(name, sums, form, as)                                                                                    \
-    TO_6(name, sums, form, as) KERNELS(name, 7, sums, form, as) KERNELS(name, 8, sums, form, as)                       \
-    KERNELS(name, 9, sums, form, as) KERNELS(name, 10, sums, form, as)                                                 \
+    TO_8(name, sums, form, as) KERNELS(name, 9, sums, form, as) KERNELS(name, 10, sums, form, as)       \
     KERNELS(name, 11, sums, form, as) KERNELS(name, 12, sums, form, as)
 #define BOTH(name) {name##_one, name}
 #define NAMES_4(name) BOTH(name##1), BOTH(name##2), BOTH(name##3), BOTH(name##4)
 #define NAMES_6(name) NAMES_4(name), BOTH(name##5), BOTH(name##6)
-#define NAMES_12(name)                                                                                                 \
-    NAMES_6(name), BOTH(name##7), BOTH(name##8), BOTH(name##9), BOTH(name##10), BOTH(name##11), BOTH(name##12)
+#define NAMES_8(name) NAMES_6(name), BOTH(name##7), BOTH(name##8)
+#define NAMES_12(name) NAMES_8(name), BOTH(name##9), BOTH(name##10), BOTH(name##11), BOTH(name##12)
 #define TABLE(n, name, sums, form, as)                                                                                 \
     TO_##n(name, sums, form, as) static KIND *const name[][2] = {NAMES_##n(name)};
 #define FEW_KERNELS(...) TABLE(4, __VA_ARGS__)

@@ -1,5 +1,5 @@
 // Decoder layers of a step in one parallel region: what their parts compute one by one, to the bit, with barriers in
-// between. For few rows, waking threads and returning to the caller after each part takes a sixth of a step.
+// between. For one row, waking threads and returning to the caller after each part took a quarter of a step.
 #pragma once
 #include "attention.h"
 #include "product.h"

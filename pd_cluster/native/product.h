@@ -35,7 +35,7 @@ static int must_decode(const Product *p, int by) {
 
 // Returns the rows of a block: about as many in each.
 static int64_t block_rows(const Packed *w) {
-    int64_t most = w->p->activations == AS_CODES ? CODE_ROWS : BLOCK_ROWS;
+    int64_t most = w->p->activations != AS_CODES ? BLOCK_ROWS : w->p->form == CODES4 ? SPAN_ROWS : CODE_ROWS;
     if (!w->decodes && w->p->activations != AS_CODES && (w->by == BY_FLOATS || w->p->form != BF16S)) most = FEW_ROWS;
     int64_t blocks = (w->p->num_rows + most - 1) / most;
     return (w->p->num_rows + blocks - 1) / blocks;

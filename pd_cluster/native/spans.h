@@ -73,10 +73,10 @@ FEW_KERNELS(codes4_as_floats, FEW_SUMS, CODES4, AS_FLOATS)
 #if HAVE_BF16_DOTS
 FEW_KERNELS(codes4_as_bf16s, FEW_SUMS, CODES4, AS_BF16S)
 #endif
-#if CODE_ROWS > FEW_ROWS
-BLOCK_KERNELS(codes4, CODE_SUMS, CODES4, AS_CODES)
+#if SPAN_ROWS == 8
+TABLE(8, codes4, SPAN_SUMS, CODES4, AS_CODES)
 #else
-FEW_KERNELS(codes4, CODE_SUMS, CODES4, AS_CODES)
+FEW_KERNELS(codes4, SPAN_SUMS, CODES4, AS_CODES)
 #endif
 
 // Whether a product is one of these.
@@ -95,7 +95,7 @@ static void multiply_by_spans(const Packed *w, int64_t first, int64_t num_rows, 
                               int64_t next) {
     const Product *p = w->p;
     float ALIGNED totals[(MANY_ROWS + BLOCK_ROWS) * MANY_PANELS * PANEL];
-    int64_t m = w->together, num_blocks = (num_rows + m - 1) / m, most = PANELS_OF(m, p->activations == AS_CODES ? CODE_SUMS : FEW_SUMS);
+    int64_t m = w->together, num_blocks = (num_rows + m - 1) / m, most = PANELS_OF(m, p->activations == AS_CODES ? SPAN_SUMS : FEW_SUMS);
     SpansKernel *const *kernels = spans_kernels_of(w, m);
     Spans s = {.x_stride = w->ready_rows / m * w->span_nbytes / 4, .num_spans = w->num_spans,
                .num_words = w->span_words, .spans_of_group = p->spans_of_group, .num_groups = p->num_groups,

@@ -44,6 +44,15 @@
 #define CODE_SUMS (4 * PARTS)
 #endif
 
+// Of codes of 4 bits, whose sums share registers with their scales (spans.h).
+#if VL == 16
+#define SPAN_ROWS 8
+#define SPAN_SUMS 16
+#else
+#define SPAN_ROWS CODE_ROWS
+#define SPAN_SUMS CODE_SUMS
+#endif
+
 enum { FLOATS, BF16S, CODES8, CODES4, E4M3S };     // a word's inputs: 1, 2, 4, 8 and 4
 enum { AS_FLOATS, AS_BF16S, AS_CODES };            // the form in which activations are multiplied
 enum { BY_FLOATS, BY_DOTS, BY_TILES };             // blocks.h the first two, tiles.h

@@ -103,12 +103,14 @@ class Nodes:
     def has_files(self) -> bool:
         return self._keys is not None or self._trusted is not None
 
-    def read_again(self) -> None:
-        """Reads each file that has changed, whatever is wrong with the other."""
+    def read_again(self) -> bool:
+        """Reads each file that has changed, whatever is wrong with the other. Returns whether the list was read."""
         if self._keys is not None and self._keys.look():
             log.info("%s was read again: node %s", self._keys.file, self._keys.content.node)
-        if self._trusted is not None and self._trusted.look():
-            log.info("%s was read again: %d nodes", self._trusted.file, len(self._trusted.content.nodes))
+        if self._trusted is None or not self._trusted.look():
+            return False
+        log.info("%s was read again: %d nodes", self._trusted.file, len(self._trusted.content.nodes))
+        return True
 
     def proofs_to(self, peer: str, peer_key: bytes, end: End) -> tuple[str, tuple[wire.NodeProof, ...]]:
         """Returns this process's node and its proofs to a peer (name@epoch). `end`: this process's own."""
@@ -191,6 +193,11 @@ class Nodes:
                 f"`pd-cluster keys node rotate {node}` makes another"
             )
         return ""
+
+    def trusts_key(self, public: bytes) -> bool:
+        """Returns whether the list has this key, of any node, and it has not expired."""
+        nodes = self._trusted.content.nodes if self._trusted is not None else []
+        return any(each.key == public and not each.is_over(self._now_s()) for node in nodes for each in node.keys)
 
     def _is_right(self, proof: wire.NodeProof, node: str, peer: str, peer_key: bytes, end: End) -> bool:
         try:

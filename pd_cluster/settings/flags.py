@@ -86,7 +86,6 @@ REFUSED: dict[str, str] = {
     "--enable-eplb": "each rank has a share of every expert, so that none is busier",
     "--enable-expert-parallel": "each rank has a share of every expert; leave it out",
     "--headless": "each instance is started by itself, with its place in the rank tables",
-    "--kv-events-config": "what caches hold is reported to this cluster's schedulers alone",
     "--logits-processors": "foreign code is not loaded",
     "--ssl-ciphers": "TLS takes OpenSSL's own choice",
     "--tool-server": "calls are answered by clients; the server runs no tools",

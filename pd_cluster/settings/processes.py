@@ -11,6 +11,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.kv_events import EVENTS, KVEventsConfig
 from pd_cluster.settings.logs import LogFormat, Logs
 from pd_cluster.settings.setting import CHOICES, POSITIVE, Form, Panel, Scope, Setting, at_least, finite, within
 from pd_cluster.wire import KVOptions, KVWireDtype
@@ -338,6 +339,18 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
             after="kv_shared_cache",
         ),
     ] = ""
+    kv_events: Annotated[
+        KVEventsConfig | None,
+        KV(
+            "JSON object with vLLM's fields (enable_kv_cache_events, endpoint, replay_endpoint, ...): publishes what "
+            "the prefix cache stores and drops, for routers outside of the cluster. Instances of a host take "
+            "following ports. Default: nothing.",
+            name="kv_events_config",
+            form=EVENTS,
+            default="",
+            after="kv_cache_key_file",
+        ),
+    ] = None
     kv_rate_limit_bytes_per_s: Annotated[
         float,
         KV(

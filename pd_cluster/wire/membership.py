@@ -77,6 +77,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_cache_resets: int = 0
     num_quarantined_blocks: int = 0  # of transfers that were given up, which may still be written
     num_leaked_blocks: int = 0  # lower bound of blocks held by no request; exact while there is none
+    num_kv_event_batches: int = 0  # published for routers outside of the cluster
+    num_kv_event_drops: int = 0  # those that found no room, and subscribers that became too slow
     is_draining: bool = False  # it takes no new requests
     sleep_level: SleepLevel = 0  # reached
     outstanding: dict[str, int] = {}  # by scheduler (name@epoch): the weights of its legs that have not ended here

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.cluster import test_picture_kinds
 from tests.cluster.test_pictures import (
     CONVERSATIONS,
     FLAGS,
@@ -27,6 +28,7 @@ from tests.cluster.test_pictures import (
     post,
     tokens,
 )
+from tests.support import picture_kinds
 from tests.support.clips import make_seer
 from tests.support.cluster import LiveCluster
 from tests.support.netns import CannotMakeNamespaces, Network, SpreadCluster
@@ -300,7 +302,9 @@ def test_between_hosts_and_a_cut_cable(model: Path, tmp_path: Path) -> None:
     try:
         with Network(["left", "right"]) as network, network.visit():
             where = {"prefill-0": "left", "decode-0": "left", "encode-0": "right"}
-            with SpreadCluster(network, where, tmp_path, model, arguments=[*FLAGS, *ROOM]) as cluster:
+            with SpreadCluster(
+                network, where, tmp_path, model, arguments=[*FLAGS, *ROOM, "--trust-network"]
+            ) as cluster:
                 links = cluster.instance("prefill-0")["links"]
                 assert sorted(links.values()) == ["up (dist)", "up (shm)"]
                 assert_exact(cluster, model)
@@ -322,3 +326,17 @@ def test_between_hosts_and_a_cut_cable(model: Path, tmp_path: Path) -> None:
                 cluster.assert_home()
     except CannotMakeNamespaces as error:
         pytest.skip(f"this machine has no network namespaces: {error}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", picture_kinds.KINDS)
+def test_every_kind_of_tower(tmp_path: Path, name: str) -> None:
+    folder = picture_kinds.make_kind(tmp_path / "model", name)
+    parts = ["x", picture(3, 40, 16), "y", picture(4, 17, 33), "z"]
+    with LiveCluster(tmp_path / "cluster", folder, arguments=test_picture_kinds.FLAGS, num_encode=1) as cluster:
+        answer = post(cluster, test_picture_kinds.body_of(parts))
+        assert tokens(answer) == test_picture_kinds.expected(folder, name, parts)
+        counted(cluster, "images_from_encoders", "prefill-0", 2)
+        counted(cluster, "images_encoded", "prefill-0", 0)
+        cluster.assert_home()

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.cluster import LiveCluster
+from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.resuming import EventReader, data_of, id_of, resuming, token_ids_of
 
 pytestmark = pytest.mark.slow
@@ -83,9 +83,9 @@ def test_another_scheduler_after_kill_9(pair: LiveCluster, whole: list[bytes], n
     pair.assert_home()
 
 
-def still_404(url: str, last_id: str) -> bool:
+def answers(status: int, url: str, last_id: str) -> bool:
     with resuming(url, last_id, **OWN) as reader:
-        return reader.answer.status_code == 404
+        return reader.answer.status_code == status
 
 
 @pytest.mark.timeout(120)
@@ -135,10 +135,12 @@ def test_its_instance_is_killed(pair: LiveCluster, whole: list[bytes], has_reade
         assert token_ids_of(events) == token_ids_of(whole)  # logprobs of computed tokens may differ in the last digits
         with resuming(second, id_of(events[0]), **OWN) as reader:
             assert list(reader) == events[1:]
-    else:
-        pair.wait_until("the other scheduler knows", lambda: still_404(second, id_of(events[-1])), 10)
+    else:  # it may be there, for all that the other scheduler knows
+        pair.wait_until("the other scheduler knows", lambda: answers(503, second, id_of(events[-1])), 10)
     pair.start_member(name)
     pair.await_ready()
+    if not has_reader:
+        pair.wait_until("it is there", lambda: answers(404, second, id_of(events[-1])), 10)
     pair.assert_home()
 
 
@@ -185,3 +187,58 @@ def test_records_beyond_their_room_are_forgotten_and_streams_go_on(
             reader.take(1800)  # nothing is kept of it any more: it ends with its client
         cluster.assert_home()
         assert "forgotten" not in cluster.logs()
+
+
+@pytest.mark.timeout(240)
+def test_it_meets_ranks_preemption_stop_strings_and_guides(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Four streams at once, in a pool that has room for two of them; every connection breaks every 60 events."""
+    flags = ["--resume-window=60", "--max-model-len=512", "--num-blocks=64", "--api-workers=2"]
+    free = {"max_tokens": 400, "temperature": 0.7, "ignore_eos": True}
+    asks = [{**free, "prompt": [20 + at] * 9, "seed": at, "return_token_ids": True} for at in range(2)]
+    asks.append({**free, "prompt": [5] * 40, "seed": 9, "stop": ["<word17>"]})
+    asks.append({"prompt": "json", "max_tokens": 80, "temperature": 1.0, "seed": 3, "guided_regex": "(ab|cd){30}x"})
+    with LiveCluster(tmp_path, checkpoint("llama"), 1, 1, flags, tp_sizes={"decode-0": 2}) as cluster:
+        whole: list[list[bytes]] = []
+        for ask in asks:
+            with EventReader(cluster.url, ask) as reader:
+                whole.append([data_of(event) for event in reader])
+        found: dict[int, list[bytes]] = {}
+
+        def read(at: int) -> None:
+            with EventReader(cluster.url, asks[at]) as reader:
+                events = reader.take(60)
+            while not events[-1].endswith(b"[DONE]"):
+                with resuming(cluster.url, id_of(events[-1])) as reader:
+                    assert reader.answer.status_code == 200, reader.answer.text
+                    events += reader.take(60)
+            found[at] = events
+
+        assert in_parallel([lambda at=at: read(at) for at in range(4)], 4) == []  # type: ignore[misc]
+        for at, events in found.items():
+            assert [data_of(event) for event in events] == whole[at], at
+        cluster.assert_home()
+
+
+@pytest.mark.timeout(180)
+def test_the_same_scheduler_started_again(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    flags = ["--resume-window=120", "--max-model-len=4096", "--num-blocks=1200"]
+    model = checkpoint("llama", max_position_embeddings=4096)
+    with LiveCluster(tmp_path, model, 1, 2, flags) as cluster:
+        with EventReader(cluster.url, ASK) as reader:
+            whole = [data_of(event) for event in reader]
+        with EventReader(cluster.url, ASK) as reader:
+            events = reader.take(30)
+            cluster.kill("scheduler")
+            cluster.await_exit("scheduler")
+        cluster.start_member("scheduler")
+
+        def answers() -> bool:
+            with contextlib.suppress(httpx.ConnectError), resuming(cluster.url, id_of(events[-1])) as reader:
+                assert reader.answer.status_code == 200, reader.answer.text  # however few instances it knows yet
+                events.extend(reader)
+                return True
+            return False
+
+        cluster.wait_until("it listens", answers)
+        assert [data_of(event) for event in events] == whole
+        cluster.assert_home()

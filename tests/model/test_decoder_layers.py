@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from pd_cluster.model.batch import batch_of
 from pd_cluster.model.causal_lm import FusedCausalLM
-from pd_cluster.model.cpu.decoder import MOST_ROWS, DecoderLayers
+from pd_cluster.model.cpu.decoder import LAYERS_AT_ONCE, MOST_ROWS, DecoderLayers
 from pd_cluster.model.runner import ModelRunner, RunnerOutput
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
@@ -99,6 +100,36 @@ def test_norms_of_queries_and_layers_that_are_reported(tmp_path: Path) -> None:
     assert torch.equal(found, expected)
     assert [each.shape[1] for each in seen] == list(range(1, runner.pool.layout.num_layers + 1))
     assert all(torch.equal(each, written[:, : each.shape[1]]) for each in seen)
+
+
+def test_threads_that_change_between_layers(tmp_path: Path) -> None:
+    """As when instances lend each other cores: a call has as many threads as torch when it begins."""
+    runner, decoder = runner_of(make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=10), quantization="w4a8")
+    chunks = sequences(runner, 9)
+    start, num_threads = runner.pool.data.clone(), torch.get_num_threads()
+    expected = computed(runner, None, chunks).logits
+    written = runner.pool.data.clone()
+    batch = batch_of(runner.step_of(chunks), runner.pool, False)
+    counts: list[int] = []
+
+    def change() -> None:
+        counts.append(1 + len(batch.layers_written) // LAYERS_AT_ONCE % 2)
+        torch.set_num_threads(counts[-1])
+
+    batch.after_layer = change
+    assert isinstance(runner.model, FusedCausalLM)
+    runner.model._decoder = decoder
+    runner.pool.data.copy_(start)
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            found = runner.model(batch)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert torch.equal(found, expected)
+    assert torch.equal(runner.pool.data, written)
+    assert counts == [1, 1, 1, 2, 2, 2, 2, 1, 1, 1]
+    assert batch.layers_written == list(range(10))
 
 
 def test_what_it_does_not_take(tmp_path: Path) -> None:

@@ -194,5 +194,5 @@ def test_the_command_on_the_shipped_model(tmp_path: Path) -> None:
     wrong = subprocess.run([*command, "--scheme", "w1"], capture_output=True, text=True, check=False, timeout=100)
     assert (wrong.returncode, wrong.stderr) == (
         1,
-        "pd-cluster: --scheme 'w1': expected one of w8a8, w8a16, w4a16, fp8\n",
+        "pd-cluster: --scheme 'w1': expected one of w8a8, w8a16, w4a16, w4a8, fp8\n",
     )

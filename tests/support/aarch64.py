@@ -117,14 +117,14 @@ class Emulator:
         self._call("pd_attend", ranges, keep_arena=True)
 
     def pd_way(self, address: int) -> int:
-        return self._call("pd_way", (_Range(address, ctypes.sizeof(products._ProductCall)),))
+        return self._call("pd_way", (_Range(address, ctypes.sizeof(products.ProductCall)),))
 
     def pd_scratch_nbytes(self, address: int) -> int:
-        return self._call("pd_scratch_nbytes", (_Range(address, ctypes.sizeof(products._ProductCall)),))
+        return self._call("pd_scratch_nbytes", (_Range(address, ctypes.sizeof(products.ProductCall)),))
 
     def pd_product(self, address: int) -> None:
-        nbytes = ctypes.sizeof(products._ProductCall)
-        product = products._ProductCall.from_buffer_copy(ctypes.string_at(address, nbytes))
+        nbytes = ctypes.sizeof(products.ProductCall)
+        product = products.ProductCall.from_buffer_copy(ctypes.string_at(address, nbytes))
         outputs = -(-product.outputs // products.PANEL) * products.PANEL
         num_spans = product.num_groups * product.spans_of_group
         out = _Range(product.out, product.num_rows * product.outputs * 4, True)
@@ -191,8 +191,8 @@ class EmulatedOps(ops.CpuOps):
         self._emulators[batch.pool.layout.dtype].pool_nbytes = batch.pool.data.nbytes
         return super().attend(heads, qkv, rope, batch)
 
-    def _attention_of(self, pool_dtype: str) -> Any:
-        return self._emulators[pool_dtype].pd_attend
+    def _kernels_for(self, pool_dtype: str) -> Any:
+        return self._emulators[pool_dtype]
 
 
 @contextmanager

@@ -17,6 +17,10 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.overview.history import History
+from pd_cluster.cluster.overview.problems import problems_of
+from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launcher import plan_cluster
 from pd_cluster.cluster.routing.encoders import SLACK_TOKENS, choose_encoders
 from pd_cluster.engine.encode.encoder_links import EncoderTerms
 from pd_cluster.engine.encode.encoders import MOST_ASKED_TOKENS, Encoders, Engine
@@ -25,6 +29,7 @@ from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mai
 from pd_cluster.errors import LinkError
 from pd_cluster.numerics import Numerics
 from pd_cluster.reports import InstanceInfo
+from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.base import Checksum
 from pd_cluster.transport.events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
@@ -85,6 +90,31 @@ def test_nobody_is_chosen_without_images_links_or_service() -> None:
     assert choose_encoders(order, instance("prefill-1", "prefill"), [encoder]) == []
     encoder.service = "out"
     assert choose_encoders(order, prefill, [encoder]) == []
+
+
+def test_a_launch_registers_encoders_at_its_schedulers_port(tmp_path: Path) -> None:
+    members = {each.name: each for each in plan_cluster(Launch(model="m", num_encode=2), tmp_path)}
+    assert list(members) == ["prefill-0", "decode-0", "encode-0", "encode-1", "scheduler"]
+    (join,) = [flag.removeprefix("--join-port=") for flag in members["scheduler"].command if "--join-port" in flag]
+    for at in range(2):
+        member = members[f"encode-{at}"]
+        own = {"--role=encode", f"--join=127.0.0.1:{join}", f"--instance-name=encode-{at}", f"--port={member.port}"}
+        assert own <= set(member.command)
+        assert member.env["RANK_TABLE_FILE_PATH"] == "", "whatever the environment of `up` says"
+    assert len({each.port for each in members.values()} | {int(join)}) == 6
+    plain = plan_cluster(Launch(model="m"), tmp_path)
+    assert not [flag for member in plain for flag in member.command if "join" in flag]
+    given = plan_cluster(Launch(model="m", num_encode=1, arguments=["--join-port=9002"]), tmp_path)
+    assert "--join=127.0.0.1:9002" in next(each for each in given if each.name == "encode-0").command
+
+
+def test_a_refused_encoder_is_a_problem_that_is_named() -> None:
+    refused = LinkState("refused", reason="the encoder has --dtype bfloat16")
+    prefill = instance("prefill-0", "prefill", encode_0=refused, encode_1=UP, decode_0=UP)
+    others = [instance("decode-0", "decode"), instance("encode-0", "encode"), instance("encode-1", "encode")]
+    found = problems_of([prefill, *others], History(), RoutingConfig())
+    assert [each.text for each in found] == ["prefill-0 gets no images from encode-0, and computes them itself"]
+    assert "bfloat16" in found[0].reason
 
 
 # ---- features between processes
@@ -179,13 +209,13 @@ def test_a_socket_of_another_host_leaves_the_pair_or_nothing() -> None:
     for group in ("", "group"):
         events: queue.SimpleQueue[FeatureEvent] = queue.SimpleQueue()
         sent: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
-        reader = FeatureReader("c", wire.EncoderAnswer("", "nowhere", group), PLACE, sent.put, events.put)
+        place = replace(PLACE, connect_s=0.1)
+        reader = FeatureReader("c", wire.EncoderAnswer("", "nowhere", group), place, sent.put, events.put)
         if group:
             assert sent.get(timeout=30) == wire.EncoderMeet()
-        else:
-            event = events.get(timeout=30)
-            assert isinstance(event, EncoderUnreached)
-            assert not event.retry
+        event = events.get(timeout=30)  # nobody comes to the pair
+        assert isinstance(event, EncoderUnreached)
+        assert event.retry == bool(group)
         reader.close()
 
 

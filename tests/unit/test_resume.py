@@ -11,10 +11,11 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.api.gate.http import Last
 from pd_cluster.api.openai.kept_streams import numbered
-from pd_cluster.cluster.routing.resume import Finder, KeptStream
+from pd_cluster.cluster.routing.replays import ReplayLimits
+from pd_cluster.cluster.routing.resume import Finder, KeptStream, RecordPlace
 from pd_cluster.engine.outbox import NOBODY, Outbox
 from pd_cluster.engine.resume import GONE, STOPPED, TAKEN, Records
-from pd_cluster.errors import GenerationError, Overloaded
+from pd_cluster.errors import GenerationError, Overloaded, Unavailable
 from pd_cluster.parsers.reply import ReplyFormat
 from pd_cluster.service.resumption import Recipe, Ticket
 from pd_cluster.types import LegEnd, Logprobs, Order, PromptOutput, Request, Sampling, TokenOutput
@@ -197,11 +198,74 @@ def test_room_is_made_by_those_without_readers_then_the_growing_one_is_forgotten
     assert world.found(b"\0" * 32).order is not None
     assert set(world.legs.clients) == {"r0#0", "r2#0"}
     world.records.note(requests[2], [token(17, top=20)])
-    assert len(world.records) == 0
-    assert world.records.nbytes == 0
-    assert world.legs.clients == {"r2#0": S}  # its reader reads on
+    assert world.found(b"\2" * 32).order is None  # alone it is too large: nobody made room for it
+    assert world.found(b"\0" * 32).order is not None
+    assert world.legs.clients == {"r0#0": NOBODY, "r2#0": S}  # its reader reads on
     world.records.read(S, wire.Release("r2", 0, "go on"))
     assert world.legs.aborted == [(S, wire.Abort("r2", 0))]
+
+
+def test_nobody_makes_room_where_it_would_not_be_enough(world: World) -> None:
+    requests = [world.open(f"r{at}", bytes([at]) * 32, room=3000) for at in range(3)]
+    world.records.read(S, wire.Release("r0", 0, "go on"))
+    world.records.note(requests[1], [token(position) for position in range(16)])  # it is read
+    world.records.note(requests[2], [token(position) for position in range(4)])
+    assert [world.found(bytes([at]) * 32).order is None for at in range(3)] == [False, False, True]
+    assert world.legs.runs("r0#0")
+
+
+def test_the_next_attempt_ends_the_leg_before(world: World) -> None:
+    world.open()
+    world.records.closed(S)  # and it is back: its next attempt comes to the same instance
+    world.open(attempt=1)
+    assert world.legs.clients == {"r#1": S}
+    world.outbox.flush()
+    assert world.sent == []
+
+
+def test_the_next_attempt_of_another_scheduler_takes_the_stream_over(world: World) -> None:
+    world.open()
+    keep = wire.Keep(DIGEST, WINDOW_S, ROOM, b"recipe")
+    order = Order([1, 2, 3], Sampling(max_tokens=9))
+    world.legs.clients["r#1"] = S2
+    world.records.open(S2, wire.Submit("r", 1, "t", "decode", "p@1", order, 0.0, keep=keep))
+    assert world.legs.clients == {"r#1": S2}
+    world.outbox.flush()
+    ((to, told),) = world.sent
+    assert (to, told.ended) == (S, [LegEnd("r", 0, TAKEN, is_taken=True)])
+
+
+def test_a_reader_that_lost_the_leg_hears_of_the_next_one(world: World) -> None:
+    request = world.open()
+    del world.legs.clients["r#0"]
+    world.records.leg_ended(request)  # S looks for an instance now
+    assert world.attach(S2)[S][0].ended == [LegEnd("r", 0, TAKEN, is_taken=True)]  # and so does S2
+    world.records.read(S, wire.Release("r", 1, "forget"))  # it has given up
+    assert world.found().order is not None
+    world.records.closed(S2)
+    assert set(world.attach(S)) == {S}
+
+
+def test_a_stream_that_failed_elsewhere_is_forgotten(world: World) -> None:
+    request = world.open()
+    del world.legs.clients["r#0"]
+    world.records.leg_ended(request)
+    world.records.read(S, wire.Release("r", 1, "forget"))  # no instance was left for its next attempt
+    assert world.found() == wire.Found(DIGEST)
+    assert world.records.nbytes == 0
+
+
+def test_a_whole_stream_that_moves_is_not_kept_for_ever(world: World) -> None:
+    request = world.open()
+    world.records.note(request, [token(0, last=True)])
+    del world.legs.clients["r#0"]
+    world.records.leg_ended(request)
+    world.records.aborted(S2, wire.Abort("r", 0))  # it does not read it
+    world.records.expire(2 * WINDOW_S)
+    assert world.records
+    world.records.aborted(S, wire.Abort("r", 0))
+    world.records.expire(2 * WINDOW_S)
+    assert not world.records
 
 
 def test_several_sequences_are_not_kept(world: World) -> None:
@@ -357,6 +421,72 @@ def test_a_stream_resumes_from_its_first_token() -> None:
     run(check())
 
 
+def test_a_stream_that_waits_for_an_instance_ends_for_a_later_reader() -> None:
+    """Where it is taken over at another scheduler, and where two readers of this one found it at once."""
+
+    async def check(is_here: bool) -> None:
+        world = RouterWorld()
+        serving, first, name = await world.begin(kept=kept())
+        world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=PromptOutput(name, 0, 1))
+        await first
+        for each in world.instances[1:]:
+            each.state = "unreachable"
+        world.instances[0].service = "out"
+        rest = asyncio.ensure_future(anext(serving))
+        world.outputs("to-decode-0", ended=LegEnd(name, 0, STOPPED, is_fault=True))
+        for _ in range(5):
+            await asyncio.sleep(0)  # it waits for an instance
+        num_submitted = len(world.mailbox.of(wire.Submit))
+        later = None
+        if is_here:
+            again = kept()
+            found = wire.Found(DIGEST, name, 0, Order([1, 2, 3], Sampling(max_tokens=9)), b"recipe", 1)
+            again.place = RecordPlace(world.instances[2], found)
+            later = world.serve(kept=again)
+            token = asyncio.ensure_future(anext(later))
+            while not world.mailbox.of(wire.Attach):
+                await asyncio.sleep(0)
+        else:
+            world.outputs("to-decode-0", ended=LegEnd(name, 0, TAKEN, is_taken=True))
+        world.instances[0].service = "in"
+        world.membership.changed.set()
+        with pytest.raises(GenerationError, match="another reader"):
+            await rest
+        assert len(world.mailbox.of(wire.Submit)) == num_submitted
+        if later is not None:
+            timeline = world.router.timelines.find(name)
+            assert timeline is not None
+            assert timeline.status not in ("failed", "finished")  # the later reader's
+            world.outputs("to-decode-0", TokenOutput(name, 0, 0, 0, 5))
+            assert (await token).token_id == 5
+            await later.aclose()
+        world.assert_home()
+
+    run(check(False))
+    run(check(True))
+
+
+@pytest.mark.parametrize("why", ["nobody is ready", "one is lost", "one is silent"])
+def test_while_an_instance_is_away_a_stream_may_still_be_found(why: str) -> None:
+    async def check() -> None:
+        world = RouterWorld()
+        finder = Finder(world.mailbox.send, world.membership, 0.01 if why == "one is silent" else 60.0)
+        asked = 0 if why == "nobody is ready" else 4
+        for each in world.instances[asked:]:
+            each.state = "connecting"
+        search = asyncio.ensure_future(finder.find(DIGEST))
+        while len(world.mailbox.of(wire.Find)) < asked:
+            await asyncio.sleep(0)
+        for each in world.instances[: min(asked, 3)]:
+            finder.on_found(each.conn, wire.Found(DIGEST))
+        if why == "one is lost":
+            finder.on_lost(world.instances[3], "dead")
+        with pytest.raises(Unavailable):
+            await search
+
+    run(check())
+
+
 def test_searches_end_without_those_that_are_lost_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         world = RouterWorld()
@@ -391,5 +521,31 @@ def test_encoders_are_not_searched() -> None:
             finder.on_found(f"to-{name}", wire.Found(DIGEST))
         assert await search is None
         assert [conn for conn, _ in world.mailbox.of(wire.Find)] == ["to-prefill-0", "to-decode-0", "to-decode-1"]
+
+    run(check())
+
+
+def test_a_scheduler_that_has_just_begun_waits_for_its_instances() -> None:
+    async def check() -> None:
+        world = RouterWorld(replay=ReplayLimits(together_s=60.0))
+        world.router.expect_instances()
+        for instance in world.instances[1:]:
+            instance.state = "connecting"
+        search = asyncio.ensure_future(world.router.find(DIGEST))
+        await asyncio.sleep(0)
+        for instance in world.instances:
+            assert not world.mailbox.of(wire.Find)
+            instance.state = "ready"
+            world.membership.changed.set()
+            await asyncio.sleep(0)
+        while len(world.mailbox.of(wire.Find)) < 4:
+            await asyncio.sleep(0)
+        for instance in world.instances:
+            world.router.on_found(instance.conn, wire.Found(DIGEST))
+        assert await search is None
+        for instance in world.instances:
+            instance.state = "unreachable"
+        with pytest.raises(Unavailable):
+            await Finder(world.mailbox.send, world.membership, 60.0).find(DIGEST)
 
     run(check())

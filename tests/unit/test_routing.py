@@ -114,8 +114,8 @@ def test_news_of_a_pool_add_up_to_what_the_pool_knows() -> None:
                     pool.remember(block, rng.randbytes(32))
                 held.append(blocks)
             if rng.random() < 0.3:
-                news.tick()
-        news.tick()
+                news.tick(pool.changes())
+        news.tick(pool.changes())
         news.opened("last")
         for client, body in post.sent:
             known[client].hear(body)

@@ -15,7 +15,7 @@ from pd_cluster.engine import outbox
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, HandedOver, Mail, StartDrain, StopEngine
 from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd, Side
-from pd_cluster.engine.legs import LEAST_WAITING
+from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS
 from pd_cluster.engine.step.beams import are_first_tokens
 from pd_cluster.engine.step.core import EngineCore, StepResult
 from pd_cluster.engine.step.limits import EngineLimits
@@ -714,6 +714,48 @@ def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full() -> None:
     ]
     assert world.worker.legs.outstanding() == {}
     world.assert_home()
+
+
+def test_one_attempt_of_two_schedulers_is_computed_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have the same request, which one of them resumes; neither must wait for ever."""
+    world = World()
+    ends: list[tuple[str, LegEnd]] = []
+    monkeypatch.setattr(world.worker._outbox, "add_end", lambda client, end: ends.append((client, end)))
+    submit = wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling(n=1)), 0.0)
+    world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
+    for conn in (CONN, CONN, "other-conn"):
+        world.inbox.put(Mail(conn, "scheduler", submit))
+    world.run()
+    assert ends == [("other-conn", LegEnd("r", 1, OTHERS, is_fault=True))]
+    assert world.post.tokens["r"][0] == generate_alone(PROMPT, sampling(n=1))[0]
+    world.assert_home()
+
+
+def test_an_attempt_whose_leg_still_ends_can_continue_elsewhere() -> None:
+    world = World()
+    request = Request("r", Order(PROMPT, sampling(n=1)), attempt=1)
+    world.worker.core.scheduler.requests[request.key] = request
+    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", request.order, 0.0))
+    world.worker._read_inbox(wait_s=0.0)
+    world.worker._outbox.flush()
+    assert world.post.ended == [LegEnd("r", 1, ENDING, is_fault=True)]
+
+
+def test_a_whole_answer_of_a_stream_that_moves_has_its_window() -> None:
+    """The abort crosses the last token."""
+    world = World()
+    keep = wire.Keep(b"d" * 32, 30.0, 1 << 20, b"recipe")
+    world.mail(wire.Submit("r", 0, "r-0", "hybrid", "", Order(PROMPT, sampling(n=1)), 0.0, keep=keep))
+    world.run()
+    world.now_s += 100
+    world.step()
+    assert len(world.worker.legs.records) == 1
+    world.mail(wire.Abort("r", 0))
+    world.step()
+    assert len(world.worker.legs.records) == 1
+    world.now_s += 31
+    world.step()
+    assert not world.worker.legs.records
 
 
 def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting() -> None:

@@ -193,6 +193,16 @@ INSTANCE_COUNTERS = (
         "KV blocks found there that were not what had been written; they are never used.",
         lambda load: load.num_lower_bad,
     ),
+    OfInstance(
+        "pd_cluster:kv_event_batches",
+        "Batches of KV events that were published (--kv-events-config).",
+        lambda load: load.num_kv_event_batches,
+    ),
+    OfInstance(
+        "pd_cluster:kv_event_batches_dropped",
+        "Those not sent because too many waited, and the times that a subscriber became too slow and missed some.",
+        lambda load: load.num_kv_event_drops,
+    ),
     OfInstance("vllm:num_preemptions", "Requests that gave way to older ones.", lambda load: load.num_preemptions),
     OfInstance(
         "pd_cluster:images_encoded",

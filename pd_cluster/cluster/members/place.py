@@ -80,6 +80,13 @@ class Place:
         return sizes if not most or len(sizes) <= most + 1 else tuple(sorted(sizes, reverse=True)[: most + 1])
 
     @property
+    def number_here(self) -> int:
+        """Counts the instances of the table on this host that come before this one."""
+        here = host_key(self.server.server_ip)
+        before = self.table.instances[: self.names.index(self.name)] if self.name in self.names else ()
+        return sum(1 for each in before if host_key(each.server_ip) == here)
+
+    @property
     def other_hosts(self) -> tuple[str, ...]:
         """The hosts, besides this one, of the table's instances that this one exchanges KV cache with."""
         others = self.table.decode if self.role == "prefill" else self.table.prefill

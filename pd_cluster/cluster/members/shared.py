@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -61,6 +62,7 @@ class SharedMembership:
         )
         self._store, self._membership, self._elastic, self._mailbox = store, membership, elastic, mailbox
         self._clock, self._started_s, self._patience_s = clock, clock(), patience_s
+        self._thread = ThreadPoolExecutor(1, "lease")  # its own: names that do not resolve fill the loop's
         self._asked = asyncio.Event()  # that the record be looked at now
         self._looked = asyncio.Event()  # set with each look, and replaced
         self._term: int | None = None  # under which orders were given last
@@ -133,6 +135,7 @@ class SharedMembership:
                         await self._asked.wait()
         finally:
             await self._release()
+            self._thread.shutdown(wait=False)
 
     async def _look(self) -> None:
         """Reads the record; writes it where this scheduler owns membership, or may; follows it otherwise."""
@@ -157,21 +160,21 @@ class SharedMembership:
     async def _exchange(self) -> bool:
         """Reads the record, and writes the next if that is due. Returns False if another has written meanwhile."""
         ownership = self.ownership
-        record = await self._call(self._store.read)
+        record = await self._on_thread(self._store.read)
         if not self.is_owner:
             self._follow(record)  # first: a record without an owner has operators' wishes, too
         ownership.is_candidate = self._is_candidate(record)
         self._writing = ownership.seen(record, self._members())
         if self._writing is None:
             return True
-        is_written = await self._call(self._store.write, self._writing)
+        is_written = await self._on_thread(self._store.write, self._writing)
         wanted, self._writing = self._writing, None
         ownership.wrote(wanted, is_written)
         return is_written
 
-    async def _call(self, function: Callable[..., T], *of: object) -> T:
-        """Asks the store on a thread, which goes on if this is cancelled: `_release` waits for it."""
-        asking = asyncio.ensure_future(asyncio.to_thread(function, *of))
+    async def _on_thread(self, function: Callable[..., T], *args: object) -> T:
+        """Asks the store. If this is cancelled, the call goes on, and `_release` waits for it."""
+        asking = asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
         self._asking = asking
         return await asyncio.shield(asking)
 
@@ -248,4 +251,4 @@ class SharedMembership:
         record = self.ownership.released()
         if record is not None:
             with contextlib.suppress(LeaseUnavailable, RuntimeError):
-                await self._call(self._store.write, record)
+                await self._on_thread(self._store.write, record)

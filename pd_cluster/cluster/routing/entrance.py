@@ -7,6 +7,7 @@ waits a moment for one to return.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Coroutine
 from typing import Any, NamedTuple
@@ -75,6 +76,13 @@ class Entrance:
     def lost(self) -> None:
         """Notes that an instance was lost, or none is known yet: requests that arrive soon wait a moment for one."""
         self._lost_s = asyncio.get_running_loop().time()
+
+    async def all_are_here(self) -> None:
+        """Waits for all instances, for a moment after this process has begun or one was lost; then for none."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._lost_s + self._together_s):
+                while not self._roster.instances or any(not each.is_ready for each in self._roster.instances):
+                    await self.change()
 
     def arrives(self, visitor: Visitor, num_tokens: int) -> Client | None:
         """Registers a request before it is read; `departs` follows when it has its pair or ends.

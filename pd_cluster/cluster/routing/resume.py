@@ -14,9 +14,10 @@ import msgspec
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.roster import Members
-from pd_cluster.errors import Overloaded
+from pd_cluster.errors import Overloaded, Unavailable
 from pd_cluster.types import PromptOutput, TokenOutput
 
+SOME_AWAY = "an instance that may have the stream does not answer; ask again"
 MOST_SEARCHES = 256
 MOST_SENT_NBYTES = 64 << 20  # of what was told, by the measure of `--resume-memory`; as bytes of a message it is less
 
@@ -50,6 +51,7 @@ class _Search:
     waiting: dict[str, Instance]  # by connection, those that have not answered
     done: asyncio.Future[None]
     found: list[RecordPlace] = field(default_factory=list)
+    is_whole: bool = True  # whether nobody who may have it was lost
 
     def answered(self, conn: str) -> None:
         self.waiting.pop(conn, None)
@@ -68,14 +70,14 @@ class Finder:
     async def find(self, digest: bytes) -> RecordPlace | None:
         """Returns the latest attempt's record; None: there is none. It takes as long in both cases.
 
-        Raises Overloaded.
+        Raises Overloaded; Unavailable where nobody is ready, or one that was asked does not answer.
         """
         if len(self._searches) >= MOST_SEARCHES:
             raise Overloaded(f"{MOST_SEARCHES} searches for streams are under way", 1)
         asked = [each for each in self._membership.instances if each.is_ready and each.role != "encode"]
         ready = {each.conn: each for each in asked if each.conn}
         if not ready:
-            return None
+            raise Unavailable(SOME_AWAY)
         search = _Search(ready, asyncio.get_running_loop().create_future())
         self._searches.append((digest, search))
         try:
@@ -84,6 +86,8 @@ class Finder:
             await asyncio.wait([search.done], timeout=self._longest_s)
         finally:
             self._searches.remove((digest, search))
+        if not search.found and (search.waiting or not search.is_whole):
+            raise Unavailable(SOME_AWAY)
         return max(search.found, key=lambda place: place.found.attempt, default=None)
 
     def on_found(self, conn: str, found: wire.Found) -> None:
@@ -96,8 +100,11 @@ class Finder:
     def on_lost(self, instance: Instance, reason: str) -> None:
         """Waits for it no longer."""
         for _, search in self._searches:
-            search.found = [place for place in search.found if place.instance is not instance]
-            for conn in [conn for conn, each in search.waiting.items() if each is instance]:
+            found = [place for place in search.found if place.instance is not instance]
+            waiting = [conn for conn, each in search.waiting.items() if each is instance]
+            if waiting or len(found) < len(search.found):
+                search.found, search.is_whole = found, False
+            for conn in waiting:
                 search.answered(conn)
 
     def move_on(self, instance: Instance, why: str) -> None:

@@ -247,9 +247,10 @@ class Router:
     async def _replay(self, stream: RequestStream, setback: Setback, deadline_s: float | None) -> None:
         """Starts another attempt elsewhere, after the delivered tokens.
 
-        Raises the setback's error if there is none; Overloaded where instances were full.
+        Raises the setback's error if there is none; Overloaded where instances were full; GenerationError if the
+        stream was taken over meanwhile.
         """
-        if self.steering.keeps(stream, setback) or stream.is_finished:
+        if self._keeps(stream, setback) or stream.is_finished:
             return
         check_replay(stream, setback, self.membership.instances, self._limits)
         loop = asyncio.get_running_loop()
@@ -261,7 +262,7 @@ class Router:
                 stream.full_until_s = until_s
             until_s, error = stream.full_until_s, Overloaded(str(setback.error), FULL_RETRY_S)
             await self._until_room(until_s, stream.num_full, error)
-            if self.steering.keeps(stream, setback):
+            if self._keeps(stream, setback):
                 return
         while True:
             if self.entrance.is_closed:
@@ -275,7 +276,7 @@ class Router:
                         await self.entrance.change()
                 except TimeoutError:
                     raise error from None
-                if self.steering.keeps(stream, setback):
+                if self._keeps(stream, setback):
                     return
         name, why = stream.decode.name, str(setback.error)
         shown = {"request_id": self.timelines.shown_id(stream.request_id)}
@@ -283,6 +284,12 @@ class Router:
         self.timelines.replayed(stream.request_id, stream.transfer_id, stream.decode.conn, name, why)
         self.stats.replayed(setback.cause)
         self._dispatch.submit(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
+
+    def _keeps(self, stream: RequestStream, setback: Setback) -> bool:
+        """Whether a pause keeps the stream. Raises GenerationError if it has another reader, who goes by its name."""
+        if self._streams.get(stream.request_id) is not stream:
+            raise GenerationError(TAKEN)
+        return self.steering.keeps(stream, setback)
 
     async def _until_room(self, until_s: float, num_full: int, error: Overloaded) -> None:
         """Waits for later reports, by which there is room, or for the end of this process.
@@ -321,16 +328,18 @@ class Router:
 
     def _finish(self, stream: RequestStream, entry: QueueEntry | None, is_first: bool) -> None:
         """Aborts the legs that have not ended by themselves, and forgets the request."""
-        if self._streams.get(stream.request_id) is stream:
+        if is_read := self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
             if stream.kept is None:
                 self._dispatch.abort(stream)
             else:
                 self._dispatch.release(stream, self._then(stream, sys.exception()))
         self.entrance.ended(entry, stream.num_tokens)
-        self.steering.ended(stream)
+        if is_read:
+            self.steering.ended(stream)
         self.adapters.ends(stream.order.variant, has_begun=not is_first)
-        self._note_end(stream, sys.exception())
+        if is_read:
+            self._note_end(stream, sys.exception())
 
     def _then(self, stream: RequestStream, error: BaseException | None) -> Literal["go on", "stop", "forget"]:
         """Returns what becomes of a kept stream that is not read any more."""
@@ -348,6 +357,7 @@ class Router:
                 if not stream.legs and not stream.is_finished:
                     raise Unavailable("the stream has lost its instance and looks for another; ask again")
                 self._take_from(stream, "go on")
+        await self.entrance.all_are_here()
         return await self._finder.find(digest)
 
     def _take_from(self, stream: RequestStream, then: Literal["go on", ""]) -> None:
@@ -358,7 +368,9 @@ class Router:
             self._dispatch.release(stream, then)
         else:
             self._dispatch.leave(stream)
-        stream.inbox.put(GenerationError(TAKEN))
+        taken = GenerationError(TAKEN)
+        self._note_end(stream, taken)  # now: its successor may have its name
+        stream.inbox.put(taken)
 
     def _attached(self, order: Order, place: RecordPlace, client_id: str, received_s: float | None) -> RequestStream:
         """Opens a stream at the instance that has its record. Output for an earlier reader here is dropped."""
@@ -440,6 +452,9 @@ class Router:
 
     def _on_leg_end(self, conn: str, ended: LegEnd) -> None:
         if (stream := self._stream_of(conn, ended)) is None:
+            later = self._streams.get(ended.request_id) if ended.is_taken else None
+            if later is not None and later.attempt > ended.attempt:  # it looks for an instance, or has one
+                self._take_from(later, "go on")
             return
         name = stream.legs[conn].name
         self._dispatch.ended(stream, conn)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from pd_cluster import wire
+from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.links import Post
 from pd_cluster.engine.handover.out_link import FIRST_BACKOFF_S, LAST_BACKOFF_S, WAITING
 from pd_cluster.errors import told
@@ -17,7 +18,7 @@ from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.events import EncoderReached, EncoderUnreached, FeatureEvent
 from pd_cluster.transport.feature_reader import FeaturePlace, FeatureReader, Shape
 from pd_cluster.transport.features import DIST, SHM, ways
-from pd_cluster.transport.table import AUTO
+from pd_cluster.transport.table import AUTO, without_secrecy
 from pd_cluster.types import LinkState
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class EncoderTerms:
     numerics: Numerics
     place: FeaturePlace
     kv_transport: str = AUTO
+    crossing: Crossing = field(default_factory=Crossing)
 
     @property
     def ways(self) -> list[wire.TransportName]:
@@ -136,9 +138,15 @@ class EncoderLinks:
     # ---- events
 
     def on_opened(self, conn: str) -> None:
-        if self._by_conn(conn) is not None:
-            terms = self._terms
-            self._post.send(conn, wire.EncoderOpen(terms.model_identity, terms.numerics, terms.ways))
+        if (link := self._by_conn(conn)) is None:
+            return
+        terms = self._terms
+        problem = terms.crossing.problem(peer_key(link.info.name, link.info.epoch))
+        ways = [each for each in terms.ways if not (problem and without_secrecy(each))]
+        if terms.ways and not ways:
+            self._refuse(link, problem)
+            return
+        self._post.send(conn, wire.EncoderOpen(terms.model_identity, terms.numerics, ways))
 
     def on_closed(self, conn: str, reason: str) -> None:
         if (link := self._by_conn(conn)) is not None:
@@ -164,7 +172,9 @@ class EncoderLinks:
         elif event.retry:
             self._retry(link, event.reason)
         else:
-            self._refuse(link, f"{event.reason}; on another host, both need a --kv-transport that allows {DIST}")
+            way_out = self._terms.crossing.problem(peer_key(link.info.name, link.info.epoch))
+            way_out = way_out or f"on another host, both need a --kv-transport that allows {DIST}"
+            self._refuse(link, f"{event.reason}; {way_out}")
 
     # ---- inside
 

@@ -33,9 +33,8 @@ class CacheNews:
     def closed(self, client: str) -> None:
         self._clients.discard(client)
 
-    def tick(self) -> None:
-        """Sends the changes since the last call to every connected scheduler."""
-        changes = self._blocks.changes()
+    def tick(self, changes: Mapping[bytes, Tier | None]) -> None:
+        """Sends the blocks' changes since the last call to every connected scheduler."""
         if not changes or not self._clients:
             return
         gone = [content for content, tier in changes.items() if tier is None]

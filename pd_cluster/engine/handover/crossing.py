@@ -30,20 +30,26 @@ class Crossing:
     def hear(self, peers: Sequence[wire.PeerInfo]) -> None:
         self._hosts = {peer_key(each.name, each.epoch): each.host for each in peers}
 
+    def problem(self, peer: str) -> str:
+        """Returns why gloo must not be used with this peer; "" if it may."""
+        own, other = self._hosts.get(self._own, ""), self._hosts.get(peer, "")
+        if self._trusts_network or not own or not other or is_one_host(own, other):
+            return ""
+        return why_not(own, other)
+
     def kept(self, peer: str, opened: wire.LinkOpen) -> wire.LinkOpen:
         """Returns the opening without offers that must not be used between this worker's host and the peer's.
 
         Raises LinkError if none is left in one of its lanes.
         """
-        own, other = self._hosts.get(self._own, ""), self._hosts.get(peer, "")
-        if self._trusts_network or not own or not other or is_one_host(own, other):
+        if not (problem := self.problem(peer)):
             return opened
         lanes = [
             msgspec.structs.replace(lane, offers=[each for each in lane.offers if not without_secrecy(each.transport)])
             for lane in opened.lanes
         ]
         if any(lane.offers and not kept.offers for lane, kept in zip(opened.lanes, lanes, strict=True)):
-            raise LinkError(why_not(own, other))
+            raise LinkError(problem)
         return msgspec.structs.replace(opened, lanes=lanes)
 
 

@@ -121,8 +121,12 @@ class Holdings:
             return
         num_blocks = request.num_computed_tokens // self.block_size
         hashes = self._hashes(request, num_blocks)
+        log = self.blocks.log
         for at in range(request.num_hashed_blocks, num_blocks):
-            self.blocks.remember(request.block_table[at], hashes[at])
+            if self.blocks.remember(request.block_table[at], hashes[at]) and log is not None:
+                first = at * self.block_size
+                token_ids = request.token_ids(first, first + self.block_size)
+                log.stored(hashes[at], hashes[at - 1] if at else None, token_ids, request.order, first)
         request.num_hashed_blocks = num_blocks
 
     def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:

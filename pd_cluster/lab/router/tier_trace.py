@@ -150,7 +150,7 @@ class _Worker:
             self.pool.remember(block, content)
         self.pool.release(blocks)
         self._settle()
-        self.news.tick()
+        self.news.tick(self.pool.changes())
         return len(cached) + len(in_host)
 
     def _bring(self, hashes: list[bytes]) -> None:

@@ -7,12 +7,13 @@ experts, no other ranks.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.layers.gated import Activation, GatedMLP
 from pd_cluster.model.layers.ops import Heads, Norm, Rope
@@ -26,7 +27,6 @@ LAYERS_AT_ONCE = 4  # where the number of threads may change in between
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}  # rows.h
 
 _Pointer, _Int, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-Views = Callable[[Heads, Rope, ForwardBatch], tuple[int, int, Any]]  # addresses of Step and Layer, and the kernels
 
 
 class _DecoderLayer(ctypes.Structure):
@@ -51,6 +51,22 @@ class _Layers(ctypes.Structure):
     )
 
 
+class Bound(Protocol):
+    """A layer in one pool: the address of Layer in paged.h, which lives as long as this, and the pool's kernels."""
+
+    address: int
+    library: ctypes.CDLL
+
+
+class Views(Protocol):
+    """How C sees a step and its layers."""
+
+    def step_address(self, rope: Rope, batch: ForwardBatch, head_dim: int) -> int:
+        """Returns the address of Step in paged.h, which lives as long as the batch, for torch's number of threads."""
+
+    def bound(self, heads: Heads, pool: KVPool) -> Bound: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """One layer: what C sees, and what must live as long."""
@@ -71,6 +87,10 @@ class DecoderLayers:
         self._library, self._parts, self._views = library, parts, views
         self._layers = (_Pointer * len(parts))(*(ctypes.addressof(part.call) for part in parts))
         self._width = int(parts[0].call.qkv.inputs)
+        self._kinds = {part.rope: part.heads.head_dim for part in parts}  # of the layers' tables
+        self._windows = {part.heads.sliding_window for part in parts}
+        self._pool: KVPool | None = None
+        self._bound: list[Bound] = []
 
     def takes(self, batch: ForwardBatch) -> bool:
         """Whether it can compute this batch. The last layer's rows that nobody reads would be computed, too."""
@@ -92,10 +112,9 @@ class DecoderLayers:
         at_once = num_layers
         if batch.on_layer is not None or batch.after_layer is not None:
             at_once = 1 if batch.on_layer is not None else LAYERS_AT_ONCE
-        steps = (_Pointer * num_layers)()
-        attend: Any = None
-        for index, part in enumerate(self._parts):
-            steps[index], part.call.attention, attend = self._views(part.heads, ropes[part.rope], batch)
+        if self._pool is not batch.pool:
+            self._bind(batch.pool)
+        attend = self._bound[0].library
         call = _Layers(
             num_rows=len(x), pool=batch.pool.data.data_ptr(), x=x.data_ptr(), delta=delta.data_ptr(),
             plan_attention=ctypes.cast(attend.pd_attend_plan, _Pointer),
@@ -104,22 +123,47 @@ class DecoderLayers:
         size = ctypes.sizeof(_Pointer)
         for first in range(0, num_layers, at_once):
             call.num_layers = min(at_once, num_layers - first)
+            addresses = {kind: self._views.step_address(ropes[kind], batch, dim) for kind, dim in self._kinds.items()}
+            steps = (_Pointer * num_layers)(*(addresses[part.rope] for part in self._parts))
             call.layers = ctypes.addressof(self._layers) + first * size
             call.steps = ctypes.addressof(steps) + first * size
             call.num_threads, call.has_delta = torch.get_num_threads(), int(first > 0)
             scratch = torch.empty(self._library.pd_layers_nbytes(ctypes.addressof(call)), dtype=torch.uint8)
             call.scratch = scratch.data_ptr()
             self._library.pd_layers(ctypes.addressof(call))
-            for part in self._parts[first : first + at_once]:
-                batch.layer_written(part.heads.layer_idx, part.heads.sliding_window)
+            if at_once < num_layers:
+                for part in self._parts[first : first + at_once]:
+                    batch.layer_written(part.heads.layer_idx, part.heads.sliding_window)
+        if at_once == num_layers:  # nobody waits for one of them
+            batch.layers_written += [part.heads.layer_idx for part in self._parts]
+            batch.windows |= self._windows
         return delta
+
+    def _bind(self, pool: KVPool) -> None:
+        self._bound = [self._views.bound(part.heads, pool) for part in self._parts]
+        for part, bound in zip(self._parts, self._bound, strict=True):
+            part.call.attention = bound.address
+        self._pool = pool
 
 
 def decoder_layers(library: ctypes.CDLL, layers: Sequence[FusedLayer], views: Views) -> DecoderLayers | None:
     """Returns all layers as one; None if one of them has something that this cannot compute."""
     parts = [_part(layer) for layer in layers]
     found = [part for part in parts if part is not None]
-    return DecoderLayers(library, found, views) if found and len(found) == len(parts) else None
+    widths = {int(part.call.qkv.inputs) for part in found}
+    return DecoderLayers(library, found, views) if len(found) == len(parts) and len(widths) == 1 else None
+
+
+def _fit(heads: Heads, qkv: ProductCall, output: ProductCall, gate_up: ProductCall, down: ProductCall) -> bool:
+    """Whether each product's results are as wide as what the next one takes: C allocates and reads by these sizes."""
+    width = heads.num_heads * heads.head_dim
+    needed = (
+        (qkv.outputs, width + 2 * heads.num_kv_heads * heads.head_dim),
+        (output.inputs, width),
+        (gate_up.outputs, 2 * down.inputs),
+        *((each, qkv.inputs) for each in (output.outputs, gate_up.inputs, down.outputs)),
+    )
+    return all(int(found) == int(wanted) for found, wanted in needed)
 
 
 def _part(layer: FusedLayer) -> _Part | None:
@@ -131,6 +175,8 @@ def _part(layer: FusedLayer) -> _Part | None:
     if not all(isinstance(each, PackedProduct) for each in products):
         return None
     calls = [each.call for each in products if isinstance(each, PackedProduct)]
+    if not _fit(layer.heads, *calls):
+        return None
     weights = [norm.weight for norm in norms if isinstance(norm, Norm)]
     if len(weights) < len(norms) or any(weight.dtype != torch.float32 for weight in weights):
         return None

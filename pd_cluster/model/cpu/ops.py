@@ -174,33 +174,32 @@ class CpuOps:
         assert width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
         assert qkv.dtype == torch.float32
         assert qkv.is_contiguous()
-        state, bound = self._views(heads, rope, batch)
+        address, bound = self.step_address(rope, batch, heads.head_dim), self.bound(heads, batch.pool)
         out = torch.empty(num_tokens, heads.num_heads * heads.head_dim)
-        bound.attend(state.address, bound.address, batch.pool.data.data_ptr(), qkv.data_ptr(), out.data_ptr())
+        bound.attend(address, bound.address, batch.pool.data.data_ptr(), qkv.data_ptr(), out.data_ptr())
         batch.layer_written(heads.layer_idx, heads.sliding_window)
         return out
 
     def decoder(self, layers: Sequence[FusedLayer]) -> DecoderLayers | None:
         """Returns all layers as one function; None if it cannot compute them."""
+        return decoder_layers(_library(self._flags), layers, self)
 
-        def views(heads: Heads, rope: Rope, batch: ForwardBatch) -> tuple[int, int, ctypes.CDLL]:
-            state, bound = self._views(heads, rope, batch)
-            return state.address, bound.address, bound.library
-
-        return decoder_layers(_library(self._flags), layers, views)
-
-    def _views(self, heads: Heads, rope: Rope, batch: ForwardBatch) -> tuple[_BatchState, _Bound]:
+    def step_address(self, rope: Rope, batch: ForwardBatch, head_dim: int) -> int:
+        """Returns the address of C's view of a batch, which lives as long, for torch's number of threads."""
         states = batch.kernel_state
         if not isinstance(states, dict):
             states = batch.kernel_state = {}
         state = states.get(rope)
         if state is None:
-            state = states[rope] = _batch_state(batch, rope, heads.head_dim)
-        bound = self._layers.get(heads)
-        if bound is None or bound.pool is not batch.pool:
-            bound = self._bind(heads, batch.pool)
+            state = states[rope] = _batch_state(batch, rope, head_dim)
         state.step.num_threads = torch.get_num_threads()  # which may change between layers
-        return state, bound
+        address: int = state.address
+        return address
+
+    def bound(self, heads: Heads, pool: KVPool) -> _Bound:
+        """Returns a layer in a pool."""
+        found = self._layers.get(heads)
+        return self._bind(heads, pool) if found is None or found.pool is not pool else found
 
     def _bind(self, heads: Heads, pool: KVPool) -> _Bound:
         data, layout = pool.data, pool.layout
@@ -230,9 +229,12 @@ class CpuOps:
             k_norm=heads.k_norm.weight.data_ptr() if heads.k_norm is not None else None,
             sinks=heads.sinks.data_ptr() if heads.sinks is not None else None,
         )
-        library = _attend_in(self._flags, layout.dtype)
+        library = self._kernels_for(layout.dtype)
         bound = self._layers[heads] = _Bound(pool, layer, ctypes.addressof(layer), library.pd_attend, library)
         return bound
+
+    def _kernels_for(self, pool_dtype: str) -> ctypes.CDLL:
+        return _attend_in(self._flags, pool_dtype)
 
 
 def _batch_state(batch: ForwardBatch, rope: Rope, head_dim: int) -> _BatchState:

@@ -1,0 +1,216 @@
+"""Publishes batches of KV events as vLLM does: PUB with sequence numbers, and a ROUTER that sends past ones again.
+
+Frames: topic, sequence (8 bytes, big-endian), batch in msgpack. A thread of its own has the sockets: `publish` never
+waits. Batches that cannot be queued are counted, and so are subscribers that become too slow; numbers of batches are
+missing there. Endpoints that other hosts reach are CURVE sockets, open to owners of keys in the list of trusted nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.net.node_files import read_node_keys
+from pd_cluster.net.nodes import READ_AGAIN_S, Nodes
+from pd_cluster.net.sockets import HANDSHAKE_TIMEOUT_S, KeyPair, decode_key
+from pd_cluster.settings.config import Credentials
+from pd_cluster.settings.kv_events import KVEventsConfig, check_private, is_private
+
+log = logging.getLogger(__name__)
+
+SEQUENCE_NBYTES = 8
+END = (-1).to_bytes(SEQUENCE_NBYTES, "big", signed=True)  # the sequence of the frame that ends a replay
+MAX_REQUEST_NBYTES = 64
+PAUSE_S, TAKEN_S = 0.02, 5.0  # while a port is not free again; after which that is an error
+
+
+class EventPublisher:
+    """Raises ConfigError for an endpoint that is taken, or that strangers could read."""
+
+    def __init__(self, config: KVEventsConfig, credentials: Credentials) -> None:
+        self._config = config
+        has_curve = bool(credentials.node_key_file and credentials.trusted_nodes)
+        check_private(config, has_curve)
+        self._nodes = Nodes(credentials, "", b"", b"")
+        self._keys = KeyPair.of(read_node_keys(Path(credentials.node_key_file)).private[0]) if has_curve else None
+        self._context = zmq.Context()
+        self._auth: ThreadAuthenticator | None = None
+        if self._keys is not None:
+            self._auth = ThreadAuthenticator(self._context)
+            self._auth.start()
+            self._auth.configure_curve_callback(domain="*", credentials_provider=self)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._queue: deque[tuple[int, msgspec.Struct]] = deque()
+        self._past: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)  # sequence and batch
+        self._next = 0
+        self._num_lost = self._num_slow = 0  # batches not queued; times that a subscriber became too slow
+        self._stopping = False
+        self._pub: Any = None
+        self._replay: Any = None
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        try:
+            self._open()
+        except BaseException:
+            self._end()
+            raise
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    # ---- any thread
+
+    @property
+    def num_published(self) -> int:
+        return self._next
+
+    @property
+    def num_dropped(self) -> int:
+        """Counts batches that were not queued, and the times that a subscriber's queue was found full: from then on it
+        misses batches, until it reads again.
+        """
+        return self._num_lost + self._num_slow
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Answers ZAP's question about a subscriber's public key."""
+        return self._nodes.trusts_key(decode_key(key))
+
+    def publish(self, batch: msgspec.Struct) -> None:
+        """Queues a batch, which must not be changed any more. Called by one thread."""
+        sequence, self._next = self._next, self._next + 1
+        if len(self._queue) >= self._config.max_queue_size:
+            self._num_lost += 1
+            return
+        self._queue.append((sequence, batch))
+        os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Publishes what is queued, and ends."""
+        self._stopping = True
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join(timeout=5)
+        self._end()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        encoder = msgspec.msgpack.Encoder()
+        while not self._stopping or (self._queue and self._pub is not None):
+            ready = dict(self._poller.poll(int(READ_AGAIN_S * 1000)))
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+            while self._queue and self._pub is not None:
+                sequence, batch = self._queue.popleft()
+                self._send(sequence.to_bytes(SEQUENCE_NBYTES, "big"), encoder.encode(batch))
+            if self._pub in ready:
+                self._read_subscriptions()
+            if self._replay is not None and self._replay in ready:
+                self._answer()
+            if self._auth is not None and self._nodes.read_again():
+                self._reopen()
+
+    def _send(self, sequence: bytes, payload: bytes) -> None:
+        frames = [self._config.topic.encode(), sequence, payload]
+        try:
+            self._pub.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:  # a subscriber's queue is full: the others get it
+            self._num_slow += 1
+            self._pub.setsockopt(zmq.XPUB_NODROP, 0)
+            self._pub.send_multipart(frames, zmq.NOBLOCK)
+            self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+        self._past.append((sequence, payload))
+
+    def _read_subscriptions(self) -> None:
+        """Takes what an XPUB hears of subscribers; libzmq has acted on it already."""
+        try:
+            while True:
+                self._pub.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            pass
+
+    def _answer(self) -> None:
+        """Sends the batches from a sequence number on that are still there, then the end mark."""
+        try:
+            client, *frames = self._replay.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        if len(frames) != 2 or frames[0] or len(frames[1]) != SEQUENCE_NBYTES:
+            log.warning("a request for past KV events is not a number of %d bytes: ignored", SEQUENCE_NBYTES)
+            return
+        topic = self._config.topic.encode()
+        for sequence, payload in self._past:
+            if sequence >= frames[1]:  # of one length, big-endian: in the order of their numbers
+                self._replay.send_multipart([client, b"", topic, sequence, payload], zmq.NOBLOCK)
+        self._replay.send_multipart([client, b"", b"", END, b""], zmq.NOBLOCK)
+
+    def _open(self) -> None:
+        config = self._config
+        self._pub = self._bound(zmq.XPUB, config.endpoint, config.hwm)
+        self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+        if config.replay_endpoint is not None:
+            self._replay = self._bound(zmq.ROUTER, config.replay_endpoint, max(config.hwm, config.buffer_steps + 1))
+
+    def _bound(self, kind: int, endpoint: str, hwm: int) -> Any:
+        socket = self._context.socket(kind)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, hwm),
+            (zmq.MAXMSGSIZE, MAX_REQUEST_NBYTES + 1024),
+            (zmq.HANDSHAKE_IVL, int(HANDSHAKE_TIMEOUT_S * 1000)),
+            (zmq.IPV6, int("[" in endpoint)),
+        ):
+            socket.setsockopt(option, value)
+        if not is_private(endpoint) and self._keys is not None:
+            socket.curve_server = True
+            self._keys.put_on(socket)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise ConfigError(f"{called('kv_events_config')}: cannot bind {endpoint}: {error}; give another") from None
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
+
+    def _reopen(self) -> None:
+        """Closes all connections: subscribers come back by themselves, if their keys are still trusted."""
+        log.info("connections for KV events are opened anew, because the list of nodes has changed")
+        self._close_sockets()
+        told_s = time.monotonic() + TAKEN_S
+        while not self._stopping:
+            try:
+                self._open()
+                return
+            except ConfigError as error:  # libzmq's own thread gives the port back a moment later
+                self._close_sockets()
+                if time.monotonic() > told_s:
+                    log.error("no KV events are published meanwhile: %s", error)
+                    told_s = time.monotonic() + 60
+                time.sleep(PAUSE_S)
+
+    def _close_sockets(self) -> None:
+        for socket in (self._pub, self._replay):
+            if socket is not None:
+                self._poller.unregister(socket)
+                socket.close(linger=0)
+        self._pub = self._replay = None
+
+    def _end(self) -> None:
+        if self._auth is not None:
+            self._auth.stop()
+        self._context.destroy(linger=0)
+        os.close(self._wake_fd)
+
+
+def public_text(key: bytes) -> str:
+    """Returns a public key as subscribers' libraries take it (Z85)."""
+    return z85.encode(key).decode()

@@ -1,0 +1,523 @@
+"""KV events in vLLM's format: what random traffic leaves, frames and replay over real sockets, slow readers, strangers.
+
+The structs here are written from the format's description, not taken from the product.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from zmq.utils import z85
+
+from pd_cluster.engine.kv_events import KVEvents
+from pd_cluster.engine.step.holdings import Holdings
+from pd_cluster.errors import ConfigError
+from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.event_log import EventBatch, EventLog
+from pd_cluster.kv.host_tier import HostTier, LoadCost
+from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.net import event_publisher as module
+from pd_cluster.net.event_publisher import EventPublisher
+from pd_cluster.net.node_files import (
+    Node,
+    PublicPart,
+    TrustedNodes,
+    new_keys,
+    read_trusted_nodes,
+    revoking,
+    write_node_keys,
+    write_public,
+)
+from pd_cluster.numerics import Numerics
+from pd_cluster.settings.config import Credentials
+from pd_cluster.settings.kv_events import EVENTS, KVEventsConfig, check_private
+from pd_cluster.types import Order, Request, Sampling, Span
+
+BLOCK = 4
+WAIT_MS = 10_000
+NOBODY = Credentials(b"s" * 32)
+ALPHABET = 3
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
+    block_hashes: list[int | bytes]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+DECODER = msgspec.msgpack.Decoder(Batch)
+
+
+class Mirror:
+    """What a router outside of the cluster knows, from events alone."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, dict[int | bytes, tuple[int | bytes | None, tuple[int, ...]]]] = {}
+
+    def hear(self, batch: Batch) -> None:
+        for event in batch.events:
+            match event:
+                case BlockStored():
+                    known = self.blocks.setdefault(str(event.medium), {})
+                    parent = event.parent_block_hash
+                    for at, block in enumerate(event.block_hashes):
+                        tokens = tuple(event.token_ids[at * event.block_size : (at + 1) * event.block_size])
+                        assert block not in known, "stored twice"
+                        known[block] = parent, tokens
+                        parent = block
+                case BlockRemoved():
+                    for block in event.block_hashes:
+                        del self.blocks[str(event.medium)][block]
+                case AllBlocksCleared():
+                    self.blocks.clear()
+
+    def hashes(self, medium: str) -> set[int | bytes]:
+        return set(self.blocks.get(medium, {}))
+
+
+class Kept:
+    """In place of the publisher: every batch as it goes over the wire."""
+
+    num_published = num_dropped = 0
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror = mirror
+
+    def publish(self, batch: EventBatch) -> None:
+        self._mirror.hear(DECODER.decode(msgspec.msgpack.encode(batch)))
+
+    def close(self) -> None: ...
+
+
+# ---- what is in the cache
+
+
+class Traffic:
+    """A pool with a small host tier, used as the engine's scheduler uses it."""
+
+    def __init__(self, rng: random.Random, has_tier: bool) -> None:
+        self.rng = rng
+        self.tier = HostTier(9, 0, LoadCost(BLOCK)) if has_tier else None
+        self.pool = BlockPool(24, tier=self.tier)
+        self.holdings = Holdings(self.pool, BlockPool(0), BLOCK, PrefixScope("m", Numerics()), None, 0)
+        self.mirror = Mirror()
+        self.events = KVEvents(self.pool, BLOCK, Kept(self.mirror))  # type: ignore[arg-type]
+        self.held: list[Request] = []
+        self.number = itertools.count()
+
+    def begin(self) -> None:
+        """Admits a prompt, computes some of it, and remembers that; its beginning is often known."""
+        length = self.rng.randrange(1, 6 * BLOCK)
+        prompt = [self.rng.randrange(ALPHABET) // 2 for _ in range(length)]
+        order = Order(prompt, Sampling(), self.rng.choice(("", "", "salt")), self.rng.choice(("", "ab" * 32)))
+        request = Request(f"r{next(self.number)}", order)
+        needed = self.holdings.num_blocks_for(length)
+        cached = self.holdings.cached(request, length - 1)
+        in_tier = self.holdings.in_tier(request, length - 1, len(cached))
+        if self.pool.num_available - self.pool.num_unheld(cached) < needed - len(cached):
+            return
+        if self.tier is not None:
+            self.tier.begin(lambda kind, source, target: None)
+        request.block_table = self.holdings.take_with(cached, in_tier, needed - len(cached))
+        request.num_hashed_blocks = len(cached)
+        request.num_computed_tokens = self.rng.randrange((len(cached) + len(in_tier)) * BLOCK, length + 1)
+        self.holdings.remember(request)
+        self.held.append(request)
+
+    def go_on(self) -> None:
+        request = self.rng.choice(self.held)
+        request.num_computed_tokens = len(request.prompt_token_ids)
+        self.holdings.remember(request)
+
+    def end(self) -> None:
+        request = self.held.pop(self.rng.randrange(len(self.held)))
+        self.holdings.give_back(request)
+
+    def step(self) -> None:
+        draw = self.rng.random()
+        if draw < 0.45:
+            self.begin()
+        elif draw < 0.6 and self.held:
+            self.go_on()
+        elif draw < 0.985 and self.held:
+            self.end()
+        elif draw >= 0.985:
+            self.pool.forget()
+        if self.rng.random() < 0.3:
+            self.events.tick(self.pool.changes())
+
+    def check(self) -> None:
+        self.events.tick(self.pool.changes())
+        on_device = {int.from_bytes(content[-8:], "big") for content in self.pool._index._block_of}
+        assert self.mirror.hashes("GPU") == on_device
+        in_host = set(self.tier.contents) if self.tier is not None else set()
+        below = {int.from_bytes(content[-8:], "big") for content in in_host}
+        assert self.mirror.hashes("CPU") == below - on_device
+        self.check_tokens()
+
+    def check_tokens(self) -> None:
+        """A block's tokens and those before it are what its hash is of, as far as its chain is there."""
+        known = self.mirror.blocks.get("GPU", {})
+        roots = {
+            (salt, variant): PrefixScope("m", Numerics()).root(Order([], Sampling(), salt, variant))
+            for salt in ("", "salt")
+            for variant in ("", "ab" * 32)
+        }
+        for block in known:
+            chain: list[tuple[int, ...]] = []
+            at: int | bytes | None = block
+            while at is not None and at in known:
+                at, tokens = known[at]
+                chain.insert(0, tokens)
+            if at is None:
+                whole = [token for tokens in chain for token in tokens]
+                assert block in {int.from_bytes(self._hash_of(root, whole)[-8:], "big") for root in roots.values()}, (
+                    block,
+                    whole,
+                )
+
+    def _hash_of(self, root: bytes, tokens: list[int]) -> bytes:
+        from pd_cluster.kv.prefix import chain_hashes
+
+        return chain_hashes(root, tokens, BLOCK)[-1]
+
+
+@pytest.mark.parametrize("has_tier", [False, True])
+def test_events_add_up_to_the_cache(has_tier: bool) -> None:
+    for seed in range(5):
+        traffic = Traffic(random.Random(seed), has_tier)
+        for _ in range(200):
+            traffic.step()
+        traffic.check()
+        while traffic.held:
+            traffic.end()
+        traffic.check()
+        traffic.pool.forget()
+        traffic.check()
+        assert not traffic.mirror.blocks
+
+
+def test_a_prompts_blocks_are_one_event_with_what_makes_them_apart() -> None:
+    log = EventLog(BLOCK)
+    order = Order([0] * 12, Sampling(), "pepper", "ab" * 32, spans=(Span(5, 7, b"d" * 32),))
+    contents = [bytes([at]) * 32 for at in range(4)]
+    for at, content in enumerate(contents[:3]):
+        log.stored(content, contents[at - 1] if at else None, [at] * BLOCK, order, at * BLOCK)
+    log.stored(contents[3], None, [9] * BLOCK, Order([], Sampling()), 0)
+    log.removed(contents[3])
+    log.removed(contents[0])
+    log.moved({contents[0]: "disk"})
+    log.cleared()
+    found = DECODER.decode(msgspec.msgpack.encode(EventBatch(1.5, log.take())))
+    numbers = [int.from_bytes(content[-8:], "big") for content in contents]
+    name = "ab" * 32
+    assert found == Batch(
+        1.5,
+        [
+            BlockStored(
+                numbers[:3],
+                None,
+                [0] * 4 + [1] * 4 + [2] * 4,
+                BLOCK,
+                None,
+                "GPU",
+                name,
+                [(name, "pepper"), (name, [(b"d" * 32).hex(), 5]), (name,)],
+            ),
+            BlockStored([numbers[3]], None, [9] * 4, BLOCK, None, "GPU", None),
+            BlockRemoved([numbers[3], numbers[0]], "GPU"),
+            BlockStored([numbers[0]], None, [], BLOCK, None, "STORAGE", None),
+            AllBlocksCleared(),
+        ],
+        0,
+    )
+    assert not log.take()
+
+
+# ---- sockets
+
+
+class Reader:
+    """A subscriber as vLLM's examples have it, and its way to past batches."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, hwm: int = 1000, keys: Any = None) -> None:
+        self._context = context
+        self.socket = context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.RCVHWM, hwm)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            private, server = keys
+            self.socket.curve_secretkey = z85.encode(private)
+            self.socket.curve_publickey = zmq.curve_public(z85.encode(private))
+            self.socket.curve_serverkey = z85.encode(server)
+        self.socket.connect(endpoint)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+
+    def next(self, wait_ms: int = WAIT_MS) -> tuple[int, Batch] | None:
+        if not self.socket.poll(wait_ms):
+            return None
+        topic, sequence, payload = self.socket.recv_multipart()
+        assert topic == b"kv"
+        return int.from_bytes(sequence, "big"), DECODER.decode(payload)
+
+    def past(self, endpoint: str, start: int) -> list[tuple[int, Batch]]:
+        found = []
+        with self._context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(endpoint)
+            socket.send_multipart([b"", start.to_bytes(8, "big")])
+            while socket.poll(WAIT_MS):
+                _, _, sequence, payload = socket.recv_multipart()
+                if sequence == b"\xff" * 8:
+                    return found
+                found.append((int.from_bytes(sequence, "big"), DECODER.decode(payload)))
+        raise AssertionError("no end of the replay")
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EventPublisher]]:
+    monkeypatch.setattr(module, "READ_AGAIN_S", 0.02)
+    made: list[EventPublisher] = []
+
+    def make(credentials: Credentials = NOBODY, **settings: Any) -> EventPublisher:
+        own = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay", "topic": "kv"}
+        made.append(EventPublisher(KVEventsConfig(enable_kv_cache_events=True, **(own | settings)), credentials))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def batch(number: int, num_tokens: int = 0) -> EventBatch:
+    log = EventLog(BLOCK)
+    log.stored(number.to_bytes(32, "big"), None, [70_000] * num_tokens, Order([], Sampling()), 0)
+    return EventBatch(float(number), log.take())
+
+
+def await_subscriber(publisher: EventPublisher, reader: Reader) -> int:
+    """Publishes until the reader gets the newest batch; returns the number of the next one."""
+    deadline_s = time.monotonic() + WAIT_MS / 1000
+    while True:
+        assert time.monotonic() < deadline_s
+        newest = publisher.num_published
+        publisher.publish(batch(newest))
+        while (found := reader.next(50)) is not None:
+            if found[0] == newest:
+                return newest + 1
+
+
+def test_frames_are_numbered_and_lost_ones_come_again(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    made = publisher()
+    reader = Reader(context, f"ipc://{tmp_path}/events")
+    first = await_subscriber(made, reader)
+    for number in range(first, first + 50):
+        made.publish(batch(number))
+    got = [reader.next() for _ in range(50)]
+    assert [each[0] for each in got if each is not None] == list(range(first, first + 50))
+    assert all(each is not None and each[1].ts == each[0] and each[1].data_parallel_rank == 0 for each in got)
+    again = reader.past(f"ipc://{tmp_path}/replay", first + 20)  # as after a gap
+    assert again == got[20:]
+    assert reader.past(f"ipc://{tmp_path}/replay", first + 50) == []
+
+
+def test_only_the_last_batches_come_again(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    made = publisher(buffer_steps=3)
+    reader = Reader(context, f"ipc://{tmp_path}/events")
+    last = await_subscriber(made, reader)
+    for number in range(last, last + 5):
+        made.publish(batch(number))
+        assert reader.next()
+    assert [number for number, _ in reader.past(f"ipc://{tmp_path}/replay", 0)] == [last + 2, last + 3, last + 4]
+
+
+def test_a_slow_subscriber_holds_nobody_and_finds_what_it_missed(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    made = publisher(hwm=4)
+    slow, quick = (Reader(context, f"ipc://{tmp_path}/events", hwm) for hwm in (1, 1000))
+    await_subscriber(made, slow)
+    first = await_subscriber(made, quick)
+    stop = first + 60
+    for number in range(first, stop):  # each of 80 kB: the slow one's queues and its socket's buffers are full soon
+        made.publish(batch(number, 16_000))
+        assert (found := quick.next()) is not None
+        assert found[0] == number
+    assert made.num_dropped >= 1
+    heard = {}
+    while (found := slow.next(200)) is not None:
+        heard[found[0]] = found[1]
+    missed = set(range(first, stop)) - set(heard)
+    assert missed
+    again = dict(slow.past(f"ipc://{tmp_path}/replay", min(missed)))
+    assert missed <= set(again)
+    assert all(again[number].ts == number for number in range(min(missed), stop))
+
+
+def test_the_engine_never_waits(publisher: Callable[..., EventPublisher], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publisher's thread stands still: batches beyond the queue are counted, and their numbers are missing."""
+    gate = threading.Event()
+    monkeypatch.setattr(EventPublisher, "_send", lambda self, sequence, payload: gate.wait(10))
+    made = publisher(max_queue_size=5)
+    for number in range(20):
+        made.publish(batch(number))
+    assert made.num_published == 20
+    assert 20 - 5 - 1 <= made.num_dropped <= 15
+    gate.set()
+
+
+def test_strangers_get_nothing_over_the_network(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    """An endpoint that is not this host's alone is a CURVE socket; a revoked reader is cut off."""
+    tmp_path.chmod(0o700)
+    names = ("worker", "router", "other")
+    keys = {name: new_keys(name) for name in names}
+    write_node_keys(tmp_path / "worker.key", keys["worker"])
+    trusted = tmp_path / "trusted.nodes"
+    nodes = [Node(name, [PublicPart(keys[name].public[0].hex())]) for name in names[:2]]
+    write_public(trusted, TrustedNodes(1, nodes))
+    credentials = Credentials(b"s" * 32, node_key_file=str(tmp_path / "worker.key"), trusted_nodes=str(trusted))
+    made = publisher(credentials, endpoint="tcp://*:*", replay_endpoint=None)
+    port = made._pub.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+    endpoint, server = f"tcp://127.0.0.1:{port}", keys["worker"].public[0]
+    router = Reader(context, endpoint, keys=(keys["router"].private[0], server))
+    strangers = [Reader(context, endpoint), Reader(context, endpoint, keys=(keys["other"].private[0], server))]
+    await_subscriber(made, router)
+    assert not any(each.socket.poll(0) for each in strangers)
+
+
+def test_a_revoked_reader_is_cut_off(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path, free_port: int
+) -> None:
+    tmp_path.chmod(0o700)
+    keys = {name: new_keys(name) for name in ("worker", "router", "stays")}
+    write_node_keys(tmp_path / "worker.key", keys["worker"])
+    trusted = tmp_path / "trusted.nodes"
+    write_public(
+        trusted, TrustedNodes(1, [Node(name, [PublicPart(each.public[0].hex())]) for name, each in keys.items()])
+    )
+    credentials = Credentials(b"s" * 32, node_key_file=str(tmp_path / "worker.key"), trusted_nodes=str(trusted))
+    made = publisher(credentials, endpoint=f"tcp://*:{free_port}", replay_endpoint=None)
+    router, stays = (
+        Reader(context, f"tcp://127.0.0.1:{free_port}", keys=(keys[name].private[0], keys["worker"].public[0]))
+        for name in ("router", "stays")
+    )
+    await_subscriber(made, router)
+    before = made._pub
+    write_public(trusted, revoking(read_trusted_nodes(trusted), "router", "", trusted, "2026-11-26T00:00:00Z"))
+    deadline_s = time.monotonic() + WAIT_MS / 1000
+    while made._pub is before:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)  # for the publisher's thread
+    while router.next(0) is not None:
+        pass
+    await_subscriber(made, stays)
+    assert router.next(0) is None
+
+
+@pytest.fixture
+def free_port() -> int:
+    from pd_cluster.cluster.processes.ports import free_ports
+
+    return free_ports(1)[0]
+
+
+# ---- the setting
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("{", "no JSON"),
+        ("[]", "expected an object with enable_kv_cache_events, publisher, endpoint"),
+        ({"endpont": "x"}, "'endpont': no field of it; did you mean endpoint?"),
+        ({"publisher": "kafka"}, "Invalid enum value 'kafka'"),
+        ({"hwm": 0}, "Expected `int` >= 1"),
+        ({"endpoint": "tcp://indexer:5557"}, "expected tcp://ADDRESS:PORT with an address of this host"),
+        ({"endpoint": "inproc://x"}, "subscribers connect, this process binds"),
+        ({"endpoint": "tcp://127.0.0.1:70000"}, "expected tcp://ADDRESS:PORT"),
+        ({"replay_endpoint": "tcp://*:5557"}, "endpoint and replay_endpoint are the same"),
+    ],
+)
+def test_settings_with_faults(given: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EVENTS.read("kv_events_config", given if isinstance(given, str) else json.dumps(given))
+    assert told in str(caught.value)
+    assert str(caught.value).startswith("--kv-events-config")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "is_private"),
+    [
+        ("tcp://*:5557", False),
+        ("tcp://10.0.0.1:5557", False),
+        ("tcp://[::]:5557", False),
+        ("tcp://127.0.0.1:5557", True),
+        ("tcp://localhost:5557", True),
+        ("tcp://[::1]:5557", True),
+        ("ipc:///run/pd/events", True),
+    ],
+)
+def test_events_stay_on_the_host_or_are_encrypted(endpoint: str, is_private: bool) -> None:
+    for given in ({"endpoint": endpoint}, {"endpoint": "ipc:///x", "replay_endpoint": endpoint}):
+        config = EVENTS.read("kv_events_config", json.dumps({"enable_kv_cache_events": True, **given}))
+        check_private(config, has_curve=True)
+        if is_private:
+            check_private(config, has_curve=False)
+            continue
+        with pytest.raises(ConfigError, match=r"give tcp://127\.0\.0\.1:PORT or ipc://PATH, or --node-key-file"):
+            check_private(config, has_curve=False)
+
+
+def test_instances_of_a_host_have_endpoints_of_their_own() -> None:
+    config = KVEventsConfig(True, "zmq", "tcp://127.0.0.1:5557", "ipc:///run/replay")
+    assert config.of_instance(0) == config
+    assert config.of_instance(2).endpoints == ("tcp://127.0.0.1:5559", "ipc:///run/replay_2")
+    assert EVENTS.read("kv_events_config", EVENTS.write(config)) == config
+    assert not KVEventsConfig().is_on
+    assert not KVEventsConfig(True, "null").is_on
+    assert KVEventsConfig(True).is_on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import threading
@@ -17,6 +18,8 @@ from pd_cluster.transport.events import EncoderReached, EncoderUnreached, Featur
 from pd_cluster.transport.feature_pair import PairReceiver
 from pd_cluster.transport.features import DIST, SHM, fetch, reach
 from pd_cluster.transport.meeting import Meeting
+
+log = logging.getLogger(__name__)
 
 MAX_NBYTES = 1 << 31  # of an image's features
 
@@ -84,6 +87,9 @@ class FeatureReader:
                     self._fetch(done, shape)
         except LinkError as error:
             self._tell(EncoderUnreached(self._conn, str(error), error.retry))
+        except Exception as error:  # no link may look as if it were up without its thread
+            log.exception("the link to an encoder has failed")
+            self._tell(EncoderUnreached(self._conn, f"the link has failed: {error}", True))
 
     def _open(self) -> wire.TransportName:
         """Returns how features come. Raises LinkError."""
@@ -104,8 +110,8 @@ class FeatureReader:
         given = done.token, shape.sizes, shape.dtype, place.checksum, done.checksum
         try:
             features = fetch(self._answer.address, *given, place.connect_s)
-        except LinkError as error:
-            self._tell(FeaturesRead(done.item, None, str(error)))
+        except Exception as error:  # this image alone: the next one has a connection of its own
+            self._tell(FeaturesRead(done.item, None, str(error) or type(error).__name__))
         else:
             self._tell(FeaturesRead(done.item, features))
 

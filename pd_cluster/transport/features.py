@@ -132,9 +132,9 @@ def fetch(
     fds = _ask(address, token, timeout_s)
     if len(fds) != 1:
         raise LinkError("the encoder does not have the features any more")
-    features = torch.empty(shape, dtype=dtype)
-    data = features.view(torch.uint8).reshape(-1)
     try:
+        features = torch.empty(shape, dtype=dtype)
+        data = features.view(torch.uint8).reshape(-1)
         if fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & SEALS != SEALS:
             raise LinkError("the encoder's features could change while they are read")
         if (nbytes := os.fstat(fds[0]).st_size) != data.numel():

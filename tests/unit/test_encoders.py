@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 from collections.abc import Callable
@@ -203,6 +204,34 @@ def test_features_over_a_pair_come_in_order_and_are_checked() -> None:
     finally:
         reader.close()
         sender.close()
+
+
+def test_a_link_is_down_when_its_thread_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure of one image's is its own."""
+    events: queue.SimpleQueue[FeatureEvent] = queue.SimpleQueue()
+    server = FeatureServer()
+    reader = FeatureReader("c", wire.EncoderAnswer("", server.name), PLACE, lambda body: None, events.put)
+    try:
+        assert events.get(timeout=30) == EncoderReached("c", "shm")
+        file = Sealed.of(FEATURES, PLACE.checksum)
+        done = wire.EncodeDone(1, server.offer(file.twin()), file.nbytes, file.checksum)
+        reader.read(done, Shape((1 << 62,), torch.float32))
+        event = events.get(timeout=30)
+        assert isinstance(event, FeaturesRead)
+        assert event.features is None
+        done = msgspec.structs.replace(done, token=server.offer(file))
+        reader.read(done, Shape(SHAPE, torch.float32))
+        event = events.get(timeout=30)
+        assert isinstance(event, FeaturesRead)
+        assert event.features is not None
+        monkeypatch.setattr(reader, "_fetch", lambda *_: [][0])
+        reader.read(done, Shape(SHAPE, torch.float32))
+        event = events.get(timeout=30)
+        assert isinstance(event, EncoderUnreached)
+        assert event.retry
+    finally:
+        reader.close()
+        server.close()
 
 
 def test_a_socket_of_another_host_leaves_the_pair_or_nothing() -> None:
@@ -596,6 +625,43 @@ def test_the_store_is_bounded(encoder: Encoder) -> None:
         assert num_files() == before, "every file is closed"
     finally:
         small.worker._server.close()
+
+
+def test_an_image_larger_than_the_store_leaves_it_alone(encoder: Encoder) -> None:
+    encoder.worker._num_kept_tokens = SHAPE[1]
+    large = torch.zeros(SHAPE[0], SHAPE[1] + 1, SHAPE[2])
+    step(encoder, OPEN, mail(wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)))
+    encoder.tower.encode = lambda image: large  # type: ignore[method-assign]
+    step(encoder, mail(wire.Encode(2, B, Image(2, 2, b"pp"), 10.0)))
+    assert [each.item for each in encoder.post.take(wire.EncodeDone)] == [1, 2]
+    assert list(encoder.worker._kept) == [A]
+
+
+def test_an_image_that_cannot_be_computed_or_given_ends_no_encoder(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(error: Exception) -> Any:
+        raise error
+
+    step(encoder, OPEN, mail(wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)))
+    before = num_files()
+    full = OSError(errno.EMFILE, "Too many open files")
+    with monkeypatch.context() as patch:
+        patch.setattr(Sealed, "twin", lambda sealed: fail(full))
+        step(encoder, *(mail(wire.Encode(2 + at, key, Image(2, 2, b"pp"), 10.0)) for at, key in enumerate((A, B))))
+        patch.setattr(encoder.tower, "encode", lambda image: fail(torch.OutOfMemoryError("no memory")))
+        step(encoder, mail(wire.Encode(4, B, Image(2, 2, b"pp"), 10.0)))
+        patch.setattr(encoder.tower, "encode", lambda image: fail(torch.AcceleratorError("the device is lost")))
+        with pytest.raises(torch.AcceleratorError):
+            step(encoder, mail(wire.Encode(5, B, Image(2, 2, b"pp"), 10.0)))
+    assert num_files() == before
+    assert encoder.post.take(wire.EncodeFailed) == [
+        wire.EncodeFailed(2, "the encoder has no room: Too many open files"),
+        wire.EncodeFailed(3, "the encoder has no room: Too many open files"),
+        wire.EncodeFailed(4, "the encoder cannot compute it: no memory"),
+    ]
+    step(encoder, mail(wire.Encode(6, A, Image(2, 2, b"pp"), 10.0)))
+    assert [each.item for each in encoder.post.take(wire.EncodeDone)] == [1, 6]
 
 
 def test_sleep_adapters_and_an_empty_store(encoder: Encoder) -> None:

@@ -136,7 +136,9 @@ class Cluster:
                 "--admin-port: not with --schedulers: each one's admin port is the next of its public one"
             )
         if launch.num_schedulers > 1 and launch.num_encode:
-            raise ConfigError("--encode: not with --schedulers, because encoders register with one scheduler")
+            raise ConfigError(
+                "--encode: not with --schedulers, because encoders do not report each scheduler's share of their work"
+            )
         if launch.lease_flag:
             raise ConfigError(f"{launch.lease_flag}: not with `up`, which gives it to each of --schedulers N")
         if launch.restart not in ("on-failure", "no"):

@@ -14,6 +14,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from pd_cluster import wire
 from pd_cluster.engine.encode.encoder_links import EncoderTerms
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain, StopEngine
@@ -101,26 +103,20 @@ class EncodeWorker:
     # ---- images
 
     def _encode(self, item: _Item) -> None:
-        """Offers an image's features, which are computed unless they are kept."""
+        """Offers an image's features. Where they cannot be computed, the prefill instance computes them itself."""
         if self._clock() > item.until_s:
             return
-        found = self._kept.get(item.key)
-        if found is not None:
-            self._kept.move_to_end(item.key)
-            self._num_hits += 1
-            file = found[0].twin()
-        else:
-            assert self._tower is not None  # nothing is queued while it sleeps
-            begun_s = time.monotonic()
-            features = self._tower.encode(item.image).cpu().contiguous()
-            self._num_encoded += 1
-            self._encode_s += time.monotonic() - begun_s
-            try:
-                file = Sealed.of(features, self._terms.place.checksum)
-                self._keep(item.key, file.twin(), features.shape[1])
-            except OSError as error:
-                self._post.send(item.conn, wire.EncodeFailed(item.number, f"the encoder has no room: {error.strerror}"))
-                return
+        try:
+            file = self._features_of(item)
+        except OSError as error:
+            self._post.send(item.conn, wire.EncodeFailed(item.number, f"the encoder has no room: {error.strerror}"))
+            return
+        except torch.AcceleratorError:  # the device is lost for all images
+            raise
+        except Exception as error:  # one image's fault does not end the encoder
+            log.exception("an image cannot be computed")
+            self._post.send(item.conn, wire.EncodeFailed(item.number, f"the encoder cannot compute it: {error}"))
+            return
         if (pair := self._pairs.get(item.conn)) is not None and pair.is_open:
             self._post.send(item.conn, wire.EncodeDone(item.number, NOBODYS, file.nbytes, file.checksum))
             pair.put(file)
@@ -129,9 +125,32 @@ class EncodeWorker:
         self._offers[item.token] = item
         self._post.send(item.conn, wire.EncodeDone(item.number, item.token, file.nbytes, file.checksum))
 
+    def _features_of(self, item: _Item) -> Sealed:
+        """Returns an image's features, computed unless they are kept. Raises OSError, and the tower's errors."""
+        found = self._kept.get(item.key)
+        if found is not None:
+            file = found[0].twin()
+            self._kept.move_to_end(item.key)
+            self._num_hits += 1
+            return file
+        assert self._tower is not None  # nothing is queued while it sleeps
+        begun_s = time.monotonic()
+        features = self._tower.encode(item.image).cpu().contiguous()
+        self._num_encoded += 1
+        self._encode_s += time.monotonic() - begun_s
+        file = Sealed.of(features, self._terms.place.checksum)
+        try:
+            self._keep(item.key, file, features.shape[1])
+        except BaseException:
+            file.close()
+            raise
+        return file
+
     def _keep(self, key: bytes, file: Sealed, num_tokens: int) -> None:
-        """Keeps an image as the most recently used, while there is room."""
-        self._kept[key] = file, num_tokens
+        """Keeps a copy of an image as the most recently used, while there is room. Raises OSError."""
+        if num_tokens > self._num_kept_tokens:
+            return  # alone it is too large: it would take the others' room for nothing
+        self._kept[key] = file.twin(), num_tokens
         while self._kept and (
             sum(num for _, num in self._kept.values()) > self._num_kept_tokens or len(self._kept) > MOST_KEPT
         ):

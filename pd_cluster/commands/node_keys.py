@@ -81,19 +81,20 @@ def rotate(
     folder: Annotated[Path, FOLDER],
     expires: Annotated[str, EXPIRES] = "",
 ) -> None:
-    """Make a new key beside the present one. Both are used until `retire`."""
+    """Make a new key beside the present one. Both are used until `retire`. Ends a rotation that was interrupted."""
     from pd_cluster.net.node_files import Node, check_name, new_keys, read_node_keys, read_public_part
     from pd_cluster.wire import MOST_NODE_KEYS
 
     key_file, public_file = _files(folder, check_name(node))
     with alone(key_file):
         before, part = read_node_keys(key_file), read_public_part(public_file)
-        if len(before.private) >= MOST_NODE_KEYS:
+        is_begun = _is_begun(before, part)
+        if len(before.private) >= MOST_NODE_KEYS and not is_begun:
             raise ConfigError(
                 f"{key_file}: node {node} is being rotated: it has two keys; first end that with "
                 f"`pd-cluster keys node retire {node} --folder {folder}`"
             )
-        keys = new_keys(node, before)
+        keys = before if is_begun else new_keys(node, before)
         public = Node(node, [_part(keys.public[0], expires), *part.keys[:1]], part.hosts)
         _write_pair(key_file, public_file, keys, public)
     typer.echo(
@@ -128,6 +129,11 @@ def retire(
         key_file, public_file = _files(folder, node)
         with alone(key_file):
             part, keys = read_public_part(public_file), read_node_keys(key_file)
+            if _is_begun(keys, part):
+                raise ConfigError(
+                    f"{public_file}: lacks the newest key of {key_file}: its rotation was interrupted; end that with "
+                    f"`pd-cluster keys node rotate {node} --folder {folder}`"
+                )
             _write_pair(key_file, public_file, NodeKeys(node, keys.private[:1]), replace(part, keys=part.keys[:1]))
         typer.echo(f"{key_file}: {node} has its newest key alone; {AGAIN}", err=True)
     if file is not None:
@@ -187,6 +193,11 @@ def _read(file: Path) -> TrustedNodes:
 
 def _files(folder: Path, node: str) -> tuple[Path, Path]:
     return folder / f"{node}.key", folder / f"{node}.pub"
+
+
+def _is_begun(keys: NodeKeys, part: Node) -> bool:
+    """Whether a rotation was interrupted between the two files: the newest key is not in the public one."""
+    return keys.public[0] not in [each.key for each in part.keys]
 
 
 def _make(folder: Path) -> None:

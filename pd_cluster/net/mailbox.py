@@ -25,7 +25,7 @@ from pd_cluster import wire
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.net.admission import Admission, peer_key
 from pd_cluster.net.connections import Connections, Handler
-from pd_cluster.net.nodes import NODE_REFUSED, READ_AGAIN_S, Nodes
+from pd_cluster.net.nodes import NODE_REFUSED, READ_AGAIN_S, Nodes, plain
 from pd_cluster.net.opening import Opening
 from pd_cluster.net.sockets import Connection, KeyPair, decode_key, open_router, receive
 from pd_cluster.settings.config import Credentials
@@ -314,7 +314,7 @@ class Mailbox:
         for connection in self._connections:
             node, keys = connection.node
             if node and (problem := self._nodes.problem(node, keys)):
-                log.error("the connection with %s is cut: %s", connection.peer, problem)
+                log.error("the connection with %s is cut: %s", plain(connection.peer), problem)
                 if connection.is_open:
                     self._connections.send(connection, wire.encode_body(wire.Gone(problem[: wire.MOST_TEXT])))
                 self._connections.lose(connection, NODE_REFUSED + problem)

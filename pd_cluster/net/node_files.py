@@ -7,6 +7,7 @@ and never shows a private key. Knows nothing of connections.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import json
 import os
@@ -99,8 +100,8 @@ class TrustedNodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 T = TypeVar("T", Node, TrustedNodes)
 
 
-class NodeKeys(msgspec.Struct, frozen=True):
-    """A node's own private keys, the newest first."""
+class NodeKeys(msgspec.Struct, frozen=True, dict=True):
+    """A node's own private keys, the newest first. `dict`: for the public keys, which take a millisecond each."""
 
     node: str
     private: tuple[bytes, ...]
@@ -108,7 +109,7 @@ class NodeKeys(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         return f"NodeKeys({self.node!r}, …)"
 
-    @property
+    @functools.cached_property
     def public(self) -> tuple[bytes, ...]:
         return tuple(map(public_key, self.private))
 
@@ -243,12 +244,12 @@ def check_host(host: str, place: str) -> str:
 
 
 def stamp_of(file: Path) -> tuple[int, ...] | None:
-    """Returns numbers that change when the file does; None if there is none."""
+    """Returns numbers that change when the file, its owner or its mode does; None if it cannot be looked at."""
     try:
         status = os.stat(file)
     except OSError:
         return None
-    return status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_mode, status.st_uid
 
 
 def now_text() -> str:
@@ -256,32 +257,40 @@ def now_text() -> str:
 
 
 def _read(file: Path, forbidden: int, way_out: str) -> str:
+    """Raises ConfigError for every fault, also for one of the file system's."""
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO would block
+        with open(file, "rb", opener=_opened) as stream:
+            _check_status(file, os.fstat(stream.fileno()), forbidden, way_out)
+            data = stream.read(MAX_NBYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file; {way_out}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{file}: a folder; {way_out}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', error)}") from None
-    with os.fdopen(descriptor, "rb") as stream:
-        status = os.fstat(descriptor)
-        mode = stat.S_IMODE(status.st_mode)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{file}: no file but a folder, a pipe or a device; {way_out}")
-        if status.st_uid not in (os.geteuid(), 0):
-            raise ConfigError(
-                f"{file}: owned by user {status.st_uid}, this process is user {os.geteuid()}: "
-                f"chown {os.geteuid()} {file}"
-            )
-        if mode & forbidden:
-            can = "read" if forbidden & 0o044 else "write"
-            raise ConfigError(f"{file}: mode {mode:04o}, so others can {can} it; expected 0600: chmod 600 {file}")
-        data = stream.read(MAX_NBYTES + 1)
+        raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MAX_NBYTES:
         raise ConfigError(f"{file}: more than {MAX_NBYTES >> 20} MiB; {way_out}")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: no text in UTF-8; {way_out}") from None
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO would block
+
+
+def _check_status(file: Path, status: os.stat_result, forbidden: int, way_out: str) -> None:
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{file}: no file but a pipe or a device; {way_out}")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"{file}: owned by user {status.st_uid}, this process is user {os.geteuid()}: chown {os.geteuid()} {file}"
+        )
+    if mode & forbidden:
+        can = "read" if forbidden & 0o044 else "write"
+        raise ConfigError(f"{file}: mode {mode:04o}, so others can {can} it; expected 0600: chmod 600 {file}")
 
 
 def _write(file: Path, text: str) -> None:

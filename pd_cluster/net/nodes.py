@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from pd_cluster import wire
 from pd_cluster.errors import ConfigError, called
@@ -32,14 +32,44 @@ log = logging.getLogger(__name__)
 End = Literal["client", "server"]
 READ_AGAIN_S = 1.0
 NODE_REFUSED = "its node is not admitted: "  # the beginning of reasons that last until a file changes
+MOST_SHOWN = 200  # characters
 MOST_SECRETS = 4096  # kept: one is a millisecond's work, and nobody may have the same one computed again and again
 
 
+T = TypeVar("T")
+
+
 class Believed(NamedTuple):
-    """The node that the other end of a connection has proved to be, and the keys with which it did."""
+    """The node that the other end of a connection has proved to be, and the keys of the list with which it did."""
 
     node: str = ""
     keys: tuple[bytes, ...] = ()
+
+
+class Watched(Generic[T]):
+    """A file that is read again when it changes. If that fails, its last content stays, and each look tries again."""
+
+    def __init__(self, file: Path, read: Callable[[Path], T]) -> None:
+        """Raises ConfigError for a file that cannot be used."""
+        self.file, self._read = file, read
+        self._stamp = stamp_of(file)  # before the content: what changes meanwhile is read again
+        self.content = read(file)
+        self._problem = ""
+
+    def look(self) -> bool:
+        """Returns whether the content is new. The log has each problem once, for as long as it lasts."""
+        if (stamp := stamp_of(self.file)) == self._stamp:
+            self._problem = ""
+            return False
+        try:
+            self.content = self._read(self.file)
+        except ConfigError as error:
+            if str(error) != self._problem:
+                log.error("nothing has changed: %s", error)
+            self._problem = str(error)
+            return False
+        self._stamp, self._problem = stamp, ""
+        return True
 
 
 class Nodes:
@@ -58,48 +88,35 @@ class Nodes:
     ) -> None:
         """Raises ConfigError for a file that cannot be used."""
         self._own, self._private, self._public, self._now_s = own, private, public, now_s
-        self._key_file, self._list_file = (
-            Path(file) if file else None for file in (credentials.node_key_file, credentials.trusted_nodes)
-        )
-        self._stamps = self._stamped()
-        self._keys = read_node_keys(self._key_file) if self._key_file is not None else None
-        self._trusted = read_trusted_nodes(self._list_file) if self._list_file is not None else None
+        key_file, list_file = credentials.node_key_file, credentials.trusted_nodes
+        self._keys = Watched(Path(key_file), read_node_keys) if key_file else None
+        self._trusted = Watched(Path(list_file), read_trusted_nodes) if list_file else None
+        self._list_file = list_file
         self._secrets: dict[tuple[bytes, bytes], bytes] = {}
 
     @property
     def asks(self) -> bool:
         """Whether workers must prove their nodes."""
-        return self._list_file is not None
+        return self._trusted is not None
 
     @property
     def has_files(self) -> bool:
-        return self._key_file is not None or self._list_file is not None
+        return self._keys is not None or self._trusted is not None
 
     def read_again(self) -> bool:
-        """Reads files that have changed. If one has a fault, its last good content stays; one line says so.
-
-        Returns whether the list was read.
-        """
-        if (stamps := self._stamped()) == self._stamps:
+        """Reads each file that has changed, whatever is wrong with the other. Returns whether the list was read."""
+        if self._keys is not None and self._keys.look():
+            log.info("%s was read again: node %s", self._keys.file, self._keys.content.node)
+        if self._trusted is None or not self._trusted.look():
             return False
-        before, self._stamps = self._stamps, stamps
-        try:
-            if self._key_file is not None and stamps[0] != before[0]:
-                self._keys = read_node_keys(self._key_file)
-                log.info("%s was read again: node %s", self._key_file, self._keys.node)
-            if self._list_file is not None and stamps[1] != before[1]:
-                self._trusted = read_trusted_nodes(self._list_file)
-                log.info("%s was read again: %d nodes", self._list_file, len(self._trusted.nodes))
-                return True
-        except ConfigError as error:
-            log.error("nothing has changed: %s", error)
-        return False
+        log.info("%s was read again: %d nodes", self._trusted.file, len(self._trusted.content.nodes))
+        return True
 
     def proofs_to(self, peer: str, peer_key: bytes, end: End) -> tuple[str, tuple[wire.NodeProof, ...]]:
         """Returns this process's node and its proofs to a peer (name@epoch). `end`: this process's own."""
-        keys = self._keys
-        if keys is None:
+        if self._keys is None:
             return "", ()
+        keys = self._keys.content
         found: list[wire.NodeProof] = []
         for private, public in zip(keys.private, keys.public, strict=True):
             try:
@@ -114,45 +131,46 @@ class Nodes:
     ) -> Believed:
         """Checks a peer's proofs of its node. `end`: the peer's. `host`: where this process reached it.
 
-        Raises ConfigError with the reason against it, in one line.
+        A proof counts if the list has its key; others cost no computation. Raises ConfigError with the reason against
+        it, in one line.
         """
-        trusted = self._trusted
-        if trusted is None:
+        if self._trusted is None:
             return Believed()
+        shown = plain(peer)
         if not node or not proofs:
             raise ConfigError(
-                f"{peer} proves no node, and {self._list_file} asks for one; start it with {called('node_key_file')} "
+                f"{shown} proves no node, and {self._list_file} asks for one; start it with {called('node_key_file')} "
                 f"NODE.key (`pd-cluster keys node new NODE` makes it)"
             )
-        if not all(self._is_right(each, node, peer, peer_key, end) for each in proofs):
-            raise ConfigError(f"{peer} claims to be node {node}, and has not its key: not admitted")
-        proved = tuple(each.public_key for each in proofs)
-        if problem := self.problem(node, proved):
-            raise ConfigError(f"{peer}: {problem}")
-        own = trusted.find(node)
+        if problem := self.problem(node, [each.public_key for each in proofs]):
+            raise ConfigError(f"{shown}: {problem}")
+        own = self._trusted.content.find(node)
         assert own is not None
         standing = {each.key for each in own.keys if not each.is_over(self._now_s())}
-        if not standing.intersection(proved):
-            ids = ", ".join(key.hex()[:12] for key in proved)
+        counted = [each for each in proofs if each.public_key in standing]
+        if not counted:
+            ids = ", ".join(each.public_key.hex()[:12] for each in proofs)
             raise ConfigError(
-                f"{peer}: node {node} has another key ({ids}) than {self._list_file} names for it; "
+                f"{shown}: node {node} has another key ({ids}) than {self._list_file} names for it; "
                 f"`pd-cluster keys node trust {node}.pub --file {self._list_file}` adds it"
             )
+        if not all(self._is_right(each, node, peer, peer_key, end) for each in counted):
+            raise ConfigError(f"{shown} claims to be node {node}, and has not its key: not admitted")
         if host and not own.may_be_at(host):
             raise ConfigError(
-                f"{peer}: node {node} answers at {host}, and {self._list_file} has it at {', '.join(own.hosts)}; "
+                f"{shown}: node {node} answers at {host}, and {self._list_file} has it at {', '.join(own.hosts)}; "
                 f"`pd-cluster keys node trust {node}.pub --host {host} --file {self._list_file}` allows it"
             )
-        return Believed(node, proved)
+        return Believed(node, tuple(each.public_key for each in counted))
 
     def problem(self, node: str, keys: Sequence[bytes]) -> str:
         """Returns why a node that has proved these keys may have no connection now; "" if it may.
 
         A key that is in the list no longer opens no new connection; it ends none, so that keys can be rotated.
         """
-        trusted = self._trusted
-        if trusted is None:
+        if self._trusted is None:
             return ""
+        trusted = self._trusted.content
         own = trusted.find(node)
         revocations = [each for key in keys if (each := trusted.revocation_of(node, [key])) is not None]
         revoked = revocations[0] if len(revocations) == len(keys) else None
@@ -165,8 +183,8 @@ class Nodes:
             )
         if own is None:
             return (
-                f"node {node} is not trusted: it is not in {self._list_file}; "
-                f"`pd-cluster keys node trust {node}.pub --file {self._list_file}` adds it"
+                f"node {plain(node)} is not trusted: it is not in {self._list_file}; "
+                f"`pd-cluster keys node trust {plain(node)}.pub --file {self._list_file}` adds it"
             )
         if all(each.is_over(self._now_s()) for each in own.keys):
             last = own.keys[0]
@@ -178,7 +196,7 @@ class Nodes:
 
     def trusts_key(self, public: bytes) -> bool:
         """Returns whether the list has this key, of any node, and it has not expired."""
-        nodes = self._trusted.nodes if self._trusted is not None else []
+        nodes = self._trusted.content.nodes if self._trusted is not None else []
         return any(each.key == public and not each.is_over(self._now_s()) for node in nodes for each in node.keys)
 
     def _is_right(self, proof: wire.NodeProof, node: str, peer: str, peer_key: bytes, end: End) -> bool:
@@ -199,8 +217,10 @@ class Nodes:
             known = self._secrets[private, public] = shared_secret(private, public)
         return known
 
-    def _stamped(self) -> list[tuple[int, ...] | None]:
-        return [stamp_of(file) if file is not None else None for file in (self._key_file, self._list_file)]
+
+def plain(text: str) -> str:
+    """Returns what a peer calls itself, or its node, for one line of a log."""
+    return text if text.isprintable() and len(text) <= MOST_SHOWN else repr(text[:MOST_SHOWN])
 
 
 def check_own(keys: NodeKeys, key_file: Path, trusted: TrustedNodes, list_file: Path, now_s: float) -> None:

@@ -17,7 +17,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.net import sockets
 from pd_cluster.net.admission import Admission, peer_key
 from pd_cluster.net.connections import CLOSED, Connections
-from pd_cluster.net.nodes import NODE_REFUSED, Believed, Nodes
+from pd_cluster.net.nodes import NODE_REFUSED, Believed, Nodes, plain
 from pd_cluster.net.sockets import Connection, KeyPair, next_event, open_dealer
 from ranktable_tools.hosts import bracketed
 
@@ -29,6 +29,7 @@ NO_HANDSHAKE = "the other end said nothing while the connection opened: it stand
 NOT_ADMITTED = "the other end does not admit this process's key"
 OTHER_SECRET = "the other end has another secret"
 REFUSALS = (NOT_ADMITTED, OTHER_SECRET)  # between S and a worker these last as long as both live
+PERIOD_S, MOST_LINES = 10.0, 20  # in the log, about peers that were not accepted: they choose how often they come
 
 
 class Opening:
@@ -53,15 +54,19 @@ class Opening:
         self._table = table
         self._connect_timeout_s = connect_timeout_s
         self._clock = clock
+        self._since_s, self._num_refused = clock(), 0  # of the period that runs
 
     def accept(self, identity: bytes, key: bytes, envelope: wire.Envelope, hello: wire.Hello) -> Connection | None:
         """Answers a Hello that arrived at the ROUTER; None: the peer is not admitted, or already gone."""
         peer = peer_key(envelope.from_name, envelope.from_epoch)
         if hello.version != wire.PROTOCOL_VERSION:
-            log.error("%s speaks protocol %d, this is %d: not accepted", peer, hello.version, wire.PROTOCOL_VERSION)
+            own = wire.PROTOCOL_VERSION
+            self._note("%s speaks protocol %d, this is %d: not accepted", plain(peer), hello.version, own)
             return None
         if not self._admission.admits(key, peer, hello.kind):
-            log.error("%s claims to be a %s, but its key belongs to another process: not accepted", peer, hello.kind)
+            self._note(
+                "%s claims to be a %s, but its key belongs to another process: not accepted", plain(peer), hello.kind
+            )
             return None
         node = Believed()
         if hello.kind == "scheduler":
@@ -70,7 +75,7 @@ class Opening:
             try:
                 node = self._nodes.believe(hello.node, hello.node_proofs, peer, key, "client")
             except ConfigError as error:
-                log.error("not accepted: %s", error)
+                self._note("not accepted: %s", error)
                 self._connections.say_gone(identity, envelope, str(error))
                 return None
         conn, epoch = f"in:{identity.decode(errors='replace')}", envelope.from_epoch
@@ -85,6 +90,16 @@ class Opening:
             return None
         self._connections.handler.on_opened(conn, peer, hello.kind)
         return connection
+
+    def _note(self, refusal: str, *of: object) -> None:
+        """Logs why a peer was not accepted: MOST_LINES in a period, then how many more there were in it."""
+        if (now_s := self._clock()) - self._since_s > PERIOD_S:
+            if (num_untold := self._num_refused - MOST_LINES) > 0:
+                log.error("%d more were not accepted", num_untold)
+            self._since_s, self._num_refused = now_s, 0
+        self._num_refused += 1
+        if self._num_refused <= MOST_LINES:
+            log.error(refusal, *of)
 
     def connect(self, context: Any, conn: str, name: str, epoch: int, host: str, port: int, key: bytes) -> None:
         socket, monitor = open_dealer(context, self._keys, key, conn.encode(), host, self._connect_timeout_s)

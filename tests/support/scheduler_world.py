@@ -36,6 +36,8 @@ class Store:
 
     def write(self, record: LeaseRecord) -> bool:
         self._reach()
+        if not self.is_sure and self._rng.random() < 0.03:
+            return False  # another program has touched it
         return record.version == self.record.version + 1 and self.write_whole(record)
 
     def write_whole(self, record: LeaseRecord) -> bool:

@@ -27,6 +27,7 @@ from pd_cluster.cluster.members.joining import (
 from pd_cluster.cluster.members.registrar import JoinPort, Registrar
 from pd_cluster.cluster.processes.ports import free_ports
 from pd_cluster.errors import ConfigError, InstanceNotFound
+from pd_cluster.net.nodes import NODE_REFUSED
 from pd_cluster.net.opening import CUT_SHORT, NOT_ADMITTED, NOT_OPENED, OTHER_SECRET
 from pd_cluster.net.sockets import KeyPair
 from pd_cluster.reports import InstanceInfo
@@ -231,6 +232,35 @@ def test_a_worker_that_the_scheduler_finds_failed_is_told_why() -> None:
     instance.state, instance.reason = "failed", "it serves another model"
     assert "d" not in registry.names()
     assert registry.answers()[-1] == ("c1", "it serves another model")
+
+
+def test_a_node_that_the_connecting_mailbox_does_not_know_yet_has_time() -> None:
+    """The join port reads the list of nodes by itself, up to a second earlier."""
+    registry = Registry()
+    assert registry.join() == ""
+    instance = registry.world["d"]
+    instance.info = info_of(instance)
+    instance.state, instance.reason = "failed", f"{NODE_REFUSED}node n is not trusted"
+    registry.now_s = REACH_S
+    assert "d" in registry.names()
+    registry.world.make_ready(instance)
+    registry.now_s += 1000.0
+    assert "d" in registry.names()
+    registry.lose(instance)
+    instance.state, instance.reason = "failed", f"{NODE_REFUSED}key 1f of node n was revoked"
+    assert "d" not in registry.names(), "it was admitted once, and is not any more"
+    assert registry.answers()[-1] == ("c1", f"{NODE_REFUSED}key 1f of node n was revoked")
+
+
+def test_a_node_that_is_never_admitted_is_told_why_in_time() -> None:
+    registry = Registry()
+    assert registry.join() == ""
+    instance = registry.world["d"]
+    instance.info = info_of(instance)
+    instance.state, instance.reason = "failed", f"{NODE_REFUSED}node n answers at 192.0.2.7"
+    registry.now_s = REACH_S + 0.1
+    assert "d" not in registry.names()
+    assert registry.answers()[-1] == ("c1", instance.reason)
 
 
 def test_a_worker_that_fails_by_itself_says_why_itself() -> None:

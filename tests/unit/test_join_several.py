@@ -13,8 +13,9 @@ from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.joining import FIRST_BACKOFF_S
 from pd_cluster.cluster.members.registrar import ELSEWHERE, Registrar
+from pd_cluster.errors import ConfigError
 from tests.support.router_world import FakeMailbox
-from tests.unit.test_join import JOIN, REACH_S, Seeker
+from tests.unit.test_join import JOIN, REACH_S, TIMES, Seeker
 from tests.unit.test_shared import LEASE_S, Two
 
 ADMITTED = wire.JoinAnswer()
@@ -253,3 +254,23 @@ def test_a_registered_one_that_is_sent_on_seeks_the_owner() -> None:
     assert seeker.lines.dropped == [conn]
     seeker.now_s += FIRST_BACKOFF_S
     assert answer_elsewhere(seeker, "10.0.0.1", "10.0.0.2") == "10.0.0.2", "the next one"
+
+
+def test_while_no_scheduler_admits_workers_a_registered_one_serves_on_and_a_new_one_does_not_wait_for_ever() -> None:
+    """An API server that is away leaves the schedulers without an owner, for as long as it likes."""
+    seeker, new = Seeker((("pd-join", 9002),)), Seeker((("pd-join", 9002),))
+    seeker.joining.on_answer(seeker.register(), ELSEWHERE.problem, True)
+    for _ in range(20):
+        seeker.now_s += TIMES.join_timeout_s / 5
+        answer_elsewhere(seeker, "10.0.0.1")
+        seeker.joining.tick()
+    seeker.now_s += TIMES.join_timeout_s
+    seeker.joining.tick()
+    seeker.now_s += 0.1
+    with pytest.raises(ConfigError, match="no scheduler has admitted this worker"):
+        seeker.joining.tick()  # all are silent
+    new.now_s = TIMES.join_timeout_s
+    answer_elsewhere(new, "10.0.0.1")
+    new.now_s += 0.1
+    with pytest.raises(ConfigError, match="no scheduler has admitted this worker"):
+        new.joining.tick()

@@ -126,6 +126,9 @@ def test_another_takes_over_within_the_lease_and_keeps_the_list(tmp_path: Path) 
     clock, store = Clock(), LeaseFolder(tmp_path / "lease")
     one, other = (Ownership(name, DURATION_S, clock) for name in ("scheduler-0@1", "scheduler-1@2"))
     look(one, store, [MEMBER])
+    assert one.term_now is None, "one that knows of a list may be about to write it"
+    clock.now_s += DURATION_S
+    look(one, store, [MEMBER])
     look(other, store)
     assert (one.term_now, other.term_now) == (1, None)
     clock.now_s += 0.5
@@ -146,6 +149,9 @@ def test_another_takes_over_within_the_lease_and_keeps_the_list(tmp_path: Path) 
 def test_one_that_ends_lets_go_at_once(tmp_path: Path) -> None:
     clock, store = Clock(), LeaseFolder(tmp_path / "lease")
     one, other = (Ownership(name, DURATION_S, clock) for name in ("scheduler-0@1", "scheduler-1@2"))
+    look(one, store, [MEMBER])
+    assert one.term_now is None, "one that knows of a list may be about to write it"
+    clock.now_s += DURATION_S
     look(one, store, [MEMBER])
     look(other, store)
     released = one.released()

@@ -115,6 +115,34 @@ def test_what_others_wrote_into_the_object_stays(api: Api) -> None:
     assert (metadata["labels"], metadata["annotations"]["note"]) == ({"team": "x"}, "y")
 
 
+def test_a_namespace_that_is_none_is_named(api: Api) -> None:
+    one = api.client()
+    api.leases.answers = (404, b'{"kind":"Status","message":"namespaces \\"pd\\" not found"}')
+    assert one.read() == LeaseRecord(), "as where there is no Lease yet"
+    with pytest.raises(LeaseUnavailable, match='the API server answers 404 namespaces "pd" not found'):
+        one.write(record(1))
+
+
+def test_an_annotation_of_another_program_ends_no_ownership(api: Api) -> None:
+    clock = [100.0]
+    one, own = api.client(), Ownership("scheduler-0@1", 15.0, lambda: clock[0])
+    own.seen(one.read(), [MEMBER])
+    clock[0] += 15
+    for is_written in (True, False, True):
+        wanted = own.seen(one.read(), [MEMBER])
+        assert wanted is not None
+        if not is_written:
+            changed = api.lease()
+            changed["metadata"]["annotations"]["note"] = "y"
+            api.leases.put("pd", "schedulers", changed)
+        assert one.write(wanted) == is_written
+        own.wrote(wanted, is_written)
+        assert own.term_now == 1
+        clock[0] += 5
+    clock[0] += 9.9
+    assert own.term_now == 1
+
+
 def test_an_empty_lease_is_used_and_one_of_another_program_is_not(api: Api) -> None:
     empty = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {}, "spec": {}}
     api.leases.put("pd", "schedulers", empty)
@@ -190,6 +218,8 @@ def test_an_answer_that_comes_too_late_or_too_slowly(api: Api) -> None:
 def test_a_write_whose_answer_is_lost_is_seen_at_the_next_look(api: Api) -> None:
     clock = [100.0]
     one, own = api.client(), Ownership("scheduler-0@1", 15.0, lambda: clock[0])
+    assert own.seen(one.read(), [MEMBER]) is None
+    clock[0] += 15
     wanted = own.seen(one.read(), [MEMBER])
     assert wanted is not None
     own.wrote(wanted, one.write(wanted))

@@ -471,7 +471,10 @@ def test_a_list_with_a_fault_changes_nothing(
     good = world.file.read_text()
     with caplog.at_level(logging.ERROR):
         for number in range(2):
-            world.file.write_text(good[: len(good) // 2 - number])
+            written = world.file.with_suffix(".new")  # so that no half of it is read
+            written.write_text('{"version": 2}' if number else good[: len(good) // 2])
+            written.chmod(0o600)
+            written.replace(world.file)
             deadline_s = time.monotonic() + WAIT_S
             while len(caplog.records) <= number:
                 assert time.monotonic() < deadline_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pd_cluster import wire
+from pd_cluster.cluster.members.lease import LeaseRecord
 from pd_cluster.cluster.members.lease_folder import LeaseFolder
 from pd_cluster.cluster.members.shared import SharedMembership
 from pd_cluster.cluster.processes.launch import Launch
@@ -69,6 +71,8 @@ class Two:
         self.one, self.other = (Scheduler(folder, index, lambda: self.now_s) for index in range(2))
 
     async def begin(self) -> None:
+        await self.one.look()
+        self.now_s += LEASE_S  # one that knows of a list would have written it by now
         await self.one.look()
         await self.other.look()
         assert (self.one.shared.is_owner, self.other.shared.is_owner) == (True, False)
@@ -190,6 +194,103 @@ def test_a_refused_order_makes_the_owner_look_and_ends_nothing_by_itself(tmp_pat
     asyncio.run(go())
 
 
+def test_a_record_that_was_removed_is_its_owner_s_to_write_again(tmp_path: Path) -> None:
+    """A scheduler that has just started knows none of the workers that have joined."""
+
+    async def go() -> None:
+        two = Two(tmp_path)
+        await two.begin()
+        two.one.world.elastic.drain("decode-1", timeout_s=7.0)
+        await two.one.look()
+        for file in (tmp_path / "lease").glob("0*"):
+            file.unlink()
+        new = Scheduler(tmp_path, 2, lambda: two.now_s)
+        for each in (new, two.other):
+            await each.look()
+            assert not each.shared.is_owner
+        two.now_s += LEASE_S / 2
+        await two.one.look()
+        assert (two.one.shared.ownership.term_now, two.one.shared.ownership.record.version) == (1, 1)
+        await new.look()
+        assert new.shared.owner == "scheduler-0"
+        assert new.world["decode-1"].service == "out"
+
+    asyncio.run(go())
+
+
+def test_a_write_that_another_program_got_ahead_of_is_made_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def go() -> None:
+        two = Two(tmp_path)
+        await two.begin()
+        store, refused = two.one.shared._store, [True]
+        write = store.write
+        monkeypatch.setattr(store, "write", lambda record: not (refused and refused.pop()) and write(record))
+        two.now_s += LEASE_S / 2
+        await two.one.look()
+        assert not refused
+        two.now_s += LEASE_S * 0.9
+        assert two.one.shared.is_owner, "it was renewed"
+        monkeypatch.setattr(store, "write", lambda record: False)
+        await two.one.look()
+        assert two.one.shared.is_owner, "nobody else can be the owner before its lease's end"
+        two.now_s += LEASE_S * 0.2
+        assert not two.one.shared.is_owner
+
+    asyncio.run(go())
+
+
+def test_an_owner_whose_workers_follow_a_later_term_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        two = Two(tmp_path)
+        await two.begin()
+        two.one.world.membership.on_stale_order("to-decode-0", 1)
+        await two.one.look()
+        assert "start the workers again" not in caplog.text
+        two.one.world.membership.on_stale_order("to-decode-0", 7)
+        await two.one.look()
+        assert "workers follow term 7 and no earlier one, and this owner of membership has term 1" in caplog.text
+        caplog.clear()
+        await two.one.look()
+        assert not caplog.records, "no worker has refused since"
+        assert two.one.shared.is_owner
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_the_lease_is_let_go_after_a_write_that_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    async def go() -> None:
+        two = Two(tmp_path)
+        await two.begin()
+        shared, begun, goes_on = two.one.shared, threading.Event(), threading.Event()
+        write, written = shared._store.write, list[str]()
+
+        def slowly(record: LeaseRecord) -> bool:
+            begun.set()
+            assert goes_on.wait(10)
+            written.append(record.holder)
+            return write(record)
+
+        monkeypatch.setattr(shared._store, "write", slowly)
+        monkeypatch.setattr("pd_cluster.cluster.members.shared.CALL_PART", 0.01 if is_slow else 5.0)
+        two.now_s += LEASE_S / 2
+        running = asyncio.create_task(shared.run())
+        assert await asyncio.to_thread(begun.wait, 10)
+        running.cancel()
+        if not is_slow:
+            asyncio.get_running_loop().call_later(0.02, goes_on.set)
+        await asyncio.wait((running,), timeout=10)
+        assert running.cancelled()
+        assert written == ([] if is_slow else ["scheduler-0@1", ""]), "one call at a time"
+        goes_on.set()
+
+    asyncio.run(go())
+
+
 def test_a_new_scheduler_is_no_owner_before_it_reaches_all(tmp_path: Path) -> None:
     """Its list of live instances would cut links that the others' requests use."""
 
@@ -234,17 +335,21 @@ def test_the_first_look_waits_for_all_instances_and_takes_over_the_wishes_of_a_r
 
 def test_terms_of_a_new_folder_are_later_than_those_of_a_lost_one(tmp_path: Path) -> None:
     async def go() -> None:
-        terms = []
+        terms, now_s = [], [10.0]
         for wall_s in (1_000_000.9, 1_000_050.0):
-            one = Scheduler(tmp_path, 0, lambda: 10.0)
+            one = Scheduler(tmp_path, 0, lambda: now_s[0])
             one.wall_s = wall_s
+            await one.look()
+            now_s[0] += LEASE_S
             await one.look()
             terms.append(one.fence.term)
             for file in (tmp_path / "lease").iterdir():
                 file.unlink()
         assert terms == [1_000_000, 1_000_050]
         one.wall_s = 0.0  # it was set back
-        await one.look()
+        for _ in range(2):
+            now_s[0] += LEASE_S
+            await one.look()
         assert one.fence.term == 1_000_051
 
     asyncio.run(go())

@@ -72,6 +72,7 @@ class Joining:
         self._num_in_round = 0  # attempts
         self._next_s = self._asked_s = clock()
         self._deadline_s = clock() + timeouts.join_timeout_s
+        self._was_joined = False
 
     @property
     def address(self) -> Address:
@@ -144,13 +145,15 @@ class Joining:
             return
         if is_elsewhere:
             self._lines.disconnect(conn)
+            if self._was_joined:  # schedulers live, and none admits workers now: it serves them until one does
+                self._deadline_s = self._clock() + self._timeouts.join_timeout_s
             self.fail(problem)
             return
         if problem:
             raise ConfigError(f"{called('join')} {self.shown_address}: the scheduler refuses this worker: {problem}")
         if self.state != "joined":
             log.info("registered with the scheduler at %s", self.shown_address)
-        self.state = "joined"
+        self.state, self._was_joined = "joined", True
         self._logged.clear()
         self._num_cut, self._backoff_s = 0, FIRST_BACKOFF_S
 

@@ -103,25 +103,28 @@ class Ownership:
     def seen(self, record: LeaseRecord, members: Sequence[Listed]) -> LeaseRecord | None:
         """Takes the record that was read just now. `members`: those of this process. Returns the record to write."""
         now_s = self._clock()
-        if self._changed_s == math.inf or record.version != self.record.version:
+        if self._changed_s == math.inf or record != self.record:
             self.record, self._changed_s = record, now_s
         self.highest_term = max(self.highest_term, record.term)
         if record.term > self._term:
             self._until_s = -math.inf
         self._written_s = now_s
-        if record.holder == self.own and self.term_now == record.term:
-            is_due = now_s > self._until_s - self.duration_s * (1 - 1 / RENEWALS)
+        is_missing = not record.version  # never written, or removed: the owner, if there is one, writes it again
+        if self.term_now is not None and (is_missing or (record.holder, record.term) == (self.own, self._term)):
+            is_due = is_missing or now_s > self._until_s - self.duration_s * (1 - 1 / RENEWALS)
             is_due = is_due or list(members) != record.members or self.table != record.table
-            return self._next(record.term, members) if is_due else None
-        is_free = not record.holder or now_s - self._changed_s >= self.duration_s
+            return self._next(self._term, members) if is_due else None
+        is_free = not (is_missing or record.holder) or now_s - self._changed_s >= self.duration_s
         if not is_free or not self.is_candidate:
             return None
         return self._next(max(self.highest_term + 1, self._least_term()), members)
 
     def wrote(self, record: LeaseRecord, is_written: bool) -> None:
-        """Takes the outcome of writing what `seen` returned."""
+        """Takes the outcome of writing what `seen` returned.
+
+        If it was not written, a lease that still runs goes on: another owner is none before its end.
+        """
         if not is_written:
-            self._until_s = -math.inf
             return
         self.record, self._changed_s = record, self._clock()
         self.highest_term = max(self.highest_term, record.term)

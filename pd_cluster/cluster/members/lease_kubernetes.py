@@ -100,6 +100,8 @@ class KubernetesLease:
             status, found = self._ask("POST", self._leases, new)
         else:
             status, found = self._ask("PUT", f"{self._leases}/{quote(self._name)}", new)
+        if status == 404 and self._found is None:  # there is nothing to make it in
+            raise LeaseUnavailable(self._problem(status, str(found.get("message", ""))[:MAX_REASON]))
         if status in (404, 409):  # another has written it, or removed it
             return False
         self._found, self._version = found, record.version

@@ -77,7 +77,7 @@ class Membership(Roster):
         self._paused_until: dict[str, float] = {}  # by name, of those whose node is not admitted
         self._refused: dict[str, tuple[int, str]] = {}  # name -> epoch of a life with other keys, and the reason
         self.term: Callable[[], int | None] = lambda: 0  # of this scheduler's orders; None: another gives them
-        self.refused: Callable[[], None] = lambda: None  # called when a worker has refused an order
+        self.refused: Callable[[int], None] = lambda term: None  # called when a worker that knows it refuses an order
         self.has_room: Callable[[Instance], bool] = lambda instance: True  # whether another one can be in the list
         self.adapters: wire.WantedAdapters | None = None  # those that every worker shall have; None: those of its start
         self._loading: set[str] = set()  # open connections to workers that do not have all of them yet
@@ -326,7 +326,7 @@ class Membership(Roster):
             )
         else:
             log.warning("%s refuses an order: term %d is later", name, term)
-        self.refused()
+        self.refused(term)
 
 
 async def _described(client: httpx.AsyncClient, url: str, params: dict[str, str]) -> InstanceInfo:

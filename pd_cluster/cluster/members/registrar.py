@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.membership import Membership
 from pd_cluster.net.admission import JOIN_EPOCH, JOIN_PORT, JoinAdmission
 from pd_cluster.net.mailbox import Mailbox
+from pd_cluster.net.nodes import NODE_REFUSED
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.processes import PortRange, name_problem
 from pd_cluster.settings.timeouts import Timeouts
@@ -37,6 +39,7 @@ class Registration:
 
     There are two while the connection of an earlier life, or a lost one, has not been missed yet. `since_s`: when this
     scheduler first knew of it. `is_inherited`: another scheduler admitted it, and it has not been heard of here yet.
+    `joined_s`: when the last of its connections asked.
     """
 
     instance: Instance
@@ -44,6 +47,7 @@ class Registration:
     conns: set[str]
     since_s: float
     is_inherited: bool = False
+    joined_s: float = -math.inf
 
 
 class Registrar:
@@ -127,11 +131,12 @@ class Registrar:
         known = self._registrations.get(name)
         if known is None:
             instance = _instance_of(name, join)
-            self._registrations[name] = Registration(instance, join.role, {conn}, self._clock())
+            self._registrations[name] = known = Registration(instance, join.role, {conn}, self._clock())
             self._membership.join(instance)
         else:
             known.conns.add(conn)
             known.is_inherited = False
+        known.joined_s = self._clock()
         self._send(conn, wire.JoinAnswer())
 
     def _problem(self, name: str, join: wire.Join) -> str:
@@ -164,6 +169,8 @@ class Registrar:
     def _fault(self, each: Registration) -> str:
         """Returns why an admitted worker cannot stay; "" if it can. A worker that fails by itself says so itself."""
         instance = each.instance
+        if instance.reason.startswith(NODE_REFUSED) and self._clock() - each.joined_s <= self._reach_s:
+            return ""  # its node was admitted here: the mailbox that connects may have read another list until now
         if instance.state == "failed" and (instance.info is None or instance.info.state != "failed"):
             return instance.reason
         if instance.info is None and self._clock() - each.since_s > self._reach_s:

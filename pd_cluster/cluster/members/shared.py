@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ LOOKS = 10  # at the record, within the duration of a lease
 SETTLE_S = 0.5  # the least
 LARGEST_WISH_NBYTES = 96  # service, next role and time to drain of an instance, as JSON
 OTHER_NBYTES = 1024  # of a record beside its list
+CALL_PART = 1 / 3  # of a lease: the longest that a call of the store may take
 RECORD_TIMEOUT_S = 2.0  # for a command to be in the record
 
 
@@ -67,8 +68,11 @@ class SharedMembership:
         self._term: int | None = None  # under which orders were given last
         self._followed = LeaseRecord()
         self._problem = ""
+        self._refused_term = 0  # the highest that a worker has named when it refused an order
+        self._asking: asyncio.Future[Any] | None = None  # the last call of the store
+        self._writing: LeaseRecord | None = None  # whose outcome is not known yet
         membership.term = lambda: self.ownership.term_now
-        membership.refused = self._asked.set
+        membership.refused = self._on_refused
         membership.has_room = self._has_room
         elastic.shared = self
 
@@ -133,21 +137,13 @@ class SharedMembership:
             await self._release()
             self._thread.shutdown(wait=False)
 
-    async def _on_thread(self, function: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
-
     async def _look(self) -> None:
         """Reads the record; writes it where this scheduler owns membership, or may; follows it otherwise."""
         ownership = self.ownership
         ownership.table = self._membership.table_digest
         try:
-            record = await self._on_thread(self._store.read)
-            if not self.is_owner:
-                self._follow(record)  # first: a record without an owner has operators' wishes, too
-            ownership.is_candidate = self._is_candidate(record)
-            wanted = ownership.seen(record, self._members())
-            if wanted is not None:
-                ownership.wrote(wanted, await self._on_thread(self._store.write, wanted))
+            if not await self._exchange():
+                await self._exchange()  # another program may have touched it alone
             self._problem = ""
         except LeaseUnavailable as error:
             if str(error) != self._problem:
@@ -157,8 +153,45 @@ class SharedMembership:
         if not self.is_owner:
             self._follow(ownership.record)
         self._note_term()
+        self._note_refused()
         self._looked.set()
         self._looked = asyncio.Event()
+
+    async def _exchange(self) -> bool:
+        """Reads the record, and writes the next if that is due. Returns False if another has written meanwhile."""
+        ownership = self.ownership
+        record = await self._on_thread(self._store.read)
+        if not self.is_owner:
+            self._follow(record)  # first: a record without an owner has operators' wishes, too
+        ownership.is_candidate = self._is_candidate(record)
+        self._writing = ownership.seen(record, self._members())
+        if self._writing is None:
+            return True
+        is_written = await self._on_thread(self._store.write, self._writing)
+        wanted, self._writing = self._writing, None
+        ownership.wrote(wanted, is_written)
+        return is_written
+
+    async def _on_thread(self, function: Callable[..., T], *args: object) -> T:
+        """Asks the store. If this is cancelled, the call goes on, and `_release` waits for it."""
+        asking = asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        self._asking = asking
+        return await asyncio.shield(asking)
+
+    def _on_refused(self, term: int) -> None:
+        self._refused_term = max(self._refused_term, term)
+        self._asked.set()
+
+    def _note_refused(self) -> None:
+        """The record was read since: if its owner is behind the workers, only an operator can help."""
+        if self.is_owner and self._refused_term > self.ownership.highest_term:
+            log.error(
+                "workers follow term %d and no earlier one, and this owner of membership has term %d: the record of "
+                "before is lost, and this host's clock was set back; start the workers again that refuse its orders",
+                self._refused_term,
+                self.ownership.highest_term,
+            )
+        self._refused_term = 0
 
     def _note_term(self) -> None:
         before, self._term = self._term, self.ownership.term_now
@@ -207,7 +240,15 @@ class SharedMembership:
         return nbytes <= self._store.max_record_nbytes
 
     async def _release(self) -> None:
+        """Lets go, once a call that is under way has ended. If that takes too long, the lease ends by itself."""
+        if self._asking is not None and not self._asking.done():
+            await asyncio.wait((self._asking,), timeout=self.ownership.duration_s * CALL_PART)
+            if not self._asking.done():
+                return
+        with contextlib.suppress(LeaseUnavailable, RuntimeError):  # no thread can be started at a loop's end
+            if self._writing is not None and self._asking is not None:
+                self.ownership.wrote(self._writing, bool(self._asking.result()))
         record = self.ownership.released()
         if record is not None:
-            with contextlib.suppress(LeaseUnavailable):
+            with contextlib.suppress(LeaseUnavailable, RuntimeError):
                 await self._on_thread(self._store.write, record)

@@ -1,0 +1,274 @@
+"""What proofs of nodes' keys are worth to those who would cheat, and files that cannot be read for a while."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pd_cluster import wire
+from pd_cluster.errors import ConfigError
+from pd_cluster.net import node_files, opening
+from pd_cluster.net import nodes as nodes_module
+from pd_cluster.net.admission import Admission, JoinAdmission
+from pd_cluster.net.node_files import (
+    Node,
+    NodeKeys,
+    PublicPart,
+    TrustedNodes,
+    new_keys,
+    now_text,
+    read_node_keys,
+    read_public_part,
+    read_trusted_nodes,
+    revoking,
+    stamp_of,
+    trusting,
+    write_node_keys,
+    write_public,
+)
+from pd_cluster.net.nodes import Nodes
+from pd_cluster.net.opening import MOST_LINES, PERIOD_S, Opening
+from pd_cluster.net.sockets import KeyPair
+from pd_cluster.settings.config import Credentials
+from tests.unit.test_node_keys import SCHEDULER, SECRET, command
+
+PEER, OWN = "decode-0@7", "scheduler@1"
+
+
+class Pair:
+    """A worker of node a, whose keys are `keys`, and a scheduler whose list is the file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file, self.key_file, self.line = folder / "trusted.nodes", folder / "a.key", KeyPair.of(b"")
+        self.keys = new_keys("a")
+        self.trust(self.keys.public[0])
+        write_node_keys(self.key_file, self.keys)
+        own = Credentials(SECRET, node_key_file=str(self.key_file), trusted_nodes=str(self.file))
+        self.own = Nodes(own, OWN, SCHEDULER.private, SCHEDULER.public)
+
+    def trust(self, *public: bytes) -> None:
+        known = read_trusted_nodes(self.file) if self.file.exists() else TrustedNodes()
+        node = Node("a", [PublicPart(each.hex()) for each in public])
+        write_public(self.file, trusting(known, node, self.file))
+
+    def revoke(self, key: str = "") -> None:
+        write_public(self.file, revoking(read_trusted_nodes(self.file), "a", key, self.file, now_text()))
+
+    def proofs(self, *private: bytes) -> tuple[wire.NodeProof, ...]:
+        shown = self.file.parent / "shown.key"
+        write_node_keys(shown, NodeKeys("a", private or self.keys.private))
+        worker = Nodes(Credentials(SECRET, node_key_file=str(shown)), PEER, self.line.private, self.line.public)
+        return worker.proofs_to(OWN, SCHEDULER.public, "client")[1]
+
+    def believe(self, *private: bytes, node: str = "a") -> tuple[bytes, ...]:
+        """Returns the keys that the scheduler believes the peer to have."""
+        return self.own.believe(node, self.proofs(*private), PEER, self.line.public, "client").keys
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Pair:
+    return Pair(tmp_path)
+
+
+# ---- proofs
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_stolen_key_beside_the_thief_s_own_is_cut_off_with_its_revocation(pair: Pair, is_first: bool) -> None:
+    stolen, own = pair.keys.private[0], b"t" * 32
+    shown = (own, stolen) if is_first else (stolen, own)
+    keys = pair.believe(*shown)
+    assert keys == pair.keys.public, "a key that no list names counts for nothing"
+    assert pair.own.problem("a", keys) == ""
+    pair.trust(new_keys("a").public[0])  # the node goes on with another key
+    pair.revoke(pair.keys.public[0].hex())
+    pair.own.read_again()
+    assert " of node a was revoked at " in pair.own.problem("a", keys)
+    with pytest.raises(ConfigError, match="node a has another key"):
+        pair.believe(*shown)
+
+
+def test_while_a_node_is_rotated_the_keys_count_that_the_list_has(pair: Pair) -> None:
+    both = new_keys("a", pair.keys)
+    assert pair.believe(*both.private) == both.public[1:]
+    pair.trust(both.public[0])
+    pair.own.read_again()
+    assert pair.believe(*both.private) == both.public
+    write_public(pair.file, TrustedNodes(1, [Node("a", [PublicPart(both.public[0].hex())])]))
+    pair.own.read_again()
+    assert pair.believe(*both.private) == both.public[:1]
+    assert pair.own.problem("a", both.public[1:]) == "", "a key that is only retired cuts nothing"
+
+
+def test_no_secret_is_computed_with_keys_that_the_list_lacks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = [pair.proofs(b"t" * 32), pair.proofs()]
+    asked: list[bytes] = []
+    monkeypatch.setattr(nodes_module, "shared_secret", lambda private, public: asked.append(public) or bytes(32))
+    for node, proofs, told in (("a", shown[0], "has another key"), ("b", shown[1], "is not trusted")):
+        with pytest.raises(ConfigError, match=told):
+            pair.own.believe(node, proofs, PEER, pair.line.public, "client")
+    pair.revoke()
+    pair.own.read_again()
+    with pytest.raises(ConfigError, match="was revoked at"):
+        pair.own.believe("a", shown[1], PEER, pair.line.public, "client")
+    assert not asked
+    pair.file.unlink()
+    pair.trust(pair.keys.public[0])
+    pair.own.read_again()
+    with pytest.raises(ConfigError, match="has not its key"):
+        pair.own.believe("a", (*shown[0], *shown[1]), PEER, pair.line.public, "client")
+    assert asked == [pair.keys.public[0]]
+
+
+def test_a_node_s_public_keys_are_computed_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bytes] = []
+    monkeypatch.setattr(node_files, "public_key", lambda private: asked.append(private) or b"p" * 32)
+    keys = read_node_keys(pair.key_file)
+    assert keys.public == keys.public == (b"p" * 32,)
+    assert asked == list(keys.private)
+
+
+def test_peers_that_come_again_and_again_do_not_fill_the_log(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    now_s = [0.0]
+    credentials = Credentials(SECRET, (SCHEDULER.public,), SCHEDULER.private)
+    admission = JoinAdmission(credentials, OWN, SCHEDULER.public)
+    key = cast(Any, admission)._joining
+    told: list[str] = []
+    connections = cast(Any, SimpleNamespace(say_gone=lambda identity, envelope, reason: told.append(reason)))
+    listens = Opening(
+        connections, "scheduler", SCHEDULER, cast(Admission, admission), pair.own, bytes, 1.0, lambda: now_s[0]
+    )
+
+    def come(name: str) -> None:
+        envelope = wire.Envelope(name, 1, 1, cast(Any, None))
+        assert listens.accept(b"i", key, envelope, wire.Hello(kind="worker", node="x\ny", node_proofs=proofs)) is None
+
+    proofs = pair.proofs()
+    with caplog.at_level(logging.ERROR, logger=opening.__name__):
+        for number in range(3 * MOST_LINES):
+            come(f"d{number}\nforged: all is well")
+        assert len(caplog.records) == MOST_LINES
+        now_s[0] = PERIOD_S + 1.0
+        come("x" * 10_000)
+    lines = [each.getMessage() for each in caplog.records[MOST_LINES - 1 :]]
+    assert lines[1] == f"{2 * MOST_LINES} more were not accepted"
+    assert lines[0].startswith(f"not accepted: 'd{MOST_LINES - 1}\\nforged")
+    assert r"node 'x\ny' is not trusted" in lines[0]
+    assert len(caplog.records) == MOST_LINES + 2
+    assert all("\n" not in each and len(each) < 1000 for each in lines)
+    assert len(told) == 3 * MOST_LINES + 1, "each peer hears why"
+
+
+# ---- files
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, number: int, only: Path) -> Callable[[], None]:
+    """Lets every opening of this file fail; returns what ends that."""
+    opened = node_files._opened
+
+    def fails(path: str, flags: int) -> int:
+        if Path(path) == only:
+            raise OSError(number, os.strerror(number))
+        return opened(path, flags)
+
+    monkeypatch.setattr(node_files, "_opened", fails)
+    return lambda: monkeypatch.setattr(node_files, "_opened", opened)
+
+
+def test_a_revocation_that_could_not_be_read_at_first_is_read_later(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = pair.believe()
+    pair.revoke()
+    with caplog.at_level(logging.ERROR, logger=nodes_module.__name__):
+        heal = failing(monkeypatch, errno.EMFILE, pair.file)
+        for _ in range(3):
+            pair.own.read_again()
+        assert pair.own.problem("a", keys) == ""
+        (line,) = [each.getMessage() for each in caplog.records]
+        assert line == f"nothing has changed: {pair.file}: cannot be read: Too many open files"
+        heal()
+        pair.own.read_again()
+    assert " of node a was revoked at " in pair.own.problem("a", keys)
+    assert len(caplog.records) == 1
+
+
+def test_a_fault_of_the_key_file_keeps_no_revocation_away(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    keys = pair.believe()
+    pair.key_file.write_text("node a\n")
+    pair.revoke()
+    with caplog.at_level(logging.ERROR, logger=nodes_module.__name__):
+        pair.own.read_again()
+    assert f"nothing has changed: {pair.key_file}: " in caplog.text
+    assert " of node a was revoked at " in pair.own.problem("a", keys)
+
+
+def test_a_fault_that_returns_is_told_again(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        good = pair.file.read_text()
+        with caplog.at_level(logging.ERROR, logger=nodes_module.__name__):
+            pair.file.write_text("{")
+            pair.own.read_again()
+        pair.file.write_text(good)
+        pair.own.read_again()
+    assert len(caplog.records) == 2
+
+
+def test_a_stamp_shows_changes_that_leave_the_time_of_the_content(pair: Pair) -> None:
+    before, status = stamp_of(pair.file), os.stat(pair.file)
+    deadline_s = time.monotonic() + 10.0
+    while stamp_of(pair.file) == before:  # ctime moves with the kernel's ticks
+        os.chmod(pair.file, 0o600)  # as chown does, which takes root
+        os.utime(pair.file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert time.monotonic() < deadline_s
+    assert before is not None
+    assert status.st_uid == before[-1]
+    assert os.stat(pair.file).st_mtime_ns == status.st_mtime_ns
+
+
+def test_an_input_error_while_a_file_is_read_is_told_as_any_other(tmp_path: Path) -> None:
+    """The kernel lets this one be opened, and answers reads of its first bytes with EIO."""
+    for read in (read_node_keys, read_trusted_nodes):
+        with pytest.raises(ConfigError, match="/proc/self/mem: cannot be read: Input/output error"):
+            cast(Any, read)(Path("/proc/self/mem"))
+        with pytest.raises(ConfigError, match="a folder; "):
+            cast(Any, read)(tmp_path)
+        os.mkfifo(fifo := tmp_path / f"{read.__name__}.fifo", 0o600)
+        with pytest.raises(ConfigError, match="no file but a pipe or a device"):
+            cast(Any, read)(fifo)
+
+
+def test_a_rotation_that_was_interrupted_between_the_two_files_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "keys"
+    key, public = folder / "a.key", folder / "a.pub"
+    assert command(capsys, "new", "a", "--folder", folder)[0] == 0
+    (old,) = read_node_keys(key).public
+
+    def full(file: Path, content: object) -> None:
+        raise ConfigError(f"{file}: cannot be written: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node_files, "write_public", full)
+        assert command(capsys, "rotate", "a", "--folder", folder)[0] == 1
+    new, kept = read_node_keys(key).public
+    assert (kept, [each.key for each in read_public_part(public).keys]) == (old, [old])
+    code, said = command(capsys, "retire", "a", "--folder", folder)
+    assert code == 1
+    assert f"{public}: lacks the newest key of {key}: its rotation was interrupted; end that with `pd-clus" in said
+    assert read_node_keys(key).public == (new, old), "the key that lists have is still there"
+    assert command(capsys, "rotate", "a", "--folder", folder, "--expires", "2099-01-31")[0] == 0
+    assert read_node_keys(key).public == (new, old)
+    parts = read_public_part(public).keys
+    assert [(each.key, each.until) for each in parts] == [(new, "2099-01-31"), (old, "")]
+    assert command(capsys, "retire", "a", "--folder", folder)[0] == 0
+    assert [each.key for each in read_public_part(public).keys] == list(read_node_keys(key).public) == [new]

@@ -22,6 +22,7 @@ from tests.support.engines import assert_all_same, random_prompt
 from tests.support.hostile_adapters import HOSTILE
 
 Checkpoints = Callable[..., Path]
+LONG = 1500  # tokens: an answer that takes longer than the metrics' next figures
 MAX_TOKENS = 12
 INFO = "vllm:lora_requests_info"
 
@@ -204,7 +205,7 @@ def test_one_that_is_unloaded_ends_its_requests(cluster: Served, models: dict[st
     """A stream that has begun goes on to its end, with its adapter, and shows in the metrics meanwhile."""
     cluster.load("second", "second")
     prompt = random_prompt(random.Random(8), 20)
-    body = {"model": "second", "prompt": prompt, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    body = {"model": "second", "prompt": prompt, "max_tokens": LONG, "ignore_eos": True, "temperature": 0}
     stream = {"stream": True, "return_token_ids": True}
     tokens: list[int] = []
     url = f"{cluster.url}/v1/completions"
@@ -217,7 +218,7 @@ def test_one_that_is_unloaded_ends_its_requests(cluster: Served, models: dict[st
         for line in [begun, *lines]:
             if line.startswith("data: {"):
                 tokens += httpx.Response(200, text=line[6:]).json()["choices"][0].get("token_ids") or []
-    assert len(tokens) == 400
+    assert len(tokens) == LONG
     assert_all_same(models["second"], [prompt], [tokens[:64]], 64)
     idle = {"max_lora": "2", "running_lora_adapters": "", "waiting_lora_adapters": ""}
     cluster.wait_until("the metric names none", lambda: cluster.used() == idle)

@@ -1,4 +1,4 @@
-"""What a real engine publishes over real sockets is what its pool has, block by block, and vLLM's own types read it."""
+"""A real engine publishes over real sockets which blocks its pool has; vLLM's own types read its events."""
 
 from __future__ import annotations
 

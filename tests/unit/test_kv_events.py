@@ -81,7 +81,7 @@ DECODER = msgspec.msgpack.Decoder(Batch)
 
 
 class Mirror:
-    """What a router outside of the cluster knows, from events alone."""
+    """A router outside of the cluster, which knows the events alone."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, dict[int | bytes, tuple[int | bytes | None, tuple[int, ...]]]] = {}

@@ -347,7 +347,7 @@ def test_a_nodes_key_does_not_make_another_node(box: Callable[..., Box], world: 
 
 
 def test_a_proof_is_good_for_one_pair_of_processes_only(world: World) -> None:
-    """What a process of one node has seen of another's proofs it cannot show to a third, nor to a later life."""
+    """A process cannot pass on another node's proofs, to a third process or to a later life of the same one."""
 
     def nodes(own: str, key: KeyPair, node: str = "") -> Nodes:
         return Nodes(

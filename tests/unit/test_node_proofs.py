@@ -1,4 +1,4 @@
-"""What proofs of nodes' keys are worth to those who would cheat, and files that cannot be read for a while."""
+"""Cheats gain nothing from proofs of nodes' keys, and files that cannot be read for a while change nothing."""
 
 from __future__ import annotations
 

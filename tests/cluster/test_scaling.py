@@ -63,7 +63,7 @@ class Pods(LiveCluster):
             "--instance-name": name,
             "--kv-port-range": "",  # all pods have one address here
         }
-        given = dict(each.split("=", 1) for each in container["args"][2:])
+        given = dict(each.split("=", 1) for each in container["args"][2:] if "=" in each)  # all pods are one host
         for flag, value in given.items():
             if found := re.fullmatch(r"/run/secrets/pd-cluster/(.*)", value):
                 own[flag] = str(self.files[found[1]])

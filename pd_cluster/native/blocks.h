@@ -16,9 +16,10 @@
 #define FEW_BLOCKS 3   // up to here parts are as short as that, so that the next one is fetched in time; else twice as long
 #define PANELS_OF(m, sums) ((m) * 4 * PARTS <= (sums) ? 4 : (m) * 2 * PARTS <= (sums) ? 2 : 1)
 
-// The way of a product, constant in each loop: the form of words, and what they are multiplied as.
+// The way of a product, constant in each loop: the form of words, what they are multiplied as, and whether they are in
+// the L1 cache.
 typedef struct {
-    int form, as;
+    int form, as, is_near;
 } Way;
 
 // Adds to sums [row][MOST_PANELS][PANEL], or to zeros if it `begins`, the products of x [word][row] with words of some
@@ -101,7 +102,7 @@ INLINE void multiply_words(Way y, int m, int v, const int32_t *x, const int32_t 
     static __attribute__((noinline)) void name(const int32_t *x, const int32_t *words, int64_t panel_stride,           \
                                                int64_t num_words, const int32_t *ahead, int64_t ahead_stride,          \
                                                int32_t *to, int begins) {                                              \
-        multiply_words((Way){form, as}, m, v, x, words, panel_stride, num_words, ahead, ahead_stride, to, begins);     \
+        multiply_words((Way){form, as, 0}, m, v, x, words, panel_stride, num_words, ahead, ahead_stride, to, begins);     \
     }
 #define KERNELS(name, m, sums, form, as)                                                                               \
     KERNEL(name##m, m, PANELS_OF(m, sums), form, as) KERNEL(name##m##_one, m, 1, form, as)
@@ -129,14 +130,8 @@ INLINE void multiply_words(Way y, int m, int v, const int32_t *x, const int32_t 
 #define BLOCK_KERNELS(...) TABLE(12, __VA_ARGS__)
 #endif
 
-BLOCK_KERNELS(floats, BLOCK_SUMS, FLOATS, AS_FLOATS)
-FEW_KERNELS(bf16s_as_floats, FEW_SUMS, BF16S, AS_FLOATS)
-FEW_KERNELS(codes8_as_floats, FEW_SUMS, CODES8, AS_FLOATS)
-FEW_KERNELS(e4m3s_as_floats, FEW_SUMS, E4M3S, AS_FLOATS)
 #if HAVE_BF16_DOTS
 BLOCK_KERNELS(bf16s, BLOCK_SUMS, BF16S, AS_BF16S)
-FEW_KERNELS(codes8_as_bf16s, FEW_SUMS, CODES8, AS_BF16S)
-FEW_KERNELS(e4m3s_as_bf16s, FEW_SUMS, E4M3S, AS_BF16S)
 #endif
 #if CODE_ROWS > FEW_ROWS
 BLOCK_KERNELS(codes8, CODE_SUMS, CODES8, AS_CODES)
@@ -144,57 +139,38 @@ BLOCK_KERNELS(codes8, CODE_SUMS, CODES8, AS_CODES)
 FEW_KERNELS(codes8, CODE_SUMS, CODES8, AS_CODES)
 #endif
 
-// Returns the kernels of a product for blocks of m rows: for one panel, and for several. Not for codes of 4 bits, unless
-// they are decoded.
+// Returns the kernels of a product for blocks of m rows: for one panel, and for several. Only of codes of 8 bits as such,
+// and of bfloat16s that are multiplied by dots: spans.h has the others.
 static Kernel *const *kernels_of(const Packed *w, int64_t m) {
-    int64_t form = w->p->form;
-    if (w->p->activations == AS_CODES) return codes8[m - 1];
-    if (w->by == BY_FLOATS) {
-        if (w->decodes) return floats[m - 1];
-        return (form == BF16S    ? bf16s_as_floats
-                : form == CODES8 ? codes8_as_floats
-                                 : e4m3s_as_floats)[m - 1];
-    }
 #if HAVE_BF16_DOTS
-    if (w->decodes || form == BF16S) return bf16s[m - 1];
-    return (form == CODES8 ? codes8_as_bf16s : e4m3s_as_bf16s)[m - 1];
-#else
-    __builtin_unreachable();
+    if (w->p->activations != AS_CODES) return bf16s[m - 1];
 #endif
+    return codes8[m - 1];
 }
 
 static int64_t most_panels(const Packed *w, int64_t m) {
-    if (w->p->activations == AS_CODES) return PANELS_OF(m, CODE_SUMS);
-    return w->decodes || (w->by == BY_DOTS && w->p->form == BF16S) ? PANELS_OF(m, BLOCK_SUMS) : PANELS_OF(m, FEW_SUMS);
+    return w->p->activations == AS_CODES ? PANELS_OF(m, CODE_SUMS) : PANELS_OF(m, BLOCK_SUMS);
 }
 
 // Computes results of some rows, the first that of a block, and panels.
 static void multiply_blocks(const Packed *w, int64_t first, int64_t num_rows, int64_t panel, int64_t num_panels) {
-    const Product *p = w->p;
     const int64_t sum_stride = MOST_PANELS * PANEL;
     float ALIGNED totals[(MANY_ROWS + BLOCK_ROWS) * MANY_PANELS * PANEL];
-    int32_t ALIGNED decoded[DECODED_NBYTES / 4], sums[(MANY_ROWS + BLOCK_ROWS) * MOST_PANELS * PANEL];
-    int64_t m = w->together, most = most_panels(w, m), stride = num_panels * PANEL, x_words = w->span_nbytes / 4 / m;
-    int64_t num_words = w->decodes ? x_words : w->span_words, num_blocks = (num_rows + m - 1) / m;
-    int64_t panel_stride = (w->decodes ? 1 : w->num_spans) * num_words * PANEL;
-    int64_t part = w->decodes || num_blocks == 1 ? num_words : PART_WORDS;
-    if (num_blocks > FEW_BLOCKS) part = MAX(part, 2 * PART_WORDS);
+    int32_t ALIGNED sums[(MANY_ROWS + BLOCK_ROWS) * MOST_PANELS * PANEL];
+    int64_t m = w->together, most = most_panels(w, m), stride = num_panels * PANEL, num_words = w->span_words;
+    int64_t panel_stride = w->num_spans * num_words * PANEL, num_blocks = (num_rows + m - 1) / m;
+    int64_t part = num_blocks == 1 ? num_words : num_blocks > FEW_BLOCKS ? 2 * PART_WORDS : PART_WORDS;
     int is_whole = part >= num_words;
     Kernel *const *kernels = kernels_of(w, m);
     for (int64_t span = 0; span < w->num_spans; span++) for (int64_t q = 0, v; q < num_panels; q += v) {
         v = num_panels - q >= most ? most : 1;
-        const int32_t *words = w->decodes ? decoded : words_at(w, panel + q, span);
-        for (int64_t i = 0; w->decodes && i < v; i++) {
-            const int32_t *from = words_at(w, panel + q + i, span);
-            if (w->by == BY_DOTS) decode_to_bf16s(p->form, from, w->span_words, decoded + i * panel_stride);
-            else decode_to_floats(p->form, from, w->span_words, (float *)decoded + i * panel_stride);
-        }
+        const int32_t *words = words_at(w, panel + q, span);
         for (int64_t k = 0; k < num_words; k += part) for (int64_t block = 0; block < num_blocks; block++) {
-            const int32_t *x = block_at(w, first / m + block, span) + k * (x_words / num_words) * m;
+            const int32_t *x = block_at(w, first / m + block, span) + k * m;
             int32_t *to = sums + (is_whole ? 0 : block * m * sum_stride);
             const int32_t *at = words + k * PANEL, *ahead = at + AHEAD;
             int64_t ahead_stride = panel_stride;
-            if (num_blocks > 1 && !w->decodes) { // blocks share the fetching of what is multiplied after this part
+            if (num_blocks > 1) { // blocks share the fetching of what is multiplied after this part
                 ahead = k + part < num_words ? at + part * PANEL : words + v * panel_stride;
                 ahead += MIN(block, v - 1) * panel_stride;
                 ahead_stride = 0;

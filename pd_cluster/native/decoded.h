@@ -25,11 +25,11 @@ INLINE vi ordered4(vi word) {
 }
 #endif
 
-INLINE void decode_pairs(int form, const int32_t *words, int64_t num_words, int32_t *out) {
+INLINE void decode_pairs(int form, const int32_t *words, int64_t num_words, int32_t *out, const int32_t *ahead) {
     int n = inputs_of_word(form);
     for (int64_t k = 0; k < num_words; k++) for (int h = 0; h < PARTS; h++) {
         vi word = load_words(words + k * PANEL + h * VL);
-        if (!h) __builtin_prefetch(words + k * PANEL + AHEAD);
+        if (!h) __builtin_prefetch(ahead + k * PANEL);
 #if VL == 16
         if (form == CODES4) word = ordered4(word);
 #endif
@@ -44,30 +44,32 @@ INLINE void decode_pairs(int form, const int32_t *words, int64_t num_words, int3
     }
 }
 
-// Decodes a span of one panel to bfloat16s.
-static void decode_to_bf16s(int64_t form, const int32_t *words, int64_t num_words, int32_t *out) {
+// Decodes a span of one panel to bfloat16s, and fetches as many words from `ahead` on.
+static void decode_to_bf16s(int64_t form, const int32_t *words, int64_t num_words, int32_t *out,
+                            const int32_t *ahead) {
     switch (form) {
-    case CODES8: decode_pairs(CODES8, words, num_words, out); break;
-    case CODES4: decode_pairs(CODES4, words, num_words, out); break;
-    default: decode_pairs(E4M3S, words, num_words, out);
+    case CODES8: decode_pairs(CODES8, words, num_words, out, ahead); break;
+    case CODES4: decode_pairs(CODES4, words, num_words, out, ahead); break;
+    default: decode_pairs(E4M3S, words, num_words, out, ahead);
     }
 }
 
-INLINE void decode_form(int form, const int32_t *words, int64_t num_words, float *out) {
+INLINE void decode_form(int form, const int32_t *words, int64_t num_words, float *out, const int32_t *ahead) {
     for (int64_t k = 0; k < num_words; k++) for (int h = 0; h < PARTS; h++) {
         vi word = load_words(words + k * PANEL + h * VL);
+        if (!h) __builtin_prefetch(ahead + k * PANEL);
         UNROLL for (int i = 0; i < inputs_of_word(form); i++)
             store(out + (k * inputs_of_word(form) + i) * PANEL + h * VL, number(form, word, i));
     }
 }
 
-// Decodes a span of one panel to numbers.
-static void decode_to_floats(int64_t form, const int32_t *words, int64_t num_words, float *out) {
+// The same to numbers.
+static void decode_to_floats(int64_t form, const int32_t *words, int64_t num_words, float *out, const int32_t *ahead) {
     switch (form) {
-    case BF16S: decode_form(BF16S, words, num_words, out); break;
-    case CODES8: decode_form(CODES8, words, num_words, out); break;
-    case CODES4: decode_form(CODES4, words, num_words, out); break;
-    default: decode_form(E4M3S, words, num_words, out);
+    case BF16S: decode_form(BF16S, words, num_words, out, ahead); break;
+    case CODES8: decode_form(CODES8, words, num_words, out, ahead); break;
+    case CODES4: decode_form(CODES4, words, num_words, out, ahead); break;
+    default: decode_form(E4M3S, words, num_words, out, ahead);
     }
 }
 

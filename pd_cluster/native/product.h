@@ -26,17 +26,23 @@ static int way(const Product *p) {
     return HAVE_BF16_DOTS ? BY_DOTS : BY_FLOATS;
 }
 
+// Returns up to how many rows codes become numbers in registers, for each block anew; more rows have them decoded once.
+static int64_t most_in_registers(const Product *p) {
+    if (p->form == E4M3S) return IS_ZEN ? 9 * FEW_ROWS : FEW_ROWS;
+    return !IS_ZEN ? 2 * FEW_ROWS : VL == 16 ? INT64_MAX : 9 * FEW_ROWS;
+}
+
 // Whether the weights of a span are decoded once, for many rows.
 static int must_decode(const Product *p, int by) {
     if (by == BY_TILES) return p->form != (p->activations == AS_CODES ? CODES8 : BF16S);
-    if (by == BY_FLOATS) return p->num_rows > 2 * FEW_ROWS;
-    return p->activations == AS_BF16S && p->form != BF16S && p->num_rows > FEW_ROWS;
+    if (p->activations == AS_CODES || (by == BY_DOTS && p->form == BF16S)) return 0;
+    return p->num_rows > most_in_registers(p);
 }
 
 // Returns the rows of a block: about as many in each.
 static int64_t block_rows(const Packed *w) {
+    if (w->p->activations != AS_CODES && goes_over_spans(w)) return rows_of_numbers(w->p->num_rows, (int)w->decodes);
     int64_t most = w->p->activations != AS_CODES ? BLOCK_ROWS : w->p->form == CODES4 ? SPAN_ROWS : CODE_ROWS;
-    if (!w->decodes && w->p->activations != AS_CODES && (w->by == BY_FLOATS || w->p->form != BF16S)) most = FEW_ROWS;
     int64_t blocks = (w->p->num_rows + most - 1) / most;
     return (w->p->num_rows + blocks - 1) / blocks;
 }
@@ -75,7 +81,7 @@ static void decode_span(const Packed *w, int64_t panel, int64_t num_panels, int6
         if (w->p->activations == AS_CODES)
             decode_to_codes(words, w->span_words, out + q * stride);
         else
-            decode_to_bf16s(form, words, w->span_words, out + q * stride);
+            decode_to_bf16s(form, words, w->span_words, out + q * stride, words + AHEAD);
     }
 }
 
@@ -111,7 +117,7 @@ static void multiply_in_tiles(const Packed *w, int64_t first, int64_t num_rows, 
 static void product_work(void *data) {
     Packed *w = data;
     const Product *p = w->p;
-    int64_t in_tiles = w->by == BY_TILES, m = w->together, most_rows = in_tiles ? TILE_BLOCK : MANY_ROWS / m * m;
+    int64_t in_tiles = w->by == BY_TILES, m = w->together, most_rows = in_tiles ? TILE_BLOCK : rows_of_item(w) / m * m;
     int64_t at_once = in_tiles && p->num_rows > TILE_ROWS ? DECODED_PANELS : MOST_PANELS;
     if (!in_tiles && (w->ready_rows > m || goes_over_spans(w))) at_once = MANY_PANELS;
     while (at_once > 1 && w->num_panels < 4 * at_once * p->num_threads) at_once /= 2;

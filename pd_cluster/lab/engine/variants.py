@@ -74,7 +74,7 @@ def weights_bench(rounds: int, threads: int, quick: bool) -> Bench:
         "Steps with several kinds of weights, 64 tokens before them",
         WEIGHTS,
         {"tiny": QUICK_SHAPE} if quick else {"125M": ModelShape(), "1B": ONE_BILLION},
-        [1, 2] if quick else [1, 8, 32],
+        [1, 2] if quick else [1, 8, 16, 32],
         {} if quick else {("125M", "bfloat16", 0): 2.5, ("125M", "int8", 1): 1.8, ("125M", "int8, head too", 1): 2.5},
         *(64, rounds, threads),
     )

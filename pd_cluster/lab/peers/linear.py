@@ -20,6 +20,7 @@ from pd_cluster.native.memory import keep_what_is_freed
 from pd_cluster.native.products import (
     bf16_linear,
     bf16_way,
+    fp8_weight_only_linear,
     int4_linear,
     int8_linear,
     int8_weight_only_linear,
@@ -27,6 +28,7 @@ from pd_cluster.native.products import (
 )
 
 GROUP = 128  # inputs of a scale of 4 bits
+MOST_E4M3 = 448.0
 READ_NBYTES, CHUNK_NBYTES = 1 << 30, 64 << 20
 Times = dict[str, dict[int, float]]
 
@@ -38,12 +40,17 @@ def forms(weight: torch.Tensor) -> dict[str, tuple[int, Linear | None]]:
     groups = weight.view(outputs, -1, GROUP)
     small = groups.abs().amax(-1) / 7.0
     four = (groups / small[..., None]).round().clamp(-8, 7).to(torch.int8).view_as(weight)
+    eight = weight.abs().amax(-1, keepdim=True) / MOST_E4M3
     four_nbytes = count // 2 + small.numel() * 4
     return {
         "float32": (count * 4, make_linear(weight.clone())),
         "bfloat16": (count * 2, bf16_linear(weight.bfloat16(), None)),
         "int8": (count + outputs * 4, int8_linear(codes, scales, None)),
         "int8 weights": (count + outputs * 4, int8_weight_only_linear(codes, scales, None, None)),
+        "fp8 weights": (
+            count + outputs * 4,
+            fp8_weight_only_linear((weight / eight).to(torch.float8_e4m3fn), eight, None),
+        ),
         "int4 weights": (four_nbytes, int4_linear(four, small, None, None)),
         "int4 weights, bfloat16": (four_nbytes, int4_linear(four, small, None, None, activations="bfloat16")),
         "int4 weights, int8": (four_nbytes, int4_linear(four, small, None, None, activations="int8")),

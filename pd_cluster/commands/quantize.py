@@ -36,6 +36,7 @@ def quantize(
 
     Layer by layer, on the CPU. Run it again after a Ctrl-C or a kill: it continues with the next layer.
     """
+    from pd_cluster.checkpoints.checkpoint import Checkpoint
     from pd_cluster.checkpoints.json_files import read_json
     from pd_cluster.errors import ConfigError
     from pd_cluster.model.quantize.job import QuantizeJob
@@ -53,6 +54,8 @@ def quantize(
         raise ConfigError(f"--method {method!r}: expected one of {', '.join(METHODS)}")
     folder = Path(model).expanduser()
     needs_samples = method != "rtn" or evaluate
+    if needs_samples and num_tokens >= (limit := Checkpoint.open(model).max_position_embeddings):
+        raise ConfigError(f"--num-tokens {num_tokens}: {model} takes {limit} tokens at most; use fewer than that")
     samples: Samples = []
     before = None
     device = "cpu" if scheme in ONLY_ON_CPU else "auto"  # before and after on the same one

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.commands.quantize import quantize
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.model.loader import _probe_logits, layout_of, load_model
@@ -146,8 +148,34 @@ def test_an_interrupted_job_continues_with_the_same_numbers(tmp_path: Path) -> N
             assert torch.equal(tensor, load_file(other)[name]), name
 
 
+def test_a_disk_that_is_full_ends_a_job_that_can_go_on(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    job = QuantizeJob(folder, tmp_path / "out", W4, "rtn", [])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"out: cannot be written: .*the same command continues$"):
+            job.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert job.run() == 21
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, method: str) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has NaN or infinities; copy"):
+        QuantizeJob(folder, tmp_path / "out", W4, method, SAMPLES).run()
+
+
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama")
+    with pytest.raises(ConfigError, match=r"config\.json: a file is there; give another folder"):
+        QuantizeJob(folder, folder / "config.json", W4, "rtn", []).run()
     quantized, _ = rewritten(folder, tmp_path, FORMATS["awq"])
     with pytest.raises(ModelError, match="the model is quantized already"):
         QuantizeJob(quantized, tmp_path / "a", W4, "rtn", []).run()
@@ -157,6 +185,11 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
         QuantizeJob(folder, tmp_path / "c", W4, "gptq", []).run()
     with pytest.raises(ModelError, match="--method rtn"):
         QuantizeJob(make_checkpoint(tmp_path / "moe", "mixtral"), tmp_path / "d", W4, "gptq", SAMPLES).run()
+
+
+def test_samples_longer_than_the_model_takes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--num-tokens 2048: .* takes 2048 tokens at most; use fewer than that$"):
+        quantize(str(SHIPPED_MODEL), str(tmp_path / "out"), num_tokens=2048)
 
 
 def test_calibration_files(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import json
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
@@ -76,29 +78,49 @@ class QuantizeJob:
                 file = partial / f"layer-{index:05}.safetensors"
                 if not file.exists():
                     tensors = self._layer(index, layers[index], files, walk, scheme)
-                    save_file(tensors, file.with_suffix(".new"), {"format": "pt"})
-                    file.with_suffix(".new").rename(file)
+                    with self._writing():
+                        save_file(tensors, file.with_suffix(".new"), {"format": "pt"})
+                        file.with_suffix(".new").rename(file)
                 elif walk is not None:
                     walk.pass_by(index, load_file(file))
                 progress(index + 1, len(layers))
             others = {name for names in layers.values() for name in names} - set(chosen)
             ignored = [name.removesuffix(".weight") for name in others if len(files.shape(name)) == 2]  # routers
             if rest:
-                save_file({name: files[name] for name in rest}, partial / "rest.safetensors", {"format": "pt"})
-        self._finish(partial, scheme.config(["lm_head", *sorted(ignored)]))
+                tensors = {name: files[name] for name in rest}
+                with self._writing():
+                    save_file(tensors, partial / "rest.safetensors", {"format": "pt"})
+        with self._writing():
+            self._finish(partial, scheme.config(["lm_head", *sorted(ignored)]))
         return len(chosen)
 
     def _partial(self) -> Path:
         partial = self.out / PARTIAL
+        if self.out.exists() and not self.out.is_dir():
+            raise ConfigError(f"{self.out}: a file is there; give another folder")
         if self.out.exists() and any(self.out.iterdir()):
             state = partial / STATE
             if not state.exists() or state.read_text("utf-8") != self.digest:
                 raise ConfigError(f"{self.out}: not empty, and no unfinished job like this one; give another folder")
-        partial.mkdir(parents=True, exist_ok=True)
-        (partial / STATE).write_text(self.digest, "utf-8")
+        with self._writing():
+            partial.mkdir(parents=True, exist_ok=True)
+            (partial / STATE).write_text(self.digest, "utf-8")
         return partial
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raises ConfigError for a full disk, and for folders that cannot be written."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(
+                f"{self.out}: cannot be written: {error}; make room or give another folder: the same command continues"
+            ) from error
+
     def _layer(self, index: int, names: list[str], files: Files, walk: _Walk | None, scheme: Scheme) -> Tensors:
+        for name in names:
+            if _is_quantized(name, files) and not torch.stack(files[name].aminmax()).isfinite().all():
+                raise ModelError(f"{self.model}: {name} has NaN or infinities; copy the folder or make it again")
         if walk is not None:
             return walk.quantize(index, names, scheme, self.method)
         found: Tensors = {}

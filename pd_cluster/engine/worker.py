@@ -174,6 +174,7 @@ class Worker:
             self._tick()
             if self._sleep.is_due and self.legs.are_over:
                 self._sleep.settle()
+            self._outbox.flush()  # what the mail brought need not wait for the step
             was_busy, busy = busy, self._step()
             if was_busy and not busy:
                 self._rest()

@@ -858,3 +858,21 @@ def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(monkeypatch:
     assert [end.error for end in world.post.ended] == ["decode-0@2 wants KV cache from token 3 on"]
     assert sent[-1] == wire.Revoke("r")
     world.assert_home()
+
+
+def test_what_the_mail_brought_leaves_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may take long: a refusal, or the first tokens of a sequence that joins, do not wait for its results."""
+    world = World()
+    runner, ended = world.worker.core.runner, []
+    forward = runner.forward
+
+    def compute(*args: Any) -> RunnerOutput:
+        ended.append([each.request_id for each in world.post.ended])
+        world.inbox.put(StopEngine())
+        return forward(*args)
+
+    monkeypatch.setattr(runner, "forward", compute)
+    world.submit("r", PROMPT, sampling())
+    world.submit("too long", [5] * 41, sampling())
+    world.worker.run()
+    assert ended == [["too long"]]

@@ -35,6 +35,8 @@ OTHERWISE = {  # a command's beginning -> the test that runs it
     r"\S*pd-cluster up ": "tests/cluster/test_up.py",
     r"\S*pd-cluster serve --role": "tests/cluster/test_join.py",
     r"pd-cluster serve .*--kv-events-config": "tests/cluster/test_kv_events.py",
+    r"pd-cluster serve --kv-host-cache": "tests/cluster/test_kv_tiers.py",
+    r"read -r PD_CLUSTER_SERVE_KV_SHARED_CACHE": "tests/model/test_shared_store.py",
     r"curl \S* \S*/v1/streams": "tests/cluster/test_resume.py",
     r"pd-ranktable (gen|merge|check)": "tests/unit/test_ranktable_cli.py",
     r"export |sh scripts/start_servers.sh": "tests/cluster/test_start_servers_sh.py",

@@ -14,7 +14,7 @@ import zmq
 from pd_cluster.cluster.processes.ports import free_port_row
 from ranktable_tools.keys import ADMIN_TOKEN_FILE
 from tests.support.cluster import LiveCluster
-from tests.unit.test_kv_events import Mirror, Reader
+from tests.support.kv_event_readers import Mirror, Reader
 
 Checkpoints = Callable[..., Path]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

@@ -19,7 +19,7 @@ from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.kv_events import KVEventsConfig
 from pd_cluster.types import Sampling
 from tests.support.engines import generate, make_core
-from tests.unit.test_kv_events import DECODER, Mirror, Reader, await_subscriber
+from tests.support.kv_event_readers import DECODER, Mirror, Reader, await_subscriber
 
 Checkpoints = Callable[..., Path]
 VLLM = os.environ.get("PD_CLUSTER_VLLM", "")  # a virtual environment with vLLM

@@ -84,3 +84,12 @@ class ElasticWorld:
         return {
             conn.removeprefix("to-"): {p.name: p.role for p in body.peers} for conn, body in self.mailbox.of(wire.Peers)
         }
+
+
+def busy(instance: Instance, num_running: int = 1) -> None:
+    instance.num_outstanding = num_running
+    instance.load = msgspec.structs.replace(instance.load, num_running=num_running, num_held_blocks=num_running)
+
+
+def idle(instance: Instance) -> None:
+    busy(instance, 0)

@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.api.admin.admin_app import admin_app
-from pd_cluster.api.admin.timelines import LocalTimelines
-from pd_cluster.api.gate.access import AdminAccess
-from pd_cluster.cluster.members.elastic import Tables
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.lease import Listed
-from pd_cluster.cluster.members.place import Place
 from pd_cluster.cluster.members.prefixes import Prompt
 from pd_cluster.cluster.routing.policy import RoutingRequest, least_loaded, linked_pairs
-from pd_cluster.errors import ConfigError, InstanceNotFound, Refused
-from pd_cluster.settings.config import Credentials
+from pd_cluster.errors import InstanceNotFound, Refused
 from pd_cluster.types import Order, Sampling
-from ranktable_tools import RankTable
-from ranktable_tools.tables import Server, server_group
-from tests.support.elastic_world import ElasticWorld
+from tests.support.elastic_world import ElasticWorld, busy, idle
 from tests.support.router_world import PROMPT, run, token
-
-TOKEN = "a-token-of-some-length"
-
-
-def busy(instance: Instance, num_running: int = 1) -> None:
-    instance.num_outstanding = num_running
-    instance.load = msgspec.structs.replace(instance.load, num_running=num_running, num_held_blocks=num_running)
-
-
-def idle(instance: Instance) -> None:
-    busy(instance, 0)
 
 
 def pairs(world: ElasticWorld) -> set[str]:
@@ -305,111 +283,6 @@ def test_what_was_removed_comes_back_by_hand_only() -> None:
     run(test())
 
 
-def test_add_takes_host_and_devices_from_the_grown_table() -> None:
-    async def test() -> None:
-        world = ElasticWorld()
-        grown = ElasticWorld(num_prefill=3)
-        world.place = grown.place
-        assert await world.elastic.add("prefill-2", 7002) is world["prefill-2"]
-        assert world["prefill-2"].device_ids == ["12"]
-        again = await world.elastic.add("prefill-2", 7003)
-        assert (again.port, len(world.names)) == (7003, 5), "it was not there"
-        world.make_ready(again)
-        with pytest.raises(Refused, match="prefill-2 is there already, at port 7003"):
-            await world.elastic.add("prefill-2", 7004)
-        with pytest.raises(Refused, match=r"port: 3 of 127.0.0.1 is the port of decode-0"):
-            await world.elastic.add("prefill-2", 3)
-        with pytest.raises(InstanceNotFound, match="has no prefill-3; it has prefill-0, "):
-            await world.elastic.add("prefill-3", 7004)
-
-    run(test())
-
-
-def test_a_reload_joins_and_leaves() -> None:
-    async def test() -> None:
-        world = ElasticWorld(num_prefill=2, num_decode=2)
-        world.place = ElasticWorld(num_prefill=3, num_decode=1).place
-        busy(world["decode-1"])
-        assert await world.elastic.reload() == "prefill-2 joins, decode-1 leaves"
-        assert world["decode-1"].shown_state == "leaving"
-        await world.membership._ask(world["prefill-2"], None)  # type: ignore[arg-type]  # nobody is asked
-        assert world["prefill-2"].reason.startswith("its port is not known; pd-cluster instances add prefill-2 --port")
-        assert await world.elastic.reload() == "nobody joins, nobody leaves"
-        world.ports = [1, 2, 7002, 4]
-        await world.elastic.reload()
-        assert world["prefill-2"].port == 7002
-        idle(world["decode-1"])
-        world.elastic.tick()
-        assert world.names == ["prefill-0", "prefill-1", "prefill-2", "decode-0"]
-
-    run(test())
-
-
-def changed(world: ElasticWorld, change: Callable[[list[Server]], list[Server]]) -> Place:
-    """The world's table with other prefill entries."""
-    place = world.place
-    groups = list(place.table.server_group_list)
-    groups[1] = server_group("prefill", tuple(change(list(groups[1].server_list))))
-    table = RankTable(place.table.version, place.table.status, tuple(groups), "table.json")
-    return replace(place, table=table)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda servers: servers[1:], "table.json makes prefill-1 prefill-0"),
-        (lambda servers: servers[::-1], "table.json makes prefill-0 prefill-1"),
-        (
-            lambda servers: [servers[0], replace(servers[1], server_ip="127.0.0.2")],
-            "table.json has other devices for prefill-1; first `pd-cluster instances remove prefill-1`",
-        ),
-    ],
-)
-def test_a_table_that_renames_is_refused_whole(change: Callable[[list[Server]], list[Server]], said: str) -> None:
-    async def test() -> None:
-        world = ElasticWorld()
-        world.place = changed(world, change)
-        before = world.membership.place
-        ways: list[Callable[[], Awaitable[object]]] = [world.elastic.reload, lambda: world.elastic.add("decode-1", 9)]
-        for ask in ways:
-            with pytest.raises(Refused, match=said) as caught:
-                await ask()
-            assert str(caught.value).endswith("; nothing has changed")
-        assert world.membership.place is before
-        assert [(each.port, each.shown_state) for each in world.membership.instances] == [
-            (port, "ready") for port in (1, 2, 3, 4)
-        ]
-
-    run(test())
-
-
-def test_a_changed_table_needs_a_secret_of_its_own() -> None:
-    async def test() -> None:
-        world = ElasticWorld()
-        assert await world.elastic.reload() == "nobody joins, nobody leaves"
-        world.place = ElasticWorld(num_prefill=3).place
-        world.credentials = Credentials(b"t" * 32)  # as --derive-secret makes of another table
-        with pytest.raises(Refused, match="do not use --derive-secret where the table may change; nothing has changed"):
-            await world.elastic.add("prefill-2", 7002)
-        assert len(world.names) == 4
-
-    run(test())
-
-
-def test_a_faulty_table_is_one_line() -> None:
-    async def test() -> None:
-        world = ElasticWorld()
-
-        def read() -> Place:
-            raise ConfigError("table.json: line 1: found '{', expected more")
-
-        world.elastic._tables = Tables(read, lambda place: None, lambda place: world.credentials)
-        with pytest.raises(Refused, match=r"^table.json: line 1: found '{', expected more; nothing has changed$"):
-            await world.elastic.reload()
-
-    run(test())
-
-
 def test_run_ends_what_was_begun() -> None:
     async def test() -> None:
         world = ElasticWorld()
@@ -422,129 +295,3 @@ def test_run_ends_what_was_begun() -> None:
         await asyncio.gather(running, return_exceptions=True)
 
     run(test())
-
-
-# ---- the admin port
-
-
-def send(
-    world: ElasticWorld, path: str, body: Any = None, token: str | None = TOKEN, is_open: bool = True, raw: bytes = b""
-) -> tuple[int, Any]:
-    async def ask() -> httpx.Response:
-        app = admin_app(world.elastic, LocalTimelines(world.router.timelines), AdminAccess(TOKEN, is_open))
-        headers = {"Authorization": f"Bearer {token}".encode("latin-1")} if token is not None else {}
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://localhost", headers=headers
-        ) as client:
-            if body is None and not raw:
-                return await client.get(path)
-            return await client.post(path, content=raw or msgspec.json.encode(body))
-
-    answer = asyncio.run(ask())
-    return answer.status_code, answer.json()
-
-
-@pytest.mark.parametrize(
-    ("host", "is_known"),
-    [
-        ("localhost", True),
-        ("localhost:9001", True),
-        ("127.0.0.1:9001", True),
-        ("127.1.2.3", True),
-        ("[::1]:9001", True),
-        ("PD.example:9001", True),
-        ("[fd00::5]", True),
-        ("evil.example", False),
-        ("evil.example:9001", False),
-        ("localhost.evil.example", False),
-        ("127.0.0.1.evil.example", False),
-        ("10.0.0.5", False),
-        ("", False),
-    ],
-)
-def test_the_port_is_read_under_its_own_names_only(host: str, is_known: bool) -> None:
-    """A page whose name resolves to 127.0.0.1 sends its own name; the token opens under any."""
-    access = AdminAccess(TOKEN, True, frozenset({"pd.example", "[fd00::5]"}))
-
-    async def ask() -> None:
-        app = admin_app(ElasticWorld().elastic, LocalTimelines(ElasticWorld().router.timelines), access)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-            for path in ("/instances", "/requests"):
-                answer = await client.get(path, headers={"Host": host})
-                assert answer.status_code == (200 if is_known else 403)
-                assert is_known or "--admin-allowed-hosts" in answer.text
-                token = {"Host": host, "Authorization": f"Bearer {TOKEN}"}
-                assert (await client.get(path, headers=token)).status_code == 200
-
-    asyncio.run(ask())
-
-
-COMMANDS = [
-    ("/instances", {"name": "prefill-0", "port": 1}),
-    ("/instances/prefill-0/drain", {}),
-    ("/instances/prefill-0/undrain", {}),
-    ("/instances/prefill-0/remove", {}),
-    ("/instances/prefill-0/role", {"role": "decode"}),
-]
-
-
-@pytest.mark.parametrize(("path", "body"), COMMANDS, ids=[path for path, _ in COMMANDS])
-def test_commands_need_the_token(path: str, body: dict[str, Any]) -> None:
-    world = ElasticWorld()
-    for wrong in (None, "", "wrong", TOKEN[:-1], TOKEN + "x", "\xfc"):
-        status, answer = send(world, path, body, token=wrong)
-        assert (status, answer["error"]["code"]) == (401, "invalid_admin_token")
-        assert "Authorization: Bearer" in answer["error"]["message"]
-    assert all(each.takes_requests for each in world.membership.instances)
-    status, answer = send(world, path, body)
-    assert (status, answer["instance_id"]) == (200, "prefill-0")
-
-
-@pytest.mark.parametrize("path", ["/instances", "/requests", "/requests/x/timeline"])
-def test_reading_needs_the_token_where_others_reach_the_port(path: str) -> None:
-    world = ElasticWorld()
-    assert send(world, path, token=None)[0] != 401
-    assert send(world, path, token=None, is_open=False)[0] == 401
-    assert send(world, path, is_open=False)[0] != 401
-
-
-def test_the_list_shows_what_is_wanted() -> None:
-    world = ElasticWorld()
-    busy(world["prefill-1"])
-    assert send(world, "/instances/prefill-1/role", {"role": "decode", "timeout_s": 3})[0] == 200
-    assert world["prefill-1"].drain_deadline_s == 3
-    entries = {each["instance_id"]: each for each in send(world, "/instances")[1]["instances"]}
-    shown = [entries["prefill-1"][name] for name in ("role", "next_role", "service", "state")]
-    assert shown == ["prefill", "decode", "in", "changing"]
-
-
-@pytest.mark.parametrize(
-    ("path", "raw", "status", "said"),
-    [
-        ("/instances/nobody/drain", b"{}", 404, "there is no instance 'nobody'"),
-        ("/instances/prefill-0/role", b"{}", 400, "role: ''; give prefill or decode"),
-        ("/instances/prefill-0/role", b'{"role": "both"}', 400, "role: 'both'; give prefill or decode"),
-        ("/instances/prefill-0/drain", b'{"timeout_s": -1}', 400, "timeout_s: -1; give 0 to 86400 seconds"),
-        ("/instances/prefill-0/drain", b'{"timeout_s": 1e99}', 400, "timeout_s"),
-        ("/instances/prefill-0/drain", b'{"forse": true}', 400, "forse"),
-        ("/instances/prefill-0/drain", b"[", 400, "body"),
-        ("/instances/prefill-0/drain", b"\xff", 400, "body"),
-        ("/instances", b'{"name": "prefill-0"}', 400, "port"),
-        ("/instances", b'{"name": "prefill-0", "port": 0}', 400, "port: 0; give a port from 1 to 65535"),
-        ("/instances", b'{"name": "prefill-0", "port": 1, "host": "1.2.3.4"}', 400, "host"),
-        ("/instances", b'{"name": "prefill-9", "port": 1}', 404, "has no prefill-9"),
-    ],
-)
-def test_wrong_commands_change_nothing(path: str, raw: bytes, status: int, said: str) -> None:
-    world = ElasticWorld()
-    found, answer = send(world, path, raw=raw)
-    assert found == status
-    assert said in answer["error"]["message"]
-    assert "\n" not in answer["error"]["message"]
-    assert all(each.takes_requests for each in world.membership.instances)
-
-
-def test_the_last_one_is_a_409() -> None:
-    world = ElasticWorld(num_prefill=1)
-    assert send(world, "/instances/prefill-0/remove", {})[0] == 409
-    assert send(world, "/instances/prefill-0/remove", {"force": True})[0] == 200

@@ -14,9 +14,9 @@ from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.joining import FIRST_BACKOFF_S
 from pd_cluster.cluster.members.registrar import ELSEWHERE, Registrar
 from pd_cluster.errors import ConfigError
+from tests.support.joining_worker import JOIN, REACH_S, TIMES, Seeker
 from tests.support.router_world import FakeMailbox
-from tests.unit.test_join import JOIN, REACH_S, TIMES, Seeker
-from tests.unit.test_shared import LEASE_S, Two
+from tests.support.shared_schedulers import LEASE_S, Two
 
 ADMITTED = wire.JoinAnswer()
 

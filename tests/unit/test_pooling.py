@@ -37,8 +37,8 @@ from pd_cluster.types import (
 )
 from tests.support.router_world import World, run, token
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone, hidden_state_after, logits_after
-from tests.unit.test_worker import CONN
-from tests.unit.test_worker import World as WorkerWorld
+from tests.support.worker_world import CONN
+from tests.support.worker_world import World as WorkerWorld
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 LOGITS = Pooling(kind="logits", token_ids=(7, 3, 7))

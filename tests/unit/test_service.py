@@ -12,70 +12,21 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tokenizers import processors
 
-from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.checkpoints.sampling_defaults import sampling_defaults
-from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import RequestError
-from pd_cluster.service.caller import Caller
 from pd_cluster.service.generation import Generation
-from pd_cluster.service.prompts.prompt_encoder import SHORT_NUM_CHARS, TRUNCATED_NUM_CHARS
-from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.prompts.prompt_encoder import SHORT_NUM_CHARS
 from pd_cluster.service.schema.protocol import CompletionRequest
 from pd_cluster.service.sequence import Piece
-from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.service.service import TextService
 from pd_cluster.text.tokenizer import Tokenizer
-from pd_cluster.types import Logprobs, PromptOutput, TokenOutput
-from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
-from tests.support.playback import Playback
-
-RUST = make_tokenizer()
-LIMIT = 10_000
-
-
-Services = Callable[..., tuple[TextService, Playback]]
+from pd_cluster.types import TokenOutput
+from tests.support.text_services import LIMIT, Services, chat, completion, services_in, whole
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Services:
-    """`make(text)` is a service whose model says that text, and the router behind it."""
-    RUST.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-
-    def build(
-        text: str = "",
-        limit: int = LIMIT,
-        generation_config: dict[str, Any] | None = None,
-        requires_model: bool = False,
-    ) -> Any:
-        router = Playback(RUST.encode(text).ids)
-        config = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}
-        checkpoint = Checkpoint(tmp_path, config, generation_config or {}, "", tmp_path)
-        service = TextService(
-            cast(Router, router),
-            checkpoint,
-            ServiceConfig(
-                "/models/x",
-                ["x"],
-                limit,
-                max_num_seqs=99,
-                sampling_defaults=sampling_defaults(checkpoint, "auto", {}),
-                requires_model=requires_model,
-            ),
-        )
-        return service, router
-
-    return build
-
-
-def completion(service: TextService, prompt: Any, **fields: Any) -> Generation:
-    return asyncio.run(service.completion(CompletionRequest(prompt=prompt, **fields), prompt))
-
-
-def chat(service: TextService, content: str, **fields: Any) -> Generation:
-    messages: Any = [{"role": "user", "content": content}]
-    return asyncio.run(service.chat(ChatCompletionRequest(messages=messages, **fields)))
+    return services_in(tmp_path)
 
 
 def pieces_of(service: TextService, generation: Generation) -> list[Piece]:
@@ -253,13 +204,6 @@ def test_seeds_of_requests_without_one_come_from_the_servers(make: Services) -> 
     assert len(set(seeds(5))) == 3
 
 
-# ---- several sequences
-
-
-def whole(service: TextService, generation: Generation) -> list[Piece]:
-    return asyncio.run(service.complete([generation]))
-
-
 def test_each_sequence_has_its_own_text_and_end(make: Services) -> None:
     service, router = make("aé日")
     generation = completion(service, "hi", n=3, max_tokens=6, seed=5)
@@ -370,206 +314,3 @@ def test_a_stop_token_is_kept_when_asked_for(make: Services, include: bool | Non
     router.last_reason = "stop"
     (piece,) = whole(service, completion(service, "a", include_stop_str_in_output=include))
     assert (piece.text, piece.finish_reason) == (text, "stop")
-
-
-# ---- the prompt
-
-
-def test_cached_tokens_are_told_once_they_are_known(make: Services) -> None:
-    service, router = make("ab")
-    router.told = PromptOutput("r", 0, 16)
-    generation = completion(service, "a", cache_salt="mine")
-    assert "prompt_tokens_details" not in generation.usage
-    whole(service, generation)
-    assert generation.usage["prompt_tokens_details"] == {"cached_tokens": 16}
-    assert router.salts == ["mine"]
-
-
-def test_a_tenants_salt_is_on_every_way(make: Services) -> None:
-    service, router = make("ab")
-    caller, messages = Caller("key", "tenant"), [{"role": "user", "content": "hi"}]
-    one, two = CompletionRequest(prompt="a"), CompletionRequest(prompt=["a", "b"], cache_salt="mine")
-    begun = [
-        asyncio.run(service.completion(one, "a", caller=caller)),
-        asyncio.run(service.chat(ChatCompletionRequest.model_validate({"messages": messages}), caller=caller)),
-        *asyncio.run(service.completions(two, caller=caller)),
-    ]
-    for generation in begun:
-        whole(service, generation)
-    assert router.salts == [caller.salt(None)] * 2 + [caller.salt("mine")] * 2
-    assert len({"", "mine", *router.salts}) == 4
-
-
-def test_nothing_is_generated_for_echo_alone(make: Services) -> None:
-    service, router = make("ab")
-    generation = completion(service, "hi", echo=True, max_tokens=0, n=2)
-    assert [(p.text, p.token_ids, p.finish_reason) for p in whole(service, generation)] == [("", [], "length")] * 2
-    assert router.requests == []
-
-
-def test_echo_alone_with_logprobs_computes_the_prompt(make: Services) -> None:
-    service, router = make("ab")
-    router.told = PromptOutput("r", 0, 0, [None, Logprobs(-1.0, 1, [])])
-    generation = completion(service, "hi", echo=True, max_tokens=0, logprobs=1, min_tokens=0)
-    router.logprobs = {0: -1.0}
-    assert [(p.text, p.token_ids, p.finish_reason) for p in whole(service, generation)] == [("", [], "length")]
-    assert (router.requests[0].max_tokens, router.requests[0].prompt_logprobs) == (1, 1)
-    assert router.was_closed
-    assert generation.prompt_logprobs == router.told.logprobs
-    assert generation.usage["completion_tokens"] == 0
-
-
-@pytest.mark.parametrize(
-    ("keep", "max_tokens", "num_kept"), [(3, None, 3), (50, None, 50), (99, 1, 99), (-1, 7, 93), (-1, None, 84)]
-)
-def test_the_end_of_a_prompt_is_kept(make: Services, keep: int, max_tokens: int | None, num_kept: int) -> None:
-    service, _ = make(limit=100)
-    prompt = [at % 200 for at in range(500)]
-    generation = completion(service, prompt, truncate_prompt_tokens=keep, max_tokens=max_tokens)
-    assert generation.prompt_token_ids == prompt[-num_kept:]
-    text = "hello you " * 50
-    generation = completion(service, text, truncate_prompt_tokens=keep, max_tokens=max_tokens)
-    assert service.tokenizer.decode(generation.prompt_token_ids) == text[-num_kept:]
-
-
-def test_a_chat_is_cut_to_leave_room(make: Services) -> None:
-    service, _ = make(limit=100)
-    assert len(chat(service, "x" * 900, truncate_prompt_tokens=-1).prompt_token_ids) == 99
-    assert len(chat(service, "x" * 900, truncate_prompt_tokens=-1, max_tokens=30).prompt_token_ids) == 70
-
-
-@pytest.mark.parametrize(("keep", "max_tokens"), [(100, None), (-1, 100), (-1, 5000)])
-def test_a_prompt_that_cannot_be_cut_to_fit(make: Services, keep: int, max_tokens: int | None) -> None:
-    service, _ = make(limit=100)
-    with pytest.raises(RequestError, match=f"^truncate_prompt_tokens: {keep} ") as caught:
-        completion(service, "hello", truncate_prompt_tokens=keep, max_tokens=max_tokens)
-    assert caught.value.param == "truncate_prompt_tokens"
-
-
-def test_even_a_text_to_be_cut_has_a_limit(make: Services) -> None:
-    service, _ = make(limit=100)
-    with pytest.raises(RequestError, match=f"send at most {TRUNCATED_NUM_CHARS}"):
-        completion(service, "x" * (TRUNCATED_NUM_CHARS + 1), truncate_prompt_tokens=5)
-
-
-# ---- what the model and the server allow
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "value"),
-    [
-        ({"logit_bias": {"5": 1, str(VOCAB_SIZE): 1}}, "logit_bias", VOCAB_SIZE),
-        ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids", VOCAB_SIZE),
-        ({"logprobs": 21}, "logprobs", 21),
-        ({"prompt_logprobs": 21}, "prompt_logprobs", 21),
-        ({"min_tokens": 17}, "min_tokens", 17),
-        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", 5),
-        ({"n": 2, "temperature": 0}, "n", 2),
-        ({"n": 2, "best_of": 3, "temperature": 0}, "n", 2),
-        ({"best_of": 2, "temperature": 1e-9}, "best_of", 2),
-        ({"n": 100, "use_beam_search": True}, "n", 100),
-        ({"n": 2, "best_of": 100, "use_beam_search": True}, "best_of", 100),
-        ({"allowed_token_ids": [EOS_ID], "min_tokens": 1}, "allowed_token_ids", "bad_words"),
-        ({"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1}, "allowed_token_ids", "bad_words"),
-    ],
-)
-def test_what_this_model_and_server_do_not_allow(
-    make: Services, fields: dict[str, Any], param: str, value: object
-) -> None:
-    service, _ = make()
-    with pytest.raises(RequestError, match=rf"^{param}: {value} ") as caught:
-        completion(service, "a", **fields)
-    assert caught.value.param == param
-    assert "\n" not in str(caught.value)
-
-
-def test_an_answer_of_beams_has_an_end(make: Services) -> None:
-    service, _ = make(limit=20_000)
-    with pytest.raises(RequestError, match=r"^n: 60 hypotheses of up to 18000 tokens") as caught:
-        completion(service, "a", n=60, use_beam_search=True, max_tokens=18_000)
-    assert caught.value.param == "n"
-
-
-def test_chats_refusal_names_top_logprobs(make: Services) -> None:
-    service, _ = make()
-    with pytest.raises(RequestError, match=r"^top_logprobs: 21 is more than this server's 20 \(--max-logprobs\)"):
-        chat(service, "a", logprobs=True, top_logprobs=21)
-
-
-def test_forbidding_all_that_is_allowed(make: Services) -> None:
-    service, _ = make()
-    (allowed,) = service.tokenizer.encode("z")
-    with pytest.raises(RequestError, match="forbid every one of them"):
-        completion(service, "a", allowed_token_ids=[allowed], bad_words=["z"])
-    assert completion(service, "a", allowed_token_ids=[allowed, 1], bad_words=["z"]).sampling.bad_words
-
-
-def test_a_greedy_default_of_the_model_counts(make: Services) -> None:
-    service, _ = make(generation_config={"temperature": 0})
-    with pytest.raises(RequestError, match=r"^n: 2 with temperature 0"):
-        completion(service, "a", n=2)
-    assert completion(service, "a", n=2, temperature=1).sampling.n == 2
-
-
-def test_no_more_logprobs_than_tokens(make: Services, tmp_path: Path) -> None:
-    service, _ = make()
-    service._intake.limits = service._intake.limits._replace(max_logprobs=5000)
-    sampling = completion(service, "a", logprobs=4000, prompt_logprobs=4000).sampling
-    assert (sampling.logprobs, sampling.prompt_logprobs) == (VOCAB_SIZE, VOCAB_SIZE)
-
-
-@pytest.mark.parametrize(
-    ("most", "asked", "told"), [(-1, -1, VOCAB_SIZE), (-1, 4000, VOCAB_SIZE), (4000, -1, VOCAB_SIZE)]
-)
-def test_logprobs_of_the_whole_vocabulary(make: Services, most: int, asked: int, told: int) -> None:
-    service, _ = make()
-    service._intake.limits = service._intake.limits._replace(max_logprobs=most)
-    sampling = completion(service, "a", logprobs=asked, prompt_logprobs=asked).sampling
-    assert (sampling.logprobs, sampling.prompt_logprobs) == (told, told)
-    service._intake.limits = service._intake.limits._replace(max_logprobs=20)
-    with pytest.raises(RequestError, match=rf"^logprobs: -1, all {VOCAB_SIZE} of the vocabulary, is more than .* 20 "):
-        completion(service, "a", logprobs=-1)
-
-
-def test_answers_that_would_fill_the_memory_are_refused(make: Services) -> None:
-    service, _ = make()
-    service._intake.limits = service._intake.limits._replace(max_logprobs=5000, vocab_size=10**6)
-    assert completion(service, "a", n=128, temperature=1, max_tokens=10, logprobs=20).sampling.n == 128
-    for fields in ({"n": 128, "max_tokens": 10, "logprobs": 2000}, {"n": 128, "prompt_logprobs": 5000}):
-        with pytest.raises(RequestError, match=r"^logprobs: the answer could have \d+ of them, at most 1000000"):
-            completion(service, "a" * 50, temperature=1, **fields)
-
-
-def test_bad_words_become_tokens(make: Services) -> None:
-    service, _ = make()
-    encode = service.tokenizer.encode
-    many = ["b" * 200] * 100
-    for words in (["ab", "c"], [*many, "c"]):
-        found = completion(service, "a", bad_words=words).sampling.bad_words
-        assert found == tuple(dict.fromkeys(tuple(encode(word)) for word in words))
-
-
-def test_priorities_need_a_server_that_has_them(make: Services) -> None:
-    service, _ = make()
-    assert completion(service, [1], priority=0).order.priority == 0
-    with pytest.raises(RequestError, match="priority: 3; this server takes requests as they come") as caught:
-        completion(service, [1], priority=3)
-    assert caught.value.param == "priority"
-    service._intake._has_priorities = True
-    assert completion(service, [1], priority=3).order.priority == 3
-
-
-def test_a_prompt_cache_key_is_a_session(make: Services) -> None:
-    service, _ = make()
-    assert completion(service, [1], prompt_cache_key="mine").order.session == "mine"
-    assert completion(service, [1]).order.session == ""
-
-
-def test_a_chats_special_tokens_are_added_when_asked_for(make: Services, tmp_path: Path) -> None:
-    """A template writes them itself; where it does not, a request may ask for them."""
-    rust = make_tokenizer()
-    rust.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 257)])
-    rust.save(str(tmp_path / "tokenizer.json"))
-    service, _ = make()
-    plain = chat(service, "hi").prompt_token_ids
-    assert chat(service, "hi", add_special_tokens=True).prompt_token_ids == [257, *plain]

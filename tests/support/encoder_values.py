@@ -1,0 +1,55 @@
+"""What both ends of the tests of encoders agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pd_cluster import wire
+from pd_cluster.engine.encode.encoder_links import EncoderTerms
+from pd_cluster.numerics import Numerics
+from pd_cluster.transport.base import Checksum
+from pd_cluster.transport.feature_reader import FeaturePlace
+from pd_cluster.types import Image, LinkState, Order, Sampling, Span
+
+PLACE = FeaturePlace("127.0.0.1", 5.0, 30.0, Checksum())
+TERMS = EncoderTerms("model", Numerics(), PLACE)
+UP = LinkState("up", ("shm",))
+OPENING = wire.EncoderOpen("model", Numerics(), ["shm", "dist"])
+SHAPE = (2, 3, 8)
+FEATURES = torch.arange(48, dtype=torch.float32).reshape(SHAPE)
+
+
+def order_of(*digests: bytes, num_tokens: int = 4, salt: str = "") -> Order:
+    spans = tuple(Span(at * num_tokens, (at + 1) * num_tokens, each) for at, each in enumerate(digests))
+    images = tuple(Image(2, 2, b"p") for _ in digests)
+    return Order([1] * (len(digests) * num_tokens + 1), Sampling(), cache_salt=salt, spans=spans, images=images)
+
+
+class Post:
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, wire.Body]] = []
+        self.closed: list[str] = []
+
+    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
+        return f"to {name}"
+
+    def disconnect(self, conn: str) -> None:
+        self.closed.append(conn)
+
+    def send(self, conn: str, body: wire.Body) -> None:
+        self.sent.append((conn, body))
+
+    def beat(self) -> None: ...
+    def beat_soon(self) -> None: ...
+
+    def take(self, kind: type) -> list[Any]:
+        found = [body for _, body in self.sent if isinstance(body, kind)]
+        self.sent = [each for each in self.sent if not isinstance(each[1], kind)]
+        return found
+
+
+A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))

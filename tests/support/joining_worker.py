@@ -1,0 +1,53 @@
+"""A worker that seeks a scheduler, with recorded lines in place of sockets."""
+
+from __future__ import annotations
+
+from pd_cluster import wire
+from pd_cluster.cluster.members.joining import (
+    FIRST_BACKOFF_S,
+    Joining,
+)
+from pd_cluster.settings.timeouts import Timeouts
+
+REACH_S = 10.0
+JOIN = wire.Join(role="decode", host="192.0.2.7", port=8000, device_ids=["0"], model_identity="model")
+TIMES = Timeouts(join_timeout_s=60.0)
+KEY = b"k" * 32
+
+
+class Lines:
+    def __init__(self) -> None:
+        self.opened: list[tuple[str, int, bytes]] = []
+        self.sent: list[tuple[str, wire.Body]] = []
+        self.dropped: list[str] = []
+
+    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
+        assert (name, epoch) == ("join", 0)
+        self.opened.append((host, port, key))
+        return f"c{len(self.opened)}"
+
+    def disconnect(self, conn: str) -> None:
+        self.dropped.append(conn)
+
+    def send(self, conn: str, body: wire.Body) -> None:
+        self.sent.append((conn, body))
+
+
+class Seeker:
+    def __init__(self, addresses: tuple[tuple[str, int], ...] = (("h", 1),), keys: tuple[bytes, ...] = (KEY,)) -> None:
+        self.now_s = 0.0
+        self.lines = Lines()
+        self.joining = Joining(addresses, keys, JOIN, self.lines, TIMES, lambda: self.now_s)
+
+    def connect(self) -> str:
+        """Waits for its backoff, and returns the connection that it opens."""
+        while not self.joining.is_due:
+            self.now_s += FIRST_BACKOFF_S / 4
+        self.joining.connect(self.joining.address[0])
+        return self.joining.conn
+
+    def register(self) -> str:
+        conn = self.connect()
+        self.joining.on_opened(conn)
+        self.joining.on_answer(conn, "")
+        return conn

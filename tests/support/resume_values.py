@@ -1,0 +1,6 @@
+"""What both ends of the tests of resumable streams agree on."""
+
+from __future__ import annotations
+
+DIGEST, OTHER = b"d" * 32, b"d" * 8 + b"e" * 24
+WINDOW_S, ROOM = 30.0, 100_000

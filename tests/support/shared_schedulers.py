@@ -1,0 +1,63 @@
+"""Two schedulers that share workers and a record in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pd_cluster import wire
+from pd_cluster.cluster.members.lease_folder import LeaseFolder
+from pd_cluster.cluster.members.shared import SharedMembership
+from pd_cluster.net.admission import Fence
+from tests.support.elastic_world import ElasticWorld
+
+LEASE_S = 1.5
+
+
+class Scheduler:
+    """One of several, with a membership of its own over instances that are ready."""
+
+    def __init__(self, folder: Path, index: int, clock: Callable[[], float]) -> None:
+        self.world = ElasticWorld()
+        self.fence = Fence()
+        self.wall_s = 0.0
+        self.shared = SharedMembership(
+            f"scheduler-{index}@{index + 1}",
+            LeaseFolder(folder / "lease"),
+            self.world.membership,
+            self.world.elastic,
+            self,
+            LEASE_S,
+            5.0,
+            f"http://127.0.0.1:{9001 + 2 * index}",
+            clock,
+            lambda: self.wall_s,
+        )
+
+    def heard_of_term(self, term: int) -> None:
+        self.fence.heard(term)
+
+    async def look(self) -> None:
+        await self.shared._look()
+
+    @property
+    def orders(self) -> list[wire.Peers]:
+        return [body for _, body in self.world.mailbox.of(wire.Peers)]
+
+
+class Two:
+    def __init__(self, folder: Path) -> None:
+        self.now_s = 10.0
+        self.one, self.other = (Scheduler(folder, index, lambda: self.now_s) for index in range(2))
+
+    async def begin(self) -> None:
+        await self.one.look()
+        self.now_s += LEASE_S  # one that knows of a list would have written it by now
+        await self.one.look()
+        await self.other.look()
+        assert (self.one.shared.is_owner, self.other.shared.is_owner) == (True, False)
+
+    async def fail_over(self) -> None:
+        self.now_s += LEASE_S
+        await self.other.look()
+        assert (self.one.shared.is_owner, self.other.shared.is_owner) == (False, True)

@@ -1,0 +1,67 @@
+"""Text services over workers that play back a text, for the tests of tests/unit/test_service*.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.sampling_defaults import sampling_defaults
+from pd_cluster.cluster.routing.router import Router
+from pd_cluster.service.generation import Generation
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.protocol import CompletionRequest
+from pd_cluster.service.sequence import Piece
+from pd_cluster.service.service import ServiceConfig, TextService
+from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
+from tests.support.playback import Playback
+
+RUST = make_tokenizer()
+LIMIT = 10_000
+Services = Callable[..., tuple[TextService, Playback]]
+
+
+def services_in(folder: Path) -> Services:
+    """Returns a function: given a text, a service whose model says that text, and the router behind it."""
+    RUST.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+
+    def build(
+        text: str = "",
+        limit: int = LIMIT,
+        generation_config: dict[str, Any] | None = None,
+        requires_model: bool = False,
+    ) -> Any:
+        router = Playback(RUST.encode(text).ids)
+        config = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}
+        checkpoint = Checkpoint(folder, config, generation_config or {}, "", folder)
+        service = TextService(
+            cast(Router, router),
+            checkpoint,
+            ServiceConfig(
+                "/models/x",
+                ["x"],
+                limit,
+                max_num_seqs=99,
+                sampling_defaults=sampling_defaults(checkpoint, "auto", {}),
+                requires_model=requires_model,
+            ),
+        )
+        return service, router
+
+    return build
+
+
+def completion(service: TextService, prompt: Any, **fields: Any) -> Generation:
+    return asyncio.run(service.completion(CompletionRequest(prompt=prompt, **fields), prompt))
+
+
+def chat(service: TextService, content: str, **fields: Any) -> Generation:
+    messages: Any = [{"role": "user", "content": content}]
+    return asyncio.run(service.chat(ChatCompletionRequest(messages=messages, **fields)))
+
+
+def whole(service: TextService, generation: Generation) -> list[Piece]:
+    return asyncio.run(service.complete([generation]))

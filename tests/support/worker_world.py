@@ -1,0 +1,161 @@
+"""An engine's worker with recorded mail in place of sockets, for the tests of tests/unit/test_worker*.py."""
+
+from __future__ import annotations
+
+import queue
+from collections import defaultdict
+from typing import Any
+
+from pd_cluster import wire
+from pd_cluster.engine.handover.events import (
+    ConnOpened,
+    Event,
+    Mail,
+    handle_all,
+)
+from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd, Side
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.limits import EngineLimits
+from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.worker import Worker
+from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.model.rope_limit import RopeLimit
+from pd_cluster.numerics import Numerics
+from pd_cluster.settings.config import Credentials, WorkerConfig
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.processes import PortRange
+from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.types import LegEnd, Order, Role, Sampling
+from tests.support.toy_model import VOCAB_SIZE, ToyRunner
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 16
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, planes=keys_and_values(8), block_size=BLOCK_SIZE, dtype="float32")
+CONN = "scheduler-conn"
+
+
+class Post:
+    """Keeps what the worker sends to its scheduler."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        self.ended: list[LegEnd] = []
+        self.messages: list[tuple[str, wire.Outputs]] = []
+        self.num_beats = 0
+
+    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
+        raise AssertionError("nobody to connect to")
+
+    def disconnect(self, conn: str) -> None: ...
+    def beat(self) -> None: ...
+
+    def beat_soon(self) -> None:
+        self.num_beats += 1
+
+    def send(self, conn: str, body: wire.Body) -> None:
+        if isinstance(body, wire.CacheKeys):
+            return
+        assert isinstance(body, wire.Outputs)
+        wire.encode_body(body)
+        self.messages.append((conn, body))
+        assert conn == CONN or not (body.tokens or body.ended or body.prompts)
+        self.ended += body.ended
+        for token in [each for told in body.tokens for each in told.apart()]:
+            known = self.tokens[token.request_id][token.index]
+            assert token.position == len(known)
+            known.append(token.token_id)
+
+
+class NoLinks:
+    """LaneEnds that must not be used."""
+
+    def send_end(self, *_: object) -> SendEnd:
+        raise AssertionError("no link is opened")
+
+    def receive_end(self, *_: object) -> ReceiveEnd:
+        raise AssertionError("no link is opened")
+
+
+class World:
+    def __init__(self, shares_cores: bool = True) -> None:
+        self.now_s = 0.0
+        self.post = Post()
+        self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        prefix = PrefixScope("model", Numerics())
+        scheduler = StepScheduler(BlockPool(NUM_BLOCKS), BLOCK_SIZE, 4, 16, prefix)
+        config = WorkerConfig(
+            name="decode-0",
+            role="decode",
+            server_ip="127.0.0.1",
+            bind_address="127.0.0.1",
+            device_ids=["0"],
+            epoch=1,
+            credentials=Credentials(b""),
+            num_threads=1,
+            kv_transport="auto",
+            kv_port_range=PortRange(),
+            engine=EngineConfig(model="m"),
+            timeouts=Timeouts(),
+        )
+        self.worker = Worker(
+            config,
+            EngineCore(ToyRunner(NUM_BLOCKS, BLOCK_SIZE), scheduler),
+            Side("decode-0@1", b"", "model", Numerics(), LAYOUT, NUM_BLOCKS, 0, wire.KVOptions()),
+            EngineLimits(VOCAB_SIZE, 40, RopeLimit()),
+            self.post,
+            NoLinks(),
+            self.inbox,
+            clock=lambda: self.now_s,
+            shares_cores=shares_cores,
+        )
+        self.inbox.put(ConnOpened(CONN, "scheduler@1", "scheduler"))
+
+    def submit(
+        self, name: str, prompt: list[int], sampling: Sampling, deadline_s: float = 0.0, gathers: bool = False
+    ) -> None:
+        self.mail(wire.Submit(name, 0, name, "hybrid", "", Order(prompt, sampling, gathers=gathers), deadline_s))
+
+    def mail(self, body: wire.Body) -> None:
+        self.inbox.put(Mail(CONN, "scheduler@1", body))
+
+    def read_mail(self) -> None:
+        handle_all(self.worker.inbox, self.worker._handle, wait_s=0.0)
+
+    def step(self) -> None:
+        self.read_mail()
+        self.worker._tick()
+        self.worker._step()
+        self.worker._publish_load()
+        self.worker._outbox.flush()
+        self.worker.core.scheduler.check()
+        self.now_s += 0.2
+
+    def run(self, num_steps: int = 400) -> None:
+        for _ in range(num_steps):
+            self.step()
+            if not self.worker.core.scheduler.requests and self.inbox.empty():
+                return
+        raise AssertionError("not ended")
+
+    def assert_home(self) -> None:
+        assert self.worker.core.scheduler.blocks.num_held == 0
+        assert not self.worker.legs.sequences
+        assert not self.worker.legs.deadlines
+
+
+def sampling(n: int = 3, **changes: Any) -> Sampling:
+    return Sampling(**{"n": n, "max_tokens": 8, "temperature": 1.0, "seed": 4, "ignore_eos": True, **changes})
+
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def found(world: World, name: str) -> list[list[int]]:
+    return [world.post.tokens[name][index] for index in range(3)]
+
+
+def peer(name: str, epoch: int, role: Role) -> wire.PeerInfo:
+    return wire.PeerInfo(
+        name=name, epoch=epoch, role=role, host=f"host of {name}", control_port=1, public_key=b"k" * 32
+    )

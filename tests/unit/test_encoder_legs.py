@@ -1,0 +1,208 @@
+"""Encoders at a prefill instance: which images are asked for, and when a leg begins without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pd_cluster import wire
+from pd_cluster.engine.encode.encoders import MOST_ASKED_TOKENS, Encoders, Engine
+from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.transport.events import EncoderReached, FeaturesRead
+from pd_cluster.types import Order
+from tests.support.encoder_values import FEATURES, OPENING, SHAPE, TERMS, A, B, C, Post, order_of
+
+
+class Blocks(set[bytes]):
+    """The hashes of blocks that are cached."""
+
+    tier = None
+
+    def __init__(self, hashes: set[bytes]) -> None:
+        super().__init__()
+        self._hashes = hashes
+
+    def __contains__(self, each: object) -> bool:
+        return each in self._hashes
+
+
+class Prefill:
+    """The table of an image at P, with a tower and a scheduler that are only what the table asks of them."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.post, self.begun, self.here = Post(), list[str](), set[str]()
+        self.tower = SimpleNamespace(kept={}, landed={}, dtype=torch.float32, shape_of=lambda image: SHAPE)
+        self.cached: set[bytes] = set()
+        scheduler: Any = SimpleNamespace(
+            block_size=4, prompt_hashes=lambda request: [b"one", b"two"], blocks=Blocks(self.cached)
+        )
+        limits: Any = SimpleNamespace(problem=lambda request, resumed: None)
+        tower: Any = self.tower
+        engine = Engine(lambda: tower, scheduler, limits, self._begin, self.here.__contains__)
+        self.encoders = Encoders(engine, TERMS, self.post, lambda event: None, lambda: self.now_s, Timeouts())
+
+    def _begin(self, conn: str, submit: wire.Submit) -> None:
+        self.begun.append(submit.request_id)
+        self.here.add(f"{submit.request_id}#{submit.attempt}")
+
+    def link(self, *names: str) -> None:
+        """Brings links up; sockets that do not exist are reached."""
+        infos = [
+            wire.PeerInfo(name=name, epoch=1, role="encode", host="h", control_port=1, public_key=b"") for name in names
+        ]
+        self.encoders.set_peers(infos)
+        for name in names:
+            self.encoders.links.on_opened(f"to {name}")
+            self.encoders.read(f"to {name}", wire.EncoderAnswer("", "no-such-socket"))
+            self.encoders.handle(EncoderReached(f"to {name}", "shm"))
+
+    def submit(self, request_id: str, order: Order, *encoders: str, deadline_s: float = 0.0) -> bool:
+        keys = [f"{each}@1" if each else "" for each in encoders]
+        given = wire.Submit(request_id, 0, "t", "prefill", "decode-0@1", order, deadline_s, [], 1, False, keys)
+        return self.encoders.admits("s", given)
+
+    def asked(self) -> list[wire.Encode]:
+        return self.post.take(wire.Encode)
+
+    def tick(self, passed_s: float = 0.0) -> None:
+        self.now_s += passed_s
+        self.encoders.tick()
+
+
+@pytest.fixture
+def prefill() -> Prefill:
+    made = Prefill()
+    made.link("encode-0", "encode-1")
+    return made
+
+
+def test_a_leg_begins_when_all_its_images_are_here(prefill: Prefill) -> None:
+    assert not prefill.submit("r", order_of(A, B), "encode-0", "encode-1")
+    one, other = prefill.asked()
+    assert (one.key, other.key) == (A, B)
+    prefill.encoders.handle(FeaturesRead(one.item, FEATURES))
+    assert prefill.begun == []
+    prefill.encoders.handle(FeaturesRead(other.item, FEATURES))
+    assert prefill.begun == ["r"]
+    assert prefill.tower.landed.keys() == {A, B}
+    load = prefill.encoders.counted(wire.Load(), {})
+    assert (load.num_landed_images, load.num_encoder_fallbacks, load.feature_nbytes) == (2, 0, 2 * FEATURES.nbytes)
+    prefill.tick()
+    assert prefill.tower.landed, "the leg is there, and will use them"
+    prefill.here.clear()
+    prefill.tick()
+    assert not prefill.tower.landed, "no leg will use them"
+
+
+def test_what_is_here_or_on_its_way_is_not_asked_for_again(prefill: Prefill) -> None:
+    prefill.tower.kept[A] = FEATURES
+    assert prefill.submit("kept", order_of(A), "encode-0")
+    assert not prefill.submit("first", order_of(B), "encode-0")
+    assert not prefill.submit("second", order_of(B), "encode-1")
+    assert not prefill.submit("another tenant", order_of(B, salt="x"), "encode-0")
+    one, others = prefill.asked()
+    assert (one.key, others.key) == (B, B + b"x")
+    prefill.encoders.handle(FeaturesRead(one.item, FEATURES))
+    assert prefill.begun == ["first", "second"]
+    assert prefill.submit("third", order_of(B), "encode-0"), "it has landed, and waits for a step"
+
+
+def test_an_image_in_the_prefix_cache_is_not_asked_for(prefill: Prefill) -> None:
+    prefill.cached |= {b"one"}
+    assert not prefill.submit("r", order_of(A, B), "encode-0", "encode-0")
+    assert [ask.key for ask in prefill.asked()] == [B]
+    prefill.cached |= {b"two"}
+    assert prefill.submit("q", order_of(A, C), "encode-0", "encode-0")
+
+
+def test_a_failure_of_any_kind_lets_the_leg_begin(prefill: Prefill) -> None:
+    for at, fail in enumerate[Callable[[wire.Encode], object]](
+        (
+            lambda ask: prefill.encoders.read("to encode-0", wire.EncodeFailed(ask.item, "full")),
+            lambda ask: prefill.encoders.handle(FeaturesRead(ask.item, None, "torn")),
+            lambda ask: prefill.tick(Timeouts().encode_timeout_s + 0.1),
+            lambda ask: prefill.encoders.links.on_closed("to encode-0", "silence"),
+        )
+    ):
+        assert not prefill.submit(f"r{at}", order_of(A), "encode-0")
+        (ask,) = prefill.asked()
+        fail(ask)
+        assert prefill.begun[-1] == f"r{at}"
+        assert not prefill.tower.landed
+        prefill.encoders.handle(FeaturesRead(ask.item, FEATURES))
+        assert not prefill.tower.landed, "late"
+        assert prefill.encoders.counted(wire.Load(), {}).num_encoder_fallbacks == at + 1
+    assert len(prefill.post.take(wire.EncodeAbort)) == 1, "the late one"
+    assert prefill.submit("down", order_of(A), "encode-0"), "its link is down"
+    assert prefill.encoders.links.states()["encode-0@1"].phase == "waiting"
+
+
+def test_a_busy_encoder_has_more_time_than_one_that_stands_still(prefill: Prefill) -> None:
+    limit_s = Timeouts().encode_timeout_s
+    assert not prefill.submit("r", order_of(A), "encode-0")
+    assert not prefill.submit("q", order_of(B), "encode-1")
+    for at in range(1, 8):
+        prefill.encoders.read("to encode-0", wire.Heartbeat(wire.Load(num_steps=at)))
+        prefill.encoders.read("to encode-1", wire.Heartbeat(wire.Load(num_steps=5)))
+        prefill.tick(0.9 * limit_s)
+        assert ("q" in prefill.begun) == (at > 1)
+        assert ("r" in prefill.begun) == (at > 6)
+
+
+def test_an_answer_counts_only_over_the_link_that_was_asked(prefill: Prefill) -> None:
+    assert not prefill.submit("r", order_of(A), "encode-0")
+    (ask,) = prefill.asked()
+    prefill.encoders.read("to encode-1", wire.EncodeFailed(ask.item, "not mine"))
+    assert prefill.begun == []
+
+
+def test_an_aborted_leg_is_forgotten_and_its_images_are_too(prefill: Prefill) -> None:
+    assert not prefill.submit("r", order_of(A, B), "encode-0", "encode-0")
+    assert not prefill.submit("q", order_of(B), "encode-0")
+    one, _ = prefill.asked()
+    prefill.encoders.abort("s", wire.Abort("r", 0))
+    assert prefill.post.take(wire.EncodeAbort) == [wire.EncodeAbort([one.item])]
+    prefill.encoders.client_closed("s")
+    assert len(prefill.encoders) == 0
+    assert prefill.begun == []
+
+
+def test_a_legs_own_deadline_and_a_drain_end_its_wait(prefill: Prefill) -> None:
+    assert not prefill.submit("r", order_of(A), "encode-0", deadline_s=1.0)
+    prefill.tick(1.1)
+    assert prefill.begun == ["r"]
+    assert not prefill.submit("q", order_of(B), "encode-0")
+    prefill.encoders.release_all()
+    assert prefill.begun == ["r", "q"]
+
+
+def test_only_so_many_tokens_are_asked_for_at_a_time(prefill: Prefill) -> None:
+    half = MOST_ASKED_TOKENS // 2
+    assert not prefill.submit("r", order_of(A, B, C, num_tokens=half), "encode-0", "encode-0", "encode-0")
+    assert [ask.key for ask in prefill.asked()] == [A, B]
+
+
+def test_a_larger_image_is_asked_for_alone(prefill: Prefill) -> None:
+    order = order_of(A, B, num_tokens=2 * MOST_ASKED_TOKENS)
+    assert not prefill.submit("r", order, "encode-0", "encode-0")
+    assert [ask.key for ask in prefill.asked()] == [A]
+
+
+def test_a_refused_encoder_is_asked_for_nothing() -> None:
+    prefill = Prefill()
+    info = wire.PeerInfo(name="encode-0", epoch=1, role="encode", host="h", control_port=1, public_key=b"")
+    prefill.encoders.set_peers([info])
+    prefill.encoders.links.on_opened("to encode-0")
+    assert prefill.post.take(wire.EncoderOpen) == [OPENING]
+    prefill.encoders.read("to encode-0", wire.EncoderAnswer("the encoder serves another model"))
+    state = prefill.encoders.links.states()["encode-0@1"]
+    assert (state.phase, state.reason) == ("refused", "the encoder serves another model")
+    assert prefill.post.closed == ["to encode-0"]
+    assert prefill.submit("r", order_of(A), "encode-0")
+    prefill.encoders.set_peers([])
+    assert prefill.encoders.links.states() == {}

@@ -1,0 +1,210 @@
+"""An encoder itself: images in, features out, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from pd_cluster import wire
+from pd_cluster.engine.encode.worker import MOST_WAITING, EncodeWorker
+from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain
+from pd_cluster.transport.features import Sealed, fetch
+from pd_cluster.types import Image
+from tests.support.encoder_values import FEATURES, OPENING, PLACE, SHAPE, TERMS, UP, A, B, Post
+
+
+class Tower:
+    """Counts what it computes."""
+
+    def __init__(self) -> None:
+        self.num_encoded = 0
+        self.rules = SimpleNamespace(problem=lambda image: "" if image.num_rows == 2 else "too many rows")
+
+    def encode(self, image: Image) -> torch.Tensor:
+        self.num_encoded += 1
+        return FEATURES + len(image.pixels)
+
+
+class Encoder:
+    def __init__(self, num_kept_tokens: int = 100) -> None:
+        self.now_s = 0.0
+        self.post, self.tower, inbox = Post(), Tower(), queue.SimpleQueue[Event]()
+        tower: Any = self.tower
+        self.worker = EncodeWorker(tower, TERMS, self.post, inbox, num_kept_tokens, lambda: tower, lambda: self.now_s)
+
+
+def mail(body: wire.Body, conn: str = "p") -> Mail:
+    return Mail(conn, "prefill-0@1", body)
+
+
+OPEN = mail(OPENING)
+
+
+def step(encoder: Encoder, *events: Event) -> None:
+    """One round of the loop for each event, and as many more as it takes until nothing is queued."""
+    for event in events:
+        encoder.worker._handle(event)
+    while encoder.worker._queue:
+        encoder.worker._encode(encoder.worker._queue.popleft())
+    encoder.worker._tick()
+    encoder.worker._publish()
+
+
+@pytest.fixture
+def encoder() -> Any:
+    made = Encoder()
+    yield made
+    made.worker._server.close()
+    made.worker._forget()
+
+
+def test_an_image_is_computed_once_and_offered_each_time(encoder: Encoder) -> None:
+    ask = wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)
+    step(encoder, OPEN, mail(ask), mail(replace_struct(ask, item=2)))
+    (answer,) = encoder.post.take(wire.EncoderAnswer)
+    one, other = encoder.post.take(wire.EncodeDone)
+    assert (one.item, other.item, one.checksum) == (1, 2, other.checksum)
+    for done in (one, other):
+        found = fetch(answer.address, done.token, SHAPE, torch.float32, PLACE.checksum, done.checksum, 5)
+        assert torch.equal(found, FEATURES + 2)
+    step(encoder)
+    assert encoder.tower.num_encoded == 1
+    load = encoder.worker.load
+    assert (load.num_encoded_images, load.num_encoded_hits) == (1, 1)
+    assert load.links == {"prefill-0@1": UP}
+
+
+def replace_struct(ask: wire.Encode, **changes: Any) -> wire.Encode:
+    return wire.Encode(**{**{name: getattr(ask, name) for name in ask.__struct_fields__}, **changes})
+
+
+def test_what_is_refused(encoder: Encoder) -> None:
+    ask = wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)
+    step(encoder, mail(ask))
+    assert encoder.post.sent == [], "nobody who has not opened is answered"
+    step(
+        encoder, OPEN, mail(replace_struct(ask, image=Image(3, 2, b"pp"))), mail(replace_struct(ask, image=Image(2, 2)))
+    )
+    assert [each.reason for each in encoder.post.take(wire.EncodeFailed)] == ["too many rows", "it came without pixels"]
+    for at in range(MOST_WAITING + 1):
+        encoder.worker._handle(mail(replace_struct(ask, item=at)))
+    (full,) = encoder.post.take(wire.EncodeFailed)
+    assert full == wire.EncodeFailed(MOST_WAITING, f"{MOST_WAITING} images wait at the encoder")
+    encoder.worker._handle(ConnClosed("p", "prefill-0@1", "gone"))
+    assert not encoder.worker._queue
+    encoder.worker._handle(StartDrain())
+    step(encoder, OPEN, mail(ask))
+    assert encoder.post.take(wire.EncodeFailed)[0].reason == "the encoder stops"
+    other = mail(msgspec.structs.replace(OPENING, model_identity="another"), "q")
+    step(encoder, other)
+    assert "another model" in encoder.post.take(wire.EncoderAnswer)[-1].problem
+
+
+def test_offers_end(encoder: Encoder) -> None:
+    """By their lease, an abort, and the end of the connection."""
+    step(encoder, OPEN)
+    for at, end in enumerate[Callable[[], object]](
+        (
+            lambda: setattr(encoder, "now_s", encoder.now_s + 31.0),
+            lambda: encoder.worker._handle(mail(wire.EncodeAbort([1]))),
+            lambda: encoder.worker._handle(ConnClosed("p", "prefill-0@1", "gone")),
+        )
+    ):
+        step(encoder, mail(wire.Encode(at, bytes([at]) * 32, Image(2, 2, b"pp"), 10.0)))
+        (done,) = encoder.post.take(wire.EncodeDone)
+        assert done.token in encoder.worker._server
+        end()
+        step(encoder)
+        assert done.token not in encoder.worker._server
+    assert not encoder.worker._offers
+
+
+def num_files() -> int:
+    """Counts the open files of features."""
+    found = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # of the listing itself
+            found += "pd-cluster-features" in os.readlink(each)
+    return found
+
+
+def test_the_store_is_bounded(encoder: Encoder) -> None:
+    small = Encoder(num_kept_tokens=2 * SHAPE[1])
+    try:
+        step(small, OPEN)
+        before = num_files()
+        for at in (1, 2, 3, 2, 1):
+            step(small, mail(wire.Encode(at, bytes([at]) * 32, Image(2, 2, b"pp"), 10.0)))
+        assert small.tower.num_encoded == 4, "2 was kept, 1 was not"
+        assert len(small.worker._kept) == 2
+        small.worker._handle(ConnClosed("p", "prefill-0@1", "gone"))
+        small.worker._forget()
+        assert num_files() == before, "every file is closed"
+    finally:
+        small.worker._server.close()
+
+
+def test_an_image_larger_than_the_store_leaves_it_alone(encoder: Encoder) -> None:
+    encoder.worker._num_kept_tokens = SHAPE[1]
+    large = torch.zeros(SHAPE[0], SHAPE[1] + 1, SHAPE[2])
+    step(encoder, OPEN, mail(wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)))
+    encoder.tower.encode = lambda image: large  # type: ignore[method-assign]
+    step(encoder, mail(wire.Encode(2, B, Image(2, 2, b"pp"), 10.0)))
+    assert [each.item for each in encoder.post.take(wire.EncodeDone)] == [1, 2]
+    assert list(encoder.worker._kept) == [A]
+
+
+def test_an_image_that_cannot_be_computed_or_given_ends_no_encoder(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(error: Exception) -> Any:
+        raise error
+
+    step(encoder, OPEN, mail(wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)))
+    before = num_files()
+    full = OSError(errno.EMFILE, "Too many open files")
+    with monkeypatch.context() as patch:
+        patch.setattr(Sealed, "twin", lambda sealed: fail(full))
+        step(encoder, *(mail(wire.Encode(2 + at, key, Image(2, 2, b"pp"), 10.0)) for at, key in enumerate((A, B))))
+        patch.setattr(encoder.tower, "encode", lambda image: fail(torch.OutOfMemoryError("no memory")))
+        step(encoder, mail(wire.Encode(4, B, Image(2, 2, b"pp"), 10.0)))
+        patch.setattr(encoder.tower, "encode", lambda image: fail(torch.AcceleratorError("the device is lost")))
+        with pytest.raises(torch.AcceleratorError):
+            step(encoder, mail(wire.Encode(5, B, Image(2, 2, b"pp"), 10.0)))
+    assert num_files() == before
+    assert encoder.post.take(wire.EncodeFailed) == [
+        wire.EncodeFailed(2, "the encoder has no room: Too many open files"),
+        wire.EncodeFailed(3, "the encoder has no room: Too many open files"),
+        wire.EncodeFailed(4, "the encoder cannot compute it: no memory"),
+    ]
+    step(encoder, mail(wire.Encode(6, A, Image(2, 2, b"pp"), 10.0)))
+    assert [each.item for each in encoder.post.take(wire.EncodeDone)] == [1, 6]
+
+
+def test_sleep_adapters_and_an_empty_store(encoder: Encoder) -> None:
+    step(encoder, ConnOpened("s", "scheduler@1", "scheduler"), OPEN)
+    adapters = wire.WantedAdapters([wire.AdapterPlace("l" * 64, "/a")])
+    step(encoder, mail(wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)))
+    step(encoder, mail(adapters, "s"), mail(wire.ResetCache(), "s"))
+    assert encoder.post.take(wire.AdapterStates) == [wire.AdapterStates(["l" * 64])]
+    assert not encoder.worker._kept
+    step(encoder, mail(wire.Sleep(2), "s"))
+    encoder.worker._sleep.settle()
+    assert encoder.worker._tower is None
+    step(encoder, mail(wire.Encode(2, A, Image(2, 2, b"pp"), 10.0)))
+    assert encoder.post.take(wire.EncodeFailed)[0].reason == "the encoder sleeps"
+    step(encoder, mail(wire.Sleep(0), "s"))
+    encoder.worker._sleep.settle()
+    step(encoder, mail(wire.Encode(3, A, Image(2, 2, b"pp"), 10.0)))
+    assert [each.item for each in encoder.post.take(wire.EncodeDone)] == [1, 3]
+    assert encoder.worker.load.num_cache_resets == 1

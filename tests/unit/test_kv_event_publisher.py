@@ -1,0 +1,235 @@
+"""KV events over sockets: numbered, replayed, bounded, and closed to strangers."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from pd_cluster.errors import ConfigError
+from pd_cluster.net import event_publisher as module
+from pd_cluster.net.event_publisher import EventPublisher
+from pd_cluster.net.node_files import (
+    Node,
+    PublicPart,
+    TrustedNodes,
+    new_keys,
+    read_trusted_nodes,
+    revoking,
+    write_node_keys,
+    write_public,
+)
+from pd_cluster.settings.config import Credentials
+from pd_cluster.settings.kv_events import EVENTS, KVEventsConfig, check_private
+from tests.support.kv_event_readers import (
+    NOBODY,
+    WAIT_MS,
+    Reader,
+    await_subscriber,
+    batch,
+)
+
+
+@pytest.fixture
+def publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EventPublisher]]:
+    monkeypatch.setattr(module, "READ_AGAIN_S", 0.02)
+    made: list[EventPublisher] = []
+
+    def make(credentials: Credentials = NOBODY, **settings: Any) -> EventPublisher:
+        own = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay", "topic": "kv"}
+        made.append(EventPublisher(KVEventsConfig(enable_kv_cache_events=True, **(own | settings)), credentials))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def test_frames_are_numbered_and_lost_ones_come_again(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    made = publisher()
+    reader = Reader(context, f"ipc://{tmp_path}/events")
+    first = await_subscriber(made, reader)
+    for number in range(first, first + 50):
+        made.publish(batch(number))
+    got = [reader.next() for _ in range(50)]
+    assert [each[0] for each in got if each is not None] == list(range(first, first + 50))
+    assert all(each is not None and each[1].ts == each[0] and each[1].data_parallel_rank == 0 for each in got)
+    again = reader.past(f"ipc://{tmp_path}/replay", first + 20)  # as after a gap
+    assert again == got[20:]
+    assert reader.past(f"ipc://{tmp_path}/replay", first + 50) == []
+
+
+def test_only_the_last_batches_come_again(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    made = publisher(buffer_steps=3)
+    reader = Reader(context, f"ipc://{tmp_path}/events")
+    last = await_subscriber(made, reader)
+    for number in range(last, last + 5):
+        made.publish(batch(number))
+        assert reader.next()
+    assert [number for number, _ in reader.past(f"ipc://{tmp_path}/replay", 0)] == [last + 2, last + 3, last + 4]
+
+
+def test_a_slow_subscriber_holds_nobody_and_finds_what_it_missed(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    made = publisher(hwm=4)
+    slow, quick = (Reader(context, f"ipc://{tmp_path}/events", hwm) for hwm in (1, 1000))
+    await_subscriber(made, slow)
+    first = await_subscriber(made, quick)
+    stop = first + 60
+    for number in range(first, stop):  # each of 80 kB: the slow one's queues and its socket's buffers are full soon
+        made.publish(batch(number, 16_000))
+        assert (found := quick.next()) is not None
+        assert found[0] == number
+    assert made.num_dropped >= 1
+    heard = {}
+    while (found := slow.next(200)) is not None:
+        heard[found[0]] = found[1]
+    missed = set(range(first, stop)) - set(heard)
+    assert missed
+    again = dict(slow.past(f"ipc://{tmp_path}/replay", min(missed)))
+    assert missed <= set(again)
+    assert all(again[number].ts == number for number in range(min(missed), stop))
+
+
+def test_the_engine_never_waits(publisher: Callable[..., EventPublisher], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publisher's thread stands still: batches beyond the queue are counted, and their numbers are missing."""
+    gate = threading.Event()
+    monkeypatch.setattr(EventPublisher, "_send", lambda self, sequence, payload: gate.wait(10))
+    made = publisher(max_queue_size=5)
+    for number in range(20):
+        made.publish(batch(number))
+    assert made.num_published == 20
+    assert 20 - 5 - 1 <= made.num_dropped <= 15
+    gate.set()
+
+
+def test_strangers_get_nothing_over_the_network(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    """An endpoint that is not this host's alone is a CURVE socket; a revoked reader is cut off."""
+    tmp_path.chmod(0o700)
+    names = ("worker", "router", "other")
+    keys = {name: new_keys(name) for name in names}
+    write_node_keys(tmp_path / "worker.key", keys["worker"])
+    trusted = tmp_path / "trusted.nodes"
+    nodes = [Node(name, [PublicPart(keys[name].public[0].hex())]) for name in names[:2]]
+    write_public(trusted, TrustedNodes(1, nodes))
+    credentials = Credentials(b"s" * 32, node_key_file=str(tmp_path / "worker.key"), trusted_nodes=str(trusted))
+    made = publisher(credentials, endpoint="tcp://*:*", replay_endpoint=None)
+    port = made._pub.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+    endpoint, server = f"tcp://127.0.0.1:{port}", keys["worker"].public[0]
+    router = Reader(context, endpoint, keys=(keys["router"].private[0], server))
+    strangers = [Reader(context, endpoint), Reader(context, endpoint, keys=(keys["other"].private[0], server))]
+    await_subscriber(made, router)
+    assert not any(each.socket.poll(0) for each in strangers)
+
+
+def test_a_revoked_reader_is_cut_off(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path, free_port: int
+) -> None:
+    tmp_path.chmod(0o700)
+    keys = {name: new_keys(name) for name in ("worker", "router", "stays")}
+    write_node_keys(tmp_path / "worker.key", keys["worker"])
+    trusted = tmp_path / "trusted.nodes"
+    write_public(
+        trusted, TrustedNodes(1, [Node(name, [PublicPart(each.public[0].hex())]) for name, each in keys.items()])
+    )
+    credentials = Credentials(b"s" * 32, node_key_file=str(tmp_path / "worker.key"), trusted_nodes=str(trusted))
+    made = publisher(credentials, endpoint=f"tcp://*:{free_port}", replay_endpoint=None)
+    router, stays = (
+        Reader(context, f"tcp://127.0.0.1:{free_port}", keys=(keys[name].private[0], keys["worker"].public[0]))
+        for name in ("router", "stays")
+    )
+    await_subscriber(made, router)
+    before = made._pub
+    write_public(trusted, revoking(read_trusted_nodes(trusted), "router", "", trusted, "2026-11-26T00:00:00Z"))
+    deadline_s = time.monotonic() + WAIT_MS / 1000
+    while made._pub is before:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)  # for the publisher's thread
+    while router.next(0) is not None:
+        pass
+    await_subscriber(made, stays)
+    assert router.next(0) is None
+
+
+@pytest.fixture
+def free_port() -> int:
+    from pd_cluster.cluster.processes.ports import free_ports
+
+    return free_ports(1)[0]
+
+
+# ---- the setting
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("{", "no JSON"),
+        ("[]", "expected an object with enable_kv_cache_events, publisher, endpoint"),
+        ({"endpont": "x"}, "'endpont': no field of it; did you mean endpoint?"),
+        ({"publisher": "kafka"}, "Invalid enum value 'kafka'"),
+        ({"hwm": 0}, "Expected `int` >= 1"),
+        ({"endpoint": "tcp://indexer:5557"}, "expected tcp://ADDRESS:PORT with an address of this host"),
+        ({"endpoint": "inproc://x"}, "subscribers connect, this process binds"),
+        ({"endpoint": "tcp://127.0.0.1:70000"}, "expected tcp://ADDRESS:PORT"),
+        ({"replay_endpoint": "tcp://*:5557"}, "endpoint and replay_endpoint are the same"),
+    ],
+)
+def test_settings_with_faults(given: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EVENTS.read("kv_events_config", given if isinstance(given, str) else json.dumps(given))
+    assert told in str(caught.value)
+    assert str(caught.value).startswith("--kv-events-config")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "is_private"),
+    [
+        ("tcp://*:5557", False),
+        ("tcp://10.0.0.1:5557", False),
+        ("tcp://[::]:5557", False),
+        ("tcp://127.0.0.1:5557", True),
+        ("tcp://localhost:5557", True),
+        ("tcp://[::1]:5557", True),
+        ("ipc:///run/pd/events", True),
+    ],
+)
+def test_events_stay_on_the_host_or_are_encrypted(endpoint: str, is_private: bool) -> None:
+    for given in ({"endpoint": endpoint}, {"endpoint": "ipc:///x", "replay_endpoint": endpoint}):
+        config = EVENTS.read("kv_events_config", json.dumps({"enable_kv_cache_events": True, **given}))
+        check_private(config, has_curve=True)
+        if is_private:
+            check_private(config, has_curve=False)
+            continue
+        with pytest.raises(ConfigError, match=r"give tcp://127\.0\.0\.1:PORT or ipc://PATH, or --node-key-file"):
+            check_private(config, has_curve=False)
+
+
+def test_instances_of_a_host_have_endpoints_of_their_own() -> None:
+    config = KVEventsConfig(True, "zmq", "tcp://127.0.0.1:5557", "ipc:///run/replay")
+    assert config.of_instance(0) == config
+    assert config.of_instance(2).endpoints == ("tcp://127.0.0.1:5559", "ipc:///run/replay_2")
+    assert EVENTS.read("kv_events_config", EVENTS.write(config)) == config
+    assert not KVEventsConfig().is_on
+    assert not KVEventsConfig(True, "null").is_on
+    assert KVEventsConfig(True).is_on

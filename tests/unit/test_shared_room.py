@@ -1,0 +1,260 @@
+"""Several schedulers over the same workers: full instances, each other's work, and what only one scheduler can do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pd_cluster import wire
+from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launcher import Cluster, plan_cluster
+from pd_cluster.cluster.routing.policy import RoutingRequest
+from pd_cluster.cluster.routing.replays import ReplayLimits
+from pd_cluster.commands.cli import app
+from pd_cluster.commands.serve_scheduler import check_alone, check_shared
+from pd_cluster.commands.serve_start import Start
+from pd_cluster.errors import ConfigError, GenerationError, Overloaded
+from pd_cluster.service.status import status_of
+from pd_cluster.settings.processes import JoinSettings
+from pd_cluster.settings.routing import MAX_SCHEDULERS, AdminSettings, EntranceSettings
+from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.types import LegEnd, TokenOutput
+from tests.support.elastic_world import ElasticWorld
+from tests.support.router_world import World, run, token
+
+
+def test_other_work_at_an_instance_is_what_it_reports(tmp_path: Path) -> None:
+    async def go() -> None:
+        world = ElasticWorld()
+        world.membership.own_key = "scheduler-0@1"
+        load = wire.Load(outstanding={"scheduler-0@1": 100, "scheduler-1@2": 30, "scheduler-2@3": 12})
+        world.membership.on_heartbeat("to-decode-0", load)
+        assert world["decode-0"].others_tokens == 42
+
+    asyncio.run(go())
+
+
+def test_work_that_others_must_see_is_reported_at_once() -> None:
+    assert wire.Load(outstanding={"a@1": 1}).shown_now != wire.Load(outstanding={"a@1": 0}).shown_now
+
+
+def test_a_full_instance_is_no_fault_and_no_attempt() -> None:
+    async def go() -> None:
+        world = World()
+        world.router._limits = world.router._limits.__class__(max_attempts=0)
+        serving, first, rid = await world.begin()
+        world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "full", True, is_full=True))
+        await asyncio.sleep(0)
+        assert len(world.mailbox.of(wire.Submit)) == 2, "it waits for news of the instances"
+        while len(world.mailbox.of(wire.Submit)) < 4:
+            world.membership.changed.set()
+            await asyncio.sleep(0)
+        assert len(world.mailbox.of(wire.Submit)) == 4
+        submits = [body for _, body in world.mailbox.of(wire.Submit)]
+        assert {body.attempt for body in submits[2:]} == {1}
+        prefill = world.mailbox.of(wire.Submit)[2][0]
+        world.outputs(prefill, token(rid, 0, attempt=1))
+        assert (await first).position == 0
+        await serving.aclose()
+
+    asyncio.run(go())
+
+
+class Bounced:
+    """A request at a router whose instances are full; `pauses` are the waits that were asked for."""
+
+    def __init__(self, wait_s: float = 30.0) -> None:
+        self.world = World(replay=ReplayLimits(wait_s=wait_s))
+        self.pauses: list[float] = []
+        self.goes_on = asyncio.Event()
+        self.world.router.pause = self._pause
+
+    async def _pause(self, time_s: float) -> None:
+        self.pauses.append(time_s)
+        await self.goes_on.wait()
+
+    @property
+    def num_submits(self) -> int:
+        return len(self.world.mailbox.of(wire.Submit))
+
+    def bounce(self, rid: str, attempt: int = 0) -> None:
+        conn = self.world.mailbox.of(wire.Submit)[-2][0]
+        self.world.outputs(conn, ended=LegEnd(rid, attempt, "full", True, is_full=True))
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Reports come until it is so."""
+        while not is_so():
+            self.world.membership.changed.set()
+            await asyncio.sleep(0)
+
+    async def until_submits(self, num: int, ended: asyncio.Future[TokenOutput] | None = None) -> None:
+        await self.until(lambda: self.num_submits >= num or (ended is not None and ended.done()))
+
+
+def test_a_full_instance_is_left_alone_for_longer_each_time() -> None:
+    async def go() -> None:
+        bounced = Bounced()
+        bounced.goes_on.set()
+        serving, first, rid = await bounced.world.begin()
+        for attempt in range(8):
+            bounced.bounce(rid, attempt)
+            await bounced.until_submits(2 * attempt + 4)
+        assert bounced.pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0]
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await serving.aclose()
+        bounced.world.assert_home()
+
+    run(go())
+
+
+def test_instances_that_stay_full_are_no_internal_error() -> None:
+    """The wait is counted from the first time, however often it is tried."""
+
+    async def go() -> None:
+        bounced = Bounced(wait_s=0.1)
+        bounced.goes_on.set()
+        _, first, rid = await bounced.world.begin()
+        attempt = 0
+        while not first.done():
+            bounced.bounce(rid, attempt)
+            attempt += 1
+            await bounced.until_submits(2 * attempt + 2, first)
+        with pytest.raises(Overloaded, match="full") as caught:
+            await first
+        assert caught.value.retry_after_s == 1
+        assert status_of(caught.value) == 429
+        bounced.world.assert_home()
+
+    run(go())
+
+
+def test_a_request_that_waits_for_room_ends_with_the_process() -> None:
+    async def go() -> None:
+        bounced = Bounced()
+        bounced.goes_on.set()
+        _, first, rid = await bounced.world.begin()
+        for each in bounced.world.instances:
+            each.load, each.num_outstanding = wire.Load(prefill_tokens_per_s=1.0, num_waiting=99), 99
+        bounced.bounce(rid)
+        await bounced.until(lambda: bool(bounced.pauses))
+        bounced.world.router.end_all()
+        with pytest.raises(GenerationError, match="shut"):
+            await first
+
+    run(go())
+
+
+def test_a_pause_while_a_request_waits_for_room_keeps_it() -> None:
+    async def go() -> None:
+        bounced = Bounced()
+        serving, first, rid = await bounced.world.begin()
+        bounced.bounce(rid)
+        await bounced.until(lambda: bool(bounced.pauses))
+        await bounced.world.router.steer("paused", keeps=True)
+        bounced.goes_on.set()
+        for _ in range(20):
+            bounced.world.membership.changed.set()
+            await asyncio.sleep(0)
+        assert bounced.num_submits == 2, "it has gone on while the cluster is paused"
+        await bounced.world.router.steer("open")
+        await bounced.until(lambda: bounced.num_submits == 4)
+        assert sum(each.num_outstanding for each in bounced.world.instances) == 2
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await serving.aclose()
+        bounced.world.assert_home()
+
+    run(go())
+
+
+def test_others_see_each_leg_however_small() -> None:
+    sent: list[wire.Submit] = []
+
+    async def go() -> None:
+        world = World()
+        serving, first, _ = await world.begin()
+        sent.extend(body for _, body in world.mailbox.of(wire.Submit))
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await serving.aclose()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RoutingRequest, "weight", lambda self, instance, leg: 0)
+        run(go())
+    assert [body.weight for body in sent] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("join", "entrance", "admin", "named"),
+    [
+        (JoinSettings(), EntranceSettings(scheduler_lease="f", api_workers=2), AdminSettings(), "--api-workers 2"),
+        (
+            JoinSettings(),
+            EntranceSettings(scheduler_lease="f"),
+            AdminSettings(allow_runtime_lora=True, lora_root="/"),
+            "--allow-runtime-lora",
+        ),
+    ],
+)
+def test_what_one_scheduler_alone_can_do_is_refused_by_name(
+    join: JoinSettings, entrance: EntranceSettings, admin: AdminSettings, named: str
+) -> None:
+    start = Start.__new__(Start)
+    object.__setattr__(start, "join", join)
+    with pytest.raises(ConfigError) as caught:
+        check_shared(start, entrance, admin)
+    assert named.strip("-") in str(caught.value).replace("_", "-")
+
+
+@pytest.mark.parametrize(
+    ("entrance", "timeouts", "named"),
+    [
+        (EntranceSettings(scheduler_index=2), Timeouts(), "scheduler-index"),
+        (EntranceSettings(), Timeouts(lease_duration_s=3.0), "lease-duration"),
+    ],
+)
+def test_a_scheduler_alone_takes_nothing_of_several(entrance: EntranceSettings, timeouts: Timeouts, named: str) -> None:
+    check_alone(EntranceSettings(), Timeouts())
+    with pytest.raises(ConfigError) as caught:
+        check_alone(entrance, timeouts)
+    assert named in str(caught.value).replace("_", "-")
+    assert "scheduler-lease" in str(caught.value).replace("_", "-")
+
+
+@pytest.mark.parametrize("flag", ["--scheduler-index", "--scheduler-lease"])
+def test_up_gives_each_scheduler_its_number_itself(flag: str) -> None:
+    for given in ([f"{flag}=0"], [flag, "0"]):
+        with pytest.raises(ConfigError, match=flag):
+            Cluster(Launch(model="m", num_schedulers=2, arguments=given), print)
+
+
+def test_up_starts_no_more_schedulers_than_there_are_numbers() -> None:
+    refused = CliRunner().invoke(app, ["up", "--schedulers", str(MAX_SCHEDULERS + 1)])
+    assert refused.exit_code == 2
+    assert str(MAX_SCHEDULERS) in refused.output
+
+
+def test_up_plans_each_scheduler_with_ports_of_its_own(tmp_path: Path) -> None:
+    launch = Launch(model="m", num_schedulers=3, port=9000)
+    schedulers = [member for member in plan_cluster(launch, tmp_path) if member.is_scheduler]
+    assert [(member.name, member.port) for member in schedulers] == [
+        ("scheduler-0", 9000),
+        ("scheduler-1", 9002),
+        ("scheduler-2", 9004),
+    ]
+    assert launch.urls == [f"http://127.0.0.1:{port}" for port in (9000, 9002, 9004)]
+    for index, member in enumerate(schedulers):
+        assert f"--scheduler-index={index}" in member.command
+        assert f"--scheduler-lease={tmp_path / 'scheduler.lease'}" in member.command
+    (alone,) = [member for member in plan_cluster(Launch(model="m"), tmp_path) if member.is_scheduler]
+    assert alone.name == "scheduler"
+    assert not [flag for flag in alone.command if "--scheduler-lease" in flag]
+    with pytest.raises(ConfigError, match="--admin-port: not with --schedulers"):
+        Cluster(Launch(model="m", num_schedulers=2, arguments=["--admin-port=9001"]), print)
+    with pytest.raises(ConfigError, match="--encode: not with --schedulers"):
+        Cluster(Launch(model="m", num_schedulers=2, num_encode=1), print)

@@ -1,0 +1,233 @@
+"""What a worker tells its schedulers: tokens, events, and its load where several share it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pd_cluster import wire
+from pd_cluster.engine import outbox
+from pd_cluster.engine.handover.events import (
+    ConnClosed,
+    ConnOpened,
+    Mail,
+)
+from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS
+from pd_cluster.engine.tiers import EngineTiers
+from pd_cluster.kv.host_tier import HostTier, LoadCost
+from pd_cluster.kv.lower_tier import LowerTier
+from pd_cluster.types import LegEnd, Order, Request, Resumed
+from tests.support.toy_model import generate_alone
+from tests.support.worker_world import (
+    BLOCK_SIZE,
+    CONN,
+    PROMPT,
+    World,
+    found,
+    peer,
+    sampling,
+)
+
+
+def positions_told(world: World, index: int = 0) -> list[list[int]]:
+    """Returns which tokens of one sequence came together."""
+    tokens = [token for _, outputs in world.post.messages for token in outputs.tokens if token.index == index]
+    return [[each.position for each in token.apart()] for token in tokens]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_after_the_first_many_tokens_are_told_together(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MOST_UNTOLD", 2)
+    world = World()
+    world.submit("r", PROMPT, sampling(n), gathers=True)
+    world.run()
+    assert found(world, "r")[:n] == generate_alone(PROMPT, sampling(n))
+    assert [positions_told(world, index) for index in range(n)] == [[[0], [1, 2, 3], [4, 5, 6], [7]]] * n
+    world.assert_home()
+
+
+def test_a_sequence_that_goes_on_is_told_from_there() -> None:
+    world = World()
+    (expected,) = generate_alone(PROMPT, sampling(1))
+    resumed = [Resumed(0, expected[:3])]
+    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling(1), gathers=True), 0.0, resumed))
+    world.post.tokens["r"][0] = expected[:3]
+    world.run()
+    assert found(world, "r")[0] == expected
+    assert positions_told(world) == [[3, 4, 5, 6, 7]]
+    world.assert_home()
+
+
+@pytest.mark.parametrize("changes", [{"logprobs": 1}, {"beam_width": 3, "temperature": 0.0}])
+def test_tokens_with_logprobs_and_those_of_beams_are_told_singly(changes: dict[str, Any]) -> None:
+    world, params = World(), sampling(1, **changes)
+    world.submit("r", PROMPT, params, gathers=True)
+    world.run()
+    assert found(world, "r")[:1] == generate_alone(PROMPT, params)
+    assert positions_told(world) == [[position] for position in range(8)]
+
+
+def test_what_was_not_told_before_an_abort_never_is() -> None:
+    world = World()
+    world.submit("r", PROMPT, sampling(2), gathers=True)
+    for _ in range(4):
+        world.step()
+    world.mail(wire.Abort("r", 0, 1))
+    world.run()
+    expected = generate_alone(PROMPT, sampling(2))
+    assert found(world, "r")[:2] == [expected[0], expected[1][:1]]
+    world.assert_home()
+
+
+# ---- reports of its transfers
+
+
+def told(world: World, conn: str = CONN) -> list[str]:
+    return [event.what for to, outputs in world.post.messages if to == conn for event in outputs.events]
+
+
+def test_events_go_with_tokens() -> None:
+    """A leg's first and last; nothing for the tokens between them, and no message of their own."""
+    world = World()
+    world.submit("r", [1, 2, 3], sampling(n=1))
+    world.run()
+    assert told(world) == ["submitted", "admitted", "finished"]
+    assert [outputs.now_s for _, outputs in world.post.messages] == pytest.approx([0.2 * at for at in range(8)])
+    assert all(outputs.tokens for _, outputs in world.post.messages)
+
+
+def test_events_alone_wait_for_the_next_tick() -> None:
+    world = World()
+    world.step()
+    for at in range(3):
+        world.worker.tracer.note("t", "landed", start=at)
+        world.step()
+        world.now_s -= 0.19  # three steps within one tick
+    assert told(world) == ["landed"]
+    world.now_s += 0.1
+    world.step()
+    assert told(world) == ["landed"] * 3
+    assert len(world.post.messages) == 2
+
+
+def test_every_scheduler_is_told() -> None:
+    """A scheduler without tokens in this step gets them with the next tick; none gets them twice."""
+    world = World()
+    world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
+    world.submit("r", [1, 2, 3], sampling(n=1))
+    world.run()
+    world.step()
+    assert told(world) == told(world, "other-conn") == ["submitted", "admitted", "finished"]
+    world.inbox.put(ConnClosed("other-conn", "other@1", "gone"))
+    world.submit("s", [1, 2, 3], sampling(n=1))
+    world.run()
+    assert len(told(world, "other-conn")) == 3
+
+
+def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full() -> None:
+    """Only legs that may be refused; those that wait are served, and each scheduler's share is reported."""
+    world = World()
+    world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
+    world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
+    for at in range(LEAST_WAITING + 1):
+        world.mail(wire.Submit(f"r{at}", 0, f"r{at}", "hybrid", "", Order([1, 2, 3], sampling(n=1)), 0.0, [], 5, True))
+    world.mail(wire.Submit("kept", 0, "kept", "hybrid", "", Order([1, 2, 3], sampling(n=1)), 0.0, [], 5))
+    world.read_mail()
+    assert world.worker.legs.outstanding() == {CONN: 5 * (LEAST_WAITING + 1)}
+    world.worker._publish_load(at_once=True)
+    assert world.worker.load.outstanding == {"scheduler@1": 5 * (LEAST_WAITING + 1), "other@1": 0}
+    world.run()
+    assert [(end.request_id, end.is_full, end.is_fault) for end in world.post.ended] == [
+        (f"r{LEAST_WAITING}", True, True)
+    ]
+    assert world.worker.legs.outstanding() == {}
+    world.assert_home()
+
+
+def test_one_attempt_of_two_schedulers_is_computed_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have the same request, which one of them resumes; neither must wait for ever."""
+    world = World()
+    ends: list[tuple[str, LegEnd]] = []
+    monkeypatch.setattr(world.worker._outbox, "add_end", lambda client, end: ends.append((client, end)))
+    submit = wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling(n=1)), 0.0)
+    world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
+    for conn in (CONN, CONN, "other-conn"):
+        world.inbox.put(Mail(conn, "scheduler", submit))
+    world.run()
+    assert ends == [("other-conn", LegEnd("r", 1, OTHERS, is_fault=True))]
+    assert world.post.tokens["r"][0] == generate_alone(PROMPT, sampling(n=1))[0]
+    world.assert_home()
+
+
+def test_an_attempt_whose_leg_still_ends_can_continue_elsewhere() -> None:
+    world = World()
+    request = Request("r", Order(PROMPT, sampling(n=1)), attempt=1)
+    world.worker.core.scheduler.requests[request.key] = request
+    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", request.order, 0.0))
+    world.read_mail()
+    world.worker._outbox.flush()
+    assert world.post.ended == [LegEnd("r", 1, ENDING, is_fault=True)]
+
+
+def test_a_whole_answer_of_a_stream_that_moves_has_its_window() -> None:
+    """The abort crosses the last token."""
+    world = World()
+    keep = wire.Keep(b"d" * 32, 30.0, 1 << 20, b"recipe")
+    world.mail(wire.Submit("r", 0, "r-0", "hybrid", "", Order(PROMPT, sampling(n=1)), 0.0, keep=keep))
+    world.run()
+    world.now_s += 100
+    world.step()
+    assert len(world.worker.legs.records) == 1
+    world.mail(wire.Abort("r", 0))
+    world.step()
+    assert len(world.worker.legs.records) == 1
+    world.now_s += 31
+    world.step()
+    assert not world.worker.legs.records
+
+
+def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting() -> None:
+    world = World()
+    scheduler = world.worker.core.scheduler
+    host = scheduler.blocks.tier = HostTier(0, 0, LoadCost(BLOCK_SIZE))
+    lower = LowerTier("shared", host, 0, 1, BLOCK_SIZE, lambda: world.now_s)
+    host.lower = [lower]
+    world.worker.take_tiers(
+        EngineTiers(scheduler, {"shared": lower}, None, world.worker.begin_leg, lambda: world.now_s)
+    )
+    world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
+    world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
+    for at in range(LEAST_WAITING + 1):
+        order = Order([1, 2, 3, 4, 5], sampling(n=1))
+        world.mail(wire.Submit(f"r{at}", 0, f"r{at}", "hybrid", "", order, 0.0, [], 5, True))
+    world.read_mail()
+    world.worker._publish_load(at_once=True)
+    assert len(world.worker.tiers) == world.worker.load.num_waiting == LEAST_WAITING
+    assert world.worker.load.outstanding == {"scheduler@1": 5 * LEAST_WAITING, "other@1": 0}
+    world.worker._outbox.flush()
+    assert [(end.request_id, end.is_full) for end in world.post.ended] == [(f"r{LEAST_WAITING}", True)]
+    world.worker.tiers.release_all()
+    world.run()
+    assert len(world.post.ended) == 1, "the others are served"
+
+
+def test_only_schedulers_that_share_the_worker_are_told_of_each_others_legs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a fencing number there is one scheduler, and the sums would be made for nobody."""
+    world = World()
+    world.mail(wire.Peers([peer("decode-0", 1, "decode")]))
+    world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
+    monkeypatch.setattr(world.worker.legs, "outstanding", lambda: pytest.fail("it is summed for nobody"))
+    world.step()
+    world.worker._publish_load(at_once=True)
+    assert world.worker.load.outstanding == {}
+
+
+def test_a_leg_that_is_refused_or_late_has_failed() -> None:
+    world = World()
+    world.submit("long", [1] * 60, sampling(n=1))
+    world.submit("late", [1, 2, 3], sampling(n=1, max_tokens=30), deadline_s=0.5)
+    world.run()
+    events = [(event.transfer_id, event.what) for _, outputs in world.post.messages for event in outputs.events]
+    assert [what for name, what in events if name == "long"] == ["submitted", "failed"]
+    assert [what for name, what in events if name == "late"] == ["submitted", "admitted", "failed"]

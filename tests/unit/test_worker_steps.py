@@ -1,0 +1,183 @@
+"""When a worker steps, what it waits for, and what leaves during a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pd_cluster import wire
+from pd_cluster.engine.handover.events import (
+    HandedOver,
+    Mail,
+    StartDrain,
+    StopEngine,
+)
+from pd_cluster.engine.handover.exports import ShipLimits
+from pd_cluster.engine.step.patience import Patience
+from pd_cluster.engine.worker import Worker
+from pd_cluster.model.batch import RunnerOutput
+from pd_cluster.types import Order, Request
+from tests.support.toy_model import ToyRunner, generate_alone
+from tests.support.worker_world import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    PROMPT,
+    World,
+    found,
+    sampling,
+)
+
+
+class MidStepCredit(ToyRunner):
+    """D's credit comes while the step runs, between two layers."""
+
+    worker: Worker
+    credit = wire.Credit("r", 0)
+
+    def forward(self, chunks: list[tuple[Request, int]], on_layer: Callable[[int], None] | None = None) -> RunnerOutput:
+        output = super().forward(chunks)
+        if on_layer is not None:
+            self.worker.handover.credits.put(("link", self.credit))
+            on_layer(1)
+        return output
+
+
+def test_the_loop_says_that_it_came_round_between_steps() -> None:
+    world, steps = World(), []
+    world.submit("r", PROMPT, sampling(1))
+
+    def came_round() -> None:
+        steps.append(world.worker.core.num_steps)
+        if not world.worker.legs.sequences:
+            world.inbox.put(StopEngine())
+
+    world.worker.run(came_round)
+    assert steps == list(range(len(steps)))
+    assert len(steps) > sampling(1).max_tokens
+    world.assert_home()
+
+
+# ---- answers that nobody wants early
+
+
+def test_batches_are_told_apart_by_name_and_priority() -> None:
+    world = World()
+    for name, batch, priority in (("a", "x", 0), ("b", "x", 1), ("c", "", 0)):
+        submit = wire.Submit(
+            name, 0, name, "hybrid", "", Order(PROMPT, sampling(1), priority=priority, batch=batch), 0.0
+        )
+        world.mail(submit)
+    world.step()
+    batches = {key: request.batch for key, request in world.worker.core.scheduler.requests.items()}
+    assert len({batches["a#0"], batches["b#0"], ""}) == 3
+    assert batches["c#0"] == ""
+    world.run()
+
+
+def test_a_step_waits_until_there_is_no_more_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, waits = World(), [True]
+    monkeypatch.setattr(Patience, "waits", property(lambda self: waits[0]))
+    world.submit("r", PROMPT, sampling(1))
+    for _ in range(3):
+        world.step()
+    assert world.worker.core.num_steps == 0
+    waits[0] = False
+    world.run()
+    assert found(world, "r")[:1] == generate_alone(PROMPT, sampling(1))[:1]
+
+
+@pytest.mark.parametrize("shares_cores", [False, True])
+def test_on_a_device_of_its_own_and_when_it_drains_no_step_waits(
+    shares_cores: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Patience, "waits", property(lambda self: True))
+    world = World(shares_cores)
+    world.submit("r", PROMPT, sampling(1))
+    world.step()
+    if shares_cores:
+        assert world.worker.core.num_steps == 0
+        world.inbox.put(StartDrain())
+    world.run()
+    assert len(found(world, "r")[0]) == sampling(1).max_tokens
+
+
+def test_heartbeats_hear_at_once_that_nothing_runs_any_more() -> None:
+    world = World()
+    world.submit("r", PROMPT, sampling(1))
+    ends, monotonic_s = [], 0.0
+
+    def came_round() -> None:
+        nonlocal monotonic_s
+        monotonic_s += 1e-6  # far less than what a load may be old
+        if not world.worker.legs.sequences and world.worker.core.num_steps:
+            ends.append(world.worker.load.num_running)
+            if len(ends) == 2:
+                world.inbox.put(StopEngine())
+
+    world.worker._clock = lambda: monotonic_s
+    world.worker.run(came_round)
+    assert ends[-1] == 0
+
+
+def test_layers_leave_before_the_step_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A credit that arrives during the step counts, too; layers already sent are not sent again."""
+    world = World()
+    worker, links = world.worker, world.worker.handover.out_links
+    runner = MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
+    worker.core.runner, runner.worker = runner, worker
+    shipped: list[tuple[wire.KVPiece, int]] = []
+    ends: list[wire.KVEnd] = []
+    monkeypatch.setattr(links, "link_to", lambda peer: "link")
+    monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20))
+    monkeypatch.setattr(links, "send", lambda conn, body: None)
+    monkeypatch.setattr(links, "ship", lambda conn, tid, index, piece: shipped.append((piece, worker.core.num_steps)))
+    monkeypatch.setattr(links, "ship_end", lambda conn, end: ends.append(end))
+    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, sampling(n=1)), 0.0))
+    world.step()
+    (request,) = worker.core.scheduler.requests.values()
+    assert shipped == [(wire.KVPiece(0, 5, 0, 1, request.block_table), 0)], "not while the step ran"
+    assert [end.num_chunks for end in ends] == [1]
+    assert worker.handover.exports.held.take("link", "r")
+    world.worker.inbox.put(HandedOver("link", "r"))
+    world.step()
+    world.assert_home()
+
+
+def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends its request, whose blocks the step still writes."""
+    world = World()
+    worker, links = world.worker, world.worker.handover.out_links
+    runner = MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
+    worker.core.runner, runner.worker, runner.credit = runner, worker, wire.Credit("r", 3)
+    sent: list[wire.Body] = []
+    monkeypatch.setattr(links, "link_to", lambda peer: "link")
+    monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20))
+    monkeypatch.setattr(links, "send", lambda conn, body: sent.append(body))
+    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, sampling(n=1)), 0.0))
+    world.step()
+    assert worker.core.scheduler.requests, "it was ended under the running step"
+    world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", 3)))
+    world.step()
+    assert [end.error for end in world.post.ended] == ["decode-0@2 wants KV cache from token 3 on"]
+    assert sent[-1] == wire.Revoke("r")
+    world.assert_home()
+
+
+def test_what_the_mail_brought_leaves_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may take long: a refusal, or the first tokens of a sequence that joins, do not wait for its results."""
+    world = World()
+    runner, ended = world.worker.core.runner, []
+    forward = runner.forward
+
+    def compute(*args: Any) -> RunnerOutput:
+        ended.append([each.request_id for each in world.post.ended])
+        world.inbox.put(StopEngine())
+        return forward(*args)
+
+    monkeypatch.setattr(runner, "forward", compute)
+    world.submit("r", PROMPT, sampling())
+    world.submit("too long", [5] * 41, sampling())
+    world.worker.run()
+    assert ended == [["too long"]]

@@ -5,6 +5,7 @@ The structs here are written from the format's description, not taken from the p
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import random
@@ -25,6 +26,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.event_log import EventBatch, EventLog
 from pd_cluster.kv.host_tier import HostTier, LoadCost
+from pd_cluster.kv.lower_tier import LowerTier
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.net import event_publisher as module
 from pd_cluster.net.event_publisher import EventPublisher
@@ -231,7 +233,7 @@ def test_events_add_up_to_the_cache(has_tier: bool) -> None:
 
 def test_a_prompts_blocks_are_one_event_with_what_makes_them_apart() -> None:
     log = EventLog(BLOCK)
-    order = Order([0] * 12, Sampling(), "pepper", "ab" * 32, spans=(Span(5, 7, b"d" * 32),))
+    order = Order([0] * 12, Sampling(), "pepper", "ab" * 32, spans=(Span(5, 9, b"d" * 32),))
     contents = [bytes([at]) * 32 for at in range(4)]
     for at, content in enumerate(contents[:3]):
         log.stored(content, contents[at - 1] if at else None, [at] * BLOCK, order, at * BLOCK)
@@ -254,16 +256,39 @@ def test_a_prompts_blocks_are_one_event_with_what_makes_them_apart() -> None:
                 None,
                 "GPU",
                 name,
-                [(name, "pepper"), (name, [(b"d" * 32).hex(), 5]), (name,)],
+                [(name, "pepper"), (name, [(b"d" * 32).hex(), 1]), (name, [(b"d" * 32).hex(), -3])],
             ),
             BlockStored([numbers[3]], None, [9] * 4, BLOCK, None, "GPU", None),
             BlockRemoved([numbers[3], numbers[0]], "GPU"),
-            BlockStored([numbers[0]], None, [], BLOCK, None, "STORAGE", None),
+            BlockStored([numbers[0]], None, [], 0, None, "STORAGE", None),
             AllBlocksCleared(),
         ],
         0,
     )
     assert not log.take()
+
+
+def test_what_the_disk_keeps_while_an_instance_sleeps_is_stored_again() -> None:
+    """And what it does not keep is not: `reset_prefix_cache` empties it."""
+    host = HostTier(4, 100, LoadCost(BLOCK))
+    disk = LowerTier("disk", host, 100, 1, BLOCK, lambda: 0.0)
+    host.lower.append(disk)
+    pool, mirror = BlockPool(8, tier=host), Mirror()
+    events = KVEvents(pool, BLOCK, Kept(mirror))  # type: ignore[arg-type]
+    contents = [bytes([at]) * 32 for at in range(3)]
+    numbers = {int.from_bytes(content[-8:], "big") for content in contents}
+    disk.opened(0, contents)
+    events.tick(pool.changes())
+    for _ in range(2):
+        assert mirror.hashes("STORAGE") == numbers
+        pool.forget()
+        events.tick(pool.changes())
+        assert set(host.contents) == set(contents)
+    assert mirror.hashes("STORAGE") == numbers
+    disk.clear()
+    pool.forget()
+    events.tick(pool.changes())
+    assert not mirror.hashes("STORAGE")
 
 
 # ---- sockets
@@ -400,13 +425,77 @@ def test_a_slow_subscriber_holds_nobody_and_finds_what_it_missed(
 def test_the_engine_never_waits(publisher: Callable[..., EventPublisher], monkeypatch: pytest.MonkeyPatch) -> None:
     """The publisher's thread stands still: batches beyond the queue are counted, and their numbers are missing."""
     gate = threading.Event()
-    monkeypatch.setattr(EventPublisher, "_send", lambda self, sequence, payload: gate.wait(10))
+    monkeypatch.setattr(EventPublisher, "_send", lambda self, number, payload: gate.wait(10))
     made = publisher(max_queue_size=5)
     for number in range(20):
         made.publish(batch(number))
-    assert made.num_published == 20
     assert 20 - 5 - 1 <= made.num_dropped <= 15
+    assert made.num_published == 20 - made.num_dropped
     gate.set()
+
+
+def test_events_go_on_behind_a_fault(
+    publisher: Callable[..., EventPublisher],
+    context: zmq.Context[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of a batch that cannot be written, of a send, and of the sockets that are then to be opened anew."""
+    made = publisher()
+    reader = Reader(context, f"ipc://{tmp_path}/events")
+    await_subscriber(made, reader)
+    made.publish(EventBatch(0.0, ["\ud800"]))  # type: ignore[list-item]
+    await_subscriber(made, reader)
+    assert made.num_dropped == 1
+    faults = [zmq.ZMQError(zmq.ENOTSOCK)]
+    sends, sockets = EventPublisher._send, made._context.socket
+
+    def send(self: EventPublisher, number: int, payload: bytes) -> None:
+        if faults:
+            monkeypatch.setattr(made._context, "socket", fails_once)
+            raise faults.pop()
+        sends(self, number, payload)
+
+    def fails_once(kind: int) -> Any:
+        monkeypatch.setattr(made._context, "socket", sockets)
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(EventPublisher, "_send", send)
+    await_subscriber(made, reader)
+    assert not faults
+    assert made.num_dropped == 2
+    assert [each.message for each in caplog.records if each.exc_info] == ["KV events: a fault, after which they go on"]
+
+
+def test_past_batches_come_whole_through_short_queues(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    """Three requests of one reader, and one of another; beside one that never reads."""
+    made = publisher(hwm=10)
+    for number in range(110):
+        made.publish(batch(number, 4000))
+    endpoint = f"ipc://{tmp_path}/replay"
+    sockets = [context.socket(zmq.DEALER) for _ in range(3)]
+    for socket, num_requests in zip(sockets, (1, 3, 1), strict=True):
+        socket.setsockopt(zmq.RCVHWM, 10)
+        socket.connect(endpoint)
+        for _ in range(num_requests):
+            socket.send_multipart([b"", (10).to_bytes(8, "big")])
+    for socket, num_requests in zip(sockets[1:], (3, 1), strict=True):
+        for _ in range(num_requests):
+            for number in range(10, 110):
+                assert socket.poll(WAIT_MS)
+                assert socket.recv_multipart()[2] == number.to_bytes(8, "big")
+            assert socket.poll(WAIT_MS)
+            assert socket.recv_multipart()[2] == b"\xff" * 8
+    assert [replay.due is not None and 10 < replay.due < 110 for replay in made._replays] == [True]
+    made._replays[0].until_s = 0.0
+    deadline_s = time.monotonic() + WAIT_MS / 1000
+    while made._replays:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)  # for the publisher's thread
+    assert [number for number, _ in Reader(context, f"ipc://{tmp_path}/events").past(endpoint, 108)] == [108, 109]
 
 
 def test_strangers_get_nothing_over_the_network(
@@ -481,6 +570,8 @@ def free_port() -> int:
         ({"endpoint": "inproc://x"}, "subscribers connect, this process binds"),
         ({"endpoint": "tcp://127.0.0.1:70000"}, "expected tcp://ADDRESS:PORT"),
         ({"replay_endpoint": "tcp://*:5557"}, "endpoint and replay_endpoint are the same"),
+        ({"topic": "kv\ud800"}, "topic 'kv\\ud800': half of a surrogate pair"),
+        ({"endpoint": "ipc:///x\udfff"}, "endpoint 'ipc:///x\\udfff': half of a surrogate pair"),
     ],
 )
 def test_settings_with_faults(given: Any, told: str) -> None:

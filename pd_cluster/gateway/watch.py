@@ -23,7 +23,7 @@ KEPT_S = 10.0  # that a name's last addresses count while its name server does n
 Address = tuple[str, int]
 
 
-class Answer(NamedTuple):
+class Looked(NamedTuple):
     """A scheduler that takes requests. `load`: those in flight; None: it does not say. `num_seen`: see `Choice`."""
 
     load: int | None
@@ -88,7 +88,7 @@ class SchedulerWatch:
         else:
             self._choice.report(endpoint, is_ready=True, load=answer.load, num_seen=answer.num_seen)
 
-    async def _ask(self, client: httpx.AsyncClient, endpoint: str) -> Answer | None:
+    async def _ask(self, client: httpx.AsyncClient, endpoint: str) -> Looked | None:
         """Returns None for a scheduler that takes no requests."""
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -103,14 +103,14 @@ class SchedulerWatch:
             return None
         if status != 200:
             self._tell(endpoint, f"/load answers {status}, so it counts with the others' mean; is the key right?")
-            return Answer(None, num_seen)
+            return Looked(None, num_seen)
         try:
             load = msgspec.json.decode(content, type=dict[str, int])["server_load"]
         except (KeyError, ValueError, RecursionError):
             self._tell(endpoint, "it does not answer as a scheduler")
             return None
         self._tell(endpoint, "")
-        return Answer(max(0, load), num_seen)
+        return Looked(max(0, load), num_seen)
 
     async def _get(self, client: httpx.AsyncClient, url: str) -> tuple[int, bytes]:
         """Returns status and content. Raises httpx.HTTPError."""

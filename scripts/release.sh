@@ -28,13 +28,14 @@ browser=
 if command -v chromium >/dev/null && "$python" -c 'import playwright' 2>/dev/null; then
     browser=--browser
 fi
-site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+# Also those of the Python that .venv was made from, which may have its torch.
+sites=$("$python" -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")')
 for package in "$out"/pd_cluster-*.whl "$out"/pd_cluster-*.tar.gz; do
     echo "release: trying ${package##*/}"
     folder=$work/$(basename "$package" | tr . -)
     "$python" -m venv "$folder/env"
     # The packages that it needs are those of .venv; pd-cluster itself comes from the file alone.
-    echo "$site" >"$("$folder/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/needs.pth"
+    echo "$sites" >"$("$folder/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/needs.pth"
     "$folder/env/bin/python" -m pip install --quiet --no-deps --no-build-isolation --force-reinstall "$package"
     mkdir "$folder/empty"
     cd "$folder/empty"

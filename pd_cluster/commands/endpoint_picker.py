@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +17,8 @@ MOST_FALLBACKS = 8
 
 def endpoint_picker(
     schedulers: Annotated[
-        str, typer.Option(help="HOST:PORT of public ports, separated by commas; a name stands for all its addresses.")
+        str,
+        typer.Option(help="HOST:PORT of public ports (plain HTTP), separated by commas; a name is all its addresses."),
     ],
     host: Annotated[str, typer.Option(help="Address to bind gRPC to.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(min=1, max=65535, help="gRPC port.")] = DEFAULT_PORT,
@@ -31,15 +31,21 @@ def endpoint_picker(
         int, typer.Option(min=0, max=MOST_FALLBACKS, help="Further endpoints of an answer, for gateways that retry.")
     ] = 0,
     metrics_key: Annotated[str, typer.Option(help="The schedulers' --metrics-key, if they have API keys.")] = "",
-    ssl_certfile: Annotated[str, typer.Option(help="Certificate chain (PEM) for gRPC over TLS.")] = "",
+    ssl_certfile: Annotated[
+        str, typer.Option(help="Certificate chain (PEM) for gRPC over TLS; read again when it changes.")
+    ] = "",
     ssl_keyfile: Annotated[str, typer.Option(help="Its private key (PEM).")] = "",
-    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for open streams after SIGTERM.")] = 30.0,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds for open streams after SIGTERM; a second one ends them.")
+    ] = 30.0,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
 ) -> None:
     """Choose schedulers for gateways (Envoy's ext_proc).
 
     The metrics key is better given as PD_CLUSTER_ENDPOINT_PICKER_METRICS_KEY, which no list of processes shows.
     """
+    from pd_cluster.gateway.certificate import Certificate
+    from pd_cluster.settings.http import check_keys
     from pd_cluster.settings.logs import Logs
 
     if log_format not in ("text", "json"):
@@ -47,7 +53,9 @@ def endpoint_picker(
     addresses = [_address(each.strip()) for each in schedulers.split(",")]
     if bool(ssl_certfile) != bool(ssl_keyfile):
         raise ConfigError("--ssl-certfile and --ssl-keyfile: give both, or none")
-    pair = (_content("--ssl-keyfile", ssl_keyfile), _content("--ssl-certfile", ssl_certfile)) if ssl_keyfile else None
+    if metrics_key:
+        check_keys("--metrics-key", [metrics_key])
+    certificate = Certificate(ssl_certfile, ssl_keyfile) if ssl_keyfile else None
     if find_spec("grpc") is None or find_spec("google") is None or find_spec("google.protobuf") is None:
         raise ConfigError("endpoint-picker: grpcio is not installed; pip install 'pd-cluster[gateway]'")
     from pd_cluster.gateway.choice import Choice
@@ -57,7 +65,7 @@ def endpoint_picker(
     Logs("INFO", "", "json" if log_format == "json" else "text").begin()
     choice = Choice(max_requests, fallbacks)
     watch = SchedulerWatch(choice, addresses, interval, timeout, metrics_key)
-    asyncio.run(serve(watch, choice, Listening(host, port, pair), drain_timeout))
+    asyncio.run(serve(watch, choice, Listening(host, port, certificate), drain_timeout))
 
 
 def _address(written: str) -> tuple[str, int]:
@@ -66,10 +74,3 @@ def _address(written: str) -> tuple[str, int]:
     if not is_host(host) or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"--schedulers {written[:300]!r}: expected HOST:PORT of a scheduler's public port")
     return host, int(port)
-
-
-def _content(flag: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: {error.strerror}") from None

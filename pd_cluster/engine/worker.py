@@ -368,8 +368,8 @@ class Worker:
             case wire.WantedAdapters() if conn in self._schedulers:
                 self.adapters.read(conn, body)
             case wire.ResetCache() if conn in self._schedulers:
+                self.tiers.clear()  # first: what a tier keeps is news again
                 self.core.scheduler.blocks.forget()
-                self.tiers.clear()
             case wire.Release() | wire.Find() | wire.Attach() if conn in self._schedulers:
                 self.legs.records.read(conn, body)
             case wire.Sleep(level) if conn in self._schedulers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 MOST_ENDPOINTS = 1024
@@ -10,19 +10,18 @@ MOST_ENDPOINTS = 1024
 
 @dataclass(slots=True)
 class Endpoint:
-    """A scheduler's public port. `load`: requests in flight there, as it last reported; None: it takes none.
+    """A scheduler's public port. `load`: requests in flight there, as it last reported; None: it does not say.
 
-    `num_since`: requests sent there since; `last`: the number of the choice that sent the last one.
+    `num_sent`: requests sent there; `num_seen`: how many of them its load may have. `last`: the number of the choice
+    that sent the last one.
     """
 
     address: str
+    is_ready: bool = False
     load: int | None = None
-    num_since: int = 0
+    num_sent: int = 0
+    num_seen: int = 0
     last: int = 0
-
-    @property
-    def expected(self) -> int:
-        return (self.load or 0) + self.num_since
 
 
 class NoneReady(Exception):
@@ -43,15 +42,22 @@ class Choice:
 
     @property
     def is_ready(self) -> bool:
-        return any(each.load is not None for each in self._endpoints.values())
+        return any(each.is_ready for each in self._endpoints.values())
 
-    def report(self, loads: Mapping[str, int | None]) -> None:
-        """Takes a look at all schedulers there are: requests in flight, or None for one that takes no requests."""
+    def know(self, addresses: Collection[str]) -> None:
+        """Takes in which schedulers there are; a new one takes no requests until it has reported."""
         known = self._endpoints
-        self._endpoints = {address: known.get(address, Endpoint(address)) for address in loads}
-        for address, load in loads.items():
-            each = self._endpoints[address]
-            each.load, each.num_since = load, 0
+        self._endpoints = {address: known.get(address) or Endpoint(address) for address in addresses}
+
+    def num_sent(self, address: str) -> int:
+        """Counts the requests sent to a known scheduler: those that are in the load for which it is asked now."""
+        return self._endpoints[address].num_sent
+
+    def report(self, address: str, *, is_ready: bool, load: int | None = None, num_seen: int | None = None) -> None:
+        """Takes in what a known scheduler has answered. `num_seen`: `num_sent` when it was asked for its load."""
+        each = self._endpoints[address]
+        each.is_ready, each.load = is_ready, load
+        each.num_seen = each.num_sent if num_seen is None else num_seen
 
     def choose(self, among: Collection[str] | None = None) -> list[str]:
         """Returns the addresses to try in this order, the one with the fewest requests first.
@@ -63,14 +69,22 @@ class Choice:
             if among is None
             else {each: self._endpoints[each] for each in among if each in self._endpoints}
         )
-        ready = [each for each in allowed.values() if each.load is not None]
+        ready = [each for each in allowed.values() if each.is_ready]
         if not ready:
             raise NoneReady
-        free = [each for each in ready if not self._most or each.expected < self._most]
+        expected = dict(zip((each.address for each in ready), _expected(ready), strict=True))
+        free = [each for each in ready if not self._most or expected[each.address] < self._most]
         if not free:
             raise AllFull
-        order = sorted(free, key=lambda each: (each.expected, each.last))
+        order = sorted(free, key=lambda each: (expected[each.address], each.last))
         self._num_choices += 1
-        order[0].num_since += 1
+        order[0].num_sent += 1
         order[0].last = self._num_choices
         return [each.address for each in order[: self._num]]
+
+
+def _expected(ready: Sequence[Endpoint]) -> list[float]:
+    """Returns the requests in flight at each by now. A load that is not known counts as the mean of the others'."""
+    loads = [each.load for each in ready if each.load is not None]
+    mean = sum(loads) / len(loads) if loads else 0.0
+    return [(mean if each.load is None else each.load) + each.num_sent - each.num_seen for each in ready]

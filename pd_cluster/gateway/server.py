@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from pd_cluster.errors import ConfigError
+from pd_cluster.gateway.certificate import Certificate, Pair
 from pd_cluster.gateway.choice import Choice
 from pd_cluster.gateway.exchange import Exchange
 from pd_cluster.gateway.messages import (
@@ -32,17 +33,36 @@ from ranktable_tools.hosts import bracketed
 log = logging.getLogger(__name__)
 
 MOST_MESSAGE_NBYTES = 4 << 20
-MOST_STREAMS = 16384
+MOST_STREAMS, MOST_WATCHES = 16384, 1024
 WATCH_S = 0.5
 LIVENESS, READINESS = "liveness", "readiness"
 
 
 class Listening(NamedTuple):
-    """`pair`: private key and certificate chain in PEM; None: no TLS."""
+    """Without a certificate, no TLS."""
 
     host: str
     port: int
-    pair: tuple[bytes, bytes] | None = None
+    certificate: Certificate | None = None
+
+    def add_to(self, server: grpc.aio.Server) -> int:
+        """Returns the port. Raises ConfigError for one that cannot be bound."""
+        where = f"{bracketed(self.host)}:{self.port}"
+        try:
+            if self.certificate is None:
+                return int(server.add_insecure_port(where))
+            return int(server.add_secure_port(where, _credentials(self.certificate)))
+        except RuntimeError as error:
+            raise ConfigError(f"--port: {where} cannot be bound: {error}") from None
+
+
+def _credentials(certificate: Certificate) -> grpc.ServerCredentials:
+    """Returns credentials that ask for a renewed certificate at each handshake."""
+
+    def configured(pair: Pair | None) -> Any:
+        return None if pair is None else grpc.ssl_server_certificate_configuration([pair])
+
+    return grpc.dynamic_ssl_server_credentials(configured(certificate.pair), lambda: configured(certificate.renewed()))
 
 
 class Picker:
@@ -50,6 +70,7 @@ class Picker:
 
     def __init__(self, choice: Choice) -> None:
         self._choice = choice
+        self._num_streams = self._num_watches = 0
         self.is_ending = False
         process = grpc.stream_stream_rpc_method_handler(
             self._process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
@@ -65,13 +86,19 @@ class Picker:
         )
 
     async def _process(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        exchange = Exchange(self._choice)
-        async for request in requests:
-            answer = exchange.answer(request)
-            if answer is not None:
-                yield answer
-            if exchange.is_over:
-                return
+        if self._num_streams >= MOST_STREAMS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MOST_STREAMS} streams are open")
+        self._num_streams += 1
+        try:
+            exchange = Exchange(self._choice)
+            async for request in requests:
+                answer = exchange.answer(request)
+                if answer is not None:
+                    yield answer
+                if exchange.is_over:
+                    return
+        finally:
+            self._num_streams -= 1
 
     def _status(self, service: str) -> int:
         if service == LIVENESS:
@@ -87,41 +114,47 @@ class Picker:
         return HealthCheckResponse(status=status)
 
     async def _watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        told = -1
-        while True:
-            if (status := self._status(request.service)) != told:
-                told = status
-                yield HealthCheckResponse(status=status)
-            await asyncio.sleep(WATCH_S)
+        if self._num_watches >= MOST_WATCHES:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MOST_WATCHES} watches are open")
+        self._num_watches += 1
+        try:
+            told = -1
+            while True:
+                if (status := self._status(request.service)) != told:
+                    told = status
+                    yield HealthCheckResponse(status=status)
+                if self.is_ending:  # the drain is for streams of requests
+                    return
+                await asyncio.sleep(WATCH_S)
+        finally:
+            self._num_watches -= 1
 
 
 async def serve(watch: SchedulerWatch, choice: Choice, listening: Listening, drain_s: float) -> None:
-    """Serves until SIGTERM or SIGINT, then for at most `drain_s` more. Raises ConfigError for a port it cannot bind."""
+    """Serves until SIGTERM or SIGINT, then for at most `drain_s` more, or until a second one.
+
+    Raises ConfigError for a port it cannot bind.
+    """
     picker = Picker(choice)
     server = grpc.aio.server(
         handlers=picker.handlers,
         options=(("grpc.max_receive_message_length", MOST_MESSAGE_NBYTES), ("grpc.so_reuseport", 0)),
-        maximum_concurrent_rpcs=MOST_STREAMS,
     )
-    where = f"{bracketed(listening.host)}:{listening.port}"
-    try:
-        if listening.pair is None:
-            port = server.add_insecure_port(where)
-        else:
-            port = server.add_secure_port(where, grpc.ssl_server_credentials([listening.pair]))
-    except RuntimeError as error:
-        raise ConfigError(f"--port: {where} cannot be bound: {error}") from None
-    loop, ends = asyncio.get_running_loop(), asyncio.Event()
+    port = listening.add_to(server)
+    loop, signals = asyncio.get_running_loop(), asyncio.Semaphore(0)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ends.set)
+        loop.add_signal_handler(number, signals.release)
     await server.start()
     log.info("picks endpoints at %s:%d", bracketed(listening.host), port)
     looking = asyncio.create_task(watch.run())
-    waiting = asyncio.create_task(ends.wait())
-    await asyncio.wait((looking, waiting), return_when=asyncio.FIRST_COMPLETED)
+    await _first_of(looking, asyncio.create_task(signals.acquire()))
     picker.is_ending = True
-    await server.stop(drain_s)
-    for task in (looking, waiting):
-        task.cancel()
+    await _first_of(asyncio.create_task(server.stop(drain_s)), asyncio.create_task(signals.acquire()))
+    await server.stop(None)
+    looking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await looking  # raises its error
+
+
+async def _first_of(*tasks: asyncio.Task[Any]) -> None:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

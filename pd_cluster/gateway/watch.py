@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
+import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import httpx
 import msgspec
 
 from pd_cluster.gateway.choice import MOST_ENDPOINTS, Choice
-from ranktable_tools.hosts import bracketed
+from ranktable_tools.hosts import bracketed, is_ip
 
 log = logging.getLogger(__name__)
 
 MOST_ANSWER_NBYTES = 1 << 20
 KEPT_S = 10.0  # that a name's last addresses count while its name server does not answer
 Address = tuple[str, int]
+
+
+class Looked(NamedTuple):
+    """A scheduler that takes requests. `load`: those in flight; None: it does not say. `num_seen`: see `Choice`."""
+
+    load: int | None
+    num_seen: int
 
 
 class SchedulerWatch:
@@ -30,6 +40,7 @@ class SchedulerWatch:
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._resolved: dict[Address, tuple[float, list[str]]] = {}  # when, and what it was
+        self._look_ups: dict[Address, asyncio.Future[list[str]]] = {}  # under way: one of a name at the most
         self._told: dict[str, str] = {}  # what was last logged about an endpoint
 
     async def run(self) -> None:
@@ -44,50 +55,62 @@ class SchedulerWatch:
     async def look(self, client: httpx.AsyncClient) -> None:
         found = await asyncio.gather(*(self._endpoints(each) for each in self._addresses))
         endpoints = list(dict.fromkeys(each for some in found for each in some))[:MOST_ENDPOINTS]
-        loads = await asyncio.gather(*(self._load(client, each) for each in endpoints))
-        self._choice.report(dict(zip(endpoints, loads, strict=True)))
+        self._choice.know(endpoints)
+        await asyncio.gather(*(self._look_at(client, each) for each in endpoints))
         for gone in self._told.keys() - {*endpoints}:
             log.info("%s is gone", gone)
             del self._told[gone]
 
     async def _endpoints(self, address: Address) -> list[str]:
-        """Returns the numbers of a name, the last ones while it cannot be resolved."""
-        host, port = address
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            found = [f"{bracketed(str(info[4][0]))}:{port}" for info in infos]
-            self._resolved[address] = loop.time(), found
-        except (OSError, TimeoutError):
-            then_s, found = self._resolved.get(address, (0.0, []))
-            if loop.time() - then_s > KEPT_S:
-                return []
-        return found
+        """Returns the numbers of a name, the last ones while it cannot be resolved.
 
-    async def _load(self, client: httpx.AsyncClient, endpoint: str) -> int | None:
-        """Returns the requests in flight there; None if it takes none."""
+        Only the look that begins a look-up waits for it: one that hangs holds up no other.
+        """
+        if is_ip(address[0]):
+            return _addresses(address, socket.AI_NUMERICHOST)
+        loop = asyncio.get_running_loop()
+        look_up = self._look_ups.get(address)
+        if look_up is None:
+            look_up = self._look_ups[address] = _look_up(address)
+            await asyncio.wait((look_up,), timeout=self._timeout_s)
+        if look_up.done():
+            del self._look_ups[address]
+            if found := look_up.result():
+                self._resolved[address] = loop.time(), found
+        then_s, found = self._resolved.get(address, (0.0, []))
+        return found if loop.time() - then_s <= KEPT_S else []
+
+    async def _look_at(self, client: httpx.AsyncClient, endpoint: str) -> None:
+        """Reports what a scheduler has answered, as soon as it has."""
+        answer = await self._ask(client, endpoint)
+        if answer is None:
+            self._choice.report(endpoint, is_ready=False)
+        else:
+            self._choice.report(endpoint, is_ready=True, load=answer.load, num_seen=answer.num_seen)
+
+    async def _ask(self, client: httpx.AsyncClient, endpoint: str) -> Looked | None:
+        """Returns None for a scheduler that takes no requests."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 status, _ = await self._get(client, f"http://{endpoint}/health")
                 if status != 200:
                     self._tell(endpoint, f"it takes no requests ({status})")
                     return None
+                num_seen = self._choice.num_sent(endpoint)
                 status, content = await self._get(client, f"http://{endpoint}/load")
-        except (httpx.HTTPError, TimeoutError):
-            self._tell(endpoint, "it does not answer")
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
+            self._tell(endpoint, "it does not answer over plain HTTP")
             return None
-        load = 0
-        if status == 200:
-            try:
-                load = msgspec.json.decode(content, type=dict[str, int])["server_load"]
-            except (KeyError, ValueError, RecursionError):
-                self._tell(endpoint, "it does not answer as a scheduler")
-                return None
-        self._tell(
-            endpoint, "" if status == 200 else f"/load answers {status}, so requests take turns; is the key right?"
-        )
-        return max(0, load)
+        if status != 200:
+            self._tell(endpoint, f"/load answers {status}, so it counts with the others' mean; is the key right?")
+            return Looked(None, num_seen)
+        try:
+            load = msgspec.json.decode(content, type=dict[str, int])["server_load"]
+        except (KeyError, ValueError, RecursionError):
+            self._tell(endpoint, "it does not answer as a scheduler")
+            return None
+        self._tell(endpoint, "")
+        return Looked(max(0, load), num_seen)
 
     async def _get(self, client: httpx.AsyncClient, url: str) -> tuple[int, bytes]:
         """Returns status and content. Raises httpx.HTTPError."""
@@ -104,3 +127,33 @@ class SchedulerWatch:
         if self._told.get(endpoint) != what:
             self._told[endpoint] = what
             log.log(logging.WARNING if what else logging.INFO, "%s: %s", endpoint, what or "it takes requests")
+
+
+def _addresses(address: Address, flags: int = 0) -> list[str]:
+    """Returns all addresses of a name or number, with the port. Those with a scope mean nothing at the gateway.
+
+    Raises OSError, UnicodeError.
+    """
+    host, port = address
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    return [f"{bracketed(str(info[4][0]))}:{port}" for info in infos if "%" not in str(info[4][0])]
+
+
+def _look_up(address: Address) -> asyncio.Future[list[str]]:
+    """Begins to resolve a name, on a thread that may hang as long as its name server does; [] if that fails."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[list[str]] = loop.create_future()
+
+    def answer(found: list[str]) -> None:
+        if not future.done():
+            future.set_result(found)
+
+    def resolve() -> None:
+        found: list[str] = []
+        with contextlib.suppress(OSError, UnicodeError):
+            found = _addresses(address)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(answer, found)
+
+    threading.Thread(target=resolve, name="resolve", daemon=True).start()
+    return future

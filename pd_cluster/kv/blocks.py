@@ -120,6 +120,8 @@ class BlockPool:
         self._free.extend(self._index.forget())
         if self.tier is not None:
             self.tier.forget()
+            if self.log is not None:
+                self.log.moved(self.tier.contents)  # what the disk keeps
         self.num_resets += 1
 
     def follow(self) -> dict[bytes, Tier]:

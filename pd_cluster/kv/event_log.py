@@ -18,7 +18,7 @@ MEDIA: Mapping[Tier, str] = {"device": DEVICE, "host": "CPU", "disk": "STORAGE"}
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """Blocks that follow each other in one prompt. `token_ids` of all of them, or none for a lower tier's.
+    """Blocks that follow each other in one prompt. `token_ids` of all of them; a lower tier's has none, and size 0.
 
     `parent_block_hash`: of the block before the first; None at a prompt's beginning.
     """
@@ -39,7 +39,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """Nothing is cached any more, in any medium."""
+    """Nothing is cached any more, in any medium; what a tier has kept is stored again behind it."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -111,7 +111,7 @@ class EventLog:
                 self._remove(content, before)
             if medium is not None:
                 self._lower[content] = medium
-                self._events.append(BlockStored([number_of(content)], None, [], self._block_size, None, medium, None))
+                self._events.append(BlockStored([number_of(content)], None, [], 0, None, medium, None))
 
     def _remove(self, content: bytes, medium: str) -> None:
         last = self._events[-1] if self._events else None
@@ -122,11 +122,11 @@ class EventLog:
 
 
 def _extra_keys(order: Order, first: int, block_size: int) -> tuple[Any, ...] | None:
-    """Returns what a block's hash covers besides tokens: the adapter, its pictures with their places, and the salt."""
+    """Returns what a block's hash covers besides tokens: adapter, pictures with their places in it, salt."""
     if not (order.variant or order.spans or order.cache_salt):
         return None
     here = [each for each in order.spans if each.start < first + block_size and each.stop > first]
-    pictures = ((span.digest.hex(), span.start) for span in here)
+    pictures = ((span.digest.hex(), span.start - first) for span in here)
     salt = (order.cache_salt,) if order.cache_salt and not first else ()
     found = (*((order.variant,) if order.variant else ()), *pictures, *salt)
     return found or None

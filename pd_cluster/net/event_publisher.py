@@ -12,6 +12,9 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,18 @@ SEQUENCE_NBYTES = 8
 END = (-1).to_bytes(SEQUENCE_NBYTES, "big", signed=True)  # the sequence of the frame that ends a replay
 MAX_REQUEST_NBYTES = 64
 PAUSE_S, TAKEN_S = 0.02, 5.0  # while a port is not free again; after which that is an error
+MOST_REPLAYS = 64  # under way
+REPLAY_S = 10.0  # in which a reader of past batches takes some
+AGAIN_S = 60.0  # between lines in the log about one trouble
+
+
+@dataclass(slots=True)
+class _Replay:
+    """Past batches on their way to a reader. `due`: the number of the next; None: the end mark."""
+
+    client: bytes
+    due: int | None
+    until_s: float
 
 
 class EventPublisher:
@@ -52,10 +67,14 @@ class EventPublisher:
             self._auth.configure_curve_callback(domain="*", credentials_provider=self)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._queue: deque[tuple[int, msgspec.Struct]] = deque()
-        self._past: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)  # sequence and batch
+        self._topic = config.topic.encode()
+        self._past: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)  # number and batch
+        self._replays: list[_Replay] = []  # those of a client follow each other
         self._next = 0
-        self._num_lost = self._num_slow = 0  # batches not queued; times that a subscriber became too slow
-        self._stopping = False
+        # Batches not queued, those whose sending failed, and times that a subscriber became too slow.
+        self._num_lost = self._num_failed = self._num_slow = 0
+        self._told_s = -AGAIN_S
+        self._stopping = self._is_broken = False
         self._pub: Any = None
         self._replay: Any = None
         self._poller = zmq.Poller()
@@ -72,14 +91,15 @@ class EventPublisher:
 
     @property
     def num_published(self) -> int:
-        return self._next
+        """Counts batches that were queued."""
+        return self._next - self._num_lost
 
     @property
     def num_dropped(self) -> int:
-        """Counts batches that were not queued, and the times that a subscriber's queue was found full: from then on it
-        misses batches, until it reads again.
+        """Counts batches that were not queued or not sent, and the times that a subscriber's queue was found full: from
+        then on it misses batches, until it reads again.
         """
-        return self._num_lost + self._num_slow
+        return self._num_lost + self._num_failed + self._num_slow
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Answers ZAP's question about a subscriber's public key."""
@@ -106,21 +126,41 @@ class EventPublisher:
     def _run(self) -> None:
         encoder = msgspec.msgpack.Encoder()
         while not self._stopping or (self._queue and self._pub is not None):
-            ready = dict(self._poller.poll(int(READ_AGAIN_S * 1000)))
-            if self._wake_fd in ready:
-                os.eventfd_read(self._wake_fd)
-            while self._queue and self._pub is not None:
-                sequence, batch = self._queue.popleft()
-                self._send(sequence.to_bytes(SEQUENCE_NBYTES, "big"), encoder.encode(batch))
-            if self._pub in ready:
-                self._read_subscriptions()
-            if self._replay is not None and self._replay in ready:
-                self._answer()
-            if self._auth is not None and self._nodes.read_again():
-                self._reopen()
+            try:
+                self._turn(encoder)
+            except Exception as error:  # the thread's top: its end would be the end of all events
+                if time.monotonic() > self._told_s + AGAIN_S:
+                    self._told_s = time.monotonic()
+                    log.exception("KV events: a fault, after which they go on")
+                self._is_broken = self._is_broken or isinstance(error, zmq.ZMQError)
+                time.sleep(PAUSE_S)
 
-    def _send(self, sequence: bytes, payload: bytes) -> None:
-        frames = [self._config.topic.encode(), sequence, payload]
+    def _turn(self, encoder: msgspec.msgpack.Encoder) -> None:
+        if self._is_broken:
+            self._reopen()
+        ready = dict(self._poller.poll(int((PAUSE_S if self._replays else READ_AGAIN_S) * 1000)))
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+        while self._queue and self._pub is not None:
+            number, batch = self._queue.popleft()
+            try:
+                self._send(number, encoder.encode(batch))
+            except Exception:
+                self._num_failed += 1
+                raise
+        if self._pub in ready:
+            self._read_subscriptions()
+        if self._replay is not None:
+            if self._replay in ready:
+                self._read_request()
+            self._answer()
+        if self._auth is not None and self._nodes.read_again():
+            log.info("connections for KV events are opened anew, because the list of nodes has changed")
+            self._reopen()
+
+    def _send(self, number: int, payload: bytes) -> None:
+        self._past.append((number, payload))
+        frames = self._frames(number, payload)
         try:
             self._pub.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:  # a subscriber's queue is full: the others get it
@@ -128,7 +168,9 @@ class EventPublisher:
             self._pub.setsockopt(zmq.XPUB_NODROP, 0)
             self._pub.send_multipart(frames, zmq.NOBLOCK)
             self._pub.setsockopt(zmq.XPUB_NODROP, 1)
-        self._past.append((sequence, payload))
+
+    def _frames(self, number: int, payload: bytes) -> list[bytes]:
+        return [self._topic, number.to_bytes(SEQUENCE_NBYTES, "big"), payload]
 
     def _read_subscriptions(self) -> None:
         """Takes what an XPUB hears of subscribers; libzmq has acted on it already."""
@@ -138,57 +180,92 @@ class EventPublisher:
         except zmq.Again:
             pass
 
-    def _answer(self) -> None:
-        """Sends the batches from a sequence number on that are still there, then the end mark."""
+    def _read_request(self) -> None:
+        """Takes a wish for the batches from a number on."""
         try:
             client, *frames = self._replay.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return
         if len(frames) != 2 or frames[0] or len(frames[1]) != SEQUENCE_NBYTES:
             log.warning("a request for past KV events is not a number of %d bytes: ignored", SEQUENCE_NBYTES)
-            return
-        topic = self._config.topic.encode()
-        for sequence, payload in self._past:
-            if sequence >= frames[1]:  # of one length, big-endian: in the order of their numbers
-                self._replay.send_multipart([client, b"", topic, sequence, payload], zmq.NOBLOCK)
-        self._replay.send_multipart([client, b"", b"", END, b""], zmq.NOBLOCK)
+        elif len(self._replays) >= MOST_REPLAYS:
+            log.warning("a request for past KV events is ignored, because %d are under way", MOST_REPLAYS)
+        else:
+            self._replays.append(_Replay(client, int.from_bytes(frames[1], "big"), time.monotonic() + REPLAY_S))
+
+    def _answer(self) -> None:
+        """Sends past batches, and the end mark, as far as their readers' queues have room."""
+        waiting: list[_Replay] = []
+        for replay in self._replays:
+            if any(each.client == replay.client for each in waiting):
+                waiting.append(replay)
+                continue
+            try:
+                self._go_on(replay)
+            except zmq.Again:
+                if time.monotonic() < replay.until_s:
+                    waiting.append(replay)
+                else:
+                    log.warning("a reader of past KV events has taken none for %g s: the rest is dropped", REPLAY_S)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:  # it is gone
+                    raise
+        self._replays = waiting
+
+    def _go_on(self, replay: _Replay) -> None:
+        """Raises zmq.Again while the reader's queue is full."""
+        if replay.due is not None:
+            for number, payload in self._since(replay.due):
+                self._replay.send_multipart([replay.client, b"", *self._frames(number, payload)], zmq.NOBLOCK)
+                replay.due, replay.until_s = number + 1, time.monotonic() + REPLAY_S
+            replay.due = None
+        self._replay.send_multipart([replay.client, b"", b"", END, b""], zmq.NOBLOCK)
+
+    def _since(self, number: int) -> Iterator[tuple[int, bytes]]:
+        """Yields the batches from a number on that are still there."""
+        if self._past:
+            most = max(0, self._past[-1][0] - number + 1)  # fewer if numbers are missing
+            yield from (each for each in islice(self._past, max(0, len(self._past) - most), None) if each[0] >= number)
 
     def _open(self) -> None:
         config = self._config
         self._pub = self._bound(zmq.XPUB, config.endpoint, config.hwm)
         self._pub.setsockopt(zmq.XPUB_NODROP, 1)
         if config.replay_endpoint is not None:
-            self._replay = self._bound(zmq.ROUTER, config.replay_endpoint, max(config.hwm, config.buffer_steps + 1))
+            self._replay = self._bound(zmq.ROUTER, config.replay_endpoint, config.hwm)
+            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue is an error, not a loss
 
     def _bound(self, kind: int, endpoint: str, hwm: int) -> Any:
-        socket = self._context.socket(kind)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.SNDHWM, hwm),
-            (zmq.MAXMSGSIZE, MAX_REQUEST_NBYTES + 1024),
-            (zmq.HANDSHAKE_IVL, int(HANDSHAKE_TIMEOUT_S * 1000)),
-            (zmq.IPV6, int("[" in endpoint)),
-        ):
-            socket.setsockopt(option, value)
-        if not is_private(endpoint) and self._keys is not None:
-            socket.curve_server = True
-            self._keys.put_on(socket)
+        socket = None
         try:
+            socket = self._context.socket(kind)
+            for option, value in (
+                (zmq.LINGER, 0),
+                (zmq.SNDHWM, hwm),
+                (zmq.MAXMSGSIZE, MAX_REQUEST_NBYTES + 1024),
+                (zmq.HANDSHAKE_IVL, int(HANDSHAKE_TIMEOUT_S * 1000)),
+                (zmq.IPV6, int("[" in endpoint)),
+            ):
+                socket.setsockopt(option, value)
+            if not is_private(endpoint) and self._keys is not None:
+                socket.curve_server = True
+                self._keys.put_on(socket)
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            socket.close(linger=0)
+            if socket is not None:
+                socket.close(linger=0)
             raise ConfigError(f"{called('kv_events_config')}: cannot bind {endpoint}: {error}; give another") from None
         self._poller.register(socket, zmq.POLLIN)
         return socket
 
     def _reopen(self) -> None:
         """Closes all connections: subscribers come back by themselves, if their keys are still trusted."""
-        log.info("connections for KV events are opened anew, because the list of nodes has changed")
         self._close_sockets()
         told_s = time.monotonic() + TAKEN_S
         while not self._stopping:
             try:
                 self._open()
+                self._is_broken = False
                 return
             except ConfigError as error:  # libzmq's own thread gives the port back a moment later
                 self._close_sockets()
@@ -203,6 +280,7 @@ class EventPublisher:
                 self._poller.unregister(socket)
                 socket.close(linger=0)
         self._pub = self._replay = None
+        self._replays.clear()
 
     def _end(self) -> None:
         if self._auth is not None:

@@ -90,11 +90,16 @@ class TrustedNodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def find(self, name: str) -> Node | None:
         return next((each for each in self.nodes if each.node == name), None)
 
+    def standing(self, node: Node, now_s: float) -> list[PublicPart]:
+        """Returns the keys of a node of the list that count: neither expired nor revoked, under whatever name."""
+        revoked = {each.public for each in self.revoked}
+        return [each for each in node.keys if each.public not in revoked and not each.is_over(now_s)]
+
     def revocation_of(self, name: str, keys: Sequence[bytes] = ()) -> Revoked | None:
-        """Returns the revocation of one of these keys of a node, by default of any."""
+        """Returns the revocation of one of these keys, under whatever name; by default of any key of the node."""
         shown = {key.hex() for key in keys}
-        mine = (each for each in self.revoked if each.node == name and (not shown or each.public in shown))
-        return next(mine, None)
+        found = (each for each in self.revoked if (each.public in shown if shown else each.node == name))
+        return next(found, None)
 
 
 T = TypeVar("T", Node, TrustedNodes)

@@ -146,7 +146,7 @@ class Nodes:
             raise ConfigError(f"{shown}: {problem}")
         own = self._trusted.content.find(node)
         assert own is not None
-        standing = {each.key for each in own.keys if not each.is_over(self._now_s())}
+        standing = {each.key for each in self._trusted.content.standing(own, self._now_s())}
         counted = [each for each in proofs if each.public_key in standing]
         if not counted:
             ids = ", ".join(each.public_key.hex()[:12] for each in proofs)
@@ -174,8 +174,9 @@ class Nodes:
         own = trusted.find(node)
         revocations = [each for key in keys if (each := trusted.revocation_of(node, [key])) is not None]
         revoked = revocations[0] if len(revocations) == len(keys) else None
-        if revoked is None and own is None:
-            revoked = trusted.revocation_of(node)
+        is_dead = own is not None and not trusted.standing(own, self._now_s())
+        if revoked is None and (own is None or is_dead):
+            revoked = trusted.revocation_of(node, [each.key for each in own.keys] if own is not None else ())
         if revoked is not None:
             return (
                 f"key {revoked.public[:12]} of node {node} was revoked at {revoked.at} ({self._list_file}); "
@@ -186,7 +187,7 @@ class Nodes:
                 f"node {plain(node)} is not trusted: it is not in {self._list_file}; "
                 f"`pd-cluster keys node trust {plain(node)}.pub --file {self._list_file}` adds it"
             )
-        if all(each.is_over(self._now_s()) for each in own.keys):
+        if is_dead:
             last = own.keys[0]
             return (
                 f"key {last.id} of node {node} has expired at {last.until} ({self._list_file}); "
@@ -195,9 +196,12 @@ class Nodes:
         return ""
 
     def trusts_key(self, public: bytes) -> bool:
-        """Returns whether the list has this key, of any node, and it has not expired."""
-        nodes = self._trusted.content.nodes if self._trusted is not None else []
-        return any(each.key == public and not each.is_over(self._now_s()) for node in nodes for each in node.keys)
+        """Returns whether the list has this key, of any node, and it is neither revoked nor expired."""
+        if self._trusted is None:
+            return False
+        trusted, now_s = self._trusted.content, self._now_s()
+        holders = (node for node in trusted.nodes if any(each.key == public for each in node.keys))
+        return any(each.key == public for node in holders for each in trusted.standing(node, now_s))
 
     def _is_right(self, proof: wire.NodeProof, node: str, peer: str, peer_key: bytes, end: End) -> bool:
         try:
@@ -227,7 +231,8 @@ def check_own(keys: NodeKeys, key_file: Path, trusted: TrustedNodes, list_file: 
     """Raises ConfigError for a process whose node its own list does not trust."""
     trust = f"`pd-cluster keys node trust {keys.node}.pub --file {list_file}`"
     own = trusted.find(keys.node)
-    known = [each for each in own.keys if each.key in keys.public] if own is not None else []
+    shown = [each for each in own.keys if each.key in keys.public] if own is not None else []
+    known = [each for each in shown if trusted.revocation_of(keys.node, [each.key]) is None]
     if not known and (revoked := trusted.revocation_of(keys.node, keys.public)) is not None:
         raise ConfigError(
             f"{key_file}: key {revoked.public[:12]} of node {keys.node} was revoked at {revoked.at} ({list_file}); "

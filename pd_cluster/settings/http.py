@@ -219,10 +219,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         `source`: the origin of the keys, for errors.
         """
-        _check_keys(source, keys)
+        check_keys(source, keys)
         tenant_of = _tenants(source, keys, self.tenants)
         if self.metrics_key:
-            _check_keys(called("metrics_key"), [self.metrics_key])
+            check_keys(called("metrics_key"), [self.metrics_key])
         if self.metrics_key in tenant_of:
             name = called("metrics_key")
             raise ConfigError(f"{name}: is one of the API keys, too; give another, which opens /metrics only")
@@ -234,7 +234,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **changes)
 
 
-def _check_keys(source: str, keys: Sequence[str]) -> None:
+def check_keys(source: str, keys: Sequence[str]) -> None:
     """Raises ConfigError for keys that no client could send or that are easy to guess; it does not show them."""
     for at, key in enumerate(keys, 1):
         place = f"{source}, key {at} of {len(keys)}" if len(keys) > 1 else source

@@ -92,6 +92,11 @@ def _read(name: str, written: str) -> KVEventsConfig | None:
         found = msgspec.convert(given, KVEventsConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{called(name)}: {error}") from None
+    for field, text in (("topic", found.topic), *(("endpoint", each) for each in found.endpoints)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{called(name)}: {field} {ascii(text)[:80]}: half of a surrogate pair") from None
     for endpoint in found.endpoints:
         _check_endpoint(name, endpoint)
     if len({*found.endpoints}) < len(found.endpoints):

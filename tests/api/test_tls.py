@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from pd_cluster.api.front import doorman
-from pd_cluster.api.front.tls import TlsFiles, load
 from pd_cluster.client.admin import Admin
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.errors import ConfigError, PdClusterError
+from pd_cluster.net.tls import TlsFiles, load
 from pd_cluster.settings.http import Tls
 from pd_cluster.settings.routing import ConnectionLimits
 from tests.api.conftest import FLAGS

@@ -13,7 +13,7 @@ from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Guide, Order, Pooling, Request, Sampling
+from pd_cluster.types import Guide, Image, Order, Pooling, Request, Sampling, Span
 from tests.support.toy_model import ToyRunner, generate_alone, told_alone
 
 NUM_BLOCKS, BLOCK_SIZE = 40, 4
@@ -202,3 +202,25 @@ def test_a_prompt_that_is_aborted_while_its_chunk_is_under_way() -> None:
         core.step()
         core.scheduler.check()
     assert [requests[1].output_token_ids] == generate_alone(requests[1].prompt_token_ids, GREEDY)
+
+
+@pytest.mark.parametrize("num_places", [1, 2])
+@pytest.mark.parametrize("aborts", [False, True])
+def test_a_leg_that_lacks_pixels_is_reported_whenever_it_enters(num_places: int, aborts: bool) -> None:
+    """Behind a sequence that ends, beside one that decodes, and beside one that is aborted."""
+    runner = ToyRunner(NUM_BLOCKS, BLOCK_SIZE)
+    runner.goes_ahead = True
+    core = EngineCore(runner, StepScheduler(BlockPool(NUM_BLOCKS), BLOCK_SIZE, num_places, max_num_batched_tokens=32))
+    text = Request("text", Order([1, 2], GREEDY), arrival_s=0.0)
+    order = Order([1, 7, 7, 7, 7, 2, 3], GREEDY, spans=(Span(1, 5, b"d"),), images=(Image(4, 4),))
+    lacks = Request("lacks", order, leg="decode", output_token_ids=[5], arrival_s=1.0)
+    core.scheduler.add(text)
+    reported = list(core.step().plan.lacking)
+    core.scheduler.add(lacks)
+    reported += core.step().plan.lacking
+    if aborts:
+        core.scheduler.finish(text)
+    while core.scheduler.requests:
+        reported += core.step().plan.lacking
+    assert reported == [lacks]
+    core.scheduler.check()

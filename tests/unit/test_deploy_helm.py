@@ -19,7 +19,6 @@ import yaml
 from typer.testing import CliRunner
 
 from pd_cluster.cluster.members.lease_kubernetes import place_of_lease
-from pd_cluster.commands import endpoint_picker
 from pd_cluster.commands.cli import app
 from pd_cluster.settings.routing import MAX_SCHEDULERS
 from tests.support.manifests import CHART, KUSTOMIZE, built, check_schema
@@ -171,6 +170,10 @@ def test_a_download_that_changes_is_another_job() -> None:
     assert names[0] == names[1]
     assert len(set(names)) == len(DOWNLOADS) - 1
     assert all(name.startswith("pd-download-") for name in names)
+    for one in found:
+        (job,) = (each for each in one if each["kind"] == "Job")
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        assert {"name": "HF_HUB_OFFLINE", "value": "0"} in container["env"], "images say that the hub is never asked"
 
 
 def test_hosts_outside_of_the_cluster_need_a_key() -> None:
@@ -240,15 +243,16 @@ def test_the_endpoint_picker_asks_the_pods_of_the_pool(at: int, monkeypatch: pyt
     assert service["selector"] == workload["metadata"]["labels"]
     (container,) = workload["spec"]["containers"]
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(endpoint_picker, "_content", lambda flag, path: path.encode())
+    monkeypatch.setattr("pd_cluster.gateway.certificate.Certificate", lambda *files: files)
     monkeypatch.setattr("pd_cluster.gateway.server.serve", lambda *given: asked.update(given=given) or _nothing())
     result = CliRunner().invoke(app, [each.partition(" #")[0] for each in container["args"][1:]])
     assert result.exit_code == 0, result.exception
     watch, choice, listening, drain_s = asked["given"]
     assert watch._addresses == [("pd-join", pool["targetPorts"][0]["number"])]
     assert (choice._most, choice._num) == (PICKERS[at].get("maxRequests", 0), 1 + PICKERS[at].get("fallbacks", 0))
-    assert (listening.port, listening.pair is not None) == (service["ports"][0]["targetPort"] and 9002, at == 1)
-    assert workload["spec"]["terminationGracePeriodSeconds"] > drain_s
+    assert (listening.port, listening.certificate is not None) == (service["ports"][0]["targetPort"] and 9002, at == 1)
+    (pause_s,) = container["lifecycle"]["preStop"]["exec"]["command"][1:]
+    assert workload["spec"]["terminationGracePeriodSeconds"] >= int(pause_s) + drain_s + 10
     policy = found["NetworkPolicy", "pd-scheduler"]["spec"]["ingress"][0]
     assert {"podSelector": {"matchLabels": service["selector"]}} in policy["from"]
     assert found["NetworkPolicy", "pd-endpoint-picker"]["spec"]["ingress"][0]["ports"] == [{"port": 9002}]

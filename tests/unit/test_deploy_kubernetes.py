@@ -273,14 +273,24 @@ def test_an_overlay_of_one_s_own_is_what_the_readme_has(overlay: str, tmp_path: 
     assert ("PodMonitor", "pd-scheduler") in found
 
 
-def test_with_an_autoscaler_the_manifests_have_no_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [[], ["schedulers"]])
+def test_with_an_autoscaler_the_manifests_have_no_numbers(others: list[str], tmp_path: Path) -> None:
+    """Those of the roles, that is: the number of schedulers is nobody else's."""
     folder = tmp_path / "kubernetes"
     shutil.copytree(KUSTOMIZE, folder)
     own = folder / "own" / "kustomization.yaml"
     own.parent.mkdir()
-    own.write_text("resources: [../base]\ncomponents: [../components/autoscaling]\n", encoding="utf-8")
+    components = ", ".join(f"../components/{name}" for name in [*others, "autoscaling"])
+    own.write_text(f"resources: [../base]\ncomponents: [{components}]\n", encoding="utf-8")
     found = built(own.parent)
     scaled = [each["spec"]["scaleTargetRef"] for each in found if each["kind"] == "ScaledObject"]
-    sets = [each for each in found if each["kind"] == "StatefulSet"]
+    sets = [each for each in found if each["kind"] == "StatefulSet" and each["metadata"]["name"] != "pd-scheduler"]
     assert sorted(each["name"] for each in scaled) == sorted(each["metadata"]["name"] for each in sets)
     assert all("replicas" not in each["spec"] for each in sets)
+    schedulers = [
+        each["spec"]["replicas"]
+        for each in found
+        if each["metadata"]["name"] == "pd-scheduler"
+        if "replicas" in each.get("spec", {})
+    ]
+    assert schedulers == [2 if others else 1]

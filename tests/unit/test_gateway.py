@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
+import socket
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +24,8 @@ from typer.testing import CliRunner
 
 from pd_cluster.cluster.processes.ports import free_ports
 from pd_cluster.commands.cli import app
+from pd_cluster.gateway import server
+from pd_cluster.gateway.certificate import Certificate
 from pd_cluster.gateway.choice import AllFull, Choice, NoneReady
 from pd_cluster.gateway.exchange import DESTINATION, NAMESPACE, SUBSET, SUBSET_NAMESPACE, Exchange
 from pd_cluster.gateway.messages import (
@@ -31,8 +38,9 @@ from pd_cluster.gateway.messages import (
     ProcessingRequest,
     ProcessingResponse,
 )
-from pd_cluster.gateway.server import Picker
+from pd_cluster.gateway.server import Listening, Picker
 from pd_cluster.gateway.watch import SchedulerWatch
+from tests.support.certificates import make_certificate
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = json.loads((ROOT / "tests" / "data" / "envoy_messages.json").read_text(encoding="utf-8"))
@@ -60,27 +68,34 @@ def test_numbers_of_enums_are_envoys() -> None:
 # ---- the choice
 
 
+def report(choice: Choice, loads: dict[str, int | None]) -> None:
+    """All schedulers there are answer now; None: it takes no requests."""
+    choice.know(loads)
+    for address, load in loads.items():
+        choice.report(address, is_ready=load is not None, load=load)
+
+
 def reported(**more: Any) -> Choice:
     choice = Choice(**more)
-    choice.report({A: 3, B: 1, C: None})
+    report(choice, {A: 3, B: 1, C: None})
     return choice
 
 
 def test_the_one_with_the_fewest_requests_is_chosen_and_counts_what_was_sent_since() -> None:
     choice = reported()
     assert [choice.choose()[0] for _ in range(6)] == [B, B, A, B, A, B]
-    choice.report({A: 0, B: 0})
+    report(choice, {A: 0, B: 0})
     assert [choice.choose()[0] for _ in range(4)] == [A, B, A, B], "equals take turns"
 
 
 def test_those_that_take_no_requests_are_not_chosen() -> None:
     choice = reported()
     assert Counter(choice.choose()[0] for _ in range(50)).keys() == {A, B}
-    choice.report({A: None, C: None})
+    report(choice, {A: None, C: None})
     assert not choice.is_ready
     with pytest.raises(NoneReady):
         choice.choose()
-    choice.report({C: 7})
+    report(choice, {C: 7})
     assert choice.choose() == [C]
 
 
@@ -97,14 +112,37 @@ def test_where_all_are_full_none_is_chosen() -> None:
     assert [choice.choose()[0] for _ in range(2)] == [B, B]
     with pytest.raises(AllFull):
         choice.choose()
-    choice.report({A: 2})
+    report(choice, {A: 2})
     assert choice.choose() == [A]
 
 
 def test_fallbacks_follow_in_order() -> None:
     choice = Choice(num_fallbacks=1)
-    choice.report({A: 3, B: 1, C: 2})
+    report(choice, {A: 3, B: 1, C: 2})
     assert choice.choose() == [B, C]
+
+
+def test_a_load_has_the_requests_that_were_sent_before_it_was_asked_for() -> None:
+    choice = Choice(most=3)
+    report(choice, {A: 0})
+    choice.choose()
+    num_seen = choice.num_sent(A)
+    choice.choose()  # while the answer is on its way
+    choice.report(A, is_ready=True, load=1, num_seen=num_seen)
+    choice.choose()
+    with pytest.raises(AllFull):
+        choice.choose()
+
+
+def test_a_load_that_is_not_known_is_the_mean_of_the_others() -> None:
+    choice = Choice()
+    report(choice, {A: 9, B: 3, C: 0})
+    choice.report(C, is_ready=True, num_seen=0)  # in its place, 6 of the others
+    assert [choice.choose()[0] for _ in range(6)] == [B, B, B, C, B, C]
+    choice.report(A, is_ready=True)
+    choice.report(B, is_ready=True)
+    choice.report(C, is_ready=True)
+    assert Counter(choice.choose()[0] for _ in range(6)) == {A: 2, B: 2, C: 2}, "nobody says: they take turns"
 
 
 # ---- the answers
@@ -158,7 +196,7 @@ def test_a_subset_of_none_that_is_ready_is_503(written: Any) -> None:
 @pytest.mark.parametrize(("most", "loads", "status"), [(0, {A: None}, 503), (0, {}, 503), (1, {A: 1, B: 4}, 429)])
 def test_a_refusal_is_an_answer_in_openais_shape(most: int, loads: dict[str, int | None], status: int) -> None:
     choice = Choice(most)
-    choice.report(loads)
+    report(choice, loads)
     exchange = Exchange(choice)
     found = answered(exchange, headers()).immediate_response
     assert found.status.code == status == exchange.status
@@ -216,27 +254,23 @@ Ask = Callable[..., Any]
 @asynccontextmanager
 async def served(choice: Choice) -> AsyncIterator[tuple[Picker, Any]]:
     picker = Picker(choice)
-    server = grpc.aio.server(handlers=picker.handlers)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    made = grpc.aio.server(handlers=picker.handlers)
+    port = made.add_insecure_port("127.0.0.1:0")
+    await made.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield picker, channel
-    await server.stop(None)
+    await made.stop(None)
 
 
 def test_a_stream_over_grpc() -> None:
     async def go() -> None:
         choice = reported()
         async with served(choice) as (_, channel):
-            ask = channel.stream_stream(
-                "/envoy.service.ext_proc.v3.ExternalProcessor/Process",
-                request_serializer=ProcessingRequest.SerializeToString,
-                response_deserializer=ProcessingResponse.FromString,
-            )
+            ask = asking(channel)
             sent = [headers(request_body_mode=FULL_DUPLEX_STREAMED), part("request_body", b"{}", True)]
             found = [each async for each in ask(iter(sent), timeout=10)]
             assert [each.WhichOneof("response") for each in found] == ["request_headers", "request_body"]
-            choice.report({})
+            choice.know([])
             found = [each async for each in ask(iter(sent), timeout=10)]
             assert [each.WhichOneof("response") for each in found] == ["immediate_response"], "and it is over"
 
@@ -247,11 +281,7 @@ def test_health_is_readiness() -> None:
     async def go() -> None:
         choice = Choice()
         async with served(choice) as (picker, channel):
-            ask = channel.unary_unary(
-                "/grpc.health.v1.Health/Check",
-                request_serializer=HealthCheckRequest.SerializeToString,
-                response_deserializer=HealthCheckResponse.FromString,
-            )
+            ask = checking(channel)
 
             async def status(service: str) -> int:
                 found = await ask(HealthCheckRequest(service=service), timeout=10)
@@ -259,7 +289,7 @@ def test_health_is_readiness() -> None:
 
             names = ("", "readiness", "liveness", "envoy.service.ext_proc.v3.ExternalProcessor")
             assert [await status(name) for name in names] == [2, 2, 1, 2]
-            choice.report({A: 0})
+            report(choice, {A: 0})
             assert [await status(name) for name in names] == [1, 1, 1, 1]
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await status("other")
@@ -270,19 +300,132 @@ def test_health_is_readiness() -> None:
     asyncio.run(go())
 
 
+def asking(channel: Any) -> Any:
+    return channel.stream_stream(
+        "/envoy.service.ext_proc.v3.ExternalProcessor/Process",
+        request_serializer=ProcessingRequest.SerializeToString,
+        response_deserializer=ProcessingResponse.FromString,
+    )
+
+
+def checking(channel: Any, method: str = "Check") -> Any:
+    make = channel.unary_unary if method == "Check" else channel.unary_stream
+    return make(
+        f"/grpc.health.v1.Health/{method}",
+        request_serializer=HealthCheckRequest.SerializeToString,
+        response_deserializer=HealthCheckResponse.FromString,
+    )
+
+
+def test_streams_are_limited_and_health_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_STREAMS", 2)
+    monkeypatch.setattr(server, "MOST_WATCHES", 1)
+
+    async def go() -> None:
+        async with served(reported()) as (_, channel):
+            watching = checking(channel, "Watch")(HealthCheckRequest(), timeout=10)
+            assert (await watching.read()).status == 1
+            streams = [asking(channel)(timeout=10) for _ in range(2)]
+            for each in streams:
+                await each.write(headers())
+                await each.read()
+            for refused in (
+                asking(channel)(iter([headers()]), timeout=10),
+                checking(channel, "Watch")(HealthCheckRequest()),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await anext(aiter(refused))
+                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert (await checking(channel)(HealthCheckRequest(service="liveness"), timeout=10)).status == 1
+            await streams[0].done_writing()
+            assert await streams[0].read() == grpc.aio.EOF
+            found = [each async for each in asking(channel)(iter([headers()]), timeout=10)]
+            assert len(found) == 1, "its place is free again"
+
+    asyncio.run(go())
+
+
+@asynccontextmanager
+async def running(certificate: Certificate | None = None) -> AsyncIterator[tuple[int, asyncio.Task[None]]]:
+    """Runs a picker as its command does, with a scheduler that is idle; returns its port once that is known."""
+    port, scheduler_port = free_ports(2)
+    choice = Choice()
+    watch = SchedulerWatch(choice, [("127.0.0.1", scheduler_port)], 0.05, 5.0)
+    scheduler = await asyncio.start_server(partial(serve_load, load=int), "127.0.0.1", scheduler_port)
+    async with asyncio.timeout(60):
+        task = asyncio.create_task(server.serve(watch, choice, Listening("127.0.0.1", port, certificate), 30.0))
+        while not choice.is_ready:
+            assert not task.done()
+            await asyncio.sleep(0.01)
+        yield port, task
+        await task
+    scheduler.close()
+
+
+def test_only_streams_of_requests_are_waited_for_at_sigterm_and_a_second_one_ends_them() -> None:
+    async def go(has_stream: bool) -> None:
+        async with running() as (port, task), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            watching = checking(channel, "Watch")(HealthCheckRequest())
+            assert (await watching.read()).status == 1
+            if has_stream:
+                stream = asking(channel)()
+                await stream.write(headers(request_body_mode=FULL_DUPLEX_STREAMED))
+                await stream.read()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (await watching.read()).status == 2
+            assert await watching.read() == grpc.aio.EOF
+            if has_stream:
+                await stream.write(part("request_body", b"x"))
+                assert (await stream.read()).WhichOneof("response") == "request_body", "it goes on"
+                assert not task.done()
+                os.kill(os.getpid(), signal.SIGTERM)
+            await task
+
+    for has_stream in (False, True):
+        asyncio.run(go(has_stream))
+
+
+def test_a_renewed_certificate_is_shown_to_new_connections(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = (make_certificate(tmp_path, name) for name in ("first", "second"))
+    old, new = (each.certfile.read_bytes() for each in (first, second))
+
+    async def go() -> None:
+        made = Certificate(str(first.certfile), str(first.keyfile))
+        async with running(made) as (port, _):
+
+            async def answers(trusted: bytes) -> None:
+                credentials = grpc.ssl_channel_credentials(trusted)
+                options = [("grpc.use_local_subchannel_pool", 1)]
+                async with grpc.aio.secure_channel(f"localhost:{port}", credentials, options) as channel:
+                    await checking(channel)(HealthCheckRequest(service="liveness"), timeout=10)
+
+            await answers(old)
+            first.keyfile.write_text("half written")
+            await answers(old)
+            first.becomes(second)
+            await answers(new)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await answers(old)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    asyncio.run(go())
+    assert "TLS goes on with the files as they were before" in caplog.text
+
+
 # ---- the looks
 
 
 WELL = (200, "{}")
 
 
-def looks(answers: dict[str, dict[str, tuple[int, str]]], key: str = "") -> dict[str, int | None]:
+def looks(answers: dict[str, dict[str, tuple[int, str]]], key: str = "") -> dict[str, Any]:
     """Returns what a look at these hosts reports, by host; each serves (status, content) at a path."""
-    seen: dict[str, int | None] = {}
+    seen: dict[str, Any] = {}
 
     class Seen(Choice):
-        def report(self, loads: Any) -> None:
-            seen.update({address.partition(":")[0]: load for address, load in loads.items()})
+        def report(self, address: str, *, is_ready: bool, load: int | None = None, num_seen: int | None = None) -> None:
+            seen[address.partition(":")[0]] = (load if load is not None else "unknown") if is_ready else None
 
     async def serve(host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):
@@ -314,9 +457,103 @@ def test_a_look_tells_who_takes_requests_and_how_many_each_has() -> None:
         "127.0.0.5": {"/health": WELL, "/load": (401, "{}")},
         "127.0.0.6": {"/health": (200, "x" * (2 << 20))},
     }
-    loads = {"127.0.0.1": 5, "127.0.0.5": 0}
+    loads = {"127.0.0.1": 5, "127.0.0.5": "unknown"}
     assert looks(answers) == {host: loads.get(host) for host in answers}
     assert looks({"127.0.0.1": answers["127.0.0.1"]}, "k") == {"127.0.0.1": 5}
+
+
+async def serve_load(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, load: Callable[[], int]) -> None:
+    with contextlib.suppress(asyncio.IncompleteReadError):
+        while await reader.readuntil(b"\r\n\r\n"):
+            content = json.dumps({"server_load": load()})
+            writer.write(f"HTTP/1.1 200 X\r\nContent-Length: {len(content)}\r\n\r\n{content}".encode())
+
+
+def test_a_scheduler_that_hangs_holds_up_no_report_of_another() -> None:
+    """Nor do requests that are sent meanwhile get lost: each is in the load, or counted beside it."""
+
+    async def go() -> None:
+        choice, asked, gate = Choice(most=10), asyncio.Semaphore(0), asyncio.Event()
+        loads = [0, 4, 10]
+
+        def load() -> int:
+            asked.release()
+            return loads[0]
+
+        async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await gate.wait()
+            writer.close()
+
+        (port,) = free_ports(1)
+        servers = [
+            await asyncio.start_server(partial(serve_load, load=load), "127.0.0.1", port),
+            await asyncio.start_server(hang, "127.0.0.2", port),
+        ]
+        watch = SchedulerWatch(choice, [("127.0.0.1", port), ("127.0.0.2", port)], 0.5, 20.0)
+        async with asyncio.timeout(15), httpx.AsyncClient(trust_env=False) as client:
+            for num_sent in (4, 6):
+                looking = asyncio.create_task(watch.look(client))
+                for _ in range(2):  # its health and its load
+                    await asked.acquire()
+                while not choice.is_ready:
+                    await asyncio.sleep(0.01)
+                for _ in range(num_sent):
+                    choice.choose()
+                loads.pop(0)
+                gate.set()
+                await looking
+                gate.clear()
+            with pytest.raises(AllFull):
+                choice.choose()
+        for each in servers:
+            each.close()
+
+    asyncio.run(go())
+
+
+def test_a_name_that_hangs_holds_up_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many look-ups hang, one of each name is under way; schedulers by number need none."""
+    gate, resolved = threading.Event(), socket.getaddrinfo
+    names = [f"slow-{at}.example" for at in range(20)]
+    asked: list[str] = []
+
+    def slow(host: Any, *args: Any, **more: Any) -> Any:
+        if str(host).endswith(".example"):
+            asked.append(host)
+            gate.wait(20)
+            raise OSError
+        if host == "bad":
+            raise UnicodeError("a label is too long")
+        return resolved("127.0.0.2" if host == "good" else host, *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+
+    async def go() -> None:
+        (port,) = free_ports(1)
+        servers = [await asyncio.start_server(partial(serve_load, load=int), f"127.0.0.{at}", port) for at in (1, 2)]
+        choice = Choice()
+        addresses = [("127.0.0.1", port), *((name, 9) for name in names), ("bad", port), ("good", port)]
+        watch = SchedulerWatch(choice, addresses, 0.5, 0.05)
+        for name in names:
+            assert await watch._endpoints((name, 9)) == []
+        watch._timeout_s = 10.0
+        async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as client:
+            for _ in range(4):
+                await watch.look(client)
+                assert {choice.choose()[0] for _ in range(2)} == {f"127.0.0.1:{port}", f"127.0.0.2:{port}"}
+        for each in servers:
+            each.close()
+
+    asyncio.run(go())
+    gate.set()
+    assert sorted(asked) == sorted(names)
+
+
+def test_addresses_with_a_scope_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    infos = [(0, 0, 0, "", ("fe80::1%2", 9000, 0, 2)), (0, 0, 0, "", ("fd00::3", 9000, 0, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: infos)
+    watch = SchedulerWatch(Choice(), [("link", 9000)], 0.5, 5.0)
+    assert asyncio.run(watch._endpoints(("link", 9000))) == [C]
 
 
 @pytest.mark.parametrize(
@@ -328,6 +565,9 @@ def test_a_look_tells_who_takes_requests_and_how_many_each_has() -> None:
         (["--schedulers", "a:1", "--ssl-certfile", "x"], "--ssl-certfile and --ssl-keyfile"),
         (["--schedulers", "a:1", "--ssl-certfile", "/x", "--ssl-keyfile", "/y"], "--ssl-keyfile /y: No such file"),
         (["--schedulers", "a:1", "--log-format", "xml"], "--log-format 'xml'"),
+        (["--schedulers", "a:1", "--metrics-key", "clé"], "--metrics-key: keys have printable ASCII characters only"),
+        (["--schedulers", "a:1", "--metrics-key", "abc\n"], "--metrics-key: keys have printable ASCII characters only"),
+        (["--schedulers", "a:1", f"--ssl-certfile={__file__}", f"--ssl-keyfile={__file__}"], f"{__file__}: no PEM of"),
     ],
 )
 def test_wrong_flags_are_named(flags: list[str], told: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 import zmq
 
 from pd_cluster.errors import ConfigError
+from pd_cluster.kv.event_log import EventBatch
 from pd_cluster.net import event_publisher as module
 from pd_cluster.net.event_publisher import EventPublisher
 from pd_cluster.net.node_files import (
@@ -112,13 +114,547 @@ def test_a_slow_subscriber_holds_nobody_and_finds_what_it_missed(
 def test_the_engine_never_waits(publisher: Callable[..., EventPublisher], monkeypatch: pytest.MonkeyPatch) -> None:
     """The publisher's thread stands still: batches beyond the queue are counted, and their numbers are missing."""
     gate = threading.Event()
-    monkeypatch.setattr(EventPublisher, "_send", lambda self, sequence, payload: gate.wait(10))
+    monkeypatch.setattr(EventPublisher, "_send", lambda self, number, payload: gate.wait(10))
     made = publisher(max_queue_size=5)
     for number in range(20):
         made.publish(batch(number))
-    assert made.num_published == 20
     assert 20 - 5 - 1 <= made.num_dropped <= 15
+    assert made.num_published == 20 - made.num_dropped
     gate.set()
+
+
+@pytest.mark.parametrize("has_tier", [False, True])
+def test_events_add_up_to_the_cache(has_tier: bool) -> None:
+    for seed in range(5):
+        traffic = Traffic(random.Random(seed), has_tier)
+        for _ in range(200):
+            traffic.step()
+        traffic.check()
+        while traffic.held:
+            traffic.end()
+        traffic.check()
+        traffic.pool.forget()
+        traffic.check()
+        assert not traffic.mirror.blocks
+
+
+def test_a_prompts_blocks_are_one_event_with_what_makes_them_apart() -> None:
+    log = EventLog(BLOCK)
+    order = Order([0] * 12, Sampling(), "pepper", "ab" * 32, spans=(Span(5, 9, b"d" * 32),))
+    contents = [bytes([at]) * 32 for at in range(4)]
+    for at, content in enumerate(contents[:3]):
+        log.stored(content, contents[at - 1] if at else None, [at] * BLOCK, order, at * BLOCK)
+    log.stored(contents[3], None, [9] * BLOCK, Order([], Sampling()), 0)
+    log.removed(contents[3])
+    log.removed(contents[0])
+    log.moved({contents[0]: "disk"})
+    log.cleared()
+    found = DECODER.decode(msgspec.msgpack.encode(EventBatch(1.5, log.take())))
+    numbers = [int.from_bytes(content[-8:], "big") for content in contents]
+    name = "ab" * 32
+    assert found == Batch(
+        1.5,
+        [
+            BlockStored(
+                numbers[:3],
+                None,
+                [0] * 4 + [1] * 4 + [2] * 4,
+                BLOCK,
+                None,
+                "GPU",
+                name,
+                [(name, "pepper"), (name, [(b"d" * 32).hex(), 1]), (name, [(b"d" * 32).hex(), -3])],
+            ),
+            BlockStored([numbers[3]], None, [9] * 4, BLOCK, None, "GPU", None),
+            BlockRemoved([numbers[3], numbers[0]], "GPU"),
+            BlockStored([numbers[0]], None, [], 0, None, "STORAGE", None),
+            AllBlocksCleared(),
+        ],
+        0,
+    )
+    assert not log.take()
+
+
+def test_what_the_disk_keeps_while_an_instance_sleeps_is_stored_again() -> None:
+    """And what it does not keep is not: `reset_prefix_cache` empties it."""
+    host = HostTier(4, 100, LoadCost(BLOCK))
+    disk = LowerTier("disk", host, 100, 1, BLOCK, lambda: 0.0)
+    host.lower.append(disk)
+    pool, mirror = BlockPool(8, tier=host), Mirror()
+    events = KVEvents(pool, BLOCK, Kept(mirror))  # type: ignore[arg-type]
+    contents = [bytes([at]) * 32 for at in range(3)]
+    numbers = {int.from_bytes(content[-8:], "big") for content in contents}
+    disk.opened(0, contents)
+    events.tick(pool.changes())
+    for _ in range(2):
+        assert mirror.hashes("STORAGE") == numbers
+        pool.forget()
+        events.tick(pool.changes())
+        assert set(host.contents) == set(contents)
+    assert mirror.hashes("STORAGE") == numbers
+    disk.clear()
+    pool.forget()
+    events.tick(pool.changes())
+    assert not mirror.hashes("STORAGE")
+
+
+# ---- sockets
+
+
+class Reader:
+    """A subscriber as vLLM's examples have it, and its way to past batches."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, hwm: int = 1000, keys: Any = None) -> None:
+        self._context = context
+        self.socket = context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.RCVHWM, hwm)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            private, server = keys
+            self.socket.curve_secretkey = z85.encode(private)
+            self.socket.curve_publickey = zmq.curve_public(z85.encode(private))
+            self.socket.curve_serverkey = z85.encode(server)
+        self.socket.connect(endpoint)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+
+    def next(self, wait_ms: int = WAIT_MS) -> tuple[int, Batch] | None:
+        if not self.socket.poll(wait_ms):
+            return None
+        topic, sequence, payload = self.socket.recv_multipart()
+        assert topic == b"kv"
+        return int.from_bytes(sequence, "big"), DECODER.decode(payload)
+
+    def past(self, endpoint: str, start: int) -> list[tuple[int, Batch]]:
+        found = []
+        with self._context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(endpoint)
+            socket.send_multipart([b"", start.to_bytes(8, "big")])
+            while socket.poll(WAIT_MS):
+                _, _, sequence, payload = socket.recv_multipart()
+                if sequence == b"\xff" * 8:
+                    return found
+                found.append((int.from_bytes(sequence, "big"), DECODER.decode(payload)))
+        raise AssertionError("no end of the replay")
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EventPublisher]]:
+    monkeypatch.setattr(module, "READ_AGAIN_S", 0.02)
+    made: list[EventPublisher] = []
+
+    def make(credentials: Credentials = NOBODY, **settings: Any) -> EventPublisher:
+        own = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay", "topic": "kv"}
+        made.append(EventPublisher(KVEventsConfig(enable_kv_cache_events=True, **(own | settings)), credentials))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def batch(number: int, num_tokens: int = 0) -> EventBatch:
+    log = EventLog(BLOCK)
+    log.stored(number.to_bytes(32, "big"), None, [70_000] * num_tokens, Order([], Sampling()), 0)
+    return EventBatch(float(number), log.take())
+
+
+def await_subscriber(publisher: EventPublisher, reader: Reader) -> int:
+    """Publishes until the reader gets the newest batch; returns the number of the next one."""
+    deadline_s = time.monotonic() + WAIT_MS / 1000
+    while True:
+        assert time.monotonic() < deadline_s
+        newest = publisher.num_published
+        publisher.publish(batch(newest))
+        while (found := reader.next(50)) is not None:
+            if found[0] == newest:
+                return newest + 1
+
+
+def test_frames_are_numbered_and_lost_ones_come_again(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    made = publisher()
+    reader = Reader(context, f"ipc://{tmp_path}/events")
+    first = await_subscriber(made, reader)
+    for number in range(first, first + 50):
+        made.publish(batch(number))
+    got = [reader.next() for _ in range(50)]
+    assert [each[0] for each in got if each is not None] == list(range(first, first + 50))
+    assert all(each is not None and each[1].ts == each[0] and each[1].data_parallel_rank == 0 for each in got)
+    again = reader.past(f"ipc://{tmp_path}/replay", first + 20)  # as after a gap
+    assert again == got[20:]
+    assert reader.past(f"ipc://{tmp_path}/replay", first + 50) == []
+
+
+def test_only_the_last_batches_come_again(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    made = publisher(buffer_steps=3)
+    reader = Reader(context, f"ipc://{tmp_path}/events")
+    last = await_subscriber(made, reader)
+    for number in range(last, last + 5):
+        made.publish(batch(number))
+        assert reader.next()
+    assert [number for number, _ in reader.past(f"ipc://{tmp_path}/replay", 0)] == [last + 2, last + 3, last + 4]
+
+
+def test_a_slow_subscriber_holds_nobody_and_finds_what_it_missed(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    made = publisher(hwm=4)
+    slow, quick = (Reader(context, f"ipc://{tmp_path}/events", hwm) for hwm in (1, 1000))
+    await_subscriber(made, slow)
+    first = await_subscriber(made, quick)
+    stop = first + 60
+    for number in range(first, stop):  # each of 80 kB: the slow one's queues and its socket's buffers are full soon
+        made.publish(batch(number, 16_000))
+        assert (found := quick.next()) is not None
+        assert found[0] == number
+    assert made.num_dropped >= 1
+    heard = {}
+    while (found := slow.next(200)) is not None:
+        heard[found[0]] = found[1]
+    missed = set(range(first, stop)) - set(heard)
+    assert missed
+    again = dict(slow.past(f"ipc://{tmp_path}/replay", min(missed)))
+    assert missed <= set(again)
+    assert all(again[number].ts == number for number in range(min(missed), stop))
+
+
+def test_the_engine_never_waits(publisher: Callable[..., EventPublisher], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publisher's thread stands still: batches beyond the queue are counted, and their numbers are missing."""
+    gate = threading.Event()
+    monkeypatch.setattr(EventPublisher, "_send", lambda self, number, payload: gate.wait(10))
+    made = publisher(max_queue_size=5)
+    for number in range(20):
+        made.publish(batch(number))
+    assert 20 - 5 - 1 <= made.num_dropped <= 15
+    assert made.num_published == 20 - made.num_dropped
+    gate.set()
+
+
+def test_events_go_on_behind_a_fault(
+    publisher: Callable[..., EventPublisher],
+    context: zmq.Context[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of a batch that cannot be written, of a send, and of the sockets that are then to be opened anew."""
+    made = publisher()
+    reader = Reader(context, f"ipc://{tmp_path}/events")
+    await_subscriber(made, reader)
+    made.publish(EventBatch(0.0, ["\ud800"]))  # type: ignore[list-item]
+    await_subscriber(made, reader)
+    assert made.num_dropped == 1
+    faults = [zmq.ZMQError(zmq.ENOTSOCK)]
+    sends, sockets = EventPublisher._send, made._context.socket
+
+    def send(self: EventPublisher, number: int, payload: bytes) -> None:
+        if faults:
+            monkeypatch.setattr(made._context, "socket", fails_once)
+            raise faults.pop()
+        sends(self, number, payload)
+
+    def fails_once(kind: int) -> Any:
+        monkeypatch.setattr(made._context, "socket", sockets)
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(EventPublisher, "_send", send)
+    await_subscriber(made, reader)
+    assert not faults
+    assert made.num_dropped == 2
+    assert [each.message for each in caplog.records if each.exc_info] == ["KV events: a fault, after which they go on"]
+
+
+@pytest.mark.parametrize("has_tier", [False, True])
+def test_events_add_up_to_the_cache(has_tier: bool) -> None:
+    for seed in range(5):
+        traffic = Traffic(random.Random(seed), has_tier)
+        for _ in range(200):
+            traffic.step()
+        traffic.check()
+        while traffic.held:
+            traffic.end()
+        traffic.check()
+        traffic.pool.forget()
+        traffic.check()
+        assert not traffic.mirror.blocks
+
+
+def test_a_prompts_blocks_are_one_event_with_what_makes_them_apart() -> None:
+    log = EventLog(BLOCK)
+    order = Order([0] * 12, Sampling(), "pepper", "ab" * 32, spans=(Span(5, 9, b"d" * 32),))
+    contents = [bytes([at]) * 32 for at in range(4)]
+    for at, content in enumerate(contents[:3]):
+        log.stored(content, contents[at - 1] if at else None, [at] * BLOCK, order, at * BLOCK)
+    log.stored(contents[3], None, [9] * BLOCK, Order([], Sampling()), 0)
+    log.removed(contents[3])
+    log.removed(contents[0])
+    log.moved({contents[0]: "disk"})
+    log.cleared()
+    found = DECODER.decode(msgspec.msgpack.encode(EventBatch(1.5, log.take())))
+    numbers = [int.from_bytes(content[-8:], "big") for content in contents]
+    name = "ab" * 32
+    assert found == Batch(
+        1.5,
+        [
+            BlockStored(
+                numbers[:3],
+                None,
+                [0] * 4 + [1] * 4 + [2] * 4,
+                BLOCK,
+                None,
+                "GPU",
+                name,
+                [(name, "pepper"), (name, [(b"d" * 32).hex(), 1]), (name, [(b"d" * 32).hex(), -3])],
+            ),
+            BlockStored([numbers[3]], None, [9] * 4, BLOCK, None, "GPU", None),
+            BlockRemoved([numbers[3], numbers[0]], "GPU"),
+            BlockStored([numbers[0]], None, [], 0, None, "STORAGE", None),
+            AllBlocksCleared(),
+        ],
+        0,
+    )
+    assert not log.take()
+
+
+def test_what_the_disk_keeps_while_an_instance_sleeps_is_stored_again() -> None:
+    """And what it does not keep is not: `reset_prefix_cache` empties it."""
+    host = HostTier(4, 100, LoadCost(BLOCK))
+    disk = LowerTier("disk", host, 100, 1, BLOCK, lambda: 0.0)
+    host.lower.append(disk)
+    pool, mirror = BlockPool(8, tier=host), Mirror()
+    events = KVEvents(pool, BLOCK, Kept(mirror))  # type: ignore[arg-type]
+    contents = [bytes([at]) * 32 for at in range(3)]
+    numbers = {int.from_bytes(content[-8:], "big") for content in contents}
+    disk.opened(0, contents)
+    events.tick(pool.changes())
+    for _ in range(2):
+        assert mirror.hashes("STORAGE") == numbers
+        pool.forget()
+        events.tick(pool.changes())
+        assert set(host.contents) == set(contents)
+    assert mirror.hashes("STORAGE") == numbers
+    disk.clear()
+    pool.forget()
+    events.tick(pool.changes())
+    assert not mirror.hashes("STORAGE")
+
+
+# ---- sockets
+
+
+class Reader:
+    """A subscriber as vLLM's examples have it, and its way to past batches."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, hwm: int = 1000, keys: Any = None) -> None:
+        self._context = context
+        self.socket = context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.RCVHWM, hwm)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            private, server = keys
+            self.socket.curve_secretkey = z85.encode(private)
+            self.socket.curve_publickey = zmq.curve_public(z85.encode(private))
+            self.socket.curve_serverkey = z85.encode(server)
+        self.socket.connect(endpoint)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+
+    def next(self, wait_ms: int = WAIT_MS) -> tuple[int, Batch] | None:
+        if not self.socket.poll(wait_ms):
+            return None
+        topic, sequence, payload = self.socket.recv_multipart()
+        assert topic == b"kv"
+        return int.from_bytes(sequence, "big"), DECODER.decode(payload)
+
+    def past(self, endpoint: str, start: int) -> list[tuple[int, Batch]]:
+        found = []
+        with self._context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(endpoint)
+            socket.send_multipart([b"", start.to_bytes(8, "big")])
+            while socket.poll(WAIT_MS):
+                _, _, sequence, payload = socket.recv_multipart()
+                if sequence == b"\xff" * 8:
+                    return found
+                found.append((int.from_bytes(sequence, "big"), DECODER.decode(payload)))
+        raise AssertionError("no end of the replay")
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EventPublisher]]:
+    monkeypatch.setattr(module, "READ_AGAIN_S", 0.02)
+    made: list[EventPublisher] = []
+
+    def make(credentials: Credentials = NOBODY, **settings: Any) -> EventPublisher:
+        own = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay", "topic": "kv"}
+        made.append(EventPublisher(KVEventsConfig(enable_kv_cache_events=True, **(own | settings)), credentials))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def batch(number: int, num_tokens: int = 0) -> EventBatch:
+    log = EventLog(BLOCK)
+    log.stored(number.to_bytes(32, "big"), None, [70_000] * num_tokens, Order([], Sampling()), 0)
+    return EventBatch(float(number), log.take())
+
+
+def await_subscriber(publisher: EventPublisher, reader: Reader) -> int:
+    """Publishes until the reader gets the newest batch; returns the number of the next one."""
+    deadline_s = time.monotonic() + WAIT_MS / 1000
+    while True:
+        assert time.monotonic() < deadline_s
+        newest = publisher.num_published
+        publisher.publish(batch(newest))
+        while (found := reader.next(50)) is not None:
+            if found[0] == newest:
+                return newest + 1
+
+
+def test_frames_are_numbered_and_lost_ones_come_again(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    made = publisher()
+    reader = Reader(context, f"ipc://{tmp_path}/events")
+    first = await_subscriber(made, reader)
+    for number in range(first, first + 50):
+        made.publish(batch(number))
+    got = [reader.next() for _ in range(50)]
+    assert [each[0] for each in got if each is not None] == list(range(first, first + 50))
+    assert all(each is not None and each[1].ts == each[0] and each[1].data_parallel_rank == 0 for each in got)
+    again = reader.past(f"ipc://{tmp_path}/replay", first + 20)  # as after a gap
+    assert again == got[20:]
+    assert reader.past(f"ipc://{tmp_path}/replay", first + 50) == []
+
+
+def test_only_the_last_batches_come_again(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    made = publisher(buffer_steps=3)
+    reader = Reader(context, f"ipc://{tmp_path}/events")
+    last = await_subscriber(made, reader)
+    for number in range(last, last + 5):
+        made.publish(batch(number))
+        assert reader.next()
+    assert [number for number, _ in reader.past(f"ipc://{tmp_path}/replay", 0)] == [last + 2, last + 3, last + 4]
+
+
+def test_a_slow_subscriber_holds_nobody_and_finds_what_it_missed(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    made = publisher(hwm=4)
+    slow, quick = (Reader(context, f"ipc://{tmp_path}/events", hwm) for hwm in (1, 1000))
+    await_subscriber(made, slow)
+    first = await_subscriber(made, quick)
+    stop = first + 60
+    for number in range(first, stop):  # each of 80 kB: the slow one's queues and its socket's buffers are full soon
+        made.publish(batch(number, 16_000))
+        assert (found := quick.next()) is not None
+        assert found[0] == number
+    assert made.num_dropped >= 1
+    heard = {}
+    while (found := slow.next(200)) is not None:
+        heard[found[0]] = found[1]
+    missed = set(range(first, stop)) - set(heard)
+    assert missed
+    again = dict(slow.past(f"ipc://{tmp_path}/replay", min(missed)))
+    assert missed <= set(again)
+    assert all(again[number].ts == number for number in range(min(missed), stop))
+
+
+def test_the_engine_never_waits(publisher: Callable[..., EventPublisher], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publisher's thread stands still: batches beyond the queue are counted, and their numbers are missing."""
+    gate = threading.Event()
+    monkeypatch.setattr(EventPublisher, "_send", lambda self, number, payload: gate.wait(10))
+    made = publisher(max_queue_size=5)
+    for number in range(20):
+        made.publish(batch(number))
+    assert 20 - 5 - 1 <= made.num_dropped <= 15
+    assert made.num_published == 20 - made.num_dropped
+    gate.set()
+
+
+def test_events_go_on_behind_a_fault(
+    publisher: Callable[..., EventPublisher],
+    context: zmq.Context[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of a batch that cannot be written, of a send, and of the sockets that are then to be opened anew."""
+    made = publisher()
+    reader = Reader(context, f"ipc://{tmp_path}/events")
+    await_subscriber(made, reader)
+    made.publish(EventBatch(0.0, ["\ud800"]))  # type: ignore[list-item]
+    await_subscriber(made, reader)
+    assert made.num_dropped == 1
+    faults = [zmq.ZMQError(zmq.ENOTSOCK)]
+    sends, sockets = EventPublisher._send, made._context.socket
+
+    def send(self: EventPublisher, number: int, payload: bytes) -> None:
+        if faults:
+            monkeypatch.setattr(made._context, "socket", fails_once)
+            raise faults.pop()
+        sends(self, number, payload)
+
+    def fails_once(kind: int) -> Any:
+        monkeypatch.setattr(made._context, "socket", sockets)
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(EventPublisher, "_send", send)
+    await_subscriber(made, reader)
+    assert not faults
+    assert made.num_dropped == 2
+    assert [each.message for each in caplog.records if each.exc_info] == ["KV events: a fault, after which they go on"]
+
+
+def test_past_batches_come_whole_through_short_queues(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    """Three requests of one reader, and one of another; beside one that never reads."""
+    made = publisher(hwm=10)
+    for number in range(110):
+        made.publish(batch(number, 4000))
+    endpoint = f"ipc://{tmp_path}/replay"
+    sockets = [context.socket(zmq.DEALER) for _ in range(3)]
+    for socket, num_requests in zip(sockets, (1, 3, 1), strict=True):
+        socket.setsockopt(zmq.RCVHWM, 10)
+        socket.connect(endpoint)
+        for _ in range(num_requests):
+            socket.send_multipart([b"", (10).to_bytes(8, "big")])
+    for socket, num_requests in zip(sockets[1:], (3, 1), strict=True):
+        for _ in range(num_requests):
+            for number in range(10, 110):
+                assert socket.poll(WAIT_MS)
+                assert socket.recv_multipart()[2] == number.to_bytes(8, "big")
+            assert socket.poll(WAIT_MS)
+            assert socket.recv_multipart()[2] == b"\xff" * 8
+    assert [replay.due is not None and 10 < replay.due < 110 for replay in made._replays] == [True]
+    made._replays[0].until_s = 0.0
+    deadline_s = time.monotonic() + WAIT_MS / 1000
+    while made._replays:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)  # for the publisher's thread
+    assert [number for number, _ in Reader(context, f"ipc://{tmp_path}/events").past(endpoint, 108)] == [108, 109]
 
 
 def test_strangers_get_nothing_over_the_network(
@@ -193,6 +729,8 @@ def free_port() -> int:
         ({"endpoint": "inproc://x"}, "subscribers connect, this process binds"),
         ({"endpoint": "tcp://127.0.0.1:70000"}, "expected tcp://ADDRESS:PORT"),
         ({"replay_endpoint": "tcp://*:5557"}, "endpoint and replay_endpoint are the same"),
+        ({"topic": "kv\ud800"}, "topic 'kv\\ud800': half of a surrogate pair"),
+        ({"endpoint": "ipc:///x\udfff"}, "endpoint 'ipc:///x\\udfff': half of a surrogate pair"),
     ],
 )
 def test_settings_with_faults(given: Any, told: str) -> None:

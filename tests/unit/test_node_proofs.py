@@ -22,6 +22,7 @@ from pd_cluster.net.node_files import (
     Node,
     NodeKeys,
     PublicPart,
+    Revoked,
     TrustedNodes,
     new_keys,
     now_text,
@@ -34,7 +35,7 @@ from pd_cluster.net.node_files import (
     write_node_keys,
     write_public,
 )
-from pd_cluster.net.nodes import Nodes
+from pd_cluster.net.nodes import Nodes, check_own
 from pd_cluster.net.opening import MOST_LINES, PERIOD_S, Opening
 from pd_cluster.net.sockets import KeyPair
 from pd_cluster.settings.config import Credentials
@@ -94,6 +95,31 @@ def test_a_stolen_key_beside_the_thief_s_own_is_cut_off_with_its_revocation(pair
     assert " of node a was revoked at " in pair.own.problem("a", keys)
     with pytest.raises(ConfigError, match="node a has another key"):
         pair.believe(*shown)
+
+
+@pytest.mark.parametrize("under", ["a", "before"])
+def test_a_key_that_the_list_names_and_revokes_counts_nowhere(pair: Pair, under: str) -> None:
+    """An operator wrote the list, or took the revoked key in again under another name."""
+    named, unknown = pair.keys.public[0], b"t" * 32
+    part, over = PublicPart(named.hex()), PublicPart(new_keys("a").public[0].hex(), "2026-01-01")
+    assert pair.own.trusts_key(named)
+    for keys in ([part], [part, over], [over, part]):
+        revoked = [Revoked(under, named.hex(), "2026-01-02")]
+        write_public(pair.file, TrustedNodes(1, [Node("a", keys)], revoked))
+        pair.own.read_again()
+        assert not pair.own.trusts_key(named)
+        for shown in (pair.keys.private, (unknown, *pair.keys.private)):
+            with pytest.raises(ConfigError, match="was revoked at"):
+                pair.believe(*shown)
+        assert "was revoked at" in pair.own.problem("a", [over.key]), "no key of the node counts any more"
+        with pytest.raises(ConfigError, match="was revoked at"):
+            check_own(pair.keys, pair.key_file, read_trusted_nodes(pair.file), pair.file, time.time())
+    stays = new_keys("a")
+    write_public(pair.file, TrustedNodes(1, [Node("a", [part, PublicPart(stays.public[0].hex())])], revoked))
+    pair.own.read_again()
+    assert pair.believe(*stays.private, *pair.keys.private) == stays.public
+    with pytest.raises(ConfigError, match="has another key"):
+        pair.believe(unknown, *pair.keys.private)
 
 
 def test_while_a_node_is_rotated_the_keys_count_that_the_list_has(pair: Pair) -> None:

@@ -341,6 +341,13 @@ def test_what_the_engine_cannot_do_ends_that_leg_only(changes: dict[str, Any], p
     world.assert_home()
 
 
+def test_only_logprobs_of_a_prompt_limit_its_length() -> None:
+    limits, prompt = EngineLimits(VOCAB_SIZE, 2_000_000, RopeLimit()), [1] * 1_000_001
+    assert limits.problem(Request("r", Order(prompt, sampling()))) is None
+    told = limits.problem(Request("r", Order(prompt, sampling(prompt_logprobs=0))))
+    assert told == "prompt_logprobs 0 for 1000001 tokens are too many to tell"
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_aborts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "MOST_UNTOLD", 3)

@@ -200,7 +200,7 @@ INSTANCE_COUNTERS = (
     ),
     OfInstance(
         "pd_cluster:kv_event_batches_dropped",
-        "Those not sent because too many waited, and the times that a subscriber became too slow and missed some.",
+        "Those not sent (too many waited, or a fault), and the times that a subscriber was too slow and missed some.",
         lambda load: load.num_kv_event_drops,
     ),
     OfInstance("vllm:num_preemptions", "Requests that gave way to older ones.", lambda load: load.num_preemptions),

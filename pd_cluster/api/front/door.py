@@ -12,7 +12,7 @@ from pd_cluster.api.front.doorman import Doorman
 from pd_cluster.api.front.front_door import GuardedProtocol
 from pd_cluster.api.front.refusals import RefusalLog
 from pd_cluster.api.front.subscriber import subscriber_of
-from pd_cluster.api.front.tls import TlsFiles
+from pd_cluster.net.tls import TlsFiles
 
 MAX_AT_ONCE = 16  # connections accepted before the event loop runs and closes the evicted ones
 REST_S = 0.2  # after a failure to accept

@@ -24,8 +24,8 @@ from pd_cluster.api.front.door import Door
 from pd_cluster.api.front.doorman import Doorman
 from pd_cluster.api.front.front_door import MAX_FIELDS, GuardedProtocol, probes_under
 from pd_cluster.api.front.refusals import RefusalLog
-from pd_cluster.api.front.tls import TlsFiles
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.net.tls import TlsFiles
 from pd_cluster.settings.http import Tls
 from pd_cluster.settings.routing import ConnectionLimits
 

@@ -53,7 +53,8 @@ class EngineLimits:
         if request.most_tokens > self.max_model_len:
             most = "" if request.pooling is not None else f" and max_tokens {sampling.max_tokens}"
             return f"{len(prompt)} prompt tokens{most} exceed max_model_len {self.max_model_len}"
-        if len(prompt) * ((sampling.prompt_logprobs or 0) + 1) > MAX_LOGPROB_ENTRIES:
+        per_token = 0 if sampling.prompt_logprobs is None else sampling.prompt_logprobs + 1
+        if len(prompt) * per_token > MAX_LOGPROB_ENTRIES:
             return f"prompt_logprobs {sampling.prompt_logprobs} for {len(prompt)} tokens are too many to tell"
         if not self._are_tokens(prompt):
             return f"prompt token ids must be in 0 to {self.vocab_size - 1}"

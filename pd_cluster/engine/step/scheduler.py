@@ -228,9 +228,12 @@ class StepScheduler:
         return plan
 
     def _enters_ahead(self, request: Request, may_go: Callable[[Request], bool]) -> bool:
-        """Whether it needs neither the host nor blocks of host memory nor those of a parked beam."""
-        needs_host = request.swap_table or self.room.parked(request) or self.room.enters_with_moves(request)
-        return may_go(request) and not needs_host
+        """Whether it needs neither the host nor blocks of host memory nor those of a parked beam.
+
+        One that lacks pixels may end on entering, which only a step of the host reports.
+        """
+        needs_host = request.lacks_pixels or request.swap_table or self.room.parked(request)
+        return may_go(request) and not (needs_host or self.room.enters_with_moves(request))
 
     def computed(self, plan: StepPlan) -> list[Request]:
         """Records a computed step; returns the requests that caught up and sample now, in the plan's order."""

@@ -59,6 +59,11 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(guard)
 
 
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector the million objects of imports and of the tests themselves, which live to the end."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Returns `checkpoint("llama")` as the folder of a tiny random model of that architecture."""

@@ -56,15 +56,20 @@ class ServeBench:
     concurrency: int = 4
     input_len: int = 128
     output_len: int = 64
-    routing_policy: str = ""  # this and the next: of the started cluster
+    routing_policy: str = ""  # this and the next two: of the started cluster
     lend_cores: str = ""
+    first_token: str = ""
     more_flags: tuple[str, ...] = ()  # of the started cluster, and not shown
     encode: int = 0  # encoders of it, likewise
 
     @property
     def flags(self) -> list[str]:
         """The flags of the started cluster."""
-        given = {"--routing-policy": self.routing_policy, "--lend-cores": self.lend_cores}
+        given = {
+            "--routing-policy": self.routing_policy,
+            "--lend-cores": self.lend_cores,
+            "--first-token": self.first_token,
+        }
         return [f"{flag}={value}" for flag, value in given.items() if value]
 
     @property

@@ -48,6 +48,7 @@ def serve(
     output_len: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
     routing_policy: Annotated[str, typer.Option(help="Of a cluster that is started; default: its own.")] = "",
     lend_cores: Annotated[str, typer.Option(help="Of a cluster that is started: auto, on or off.")] = "",
+    first_token: Annotated[str, typer.Option(help="Likewise: with-decode or at-once.")] = "",
     against: Annotated[
         str,
         typer.Option(
@@ -64,7 +65,7 @@ def serve(
     from pd_cluster.bench.serve import ServeBench, run
 
     shape = (num_requests, concurrency, input_len, output_len)
-    bench = ServeBench(url, admin, model, prefill, decode, *shape, routing_policy, lend_cores)
+    bench = ServeBench(url, admin, model, prefill, decode, *shape, routing_policy, lend_cores, first_token)
     if against:
         from pd_cluster.lab import serve_against as turns
 

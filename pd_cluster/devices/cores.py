@@ -1,8 +1,9 @@
 """Lets the rank processes of one host share its cores step by step: a ledger of locks. Never imports torch.
 
-Each rank has one byte of a file that all of them can open, and holds a lock on that byte while it computes. The number
-of ranks that compute follows from the locks, and with it the threads of each: the host's cores, divided evenly. The
-kernel releases the locks of a process that ends in any way, and nobody waits for one.
+Each rank has one byte of a file that all of them can open, and holds a lock on that byte: a shared one while it rests,
+an exclusive one while it computes. The number of ranks that compute follows from the locks, and with it the threads of
+each: the host's cores, divided evenly. The kernel releases the locks of a process that ends in any way, and nobody
+waits for one.
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import struct
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 FLOCK = struct.Struct("hhqqixxxx")  # struct flock: type, whence, start, len, pid
+STAMP = struct.Struct("=d")  # when a rank began to rest, by the monotonic clock; 0: it never computed
 MODE = 0o600
-HAS_BEEN_HERE = b"\1"
+LENT_AFTER_S = 0.02  # a shorter rest is one between two steps, whose borrower would only be in the way
 
 
 def ledger_name() -> str:
@@ -33,17 +40,18 @@ def ledger_name() -> str:
 class CoreLedger:
     """The view that one rank has of the ledger. `index` and `size`: its place among the ranks of the table's host.
 
-    A rank that has never opened this file may run elsewhere, on other cores or in another container, so its cores are
-    not lent: it counts as one that computes.
+    A rank that is not seen here may run elsewhere, on other cores or in another container, or keep its cores for
+    itself, so they are not lent: it counts as one that computes.
     """
 
     path: Path
     index: int
     size: int
     num_cores: int
+    clock: Callable[[], float] = time.monotonic
     _fd: int = field(default=-1, init=False)
     _is_busy: bool = field(default=False, init=False)
-    _others: tuple[tuple[int, bytes], ...] = field(default=(), init=False)  # their bytes, and a question for each
+    _others: tuple[tuple[int, bytes], ...] = field(default=(), init=False)  # their places, and a question for each
 
     @property
     def own_threads(self) -> int:
@@ -54,8 +62,7 @@ class CoreLedger:
         """Raises OSError if the file cannot be made, or its file system has no such locks."""
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, MODE)
         try:
-            os.pwrite(self._fd, HAS_BEEN_HERE, self.index)
-            self._lock(fcntl.F_UNLCK)
+            self._lock(fcntl.F_RDLCK)
         except OSError:
             self.close()
             raise
@@ -71,27 +78,38 @@ class CoreLedger:
     def begin(self) -> None:
         """Counts this rank among those that compute, until `end`; may be called again."""
         if not self._is_busy and self._fd >= 0:
-            self._is_busy = self._lock(fcntl.F_WRLCK)
+            try:
+                self._is_busy = self._lock(fcntl.F_WRLCK)
+            except OSError as error:
+                self._give_up(error)
 
     def end(self) -> None:
         if self._is_busy:
             self._is_busy = False
-            self._lock(fcntl.F_UNLCK)
+            try:
+                os.pwrite(self._fd, STAMP.pack(self.clock()), self.index * STAMP.size)
+                self._lock(fcntl.F_RDLCK)
+            except OSError as error:
+                self._give_up(error)
 
     def num_threads(self) -> int:
         """Returns the threads that this rank may use now, at least `own_threads`; it asks again after each layer."""
         if self._fd < 0:
             return self.own_threads
-        here = os.pread(self._fd, self.size, 0)
-        num_busy = 1
-        for index, question in self._others:
-            if here[index : index + 1] != HAS_BEEN_HERE or self._computes(question):
-                num_busy += 1
+        try:
+            num_busy = 1 + sum(self._keeps(index, question) for index, question in self._others)
+        except OSError as error:
+            self._give_up(error)
+            return self.own_threads
         return max(self.own_threads, self.num_cores // num_busy)
 
-    def _computes(self, question: bytes) -> bool:
+    def _keeps(self, index: int, question: bytes) -> bool:
+        """Whether another rank needs its cores: it computes, did so a moment ago, or is not seen here."""
         kind, *_ = FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, question))
-        return bool(kind != fcntl.F_UNLCK)
+        if kind != fcntl.F_RDLCK:
+            return True
+        (rests_since_s,) = STAMP.unpack(os.pread(self._fd, STAMP.size, index * STAMP.size).ljust(STAMP.size, b"\0"))
+        return bool(0 <= self.clock() - rests_since_s < LENT_AFTER_S)
 
     def _lock(self, kind: int) -> bool:
         """Returns False if another process has this rank's byte: its predecessor, which is about to end."""
@@ -102,6 +120,11 @@ class CoreLedger:
                 raise
             return False
         return True
+
+    def _give_up(self, error: OSError) -> None:
+        """Keeps the own share from now on, and to the others is not seen: the file's system does not serve any more."""
+        log.warning("this rank keeps its own cores from now on: the ledger %s failed: %s", self.path, error.strerror)
+        self.close()
 
 
 def _range(kind: int, index: int) -> bytes:

@@ -18,7 +18,7 @@ from pd_cluster import wire
 from pd_cluster.engine.adapters import AdapterHost, Keeper, WorkerAdapters, reader_of
 from pd_cluster.engine.encode.encoders import Encoders
 from pd_cluster.engine.handover.cache_news import CacheNews
-from pd_cluster.engine.handover.events import AdapterLoaded, ConnClosed, ConnOpened, Event, Mail, StartDrain, StopEngine
+from pd_cluster.engine.handover.events import AdapterLoaded, ConnClosed, ConnOpened, Event, Mail, StartDrain, handle_all
 from pd_cluster.engine.handover.handover import Handover, Means
 from pd_cluster.engine.handover.links import LaneEnds, Post, Side
 from pd_cluster.engine.kv_events import KVEvents
@@ -169,11 +169,12 @@ class Worker:
 
     def _run(self, came_round: Callable[[], None]) -> None:
         busy = False
-        while self._read_inbox(wait_s=0.0 if busy else self._idle_wait_s):
+        while handle_all(self.inbox, self._handle, 0.0 if busy else self._idle_wait_s):
             came_round()
             self._tick()
             if self._sleep.is_due and self.legs.are_over:
                 self._sleep.settle()
+            self._outbox.flush()  # what the mail brought need not wait for the step
             was_busy, busy = busy, self._step()
             if was_busy and not busy:
                 self._rest()
@@ -327,20 +328,6 @@ class Worker:
         self.legs.records.expire(now_s)
 
     # ---- events
-
-    def _read_inbox(self, wait_s: float) -> bool:
-        """Handles all pending events, waiting at most `wait_s` for the first. False: stop."""
-        try:
-            event = self.inbox.get(timeout=wait_s) if wait_s else self.inbox.get_nowait()
-            while True:
-                if isinstance(event, StopEngine):
-                    if event.error is not None:
-                        raise event.error
-                    return False
-                self._handle(event)
-                event = self.inbox.get_nowait()
-        except queue.Empty:
-            return True
 
     def _handle(self, event: Event) -> None:
         match event:

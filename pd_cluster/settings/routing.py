@@ -28,6 +28,7 @@ def _is_priority(name: str, written: str) -> bool:
     return written == "priority"
 
 
+FIRST_TOKENS = ("with-decode", "at-once")
 PRIORITIES = Form(str, _is_priority, lambda has_priorities: SCHEDULING_POLICIES[has_priorities])
 
 
@@ -81,6 +82,14 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
             checks=(finite("must be a number of seconds, 0 for no limit"),),
         ),
     ] = 60.0
+    first_token: Annotated[
+        str,
+        SCHEDULER(
+            "with-decode: where an instance decodes for others, a new stream's first token waits until it joins them, "
+            "for a step of theirs and 0.1 s at most: the second token follows as evenly as all others. at-once: never.",
+            checks=(one_of(FIRST_TOKENS),),
+        ),
+    ] = "with-decode"
     max_attempts: Annotated[
         int,
         SCHEDULER(

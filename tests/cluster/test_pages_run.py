@@ -34,6 +34,7 @@ OTHERWISE = {  # a command's beginning -> the test that runs it
     r"scripts/test.sh": "tests/unit/test_changed_tests.py",
     r"\S*pd-cluster up ": "tests/cluster/test_up.py",
     r"\S*pd-cluster serve --role": "tests/cluster/test_join.py",
+    r"pd-cluster serve .*--kv-events-config": "tests/cluster/test_kv_events.py",
     r"pd-ranktable (gen|merge|check)": "tests/unit/test_ranktable_cli.py",
     r"export |sh scripts/start_servers.sh": "tests/cluster/test_start_servers_sh.py",
     r"pd-cluster check --network": "tests/cluster/test_preflight.py",

@@ -41,6 +41,7 @@ class LeaseServer:
         self.rights: dict[str, set[str]] = {}
         self.delay_s = 0.0
         self.drip_s = 0.0  # between the bytes of an answer
+        self.is_endless = False  # its head has one byte after the other
         self.loses_answers = False
         self.answers: tuple[int, bytes] | None = None
         self.url = ""
@@ -139,6 +140,9 @@ class _Handler(BaseHTTPRequestHandler):
         if leases.loses_answers:
             self.close_connection = True
             return
+        if leases.is_endless:
+            self._drip_on()
+            return
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(sent)))
@@ -151,6 +155,16 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(bytes([byte]))
                 self.wfile.flush()
                 time.sleep(leases.drip_s)
+
+    def _drip_on(self) -> None:
+        """Never leaves the client without a byte for long; ends when the client has hung up."""
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nX-More: ")
+            while True:
+                self.wfile.write(b"a")
+                self.wfile.flush()
+                time.sleep(0.02)
 
     do_GET = do_POST = do_PUT = _serve
 

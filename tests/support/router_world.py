@@ -58,6 +58,7 @@ class World:
         replay: ReplayLimits | None = None,
         goals: Goals = NO_GOALS,
         max_queue_s: float | None = None,
+        holds_first: bool = False,
     ) -> None:
         self.instances = [ready(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")]
         links = {i.key: LinkState("up", ("shm",)) for i in self.instances if i.role == "decode"}
@@ -67,6 +68,7 @@ class World:
         self.membership = FakeMembership(self.instances)
         send = self.mailbox.send
         self.router = Router(send, self.membership, least_loaded, request_timeout_s, replay, goals, max_queue_s)
+        self.router.holds_first = holds_first
 
     def serve(self, sampling: Sampling = SAMPLING, **more: Any) -> AsyncGenerator[TokenOutput, None]:
         """`more`: further fields of the order, and arguments of `Router.serve`."""

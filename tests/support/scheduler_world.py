@@ -2,7 +2,7 @@
 
 `Ownership`, `Fence` and the record are real. A seeded random number decides what happens next: a scheduler looks at the
 record, its write arrives or fails, it sends an order, a message arrives late, a process stands still or dies and is
-started again, an operator changes a role, time passes.
+started again, an operator changes a role or removes the record, time passes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pd_cluster.cluster.members.lease import LeaseRecord, Listed, Ownership
 from pd_cluster.errors import LeaseUnavailable
@@ -21,7 +22,7 @@ ROLES = ("prefill", "decode")
 
 
 class Store:
-    """A record that is replaced only by its next version, and sometimes cannot be reached."""
+    """A record that is replaced only where it is known, and sometimes cannot be reached."""
 
     def __init__(self, rng: random.Random, clock: Callable[[], float]) -> None:
         self._rng, self._clock = rng, clock
@@ -31,14 +32,14 @@ class Store:
         self.back_s = 0.0  # when it is reached again
 
     def read(self) -> LeaseRecord:
-        self._reach()
+        self.reach()
         return self.record
 
-    def write(self, record: LeaseRecord) -> bool:
-        self._reach()
+    def write(self, record: LeaseRecord, known: LeaseRecord) -> bool:
+        self.reach()
         if not self.is_sure and self._rng.random() < 0.03:
             return False  # another program has touched it
-        return record.version == self.record.version + 1 and self.write_whole(record)
+        return known == self.record and record.version == known.version + 1 and self.write_whole(record)
 
     def write_whole(self, record: LeaseRecord) -> bool:
         """Notes what was written. Raises where the answer is lost."""
@@ -50,9 +51,26 @@ class Store:
             raise LeaseUnavailable("it is written, and the answer is lost")
         return True
 
-    def _reach(self) -> None:
+    def reach(self) -> None:
         if not self.is_sure and (self._clock() < self.back_s or self._rng.random() < 0.05):
             raise LeaseUnavailable("it is not reached")
+
+
+class Way:
+    """One scheduler's way to the record."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._known = store, LeaseRecord()
+
+    def read(self) -> LeaseRecord:
+        self._known = self._store.read()
+        return self._known
+
+    def write(self, record: LeaseRecord) -> bool:
+        if not self._store.write(record, self._known):
+            return False
+        self._known = record
+        return True
 
 
 @dataclass(slots=True)
@@ -63,14 +81,22 @@ class Worker:
     applied: list[tuple[int, int]] = field(default_factory=list)
 
 
+class LeaseWay(Protocol):
+    def read(self) -> LeaseRecord: ...
+    def write(self, record: LeaseRecord) -> bool: ...
+
+
 class Scheduler:
     """One life of one scheduler: a look at the record is a generator, so that it may stand still anywhere in it."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
-        self.store = world.store_of(world)
+        self.store = world.way_of(world)
         self.goes_on_s = 0.0  # until then it stands still
-        self.ownership = Ownership(f"{name}@{world.rng.getrandbits(30):x}", DURATION_S, lambda: world.now_s)
+        own = f"{name}@{world.rng.getrandbits(30):x}"
+        self.ownership = Ownership(
+            own, DURATION_S, lambda: world.now_s, least_term=lambda: max(1, int(world.now_s / DURATION_S))
+        )
         self.members = [Listed(name="prefill-0", role="prefill", host="h", port=1, device_ids=[])]
         self.looking: Iterator[None] = iter(())
         self.mail: dict[int, deque[tuple[int, int]]] = {}  # to each worker: (term, number), in order
@@ -92,7 +118,7 @@ class Scheduler:
                 own.wrote(wanted, is_written)
         except LeaseUnavailable:
             return
-        if own.term_now is None and own.record.holder != own.own and own.record.version:
+        if own.term_now is None and own.record.holder != own.own and own.record.term:
             self.members = list(own.record.members)
 
     def order(self) -> Iterator[None]:
@@ -108,16 +134,21 @@ class Scheduler:
 
 
 class World:
-    """`store_of`: makes the way to the record of one life of a scheduler; by default all have the same."""
+    """`way_of`: makes the way to the record of one life of a scheduler.
+
+    `removals`: of the record by hand, a number for each 97.8 other events; `remove` does it where the ways lead.
+    """
 
     def __init__(
         self,
         seed: int,
         num_schedulers: int = 3,
         num_workers: int = 2,
-        store_of: Callable[[World], Store] = lambda world: world.store,
+        way_of: Callable[[World], LeaseWay] = lambda world: Way(world.store),
+        removals: float = 0.0,
+        remove: Callable[[], None] = lambda: None,
     ) -> None:
-        self.store_of = store_of
+        self.way_of, self._removals, self._remove = way_of, removals, remove
         self.rng = random.Random(seed)
         self.now_s = 0.0
         self.number = 0
@@ -125,7 +156,7 @@ class World:
         self.workers = [Worker() for _ in range(num_workers)]
         self.schedulers = [Scheduler(self, f"scheduler-{index}") for index in range(num_schedulers)]
         self.acting: dict[int, Iterator[None]] = {}  # orders that are being sent, by scheduler
-        self.num_refused = self.num_owners = self.num_wishes = self.num_stops = 0
+        self.num_refused = self.num_owners = self.num_wishes = self.num_stops = self.num_removed = 0
         self._term = 0
 
     def run(self, num_events: int = 600) -> None:
@@ -139,8 +170,8 @@ class World:
         at = rng.choice(owners) if owners and rng.random() < 0.4 else rng.randrange(len(self.schedulers))
         scheduler = self.schedulers[at]
         match rng.choices(
-            ("look", "time", "deliver", "order", "stop", "die", "wish", "worker dies", "store"),
-            (50, 16, 14, 12, 2, 0.5, 2, 0.5, 0.3),
+            ("look", "time", "deliver", "order", "stop", "die", "wish", "worker dies", "store", "removed by hand"),
+            (50, 16, 14, 12, 2, 0.5, 2, 0.5, 0.3, self._removals),
         )[0]:
             case "look" if not scheduler.is_stopped:
                 if next(scheduler.looking, "over") == "over":
@@ -170,6 +201,10 @@ class World:
                         self.workers[dead].fence.heard(each.ownership.highest_term)
             case "store":
                 self.store.back_s = self.now_s + self.rng.choice((0.5, 1.0, 3.0))
+            case "removed by hand" if self.store.record.version:
+                self.store.record = LeaseRecord()
+                self._remove()
+                self.num_removed += 1
 
     def _deliver(self, scheduler: Scheduler, worker: int) -> None:
         if not (mail := scheduler.mail.get(worker)):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import itertools
 import os
 import random
 import signal
@@ -13,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.devices.cores import CoreLedger, ledger_name
+from pd_cluster.devices.cores import LENT_AFTER_S, CoreLedger, ledger_name
 
 NUM_CORES = 8
 RANK = """
@@ -22,13 +25,19 @@ from pathlib import Path
 from pd_cluster.devices.cores import CoreLedger
 
 path, index, size = sys.argv[1:]
-ledger = CoreLedger(Path(path), int(index), int(size), 8)
+now_s = 0.0
+ledger = CoreLedger(Path(path), int(index), int(size), 8, lambda: now_s)
 ledger.open()
 print("open", flush=True)
 for line in sys.stdin:
-    getattr(ledger, line.strip())()
+    name, now = line.split()
+    now_s = float(now)
+    getattr(ledger, name)()
     print(ledger.num_threads(), flush=True)
 """
+
+
+TIMES_S = itertools.count(100.0)  # of what ranks are asked, unless a test says otherwise: every rest is a long one
 
 
 class Rank:
@@ -43,10 +52,10 @@ class Rank:
         )
         assert self._line() == "open"
 
-    def ask(self, what: str) -> int:
+    def ask(self, what: str, at_s: float | None = None) -> int:
         """Asks for `begin`, `end` or `num_threads`; returns the threads that it may use then."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.write(f"{what} {next(TIMES_S) if at_s is None else at_s}\n")
         self.process.stdin.flush()
         return int(self._line())
 
@@ -93,20 +102,32 @@ def test_a_rank_that_rests_lends_its_cores_until_it_computes(start: Start) -> No
     assert other.ask("num_threads") == NUM_CORES
 
 
+def test_a_rank_that_pauses_between_steps_keeps_its_cores(start: Start) -> None:
+    one, other = start(0), start(1)
+    one.ask("begin", at_s=1.0)
+    one.ask("end", at_s=2.0)
+    assert other.ask("begin", at_s=2.0) == NUM_CORES // 2
+    assert other.ask("num_threads", at_s=2.0 + 0.9 * LENT_AFTER_S) == NUM_CORES // 2
+    assert other.ask("num_threads", at_s=2.0 + 1.1 * LENT_AFTER_S) == NUM_CORES
+    assert one.ask("begin", at_s=2.5) == NUM_CORES // 2
+    one.ask("end", at_s=2.6)
+    assert other.ask("num_threads", at_s=2.6) == NUM_CORES // 2
+
+
 def test_cores_of_a_rank_that_was_never_here_are_not_lent(start: Start) -> None:
     assert start(0).ask("begin") == NUM_CORES // 2
 
 
 @pytest.mark.parametrize("stands_still", [False, True])
 def test_a_killed_rank_computes_no_more(start: Start, stands_still: bool) -> None:
-    """The kernel gives back what it had, also while it stands still; the one that follows takes its place."""
+    """The kernel drops its lock, also while it stands still. Its cores are its successor's, which may not lend any."""
     one, other = start(0), start(1)
     one.ask("begin")
     assert other.ask("begin") == NUM_CORES // 2
     if stands_still:
         one.stand_still()
     one.kill()
-    assert other.ask("num_threads") == NUM_CORES
+    assert other.ask("num_threads") == NUM_CORES // 2
     successor = start(0)
     assert other.ask("num_threads") == NUM_CORES
     assert successor.ask("begin") == NUM_CORES // 2
@@ -141,10 +162,36 @@ def test_a_predecessor_that_has_not_ended_yet_hinders_nobody(start: Start) -> No
     assert other.ask("begin") == NUM_CORES // 2
 
 
+@pytest.mark.parametrize("when", ["begin", "end", "num_threads"])
+def test_a_ledger_that_fails_later_ends_the_lending_alone(
+    path: Path, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a network file system whose server lost its locks: the rank computes on with its share."""
+    ranks = [CoreLedger(path, index, 2, NUM_CORES, lambda: next(TIMES_S)) for index in range(2)]
+    for rank in ranks:
+        rank.open()
+    if when == "end":
+        ranks[0].begin()
+
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(fcntl, "fcntl", fail)
+        getattr(ranks[0], when)()
+    assert "keeps its own cores from now on" in caplog.text
+    assert "No locks available" in caplog.text
+    assert ranks[0].num_threads() == NUM_CORES // 2
+    ranks[0].begin()
+    ranks[0].end()
+    assert ranks[1].num_threads() == NUM_CORES // 2
+    ranks[1].close()
+
+
 def test_random_orders_divide_the_cores(path: Path) -> None:
     """Any ranks compute: each may use the cores divided by their number, and at least its share."""
     rng, size = random.Random(5), 5
-    ranks = [CoreLedger(path, index, size, NUM_CORES) for index in range(size)]
+    ranks = [CoreLedger(path, index, size, NUM_CORES, lambda: next(TIMES_S)) for index in range(size)]
     for rank in ranks:
         rank.open()
     busy: set[int] = set()
@@ -164,7 +211,7 @@ def test_random_orders_divide_the_cores(path: Path) -> None:
 
 
 def test_more_ranks_than_cores_have_one_thread_each(path: Path) -> None:
-    ranks = [CoreLedger(path, index, 3, 2) for index in range(3)]
+    ranks = [CoreLedger(path, index, 3, 2, lambda: next(TIMES_S)) for index in range(3)]
     for rank in ranks:
         rank.open()
         rank.begin()

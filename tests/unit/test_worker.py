@@ -12,7 +12,16 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.engine import outbox
-from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, HandedOver, Mail, StartDrain, StopEngine
+from pd_cluster.engine.handover.events import (
+    ConnClosed,
+    ConnOpened,
+    Event,
+    HandedOver,
+    Mail,
+    StartDrain,
+    StopEngine,
+    handle_all,
+)
 from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd, Side
 from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS
@@ -142,8 +151,11 @@ class World:
     def mail(self, body: wire.Body) -> None:
         self.inbox.put(Mail(CONN, "scheduler@1", body))
 
+    def read_mail(self) -> None:
+        handle_all(self.worker.inbox, self.worker._handle, wait_s=0.0)
+
     def step(self) -> None:
-        self.worker._read_inbox(wait_s=0.0)
+        self.read_mail()
         self.worker._tick()
         self.worker._step()
         self.worker._publish_load()
@@ -704,7 +716,7 @@ def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full() -> None:
     for at in range(LEAST_WAITING + 1):
         world.mail(wire.Submit(f"r{at}", 0, f"r{at}", "hybrid", "", Order([1, 2, 3], sampling(n=1)), 0.0, [], 5, True))
     world.mail(wire.Submit("kept", 0, "kept", "hybrid", "", Order([1, 2, 3], sampling(n=1)), 0.0, [], 5))
-    world.worker._read_inbox(wait_s=0.0)
+    world.read_mail()
     assert world.worker.legs.outstanding() == {CONN: 5 * (LEAST_WAITING + 1)}
     world.worker._publish_load(at_once=True)
     assert world.worker.load.outstanding == {"scheduler@1": 5 * (LEAST_WAITING + 1), "other@1": 0}
@@ -736,7 +748,7 @@ def test_an_attempt_whose_leg_still_ends_can_continue_elsewhere() -> None:
     request = Request("r", Order(PROMPT, sampling(n=1)), attempt=1)
     world.worker.core.scheduler.requests[request.key] = request
     world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", request.order, 0.0))
-    world.worker._read_inbox(wait_s=0.0)
+    world.read_mail()
     world.worker._outbox.flush()
     assert world.post.ended == [LegEnd("r", 1, ENDING, is_fault=True)]
 
@@ -772,7 +784,7 @@ def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting() -> None:
     for at in range(LEAST_WAITING + 1):
         order = Order([1, 2, 3, 4, 5], sampling(n=1))
         world.mail(wire.Submit(f"r{at}", 0, f"r{at}", "hybrid", "", order, 0.0, [], 5, True))
-    world.worker._read_inbox(wait_s=0.0)
+    world.read_mail()
     world.worker._publish_load(at_once=True)
     assert len(world.worker.tiers) == world.worker.load.num_waiting == LEAST_WAITING
     assert world.worker.load.outstanding == {"scheduler@1": 5 * LEAST_WAITING, "other@1": 0}
@@ -846,3 +858,21 @@ def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(monkeypatch:
     assert [end.error for end in world.post.ended] == ["decode-0@2 wants KV cache from token 3 on"]
     assert sent[-1] == wire.Revoke("r")
     world.assert_home()
+
+
+def test_what_the_mail_brought_leaves_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may take long: a refusal, or the first tokens of a sequence that joins, do not wait for its results."""
+    world = World()
+    runner, ended = world.worker.core.runner, []
+    forward = runner.forward
+
+    def compute(*args: Any) -> RunnerOutput:
+        ended.append([each.request_id for each in world.post.ended])
+        world.inbox.put(StopEngine())
+        return forward(*args)
+
+    monkeypatch.setattr(runner, "forward", compute)
+    world.submit("r", PROMPT, sampling())
+    world.submit("too long", [5] * 41, sampling())
+    world.worker.run()
+    assert ended == [["too long"]]

@@ -38,8 +38,9 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The shared record. Each write replaces it whole and adds one to `version`.
 
-    `term`: the fencing number, higher with each owner. `holder`: the owner's name@epoch; "": it has let go. `admin`:
-    the owner's admin address, for operators. `table`: the digest of its rank table. `members`: its instances.
+    `term`: the fencing number, higher with each owner; 0: there has been none since the record was last removed.
+    `holder`: the owner's name@epoch; "": it has let go. `admin`: the owner's admin address, for operators. `table`: the
+    digest of its rank table. `members`: its instances. `stamp`: no two writes have the same.
     """
 
     version: int = 0
@@ -48,6 +49,7 @@ class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
     admin: str = ""
     table: bytes = b""
     members: list[Listed] = []
+    stamp: str = ""
 
 
 class LeaseStore(Protocol):
@@ -62,9 +64,10 @@ class LeaseStore(Protocol):
         """Returns the last record; an empty one if there was none. Raises LeaseUnavailable."""
 
     def write(self, record: LeaseRecord) -> bool:
-        """Replaces the record before it (`record.version` minus one). Returns False if another was written meanwhile.
+        """Replaces the record that this object has last read or written, whose version is `record.version` minus one.
 
-        Raises LeaseUnavailable, after which the record may or may not have been written.
+        Returns False if that is not the record any more: another was written meanwhile, or it was removed. Raises
+        LeaseUnavailable, after which the record may or may not have been written.
         """
 
 
@@ -94,6 +97,7 @@ class Ownership:
         self._changed_s = math.inf  # when `record` was first seen
         self._term, self._until_s = 0, -math.inf  # of the lease that this process has won, and its end
         self._written_s = -math.inf  # when what is being written was decided
+        self._num_writes = 0
 
     @property
     def term_now(self) -> int | None:
@@ -109,11 +113,13 @@ class Ownership:
         if record.term > self._term:
             self._until_s = -math.inf
         self._written_s = now_s
-        is_missing = not record.version  # never written, or removed: the owner, if there is one, writes it again
+        is_missing = not record.term  # never written, or removed: the owner, if there is one, writes it again
         if self.term_now is not None and (is_missing or (record.holder, record.term) == (self.own, self._term)):
             is_due = is_missing or now_s > self._until_s - self.duration_s * (1 - 1 / RENEWALS)
             is_due = is_due or list(members) != record.members or self.table != record.table
             return self._next(self._term, members) if is_due else None
+        if not record.version:  # only what is there can be seen not to change
+            return LeaseRecord(version=1, stamp=self._new_stamp())
         is_free = not (is_missing or record.holder) or now_s - self._changed_s >= self.duration_s
         if not is_free or not self.is_candidate:
             return None
@@ -128,7 +134,7 @@ class Ownership:
             return
         self.record, self._changed_s = record, self._clock()
         self.highest_term = max(self.highest_term, record.term)
-        if self.highest_term == record.term:
+        if record.holder == self.own and self.highest_term == record.term:
             self._term, self._until_s = record.term, self._written_s + self.duration_s
 
     def released(self) -> LeaseRecord | None:
@@ -137,9 +143,10 @@ class Ownership:
         The next owner need not wait for the lease's end.
         """
         term, self._until_s, self.is_candidate = self.term_now, -math.inf, False
-        if term is None:
+        if term is None or self.record.term != term:  # the record was removed, and with it the list
             return None
-        return msgspec.structs.replace(self.record, version=self.record.version + 1, holder="", admin="")
+        last, stamp = self.record, self._new_stamp()
+        return msgspec.structs.replace(last, version=last.version + 1, holder="", admin="", stamp=stamp)
 
     def _next(self, term: int, members: Sequence[Listed]) -> LeaseRecord:
         return LeaseRecord(
@@ -149,4 +156,9 @@ class Ownership:
             admin=self._admin,
             table=self.table,
             members=list(members),
+            stamp=self._new_stamp(),
         )
+
+    def _new_stamp(self) -> str:
+        self._num_writes += 1
+        return f"{self.own}/{self._num_writes}"

@@ -43,6 +43,7 @@ class LeaseFolder:
                 f"{called('scheduler_lease')} {path}: must be a folder of this user that is closed to others (0700)"
             )
         self._lock = -1
+        self._known = 0, b""  # the version that was last read or written, and its file's content
         for left in path.glob("new-*"):  # by a process that was killed while it wrote; others write now
             with contextlib.suppress(OSError):
                 if time.time() - left.stat().st_mtime > LEFT_S:
@@ -63,6 +64,7 @@ class LeaseFolder:
         for _ in range(NUM_KEPT):
             version = self._last()
             if not version:
+                self._known = 0, b""
                 return LeaseRecord()
             try:
                 with self._file(version).open("rb") as file:
@@ -74,15 +76,18 @@ class LeaseFolder:
                 raise LeaseUnavailable(f"{self._file(version)}: {error}") from None
             if record.version != version:
                 raise LeaseUnavailable(f"{self._file(version)}: it is version {record.version}")
+            self._known = version, content
             return record
         raise LeaseUnavailable(f"{self.path}: it changes faster than it can be read")
 
     def write(self, record: LeaseRecord) -> bool:
-        new = self.path / f"new-{secrets.token_hex(8)}"
+        if record.version != self._known[0] + 1:
+            return False
+        new, written = self.path / f"new-{secrets.token_hex(8)}", msgspec.json.encode(record)
         try:
             with new.open("xb") as file:
                 os.fchmod(file.fileno(), 0o600)
-                file.write(msgspec.json.encode(record))
+                file.write(written)
                 file.flush()
                 os.fsync(file.fileno())  # a version that has a name is whole, also after a power failure
             try:
@@ -92,6 +97,9 @@ class LeaseFolder:
             # A process that stood still may have made again a version that was there, and was removed.
             if self._last() != record.version:
                 return False
+            if not self._is_known_there():
+                return False
+            self._known = record.version, written
             self._tidy(record.version)
             return True
         except OSError as error:
@@ -99,6 +107,19 @@ class LeaseFolder:
         finally:
             with contextlib.suppress(OSError):
                 new.unlink()
+
+    def _is_known_there(self) -> bool:
+        """Whether the version before is still the one that is known.
+
+        Otherwise the folder was emptied, and another may have written since: its lease would run.
+        """
+        version, content = self._known
+        if not version:
+            return True
+        try:
+            return self._file(version).read_bytes() == content
+        except FileNotFoundError:
+            return False
 
     def _last(self) -> int:
         """Returns the last version; 0: there is none. Raises LeaseUnavailable."""

@@ -8,12 +8,12 @@ meaning (lease.py).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
 import re
 import ssl
-import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,7 +51,8 @@ def place_of_lease(written: str) -> tuple[str, str] | None:
 class KubernetesLease:
     """`url`: of the API server. `account`: the folder of the service account (token, ca.crt), whose files may change.
 
-    `duration_s`: of the lease, for those who look at the object. `timeout_s`: for one question to the API server.
+    `duration_s`: of the lease, for those who look at the object. `timeout_s`: for one question to the API server, from
+    the connection to the last byte of the answer.
     """
 
     max_record_nbytes = MAX_RECORD_NBYTES
@@ -60,7 +61,8 @@ class KubernetesLease:
         self._name, self._namespace, self._duration_s = name, namespace, duration_s
         self._url, self._leases = url, f"{url}/apis/{VERSION}/namespaces/{quote(namespace)}/leases"
         self._account, self._timeout_s = account, timeout_s
-        self._client: httpx.Client | None = None
+        self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)  # a blocking call has no such deadline
+        self._client: httpx.AsyncClient | None = None
         self._authority = b""  # the ca.crt of that client
         self._found: dict[str, Any] | None = None  # the object as it was last read or written
         self._version = 0  # of the record in it
@@ -142,27 +144,36 @@ class KubernetesLease:
 
     def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
         """Returns (200, 201, 404 or 409, the object in the answer). Raises LeaseUnavailable for any other outcome."""
-        client, content = self._opened(), bytearray()
-        late_s = time.monotonic() + self._timeout_s
-        headers = {"Authorization": f"Bearer {self._token()}", "Accept-Encoding": "identity"}
-        try:
-            with client.stream(method, url, headers=headers, json=body) as answer:
-                for part in answer.iter_raw():
-                    content += part
-                    if len(content) > MAX_ANSWER_NBYTES or time.monotonic() > late_s:
-                        raise httpx.ReadTimeout("its answer is too long, or comes too slowly")
-        except (httpx.HTTPError, ValueError) as error:
-            self.close()  # a connection that did not answer is not asked again
-            raise LeaseUnavailable(f"the API server at {self._url}: {str(error) or type(error).__name__}") from None
+        status, content = self._runner.run(self._answer(method, url, body))
         found: Any = None
         with contextlib.suppress(ValueError, RecursionError):
             found = msgspec.json.decode(content)
         if not isinstance(found, dict):
-            raise LeaseUnavailable(f"the API server answers {answer.status_code} without an object")
-        status = answer.status_code
+            raise LeaseUnavailable(f"the API server answers {status} without an object")
         if (status in (200, 201) and found.get("kind") == KIND) or status in (404, 409):
             return status, found
         raise LeaseUnavailable(self._problem(status, str(found.get("message", ""))[:MAX_REASON]))
+
+    async def _answer(self, method: str, url: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+        """Returns the status and the content. Raises LeaseUnavailable, also when `timeout_s` is over."""
+        headers, content = {"Authorization": f"Bearer {self._token()}", "Accept-Encoding": "identity"}, bytearray()
+        client = await self._opened()
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                client.stream(method, url, headers=headers, json=body) as answer,
+            ):
+                async for part in answer.aiter_raw():
+                    content += part
+                    if len(content) > MAX_ANSWER_NBYTES:
+                        raise httpx.ReadError("its answer is too long")
+        except (httpx.HTTPError, ValueError, TimeoutError) as error:
+            await self._hang_up()  # a connection that did not answer is not asked again
+            reason = str(error) or type(error).__name__
+            if isinstance(error, TimeoutError):
+                reason = f"no whole answer within {self._timeout_s:g} s"
+            raise LeaseUnavailable(f"the API server at {self._url}: {reason}") from None
+        return answer.status_code, bytes(content)
 
     def _problem(self, status: int, message: str) -> str:
         if status == 401:
@@ -179,21 +190,25 @@ class KubernetesLease:
         except (OSError, ValueError) as error:
             raise LeaseUnavailable(f"{self._account}/token: {error}") from None
 
-    def _opened(self) -> httpx.Client:
+    async def _opened(self) -> httpx.AsyncClient:
         """Believes the cluster's own authority alone. Raises LeaseUnavailable."""
         try:
             authority = (self._account / "ca.crt").read_bytes()
             if self._client is None or authority != self._authority:
-                self.close()
+                await self._hang_up()
                 context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
                 context.load_verify_locations(cadata=authority.decode("ascii"))
-                self._client = httpx.Client(verify=context, timeout=self._timeout_s, trust_env=False)
+                self._client = httpx.AsyncClient(verify=context, timeout=None, trust_env=False)
                 self._authority = authority
         except (OSError, ValueError) as error:
             raise LeaseUnavailable(f"{self._account}/ca.crt: {error}") from None
         return self._client
 
-    def close(self) -> None:
+    async def _hang_up(self) -> None:
         client, self._client = self._client, None
         if client is not None:
-            client.close()
+            await client.aclose()
+
+    def close(self) -> None:
+        self._runner.run(self._hang_up())
+        self._runner.close()

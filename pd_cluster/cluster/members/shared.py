@@ -205,15 +205,15 @@ class SharedMembership:
 
     def _follow(self, record: LeaseRecord) -> None:
         """Applies the owner's list. An old one, of another table, counts only once its owner is seen to live."""
-        if record.version == self._followed.version or record.holder == self.ownership.own:
+        if record == self._followed or record.holder == self.ownership.own:
             return
-        is_first, self._followed = not self._followed.version, record
-        if record.version and not (is_first and record.table != self._membership.table_digest):
+        is_first, self._followed = not self._followed.term, record
+        if record.term and not (is_first and record.table != self._membership.table_digest):
             self._elastic.follow(record.members)
 
     def _is_candidate(self, record: LeaseRecord) -> bool:
         """Whether its list of live workers is whole: a new scheduler's would cut links that others use."""
-        if not record.version or self._clock() - self._started_s > self._patience_s:
+        if not record.term or self._clock() - self._started_s > self._patience_s:
             return True
         return all(instance.is_ready for instance in self._membership.instances)
 

@@ -22,6 +22,7 @@ from pd_cluster.cluster.routing.adapter_use import AdapterCounts
 from pd_cluster.cluster.routing.dispatch import Dispatch, Send
 from pd_cluster.cluster.routing.entrance import ANYBODY, SHUTTING_DOWN, Entrance, Visitor
 from pd_cluster.cluster.routing.fair_queue import QueueEntry
+from pd_cluster.cluster.routing.first_tokens import hold_s
 from pd_cluster.cluster.routing.policy import Pair, Policy, RoutingRequest, for_all_kinds
 from pd_cluster.cluster.routing.predict import NO_GOALS, Goals
 from pd_cluster.cluster.routing.replays import ReplayLimits, check_replay, next_pair
@@ -81,6 +82,7 @@ class Router:
         self._choose = choose = for_all_kinds(choose)
         self._request_timeout_s = request_timeout_s
         self._limits = replay or ReplayLimits()
+        self.holds_first = False  # first tokens wait for decode; see first_tokens.py
         self.pause: Callable[[float], Awaitable[None]] = asyncio.sleep  # before the next attempt at a full instance
         self._streams: dict[str, RequestStream] = {}
         self._slices = Slices(self._on_slice)
@@ -175,7 +177,8 @@ class Router:
             self._dispatch.submit(stream, deadline_s)
 
     def _note_first(self, stream: RequestStream, order: Order) -> None:
-        self.timelines.first_token(stream.request_id, stream.heard_s, stream.first_s if order.gathers else None)
+        told_s = stream.heard_s + stream.held_s  # what waited for decode took no time here
+        self.timelines.first_token(stream.request_id, told_s, stream.first_s if order.gathers else None)
         self.adapters.begins(order.variant)
 
     async def pool(
@@ -328,6 +331,7 @@ class Router:
 
     def _finish(self, stream: RequestStream, entry: QueueEntry | None, is_first: bool) -> None:
         """Aborts the legs that have not ended by themselves, and forgets the request."""
+        stream.drop_hold()
         if is_read := self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
             if stream.kept is None:
@@ -424,6 +428,8 @@ class Router:
                 stream.release(stream.sequences)
         for token in outputs.tokens:
             if (stream := self._stream_of(conn, token)) is not None:
+                if not token.position:
+                    self._first_came(stream, conn, token)
                 stream.put(token)
                 if not stream.heard_s:
                     stream.heard_s = heard_s
@@ -438,6 +444,13 @@ class Router:
         for ended in outputs.ended:
             self._on_leg_end(conn, ended)
         self.timelines.add(conn, outputs.events)
+
+    def _first_came(self, stream: RequestStream, conn: str, token: TokenOutput) -> None:
+        """Lets prefill's first token wait for decode, and ends that wait with decode's own report of it."""
+        if stream.legs[conn] is stream.decode:
+            stream.let_go()
+        elif self.holds_first and (wait_s := hold_s(stream, conn, token)):
+            stream.hold(wait_s)
 
     def _stream_of(self, conn: str, output: TokenOutput | PromptOutput | PooledOutput | LegEnd) -> RequestStream | None:
         """Returns the stream that this output of this leg belongs to, if it is still wanted."""

@@ -136,6 +136,8 @@ class RequestStream:
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, of the same legs
     encoding: list[tuple[Instance, int]] = field(default_factory=list)  # encoders of its images, and their tokens
     kept: KeptStream | None = None  # of a stream that may resume
+    held: asyncio.TimerHandle | None = None  # until then, first tokens wait; see first_tokens.py
+    held_s: float = 0.0  # for how long they have waited; until then, minus the time at which they began
     stats: RequestStats = field(default_factory=RequestStats)
     received_s: float = 0.0
     first_s: float = 0.0  # when the first token was delivered; 0: none yet
@@ -161,7 +163,7 @@ class RequestStream:
         if token.finish_reason is not None:
             sequence.is_finished = True
         first = token.position - len(token.earlier) if token.earlier else token.position
-        if first == num_delivered and not sequence.arrived and not self._waits_for_prompt():
+        if first == num_delivered and not sequence.arrived and not self._waits():
             self._deliver(sequence, token)  # the usual case
             return
         if token.earlier:
@@ -189,13 +191,33 @@ class RequestStream:
             self.stats.first_token(len(self.order.prompt_token_ids), now_s - self.received_s)
         sequence.last_s = now_s
 
-    def _waits_for_prompt(self) -> bool:
-        """Whether the prompt's own outputs, which must precede the first token, may still arrive."""
+    def _waits(self) -> bool:
+        """Whether tokens are held, or the prompt's own outputs, which must precede the first one, may still arrive."""
+        if self.held is not None:
+            return True
         return not self.has_prefill_spoken and any(member is self.prefill for member in self.legs.values())
 
+    def hold(self, seconds: float) -> None:
+        """Keeps tokens from the reader until `let_go`, which follows by itself after this time."""
+        if self.held is None:
+            self.held = asyncio.get_running_loop().call_later(seconds, self.let_go)
+            self.held_s -= self.stats.clock()
+
+    def let_go(self) -> None:
+        if self.held is not None:
+            self.drop_hold()
+            self.release(self.sequences)
+
+    def drop_hold(self) -> None:
+        """Forgets that tokens are held, without delivering any."""
+        if self.held is not None:
+            self.held.cancel()
+            self.held = None
+            self.held_s += self.stats.clock()
+
     def release(self, sequences: list[TokenSequence]) -> None:
-        """Delivers each sequence's tokens in order of position, once the prompt's own outputs must have arrived."""
-        if self._waits_for_prompt():
+        """Delivers each sequence's tokens in order of position, once nothing keeps them from the reader."""
+        if self._waits():
             return
         for sequence in sequences:
             while (token := sequence.arrived.pop(sequence.num_delivered, None)) is not None:
@@ -252,6 +274,7 @@ class RequestStream:
 
     def retreat(self, error: GenerationError, cause: ReplayCause) -> None:
         """Ends this attempt and ignores its later outputs; the next continues after the delivered tokens."""
+        self.let_go()
         for sequence in self.sequences:
             if any(token.finish_reason is not None for token in sequence.arrived.values()):
                 sequence.is_finished = False  # its last token was not delivered, and will come again

@@ -18,7 +18,7 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.engine.encode.encoder_links import EncoderTerms
-from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain, StopEngine
+from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain, StopEngine, handle_all
 from pd_cluster.engine.handover.links import Post
 from pd_cluster.engine.sleep import EngineSleep
 from pd_cluster.model.vision.tower import Tower
@@ -83,7 +83,7 @@ class EncodeWorker:
     def run(self, came_round: Callable[[], None] = lambda: None) -> None:
         """Runs until `StopEngine`, or, after `StartDrain`, until nothing is left. Raises the mailbox's error."""
         try:
-            while self._read_inbox(0.0 if self._queue else IDLE_WAIT_S):
+            while handle_all(self.inbox, self._handle, 0.0 if self._queue else IDLE_WAIT_S):
                 came_round()
                 self._tick()
                 if self._sleep.is_due and not self._queue:
@@ -228,20 +228,6 @@ class EncodeWorker:
     def _link_over(self, conn: str) -> LinkState:
         pair = self._pairs.get(conn)
         return LinkState("up", (DIST,) if pair is not None and pair.is_open else (SHM,))
-
-    def _read_inbox(self, wait_s: float) -> bool:
-        """Handles all pending events, waiting at most `wait_s` for the first. False: stop."""
-        try:
-            event = self.inbox.get(timeout=wait_s) if wait_s else self.inbox.get_nowait()
-            while True:
-                if isinstance(event, StopEngine):
-                    if event.error is not None:
-                        raise event.error
-                    return False
-                self._handle(event)
-                event = self.inbox.get_nowait()
-        except queue.Empty:
-            return True
 
     def _handle(self, event: Event) -> None:
         match event:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pd_cluster import wire
@@ -77,3 +79,18 @@ Event = (
     | LinkEvent
     | FeatureEvent
 )
+
+
+def handle_all(inbox: queue.SimpleQueue[Event], handle: Callable[[Event], None], wait_s: float) -> bool:
+    """Handles all pending events, waiting at most `wait_s` for the first. False: stop. Raises the error of a stop."""
+    try:
+        event = inbox.get(timeout=wait_s) if wait_s else inbox.get_nowait()
+        while True:
+            if isinstance(event, StopEngine):
+                if event.error is not None:
+                    raise event.error
+                return False
+            handle(event)
+            event = inbox.get_nowait()
+    except queue.Empty:
+        return True

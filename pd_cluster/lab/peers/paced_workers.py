@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 from pd_cluster import wire
@@ -84,7 +83,10 @@ class PacedWorker(Worker):
         self._waiting.append(transfer_id)
 
     def decode_step(self) -> None:
-        """Sends a token of each sequence with a place; places are assigned in the order in which prompts landed."""
+        """Sends a token of each sequence with a place, of a new one that of its prompt, which prefill has sent, too.
+
+        Places are assigned in the order in which prompts landed.
+        """
         spec = self._spec
         while self._waiting and (leg := self._running.get(self._waiting[0])) is not None:
             if self._num_running and self._num_running + leg.submit.order.sampling.n > spec.max_num_seqs:
@@ -95,9 +97,8 @@ class PacedWorker(Worker):
         told: dict[str, list[TokenOutput]] = {}
         for transfer_id in [each for each in self._running if each not in without]:
             leg = self._running[transfer_id]
-            positions = (0, 1) if not leg.num_tokens else (leg.num_tokens,)
-            leg.num_tokens = positions[-1] + 1
-            tokens = list(chain.from_iterable(self._tokens(leg, position) for position in positions))
+            tokens = list(self._tokens(leg, leg.num_tokens))
+            leg.num_tokens += 1
             told.setdefault(leg.conn, []).extend(tokens)
             if tokens[-1].finish_reason is not None:
                 del self._running[transfer_id]

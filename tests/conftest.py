@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spares the garbage collector the million objects of imports and of the tests themselves, which live to the end."""
+    """Spares the garbage collector a million objects that live to the end: of imports, and the tests themselves."""
     gc.freeze()
 
 

@@ -250,6 +250,16 @@ def whole_command() -> Any:
     return command
 
 
+def _serve_alone() -> Any:
+    """Returns the command line with `serve` as its only command: every instance starts without making the others."""
+    alone = typer.Typer()
+    alone.info = app.info
+    alone.registered_commands = [each for each in app.registered_commands if each.callback is serve]
+    command = typer.main.get_group(alone)
+    shorten_help(command)
+    return command
+
+
 def main() -> None:
     """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses.
 
@@ -261,9 +271,11 @@ def main() -> None:
     is_debugged = argv[:1] == ["--debug"]
     argv = argv[is_debugged:]
     try:
-        if argv[:1] == ["serve"]:
+        is_serve = argv[:1] == ["serve"]
+        if is_serve:
             argv = ["serve", *expanded(argv[1:], _serve_flags())]
-        whole_command()(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
+        command = _serve_alone() if is_serve else whole_command()
+        command(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
     except PdClusterError as error:
         if is_debugged:
             traceback.print_exc()

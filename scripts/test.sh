@@ -6,6 +6,8 @@
 # --all runs the slow tests too; --changed, within a minute or two, the tests that are nearest by imports to what
 # differs from BASE (default: the last commit), and asks mypy and ruff. A path among the arguments replaces all test folders:
 #   sh scripts/test.sh tests/unit -k ranktable
+# The quick tests of one process, and mypy, compute while those of clusters wait; slow tests, and all beside a GPU or NPU,
+# run one half after the other.
 # Ends with the time of each group and a line "N passed, N failed, N skipped"; exit status 0 when everything is fine.
 
 set -eu
@@ -16,12 +18,16 @@ cd "$root"
 unset GLOBAL_RANK_TABLE_FILE_PATH RANK_TABLE_FILE_PATH NODE_PORTS USE_OPENAI PYTHONPATH PYTEST_ADDOPTS MYPYPATH PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE=1
 
+together=yes
 case "${1:-}" in
 -h | --help)
-    sed -n '2,9s/^# \{0,1\}//p' "$0"
+    sed -n '2,11s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
---all) shift ;;
+--all)
+    shift
+    together=""
+    ;;
 --changed)
     shift
     base=HEAD
@@ -47,6 +53,26 @@ if [ -n "${base:-}" ]; then
     export OMP_NUM_THREADS=1
 fi
 
+reports=$(mktemp -d)
+mypy=""
+clusters=""
+ended() {
+    [ -z "$mypy" ] || kill "$mypy" 2>/dev/null || true
+    [ -z "$clusters" ] || { kill -INT "$clusters" 2>/dev/null && wait "$clusters"; } || true
+    rm -rf "$reports"
+}
+trap ended EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# It takes one core for a minute, beside tests that tolerate load; its result is printed after them.
+nice -n 10 "$python" -m mypy >"$reports/mypy.txt" 2>&1 &
+mypy=$!
+
+# So that not each of the tests' first processes compiles them.
+"$python" -c 'from pd_cluster.native import build; build.identity()' &
+kernels=$!
+
 # check NAME MODULE ARGUMENTS…
 check() {
     name=$1
@@ -57,6 +83,7 @@ check() {
 
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
+wait "$kernels" || true # why not, a test says
 
 given=""
 for argument in "$@"; do
@@ -66,15 +93,9 @@ for argument in "$@"; do
     esac
 done
 
-reports=$(mktemp -d)
-mypy=""
-trap '[ -z "$mypy" ] || kill "$mypy" 2>/dev/null || true; rm -rf "$reports"' EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
-
-# It takes one core for a minute, beside tests that tolerate load; its result is printed after them.
-"$python" -m mypy >"$reports/mypy.txt" 2>&1 &
-mypy=$!
+for device in /dev/nvidia[0-9]* /dev/davinci[0-9]*; do # two halves would have to share its memory
+    [ ! -e "$device" ] || together=""
+done
 
 end_of_mypy() {
     echo "test: mypy"
@@ -83,26 +104,54 @@ end_of_mypy() {
     cat "$reports/mypy.txt"
 }
 
-# tests NAME ARGUMENTS…
-tests() {
+# In the background, a shell's jobs ignore Ctrl-C, and so would everything that their tests start.
+start='import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])'
+
+# run NAME ARGUMENTS…, at $priority; the process that calls it becomes pytest.
+run() {
     name=$1
     shift
-    echo "test: pytest $name"
+    # shellcheck disable=SC2086 # a command and its arguments, or nothing
+    exec ${priority:-} "$python" -c "$start" -m pytest --junitxml="$reports/$name.xml" -o junit_family=xunit1 "$@"
+}
+
+# end_of_tests NAME STATUS
+end_of_tests() {
+    [ "$2" -eq 0 ] || [ "$2" -eq 5 ] || failed="$failed, pytest $1" # 5: no tests were selected
+}
+
+# tests NAME ARGUMENTS…
+tests() {
+    echo "test: pytest $1"
     status=0
-    "$python" -m pytest --junitxml="$reports/$name.xml" -o junit_family=xunit1 "$@" || status=$?
-    [ "$status" -eq 0 ] || [ "$status" -eq 5 ] || failed="$failed, pytest $name" # 5: no tests were selected
+    (run "$@") || status=$?
+    end_of_tests "$1" "$status"
 }
 
 if [ -n "$given" ]; then
     end_of_mypy
     tests given "$@"
 else
-    # Two at a time, with one compute thread each: two would only wait for each other, as long as two others compute.
+    # Two at a time in each half, with one compute thread each: two would only wait for each other while others compute.
     export OMP_NUM_THREADS=1
     set -- --durations=10 --durations-min=1 "$@" # of each half: the first to examine when tests become slow
-    tests one-process -n 2 --dist worksteal "$@" tests/unit tests/model
-    end_of_mypy
-    tests clusters -n 2 --dist loadfile "$@" tests/api tests/cluster
+    if [ -n "$together" ]; then
+        run clusters -n 2 --dist loadfile "$@" tests/api tests/cluster >"$reports/clusters.txt" 2>&1 &
+        clusters=$!
+        priority="nice -n 10"
+        tests one-process -n 2 --dist worksteal "$@" tests/unit tests/model
+        status=0
+        wait "$clusters" || status=$?
+        clusters=""
+        echo "test: pytest clusters"
+        cat "$reports/clusters.txt"
+        end_of_tests clusters "$status"
+        end_of_mypy
+    else
+        tests one-process -n 2 --dist worksteal "$@" tests/unit tests/model
+        end_of_mypy
+        tests clusters -n 2 --dist loadfile "$@" tests/api tests/cluster
+    fi
 fi
 
 "$python" - "$reports"/*.xml <<'END' || failed="$failed, the report of pytest"

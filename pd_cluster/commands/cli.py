@@ -259,6 +259,16 @@ def whole_command() -> Any:
     return command
 
 
+def _serve_alone() -> Any:
+    """Returns the command line with `serve` as its only command: every instance starts without making the others."""
+    alone = typer.Typer()
+    alone.info = app.info
+    alone.registered_commands = [each for each in app.registered_commands if each.callback is serve]
+    command = typer.main.get_group(alone)
+    shorten_help(command)
+    return command
+
+
 def main() -> None:
     """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses.
 
@@ -269,9 +279,10 @@ def main() -> None:
     argv = sys.argv[1:]
     is_debugged = argv[:1] == ["--debug"]
     argv = argv[is_debugged:]
-    command = whole_command()
+    is_serve = argv[:1] == ["serve"]
+    command = _serve_alone() if is_serve else whole_command()
     try:
-        if argv[:1] == ["serve"]:
+        if is_serve:
             argv = ["serve", *expanded(argv[1:], _serve_flags())]
         elif argv[:1] == ["up"]:
             _check_place(command, argv)

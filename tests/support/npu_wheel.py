@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -61,10 +61,10 @@ def environment() -> dict[str, str]:
     }
 
 
-def run_cases(file: str, *arguments: str, timeout_s: float = 110) -> str:
-    """Runs pytest on a file of tests/support. Returns its output; raises AssertionError if a case failed."""
-    path = str(ROOT / "tests" / "support" / file)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", path, *arguments]
+def run_cases(files: Sequence[str], *arguments: str, timeout_s: float = 110) -> str:
+    """Runs pytest on `files` of tests/support. Returns its output; raises AssertionError if a case failed."""
+    paths = [str(ROOT / "tests" / "support" / file) for file in files]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *paths, *arguments]
     done = _run(command, timeout_s, environment())
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     return done.stdout

@@ -22,8 +22,10 @@ GPTQ_BITS = (2, 3, 4, 8)
 ASCEND_TYPES = ("FLOAT", "W8A8", "W8A8_DYNAMIC", "W8A16", "W4A16")
 CT_FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
-    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "dense"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "dense"),
 )
+PACKINGS = ("auto_gptq", "auto_awq", "llm_compressor", "auto_round", "gptqmodel")
+OWN_PACKINGS = ("auto_round", "gptqmodel")  # of AutoRound, with zero points as they are
 AUTO_ROUND, COMPRESSED, ASCEND = "auto-round", "compressed-tensors", "msmodelslim"
 
 
@@ -32,10 +34,10 @@ class Quantization:
     """`place`: the file and field that say so. Everything else is what the shapes of the tensors leave open.
 
     `zero_offset` is added to stored zero points. `is_by_rows`: words hold input features of one output row (AWQ's
-    gemv), and `group_size` of them share a scale; -1: all. `block`: outputs and inputs that share a scale, where scales
-    are blocks. `has_int8_activations`: the layers of int8 weights take activations in int8, too; `is_w4a8`: those of
-    int4 weights do. `types`: of tensors,
-    by name (Ascend's description). `at_load`: the scheme by which plain weights are quantized when they are read.
+    gemv). `group_size` input features share a scale, the last group may have fewer; -1: unknown, or all. `block`:
+    outputs and inputs that share a scale, where scales are blocks. `has_int8_activations`: the layers of int8 weights
+    take activations in int8, too; `is_w4a8`: those of int4 weights do. `types`: of tensors, by name (Ascend's
+    description). `at_load`: the scheme by which plain weights are quantized when they are read.
     `kinds`: of weights, such as int4, where a method has several.
     """
 
@@ -99,6 +101,15 @@ def _refused(found: Quantization, what: str, way_out: str) -> ModelError:
     return ModelError(f"{found.place}: {what}; {way_out}")
 
 
+def _whole(found: Quantization, settings: Settings, name: str, default: int) -> int:
+    """Returns a whole number of the settings; `default` where they have none. Raises ModelError."""
+    if (value := settings.get(name)) is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _refused(found, f"{name} {reprlib.repr(value)} is not a whole number", "give the quantizer's own file")
+    return value
+
+
 def _only(found: Quantization, settings: Settings, name: str, allowed: tuple[Any, ...]) -> None:
     if (value := settings.get(name)) not in allowed:
         known = ", ".join(str(each) for each in allowed if each is not None)
@@ -109,8 +120,10 @@ def _awq(found: Quantization, settings: Settings) -> Quantization:
     version = str(settings.get("version") or "gemm").lower()
     _only(found, {"version": version}, "version", ("gemm", "gemv"))
     _only(found, {"bits": settings.get("bits", settings.get("w_bit"))}, "bits", (4, None))
-    group_size = int(settings.get("group_size", settings.get("q_group_size", -1)))
-    return replace(found, is_by_rows=version == "gemv", group_size=group_size)
+    name = "q_group_size" if settings.get("group_size") is None else "group_size"
+    if version == "gemv" and settings.get(name) is None:
+        raise _refused(found, "version gemv without group_size, which its tensors do not tell", "add it")
+    return replace(found, is_by_rows=version == "gemv", group_size=_whole(found, settings, name, -1))
 
 
 def _gptq(found: Quantization, settings: Settings) -> Quantization:
@@ -118,16 +131,18 @@ def _gptq(found: Quantization, settings: Settings) -> Quantization:
     _only(found, settings, "checkpoint_format", (None, "gptq", "gptq_v2"))
     _only(found, settings, "is_marlin_format", (None, False))
     first = settings.get("checkpoint_format") != "gptq_v2"
-    return replace(found, zero_offset=1 if first else 0)
+    return replace(found, zero_offset=1 if first else 0, group_size=_whole(found, settings, "group_size", -1))
 
 
 def _auto_round(found: Quantization, settings: Settings) -> Quantization:
     packing = str(settings.get("packing_format") or "auto_round:auto_gptq").removeprefix("auto_round:")
-    _only(found, {"packing_format": packing}, "packing_format", ("auto_gptq", "auto_awq", "llm_compressor"))
+    _only(found, {"packing_format": packing}, "packing_format", PACKINGS)
+    own = {name: settings[name] for name in ("bits", "group_size") if name in settings}
     if packing == "auto_awq":
-        return _awq(replace(found, method="awq"), {"bits": settings.get("bits")})
-    if packing == "auto_gptq":
-        return _gptq(replace(found, method="gptq"), {"bits": settings.get("bits")})
+        return _awq(replace(found, method="awq"), own)
+    if packing != "llm_compressor":
+        own["checkpoint_format"] = "gptq_v2" if packing in OWN_PACKINGS else "gptq"
+        return _gptq(replace(found, method="gptq"), own)
     return replace(found, method=COMPRESSED)
 
 
@@ -136,9 +151,16 @@ def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization
     has_int8: set[bool] = set()
     has_w4a8: set[bool] = set()
     kinds = set()
+    sizes, blocks = set(), set()
+    _check_transforms(found, settings)
     for name, group in dict(settings.get("config_groups") or {}).items():
-        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
         place = replace(found, place=f"{found.place}.config_groups.{name}")
+        if not isinstance(group, dict):
+            raise _refused(place, f"{reprlib.repr(group)} is not a scheme", "write its weights and input_activations")
+        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+        sizes.add(_whole(place, weights, "group_size", -1))
+        if (block := weights.get("block_structure")) is not None:
+            blocks.add(_block(place, block, "block_structure"))
         _only(place, {"num_bits": weights.get("num_bits", 8)}, "num_bits", (2, 3, 4, 8))
         kinds.add(f"{weights.get('type', 'int')}{weights.get('num_bits', 8)}")
         if weights.get("type", "int") == "int" and weights.get("num_bits", 8) == 4:
@@ -157,13 +179,33 @@ def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization
         raise _refused(
             found, "groups of int4 weights with int8 activations beside others", "give a folder with one kind"
         )
+    if len(blocks) > 1:
+        raise _refused(found, f"groups with several block_structure: {sorted(blocks)}", "give a folder with one")
     return replace(
         found,
         has_int8_activations=has_int8 == {True},
         is_w4a8=has_w4a8 == {True},
-        block=FP8_BLOCK,
+        group_size=sizes.pop() if len(sizes) == 1 else -1,
+        block=blocks.pop() if blocks else FP8_BLOCK,
         kinds=tuple(sorted(kinds)),
     )
+
+
+def _check_transforms(found: Quantization, settings: Settings) -> None:
+    """Raises ModelError for rotations that are not in the weights, but are computed beside each layer."""
+    transforms = (settings.get("transform_config") or {}).get("config_groups") or {}
+    for name, transform in transforms.items():
+        for each in transform.get("apply") or ():
+            if not str(each.get("location")).startswith("weight_"):
+                place = replace(found, place=f"{found.place}.transform_config.config_groups.{name}")
+                _only(place, each, "location", ("weight_input", "weight_output"))
+
+
+def _block(found: Quantization, value: object, name: str) -> tuple[int, int]:
+    """Returns the output and input features of a block. Raises ModelError."""
+    if not isinstance(value, list) or len(value) != 2 or not all(type(each) is int and each > 0 for each in value):
+        raise _refused(found, f"{name} {reprlib.repr(value)} is no size", "give two whole numbers")
+    return value[0], value[1]
 
 
 def _check_w4a8(found: Quantization, weights: Settings, inputs: Settings) -> None:
@@ -177,10 +219,8 @@ def _check_w4a8(found: Quantization, weights: Settings, inputs: Settings) -> Non
 
 def _fp8(found: Quantization, settings: Settings) -> Quantization:
     _only(found, settings, "fmt", (None, "e4m3", "float8_e4m3fn"))
-    rows, columns = settings.get("weight_block_size") or FP8_BLOCK
-    if not all(isinstance(each, int) and each > 0 for each in (rows, columns)):
-        raise _refused(found, f"weight_block_size {[rows, columns]!r} is no size", "give two whole numbers")
-    return replace(found, block=(rows, columns))
+    block = _block(found, settings.get("weight_block_size") or list(FP8_BLOCK), "weight_block_size")
+    return replace(found, block=block)
 
 
 def _smooth_quant(found: Quantization, settings: Settings) -> Quantization:

@@ -106,7 +106,9 @@ def _stack(path: str, experts: OneByOne, names: tuple[str, ...], dtype: torch.dt
     """Stacks layers that files have expert by expert. Raises ModelError if one is missing, or not as the others."""
     for index in range(len(experts)):
         if missing := [name for name in names if name not in experts.get(index, {})]:
-            raise ModelError(f"{path}: expert {index} lacks its {missing[0]} in the form of the others")
+            raise ModelError(
+                f"{path}: expert {index} lacks its {missing[0]} in the others' form; copy the folder or make it again"
+            )
     layers = [[experts[index][name] for name in names] for index in range(len(experts))]
     form = form_of(layers[0][0], path)
     for index, each in enumerate(layers):
@@ -123,9 +125,34 @@ def _leave_placeholders(weights: Weights, held: HeldWeights, skeleton: torch.nn.
         linear = named.get(path)
         if not isinstance(linear, torch.nn.Linear):
             raise ModelError(f"{path}: this architecture has no linear layer there, whose weight may have another form")
+        _check_shape(path, held.linears[path], tuple(linear.weight.shape))
         weights |= {f"{path}.{name}": no_weight(each.shape, dtype) for name, each in linear.named_parameters()}
     for path, products in held.experts.items():
         experts = named[path]
         if missing := [name for name in PRODUCTS if name not in products]:
             raise ModelError(f"{path}: {missing[0]} is missing in the form of the other product")
+        for name, each in experts.named_parameters():
+            if name in products:
+                _check_shape(f"{path}.{name}", products[name], tuple(each.shape))
         weights |= {f"{path}.{name}": no_weight(each.shape, dtype) for name, each in experts.named_parameters()}
+
+
+def _check_shape(path: str, parts: Parts, shape: tuple[int, ...]) -> None:
+    """`shape`: transformers' [..., N, K], or [..., K, N]. Raises ModelError for parts of other features."""
+    leading = len(shape) - 2
+    outputs, inputs = set(), {0}
+    for name, tensor in parts.tensors.items():
+        part = parts.form.parts[name]
+        outputs |= set() if part.outputs is None else {tensor.shape[leading + part.outputs]}
+        inputs |= set() if part.inputs is None else {tensor.shape[leading + part.inputs]}
+        if tuple(tensor.shape[:leading]) != shape[:leading]:
+            raise _wrong_shape(path, f"{name} of {list(tensor.shape)}", shape)
+    if len(outputs) != 1 or sorted((*outputs, max(inputs))) != sorted(shape[leading:]):
+        features = " and ".join(map(str, sorted(outputs)))
+        raise _wrong_shape(path, f"{features} output and {max(inputs)} input features", shape)
+
+
+def _wrong_shape(path: str, found: str, shape: tuple[int, ...]) -> ModelError:
+    return ModelError(
+        f"{path}: {found}, where config.json says {list(shape)}; the two are of different models, copy the folder again"
+    )

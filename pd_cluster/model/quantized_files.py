@@ -24,8 +24,9 @@ from pd_cluster.model.known_forms import form_of
 from pd_cluster.model.layers.weight import Tensors
 from pd_cluster.model.parallel.plan import LAYER, ParallelPlan
 from pd_cluster.model.parallel.shard import take
-from pd_cluster.model.quantized.decode import WEIGHTS, Parts, decoded
+from pd_cluster.model.quantized.decode import WEIGHTS, decoded
 from pd_cluster.model.quantized.encode import encoded
+from pd_cluster.model.quantized.tensors import MORE_PRECISE, Parts
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ FUSED = re.compile(r"(?P<path>.*\.experts\.(?:gate_up_proj|down_proj))_(?P<part>
 FUSED_PATH = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
 LINEAR = re.compile(r"\.layers\.\d+\..*(?:_proj|\.w[123])$")  # what is quantized at load: no routers, no head
 CODES = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn)
+PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Weights = dict[str, torch.Tensor]
 Rename = Callable[[str], str]
 
@@ -46,13 +48,18 @@ def read_quantized(
     `dtype`. Raises ModelError that names the layer, and the tensor or file.
     """
     weights: Weights = {}
-    num_quantized = 0
-    for path, tensors in _layers(folder):
+    num_quantized = num_scales = 0
+    for path, tensors, file in _layers(folder):
         if not name_of(f"{path}.weight"):
             continue
-        if found.at_load and LINEAR.search(path) and tensors["weight"].dim() == 2:
+        place = f"{file}: {path}"
+        if not _has_codes(tensors):
+            num_scales += len(tensors)
+            tensors = {part: tensor for part, tensor in tensors.items() if part not in MORE_PRECISE}
+            num_scales -= len(tensors)
+        if found.at_load and LINEAR.search(path) and "weight" in tensors and tensors["weight"].dim() == 2:
             num_quantized += 1
-            parts = encoded(tensors["weight"], found.at_load)
+            parts = encoded(tensors["weight"], found.at_load, place)
             if "bias" in tensors:
                 parts["bias"] = tensors["bias"]
             _keep_parts(weights, path, parts, name_of, plan, rank)
@@ -63,17 +70,22 @@ def read_quantized(
             continue
         kind = found.types.get(f"{path}.weight", "FLOAT") if found.method == ASCEND else ""
         if kind == "FLOAT":
-            raise ModelError(f"{folder}: {path} has codes, and {found.place} says nothing of them, or FLOAT")
+            raise ModelError(
+                f"{place} has codes, and {found.place} says nothing of them, or FLOAT; copy the folder or make it again"
+            )
         num_quantized += 1
-        parts = decoded(path, tensors, found, kind)
+        parts = decoded(place, tensors, found, kind)
         if not LAYER.search(name_of(f"{path}.weight")):
             parts = numbers(parts, dtype)
         _keep_parts(weights, path, parts, name_of, plan, rank)
     if not num_quantized and found.at_load:
         raise ModelError(f"{found.place}: {folder} has no linear layer that could be quantized; leave it out")
-    if not num_quantized:
+    if not num_quantized and not num_scales:
         raise ModelError(f"{found.place}: {found.method}, but no tensor is quantized; remove that")
-    log.info("%d linear layers are quantized (%s)", num_quantized, found.at_load or found.method)
+    if num_quantized:
+        log.info("%d linear layers are quantized (%s)", num_quantized, found.at_load or found.method)
+    if num_scales:
+        log.info("%d scales of activations or of the KV cache beside plain weights are not needed", num_scales)
     return weights
 
 
@@ -120,10 +132,17 @@ def _key(path: str, part: str) -> str:
     return f"{path}.{part}" if path else part
 
 
-def _layers(folder: Path) -> Iterator[tuple[str, Tensors]]:
-    """Yields the tensors of each module, by the last part of their names, wherever the files have them."""
+def _has_codes(tensors: Tensors) -> bool:
+    return any(part in WEIGHTS and tensor.dtype not in PLAIN for part, tensor in tensors.items())
+
+
+def _layers(folder: Path) -> Iterator[tuple[str, Tensors, Path]]:
+    """Yields the tensors of each module, by the last part of their names, and a file that has some of them.
+
+    Raises ModelError.
+    """
     with ExitStack() as stack:
-        places: dict[str, dict[str, tuple[Any, str]]] = defaultdict(dict)
+        places: dict[str, dict[str, tuple[Any, str, Path]]] = defaultdict(dict)
         for file in weight_files(folder):
             try:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
@@ -132,13 +151,17 @@ def _layers(folder: Path) -> Iterator[tuple[str, Tensors]]:
                 raise ModelError(f"{file}: cannot be read: {error}") from error
             for key in keys:
                 if fused := FUSED.fullmatch(key):
-                    places[fused["path"]][fused["part"]] = (opened, key)
+                    path, part = fused["path"], fused["part"]
                 else:
                     path, _, part = key.rpartition(".")
-                    places[path][part] = (opened, key)
+                if part in places[path]:
+                    other = places[path][part][2]
+                    raise ModelError(f"{file}: {key} is in {other.name}, too; remove the file that is left from before")
+                places[path][part] = (opened, key, file)
         for path, parts in places.items():
+            *_, file = next(iter(parts.values()))
             try:
-                tensors = {part: opened.get_tensor(key) for part, (opened, key) in parts.items()}
+                tensors = {part: opened.get_tensor(key) for part, (opened, key, _) in parts.items()}
             except (OSError, RuntimeError, ValueError) as error:
-                raise ModelError(f"{folder}: {path}: cannot be read: {error}") from error
-            yield path, tensors
+                raise ModelError(f"{file}: {path}: cannot be read: {error}") from error
+            yield path, tensors, file

@@ -25,7 +25,7 @@ def quantize_head(model: Any, scheme: str) -> None:
         raise ModelError(f"{called('quantize_head')} {scheme}: {name} has no plain output layer; leave it out")
     path = next(name for name, module in model.named_modules() if module is head)
     weight = head.weight.detach()
-    pieces = [encoded(weight[at : at + ROWS_AT_ONCE], scheme) for at in range(0, len(weight), ROWS_AT_ONCE)]
+    pieces = [encoded(weight[at : at + ROWS_AT_ONCE], scheme, path) for at in range(0, len(weight), ROWS_AT_ONCE)]
     parts = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
     if head.bias is not None:
         parts["bias"] = head.bias.detach()

@@ -35,6 +35,8 @@ OTHERWISE = {  # a command's beginning -> the test that runs it
     r"\S*pd-cluster up ": "tests/cluster/test_up.py",
     r"\S*pd-cluster serve --role": "tests/cluster/test_join.py",
     r"pd-cluster serve .*--kv-events-config": "tests/cluster/test_kv_events.py",
+    r"pd-cluster serve --kv-host-cache|read -r PD_CLUSTER_SERVE_KV_": "tests/cluster/test_kv_tiers.py",
+    r"curl -N \S*/v1/streams ": "tests/cluster/test_resume.py",
     r"pd-ranktable (gen|merge|check)": "tests/unit/test_ranktable_cli.py",
     r"export |sh scripts/start_servers.sh": "tests/cluster/test_start_servers_sh.py",
     r"pd-cluster check --network": "tests/cluster/test_preflight.py",

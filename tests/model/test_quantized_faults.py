@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from tests.support.quantized import (
 GREEDY = Sampling(max_tokens=10, temperature=0.0)
 PROMPTS = [random_prompt(random.Random(1), n) for n in (1, 17, 40)]
 DOWN = "model.layers.1.mlp.down_proj"
+ATTENTION = "model.layers.0.self_attn"
 
 
 def assert_numbers(quantized: Path, plain: Path) -> None:
@@ -109,15 +112,35 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     assert_numbers(quantized, folder)
 
 
-def test_scales_of_the_kv_cache_change_nothing(tmp_path: Path) -> None:
-    """It has the model's own precision."""
-    quantized, plain = rewritten(make_checkpoint(tmp_path / "model", "llama"), tmp_path, FORMATS["fp8 whole"])
-    names = ("k_proj.k_scale", "v_proj.v_scale")
-    change(
-        quantized,
-        lambda weights: weights.update({f"model.layers.0.self_attn.{name}": torch.tensor(0.1) for name in names}),
-    )
+def with_kv_scales(folder: Path) -> None:
+    """Adds scales as compressed-tensors, ModelOpt and msmodelslim name them."""
+    names = ("q_scale", "k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale", "k_proj.kv_cache_offset")
+    change(folder, lambda weights: weights.update({f"{ATTENTION}.{name}": torch.tensor(0.1) for name in names}))
+
+
+@pytest.mark.parametrize("form", ["fp8 whole", "packed 4"])
+def test_scales_of_the_kv_cache_change_nothing(tmp_path: Path, form: str) -> None:
+    """It has the model's own precision. One of the layers beside which they are is plain."""
+    quantized, plain = rewritten(make_checkpoint(tmp_path / "model", "llama"), tmp_path, FORMATS[form])
+    numbers = load_file(plain / FILE)
+
+    def leave(weights: Tensors) -> None:
+        for name in [name for name in weights if name.startswith(f"{ATTENTION}.k_proj.")]:
+            del weights[name]
+        weights[f"{ATTENTION}.k_proj.weight"] = numbers[f"{ATTENTION}.k_proj.weight"]
+
+    change(quantized, leave)
+    with_kv_scales(quantized)
     assert_numbers(quantized, plain)
+
+
+def test_a_folder_with_scales_of_the_kv_cache_alone(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "model", "llama")
+    folder = Path(shutil.copytree(plain, tmp_path / "with scales"))
+    with_kv_scales(folder)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    change_config(folder, quantization_config={"quant_method": "compressed-tensors", "kv_cache_scheme": scheme})
+    assert_numbers(folder, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
@@ -152,6 +175,9 @@ BROKEN: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("fp8 blocks", lambda w: w.pop(f"{DOWN}.weight_scale_inv"), "down_proj: weight_scale is missing"),
     ("fp8 whole", lambda w: w.update({f"{DOWN}.weight_offset": torch.ones(1)}), "weight_offset has no meaning here"),
     ("awq", lambda w: w.update({"model.layers.0.mlp.x_proj.weight": torch.ones(4, 4)}), "has no such weight"),
+    ("awq", lambda w: w.update({f"{DOWN}.qweight": w[f"{DOWN}.qweight"][:48]}), "down_proj: 64 output and 48 input"),
+    ("packed 4", lambda w: w.update({f"{DOWN}.weight_shape": torch.tensor([64, 48])}), "down_proj: 64 output and 48"),
+    ("gptq 4", lambda w: w.update({f"{DOWN}.bias": torch.zeros(63)}), r"down_proj: 63 and 64 output .* \[64, 96\]"),
 ]
 
 
@@ -162,6 +188,42 @@ def test_what_does_not_fit_is_named(tmp_path: Path, form: str, do: Callable[[Ten
     with pytest.raises(ModelError, match=said) as caught:
         make_core(quantized, num_blocks=32)
     assert "\n" not in str(caught.value)
+
+
+def test_experts_that_no_proof_asks_are_checked(tmp_path: Path) -> None:
+    """Few tokens choose few experts; one with infinities would spoil the answers of those that choose it later."""
+    quantized, _ = rewritten(make_checkpoint(tmp_path / "model", "mixtral"), tmp_path, FORMATS["packed 4"])
+    name = "model.layers.2.block_sparse_moe.experts.3.w1"
+    change(quantized, lambda weights: weights[f"{name}.weight_scale"].fill_(float("inf")))
+    with pytest.raises(ModelError, match=rf"model.safetensors: {name}: weight_scale has inf in 384 of 384 places"):
+        make_core(quantized, num_blocks=32)
+
+
+def test_experts_of_another_size_than_the_config_says(tmp_path: Path) -> None:
+    quantized, _ = rewritten(make_checkpoint(tmp_path / "model", "mixtral"), tmp_path, FORMATS["packed 4"])
+    change_config(quantized, intermediate_size=128)
+    with pytest.raises(ModelError, match=r"experts\.gate_up_proj: 192 output .* config\.json says \[4, 256, 64\]"):
+        make_core(quantized, num_blocks=32)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    quantized, _ = rewritten(make_checkpoint(tmp_path / "model", "llama"), tmp_path, FORMATS["awq"])
+    weights = load_file(quantized / FILE)
+    (quantized / FILE).unlink()
+    save_file(weights, quantized / "model-1.safetensors")
+    save_file({f"{DOWN}.scales": weights[f"{DOWN}.scales"]}, quantized / "model-2.safetensors")
+    places = dict.fromkeys(weights, "model-1.safetensors") | {f"{DOWN}.scales": "model-2.safetensors"}
+    (quantized / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(ModelError, match=r"model-2\.safetensors: .*scales is in model-1\.safetensors, too; remove"):
+        make_core(quantized, num_blocks=32)
+
+
+def test_a_layer_without_a_weight_is_missed_by_name(tmp_path: Path) -> None:
+    """Quantized at load."""
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    change(folder, lambda w: (w.pop(f"{DOWN}.weight"), w.update({f"{DOWN}.bias": torch.zeros(64)})))
+    with pytest.raises(ModelError, match=rf"lack 1 weights, such as {DOWN}.weight"):
+        make_core(folder, num_blocks=32, quantization="int8")
 
 
 def test_int8_products_beside_plain_layers_are_joined_as_numbers(tmp_path: Path) -> None:

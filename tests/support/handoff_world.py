@@ -637,3 +637,6 @@ class DecodeSide:
 
     def progress_s(self, conn: str) -> float:
         return self.world.progress_s(conn)
+
+    def left_s(self, transfer_id: str) -> float:
+        return self.world.rng.choice([0.0, 0.01, 100.0])

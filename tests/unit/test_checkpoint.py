@@ -299,7 +299,7 @@ def test_a_field_of_a_quantizer_is_refused_by_name(folder: Path, field: str, val
         ({"quant_method": "auto-round", "packing_format": "auto_round:awq_marlin"}, "packing_format 'awq_marlin' is"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size [0, 128] is no size"),
-        ({"quant_method": "fp8", "weight_block_size": 128}, "not the settings of fp8: "),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128 is no size"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24' is not supported"),
         (w4a8({"symmetric": False}, {}), "weights.symmetric False is not supported"),
         (w4a8({}, {"strategy": "tensor"}), "input_activations.strategy 'tensor' is not"),
@@ -307,7 +307,8 @@ def test_a_field_of_a_quantizer_is_refused_by_name(folder: Path, field: str, val
         (w4a8({}, {"num_bits": 4}), "input_activations.num_bits 4 is not supported"),
         (w4a8({}, {}, {"num_bits": 8, "type": "int"}), "groups of int4 weights with int8 activations beside others"),
         (w4a8({}, {}, {"num_bits": 4, "type": "int"}), "groups of int4 weights with int8 activations beside others"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "not the settings of compressed-tensors: "),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "1 is not a scheme"),
+        ({"quant_method": "compressed-tensors", "config_groups": 1}, "not the settings of compressed-tensors: "),
     ],
 )
 def test_settings_that_are_not_supported_are_named(folder: Path, settings: dict[str, Any], said: str) -> None:

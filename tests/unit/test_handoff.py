@@ -243,6 +243,9 @@ class Recorder:
     def progress_s(self, conn: str) -> float:
         return 0.0
 
+    def left_s(self, transfer_id: str) -> float:
+        return 0.0
+
     def join(self, request: Request, sequences: list[Request], tokens: list[TokenOutput]) -> None:
         self.joined.append(request)
         self.sequences += sequences
@@ -313,17 +316,17 @@ def test_first_tokens_of_something_else_are_refused(tokens: list[TokenOutput]) -
 
 def test_a_transfer_is_imminent_from_its_last_chunk_until_it_joins_or_is_late() -> None:
     imports, _ = landing()
-    assert imports.num_imminent == 0
+    assert imports.imminent_s is None
     imports.on_arrived("t")
     imports.on_landed("t", [TokenOutput("r", 0, 0, 0, 5)])
-    assert imports.num_imminent == 1
+    assert imports.imminent_s == 0
     imports.await_no_longer()
-    assert imports.num_imminent == 0
+    assert imports.imminent_s is None
     imports.on_confirmed("c", wire.Confirmed("t", True))
     given_up, _ = landing()
     given_up.on_arrived("t")
     given_up.on_link_down("c", "gone")
-    assert given_up.num_imminent == 0
+    assert given_up.imminent_s is None
 
 
 def test_blocks_in_quarantine_are_counted_and_bounded() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from pd_cluster.engine.handover.tails import Tails
 from pd_cluster.engine.step.patience import (
     MOST_COMING,
     MOST_LANDING_S,
@@ -16,6 +17,7 @@ from pd_cluster.engine.step.patience import (
 )
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault
 from pd_cluster.types import Order, Request, Sampling
 
 
@@ -87,21 +89,21 @@ def test_the_wait_has_an_end() -> None:
 
 
 class Landings:
-    num_imminent = 0
+    imminent_s: float | None = None
 
     def await_no_longer(self) -> None:
-        self.num_imminent = 0
+        self.imminent_s = None
 
 
 def test_a_step_waits_a_moment_for_what_is_about_to_join() -> None:
     now_s, landings = [100.0], Landings()
     wait = LandingWait(landings, lambda: now_s[0])
     assert wait.left_s(0.04) == 0
-    landings.num_imminent = 1
+    landings.imminent_s = 0.0
     assert wait.left_s(0.04) == pytest.approx(0.04 * MOST_LANDING_SHARE)
     now_s[0] += 0.004
     assert wait.left_s(0.04) == pytest.approx(0.04 * MOST_LANDING_SHARE - 0.004)
-    landings.num_imminent = 0  # it has joined
+    landings.imminent_s = None  # it has joined
     assert wait.left_s(0.04) == 0
 
 
@@ -109,16 +111,58 @@ def test_a_late_one_is_not_waited_for_again() -> None:
     """Otherwise an instance that stands still there would slow every step of this one."""
     now_s, landings = [100.0], Landings()
     wait = LandingWait(landings, lambda: now_s[0])
-    landings.num_imminent = 1
+    landings.imminent_s = 0.0
     assert wait.left_s(9.0) == pytest.approx(MOST_LANDING_S)
     now_s[0] += MOST_LANDING_S
     assert wait.left_s(9.0) == 0
-    assert landings.num_imminent == 0
-    landings.num_imminent = 1  # another one
+    assert landings.imminent_s is None
+    landings.imminent_s = 0.0  # another one
     assert wait.left_s(9.0) == pytest.approx(MOST_LANDING_S)
 
 
 def test_no_step_waits_before_one_has_been_measured() -> None:
     landings = Landings()
-    landings.num_imminent = 1
+    landings.imminent_s = 0.0
     assert LandingWait(landings, lambda: 100.0).left_s(0.0) == 0
+
+
+def test_no_step_waits_in_vain() -> None:
+    """What is expected too late for this step is not waited for, and may be at the next one."""
+    now_s, landings = [100.0], Landings()
+    wait = LandingWait(landings, lambda: now_s[0])
+    landings.imminent_s = 0.012
+    assert wait.left_s(0.04) == 0
+    landings.imminent_s = 0.008
+    assert wait.left_s(0.04) == pytest.approx(0.04 * MOST_LANDING_SHARE)
+    now_s[0] += 0.009
+    landings.imminent_s = 0.012  # another one: the step waits for the first
+    assert wait.left_s(0.04) == pytest.approx(0.001)
+
+
+def test_the_end_of_a_transfer_takes_as_long_as_those_before() -> None:
+    now_s = [100.0]
+    tails = Tails(lambda: now_s[0])
+
+    def comes(name: str, tail_s: float) -> None:
+        tails.note(Arrived(name))
+        now_s[0] += tail_s
+        tails.note(Landed(name, [], 0))
+
+    tails.note(Arrived("first"))
+    assert tails.left_s("first") == 0  # nothing is known
+    now_s[0] += 0.01
+    tails.note(Landed("first", [], 0))
+    tails.note(Arrived("second"))
+    assert tails.left_s("second") == pytest.approx(0.01)
+    now_s[0] += 0.004
+    assert tails.left_s("second") == pytest.approx(0.006)
+    now_s[0] += 0.1
+    assert tails.left_s("second") == 0  # overdue
+    tails.note(LandFault("second", "cut"))
+    for _ in range(50):
+        comes("slower", 0.02)
+    tails.note(Arrived("last"))
+    assert tails.left_s("last") == pytest.approx(0.02, rel=0.01)
+    tails.note(Drained("last"))
+    assert not len(tails)
+    assert tails.left_s("last") == 0

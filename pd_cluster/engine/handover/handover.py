@@ -19,6 +19,7 @@ from pd_cluster.engine.handover.in_links import InLinks
 from pd_cluster.engine.handover.links import LaneEnds, PeerProgress, Post, Side
 from pd_cluster.engine.handover.out_links import OutLinks
 from pd_cluster.engine.handover.pairs import LinkPlaces, Rests
+from pd_cluster.engine.handover.tails import Tails
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.net.admission import peer_key
 from pd_cluster.settings.timeouts import Timeouts
@@ -82,6 +83,7 @@ class Handover:
             self._progress,
             note,
             LinkPlaces(means.kv_open_links),
+            Tails(clock),
         )
         rests = Rests(
             means.kv_open_links,

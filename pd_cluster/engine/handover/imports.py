@@ -41,6 +41,9 @@ class ImportPorts(Protocol):
 
     def progress_s(self, conn: str) -> float: ...
 
+    def left_s(self, transfer_id: str) -> float:
+        """Returns how long the end of a transfer is expected to take whose KV cache is all here."""
+
 
 class ImportState(enum.Enum):
     EXPECTED = "expected"  # submitted, not offered
@@ -193,9 +196,13 @@ class Imports:
             self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id, first_token))
 
     @property
-    def num_imminent(self) -> int:
-        """Counts transfers that lack only their end or P's answer, and that no step has waited for in vain."""
-        return sum(1 for each in self._imports.values() if each.is_imminent and each.state in ABOUT_TO_JOIN)
+    def imminent_s(self) -> float | None:
+        """Returns when a transfer may join that lacks only its end or P's answer, in seconds from now; None: none does.
+
+        Those that a step has waited for in vain do not count.
+        """
+        found = [each for each in self._imports.values() if each.is_imminent and each.state in ABOUT_TO_JOIN]
+        return min((self._ports.left_s(each.transfer_id) for each in found), default=None)
 
     def await_no_longer(self) -> None:
         """Counts the present imminent transfers as late: no step waits for them again."""

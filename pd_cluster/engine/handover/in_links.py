@@ -7,6 +7,7 @@ reports: a landed transfer is confirmed without waiting for a step.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -14,6 +15,7 @@ from pd_cluster import wire
 from pd_cluster.engine.handover.gather import Gather
 from pd_cluster.engine.handover.links import LaneEnds, PeerProgress, Post, ReceiveEnd, Side
 from pd_cluster.engine.handover.pairs import LinkPlaces, Queued
+from pd_cluster.engine.handover.tails import Tails
 from pd_cluster.errors import LinkError, called
 from pd_cluster.kv.layout import KVLayout, check_pair, lanes
 from pd_cluster.transport.events import Drained, Landed, LinkEvent, Report
@@ -38,8 +40,10 @@ class InLinks:
         progress: PeerProgress,
         note: Note = note_nothing,
         places: LinkPlaces | None = None,
+        tails: Tails | None = None,
     ) -> None:
         self._places = places or LinkPlaces()
+        self._tails = tails or Tails(time.monotonic)
         self._side = side
         self._post = post
         self._make = ends
@@ -162,10 +166,14 @@ class InLinks:
     def forget(self, conn: str, transfer_id: str) -> None:
         ends = self._lanes.get(conn)
         if not ends:
+            self._tails.note(Drained(transfer_id))
             self._report(Drained(transfer_id))
         else:
             for end in ends:
                 end.forget(transfer_id)
+
+    def left_s(self, transfer_id: str) -> float:
+        return self._tails.left_s(transfer_id)
 
     def progress_s(self, conn: str) -> float:
         ends = self._lanes.get(conn)
@@ -196,6 +204,7 @@ class InLinks:
         whole = gather.add(lane, event)
         if whole is None:
             return
+        self._tails.note(whole)
         self._report(whole)
         if isinstance(whole, Landed):
             self._note(whole.transfer_id, "landing complete")

@@ -54,7 +54,7 @@ class Imminent(Protocol):
     """The part of imports that LandingWait needs."""
 
     @property
-    def num_imminent(self) -> int: ...
+    def imminent_s(self) -> float | None: ...
 
     def await_no_longer(self) -> None: ...
 
@@ -62,8 +62,8 @@ class Imminent(Protocol):
 class LandingWait:
     """Lets a step begin a little later, so that a sequence whose KV cache is here already takes part in it.
 
-    Otherwise the sequence has its second token after the rest of this moment, this step and the next one. No transfer
-    is waited for at two steps.
+    Otherwise the sequence has its second token after the rest of this moment, this step and the next one. A step that
+    would have to wait for longer begins at once. No transfer is waited for at two steps.
     """
 
     def __init__(self, imports: Imminent, clock: Callable[[], float]) -> None:
@@ -72,12 +72,16 @@ class LandingWait:
 
     def left_s(self, step_s: float) -> float:
         """Returns how long the next step may wait, given how long steps take; 0: it begins now."""
-        if not self._imports.num_imminent:
+        expected_s = self._imports.imminent_s
+        if expected_s is None:
             self._due_s = None
             return 0.0
         now_s = self._clock()
         if self._due_s is None:
-            self._due_s = now_s + min(MOST_LANDING_SHARE * step_s, MOST_LANDING_S)
+            most_s = min(MOST_LANDING_SHARE * step_s, MOST_LANDING_S)
+            if expected_s > most_s:
+                return 0.0
+            self._due_s = now_s + most_s
         if now_s < self._due_s:
             return self._due_s - now_s
         self._imports.await_no_longer()

@@ -67,8 +67,11 @@ class ExpertStack:
         parts = {}
         for name in experts[0][0]:
             outputs = form.parts[name].outputs
-            joined = [_joined([layer[name] for layer in layers], outputs, name) for layers in experts]
-            parts[name] = torch.stack(joined)
+            try:
+                joined = [_joined([layer[name] for layer in layers], outputs, name) for layers in experts]
+                parts[name] = torch.stack(joined)
+            except RuntimeError as error:
+                raise ModelError(f"experts have {name} of several shapes, which one product cannot take") from error
         return cls(form, parts, dtype)
 
 

@@ -25,7 +25,8 @@ from pd_cluster.model.quantize.layer import quantize_layer
 from pd_cluster.model.quantize.layerwise import Files, Hidden, Layerwise, through
 from pd_cluster.model.quantize.methods import round_to_nearest
 from pd_cluster.model.quantize.schemes import Scheme, Tensors
-from pd_cluster.model.quantized.decode import FP8, decoded
+from pd_cluster.model.quantized.decode import decoded
+from pd_cluster.model.quantized.tensors import FP8
 from pd_cluster.model.quantized_files import LINEAR
 
 PARTIAL = ".partial"  # the folder of an unfinished job, in the output folder

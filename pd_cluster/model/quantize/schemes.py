@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from pd_cluster.model.quantized.decode import FP8
 from pd_cluster.model.quantized.encode import LARGEST_FP8
+from pd_cluster.model.quantized.tensors import FP8
 from pd_cluster.model.quantized.unpack import WORD_BITS
 
 Tensors = dict[str, torch.Tensor]

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from pd_cluster.model.quantized.decode import FP8, Parts
+from pd_cluster.errors import ModelError
+from pd_cluster.model.quantized.tensors import FP8, Parts
 
 MOST_IN_GROUP = 128  # input features that share a scale of four bits
 LARGEST_FP8 = 448.0
@@ -58,6 +59,9 @@ SCHEMES: dict[str, Callable[[torch.Tensor], Parts]] = {
 }
 
 
-def encoded(weight: torch.Tensor, scheme: str) -> Parts:
-    """Returns the parts of a form for a weight [N, K]."""
-    return {name: part.contiguous() for name, part in SCHEMES[scheme](weight.to(torch.float32)).items()}
+def encoded(weight: torch.Tensor, scheme: str, place: str = "a layer") -> Parts:
+    """Returns the parts of a form for a weight [N, K]. Raises ModelError, naming `place`, for NaN and infinities."""
+    weight = weight.to(torch.float32)
+    if not torch.stack(weight.aminmax()).isfinite().all():
+        raise ModelError(f"{place}: weight has NaN or infinities; copy the folder or make it again")
+    return {name: part.contiguous() for name, part in SCHEMES[scheme](weight).items()}

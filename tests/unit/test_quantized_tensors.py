@@ -1,0 +1,206 @@
+"""One quantized layer's tensors: the numbers that they stand for, or a refusal that names tensor and value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pd_cluster.checkpoints.quantized import METHODS, Quantization
+from pd_cluster.errors import ModelError
+from pd_cluster.model.known_forms import form_of
+from pd_cluster.model.quantized.decode import decoded
+from pd_cluster.model.quantized.encode import SCHEMES, encoded
+
+NAN, INF = float("nan"), float("inf")
+FP8 = torch.float8_e4m3fn
+NUM_OUTPUTS = 8
+Tensors = dict[str, torch.Tensor]
+
+
+def numbers(method: str, tensors: Tensors, **settings: object) -> torch.Tensor:
+    """Returns the weight of a layer in a folder with these settings."""
+    found = METHODS[method](Quantization(method, "config.json"), {"bits": 4, **settings})
+    parts = decoded("file: layer", tensors, found)
+    return form_of(parts, "").weight.of(parts, torch.float32).matrix()
+
+
+def gptq(num_inputs: int, num_groups: int, **changes: torch.Tensor) -> Tensors:
+    """All codes are 9, all zero points 8, and the scale of group g is g + 1."""
+    scales = torch.arange(1.0, num_groups + 1).half().unsqueeze(1).expand(num_groups, NUM_OUTPUTS).contiguous()
+    return {
+        "qweight": torch.full((num_inputs // 8, NUM_OUTPUTS), 0x99999999 - (1 << 32), dtype=torch.int32),
+        "qzeros": torch.full((num_groups, 1), 0x77777777, dtype=torch.int32),
+        "scales": scales,
+        **changes,
+    }
+
+
+def packed(**changes: torch.Tensor) -> Tensors:
+    return {
+        "weight_packed": torch.full((NUM_OUTPUTS, 4), 0x11111111, dtype=torch.int32),
+        "weight_scale": torch.ones(NUM_OUTPUTS, 2),
+        "weight_shape": torch.tensor([NUM_OUTPUTS, 32]),
+        **changes,
+    }
+
+
+def eight_bits(dtype: torch.dtype, scales: torch.Tensor, num_inputs: int = 64) -> Tensors:
+    return {"weight": torch.ones(NUM_OUTPUTS, num_inputs).to(dtype), "weight_scale": scales}
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("method", ["gptq", "auto-round"])
+def test_the_last_group_may_be_short(method: str) -> None:
+    """960 inputs in groups of 128: seven of them, and one of 64. Eight groups of 120 would fit as well."""
+    found = numbers(method, gptq(960, 8), group_size=128)
+    expected = (torch.arange(960) // 128 + 1).float().expand(NUM_OUTPUTS, 960)
+    assert torch.equal(found, expected)
+
+
+def test_packed_words_with_a_short_last_group() -> None:
+    words = torch.full((NUM_OUTPUTS, 6), 0x99999999 - (1 << 32), dtype=torch.int32)
+    scales = torch.tensor([1.0, 2.0]).expand(NUM_OUTPUTS, 2).contiguous()
+    group = {"weights": {"num_bits": 4, "group_size": 32}}
+    tensors = packed(weight_packed=words, weight_scale=scales, weight_shape=torch.tensor([NUM_OUTPUTS, 48]))
+    found = numbers("compressed-tensors", tensors, config_groups={"group_0": group})
+    assert torch.equal(found[0], torch.tensor([1.0] * 32 + [2.0] * 16))
+
+
+def test_the_tensors_count_where_a_layer_has_groups_of_its_own_size() -> None:
+    assert (
+        numbers("gptq", gptq(128, 4), group_size=128)[0].tolist() == [1.0] * 32 + [2.0] * 32 + [3.0] * 32 + [4.0] * 32
+    )
+
+
+def test_an_order_of_zeros_is_the_natural_one() -> None:
+    natural = torch.arange(64, dtype=torch.int32) // 16
+    found = [numbers("gptq", gptq(64, 4, g_idx=order)) for order in (natural, torch.zeros_like(natural))]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("packing", "expected"), [("auto_gptq", 1.0), ("gptqmodel", 2.0)])
+def test_zero_points_of_auto_round(packing: str, expected: float) -> None:
+    """Fields of 7 are zero points of 8, or as they are."""
+    found = numbers("auto-round", gptq(64, 1), packing_format=f"auto_round:{packing}")
+    assert found.unique().tolist() == [expected]
+
+
+@pytest.mark.parametrize("structure", [[64, 64], [1, 32]])
+def test_blocks_are_those_of_the_config(structure: list[int]) -> None:
+    rows, columns = -(-NUM_OUTPUTS // structure[0]), -(-64 // structure[1])
+    scales = torch.arange(1.0, rows * columns + 1).view(rows, columns)
+    group = {"weights": {"type": "float", "strategy": "block", "block_structure": structure}}
+    found = numbers("compressed-tensors", eight_bits(FP8, scales), config_groups={"group_0": group})
+    expected = scales.repeat_interleave(structure[0], 0)[:NUM_OUTPUTS].repeat_interleave(structure[1], 1)[:, :64]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.int8])
+def test_eight_bits_in_groups(dtype: torch.dtype) -> None:
+    scales = torch.tensor([1.0, 2.0]).expand(NUM_OUTPUTS, 2).contiguous()
+    found = numbers("compressed-tensors", eight_bits(dtype, scales))
+    assert torch.equal(found[0], torch.tensor([1.0] * 32 + [2.0] * 32))
+
+
+def test_eight_bits_with_exponents() -> None:
+    scales = torch.tensor([126, 129], dtype=torch.uint8).expand(NUM_OUTPUTS, 2).contiguous()
+    found = numbers("compressed-tensors", eight_bits(FP8, scales), format="mxfp8-quantized")
+    assert torch.equal(found[0], torch.tensor([0.5] * 32 + [4.0] * 32))
+
+
+# ---- refusals
+
+NO_CODES = torch.zeros(NUM_OUTPUTS, 16, dtype=torch.uint8)
+BROKEN: list[tuple[str, Tensors, str]] = [
+    ("gptq", gptq(64, 1, scales=torch.full((1, NUM_OUTPUTS), NAN)), "scales has nan in 8 of 8 places"),
+    ("gptq", gptq(64, 1, scales=torch.ones(1, NUM_OUTPUTS).int()), r"scales of torch\.int32"),
+    ("gptq", gptq(64, 1, scales=torch.ones(NUM_OUTPUTS)), r"scales of \[8\]"),
+    ("gptq", gptq(64, 1, bias=torch.full((NUM_OUTPUTS,), INF)), "bias has inf in 8 of 8 places"),
+    ("gptq", gptq(64, 1, bias=torch.ones(NUM_OUTPUTS).int()), r"bias of torch\.int32"),
+    ("compressed-tensors", packed(weight_scale=torch.full((NUM_OUTPUTS, 2), INF)), "weight_scale has inf in 16 of 16"),
+    ("compressed-tensors", packed(weight_shape=torch.zeros(2).long()), r"weight_shape \[0, 0\]"),
+    ("compressed-tensors", packed(weight_packed=torch.ones(NUM_OUTPUTS, 4)), r"weight_packed of torch\.float32"),
+    ("compressed-tensors", eight_bits(torch.int8, torch.ones(NUM_OUTPUTS, 1).long()), r"weight_scale of torch\.int64"),
+    ("compressed-tensors", eight_bits(FP8, torch.full((NUM_OUTPUTS, 1), NAN)), "weight_scale has nan in 8 of 8"),
+    (
+        "compressed-tensors",
+        {"weight": torch.full((NUM_OUTPUTS, 64), NAN).to(FP8), "weight_scale": torch.ones(1)},
+        "NaN among its eight-bit floats",
+    ),
+    (
+        "mxfp4",
+        {"weight_packed": NO_CODES, "weight_scale": torch.full((NUM_OUTPUTS, 1), 255, dtype=torch.uint8)},
+        "weight_scale has 255, which is NaN",
+    ),
+    (
+        "compressed-tensors",
+        {"weight_packed": NO_CODES, "weight_scale": torch.ones(NUM_OUTPUTS, 2).to(FP8)},
+        "weight_scale_2 is missing",
+    ),
+    (
+        "compressed-tensors",
+        {
+            "weight_packed": NO_CODES,
+            "weight_scale": torch.ones(NUM_OUTPUTS, 2).to(FP8),
+            "weight_global_scale": torch.zeros(1),
+        },
+        "weight_scale / weight_global_scale has inf",
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "tensors", "said"), BROKEN, ids=[said for *_, said in BROKEN])
+def test_what_is_no_number_is_named(method: str, tensors: Tensors, said: str) -> None:
+    with pytest.raises(ModelError, match=f"^file: layer: .*{said}") as caught:
+        numbers(method, tensors)
+    assert "make it again" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_gemv_with_another_size_of_groups_than_the_files() -> None:
+    """Its scales are padded with zeros; others would be left out."""
+    tensors = {
+        "qweight": torch.zeros(NUM_OUTPUTS, 128, dtype=torch.int32),
+        "qzeros": torch.zeros(NUM_OUTPUTS, 4, dtype=torch.int32),
+        "scales": torch.ones(NUM_OUTPUTS, 32).half(),
+    }
+    settings = {"version": "gemv", "group_size": 128}
+    with pytest.raises(ModelError, match="more than 8 groups of scales, with group_size 128"):
+        numbers("awq", tensors, **settings)
+    tensors["scales"][:, 8:] = 0
+    assert not numbers("awq", tensors, **settings).any()
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "said"),
+    [
+        ("awq", {"version": "gemv"}, "version gemv without group_size"),
+        ("awq", {"group_size": "all"}, "group_size 'all' is not a whole number"),
+        ("fp8", {"weight_block_size": [128]}, r"weight_block_size \[128\] is no size"),
+        ("fp8", {"weight_block_size": "128x128"}, "weight_block_size '128x128' is no size"),
+        (
+            "compressed-tensors",
+            {"config_groups": {"W4A16": ["Linear"]}},
+            r"config_groups\.W4A16: \['Linear'\] is not a",
+        ),
+        (
+            "compressed-tensors",
+            {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}},
+            r"transform_config\.config_groups\.R4: location 'input' is not supported",
+        ),
+    ],
+)
+def test_settings_are_refused_by_their_field(method: str, settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ModelError, match=f"^config.json.*{said}"):
+        numbers(method, {}, **settings)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_weights_that_are_no_numbers_are_not_quantized(scheme: str, value: float) -> None:
+    weight = torch.ones(4, 64)
+    weight[2, 5] = value
+    with pytest.raises(ModelError, match=r"^file: layer: weight has NaN or infinities; copy"):
+        encoded(weight, scheme, "file: layer")

@@ -189,58 +189,6 @@ def test_a_prompts_blocks_are_one_event_with_what_makes_them_apart() -> None:
     assert not log.take()
 
 
-@pytest.mark.parametrize("has_tier", [False, True])
-def test_events_add_up_to_the_cache(has_tier: bool) -> None:
-    for seed in range(5):
-        traffic = Traffic(random.Random(seed), has_tier)
-        for _ in range(200):
-            traffic.step()
-        traffic.check()
-        while traffic.held:
-            traffic.end()
-        traffic.check()
-        traffic.pool.forget()
-        traffic.check()
-        assert not traffic.mirror.blocks
-
-
-def test_a_prompts_blocks_are_one_event_with_what_makes_them_apart() -> None:
-    log = EventLog(BLOCK)
-    order = Order([0] * 12, Sampling(), "pepper", "ab" * 32, spans=(Span(5, 9, b"d" * 32),))
-    contents = [bytes([at]) * 32 for at in range(4)]
-    for at, content in enumerate(contents[:3]):
-        log.stored(content, contents[at - 1] if at else None, [at] * BLOCK, order, at * BLOCK)
-    log.stored(contents[3], None, [9] * BLOCK, Order([], Sampling()), 0)
-    log.removed(contents[3])
-    log.removed(contents[0])
-    log.moved({contents[0]: "disk"})
-    log.cleared()
-    found = DECODER.decode(msgspec.msgpack.encode(EventBatch(1.5, log.take())))
-    numbers = [int.from_bytes(content[-8:], "big") for content in contents]
-    name = "ab" * 32
-    assert found == Batch(
-        1.5,
-        [
-            BlockStored(
-                numbers[:3],
-                None,
-                [0] * 4 + [1] * 4 + [2] * 4,
-                BLOCK,
-                None,
-                "GPU",
-                name,
-                [(name, "pepper"), (name, [(b"d" * 32).hex(), 1]), (name, [(b"d" * 32).hex(), -3])],
-            ),
-            BlockStored([numbers[3]], None, [9] * 4, BLOCK, None, "GPU", None),
-            BlockRemoved([numbers[3], numbers[0]], "GPU"),
-            BlockStored([numbers[0]], None, [], 0, None, "STORAGE", None),
-            AllBlocksCleared(),
-        ],
-        0,
-    )
-    assert not log.take()
-
-
 def test_what_the_disk_keeps_while_an_instance_sleeps_is_stored_again() -> None:
     """And what it does not keep is not: `reset_prefix_cache` empties it."""
     host = HostTier(4, 100, LoadCost(BLOCK))

@@ -16,7 +16,9 @@ from pd_cluster.engine.handover.events import (
 from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.step.beams import are_first_tokens
 from pd_cluster.engine.step.core import StepResult
+from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.plan import StepPlan
+from pd_cluster.model.rope_limit import RopeLimit
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide, Leg, Order, Request, Resumed, Sampling
 from tests.support.toy_model import VOCAB_SIZE, generate_alone

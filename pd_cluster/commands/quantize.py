@@ -36,7 +36,6 @@ def quantize(
 
     Layer by layer, on the CPU. Run it again after a Ctrl-C or a kill: it continues with the next layer.
     """
-    from pd_cluster.checkpoints.checkpoint import Checkpoint
     from pd_cluster.checkpoints.json_files import read_json
     from pd_cluster.errors import ConfigError
     from pd_cluster.model.quantize.job import QuantizeJob
@@ -54,8 +53,8 @@ def quantize(
         raise ConfigError(f"--method {method!r}: expected one of {', '.join(METHODS)}")
     folder = Path(model).expanduser()
     needs_samples = method != "rtn" or evaluate
-    if needs_samples and num_tokens >= (limit := Checkpoint.open(model).max_position_embeddings):
-        raise ConfigError(f"--num-tokens {num_tokens}: {model} takes {limit} tokens at most; use fewer than that")
+    if needs_samples:
+        _check_length(model, num_tokens)
     samples: Samples = []
     before = None
     device = "cpu" if scheme in ONLY_ON_CPU else "auto"  # before and after on the same one
@@ -78,6 +77,15 @@ def quantize(
             after = quality_of(llm, _held(samples))
         typer.echo(f"perplexity {before.perplexity:.3f} before, {after.perplexity:.3f} after")
         typer.echo(f"the same next token in {after.agreement(before):.1%} of {len(after.chosen)} places")
+
+
+def _check_length(model: str, num_tokens: int) -> None:
+    """Raises ConfigError for samples that the model does not take."""
+    from pd_cluster.checkpoints.checkpoint import Checkpoint
+    from pd_cluster.errors import ConfigError
+
+    if num_tokens >= (limit := Checkpoint.open(model).max_position_embeddings):
+        raise ConfigError(f"--num-tokens {num_tokens}: {model} takes {limit} tokens at most; use fewer than that")
 
 
 def _held(samples: Samples) -> Samples:

@@ -243,6 +243,15 @@ def _serve_flags() -> list[str]:
     return [flag_of(name) for each in settings().values() for name in (each.name, *each.setting.also)]
 
 
+def _check_place(command: Any, argv: list[str]) -> None:
+    """Raises ConfigError for a flag of instances that `up` was given as one of its own."""
+    own = {name for parameter in command.commands["up"].params for name in parameter.opts}
+    of_instances = {*_serve_flags()} - own
+    for word in argv[: argv.index("--") if "--" in argv else None]:
+        if (flag := word.partition("=")[0].replace("_", "-")) in of_instances:
+            raise ConfigError(f"{flag} is a flag of instances; give it after --, as in `pd-cluster up -- {word}`")
+
+
 def whole_command() -> Any:
     """Returns the command line, with help that fits a screen."""
     command = typer.main.get_command(app)
@@ -260,10 +269,13 @@ def main() -> None:
     argv = sys.argv[1:]
     is_debugged = argv[:1] == ["--debug"]
     argv = argv[is_debugged:]
+    command = whole_command()
     try:
         if argv[:1] == ["serve"]:
             argv = ["serve", *expanded(argv[1:], _serve_flags())]
-        whole_command()(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
+        elif argv[:1] == ["up"]:
+            _check_place(command, argv)
+        command(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
     except PdClusterError as error:
         if is_debugged:
             traceback.print_exc()

@@ -153,7 +153,7 @@ class Intake:
             sampling,
             shared.caller.salt(request.cache_salt),
             shared.variant,
-            session=request.prompt_cache_key or "",
+            session=request.prompt_cache_key or request.session_id or "",
             priority=request.priority or 0,
             spans=prompt.spans,
             images=prompt.images,

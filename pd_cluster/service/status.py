@@ -12,6 +12,7 @@ MAX_BODY_NBYTES = 32 << 20  # also the most that is read and ignored of a body a
 TOO_LARGE = f"the body is larger than {MAX_BODY_NBYTES >> 20} MiB"
 CLIENT_CLOSED_REQUEST = 499  # never seen by anybody: the client has left
 MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")  # with Anthropic's shapes
+NO_THREADS = "thread_unsupported_request"  # Anthropic's clients go on without a thread when its details say so
 MESSAGES_ERRORS = {  # status -> Anthropic's type of error
     400: "invalid_request_error",
     401: "authentication_error",
@@ -61,7 +62,10 @@ def messages_error_body(error: Exception, status: int | None = None) -> dict[str
     """Returns Anthropic's body {"type": "error", "error": {type, message}}. `status`: the error's own, if None."""
     status = status_of(error) if status is None else status
     kind = MESSAGES_ERRORS.get(status, "invalid_request_error" if 400 <= status < 500 else "api_error")
-    told = {"type": kind, "message": error_body(error)["error"]["message"]}
+    own = error_body(error)["error"]
+    told = {"type": kind, "message": own["message"]}
+    if own["code"] == NO_THREADS:
+        told["details"] = {"error_code": NO_THREADS, "unsupported": ["thread"]}
     return {"type": "error", "error": told, "request_id": None}
 
 

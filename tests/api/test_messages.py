@@ -318,7 +318,7 @@ def test_errors_have_the_clients_classes(ours: Any, cluster: LiveCluster) -> Non
         ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": []}]}, "messages[1]"),
         ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type: 'web_search_20250305'"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"thinking": {"type": "between_tools"}}, "thinking"),
@@ -334,6 +334,26 @@ def test_what_cannot_be_done_is_refused_by_name(cluster: LiveCluster, fields: di
     answer = cluster.client.post(f"{cluster.url}/v1/messages", json={**HELLO, **fields})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"].startswith(named)
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+def test_clients_learn_that_no_conversation_is_kept(cluster: LiveCluster, thread: dict[str, Any]) -> None:
+    """These details make Anthropic's runner of tools, which asks for a thread by default, go on without one."""
+    answer = cluster.client.post(f"{cluster.url}/v1/messages", json={**HELLO, "thread": thread})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"].startswith("thread: this server keeps no conversations")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+def test_an_image_in_a_result_is_refused_by_the_model_alone(cluster: LiveCluster) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": source}]}
+    call = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    turns = [*ASKED, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    answer = cluster.client.post(f"{cluster.url}/v1/messages", json={**HELLO, "messages": turns})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("messages[2].content[0].content[0]: this model takes no images")
 
 
 def test_what_agents_send_beside_it(cluster: LiveCluster) -> None:

@@ -28,6 +28,15 @@ SCHEMA: dict[str, Any] = {
 WEATHER: dict[str, Any] = {"type": "function", "name": "get_weather", "parameters": SCHEMA}
 SHOWN = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
 FAMILY = FAMILIES["qwen3"]
+VLLMS: dict[str, Any] = {
+    "presence_penalty": 2.0,
+    "frequency_penalty": 2.0,
+    "repetition_penalty": 2.0,
+    "logit_bias": {"5": 100.0},
+    "stop_token_ids": [5],
+    "skip_special_tokens": False,
+    "structured_outputs": {"choice": ["yes", "no"]},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -319,6 +328,39 @@ def test_what_cannot_be_done_is_refused_by_name(
         error = answer.json()["error"]
         assert error["param"] == param
         assert error["message"].startswith(named)
+
+
+def test_vllms_parameters_mean_what_they_mean_in_a_chat(cluster: LiveCluster) -> None:
+    def text(route: str, body: dict[str, Any]) -> Any:
+        answer = cluster.client.post(f"{cluster.url}/v1/{route}", json=body)
+        assert answer.status_code == 200, answer.text
+        told = answer.json()
+        return (
+            told["output"][0]["content"][0]["text"]
+            if route == "responses"
+            else told["choices"][0]["message"]["content"]
+        )
+
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "temperature": 0}
+    plain, found = text("responses", HELLO), set()
+    for name, value in VLLMS.items():
+        given = text("responses", {**HELLO, name: value})
+        assert given == text("chat/completions", {**chat, name: value}), name
+        found.add(name) if given != plain else None
+    assert found >= {"structured_outputs", "logit_bias", "repetition_penalty"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"enable_response_messages": True}, {"previous_input_messages": [{}]}, {"include_reasoning": False}),
+        *({"kv_transfer_params": {"do_remote_decode": True}}, {"vllm_xargs": {"a": 1}}, {"watermarking": True}),
+        *({"media_io_kwargs": {"video": {}}}, {"presence_penalty": 3}, {"structured_outputs": {"choice": []}}),
+    ],
+)
+def test_what_vllm_has_and_this_server_lacks_is_refused_by_name(cluster: LiveCluster, fields: dict[str, Any]) -> None:
+    answer = cluster.client.post(f"{cluster.url}/v1/responses", json={**HELLO, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, *fields)
 
 
 def test_nothing_is_kept_without_a_store(client: openai.OpenAI, cluster: LiveCluster) -> None:

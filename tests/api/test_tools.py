@@ -196,6 +196,48 @@ def test_a_named_function_is_the_one_that_is_called(speaker: Speaker) -> None:
 
 
 @qwen3
+def test_some_of_the_tools_are_allowed(speaker: Speaker) -> None:
+    """The others are not even shown: the prompt is that of a request without them."""
+
+    def allowed(mode: str, *names: str) -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    fields = speaker.fields("content", [WEATHER, TIME])
+    auto, alone, both = (
+        speaker.client.chat.completions.create(**fields | each).usage.prompt_tokens
+        for each in ({"tool_choice": allowed("auto", "get_time")}, {"tools": [TIME]}, {})
+    )
+    assert auto == alone < both
+    required = fields | {"tool_choice": allowed("required", "get_time"), "parallel_tool_calls": False}
+    choice = speaker.client.chat.completions.create(**required).choices[0]
+    assert [(name, json.loads(text)) for name, text in functions_of(choice.message)] == [("get_time", {"now": True})]
+    for wrong, message in (
+        (allowed("auto", "get_time", "other"), "no tool is called 'other'"),
+        (allowed("auto"), "tool_choice.allowed_tools.allowed_tools.tools: List should have at least 1 item"),
+        ({"type": "custom", "custom": {"name": "get_time"}}, "an object of type 'function' or 'allowed_tools'"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message) as caught:
+            speaker.client.chat.completions.create(**fields | {"tool_choice": wrong})
+        assert caught.value.param == "tool_choice"
+
+
+@qwen3
+def test_a_forced_call_may_come_with_a_form_of_text(speaker: Speaker) -> None:
+    """Libraries send both, and the answer has no text; other constraints leave no room for the call."""
+    form = {"type": "json_schema", "json_schema": {"name": "other", "schema": {"type": "integer"}}}
+    fields = {**speaker.fields("content", [TIME]), "response_format": form, "parallel_tool_calls": False}
+    for choice in ("required", TIME | {"function": {"name": "get_time"}}):
+        answer = speaker.client.chat.completions.create(**fields, tool_choice=choice).choices[0]
+        assert arguments_of(answer.message) == [{"now": True}]
+    del fields["response_format"]
+    with pytest.raises(openai.BadRequestError, match="leaves no room for an answer"):
+        speaker.client.chat.completions.create(
+            **fields, tool_choice="required", extra_body={"structured_outputs": {"choice": ["a"]}}
+        )
+
+
+@qwen3
 def test_a_strict_function_is_called_as_its_schema_says(speaker: Speaker) -> None:
     """The scripted city is not allowed by this schema: the model may say it only if strict is off."""
     function = {**WEATHER["function"], "parameters": {"const": {"city": "Rome"}}}

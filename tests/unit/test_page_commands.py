@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.commands.cli import whole_command
+from pd_cluster.commands.cli import main, whole_command
 from pd_cluster.settings.flags import judge, normalize
 from ranktable_tools import cli as ranktable_cli
 from tests.support.page_commands import PAGES, ROOT, commands_of
@@ -82,6 +82,27 @@ def test_command_lines_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_wrong_one_does_not(line: str) -> None:
     with pytest.raises(Exception, match=r"No such|no such|unknown flag|valid integer"):
         parse(words_of(line)[1:], is_whole=True)
+
+
+@pytest.mark.parametrize("flag", ["--quantization=int8", "--kv_cache_dtype"])
+def test_up_says_where_flags_of_instances_go(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["pd-cluster", "up", "--model", "m", flag, "int8"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    name = flag.partition("=")[0].replace("_", "-")
+    assert capsys.readouterr().err == (
+        f"pd-cluster: {name} is a flag of instances; give it after --, as in `pd-cluster up -- {flag}`\n"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_command_is_in_a_block_without_a_language(page: Path) -> None:
+    """Otherwise no test would read it."""
+    for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
+        assert language or not re.search(r"^ *(pd-cluster|pd-ranktable|sh|curl|python) ", block, re.MULTILINE), block
 
 
 def test_there_are_many() -> None:

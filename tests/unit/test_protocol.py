@@ -22,7 +22,7 @@ from pd_cluster.service.schema import parse as parsing
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
 from pd_cluster.service.schema.parse import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, MAX_VALUES, parse
-from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest
+from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest, RerankRequest, parse_pooling
 from pd_cluster.service.schema.protocol import (
     CHAT_ONLY,
     HARMLESS,
@@ -39,6 +39,7 @@ from pd_cluster.service.schema.protocol import (
     GenerationRequest,
 )
 from pd_cluster.service.schema.responses_protocol import ResponsesRequest
+from pd_cluster.service.schema.tokens_protocol import TokensRequest
 from pd_cluster.types import Sampling
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -540,6 +541,72 @@ def test_every_field_of_newer_clients_is_known() -> None:
         (message_count_tokens_params.MessageCountTokensParams, MessagesPrompt),
     ):
         assert not set(types.__annotations__) - {*model.model_fields, *HARMLESS}, types
+
+
+# Fields of vLLM 0.32's requests that OpenAI's have not; what samples is in VLLM_SAMPLING.
+VLLMS_OF_ALL = {
+    *("cache_salt", "ec_transfer_params", "include_metrics", "kv_transfer_params", "logprob_token_ids", "mm_payload"),
+    *("priority", "repetition_detection", "request_id", "return_mm_kwargs", "return_token_ids"),
+    *("return_token_offsets", "return_tokens_as_token_ids", "routed_experts_prompt_start", "session_id"),
+    *("stream_interval", "truncation_side", "vllm_xargs", "watermarking"),
+}
+VLLMS_OF_CHATS = {
+    *("add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs", "continue_final_message"),
+    *("documents", "echo", "include_reasoning", "media_io_kwargs", "mm_processor_kwargs", "return_prompt_text"),
+}
+VLLMS_OF_RESPONSES = {
+    *("cache_salt", "chat_template_kwargs", "ec_transfer_params", "enable_response_messages", "frequency_penalty"),
+    *("ignore_eos", "include_reasoning", "include_stop_str_in_output", "kv_transfer_params", "logit_bias"),
+    *("media_io_kwargs", "min_p", "mm_payload", "mm_processor_kwargs", "presence_penalty", "previous_input_messages"),
+    *("priority", "repetition_penalty", "request_id", "return_mm_kwargs", "seed", "session_id"),
+    *("skip_special_tokens", "stop", "stop_token_ids", "structured_outputs", "top_k", "vllm_xargs", "watermarking"),
+}
+VLLMS_OF_TOKENS = {
+    *("cache_salt", "content_parts", "ec_transfer_params", "include_metrics", "kv_transfer_params", "output_mode"),
+    *("priority", "reasoning_ended", "reasoning_parser_kwargs", "request_id", "return_token_ids", "token_offsets"),
+}
+VLLMS_OF_RANKING = {
+    *("max_tokens_per_doc", "max_tokens_per_query", "mm_processor_kwargs", "padding", "priority", "request_id"),
+    *("truncate_prompt_tokens", "truncation_side", "use_activation"),
+}
+VLLMS_OF_EMBEDDING = {
+    *("add_special_tokens", "cache_salt", "chat_template", "chat_template_kwargs", "embed_dtype", "endianness"),
+    *("messages", "mm_processor_kwargs", "normalize", "padding", "priority", "request_id"),
+    *("truncate_prompt_tokens", "truncation_side", "use_activation"),
+}
+
+
+def test_every_field_of_vllms_routes_is_known() -> None:
+    """Honoured, refused by name, or known to say nothing about the answer."""
+    for fields, model, other in (
+        (VLLMS_OF_ALL | {"add_special_tokens", "echo"}, CompletionRequest, {*NOT_YET, *HARMLESS}),
+        (VLLMS_OF_ALL | VLLMS_OF_CHATS, ChatCompletionRequest, {*NOT_YET, *HARMLESS}),
+        (VLLMS_OF_RESPONSES, ResponsesRequest, HARMLESS),
+        (VLLMS_OF_TOKENS, TokensRequest, set()),
+        (VLLMS_OF_EMBEDDING, EmbeddingRequest, EmbeddingRequest.REFUSED.keys()),
+        (VLLMS_OF_RANKING, RerankRequest, RerankRequest.REFUSED.keys()),
+    ):
+        assert not fields - {*model.model_fields} - {*other}, model
+
+
+def test_rendered_requests_of_vllm_are_read() -> None:
+    """Its renderer adds hints for its own engine; what would change the answer is refused."""
+    body = {"token_ids": [5], "token_offsets": [[0, 1]], "reasoning_parser_kwargs": {"a": 1}, "reasoning_ended": False}
+    request = parse(json.dumps({**body, "output_mode": "tokens", "content_parts": None}).encode(), TokensRequest)
+    assert request.completion().prompt == [5]
+    for fields in ({"output_mode": "text"}, {"content_parts": [{"type": "text"}]}, {"return_token_ids": True}):
+        with pytest.raises(RequestError, match=next(iter(fields))):
+            parse(json.dumps({**body, **fields}).encode(), TokensRequest)
+    guided = {**body, "sampling_params": {"structured_outputs": {"choice": ["a"]}}}
+    with pytest.raises(RequestError, match="reasoning_ended: false"):
+        parse(json.dumps(guided).encode(), TokensRequest).completion()
+
+
+@pytest.mark.parametrize(("name", "neutral", "wrong"), [("max_tokens_per_query", 0, 9), ("padding", "do_not_pad", "x")])
+def test_rankings_are_not_cut_or_padded_otherwise(name: str, neutral: Any, wrong: Any) -> None:
+    parse_pooling(json.dumps({"query": "a", "documents": ["b"], name: neutral}).encode(), RerankRequest)
+    with pytest.raises(RequestError, match=f"{name}: .* is not supported"):
+        parse_pooling(json.dumps({"query": "a", "documents": ["b"], name: wrong}).encode(), RerankRequest)
 
 
 def test_the_first_tokens_are_kept_where_the_right_side_is_cut() -> None:

@@ -65,11 +65,13 @@ DESCRIPTIONS = {
     "cache_salt": "Requests with other salts do not share cached prompts with this one, nor can they time them. Those "
     "of other API keys do not in any case, unless the server says otherwise (--shared-prefix-cache).",
     "prompt_cache_key": "Names a session: its requests meet the same caches. The header x-session-id does so, too.",
+    "session_id": "The same, under vLLM's name.",
     "priority": "Lower comes first; needs --scheduling-policy priority.",
     "request_id": "The answer's id ends in this. Default: the header X-Request-Id, else a new one.",
     "spaces_between_special_tokens": "false: special tokens that follow one another are shown without spaces.",
     "tools": "Functions that the answer may call; the chat template shows them to the model.",
-    "tool_choice": "none, auto (the default; needs --tool-call-parser), required, or a function by its name.",
+    "tool_choice": "none, auto (the default; needs --tool-call-parser), required, a function by its name, or "
+    "allowed_tools: some of the tools, with auto or required.",
     "parallel_tool_calls": "false: one call at most.",
     "include_reasoning": "false: leave out what a reasoning model writes before its answer.",
     "thinking_token_budget": "Tokens of reasoning at most; then the model goes on to its answer. Needs a reasoning "

@@ -70,8 +70,8 @@ def conversation_of(
     for name in (name for name in OWN_VARIABLES if name in variables):
         raise RequestError(f"chat_template_kwargs.{name}: is a field of its own", param="chat_template_kwargs")
     given: dict[str, Any] = {"documents": request.documents}
-    if request.tools and _shows_tools(request, known, config):
-        given["tools"] = [tool.model_dump(exclude_unset=True) for tool in request.tools]
+    if (tools := request.offered_tools) and _shows_tools(request, known, config):
+        given["tools"] = [tool.model_dump(exclude_unset=True) for tool in tools]
     for name, value in given.items():
         if value and name not in known:
             raise RequestError(f"{name}: this model's chat template has no place for them", param=name)

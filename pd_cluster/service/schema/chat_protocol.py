@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.protocol import FAIL_FAST, Count, GenerationRequest, NumLogprobs
@@ -135,6 +135,37 @@ class NamedTool(BaseModel):
     function: FunctionName
 
 
+class AllowedSet(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedTools(BaseModel):
+    """Some of the request's tools, with a mode: as a request that has only these."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedSet
+
+
+def form_of(choice: Any) -> str | None:
+    """Returns which form of tool_choice a value has: a word, or an object by its type."""
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", "word")
+    return kind if isinstance(kind, str) else None
+
+
+OF_FORMS = Discriminator(
+    form_of,
+    custom_error_type="tool_choice",
+    custom_error_message="expected 'none', 'auto', 'required', or an object of type 'function' or 'allowed_tools'",
+)
+Word = Annotated[Literal["none", "auto", "required"], Tag("word")]
+ToolChoiceField = Annotated[
+    Word | Annotated[NamedTool, Tag("function")] | Annotated[AllowedTools, Tag("allowed_tools")], OF_FORMS
+]
+
+
 class ChatFields(BaseModel):
     """The fields that determine a conversation's prompt; /tokenize takes the same."""
 
@@ -142,7 +173,7 @@ class ChatFields(BaseModel):
 
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoiceField | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -151,6 +182,15 @@ class ChatFields(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+
+    @property
+    def offered_tools(self) -> list[FunctionTool]:
+        """The tools that the model is shown: those that tool_choice allows, if it names some."""
+        tools = self.tools or []
+        if not isinstance(self.tool_choice, AllowedTools):
+            return tools
+        allowed = {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+        return [tool for tool in tools if tool.function.name in allowed]
 
     @property
     def opens_answer(self) -> bool:

@@ -15,6 +15,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest, MessageTurn
 from pd_cluster.service.schema.parse import checked
+from pd_cluster.service.status import NO_THREADS
 
 Json = dict[str, Any]
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -26,6 +27,12 @@ def chat_of(request: MessagesPrompt, variables: frozenset[str], reads_reasoning:
 
     Raises RequestError, in the words of a chat where chats have the same field: see `in_own_words`.
     """
+    if isinstance(request, MessagesRequest) and request.thread is not None:
+        raise RequestError(
+            "thread: this server keeps no conversations; leave it out, and send all messages",
+            param="thread",
+            code=NO_THREADS,
+        )
     chat: Json = {"messages": [*_system(request), *_messages(request.messages)], "model": request.model}
     last = chat["messages"][-1]
     if last["role"] == "assistant":
@@ -146,14 +153,16 @@ def _result(block: Json, place: str) -> Json:
     is_list = isinstance(content, list) and all(isinstance(each, dict) for each in content)
     if not is_list and not isinstance(content, str):
         raise RequestError(f"{place}.content: must be a string or a list of blocks", param="messages")
-    texts = [_text_of(each, f"{place}.content[{at}]") for at, each in enumerate(_blocks(content))]
-    if block.get("is_error") is True and not any(texts):
-        texts = ["error"]  # otherwise the model would not learn of it
-    return {
-        "role": "tool",
-        "tool_call_id": _string(block, "tool_use_id", place),
-        "content": [{"type": "text", "text": text} for text in texts],
-    }
+    parts = [_part(each, f"{place}.content[{at}]") for at, each in enumerate(_blocks(content))]
+    if block.get("is_error") is True and not any(part.get("text", True) for part in parts):
+        parts = [{"type": "text", "text": "error"}]  # otherwise the model would not learn of it
+    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", place), "content": parts}
+
+
+def _part(block: Json, place: str) -> Json:
+    if block.get("type") == "image":
+        return _image(block, place)
+    return {"type": "text", "text": _text_of(block, place)}
 
 
 def _tools(request: MessagesPrompt) -> Json:

@@ -28,10 +28,10 @@ class MessageTool(BaseModel):
     """One that a model may call; the client runs it. `eager_input_streaming`: its input is sent as it is written."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["custom"] | None = None  # first, so that errors name it for tools that a server would run
     name: Name
     input_schema: dict[str, Any]
     description: str | None = Field(default=None, max_length=MAX_DESCRIPTION_NUM_CHARS)
-    type: Literal["custom"] | None = None
     strict: bool | None = None
     eager_input_streaming: bool | None = None
     defer_loading: Literal[False] | None = None
@@ -111,7 +111,7 @@ class MessagesRequest(MessagesPrompt):
     service_tier: Literal["auto", "standard_only"] | None = None
     diagnostics: dict[str, Any] | None = None  # of a cache that others keep
     container: None = None
-    thread: None = None
+    thread: dict[str, Any] | None = None
     compaction: None = None
     fallbacks: Annotated[list[Any], Field(max_length=0)] | None = None
     fallback_credit_token: None = None

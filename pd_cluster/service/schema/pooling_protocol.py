@@ -31,6 +31,7 @@ class PoolingRequest(BaseModel):
         "chat_template": ((), "is not supported here; send the text that the model shall see"),
         "chat_template_kwargs": (({},), "is not supported here; send the text that the model shall see"),
         "messages": ((), "is not supported here; send texts or token ids"),
+        "padding": (("do_not_pad",), "is not supported; prompts are not padded"),
     }
 
     model: str | None = None
@@ -121,7 +122,8 @@ class RerankRequest(PoolingRequest):
 
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         **PoolingRequest.REFUSED,
-        "max_tokens_per_doc": ((), "is not supported; truncate_prompt_tokens limits each pair"),
+        "max_tokens_per_doc": ((0,), "is not supported; truncate_prompt_tokens limits each pair"),
+        "max_tokens_per_query": ((0,), "is not supported; truncate_prompt_tokens limits each pair"),
     }
 
     query: str

@@ -53,13 +53,18 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
     "repetition_detection": (),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
+    "watermarking": (False,),
     "stream_interval": (1,),
     "media_io_kwargs": ({},),
 }
-# OpenAI's parameters that say nothing about the answer; they are accepted without effect.
+# Parameters that say nothing about the answer; they are accepted without effect.
 HARMLESS = frozenset(
     {"metadata", "moderation", "prediction", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
     | {"service_tier", "store", "verbosity"}
+    | {"mm_payload", "return_mm_kwargs"}  # vLLM's, of the form of images that rendered requests have
 )
 # The same for parameters that mean something only in a chat.
 CHAT_ONLY: dict[str, tuple[Any, ...]] = {
@@ -141,6 +146,7 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
     prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
+    session_id: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)  # vLLM's name of it
     priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     truncation_side: Literal["left", "right"] | None = None  # what is cut off

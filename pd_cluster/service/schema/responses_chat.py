@@ -17,7 +17,9 @@ from pd_cluster.service.schema.responses_tools import functions_of, known_as
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 SAME = (
     *("temperature", "top_p", "stream", "parallel_tool_calls", "prompt_cache_key", "user"),
-    *("top_k", "min_p", "seed", "stop", "ignore_eos", "cache_salt", "priority"),
+    *("top_k", "min_p", "seed", "stop", "ignore_eos", "cache_salt", "priority", "request_id", "session_id"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids"),
+    *("include_stop_str_in_output", "skip_special_tokens", "structured_outputs", "mm_processor_kwargs"),
 )
 ITS_NAMES = {  # a chat's names -> this API's
     "max_tokens": "max_output_tokens",
@@ -73,7 +75,7 @@ def _add_messages(items: list[Json], name: str, found: list[Json]) -> None:
             call = {"id": _string(item, "call_id", place), "type": "function", "function": function}
             last.setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            content = parts_of(item.get("output"), f"{place}.output")
+            content = parts_of(item.get("output"), f"{place}.output", takes_images=True)
             found.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": content})
         else:
             raise RequestError(

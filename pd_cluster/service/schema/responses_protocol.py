@@ -121,12 +121,33 @@ class ResponsesRequest(BaseModel):
     context_management: None = None
     moderation: None = None
     access_programs: None = None
-    # vLLM's, with the meanings that they have in a chat
+    prompt_cache_options: dict[str, Any] | None = None  # of a cache that others keep
+    prompt_cache_retention: str | None = None
+    # vLLM's, with the meanings and limits that they have in a chat
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     stop: str | Annotated[list[str], FAIL_FAST] | None = None
+    stop_token_ids: Annotated[list[int], FAIL_FAST] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    request_id: str | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
     priority: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: Literal[True] | None = None
+    enable_response_messages: Literal[False] | None = None
+    previous_input_messages: Annotated[list[Any], Field(max_length=0)] | None = None
+    kv_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    media_io_kwargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    vllm_xargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    watermarking: Literal[False] | None = None

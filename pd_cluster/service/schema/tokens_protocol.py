@@ -5,7 +5,7 @@ A request of tokens becomes a completion with the same parameters, so that all o
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -37,6 +37,7 @@ OF_REQUEST = frozenset(
         "request_id",
         "cache_salt",
         "prompt_cache_key",
+        "session_id",
         "priority",
     }
     | {"return_token_ids", "return_tokens_as_token_ids", "truncation_side"}
@@ -68,11 +69,24 @@ class TokensRequest(BaseModel):
     priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
     include_metrics: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    # vLLM's renderers add these.
+    content_parts: Annotated[list[Any], Field(max_length=0)] | None = None
+    ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    output_mode: Literal["tokens"] | None = None
+    return_token_ids: Literal[False] | None = None
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    token_offsets: list[Any] | None = None
 
     def completion(self) -> CompletionRequest:
         """Returns the completion of these tokens. Without max_tokens it may fill the context. Raises RequestError."""
         if (self.model_extra or {}).get("features") is not None:
             raise RequestError("features: images, audio and video are not supported; leave it out", param="features")
+        if self.reasoning_ended is False and self.sampling_params.get("structured_outputs") is not None:
+            raise RequestError(
+                "reasoning_ended: false: structured_outputs holds from the first token here; leave out one of the two",
+                param="reasoning_ended",
+            )
         for name in self.sampling_params:
             if name in OF_REQUEST or name in OF_PROMPT:
                 raise RequestError(
@@ -81,7 +95,7 @@ class TokensRequest(BaseModel):
                     param="sampling_params",
                 )
         sampling = {name: value for name, value in self.sampling_params.items() if name not in WITHOUT_MEANING}
-        own = self.model_dump(include=set(OF_REQUEST), exclude_unset=True)
+        own = self.model_dump(include=set(OF_REQUEST) - {"return_token_ids"}, exclude_unset=True)
         with in_own_words(NAMES):
             whole = {"max_tokens": None, **sampling, **own, "prompt": self.token_ids, "return_token_ids": True}
             return checked(whole, CompletionRequest, takes_handles=True)

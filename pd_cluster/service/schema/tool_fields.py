@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pd_cluster.errors import RequestError
 from pd_cluster.parsers.reply import Tool, ToolChoice
-from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, NamedTool
+from pd_cluster.service.schema.chat_protocol import AllowedTools, ChatCompletionRequest, NamedTool
 from pd_cluster.service.schema.guide_fields import MAX_SCHEMA_DEPTH, is_deeper
 from pd_cluster.service.schema.schemas import without_remarks
 
@@ -30,6 +30,10 @@ def tools_of(request: ChatCompletionRequest, has_parser: bool) -> AskedTools:
     """`has_parser`: the server can find calls in a text that need not have any. Raises RequestError."""
     tools = _tools(request)
     choice = request.tool_choice if request.tool_choice is not None else "auto" if tools else "none"
+    if isinstance(choice, AllowedTools):
+        for allowed in choice.allowed_tools.tools:
+            _check_name(allowed.function.name, tools)
+        choice = choice.allowed_tools.mode
     if not tools and choice not in ("none", "auto"):
         raise RequestError("tool_choice: needs tools to choose from; give tools", param="tool_choice")
     if not tools or choice == "none":
@@ -45,16 +49,19 @@ def tools_of(request: ChatCompletionRequest, has_parser: bool) -> AskedTools:
     most_calls = 1 if request.parallel_tool_calls is False else None
     if isinstance(choice, NamedTool):
         name = choice.function.name
-        named = [tool for tool in tools if tool.name == name]
-        if not named:
-            raise RequestError(f"tool_choice: no tool is called {reprlib.repr(name)}", param="tool_choice")
-        return AskedTools(named, "named", 1)
+        _check_name(name, tools)
+        return AskedTools([tool for tool in tools if tool.name == name], "named", 1)
     return AskedTools(tools, choice, most_calls)
+
+
+def _check_name(name: str, tools: list[Tool]) -> None:
+    if all(tool.name != name for tool in tools):
+        raise RequestError(f"tool_choice: no tool is called {reprlib.repr(name)}", param="tool_choice")
 
 
 def _tools(request: ChatCompletionRequest) -> list[Tool]:
     found: dict[str, Tool] = {}
-    for at, tool in enumerate(request.tools or []):
+    for at, tool in enumerate(request.offered_tools):
         function = tool.function
         if function.name in found:
             raise RequestError(f"tools[{at}]: a second tool is called {function.name!r}", param="tools")

@@ -37,20 +37,14 @@ def quantize(
     Layer by layer, on the CPU. Run it again after a Ctrl-C or a kill: it continues with the next layer.
     """
     from pd_cluster.checkpoints.json_files import read_json
-    from pd_cluster.errors import ConfigError
     from pd_cluster.model.quantize.job import QuantizeJob
-    from pd_cluster.model.quantize.layer import METHODS
     from pd_cluster.model.quantize.schemes import SCHEMES
     from pd_cluster.offline.llm import LLM
     from pd_cluster.offline.quality import own_samples, quality_of
     from pd_cluster.settings.engine import ONLY_ON_CPU
     from pd_cluster.text.tokenizer import Tokenizer
 
-    if scheme not in SCHEMES:
-        raise ConfigError(f"--scheme {scheme!r}: expected one of {', '.join(SCHEMES)}")
-    method = method or DEFAULT_METHODS.get(scheme, "rtn")
-    if method not in METHODS:
-        raise ConfigError(f"--method {method!r}: expected one of {', '.join(METHODS)}")
+    method = _method_of(scheme, method)
     folder = Path(model).expanduser()
     needs_samples = method != "rtn" or evaluate
     if needs_samples:
@@ -77,6 +71,20 @@ def quantize(
             after = quality_of(llm, _held(samples))
         typer.echo(f"perplexity {before.perplexity:.3f} before, {after.perplexity:.3f} after")
         typer.echo(f"the same next token in {after.agreement(before):.1%} of {len(after.chosen)} places")
+
+
+def _method_of(scheme: str, method: str) -> str:
+    """Returns the method, by default the scheme's. Raises ConfigError for names of neither."""
+    from pd_cluster.errors import ConfigError
+    from pd_cluster.model.quantize.layer import METHODS
+    from pd_cluster.model.quantize.schemes import SCHEMES
+
+    if scheme not in SCHEMES:
+        raise ConfigError(f"--scheme {scheme!r}: expected one of {', '.join(SCHEMES)}")
+    method = method or DEFAULT_METHODS.get(scheme, "rtn")
+    if method not in METHODS:
+        raise ConfigError(f"--method {method!r}: expected one of {', '.join(METHODS)}")
+    return method
 
 
 def _check_length(model: str, num_tokens: int) -> None:

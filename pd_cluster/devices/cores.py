@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 FLOCK = struct.Struct("hhqqixxxx")  # struct flock: type, whence, start, len, pid
 STAMP = struct.Struct("=d")  # when a rank began to rest, by the monotonic clock; 0: it never computed
+COMPUTES = float("inf")  # in its place, where another process holds the lock
 MODE = 0o600
 LENT_AFTER_S = 0.02  # a shorter rest is one between two steps, whose borrower would only be in the way
 
@@ -80,14 +81,16 @@ class CoreLedger:
         if not self._is_busy and self._fd >= 0:
             try:
                 self._is_busy = self._lock(fcntl.F_WRLCK)
+                if not self._is_busy:
+                    self._stamp(COMPUTES)
             except OSError as error:
                 self._give_up(error)
 
     def end(self) -> None:
-        if self._is_busy:
+        if self._fd >= 0:
             self._is_busy = False
             try:
-                os.pwrite(self._fd, STAMP.pack(self.clock()), self.index * STAMP.size)
+                self._stamp(self.clock())
                 self._lock(fcntl.F_RDLCK)
             except OSError as error:
                 self._give_up(error)
@@ -109,7 +112,10 @@ class CoreLedger:
         if kind != fcntl.F_RDLCK:
             return True
         (rests_since_s,) = STAMP.unpack(os.pread(self._fd, STAMP.size, index * STAMP.size).ljust(STAMP.size, b"\0"))
-        return bool(0 <= self.clock() - rests_since_s < LENT_AFTER_S)
+        return bool(self.clock() - rests_since_s < LENT_AFTER_S)
+
+    def _stamp(self, rests_since_s: float) -> None:
+        os.pwrite(self._fd, STAMP.pack(rests_since_s), self.index * STAMP.size)
 
     def _lock(self, kind: int) -> bool:
         """Returns False if another process has this rank's byte: its predecessor, which is about to end."""

@@ -151,15 +151,21 @@ def test_a_rank_that_stands_still_between_steps_lends(start: Start) -> None:
     assert other.ask("begin") == NUM_CORES
 
 
-def test_a_predecessor_that_has_not_ended_yet_hinders_nobody(start: Start) -> None:
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_predecessor_that_has_not_ended_yet_hinders_nobody(start: Start, computes: bool) -> None:
+    """Whether it computes or rests: while its successor computes, nobody borrows these cores."""
     before, other = start(0), start(1)
-    before.ask("begin")
+    if computes:
+        before.ask("begin")
     successor = start(0)
     assert successor.ask("begin") == NUM_CORES
-    before.kill()
-    assert successor.ask("end") == NUM_CORES
-    assert successor.ask("begin") == NUM_CORES
     assert other.ask("begin") == NUM_CORES // 2
+    before.kill()
+    assert other.ask("num_threads") == NUM_CORES // 2
+    assert successor.ask("begin") == NUM_CORES // 2
+    successor.ask("end")
+    assert other.ask("num_threads") == NUM_CORES
+    assert successor.ask("begin") == NUM_CORES // 2
 
 
 @pytest.mark.parametrize("when", ["begin", "end", "num_threads"])

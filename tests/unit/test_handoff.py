@@ -221,6 +221,7 @@ class Recorder:
         self.ended: list[str | None] = []
         self.joined: list[Request] = []
         self.sequences: list[Request] = []
+        self.tail_s = 0.0
 
     def link_to(self, peer: str) -> str | None:
         return "c"
@@ -244,7 +245,7 @@ class Recorder:
         return 0.0
 
     def left_s(self, transfer_id: str) -> float:
-        return 0.0
+        return self.tail_s
 
     def join(self, request: Request, sequences: list[Request], tokens: list[TokenOutput]) -> None:
         self.joined.append(request)
@@ -315,10 +316,15 @@ def test_first_tokens_of_something_else_are_refused(tokens: list[TokenOutput]) -
 
 
 def test_a_transfer_is_imminent_from_its_last_chunk_until_it_joins_or_is_late() -> None:
-    imports, _ = landing()
+    imports, world = landing()
     assert imports.imminent_s is None
     imports.on_arrived("t")
+    world.tail_s = 0.5
+    assert imports.imminent_s == 0.5
+    imports.await_no_longer()  # of this one nobody has expected anything yet
+    assert imports.imminent_s == 0.5
     imports.on_landed("t", [TokenOutput("r", 0, 0, 0, 5)])
+    world.tail_s = 0.0
     assert imports.imminent_s == 0
     imports.await_no_longer()
     assert imports.imminent_s is None

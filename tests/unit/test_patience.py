@@ -135,8 +135,10 @@ def test_no_step_waits_in_vain() -> None:
     landings.imminent_s = 0.008
     assert wait.left_s(0.04) == pytest.approx(0.04 * MOST_LANDING_SHARE)
     now_s[0] += 0.009
-    landings.imminent_s = 0.012  # another one: the step waits for the first
+    landings.imminent_s = 0.0  # overdue
     assert wait.left_s(0.04) == pytest.approx(0.001)
+    landings.imminent_s = 0.012  # the first has joined, and this is another one
+    assert wait.left_s(0.04) == 0
 
 
 def test_the_end_of_a_transfer_takes_as_long_as_those_before() -> None:

@@ -205,9 +205,10 @@ class Imports:
         return min((self._ports.left_s(each.transfer_id) for each in found), default=None)
 
     def await_no_longer(self) -> None:
-        """Counts the present imminent transfers as late: no step waits for them again."""
+        """Counts the imminent transfers that were expected by now as late: no step waits for them again."""
         for each in self._imports.values():
-            each.is_imminent = False
+            if each.is_imminent and not self._ports.left_s(each.transfer_id):
+                each.is_imminent = False
 
     def on_arrived(self, transfer_id: str) -> None:
         found = self._imports.get(transfer_id)

@@ -83,7 +83,10 @@ class LandingWait:
                 return 0.0
             self._due_s = now_s + most_s
         if now_s < self._due_s:
-            return self._due_s - now_s
+            if expected_s <= self._due_s - now_s:
+                return self._due_s - now_s
+            self._due_s = None  # who it waited for has joined, and nobody else will in time
+            return 0.0
         self._imports.await_no_longer()
         self._due_s = None
         return 0.0

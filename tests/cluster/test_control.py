@@ -151,7 +151,7 @@ def test_running_requests_end_when_it_is_paused(steered: Steered) -> None:
 
 def test_a_sleep_keeps_what_runs(steered: Steered) -> None:
     """More of this is in test_sleep.py."""
-    body = {**LONG, "max_tokens": 400, "return_token_ids": True}
+    body = {**LONG, "max_tokens": 1000, "return_token_ids": True}
     (alone,) = Background(steered, 1, **body).end()
     kept = Background(steered, 2, **body)
     steered.wait_until("they run", lambda: running(steered) >= 2)

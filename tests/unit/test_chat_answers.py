@@ -193,8 +193,8 @@ def test_an_answer_is_constrained_after_its_reasoning(make: Service) -> None:
 
 def test_calls_and_another_constraint_exclude_each_other(make: Service) -> None:
     service, _ = make("x")
-    with pytest.raises(RequestError):
-        answers(service, tools=TOOLS, tool_choice="required", response_format={"type": "json_object"})
+    with pytest.raises(RequestError, match="structured_outputs"):
+        answers(service, tools=TOOLS, tool_choice="required", structured_outputs={"regex": "a+"})
 
 
 def test_without_a_parser_only_what_is_constrained_can_be_read(make: Service) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,7 @@ def test_features_over_a_pair_come_in_order_and_are_checked() -> None:
     """Both ends are the real ones; only the connection between them is two calls."""
     events: queue.SimpleQueue[FeatureEvent] = queue.SimpleQueue()
     failures: list[str] = []
+    made: Future[FeatureReader] = Future()  # its thread begins before its name is bound
     large = torch.arange(5_000_000, dtype=torch.float32).reshape(1, 5000, 1000)  # several pieces
 
     def post(body: wire.Body) -> None:
@@ -156,9 +158,10 @@ def test_features_over_a_pair_come_in_order_and_are_checked() -> None:
                 sender.meeting.put(body.key, body.value)
 
     sender = PairSender(
-        "group", "127.0.0.1", 5.0, 30.0, lambda key, value: reader.meeting.put(key, value), failures.append
+        "group", "127.0.0.1", 5.0, 30.0, lambda key, value: made.result(30).meeting.put(key, value), failures.append
     )
     reader = FeatureReader("c", wire.EncoderAnswer("", "", "group"), PLACE, post, events.put)
+    made.set_result(reader)
     try:
         assert events.get(timeout=30) == EncoderReached("c", "dist")
         for number, (features, is_wanted, is_right) in enumerate(

@@ -211,8 +211,8 @@ class Worker:
         """Whether the next step waits for sequences that will share it."""
         if self.legs.patience.waits:
             return True
-        if self.core.scheduler.running:
-            self._step_waits_s = self.legs.landing_wait.left_s(self._pace.decode_step_s)
+        if num_running := len(self.core.scheduler.running):
+            self._step_waits_s = self.legs.landing_wait.left_s(self._pace.decode_step_s, num_running)
         return self._step_waits_s > 0
 
     def _begin(self, plan: StepPlan) -> OnLayer | None:

@@ -349,7 +349,7 @@ class World:
         if self.patience.waits:
             self.num_waits += 1
             return
-        if self.d.scheduler.running and self.landing_wait.left_s(1.0):
+        if (running := self.d.scheduler.running) and self.landing_wait.left_s(1.0, len(running)):
             self.num_landing_waits += 1
             return
         if not (self.d.scheduler.running or self.d.scheduler.waiting):

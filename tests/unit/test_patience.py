@@ -98,13 +98,13 @@ class Landings:
 def test_a_step_waits_a_moment_for_what_is_about_to_join() -> None:
     now_s, landings = [100.0], Landings()
     wait = LandingWait(landings, lambda: now_s[0])
-    assert wait.left_s(0.04) == 0
+    assert wait.left_s(0.04, 2) == 0
     landings.imminent_s = 0.0
-    assert wait.left_s(0.04) == pytest.approx(0.04 * MOST_LANDING_SHARE)
+    assert wait.left_s(0.04, 2) == pytest.approx(0.04 * MOST_LANDING_SHARE)
     now_s[0] += 0.004
-    assert wait.left_s(0.04) == pytest.approx(0.04 * MOST_LANDING_SHARE - 0.004)
+    assert wait.left_s(0.04, 2) == pytest.approx(0.04 * MOST_LANDING_SHARE - 0.004)
     landings.imminent_s = None  # it has joined
-    assert wait.left_s(0.04) == 0
+    assert wait.left_s(0.04, 2) == 0
 
 
 def test_a_late_one_is_not_waited_for_again() -> None:
@@ -112,18 +112,26 @@ def test_a_late_one_is_not_waited_for_again() -> None:
     now_s, landings = [100.0], Landings()
     wait = LandingWait(landings, lambda: now_s[0])
     landings.imminent_s = 0.0
-    assert wait.left_s(9.0) == pytest.approx(MOST_LANDING_S)
+    assert wait.left_s(9.0, 2) == pytest.approx(MOST_LANDING_S)
     now_s[0] += MOST_LANDING_S
-    assert wait.left_s(9.0) == 0
+    assert wait.left_s(9.0, 2) == 0
     assert landings.imminent_s is None
     landings.imminent_s = 0.0  # another one
-    assert wait.left_s(9.0) == pytest.approx(MOST_LANDING_S)
+    assert wait.left_s(9.0, 2) == pytest.approx(MOST_LANDING_S)
 
 
 def test_no_step_waits_before_one_has_been_measured() -> None:
     landings = Landings()
     landings.imminent_s = 0.0
-    assert LandingWait(landings, lambda: 100.0).left_s(0.0) == 0
+    assert LandingWait(landings, lambda: 100.0).left_s(0.0, 2) == 0
+
+
+def test_many_lose_no_more_than_one_gains() -> None:
+    landings = Landings()
+    landings.imminent_s = 0.003
+    wait = LandingWait(landings, lambda: 100.0)
+    assert wait.left_s(0.04, 20) == 0
+    assert wait.left_s(0.04, 10) == pytest.approx(0.004)
 
 
 def test_no_step_waits_in_vain() -> None:
@@ -131,14 +139,14 @@ def test_no_step_waits_in_vain() -> None:
     now_s, landings = [100.0], Landings()
     wait = LandingWait(landings, lambda: now_s[0])
     landings.imminent_s = 0.012
-    assert wait.left_s(0.04) == 0
+    assert wait.left_s(0.04, 2) == 0
     landings.imminent_s = 0.008
-    assert wait.left_s(0.04) == pytest.approx(0.04 * MOST_LANDING_SHARE)
+    assert wait.left_s(0.04, 2) == pytest.approx(0.04 * MOST_LANDING_SHARE)
     now_s[0] += 0.009
     landings.imminent_s = 0.0  # overdue
-    assert wait.left_s(0.04) == pytest.approx(0.001)
+    assert wait.left_s(0.04, 2) == pytest.approx(0.001)
     landings.imminent_s = 0.012  # the first has joined, and this is another one
-    assert wait.left_s(0.04) == 0
+    assert wait.left_s(0.04, 2) == 0
 
 
 def test_the_end_of_a_transfer_takes_as_long_as_those_before() -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 from pd_cluster.engine.step.scheduler import StepScheduler
 
 MOST_COMING = 2  # requests per running sequence; with more on their way, a step waits
-MOST_LANDING_SHARE = 0.25  # of a step, that the next one may be late for a landing
+MOST_LANDING_SHARE = 0.25  # of a step, that the next one may be late for a landing, less with many that wait for it
 MOST_LANDING_S = 0.02  # and never longer: only a token is missing, and two messages
 MOST_WAIT_S = 2.0  # since the last landing; then steps continue as usual until the next one
 
@@ -62,23 +62,24 @@ class Imminent(Protocol):
 class LandingWait:
     """Lets a step begin a little later, so that a sequence whose KV cache is here already takes part in it.
 
-    Otherwise the sequence has its second token after the rest of this moment, this step and the next one. A step that
-    would have to wait for longer begins at once. No transfer is waited for at two steps.
+    Otherwise the sequence has its second token after the rest of this moment, this step and the next one: it gains at
+    most a step, and the running ones together lose no more. A step that would have to wait for longer begins at once.
+    No transfer is waited for at two steps.
     """
 
     def __init__(self, imports: Imminent, clock: Callable[[], float]) -> None:
         self._imports, self._clock = imports, clock
         self._due_s: float | None = None
 
-    def left_s(self, step_s: float) -> float:
-        """Returns how long the next step may wait, given how long steps take; 0: it begins now."""
+    def left_s(self, step_s: float, num_running: int) -> float:
+        """Returns how long the next step of so many sequences may wait, given how long steps take; 0: it begins now."""
         expected_s = self._imports.imminent_s
         if expected_s is None:
             self._due_s = None
             return 0.0
         now_s = self._clock()
         if self._due_s is None:
-            most_s = min(MOST_LANDING_SHARE * step_s, MOST_LANDING_S)
+            most_s = min(MOST_LANDING_SHARE * step_s, MOST_LANDING_S, step_s / max(1, num_running))
             if expected_s > most_s:
                 return 0.0
             self._due_s = now_s + most_s

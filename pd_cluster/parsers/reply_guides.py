@@ -33,8 +33,8 @@ def guide_of(
     """Builds the guide for a whole reply; None: anything goes. Raises RequestError."""
     if choice in ("required", "named") and answer is not None:
         raise RequestError(
-            f"tool_choice: {choice} leaves no room for an answer, which structured_outputs or guided_* constrain; "
-            "leave out one of the two",
+            f"tool_choice: {choice} leaves no room for an answer, which structured_outputs, guided_* or a "
+            "structural_tag constrain; leave out one of the two",
             param="tool_choice",
         )
     thinking = thinking or NONE

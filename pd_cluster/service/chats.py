@@ -18,7 +18,7 @@ from pd_cluster.service.schema.tool_fields import tools_of
 from pd_cluster.text.tokenizer import Tokenizer
 
 MESSAGE_NUM_CHARS = 8  # added by a template to each further message, at the least
-OF_TEXT = "response_format"  # the form of an answer's text; a reply of calls alone has none, so clients may send both
+OF_TEXT = ("json_object", "json_schema")  # forms of an answer's text: calls alone have none, so clients may send both
 NUM_END_TOKENS = 16  # of a prompt, decoded to see whether an answer begins with reasoning
 
 
@@ -62,8 +62,8 @@ class Chats:
         """
         form = self._form
         asked = tools_of(request, bool(form.tool_parser))
-        if answer is not None and answer.field == OF_TEXT and asked.choice in ("required", "named"):
-            answer = None
+        if asked.choice in ("required", "named") and answer is not None and answer.field == "response_format":
+            answer = None if (request.response_format or {}).get("type") in OF_TEXT else answer
         may_be_cut = request.truncate_prompt_tokens is not None
         shown = await self.prompt(request, may_be_cut, caller, allows_control_tokens, pictures)
         end = self._end_of(request, shown.prompt.token_ids)

@@ -268,6 +268,7 @@ def test_reasoning_is_an_item_of_its_own(speaker: Speaker) -> None:
     assert len("They ask for the sun.") < num_reasoning <= response.usage.output_tokens - len("It shines.")
     kinds = [item.type for item in speaker.response("reasoning, a call", tools=True).output]
     assert kinds == ["reasoning", "function_call"]
+    assert [item.type for item in speaker.response("reasoning, content", include_reasoning=False).output] == ["message"]
 
 
 def test_a_loop_of_the_clients_own(speaker: Speaker) -> None:
@@ -353,7 +354,7 @@ def test_vllms_parameters_mean_what_they_mean_in_a_chat(cluster: LiveCluster) ->
 @pytest.mark.parametrize(
     "fields",
     [
-        *({"enable_response_messages": True}, {"previous_input_messages": [{}]}, {"include_reasoning": False}),
+        *({"enable_response_messages": True}, {"previous_input_messages": [{}]}, {"request_id": "a b"}),
         *({"kv_transfer_params": {"do_remote_decode": True}}, {"vllm_xargs": {"a": 1}}, {"watermarking": True}),
         *({"media_io_kwargs": {"video": {}}}, {"presence_penalty": 3}, {"structured_outputs": {"choice": []}}),
     ],
@@ -361,6 +362,14 @@ def test_vllms_parameters_mean_what_they_mean_in_a_chat(cluster: LiveCluster) ->
 def test_what_vllm_has_and_this_server_lacks_is_refused_by_name(cluster: LiveCluster, fields: dict[str, Any]) -> None:
     answer = cluster.client.post(f"{cluster.url}/v1/responses", json={**HELLO, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, *fields)
+
+
+def test_a_request_is_known_by_its_own_name(cluster: LiveCluster) -> None:
+    """The response's id stays the server's: kept responses are found by it."""
+    for given, name in (("mine", "resp_mine"), ("resp_yours", "resp_yours")):
+        answer = cluster.client.post(f"{cluster.url}/v1/responses", json={**HELLO, "request_id": given})
+        assert answer.json()["id"] != name
+        assert cluster.client.get(f"{cluster.admin_url}/requests/{name}/timeline").status_code == 200
 
 
 def test_nothing_is_kept_without_a_store(client: openai.OpenAI, cluster: LiveCluster) -> None:

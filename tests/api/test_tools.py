@@ -197,7 +197,7 @@ def test_a_named_function_is_the_one_that_is_called(speaker: Speaker) -> None:
 
 @qwen3
 def test_some_of_the_tools_are_allowed(speaker: Speaker) -> None:
-    """The others are not even shown: the prompt is that of a request without them."""
+    """The others are shown where a guide keeps the answer to the set, so that prompts begin alike."""
 
     def allowed(mode: str, *names: str) -> dict[str, Any]:
         tools = [{"type": "function", "function": {"name": name}} for name in names]
@@ -210,7 +210,9 @@ def test_some_of_the_tools_are_allowed(speaker: Speaker) -> None:
     )
     assert auto == alone < both
     required = fields | {"tool_choice": allowed("required", "get_time"), "parallel_tool_calls": False}
-    choice = speaker.client.chat.completions.create(**required).choices[0]
+    answer = speaker.client.chat.completions.create(**required)
+    choice = answer.choices[0]
+    assert answer.usage.prompt_tokens == both
     assert [(name, json.loads(text)) for name, text in functions_of(choice.message)] == [("get_time", {"now": True})]
     for wrong, message in (
         (allowed("auto", "get_time", "other"), "no tool is called 'other'"),
@@ -231,10 +233,10 @@ def test_a_forced_call_may_come_with_a_form_of_text(speaker: Speaker) -> None:
         answer = speaker.client.chat.completions.create(**fields, tool_choice=choice).choices[0]
         assert arguments_of(answer.message) == [{"now": True}]
     del fields["response_format"]
-    with pytest.raises(openai.BadRequestError, match="leaves no room for an answer"):
-        speaker.client.chat.completions.create(
-            **fields, tool_choice="required", extra_body={"structured_outputs": {"choice": ["a"]}}
-        )
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
+    for more in ({"structured_outputs": {"choice": ["a"]}}, {"response_format": tag}):
+        with pytest.raises(openai.BadRequestError, match="leaves no room for an answer"):
+            speaker.client.chat.completions.create(**fields, tool_choice="required", extra_body=more)
 
 
 @qwen3

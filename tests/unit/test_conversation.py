@@ -10,12 +10,17 @@ from typing import Any, get_args
 import pytest
 from openai.types import ReasoningEffort
 
+from pd_cluster.api.openai.token_routes import TokenizeChatRequest
 from pd_cluster.errors import ModelError, RequestError
 from pd_cluster.parsers.reply import Tool
 from pd_cluster.service.prompts.chat_prompt import ChatPrompts
 from pd_cluster.service.prompts.conversation import conversation_of
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.messages_chat import chat_of as chat_of_messages
+from pd_cluster.service.schema.messages_protocol import MessagesPrompt
 from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.responses_chat import chat_of as chat_of_response
+from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 from pd_cluster.service.schema.tool_fields import NO_TOOLS, AskedTools, tools_of
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.text.chat_template import ChatTemplate
@@ -206,6 +211,58 @@ def test_tools_that_cannot_be(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         asked(**fields)
     assert caught.value.param == param
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool(name) for name in names]}}
+
+
+def test_tools_beside_those_allowed_are_shown_where_a_guide_keeps_to_the_set() -> None:
+    tools, all_shown = [tool("a"), tool("b")], "^[user]hello(a)(b)[assistant]"
+    assert rendered(tools=tools, tool_choice=allowed("required", "b")) == rendered(tools=tools) == all_shown
+    assert rendered(tools=tools, tool_choice=allowed("auto", "b")) == "^[user]hello(b)[assistant]"
+    for mode in ("required", "auto"):
+        found = asked(tools=tools, tool_choice=allowed(mode, "b"))
+        assert ([each.name for each in found.tools], found.choice) == (["b"], mode)
+
+
+@pytest.mark.parametrize("mode", ["required", "auto"])
+def test_allowed_tools_are_checked_wherever_a_prompt_is_made(mode: str) -> None:
+    body = {"messages": [HELLO], "tools": [tool("a")], "tool_choice": allowed(mode, "a", "other")}
+    request = parse(json.dumps(body).encode(), TokenizeChatRequest)
+    with pytest.raises(RequestError, match="no tool is called 'other'") as caught:
+        conversation_of(request, TEMPLATE.variables)
+    assert caught.value.param == "tool_choice"
+
+
+def test_a_wrong_tool_is_named_by_its_place_among_all() -> None:
+    tools = [tool("a"), tool("a"), tool("b"), tool("b")]
+    with pytest.raises(RequestError, match=r"tools\[3\]: a second tool is called 'b'"):
+        asked(tools=tools, tool_choice=allowed("auto", "b"))
+
+
+IMAGE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+
+
+def test_a_part_of_another_apis_message_is_named_by_its_place_there() -> None:
+    calls: list[dict[str, Any]] = [{"type": "function_call", "call_id": "c", "name": "a", "arguments": "{}"}]
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    items = [HELLO, *calls, {"type": "function_call_output", "call_id": "c", "output": [image]}]
+    responses = ResponsesRequest(input=items)
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": IMAGE}]}
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}]},
+        {"role": "user", "content": [result]},
+    ]
+    messages = MessagesPrompt.model_validate({"messages": turns})
+    for request, place in (
+        (chat_of_response(responses, [], frozenset()), "input[2].output[0]"),
+        (chat_of_messages(messages, frozenset(), False), "messages[2].content[0].content[0]"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            conversation_of(request, TEMPLATE.variables)
+        assert str(caught.value) == f"{place}: only parts of type 'text' are supported"
 
 
 def test_calls_at_will_need_a_parser() -> None:

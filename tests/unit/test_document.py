@@ -125,6 +125,15 @@ def test_keys_are_asked_for_where_the_server_asks_for_them(openai: bool) -> None
     assert "securitySchemes" not in without["components"]
 
 
+def test_numbers_may_be_in_strings_in_every_request() -> None:
+    schemas = document("tiny", True, False)["components"]["schemas"]
+    for kind, name in (("MessagesRequest", "max_tokens"), ("ResponsesRequest", "top_p"), ("RerankRequest", "top_n")):
+        types = [each.get("type") for each in schemas[kind]["properties"][name]["anyOf"]]
+        assert {"string"} < {*types}, name
+        assert len(types) == len({*types}), name
+    assert schemas["MessagesRequest"]["properties"]["max_tokens"]["description"]
+
+
 def test_what_is_described_exists() -> None:
     schemas = [*document("tiny", True, False)["components"]["schemas"].values()]
     schemas += [*document("tiny", False, False)["components"]["schemas"].values()]

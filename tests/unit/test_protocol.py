@@ -22,7 +22,7 @@ from pd_cluster.service.schema import parse as parsing
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
 from pd_cluster.service.schema.parse import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, MAX_VALUES, parse
-from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest, RerankRequest, parse_pooling
+from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest, parse_pooling
 from pd_cluster.service.schema.protocol import (
     CHAT_ONLY,
     HARMLESS,
@@ -48,6 +48,10 @@ MINIMAL: dict[type[GenerationRequest], dict[str, Any]] = {
     ChatCompletionRequest: {"messages": HELLO},
     GenerateRequest: {"prompt": "hello"},
 }
+OTHERS: list[tuple[Any, dict[str, Any]]] = [
+    (ResponsesRequest, {"input": "a"}),
+    (MessagesRequest, {"messages": HELLO, "max_tokens": "7"}),
+]
 kinds = pytest.mark.parametrize("kind", MINIMAL)
 
 
@@ -187,7 +191,17 @@ def test_a_number_may_be_written_in_another_form(name: str, written: Any, meant:
     assert (request.prompt, request.user) == ("16", "7")
 
 
+def test_numbers_of_other_apis_may_be_written_so_too() -> None:
+    written: dict[str, Any] = {"temperature": "0.5", "top_k": 3.0}
+    for kind, body in OTHERS:
+        request = parse(json.dumps({**body, **written}).encode(), kind, has_own_names=True)
+        assert (request.temperature, request.top_k) == (0.5, 3)
+    made = parse(b'{"input": "a", "repetition_penalty": "1.1", "stop_token_ids": [3.0]}', ResponsesRequest, True)
+    assert (made.repetition_penalty, made.stop_token_ids) == (1.1, [3])
+
+
 WRONG: list[tuple[str, Any]] = [
+    ("session_id", "x" * 1025),
     ("model", 3),
     ("max_tokens", "sixteen"),
     ("max_tokens", 1.5),
@@ -513,6 +527,29 @@ def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
     assert ["brand_new_field" in line for line in told] == [True]
 
 
+def told_unknown(caplog: pytest.LogCaptureFixture, body: dict[str, Any], kind: Any, has_own_names: bool) -> set[str]:
+    """The fields that the log says to have no effect."""
+    parsing._logged_fields.clear()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger=parsing.__name__):
+        parse(json.dumps(body).encode(), kind, has_own_names)
+    return {record.getMessage().split("'")[1] for record in caplog.records}
+
+
+def test_another_apis_names_are_logged_where_they_do_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    unknown: dict[str, Any] = {"suffix": "a", "reasoning_effort": "low", "guided_json": {}}
+    for kind, body in OTHERS:
+        assert told_unknown(caplog, {**body, **unknown, "store": True}, kind, True) == {*unknown}
+    assert told_unknown(caplog, {"prompt": "a", "suffix": "", "tools": []}, CompletionRequest, False) == set()
+
+
+def test_sessions_of_tokens_have_an_effect_and_no_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    body = {"token_ids": [5], "session_id": "a", "prompt_cache_key": "b"}
+    assert told_unknown(caplog, body, TokensRequest, False) == set()
+    made = parse(json.dumps(body).encode(), TokensRequest).completion()
+    assert (made.session_id, made.prompt_cache_key) == ("a", "b")
+
+
 KEPT = ("kv_transfer_params", "ec_transfer_params", "prompt_embeds", "logprob_token_ids", "repetition_detection")
 
 
@@ -594,7 +631,9 @@ def test_rendered_requests_of_vllm_are_read() -> None:
     body = {"token_ids": [5], "token_offsets": [[0, 1]], "reasoning_parser_kwargs": {"a": 1}, "reasoning_ended": False}
     request = parse(json.dumps({**body, "output_mode": "tokens", "content_parts": None}).encode(), TokensRequest)
     assert request.completion().prompt == [5]
-    for fields in ({"output_mode": "text"}, {"content_parts": [{"type": "text"}]}, {"return_token_ids": True}):
+    for wanted in (True, False):
+        parse(json.dumps({**body, "return_token_ids": wanted}).encode(), TokensRequest)
+    for fields in ({"output_mode": "text"}, {"content_parts": [{"type": "text"}]}):
         with pytest.raises(RequestError, match=next(iter(fields))):
             parse(json.dumps({**body, **fields}).encode(), TokensRequest)
     guided = {**body, "sampling_params": {"structured_outputs": {"choice": ["a"]}}}
@@ -602,11 +641,15 @@ def test_rendered_requests_of_vllm_are_read() -> None:
         parse(json.dumps(guided).encode(), TokensRequest).completion()
 
 
-@pytest.mark.parametrize(("name", "neutral", "wrong"), [("max_tokens_per_query", 0, 9), ("padding", "do_not_pad", "x")])
+@pytest.mark.parametrize(
+    ("name", "neutral", "wrong"),
+    [("max_tokens_per_query", 0, 9), ("max_tokens_per_doc", 0, 9), ("padding", "do_not_pad", "x")],
+)
 def test_rankings_are_not_cut_or_padded_otherwise(name: str, neutral: Any, wrong: Any) -> None:
-    parse_pooling(json.dumps({"query": "a", "documents": ["b"], name: neutral}).encode(), RerankRequest)
-    with pytest.raises(RequestError, match=f"{name}: .* is not supported"):
-        parse_pooling(json.dumps({"query": "a", "documents": ["b"], name: wrong}).encode(), RerankRequest)
+    for kind, pair in ((RerankRequest, {"query": "a"}), (ScoreRequest, {"queries": "a"})):
+        parse_pooling(json.dumps({**pair, "documents": ["b"], name: neutral}).encode(), kind)
+        with pytest.raises(RequestError, match=f"{name}: .* is not supported"):
+            parse_pooling(json.dumps({**pair, "documents": ["b"], name: wrong}).encode(), kind)
 
 
 def test_the_first_tokens_are_kept_where_the_right_side_is_cut() -> None:

@@ -215,6 +215,8 @@ def test_a_prompt_cache_key_is_a_session(make: Services) -> None:
     service, _ = make()
     assert completion(service, [1], prompt_cache_key="mine").order.session == "mine"
     assert completion(service, [1]).order.session == ""
+    for name in ("", "long" * 256):
+        assert completion(service, [1], session_id=name).order.session == name
 
 
 def test_a_chats_special_tokens_are_added_when_asked_for(make: Services, tmp_path: Path) -> None:

@@ -34,13 +34,12 @@ from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.lax_numbers import PATTERN, number_fields
 from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
 from pd_cluster.service.schema.parse import MAX_CONTAINERS
-from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest, GenerationRequest
+from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest
 from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 from pd_cluster.service.schema.tokens_protocol import BatchChatRequest, TokensRequest
 from pd_cluster.service.status import MAX_BODY_NBYTES
 
 KEY = "api_key"
-LAX = (GenerationRequest, TokenizeCompletionRequest, TokenizeChatRequest, DetokenizeRequest, TokensRequest)
 NUMBER_IN_STRING = {"type": "string", "pattern": PATTERN}
 PROBES = ("/health", "/ping", "/live")
 REQUESTS: tuple[type[BaseModel], ...] = (
@@ -214,7 +213,7 @@ def _schemas(kinds: tuple[type[BaseModel], ...]) -> Json:
         for name, field in schema["properties"].items():
             _describe(name, field)
     for request in requests:
-        if request.__name__ in found and issubclass(request, LAX):
+        if request.__name__ in found:
             for name in number_fields(request):
                 _also_in_strings(found[request.__name__]["properties"][name])
     return found
@@ -222,6 +221,8 @@ def _schemas(kinds: tuple[type[BaseModel], ...]) -> Json:
 
 def _also_in_strings(field: Json) -> None:
     """Documents that a number may be in a string, by itself or as an item."""
+    if field.get("type") in ("integer", "number"):
+        field["anyOf"] = [{name: field.pop(name) for name in [*field] if name != "description"}]
     for each in field.get("anyOf", [field]):
         if each.get("type") in ("array", "object"):
             item = "items" if each["type"] == "array" else "additionalProperties"
@@ -232,7 +233,7 @@ def _also_in_strings(field: Json) -> None:
 
 def _describe(name: str, field: Json) -> None:
     if name in DESCRIPTIONS:
-        field["description"] = DESCRIPTIONS[name]
+        field.setdefault("description", DESCRIPTIONS[name])
     for each in field.get("anyOf", [field]):
         each.update(LIMITS.get(name, {}).get(each.get("type"), {}))
 

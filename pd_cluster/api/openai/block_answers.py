@@ -30,7 +30,7 @@ async def send(
     """
     generation = answer.generation
     reserve_tokens(http, [generation])
-    generation.client_id = answer.id
+    generation.client_id = answer.name
     generation.amend(session=generation.order.session or session_of(http))
     if answer.streams:
         return EventStream(_events(service, answer, keep), lambda: served_by([generation]), headers=answer.headers)

@@ -118,6 +118,11 @@ class BlockAnswer(ABC):
         self._is_opened = False
 
     @property
+    def name(self) -> str:
+        """The request's name in logs and timelines, by which it can be ended."""
+        return self.id
+
+    @property
     def headers(self) -> dict[str, str]:
         return {}
 

@@ -15,19 +15,26 @@ from pd_cluster.service.schema.responses_tools import names_of
 
 Json = dict[str, Any]
 ID_NUM_BYTES = 24
+PREFIX = "resp_"
 PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 PARTS = {"text": "output_text", "reasoning": "reasoning_text"}  # also the middle of their events' names
 
 
 class ResponsesAnswer(BlockAnswer):
     def __init__(self, request: ResponsesRequest, model: str, generation: Generation, is_stored: bool = False) -> None:
-        super().__init__(generation, bool(request.stream))
-        self.id = f"resp_{secrets.token_hex(ID_NUM_BYTES)}"
+        super().__init__(generation, bool(request.stream), request.include_reasoning is not False)
+        self.id = f"{PREFIX}{secrets.token_hex(ID_NUM_BYTES)}"
+        self._own_name = request.request_id
         self._names = names_of(request)
         self._head = self._echo(request, model) | {"store": is_stored}
         self._item_ids: dict[int, str] = {}
         self._num_events = 0
         self._completed_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The request's own, with a response's prefix. The id, by which a response is kept, stays random."""
+        return self.id if self._own_name is None else PREFIX + self._own_name.removeprefix(PREFIX)
 
     @property
     def status(self) -> str:

@@ -5,6 +5,7 @@ Knows nothing of how a template renders them (conversation.py) or of the answer.
 
 from __future__ import annotations
 
+import reprlib
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -15,6 +16,7 @@ from pd_cluster.service.schema.protocol import FAIL_FAST, Count, GenerationReque
 MAX_TOOLS = 128
 MAX_DESCRIPTION_NUM_CHARS = 65_536  # agents' manuals of their tools have more than 16,384
 MAX_TEMPLATE_NUM_CHARS = 65_536
+MAX_PLACE_NUM_CHARS = 128
 MEDIA = ("image", "video")
 OWN_NAME_PARTS = ("refusal", "thinking")  # whose text has the name of their type
 TEXT_PARTS = ("text", "input_text", "output_text", *OWN_NAME_PARTS)
@@ -54,8 +56,7 @@ class ChatMessage(BaseModel):
         for at, part in enumerate(self.content if isinstance(self.content, list) else ()):
             if isinstance(part, dict) and (medium := _medium(part)) is not None:
                 kind, url, uuid = medium
-                own = part.get("place")
-                place = own if isinstance(own, str) else f"messages[{index}].content[{at}].{kind}_url"
+                place = _own_place(part) or f"messages[{index}].content[{at}].{kind}_url"
                 found.append(Medium(place, url, kind, uuid))
         return found
 
@@ -89,10 +90,15 @@ class ChatMessage(BaseModel):
                 found.append({"type": "text", "text": text})
             else:
                 known = "'text', 'image_url' and 'video_url'" if takes_images else "'text'"
-                raise RequestError(
-                    f"messages[{index}].content[{at}]: only parts of type {known} are supported", param="messages"
-                )
+                place = _own_place(part) or f"messages[{index}].content[{at}]"
+                raise RequestError(f"{place}: only parts of type {known} are supported", param="messages")
         return found
+
+
+def _own_place(part: dict[str, Any]) -> str | None:
+    """Returns the place that a part which was made of another API's had there."""
+    own = part.get("place")
+    return own if isinstance(own, str) and len(own) <= MAX_PLACE_NUM_CHARS else None
 
 
 def _medium(part: dict[str, Any]) -> tuple[str, str, str] | None:
@@ -142,7 +148,7 @@ class AllowedSet(BaseModel):
 
 
 class AllowedTools(BaseModel):
-    """Some of the request's tools, with a mode: as a request that has only these."""
+    """Some of the request's tools, with a mode."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["allowed_tools"]
@@ -185,12 +191,24 @@ class ChatFields(BaseModel):
 
     @property
     def offered_tools(self) -> list[FunctionTool]:
-        """The tools that the model is shown: those that tool_choice allows, if it names some."""
-        tools = self.tools or []
-        if not isinstance(self.tool_choice, AllowedTools):
+        """The tools that the model is shown. Raises RequestError for an allowed one that is not among them.
+
+        All of them, so that prompts begin alike, unless some are allowed and no guide keeps the model to these.
+        """
+        tools, allowed = self.tools or [], self.allowed_names
+        if allowed is None:
             return tools
-        allowed = {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
-        return [tool for tool in tools if tool.function.name in allowed]
+        for name in sorted(allowed - {tool.function.name for tool in tools}):
+            raise RequestError(f"tool_choice: no tool is called {reprlib.repr(name)}", param="tool_choice")
+        is_guided = isinstance(self.tool_choice, AllowedTools) and self.tool_choice.allowed_tools.mode == "required"
+        return tools if is_guided else [tool for tool in tools if tool.function.name in allowed]
+
+    @property
+    def allowed_names(self) -> frozenset[str] | None:
+        """The tools that tool_choice allows, if it names some."""
+        if not isinstance(self.tool_choice, AllowedTools):
+            return None
+        return frozenset(tool.function.name for tool in self.tool_choice.allowed_tools.tools)
 
     @property
     def opens_answer(self) -> bool:

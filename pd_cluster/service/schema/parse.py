@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
+from collections.abc import Collection
 from typing import Any, TypeVar, get_type_hints
 
 import msgspec
@@ -39,6 +40,7 @@ _NEUTRAL = {  # of fields that beam search, which draws nothing, refuses otherwi
 _logged_fields: set[str] = set()
 HANDLE = "kv_transfer_params"  # refused by routes that do not honour it
 
+CHECKED = frozenset({*NOT_YET, *CHAT_ONLY, *HARMLESS})  # where such a name has been given, it asks for nothing
 _NOT_YET_BUT_HANDLES = {name: neutral for name, neutral in NOT_YET.items() if name != HANDLE}
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -74,9 +76,8 @@ def checked(
         if not issubclass(kind, ChatFields):
             others = {name: neutral for name, neutral in CHAT_ONLY.items() if name not in kind.model_fields}
             _refuse(data, others, "is for chats; use /v1/chat/completions")
-        data = with_numbers(data, kind)
     try:
-        request = kind.model_validate(data)
+        request = kind.model_validate(with_numbers(data, kind))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = [reprlib.repr(part)[1:-1] if isinstance(part, str) else str(part) for part in first["loc"]]
@@ -85,7 +86,7 @@ def checked(
         raise RequestError(f"{'.'.join(place)}: {shown}{first['msg']}", param=place[0] if place else None) from None
     if isinstance(request, GenerationRequest):
         _check_together(request, vocab_size)
-    _log_unknown(request)
+    _log_unknown(request, HARMLESS if has_own_names else CHECKED)
     return request
 
 
@@ -215,9 +216,8 @@ def _check_most(number: int, most: int, what: str) -> None:
         raise RequestError(f"the body has {number} {what}; at most {most} are allowed")
 
 
-def _log_unknown(request: BaseModel) -> None:
+def _log_unknown(request: BaseModel, known: Collection[str]) -> None:
     for name in request.model_extra or {}:
-        is_known = name in NOT_YET or name in CHAT_ONLY or name in HARMLESS
-        if not is_known and name not in _logged_fields and len(_logged_fields) < 1000:
+        if name not in known and name not in _logged_fields and len(_logged_fields) < 1000:
             _logged_fields.add(name)
             log.warning("request field %r is unknown and has no effect", name[:80])

@@ -43,6 +43,13 @@ class PoolingRequest(BaseModel):
     user: str | None = None
 
 
+OF_PAIRS: dict[str, tuple[tuple[Any, ...], str]] = {
+    **PoolingRequest.REFUSED,
+    "max_tokens_per_doc": ((0,), "is not supported; truncate_prompt_tokens limits each pair"),
+    "max_tokens_per_query": ((0,), "is not supported; truncate_prompt_tokens limits each pair"),
+}
+
+
 class EmbeddingRequest(PoolingRequest):
     """OpenAI's embeddings."""
 
@@ -87,6 +94,8 @@ class EmbeddingRequest(PoolingRequest):
 class ScoreRequest(PoolingRequest):
     """vLLM's scores: of a text beside others, or of texts by pairs, under any of three pairs of names."""
 
+    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = OF_PAIRS
+
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None
     queries: str | Texts | None = None
@@ -120,11 +129,7 @@ class ScoreRequest(PoolingRequest):
 class RerankRequest(PoolingRequest):
     """Cohere's and Jina's reranking: documents by how well they answer the query."""
 
-    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
-        **PoolingRequest.REFUSED,
-        "max_tokens_per_doc": ((0,), "is not supported; truncate_prompt_tokens limits each pair"),
-        "max_tokens_per_query": ((0,), "is not supported; truncate_prompt_tokens limits each pair"),
-    }
+    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = OF_PAIRS
 
     query: str
     documents: Texts

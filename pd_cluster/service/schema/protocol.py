@@ -29,6 +29,7 @@ MAX_CHOICES = 4096  # of all prompts of a request together
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_NUM_CHARS = 256
 MAX_SALT_NUM_CHARS = 256
+MAX_SESSION_NUM_CHARS = 1024
 MAX_LOGIT_BIAS = 100.0
 MOST_NAMED = 10  # of wrong keys in an error
 ALL_LOGPROBS = -1  # those of the whole vocabulary, as in vLLM
@@ -88,6 +89,7 @@ Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_n
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_NUM_CHARS)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+SessionId = Annotated[str, Field(max_length=MAX_SESSION_NUM_CHARS)]  # vLLM's prompt_cache_key; "" is none
 NumLogprobs = Annotated[int, Field(ge=ALL_LOGPROBS, le=INT32_MAX)]
 
 
@@ -146,7 +148,7 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
     prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
-    session_id: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)  # vLLM's name of it
+    session_id: SessionId | None = None
     priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     truncation_side: Literal["left", "right"] | None = None  # what is cut off

@@ -110,8 +110,9 @@ def _tools(request: ResponsesRequest) -> Json:
         names = {tool.get("name") if tool.get("type") == "function" else None for tool in choice.tools or []}
         if choice.tools is None or not names <= {tool["function"]["name"] for tool in tools}:
             raise RequestError("tool_choice.tools: must be functions, all of them in tools", param="tool_choice")
-        tools = [tool for tool in tools if tool["function"]["name"] in names]
-        found["tool_choice"] = choice.mode or "auto"
+        allowed = [{"type": "function", "function": {"name": name}} for name in sorted(names, key=str)]
+        inner = {"mode": choice.mode or "auto", "tools": allowed}
+        found["tool_choice"] = {"type": "allowed_tools", "allowed_tools": inner}
     elif isinstance(choice, ResponseToolChoice):
         if choice.name is None:
             raise RequestError("tool_choice.name: missing; give the function's name", param="tool_choice")

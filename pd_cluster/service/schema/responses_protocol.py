@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pd_cluster.service.schema.chat_protocol import MAX_DESCRIPTION_NUM_CHARS, MAX_TOOLS, Effort, Name
-from pd_cluster.service.schema.protocol import FAIL_FAST, MAX_SALT_NUM_CHARS
+from pd_cluster.service.schema.protocol import FAIL_FAST, MAX_SALT_NUM_CHARS, SessionId
 from pd_cluster.types import INT32_MAX
 
 MAX_METADATA = 16
@@ -138,12 +138,14 @@ class ResponsesRequest(BaseModel):
     ignore_eos: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
-    request_id: str | None = None
+    request_id: str | None = Field(
+        default=None, description="resp_ and this is its name in logs and timelines. The response's id is another one."
+    )
     cache_salt: str | None = None
-    session_id: str | None = None
+    session_id: SessionId | None = None
     priority: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    include_reasoning: Literal[True] | None = None
+    include_reasoning: bool | None = None
     enable_response_messages: Literal[False] | None = None
     previous_input_messages: Annotated[list[Any], Field(max_length=0)] | None = None
     kv_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None

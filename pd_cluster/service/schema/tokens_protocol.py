@@ -21,6 +21,7 @@ from pd_cluster.service.schema.protocol import (
     REQUEST_ID,
     CompletionRequest,
     GenerationRequest,
+    SessionId,
     StreamOptions,
 )
 from pd_cluster.types import INT32_MAX, Sampling
@@ -66,6 +67,8 @@ class TokensRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
+    prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
+    session_id: SessionId | None = None
     priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
     include_metrics: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -73,7 +76,7 @@ class TokensRequest(BaseModel):
     content_parts: Annotated[list[Any], Field(max_length=0)] | None = None
     ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     output_mode: Literal["tokens"] | None = None
-    return_token_ids: Literal[False] | None = None
+    return_token_ids: bool | None = None  # answers are token ids in any case
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     token_offsets: list[Any] | None = None

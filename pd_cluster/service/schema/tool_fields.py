@@ -31,8 +31,8 @@ def tools_of(request: ChatCompletionRequest, has_parser: bool) -> AskedTools:
     tools = _tools(request)
     choice = request.tool_choice if request.tool_choice is not None else "auto" if tools else "none"
     if isinstance(choice, AllowedTools):
-        for allowed in choice.allowed_tools.tools:
-            _check_name(allowed.function.name, tools)
+        allowed = request.allowed_names or ()
+        tools = [tool for tool in tools if tool.name in allowed]
         choice = choice.allowed_tools.mode
     if not tools and choice not in ("none", "auto"):
         raise RequestError("tool_choice: needs tools to choose from; give tools", param="tool_choice")
@@ -49,20 +49,19 @@ def tools_of(request: ChatCompletionRequest, has_parser: bool) -> AskedTools:
     most_calls = 1 if request.parallel_tool_calls is False else None
     if isinstance(choice, NamedTool):
         name = choice.function.name
-        _check_name(name, tools)
+        if all(tool.name != name for tool in tools):
+            raise RequestError(f"tool_choice: no tool is called {reprlib.repr(name)}", param="tool_choice")
         return AskedTools([tool for tool in tools if tool.name == name], "named", 1)
     return AskedTools(tools, choice, most_calls)
 
 
-def _check_name(name: str, tools: list[Tool]) -> None:
-    if all(tool.name != name for tool in tools):
-        raise RequestError(f"tool_choice: no tool is called {reprlib.repr(name)}", param="tool_choice")
-
-
 def _tools(request: ChatCompletionRequest) -> list[Tool]:
     found: dict[str, Tool] = {}
-    for at, tool in enumerate(request.offered_tools):
+    offered = {tool.function.name for tool in request.offered_tools}
+    for at, tool in enumerate(request.tools or []):
         function = tool.function
+        if function.name not in offered:
+            continue
         if function.name in found:
             raise RequestError(f"tools[{at}]: a second tool is called {function.name!r}", param="tools")
         parameters = function.parameters or {}

@@ -73,4 +73,6 @@ def _address(written: str) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]")
     if not is_host(host) or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"--schedulers {written[:300]!r}: expected HOST:PORT of a scheduler's public port")
+    if "%" in host:
+        raise ConfigError(f"--schedulers {written[:300]!r}: a scope means nothing to a gateway; give another address")
     return host, int(port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class NoneReady(Exception):
 
 
 class AllFull(Exception):
-    """Each that takes requests has as many as it may have: 429."""
+    """Each that takes requests says that it has as many as it may have: 429."""
 
 
 class Choice:
@@ -73,7 +74,8 @@ class Choice:
         if not ready:
             raise NoneReady
         expected = dict(zip((each.address for each in ready), _expected(ready), strict=True))
-        free = [each for each in ready if not self._most or expected[each.address] < self._most]
+        most = self._most or math.inf
+        free = [each for each in ready if each.load is None or expected[each.address] < most]
         if not free:
             raise AllFull
         order = sorted(free, key=lambda each: (expected[each.address], each.last))
@@ -84,7 +86,10 @@ class Choice:
 
 
 def _expected(ready: Sequence[Endpoint]) -> list[float]:
-    """Returns the requests in flight at each by now. A load that is not known counts as the mean of the others'."""
+    """Returns the requests in flight at each by now. A load that is not known counts as the mean of the others'.
+
+    That puts them in order, and refuses none.
+    """
     loads = [each.load for each in ready if each.load is not None]
     mean = sum(loads) / len(loads) if loads else 0.0
     return [(mean if each.load is None else each.load) + each.num_sent - each.num_seen for each in ready]

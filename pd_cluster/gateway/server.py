@@ -133,7 +133,7 @@ class Picker:
 async def serve(watch: SchedulerWatch, choice: Choice, listening: Listening, drain_s: float) -> None:
     """Serves until SIGTERM or SIGINT, then for at most `drain_s` more, or until a second one.
 
-    Raises ConfigError for a port it cannot bind.
+    Raises ConfigError for a port it cannot bind, and at once what ends the watch.
     """
     picker = Picker(choice)
     server = grpc.aio.server(
@@ -147,14 +147,18 @@ async def serve(watch: SchedulerWatch, choice: Choice, listening: Listening, dra
     await server.start()
     log.info("picks endpoints at %s:%d", bracketed(listening.host), port)
     looking = asyncio.create_task(watch.run())
-    await _first_of(looking, asyncio.create_task(signals.acquire()))
+    await _over_or_told(looking, signals)
     picker.is_ending = True
-    await _first_of(asyncio.create_task(server.stop(drain_s)), asyncio.create_task(signals.acquire()))
+    if not looking.done():
+        await _over_or_told(asyncio.create_task(server.stop(drain_s)), signals)
     await server.stop(None)
     looking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await looking  # raises its error
 
 
-async def _first_of(*tasks: asyncio.Task[Any]) -> None:
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+async def _over_or_told(task: asyncio.Task[Any], signals: asyncio.Semaphore) -> None:
+    """Waits for the task's end or a signal, and leaves a signal that comes later to the next who waits."""
+    told = asyncio.create_task(signals.acquire())
+    await asyncio.wait((task, told), return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()

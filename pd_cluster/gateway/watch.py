@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import threading
 from collections.abc import Sequence
@@ -57,28 +58,39 @@ class SchedulerWatch:
         endpoints = list(dict.fromkeys(each for some in found for each in some))[:MOST_ENDPOINTS]
         self._choice.know(endpoints)
         await asyncio.gather(*(self._look_at(client, each) for each in endpoints))
-        for gone in self._told.keys() - {*endpoints}:
+        for gone in self._told.keys() - {*endpoints, *map(_written, self._addresses)}:
             log.info("%s is gone", gone)
             del self._told[gone]
 
     async def _endpoints(self, address: Address) -> list[str]:
         """Returns the numbers of a name, the last ones while it cannot be resolved.
 
-        Only the look that begins a look-up waits for it: one that hangs holds up no other.
+        The look that begins a look-up waits for it, if it has no addresses, and the last look-up has not failed: names
+        that cannot be resolved hold up no others.
         """
+        name = _written(address)
         if is_ip(address[0]):
-            return _addresses(address, socket.AI_NUMERICHOST)
-        loop = asyncio.get_running_loop()
-        look_up = self._look_ups.get(address)
-        if look_up is None:
-            look_up = self._look_ups[address] = _look_up(address)
-            await asyncio.wait((look_up,), timeout=self._timeout_s)
-        if look_up.done():
-            del self._look_ups[address]
-            if found := look_up.result():
-                self._resolved[address] = loop.time(), found
-        then_s, found = self._resolved.get(address, (0.0, []))
-        return found if loop.time() - then_s <= KEPT_S else []
+            found = _numbers(address)
+        else:
+            look_up = self._look_ups.get(address)
+            if look_up is None:
+                look_up = self._look_ups[address] = _look_up(address)
+                if not self._last(address) and name not in self._told:
+                    await asyncio.wait((look_up,), timeout=self._timeout_s)
+            if look_up.done():
+                del self._look_ups[address]
+                if found := look_up.result():
+                    self._resolved[address] = asyncio.get_running_loop().time(), found
+            found = self._last(address)
+            if found:
+                self._told.pop(name, None)
+        if not found:
+            self._tell(name, "it does not resolve")
+        return found
+
+    def _last(self, address: Address) -> list[str]:
+        then_s, found = self._resolved.get(address, (-math.inf, []))
+        return found if asyncio.get_running_loop().time() - then_s <= KEPT_S else []
 
     async def _look_at(self, client: httpx.AsyncClient, endpoint: str) -> None:
         """Reports what a scheduler has answered, as soon as it has."""
@@ -129,6 +141,18 @@ class SchedulerWatch:
             log.log(logging.WARNING if what else logging.INFO, "%s: %s", endpoint, what or "it takes requests")
 
 
+def _written(address: Address) -> str:
+    host, port = address
+    return f"{bracketed(host)}:{port}"
+
+
+def _numbers(address: Address) -> list[str]:
+    """Returns the one address that a number is; [] if this host does not know it."""
+    with contextlib.suppress(OSError):
+        return _addresses(address, socket.AI_NUMERICHOST)
+    return []
+
+
 def _addresses(address: Address, flags: int = 0) -> list[str]:
     """Returns all addresses of a name or number, with the port. Those with a scope mean nothing at the gateway.
 
@@ -155,5 +179,8 @@ def _look_up(address: Address) -> asyncio.Future[list[str]]:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(answer, found)
 
-    threading.Thread(target=resolve, name="resolve", daemon=True).start()
+    try:
+        threading.Thread(target=resolve, name="resolve", daemon=True).start()
+    except RuntimeError:  # the process has as many threads as it may have
+        answer([])
     return future

@@ -12,9 +12,6 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.net.event_replays import SEQUENCE_NBYTES, Replays, frames_of
 from pd_cluster.net.node_files import read_node_keys
 from pd_cluster.net.nodes import READ_AGAIN_S, Nodes
 from pd_cluster.net.sockets import HANDSHAKE_TIMEOUT_S, KeyPair, decode_key
@@ -32,22 +30,9 @@ from pd_cluster.settings.kv_events import KVEventsConfig, check_private, is_priv
 
 log = logging.getLogger(__name__)
 
-SEQUENCE_NBYTES = 8
-END = (-1).to_bytes(SEQUENCE_NBYTES, "big", signed=True)  # the sequence of the frame that ends a replay
 MAX_REQUEST_NBYTES = 64
 PAUSE_S, TAKEN_S = 0.02, 5.0  # while a port is not free again; after which that is an error
-MOST_REPLAYS = 64  # under way
-REPLAY_S = 10.0  # in which a reader of past batches takes some
 AGAIN_S = 60.0  # between lines in the log about one trouble
-
-
-@dataclass(slots=True)
-class _Replay:
-    """Past batches on their way to a reader. `due`: the number of the next; None: the end mark."""
-
-    client: bytes
-    due: int | None
-    until_s: float
 
 
 class EventPublisher:
@@ -69,8 +54,8 @@ class EventPublisher:
         self._queue: deque[tuple[int, msgspec.Struct]] = deque()
         self._topic = config.topic.encode()
         self._past: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)  # number and batch
-        self._replays: list[_Replay] = []  # those of a client follow each other
-        self._next = 0
+        self._replays = Replays(self._topic, self._past)
+        self._next = self._num_queued = 0
         # Batches not queued, those whose sending failed, and times that a subscriber became too slow.
         self._num_lost = self._num_failed = self._num_slow = 0
         self._told_s = -AGAIN_S
@@ -92,7 +77,7 @@ class EventPublisher:
     @property
     def num_published(self) -> int:
         """Counts batches that were queued."""
-        return self._next - self._num_lost
+        return self._num_queued
 
     @property
     def num_dropped(self) -> int:
@@ -112,6 +97,7 @@ class EventPublisher:
             self._num_lost += 1
             return
         self._queue.append((sequence, batch))
+        self._num_queued += 1
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
@@ -138,7 +124,7 @@ class EventPublisher:
     def _turn(self, encoder: msgspec.msgpack.Encoder) -> None:
         if self._is_broken:
             self._reopen()
-        ready = dict(self._poller.poll(int((PAUSE_S if self._replays else READ_AGAIN_S) * 1000)))
+        ready = dict(self._poller.poll(int((PAUSE_S if self._replays.under_way else READ_AGAIN_S) * 1000)))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         while self._queue and self._pub is not None:
@@ -153,14 +139,14 @@ class EventPublisher:
         if self._replay is not None:
             if self._replay in ready:
                 self._read_request()
-            self._answer()
+            self._replays.go_on(self._replay)
         if self._auth is not None and self._nodes.read_again():
             log.info("connections for KV events are opened anew, because the list of nodes has changed")
             self._reopen()
 
     def _send(self, number: int, payload: bytes) -> None:
         self._past.append((number, payload))
-        frames = self._frames(number, payload)
+        frames = frames_of(self._topic, number, payload)
         try:
             self._pub.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:  # a subscriber's queue is full: the others get it
@@ -168,9 +154,6 @@ class EventPublisher:
             self._pub.setsockopt(zmq.XPUB_NODROP, 0)
             self._pub.send_multipart(frames, zmq.NOBLOCK)
             self._pub.setsockopt(zmq.XPUB_NODROP, 1)
-
-    def _frames(self, number: int, payload: bytes) -> list[bytes]:
-        return [self._topic, number.to_bytes(SEQUENCE_NBYTES, "big"), payload]
 
     def _read_subscriptions(self) -> None:
         """Takes what an XPUB hears of subscribers; libzmq has acted on it already."""
@@ -188,44 +171,8 @@ class EventPublisher:
             return
         if len(frames) != 2 or frames[0] or len(frames[1]) != SEQUENCE_NBYTES:
             log.warning("a request for past KV events is not a number of %d bytes: ignored", SEQUENCE_NBYTES)
-        elif len(self._replays) >= MOST_REPLAYS:
-            log.warning("a request for past KV events is ignored, because %d are under way", MOST_REPLAYS)
         else:
-            self._replays.append(_Replay(client, int.from_bytes(frames[1], "big"), time.monotonic() + REPLAY_S))
-
-    def _answer(self) -> None:
-        """Sends past batches, and the end mark, as far as their readers' queues have room."""
-        waiting: list[_Replay] = []
-        for replay in self._replays:
-            if any(each.client == replay.client for each in waiting):
-                waiting.append(replay)
-                continue
-            try:
-                self._go_on(replay)
-            except zmq.Again:
-                if time.monotonic() < replay.until_s:
-                    waiting.append(replay)
-                else:
-                    log.warning("a reader of past KV events has taken none for %g s: the rest is dropped", REPLAY_S)
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:  # it is gone
-                    raise
-        self._replays = waiting
-
-    def _go_on(self, replay: _Replay) -> None:
-        """Raises zmq.Again while the reader's queue is full."""
-        if replay.due is not None:
-            for number, payload in self._since(replay.due):
-                self._replay.send_multipart([replay.client, b"", *self._frames(number, payload)], zmq.NOBLOCK)
-                replay.due, replay.until_s = number + 1, time.monotonic() + REPLAY_S
-            replay.due = None
-        self._replay.send_multipart([replay.client, b"", b"", END, b""], zmq.NOBLOCK)
-
-    def _since(self, number: int) -> Iterator[tuple[int, bytes]]:
-        """Yields the batches from a number on that are still there."""
-        if self._past:
-            most = max(0, self._past[-1][0] - number + 1)  # fewer if numbers are missing
-            yield from (each for each in islice(self._past, max(0, len(self._past) - most), None) if each[0] >= number)
+            self._replays.begin(self._replay, client, int.from_bytes(frames[1], "big"))
 
     def _open(self) -> None:
         config = self._config
@@ -280,7 +227,7 @@ class EventPublisher:
                 self._poller.unregister(socket)
                 socket.close(linger=0)
         self._pub = self._replay = None
-        self._replays.clear()
+        self._replays.under_way.clear()
 
     def _end(self) -> None:
         if self._auth is not None:

@@ -145,6 +145,18 @@ def test_a_load_that_is_not_known_is_the_mean_of_the_others() -> None:
     assert Counter(choice.choose()[0] for _ in range(6)) == {A: 2, B: 2, C: 2}, "nobody says: they take turns"
 
 
+def test_a_load_that_is_not_known_refuses_nothing() -> None:
+    choice = Choice(most=2)
+    report(choice, {A: 9, B: 0})
+    choice.report(B, is_ready=True)
+    assert [choice.choose() for _ in range(5)] == [[B]] * 5, "it may be idle, however full the other is"
+    choice.know([B])
+    assert [choice.choose() for _ in range(5)] == [[B]] * 5
+    choice.report(B, is_ready=True, load=2)
+    with pytest.raises(AllFull):
+        choice.choose()
+
+
 # ---- the answers
 
 
@@ -385,6 +397,28 @@ def test_only_streams_of_requests_are_waited_for_at_sigterm_and_a_second_one_end
         asyncio.run(go(has_stream))
 
 
+def test_what_ends_the_looks_ends_the_picker_at_once() -> None:
+    class Broken(SchedulerWatch):
+        async def run(self) -> None:
+            await begun.wait()
+            raise LookupError
+
+    begun, choice, (port,) = asyncio.Event(), reported(), free_ports(1)
+
+    async def go() -> None:
+        watch = Broken(choice, [], 0.5, 5.0)
+        task = asyncio.create_task(server.serve(watch, choice, Listening("127.0.0.1", port), 30.0))
+        async with asyncio.timeout(10), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stream = asking(channel)(wait_for_ready=True)
+            await stream.write(headers(request_body_mode=FULL_DUPLEX_STREAMED))
+            await stream.read()
+            begun.set()
+            with pytest.raises(LookupError):
+                await task
+
+    asyncio.run(go())
+
+
 def test_a_renewed_certificate_is_shown_to_new_connections(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = (make_certificate(tmp_path, name) for name in ("first", "second"))
     old, new = (each.certfile.read_bytes() for each in (first, second))
@@ -556,9 +590,66 @@ def test_addresses_with_a_scope_are_left_out(monkeypatch: pytest.MonkeyPatch) ->
     assert asyncio.run(watch._endpoints(("link", 9000))) == [C]
 
 
+@pytest.mark.parametrize("host", ["nowhere", "10.0.0.9"])
+def test_what_does_not_resolve_is_told_once_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+
+    async def go() -> None:
+        watch = SchedulerWatch(Choice(), [(host, 9000)], 0.5, 5.0)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            for _ in range(3):
+                await watch.look(client)
+
+    asyncio.run(go())
+    ours = [each.message for each in caplog.records if each.name.startswith("pd_cluster.")]
+    assert ours == [f"{host}:9000: it does not resolve"]
+
+
+def fails(*args: Any, **more: Any) -> Any:
+    raise socket.gaierror
+
+
+def test_only_a_name_without_addresses_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not again where that was in vain."""
+    waits: list[float] = []
+    wait = asyncio.wait
+
+    async def counted(tasks: Any, timeout: float) -> Any:
+        waits.append(timeout)
+        return await wait(tasks, timeout=timeout)
+
+    infos = [(0, 0, 0, "", ("10.0.0.1", 9000))]
+    monkeypatch.setattr(asyncio, "wait", counted)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: infos)
+    watch = SchedulerWatch(Choice(), [("good", 9000), ("bad", 9000)], 0.5, 5.0)
+
+    async def go() -> None:
+        for _ in range(5):
+            assert await watch._endpoints(("good", 9000)) == [A]
+        assert len(waits) == 1
+        infos.clear()
+        for _ in range(5):
+            assert await watch._endpoints(("bad", 9000)) == []
+        assert len(waits) == 2
+
+    asyncio.run(go())
+
+
+def test_a_thread_that_cannot_begin_is_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    watch = SchedulerWatch(Choice(), [("name", 9000)], 0.5, 5.0)
+    monkeypatch.setattr(threading.Thread, "start", full)
+    assert asyncio.run(watch._endpoints(("name", 9000))) == []
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
+        (["--schedulers", "[fe80::1%eth9]:9000"], "a scope means nothing to a gateway"),
         (["--schedulers", "a"], "--schedulers 'a': expected HOST:PORT"),
         (["--schedulers", "https://a:9000"], "--schedulers 'https://a:9000': expected HOST:PORT"),
         (["--schedulers", "a:9000,"], "--schedulers '': expected HOST:PORT"),

@@ -6,6 +6,7 @@ import errno
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import zmq
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.event_log import EventBatch
 from pd_cluster.net import event_publisher as module
+from pd_cluster.net import event_replays
 from pd_cluster.net.event_publisher import EventPublisher
 from pd_cluster.net.node_files import (
     Node,
@@ -113,13 +115,21 @@ def test_a_slow_subscriber_holds_nobody_and_finds_what_it_missed(
 
 def test_the_engine_never_waits(publisher: Callable[..., EventPublisher], monkeypatch: pytest.MonkeyPatch) -> None:
     """The publisher's thread stands still: batches beyond the queue are counted, and their numbers are missing."""
-    gate = threading.Event()
+    gate, counts = threading.Event(), list[int]()
     monkeypatch.setattr(EventPublisher, "_send", lambda self, number, payload: gate.wait(10))
     made = publisher(max_queue_size=5)
+
+    class Queue(deque[Any]):
+        def __len__(self) -> int:
+            counts.append(made.num_published)
+            return super().__len__()
+
+    made._queue = Queue()
     for number in range(20):
         made.publish(batch(number))
     assert 20 - 5 - 1 <= made.num_dropped <= 15
     assert made.num_published == 20 - made.num_dropped
+    assert max(counts) <= made.num_published, "a count never goes down"
     gate.set()
 
 
@@ -157,10 +167,11 @@ def test_events_go_on_behind_a_fault(
     assert [each.message for each in caplog.records if each.exc_info] == ["KV events: a fault, after which they go on"]
 
 
+@pytest.mark.parametrize("limit", ["until_s", "end_s"])
 def test_past_batches_come_whole_through_short_queues(
-    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path, limit: str
 ) -> None:
-    """Three requests of one reader, and one of another; beside one that never reads."""
+    """Two requests of one reader, and a third that gets its end alone; one of another; beside one that never reads."""
     made = publisher(hwm=10)
     for number in range(110):
         made.publish(batch(number, 4000))
@@ -172,19 +183,66 @@ def test_past_batches_come_whole_through_short_queues(
         for _ in range(num_requests):
             socket.send_multipart([b"", (10).to_bytes(8, "big")])
     for socket, num_requests in zip(sockets[1:], (3, 1), strict=True):
-        for _ in range(num_requests):
-            for number in range(10, 110):
+        for request in range(num_requests):
+            for number in range(10, 110) if request < 2 else ():
                 assert socket.poll(WAIT_MS)
                 assert socket.recv_multipart()[2] == number.to_bytes(8, "big")
             assert socket.poll(WAIT_MS)
             assert socket.recv_multipart()[2] == b"\xff" * 8
-    assert [replay.due is not None and 10 < replay.due < 110 for replay in made._replays] == [True]
-    made._replays[0].until_s = 0.0
+    await_under_way(made, 1)
+    (replay,) = made._replays.under_way
+    assert replay.due is not None
+    assert 10 < replay.due < 110
+    setattr(replay, limit, 0.0)
+    await_under_way(made, 0)
+    assert [number for number, _ in Reader(context, f"ipc://{tmp_path}/events").past(endpoint, 108)] == [108, 109]
+
+
+def await_under_way(publisher: EventPublisher, num: int) -> None:
     deadline_s = time.monotonic() + WAIT_MS / 1000
-    while made._replays:
+    while len(publisher._replays.under_way) != num:
         assert time.monotonic() < deadline_s
         time.sleep(0.005)  # for the publisher's thread
-    assert [number for number, _ in Reader(context, f"ipc://{tmp_path}/events").past(endpoint, 108)] == [108, 109]
+
+
+def test_a_replay_ends_with_what_was_there_at_its_request(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    """However much is published while its reader is slow."""
+    made = publisher(hwm=10)
+    for number in range(110):
+        made.publish(batch(number, 4000))
+    with context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.RCVHWM, 10)
+        socket.connect(f"ipc://{tmp_path}/replay")
+        socket.send_multipart([b"", (0).to_bytes(8, "big")])
+        for number in (*range(110), -1):
+            assert socket.poll(WAIT_MS)
+            assert socket.recv_multipart()[2] == number.to_bytes(8, "big", signed=True)
+            made.publish(batch(0, 4000))
+
+
+def test_a_request_too_many_gets_its_end_at_once(
+    publisher: Callable[..., EventPublisher],
+    context: zmq.Context[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_replays, "MOST_REPLAYS", 1)
+    made, endpoint = publisher(hwm=10), f"ipc://{tmp_path}/replay"
+    for number in range(110):
+        made.publish(batch(number, 4000))
+    with context.socket(zmq.DEALER) as silent:
+        silent.setsockopt(zmq.RCVHWM, 10)
+        silent.connect(endpoint)
+        silent.send_multipart([b"", (0).to_bytes(8, "big")])
+        assert silent.poll(WAIT_MS)
+        reader = Reader(context, f"ipc://{tmp_path}/events")
+        assert reader.past(endpoint, 0) == []
+        (replay,) = made._replays.under_way
+        replay.end_s = 0.0
+        await_under_way(made, 0)
+    assert [number for number, _ in reader.past(endpoint, 108)] == [108, 109]
 
 
 def test_strangers_get_nothing_over_the_network(

@@ -270,9 +270,36 @@ def test_a_version_is_followed_only_by_who_has_read_it(tmp_path: Path) -> None:
     assert one.read() == LeaseRecord()
     assert one.write(LeaseRecord(version=1, term=1, holder="a@1", stamp="a@1/2"))
     assert not other.write(LeaseRecord(version=2, term=2, holder="b@2", stamp="b@2/1"))
-    (one.path / f"{2:020d}").unlink()
+    assert os.listdir(one.path) == [f"{1:020d}"]
     assert other.read().stamp == "a@1/2"
     assert other.write(LeaseRecord(version=2, term=2, holder="b@2", stamp="b@2/2"))
+
+
+@pytest.mark.parametrize("later", [(), (1,), (2, 3), (1, 2)])
+def test_a_write_that_is_refused_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: Sequence[int]
+) -> None:
+    """The folder is emptied just before the version gets its name, and others write at once."""
+    store, link, unlink = LeaseFolder(tmp_path / "lease"), os.link, Path.unlink
+    assert store.write(LeaseRecord(version=1, term=1, holder="a@1", stamp="a@1/1"))
+    others = {version: msgspec.json.encode(LeaseRecord(version=version, holder="b@2")) for version in later}
+
+    def late(new: Path, file: Path) -> None:
+        unlink(store.path / f"{1:020d}")
+        for version, content in others.items():
+            if version != 2:
+                (store.path / f"{version:020d}").write_bytes(content)
+        link(new, file)
+        if 2 in others:  # ours is removed, too, and its number is taken
+            unlink(file)
+            file.write_bytes(others[2])
+
+    monkeypatch.setattr(os, "link", late)
+    assert not store.write(LeaseRecord(version=2, term=9, holder="a@1", stamp="a@1/2"))
+    found = {int(name): (store.path / name).read_bytes() for name in os.listdir(store.path)}
+    assert found == others
+    if others:
+        assert store.read().holder == "b@2"
 
 
 def test_a_number_is_one_schedulers(tmp_path: Path) -> None:

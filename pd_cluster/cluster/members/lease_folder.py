@@ -85,6 +85,8 @@ class LeaseFolder:
             return False
         new, written = self.path / f"new-{secrets.token_hex(8)}", msgspec.json.encode(record)
         try:
+            if not self._is_known_there():
+                return False
             with new.open("xb") as file:
                 os.fchmod(file.fileno(), 0o600)
                 file.write(written)
@@ -95,9 +97,8 @@ class LeaseFolder:
             except FileExistsError:
                 return False
             # A process that stood still may have made again a version that was there, and was removed.
-            if self._last() != record.version:
-                return False
-            if not self._is_known_there():
+            if self._last() != record.version or not self._is_known_there():
+                self._take_back(record.version, written)
                 return False
             self._known = record.version, written
             self._tidy(record.version)
@@ -107,6 +108,12 @@ class LeaseFolder:
         finally:
             with contextlib.suppress(OSError):
                 new.unlink()
+
+    def _take_back(self, version: int, written: bytes) -> None:
+        """Removes a version that must not count; not another's of this number, which was written meanwhile."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._file(version).read_bytes() == written:
+                self._file(version).unlink()
 
     def _is_known_there(self) -> bool:
         """Whether the version before is still the one that is known.

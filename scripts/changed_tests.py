@@ -4,7 +4,7 @@
 
 A change is any difference from BASE (default: the last commit), including files that git does not know. A test file
 touches what it imports, and what that imports. Tests of real processes touch everything, so they are printed only if
-they have changed themselves. Earlier runs have left each file's duration in pytest's cache.
+they have changed themselves. Earlier runs have left each file's duration in pytest's caches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("pd_cluster", "ranktable_tools", "tests")
 QUICK = ("tests/unit", "tests/model")
-DURATIONS = ROOT / ".pytest_cache" / "v" / "pd_cluster" / "durations"  # file -> seconds
+CACHES = (".", "one-process", "clusters", "given")  # in .pytest_cache: pytest's own, and those of scripts/test.sh
+DURATIONS = Path("v") / "pd_cluster" / "durations"  # file -> seconds
 UNKNOWN_S, BUDGET_S = 4.0, 150.0  # of tests, two at a time
 ALWAYS = ("tests/unit/test_layering.py",)
 
@@ -84,6 +85,15 @@ def choose(away: dict[str, int], durations: dict[str, float], budget_s: float = 
     return [*chosen, *(name for name in ALWAYS if name not in chosen)]
 
 
+def durations_of(folder: Path) -> dict[str, float]:
+    """Maps each file to how long it took, by the newest cache in `folder`."""
+    files = [file for name in CACHES if (file := folder / name / DURATIONS).exists()]
+    found: dict[str, float] = {}
+    for file in sorted(files, key=lambda file: file.stat().st_mtime):
+        found |= json.loads(file.read_text())
+    return found
+
+
 def main() -> None:
     base = sys.argv[1] if len(sys.argv) > 1 else "HEAD"
     try:
@@ -91,8 +101,7 @@ def main() -> None:
     except subprocess.CalledProcessError as error:
         sys.exit(f"changed_tests: {base}: {error.stderr.strip()}")
     away = distances(changed, importers())
-    durations = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    chosen = choose(away, durations)
+    chosen = choose(away, durations_of(ROOT / ".pytest_cache"))
     touched = [name for name in away if ".test_" in name]
     print(f"changed_tests: {len(changed)} files changed; {len(chosen)} of {len(touched)} test files", file=sys.stderr)
     print("\n".join(chosen))

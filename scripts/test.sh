@@ -53,16 +53,46 @@ if [ -n "${base:-}" ]; then
     export OMP_NUM_THREADS=1
 fi
 
+exec 3<&0 # a shell takes it from jobs in the background, and a debugger in a test wants it
 reports=$(mktemp -d)
 mypy=""
-clusters=""
+clusters="" # processes of tests: one in the background, with its output in a file, and one whose output is seen
+seen=""
+grace_s=0
+
+runs() {
+    for half in $clusters $seen; do
+        ! kill -0 "$half" 2>/dev/null || return 0
+    done
+    return 1
+}
+
+# signal_after SECONDS SIGNAL, to the tests that still run then
+signal_after() {
+    left_s=$1
+    while runs && [ "$left_s" -gt 0 ]; do
+        sleep 1
+        left_s=$((left_s - 1))
+    done
+    # shellcheck disable=SC2086 # numbers of processes, or nothing
+    ! runs || kill -"$2" $clusters $seen 2>/dev/null || true
+}
+
+show_clusters() {
+    echo "test: pytest clusters"
+    cat "$reports/clusters.txt"
+}
+
 ended() {
+    trap '' INT TERM
     [ -z "$mypy" ] || kill "$mypy" 2>/dev/null || true
-    [ -z "$clusters" ] || { kill -INT "$clusters" 2>/dev/null && wait "$clusters"; } || true
+    signal_after "$grace_s" INT
+    signal_after 30 KILL
+    [ -z "$clusters" ] || show_clusters || true
     rm -rf "$reports"
 }
 trap ended EXIT
-trap 'exit 130' INT
+trap 'grace_s=15; exit 130' INT # which a terminal has sent to the tests, too: a second one would end their cleanup
 trap 'exit 143' TERM
 
 # It takes one core for a minute, beside tests that tolerate load; its result is printed after them.
@@ -112,7 +142,8 @@ run() {
     name=$1
     shift
     # shellcheck disable=SC2086 # a command and its arguments, or nothing
-    exec ${priority:-} "$python" -c "$start" -m pytest --junitxml="$reports/$name.xml" -o junit_family=xunit1 "$@"
+    exec ${priority:-} "$python" -c "$start" -m pytest --junitxml="$reports/$name.xml" -o junit_family=xunit1 \
+        -o cache_dir=".pytest_cache/$name" "$@"
 }
 
 # end_of_tests NAME STATUS
@@ -124,7 +155,10 @@ end_of_tests() {
 tests() {
     echo "test: pytest $1"
     status=0
-    (run "$@") || status=$?
+    run "$@" <&3 3<&- & # so that a signal to this shell is not put off until it ends
+    seen=$!
+    wait "$seen" || status=$?
+    seen=""
     end_of_tests "$1" "$status"
 }
 
@@ -136,15 +170,14 @@ else
     export OMP_NUM_THREADS=1
     set -- --durations=10 --durations-min=1 "$@" # of each half: the first to examine when tests become slow
     if [ -n "$together" ]; then
-        run clusters -n 2 --dist loadfile "$@" tests/api tests/cluster >"$reports/clusters.txt" 2>&1 &
+        run clusters -n 2 --dist loadfile "$@" tests/api tests/cluster >"$reports/clusters.txt" 2>&1 3<&- &
         clusters=$!
         priority="nice -n 10"
         tests one-process -n 2 --dist worksteal "$@" tests/unit tests/model
         status=0
         wait "$clusters" || status=$?
         clusters=""
-        echo "test: pytest clusters"
-        cat "$reports/clusters.txt"
+        show_clusters
         end_of_tests clusters "$status"
         end_of_mypy
     else

@@ -36,9 +36,9 @@ class Quantization:
     `zero_offset` is added to stored zero points. `is_by_rows`: words hold input features of one output row (AWQ's
     gemv). `group_size` input features share a scale, the last group may have fewer; -1: unknown, or all. `block`:
     outputs and inputs that share a scale, where scales are blocks. `has_int8_activations`: the layers of int8 weights
-    take activations in int8, too; `is_w4a8`: those of int4 weights do. `types`: of tensors, by name (Ascend's
-    description). `at_load`: the scheme by which plain weights are quantized when they are read.
-    `kinds`: of weights, such as int4, where a method has several.
+    take activations in int8, too, and have the tensors `input_parts` for them; `is_w4a8`: those of int4 weights do.
+    `types`: of tensors, by name (Ascend's description). `at_load`: the scheme by which plain weights are quantized when
+    they are read. `kinds`: of weights, such as int4, where a method has several.
     """
 
     method: str
@@ -48,6 +48,7 @@ class Quantization:
     group_size: int = -1
     block: tuple[int, int] | None = None
     has_int8_activations: bool = False
+    input_parts: tuple[str, ...] = ()
     is_w4a8: bool = False
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
     at_load: str = ""
@@ -150,6 +151,7 @@ def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization
     _only(found, settings, "format", (None, *CT_FORMATS))
     has_int8: set[bool] = set()
     has_w4a8: set[bool] = set()
+    input_parts: set[tuple[str, ...]] = set()
     kinds = set()
     sizes, blocks = set(), set()
     _check_transforms(found, settings)
@@ -171,10 +173,11 @@ def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization
             continue
         has_int8.add(bool(inputs))
         if inputs:
-            _only(place, {"input_activations.num_bits": inputs.get("num_bits", 8)}, "input_activations.num_bits", (8,))
-            _only(place, {"input_activations.type": inputs.get("type", "int")}, "input_activations.type", ("int",))
+            input_parts.add(_w8a8_parts(place, inputs))
     if len(has_int8) > 1:
         raise _refused(found, "groups of int8 weights with and without int8 activations", "give a folder with one kind")
+    if len(input_parts) > 1:
+        raise _refused(found, "groups of int8 weights with different input_activations", "give a folder with one kind")
     if len(has_w4a8) > 1 or (has_w4a8 == {True} and has_int8):
         raise _refused(
             found, "groups of int4 weights with int8 activations beside others", "give a folder with one kind"
@@ -184,6 +187,7 @@ def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization
     return replace(
         found,
         has_int8_activations=has_int8 == {True},
+        input_parts=input_parts.pop() if input_parts else (),
         is_w4a8=has_w4a8 == {True},
         group_size=sizes.pop() if len(sizes) == 1 else -1,
         block=blocks.pop() if blocks else FP8_BLOCK,
@@ -206,6 +210,28 @@ def _block(found: Quantization, value: object, name: str) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or not all(type(each) is int and each > 0 for each in value):
         raise _refused(found, f"{name} {reprlib.repr(value)} is no size", "give two whole numbers")
     return value[0], value[1]
+
+
+def _w8a8_parts(found: Quantization, inputs: Settings) -> tuple[str, ...]:
+    """Returns the tensors of static activations, none of dynamic ones; what is not said is the format's default.
+
+    Raises ModelError for activations that are rounded in a way that is not computed.
+    """
+    given: dict[str, Any] = {"num_bits": 8, "type": "int", "dynamic": False, "symmetric": True}
+    given |= {name: value for name, value in inputs.items() if value is not None}
+    strategy = "token" if given["dynamic"] else "tensor"
+    symmetric = (True,) if given["dynamic"] else (True, False)
+    given.setdefault("strategy", strategy)
+    of = f" of {'dynamic' if given['dynamic'] else 'static'} activations"
+    for name, of_which, allowed in (
+        *(("num_bits", "", (8,)), ("type", "", ("int",)), ("dynamic", "", (True, False))),
+        *(("strategy", of, (strategy,)), ("symmetric", of, symmetric)),
+    ):
+        field_name = f"input_activations.{name}{of_which}"
+        _only(found, {field_name: given[name]}, field_name, allowed)
+    if given["dynamic"]:
+        return ()
+    return ("input_scale",) if given["symmetric"] else ("input_scale", "input_zero_point")
 
 
 def _check_w4a8(found: Quantization, weights: Settings, inputs: Settings) -> None:

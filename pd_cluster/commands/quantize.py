@@ -48,7 +48,7 @@ def quantize(
     folder = Path(model).expanduser()
     needs_samples = method != "rtn" or evaluate
     if needs_samples:
-        _check_length(model, num_tokens)
+        _check_length(model, num_tokens, samples_only=bool(calibration) and not evaluate)
     samples: Samples = []
     before = None
     device = "cpu" if scheme in ONLY_ON_CPU else "auto"  # before and after on the same one
@@ -87,13 +87,14 @@ def _method_of(scheme: str, method: str) -> str:
     return method
 
 
-def _check_length(model: str, num_tokens: int) -> None:
-    """Raises ConfigError for samples that the model does not take."""
+def _check_length(model: str, num_tokens: int, samples_only: bool) -> None:
+    """Raises ConfigError for samples that the model does not take; its engine needs room for one more token."""
     from pd_cluster.checkpoints.checkpoint import Checkpoint
     from pd_cluster.errors import ConfigError
 
-    if num_tokens >= (limit := Checkpoint.open(model).max_position_embeddings):
-        raise ConfigError(f"--num-tokens {num_tokens}: {model} takes {limit} tokens at most; use fewer than that")
+    limit = Checkpoint.open(model).max_position_embeddings
+    if num_tokens > (most := limit if samples_only else limit - 1):
+        raise ConfigError(f"--num-tokens {num_tokens}: {model} takes {limit} tokens at most; use {most} or fewer")
 
 
 def _held(samples: Samples) -> Samples:

@@ -133,12 +133,13 @@ def _leave_placeholders(weights: Weights, held: HeldWeights, skeleton: torch.nn.
             raise ModelError(f"{path}: {missing[0]} is missing in the form of the other product")
         for name, each in experts.named_parameters():
             if name in products:
-                _check_shape(f"{path}.{name}", products[name], tuple(each.shape))
+                turned = bool(getattr(experts, "is_transposed", False))
+                _check_shape(f"{path}.{name}", products[name], tuple(each.shape), is_transposed=turned)
         weights |= {f"{path}.{name}": no_weight(each.shape, dtype) for name, each in experts.named_parameters()}
 
 
-def _check_shape(path: str, parts: Parts, shape: tuple[int, ...]) -> None:
-    """`shape`: transformers' [..., N, K], or [..., K, N]. Raises ModelError for parts of other features."""
+def _check_shape(path: str, parts: Parts, shape: tuple[int, ...], is_transposed: bool = False) -> None:
+    """`shape`: transformers' [..., N, K], or [..., K, N] transposed. Raises ModelError for parts of other features."""
     leading = len(shape) - 2
     outputs, inputs = set(), {0}
     for name, tensor in parts.tensors.items():
@@ -147,7 +148,8 @@ def _check_shape(path: str, parts: Parts, shape: tuple[int, ...]) -> None:
         inputs |= set() if part.inputs is None else {tensor.shape[leading + part.inputs]}
         if tuple(tensor.shape[:leading]) != shape[:leading]:
             raise _wrong_shape(path, f"{name} of {list(tensor.shape)}", shape)
-    if len(outputs) != 1 or sorted((*outputs, max(inputs))) != sorted(shape[leading:]):
+    expected = shape[leading:][::-1] if is_transposed else shape[leading:]
+    if (*outputs, max(inputs)) != expected:
         features = " and ".join(map(str, sorted(outputs)))
         raise _wrong_shape(path, f"{features} output and {max(inputs)} input features", shape)
 

@@ -1,6 +1,9 @@
 // Threads: the pool of torch's own OpenMP runtime, reached by address, so that there is only one pool.
 #pragma once
 #include <stdint.h>
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
 
 typedef struct {
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); // GOMP_parallel
@@ -14,11 +17,31 @@ void pd_init(void *parallel, void *barrier) {
     runtime.barrier = (void (*)(void))barrier;
 }
 
+typedef struct {
+    void (*work)(void *);
+    void *data;
+} Task;
+
+// Does a thread's share with subnormal numbers as they are, whatever has been set in this thread: codes of e4m3 become
+// such numbers (words.h), and a row's bits depend on no thread.
+static __attribute__((noinline)) void with_subnormals(void *data) {
+    const Task *task = data;
+#ifdef __SSE__
+    unsigned before = _mm_getcsr();
+    _mm_setcsr(before & ~0x8040u); // flush to zero, and denormals are zeros
+    task->work(task->data);
+    _mm_setcsr(before);
+#else
+    task->work(task->data);
+#endif
+}
+
 static inline void run(void (*work)(void *), void *data, int64_t num_threads) {
+    Task task = {work, data};
     if (num_threads > 1)
-        runtime.parallel(work, data, (unsigned)num_threads, 0);
+        runtime.parallel(with_subnormals, &task, (unsigned)num_threads, 0);
     else
-        work(data);
+        with_subnormals(&task);
 }
 
 // Takes the next `step` items from a counter that the team shares.

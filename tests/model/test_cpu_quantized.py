@@ -187,6 +187,24 @@ def test_fp8(flags: tuple[str, ...], shape: tuple[int, int, int], activations: A
     assert torch.equal(layer(one)[0], weight[:, 0].float() * scales[:, 0])
 
 
+@on_x86
+def test_fp8_where_a_thread_takes_subnormal_numbers_for_zeros(flags: tuple[str, ...]) -> None:
+    """As libraries set it for all that a thread does: codes may become such numbers. Afterwards it is set as before."""
+    codes = torch.arange(16 * 96).remainder(127).to(torch.uint8).view(16, 96)
+    layer = fp8_weight_only_linear(codes.view(torch.float8_e4m3fn), torch.ones(16, 1), None, flags=flags)
+    assert layer is not None
+    torch.set_num_threads(1)
+    x = torch.eye(96)
+    expected = codes.view(torch.float8_e4m3fn).float().T
+    torch.set_flush_denormal(True)
+    try:
+        found, tiny = layer(x), torch.full((1,), 1e-40).mul(1.0).view(torch.int32)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(found, expected)
+    assert tiny.tolist() == [0]
+
+
 def layers_of(outputs: int, inputs: int, flags: tuple[str, ...]) -> dict[str, Linear | None]:
     codes = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)
     scales, bias = torch.rand(outputs, 2), torch.randn(outputs)

@@ -118,9 +118,10 @@ def test_experts_are_rounded(tmp_path: Path) -> None:
     assert error_of(tmp_path / "out", folder) < 0.15
 
 
-def test_an_interrupted_job_continues_with_the_same_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])  # whose parameters are not all called "weight"
+def test_an_interrupted_job_continues_with_the_same_numbers(tmp_path: Path, architecture: str) -> None:
     """After the first layer, with a method whose later layers depend on the earlier ones."""
-    folder = make_checkpoint(tmp_path / "model", "llama")
+    folder = make_checkpoint(tmp_path / "model", architecture)
 
     class Interrupted(Exception):
         pass
@@ -148,11 +149,16 @@ def test_an_interrupted_job_continues_with_the_same_numbers(tmp_path: Path) -> N
             assert torch.equal(tensor, load_file(other)[name]), name
 
 
+def full_disk(nbytes: int) -> None:
+    """No file may be larger."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
 def test_a_disk_that_is_full_ends_a_job_that_can_go_on(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama")
     job = QuantizeJob(folder, tmp_path / "out", W4, "rtn", [])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    full_disk(4096)
     try:
         with pytest.raises(ConfigError, match=r"out: cannot be written: .*the same command continues$"):
             job.run()
@@ -160,6 +166,46 @@ def test_a_disk_that_is_full_ends_a_job_that_can_go_on(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert job.run() == 21
     assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_disk_that_is_full_from_the_beginning(tmp_path: Path) -> None:
+    job = QuantizeJob(make_checkpoint(tmp_path / "model", "llama"), tmp_path / "out", W4, "rtn", [])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    full_disk(0)
+    try:
+        with pytest.raises(ConfigError, match=r"out: cannot be written: .*the same command continues$"):
+            job.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert job.run() == 21
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_a_layer_s_file_that_was_cut_short_is_made_again(tmp_path: Path, method: str) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    job = QuantizeJob(folder, tmp_path / "out", W4, method, SAMPLES)
+
+    def cut(done: int, total: int) -> None:
+        (file,) = (tmp_path / "out" / PARTIAL).glob("layer-*.safetensors")
+        file.write_bytes(file.read_bytes()[:-100])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        job.run(cut)
+    assert job.run() == 21
+    QuantizeJob(folder, tmp_path / "whole", W4, method, SAMPLES).run()
+    assert torch.equal(logits_of(tmp_path / "out"), logits_of(tmp_path / "whole"))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Not the folder that is written, which room would not help."""
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    job = QuantizeJob(folder, tmp_path / "out", W4, "rtn", [])
+    (folder / "vocab").symlink_to("/proc/self/mem")  # opens, and its first byte is not there
+    with pytest.raises(ModelError, match=r"model/vocab: cannot be read: .*; once it can, the same command continues$"):
+        job.run()
+    (folder / "vocab").unlink()
+    assert job.run() == 21
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
@@ -188,8 +234,14 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
 
 
 def test_samples_longer_than_the_model_takes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^--num-tokens 2048: .* takes 2048 tokens at most; use fewer than that$"):
+    said = r"^--num-tokens {}: .* takes 2048 tokens at most; use {} or fewer$"
+    with pytest.raises(ConfigError, match=said.format(2048, 2047)):
         quantize(str(SHIPPED_MODEL), str(tmp_path / "out"), num_tokens=2048)
+    missing = str(tmp_path / "texts")  # the next thing that is looked at
+    with pytest.raises(ConfigError, match=said.format(2049, 2048)):
+        quantize(str(SHIPPED_MODEL), str(tmp_path / "out"), calibration=missing, num_tokens=2049, evaluate=False)
+    with pytest.raises(ConfigError, match=r"texts: cannot be read"):
+        quantize(str(SHIPPED_MODEL), str(tmp_path / "out"), calibration=missing, num_tokens=2048, evaluate=False)
 
 
 def test_calibration_files(tmp_path: Path) -> None:

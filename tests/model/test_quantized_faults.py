@@ -177,6 +177,11 @@ BROKEN: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("awq", lambda w: w.update({"model.layers.0.mlp.x_proj.weight": torch.ones(4, 4)}), "has no such weight"),
     ("awq", lambda w: w.update({f"{DOWN}.qweight": w[f"{DOWN}.qweight"][:48]}), "down_proj: 64 output and 48 input"),
     ("packed 4", lambda w: w.update({f"{DOWN}.weight_shape": torch.tensor([64, 48])}), "down_proj: 64 output and 48"),
+    (
+        "fp8 whole",
+        lambda w: w.update({f"{DOWN}.weight": w[f"{DOWN}.weight"].t().contiguous()}),
+        "96 output and 64 input",
+    ),
     ("gptq 4", lambda w: w.update({f"{DOWN}.bias": torch.zeros(63)}), r"down_proj: 63 and 64 output .* \[64, 96\]"),
 ]
 

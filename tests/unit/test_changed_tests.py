@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,15 @@ def test_a_commit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["changed_tests", "no-such-commit"])
     with pytest.raises(SystemExit, match="no-such-commit"):
         changed_tests.main()
+
+
+def test_durations_are_those_of_the_newest_cache(tmp_path: Path) -> None:
+    """Each half of scripts/test.sh has its own, and pytest by hand one more."""
+    for at_s, (name, found) in enumerate(
+        {".": {"a": 1.0, "b": 1.0, "c": 1.0}, "one-process": {"a": 2.0, "b": 2.0}, "clusters": {"b": 3.0}}.items()
+    ):
+        file = tmp_path / name / "v" / "pd_cluster" / "durations"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(found))
+        os.utime(file, (at_s, at_s))
+    assert changed_tests.durations_of(tmp_path) == {"a": 2.0, "b": 3.0, "c": 1.0}

@@ -234,6 +234,15 @@ def w4a8(weights: dict[str, Any], inputs: dict[str, Any], others: dict[str, Any]
     return {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
 
 
+def w8a8(*inputs: dict[str, Any]) -> dict[str, Any]:
+    """compressed-tensors' settings of int8 weights with these activations."""
+    groups = {str(i): {"weights": {"num_bits": 8}, "input_activations": each} for i, each in enumerate(inputs)}
+    return {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+
+
+DYNAMIC, STATIC = {"dynamic": True, "strategy": "token"}, {"dynamic": False, "strategy": "tensor"}
+
+
 def write_weights(folder: Path, tensors: dict[str, tuple[str, int]], missing_nbytes: int = 0) -> None:
     """name -> (dtype, bytes)."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -307,6 +316,15 @@ def test_a_field_of_a_quantizer_is_refused_by_name(folder: Path, field: str, val
         (w4a8({}, {"num_bits": 4}), "input_activations.num_bits 4 is not supported"),
         (w4a8({}, {}, {"num_bits": 8, "type": "int"}), "groups of int4 weights with int8 activations beside others"),
         (w4a8({}, {}, {"num_bits": 4, "type": "int"}), "groups of int4 weights with int8 activations beside others"),
+        (
+            w8a8({**DYNAMIC, "symmetric": False}),
+            "input_activations.symmetric of dynamic activations False is not supported; give a folder with True",
+        ),
+        (w8a8({**DYNAMIC, "strategy": "tensor"}), "input_activations.strategy of dynamic activations 'tensor' is not"),
+        (w8a8({**STATIC, "strategy": "channel"}), "input_activations.strategy of static activations 'channel' is not"),
+        (w8a8({**DYNAMIC, "dynamic": "local"}), "input_activations.dynamic 'local' is not supported"),
+        (w8a8({**DYNAMIC, "num_bits": 4}), "input_activations.num_bits 4 is not supported"),
+        (w8a8(DYNAMIC, STATIC), "groups of int8 weights with different input_activations; give a folder with one kind"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "1 is not a scheme"),
         ({"quant_method": "compressed-tensors", "config_groups": 1}, "not the settings of compressed-tensors: "),
     ],

@@ -204,3 +204,19 @@ def test_weights_that_are_no_numbers_are_not_quantized(scheme: str, value: float
     weight[2, 5] = value
     with pytest.raises(ModelError, match=r"^file: layer: weight has NaN or infinities; copy"):
         encoded(weight, scheme, "file: layer")
+
+
+def test_static_activations_have_their_tensors() -> None:
+    """By config.json; without them they would be computed as dynamic ones, or as symmetric ones."""
+    tensors = eight_bits(torch.int8, torch.ones(NUM_OUTPUTS, 1))
+    tensors["weight"] = tensors["weight"] * 3
+    zero = {"input_zero_point": torch.tensor([7], dtype=torch.int8)}
+    for symmetric, needed in ((True, {}), (False, zero)):
+        inputs = {"dynamic": False, "strategy": "tensor", "symmetric": symmetric}
+        group = {"weights": {"num_bits": 8}, "input_activations": inputs}
+        given = {**tensors, "input_scale": torch.tensor([0.5]), **needed}
+        assert (numbers("compressed-tensors", given, config_groups={"group_0": group}) == 3).all()
+        for name in ("input_scale", *needed):
+            left = {other: tensor for other, tensor in given.items() if other != name}
+            with pytest.raises(ModelError, match=f"file: layer: static activations without {name}; the file does not"):
+                numbers("compressed-tensors", left, config_groups={"group_0": group})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
@@ -33,6 +33,7 @@ from pd_cluster.model.quantized_files import LINEAR
 
 PARTIAL = ".partial"  # the folder of an unfinished job, in the output folder
 STATE = "job.json"
+CHUNK_NBYTES = 1 << 22
 LAYER = re.compile(r"(?P<layer>(?:.*\.)?layers\.(?P<index>\d+))\.(?P<name>.+)\.(?P<part>\w+)$")
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", INDEX)
 
@@ -76,13 +77,13 @@ class QuantizeJob:
             walk = None if self.method == "rtn" else _Walk(checkpoint, files, self.samples)
             for index in sorted(layers):
                 file = partial / f"layer-{index:05}.safetensors"
-                if not file.exists():
+                if (done := _earlier(file)) is None:
                     tensors = self._layer(index, layers[index], files, walk, scheme)
                     with self._writing():
                         save_file(tensors, file.with_suffix(".new"), {"format": "pt"})
                         file.with_suffix(".new").rename(file)
                 elif walk is not None:
-                    walk.pass_by(index, load_file(file))
+                    walk.pass_by(index, done)
                 progress(index + 1, len(layers))
             others = {name for names in layers.values() for name in names} - set(chosen)
             ignored = [name.removesuffix(".weight") for name in others if len(files.shape(name)) == 2]  # routers
@@ -90,21 +91,21 @@ class QuantizeJob:
                 tensors = {name: files[name] for name in rest}
                 with self._writing():
                     save_file(tensors, partial / "rest.safetensors", {"format": "pt"})
-        with self._writing():
-            self._finish(partial, scheme.config(["lm_head", *sorted(ignored)]))
+        self._finish(partial, scheme.config(["lm_head", *sorted(ignored)]))
         return len(chosen)
 
     def _partial(self) -> Path:
         partial = self.out / PARTIAL
         if self.out.exists() and not self.out.is_dir():
             raise ConfigError(f"{self.out}: a file is there; give another folder")
-        if self.out.exists() and any(self.out.iterdir()):
-            state = partial / STATE
-            if not state.exists() or state.read_text("utf-8") != self.digest:
-                raise ConfigError(f"{self.out}: not empty, and no unfinished job like this one; give another folder")
+        state, digest = partial / STATE, self.digest
+        has_work = self.out.exists() and (any(partial.glob("*.safetensors")) or {*self.out.iterdir()} - {partial})
+        if has_work and (not state.exists() or b"".join(_chunks(state)) != digest.encode()):
+            raise ConfigError(f"{self.out}: not empty, and no unfinished job like this one; give another folder")
         with self._writing():
             partial.mkdir(parents=True, exist_ok=True)
-            (partial / STATE).write_text(self.digest, "utf-8")
+            state.with_suffix(".new").write_text(digest, "utf-8")
+            state.with_suffix(".new").rename(state)
         return partial
 
     @contextmanager
@@ -138,18 +139,50 @@ class QuantizeJob:
         places: dict[str, str] = {}
         for number, part in enumerate(parts, 1):
             name = f"model-{number:05}-of-{len(parts):05}.safetensors"
-            places |= dict.fromkeys(load_file(part), name)
-            shutil.copyfile(part, self.out / name)
+            with safe_open(part, framework="pt") as opened:
+                places |= dict.fromkeys(opened.keys(), name)
+            self._copy(part, self.out / name)
         size = sum(part.stat().st_size for part in parts)
         index = {"metadata": {"total_size": size}, "weight_map": places}
-        (self.out / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
+        with self._writing():
+            (self.out / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
         for file in self.model.iterdir():
             if file.is_file() and not file.name.endswith(NOT_COPIED) and file.name != "config.json":
-                shutil.copyfile(file, self.out / file.name)
+                self._copy(file, self.out / file.name)
         config = read_json(self.model / "config.json")
         config["quantization_config"] = quantization_config
-        (self.out / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
-        shutil.rmtree(partial)
+        with self._writing():
+            (self.out / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
+            shutil.rmtree(partial)
+
+    def _copy(self, file: Path, to: Path) -> None:
+        with self._writing(), to.open("wb") as target:
+            for chunk in _chunks(file):
+                target.write(chunk)
+
+
+def _chunks(file: Path) -> Iterator[bytes]:
+    """Yields a file's contents. Raises ModelError, so that no fault of reading is taken for one of writing."""
+    try:
+        with file.open("rb") as source:
+            while chunk := source.read(CHUNK_NBYTES):
+                yield chunk
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> ModelError:
+    return ModelError(f"{file}: cannot be read: {error}; once it can, the same command continues")
+
+
+def _earlier(file: Path) -> Tensors | None:
+    """Returns a layer that an earlier run has written; None if there is none, or one that was cut short."""
+    try:
+        return load_file(file) if file.exists() else None
+    except SafetensorError:
+        return None
+    except OSError as error:
+        raise _unreadable(file, error) from error
 
 
 def _is_quantized(name: str, files: Files) -> bool:
@@ -200,7 +233,7 @@ class _Walk:
 
 def _numbers(path: str, parts: Tensors) -> Tensors:
     """Returns a module's parameters as numbers."""
-    if "weight_packed" not in parts and parts["weight"].dtype not in (torch.int8, FP8):
+    if "weight_packed" not in parts and ("weight" not in parts or parts["weight"].dtype not in (torch.int8, FP8)):
         return parts
     is_w4a8 = "weight_packed" not in parts and parts["weight_scale"].shape[-1] > 1  # others have a scale a row
     read = decoded(path, parts, Quantization(COMPRESSED, path, is_w4a8=is_w4a8))

@@ -182,6 +182,8 @@ def _eight_bits(layer: Layer, found: Quantization) -> Parts:
         else:
             raise layer.wrong(f"{name} of {list(scales.shape)} for a weight of {list(weight.shape)}")
     if weight.dtype == torch.int8 and found.has_int8_activations and scales.shape[1] == 1:
+        if missing := [part for part in found.input_parts if part not in layer]:
+            raise layer.wrong(f"static activations without {missing[0]}")
         parts = {"int8_codes": weight, "int8_scales": scales[:, 0]}
         if (step := layer.get("input_scale")) is not None:
             zero = layer.get("input_zero_point")

@@ -55,18 +55,20 @@ class Background:
     def __init__(self, cluster: LiveCluster, num: int, **body: Any) -> None:
         self.answers: list[httpx.Response] = []
         self._url, self._body = f"{cluster.url}/v1/completions", body
+        self._client = httpx.Client(timeout=90, trust_env=False)  # made once: requests begin together
         self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(num)]
         for thread in self._threads:
             thread.start()
 
     def _ask(self) -> None:
         headers = {"Authorization": "Bearer sk-hidden"}
-        answer = httpx.post(self._url, json=self._body, headers=headers, timeout=90, trust_env=False)
+        answer = self._client.post(self._url, json=self._body, headers=headers)
         self.answers.append(answer)
 
     def end(self) -> list[httpx.Response]:
         for thread in self._threads:
             thread.join(90)
+        self._client.close()
         assert len(self.answers) == len(self._threads), "requests hang"
         return self.answers
 
@@ -151,10 +153,10 @@ def test_running_requests_end_when_it_is_paused(steered: Steered) -> None:
 
 def test_a_sleep_keeps_what_runs(steered: Steered) -> None:
     """More of this is in test_sleep.py."""
-    body = {**LONG, "max_tokens": 1000, "return_token_ids": True}
+    body = {**LONG, "return_token_ids": True}
     (alone,) = Background(steered, 1, **body).end()
     kept = Background(steered, 2, **body)
-    steered.wait_until("they run", lambda: running(steered) >= 2)
+    steered.wait_until("they are there", lambda: steered.load() == 2)
     assert steered.command("/sleep?level=2&mode=keep") == {"status": "asleep", "level": 2}
     assert steered.ask("GET", "/is_sleeping").json() == {"is_sleeping": True, "level": 2}
     refused = steered.client.post(f"{steered.url}/v1/completions", json={"prompt": [5], "max_tokens": 1})

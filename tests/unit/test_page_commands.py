@@ -94,7 +94,7 @@ def test_up_says_where_flags_of_instances_go(
     assert caught.value.code == 1
     name = flag.partition("=")[0].replace("_", "-")
     assert capsys.readouterr().err == (
-        f"pd-cluster: {name} is a flag of instances; give it after --, as in `pd-cluster up -- {flag}`\n"
+        f"pd-cluster: {name} is a flag of `pd-cluster serve`; give it after --, as in `pd-cluster up -- {flag}`\n"
     )
 
 

@@ -249,7 +249,9 @@ def _check_place(command: Any, argv: list[str]) -> None:
     of_instances = {*_serve_flags()} - own
     for word in argv[: argv.index("--") if "--" in argv else None]:
         if (flag := word.partition("=")[0].replace("_", "-")) in of_instances:
-            raise ConfigError(f"{flag} is a flag of `pd-cluster serve`; give it after --, as in `pd-cluster up -- {word}`")
+            raise ConfigError(
+                f"{flag} is a flag of `pd-cluster serve`; give it after --, as in `pd-cluster up -- {word}`"
+            )
 
 
 def whole_command() -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -149,35 +151,26 @@ def test_an_interrupted_job_continues_with_the_same_numbers(tmp_path: Path, arch
             assert torch.equal(tensor, load_file(other)[name]), name
 
 
-def full_disk(nbytes: int) -> None:
-    """No file may be larger."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
-def test_a_disk_that_is_full_ends_a_job_that_can_go_on(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model", "llama")
-    job = QuantizeJob(folder, tmp_path / "out", W4, "rtn", [])
+@contextlib.contextmanager
+def full_disk(nbytes: int) -> Iterator[None]:
+    """No file may be larger, and a job says so."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    full_disk(4096)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
     try:
         with pytest.raises(ConfigError, match=r"out: cannot be written: .*the same command continues$"):
-            job.run()
+            yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("nbytes", [4096, 0])
+def test_a_disk_that_is_full_ends_a_job_that_can_go_on(tmp_path: Path, nbytes: int) -> None:
+    """Later, or from the beginning."""
+    job = QuantizeJob(make_checkpoint(tmp_path / "model", "llama"), tmp_path / "out", W4, "rtn", [])
+    with full_disk(nbytes):
+        job.run()
     assert job.run() == 21
     assert (tmp_path / "out" / "config.json").exists()
-
-
-def test_a_disk_that_is_full_from_the_beginning(tmp_path: Path) -> None:
-    job = QuantizeJob(make_checkpoint(tmp_path / "model", "llama"), tmp_path / "out", W4, "rtn", [])
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    full_disk(0)
-    try:
-        with pytest.raises(ConfigError, match=r"out: cannot be written: .*the same command continues$"):
-            job.run()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert job.run() == 21
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])

@@ -140,7 +140,7 @@ def test_events_go_on_behind_a_fault(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of a batch that cannot be written, of a send, and of the sockets that are then to be opened anew."""
+    """The faults: a batch that cannot be written, a send, and sockets that are then to be opened anew."""
     made = publisher()
     reader = Reader(context, f"ipc://{tmp_path}/events")
     await_subscriber(made, reader)

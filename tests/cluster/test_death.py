@@ -72,14 +72,14 @@ class Streaming:
         return found
 
     def to_the_end(self) -> list[list[int]]:
-        """The tokens of each choice that are still to come; the stream must end as one that was answered."""
+        """The tokens of each choice that are still to come, none if it is over; it must end as one that was answered."""
         tokens: dict[int, list[int]] = {}
         while (data := self.next()[1]) != "[DONE]":
             event = json.loads(data)
             assert "error" not in event, event
             for choice in event["choices"]:
                 tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
-        return [tokens[index] for index in sorted(tokens)]
+        return [tokens[index] for index in sorted(tokens)] or [[]]
 
     def until_error(self) -> tuple[float, dict[str, Any]]:
         """When the in-band error came, and what it says; the stream must then end with [DONE]."""

@@ -24,7 +24,7 @@ from pd_cluster.types import Order, Request, Sampling
 log = logging.getLogger(__name__)
 
 COUNTING = " ".join(str(number) for number in range(1, 21))
-# Of the loss of equal chances, ln(vocabulary). The shipped model loses 0.02 of it, and 1.16 with its codes reordered.
+# Equal chances lose ln(vocabulary). The shipped model loses 0.02 of it, and 1.16 with its codes reordered.
 MOST_LOSS = 0.75
 
 

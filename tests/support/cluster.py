@@ -253,10 +253,10 @@ class LiveCluster:
         def load() -> int:
             return int(self.client.get(f"{self.url}/load").json()["server_load"])
 
-        before = load()
+        self.wait_until("nothing is in flight", lambda: load() == 0)
         with socket.create_connection(("127.0.0.1", self.launch.port), timeout=30) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")
-            self.wait_until("the request is in flight", lambda: load() == before + 1)
+            self.wait_until("the request is in flight", lambda: load() == 1)
             yield
             connection.sendall(b"{}")
             assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")

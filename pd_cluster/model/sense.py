@@ -30,9 +30,10 @@ MOST_LOSS = 0.75
 
 
 def warn_of_chance(model: CausalLM, checkpoint: Checkpoint, layout: KVLayout, device: Device, is_first: bool) -> None:
-    """Logs a warning if a quantized folder's model predicts counting hardly better than chance. Its ranks call this
-    together, as it computes a step, and the first one warns. `layout`: of a pool of the model's own dtype. Models made for
-    vectors may have forgotten how to count.
+    """Logs a warning if a quantized folder's model predicts counting hardly better than chance.
+
+    Its ranks call this together, as it computes a step, and the first one warns. `layout`: of a pool of the model's own
+    dtype. Models made for vectors may have forgotten how to count.
     """
     found = checkpoint.quantization
     is_for_vectors = (checkpoint.path / MODULES_FILE).exists()

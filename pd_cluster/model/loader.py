@@ -468,9 +468,10 @@ def _probe_logits(model: CausalLM, layout: KVLayout, device: Device) -> torch.Te
     num_blocks = layout.num_blocks_for(PROBE_NUM_TOKENS)
     probe = Request("probe", Order(token_ids, Sampling()), block_table=list(range(num_blocks)))
     pool = KVPool(layout, num_blocks, device)
-    batch = build_batch([(probe, PROBE_NUM_TOKENS)], pool)
-    batch.sample_rows = torch.arange(PROBE_NUM_TOKENS, device=batch.slot_mapping.device)
-    with torch.inference_mode():
-        logits = model(batch).float()
-    pool.close()
-    return logits
+    try:
+        batch = build_batch([(probe, PROBE_NUM_TOKENS)], pool)
+        batch.sample_rows = torch.arange(PROBE_NUM_TOKENS, device=batch.slot_mapping.device)
+        with torch.inference_mode():
+            return model(batch).float()
+    finally:
+        pool.close()

@@ -72,7 +72,7 @@ class Streaming:
         return found
 
     def to_the_end(self) -> list[list[int]]:
-        """The tokens of each choice that are still to come, none if it is over; it must end as one that was answered."""
+        """The tokens of each choice that are still to come, if any; the stream must end as one that was answered."""
         tokens: dict[int, list[int]] = {}
         while (data := self.next()[1]) != "[DONE]":
             event = json.loads(data)

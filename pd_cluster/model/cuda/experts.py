@@ -154,23 +154,10 @@ class TritonGroupedExperts:
     def _multiply(
         self, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
     ) -> torch.Tensor:
-        (num_experts, width, hidden_size), num_pairs = self._gate_up.shape, len(order)
+        (_, width, hidden_size), num_pairs = self._gate_up.shape, len(order)
         num_features = width // 2
-        if self._is_deterministic:
-            tile = FIXED_32_BITS if x.dtype == torch.float32 else FIXED_16_BITS
-        else:
-            tile = tiling(num_pairs, num_experts, x.dtype, self._gate_up.has_words or self._down.has_words)
-        row_tiles = num_row_tiles(num_pairs, num_experts, tile.block_m)
-        common = {
-            "num_row_tiles": row_tiles,
-            "NUM_EXPERTS": num_experts,
-            "EXPERTS_BLOCK": triton.next_power_of_2(num_experts),
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "GROUP": ROW_TILES_TOGETHER,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        }
+        tile, common = self._launch(x, num_pairs)
+        row_tiles = common["num_row_tiles"]
         inner = x.new_empty(num_pairs, num_features)
         taken, taken_scales = self._gate_up.taken(x)
         kernels.gate_up_product[(row_tiles * triton.cdiv(num_features, tile.block_n // 2),)](
@@ -212,6 +199,24 @@ class TritonGroupedExperts:
         )
         added = self._added(out.view(len(x), self._routing.top_k, num_outputs))
         return added if self._rows is None else self._rows.placed(added)
+
+    def _launch(self, x: torch.Tensor, num_pairs: int) -> tuple[Tiling, dict[str, int]]:
+        """Returns the tile for so many pairs, and what both kernels are launched with."""
+        num_experts = self._down.shape[0]
+        if self._is_deterministic:
+            tile = FIXED_32_BITS if x.dtype == torch.float32 else FIXED_16_BITS
+        else:
+            tile = tiling(num_pairs, num_experts, x.dtype, self._gate_up.has_words or self._down.has_words)
+        return tile, {
+            "num_row_tiles": num_row_tiles(num_pairs, num_experts, tile.block_m),
+            "NUM_EXPERTS": num_experts,
+            "EXPERTS_BLOCK": triton.next_power_of_2(num_experts),
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "GROUP": ROW_TILES_TOGETHER,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
 
     def _added(self, out: torch.Tensor) -> torch.Tensor:
         """Adds up the pairs of each row: [num_rows, top_k, num_outputs] to [num_rows, num_outputs]."""

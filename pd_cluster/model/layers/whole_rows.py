@@ -14,7 +14,7 @@ import torch
 from pd_cluster.native.products import Linear
 
 
-class Ranks(Protocol):
+class JoinsRows(Protocol):
     """The part of `Group` (model/parallel) that is needed here."""
 
     rank: int
@@ -27,7 +27,7 @@ class Ranks(Protocol):
 class WholeRows:
     """`outputs`: those of this rank, [start, stop) of `num_outputs`."""
 
-    ranks: Ranks
+    ranks: JoinsRows
     outputs: tuple[int, int]
     num_outputs: int
 

@@ -363,7 +363,7 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
     if weights is not None:
         local = config_of(checkpoint) if share is None else share.plan.local_config()
         architecture = AutoModelForCausalLM._model_mapping[type(local)]
-        held = hold(weights, architecture, local, TORCH_DTYPES[dtype])
+        held = hold(weights, architecture, local, TORCH_DTYPES[dtype], share)
         source = {"pretrained_model_name_or_path": None, "config": local, "state_dict": weights}
     try:
         with Unfilled() if _is_quick(checkpoint, device) else nullcontext():

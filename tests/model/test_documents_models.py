@@ -144,11 +144,20 @@ def test_tokenizer_revision_is_a_version_of_the_tokenizer(hub: Callable[..., Non
     assert answer(NAME, tokenizer_revision="v1") == greedy(path, "ba")
     assert answer(path, tokenizer=NAME, tokenizer_revision="v1") == greedy(path, "ba")
     assert answer(NAME, tokenizer_revision=None) == greedy(path, "ab")
+    with pytest.raises(
+        ModelError, match=r"^tokenizer_revision v1: .* is a folder, which has one version; leave it out"
+    ):
+        LLM(str(path), tokenizer_revision="v1", **ROOM)
 
 
 @pytest.mark.parametrize("tokenizer_mode", ["auto", "slow"])
-def test_either_tokenizer_mode_has_the_same_tokens(path: Path, tokenizer_mode: str) -> None:
+def test_either_tokenizer_mode_has_the_same_tokens(
+    path: Path, caplog: pytest.LogCaptureFixture, tokenizer_mode: str
+) -> None:
+    """There is one tokenizer; a warning says so to those who ask for the other."""
     assert answer(path, "Größe", tokenizer_mode=tokenizer_mode) == greedy(path, "Größe")
+    said = "tokenizer_mode has no effect: fast and slow tokenizers give the same token ids"
+    assert (said in caplog.messages) == (tokenizer_mode == "slow")
 
 
 def test_a_folder_without_a_tokenizer_answers_token_ids(path: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ static int way(const Product *p) {
 // Returns up to how many rows codes become numbers in registers, for each block anew; more rows have them decoded once.
 static int64_t most_in_registers(const Product *p) {
     if (p->form == E4M3S) return IS_ZEN ? 9 * FEW_ROWS : FEW_ROWS;
-    return !IS_ZEN ? 2 * FEW_ROWS : VL == 16 ? INT64_MAX : 9 * FEW_ROWS;
+    return !IS_ZEN ? 2 * FEW_ROWS : VL == 16 ? MANY_ROWS : 9 * FEW_ROWS;
 }
 
 // Whether the weights of a span are decoded once, for many rows.

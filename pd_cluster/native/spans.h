@@ -61,10 +61,9 @@ INLINE void multiply_spans(Way y, int m, int v, const Spans *s) {
                 int32_t of_x = s->sums[r * s->sum_stride + span];
                 float sum, *to = s->totals + r * s->stride + q * VL;
                 vf value = m > 2 ? load(kept + (r * v * PARTS + q) * VL) : (vf)sums[r][q];
-                vf before = span ? load(to) : (vf){0};
                 if (y.as == AS_CODES) value = to_floats((vi)value - of_x * code_offset(y.form)), sum = (float)of_x;
                 else memcpy(&sum, &of_x, 4);
-                store(to, folded(has_scales, has_zeros, value, zero, sum, scale, before));
+                store(to, folded(has_scales, has_zeros, value, zero, sum, scale, load(to)));
             }
         }
         if (++in_group == s->spans_of_group) in_group = 0, group++;
@@ -170,6 +169,7 @@ static void multiply_in_registers(const Packed *w, int64_t first, int64_t num_ro
     int64_t m = w->together, most = spans_panels(w, m);
     SpansKernel *const *kernels = spans_kernels_of(w, m);
     Spans s = spans_of(w, num_panels);
+    memset(totals, 0, (size_t)((num_rows + m - 1) / m * m * s.stride) * 4);
     for (int64_t q = 0, v; q < num_panels; q += v) {
         v = num_panels - q >= most ? most : 1;
         s.words = words_at(w, panel + q, 0);

@@ -32,6 +32,7 @@ def run(page: str, names: dict[str, Path]) -> dict[str, Any]:
     return defined
 
 
+@pytest.mark.slow
 def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (64, 64), "red").save("cat.jpg")

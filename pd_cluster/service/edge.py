@@ -124,7 +124,7 @@ class Edge(Generic[RosterT]):
             shares_workers=is_scheduler,
             find_s=timeouts.connect_timeout_s,
         )
-        self.router.holds_first = routing.first_token == "with-decode"
+        self.router.inlet.holds_first = routing.first_token == "with-decode"
         if is_scheduler:
             self.roster.own_key = peer_key(name, self.mailbox.epoch)
         self.handler = LoopHandler(asyncio.get_running_loop(), self.roster, self.router)

@@ -45,7 +45,7 @@ def test_work_that_others_must_see_is_reported_at_once() -> None:
 def test_a_full_instance_is_no_fault_and_no_attempt() -> None:
     async def go() -> None:
         world = World()
-        world.router._limits = world.router._limits.__class__(max_attempts=0)
+        world.router.attempts.limits = world.router.attempts.limits.__class__(max_attempts=0)
         serving, first, rid = await world.begin()
         world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "full", True, is_full=True))
         await asyncio.sleep(0)
@@ -71,7 +71,7 @@ class Bounced:
         self.world = World(replay=ReplayLimits(wait_s=wait_s))
         self.pauses: list[float] = []
         self.goes_on = asyncio.Event()
-        self.world.router.pause = self._pause
+        self.world.router.attempts.pause = self._pause
 
     async def _pause(self, time_s: float) -> None:
         self.pauses.append(time_s)

@@ -9,27 +9,26 @@ import asyncio
 import contextlib
 import hmac
 import itertools
-import logging
 import secrets
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Literal
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.roster import Members
 from pd_cluster.cluster.routing.adapter_use import AdapterCounts
+from pd_cluster.cluster.routing.attempts import Attempts
 from pd_cluster.cluster.routing.dispatch import Dispatch, Send
+from pd_cluster.cluster.routing.endings import Endings
 from pd_cluster.cluster.routing.entrance import ANYBODY, SHUTTING_DOWN, Entrance, Visitor
 from pd_cluster.cluster.routing.fair_queue import QueueEntry
-from pd_cluster.cluster.routing.first_tokens import hold_s
+from pd_cluster.cluster.routing.outputs import Inlet
 from pd_cluster.cluster.routing.policy import Pair, Policy, RoutingRequest, for_all_kinds
 from pd_cluster.cluster.routing.predict import NO_GOALS, Goals
-from pd_cluster.cluster.routing.replays import ReplayLimits, check_replay, next_pair
+from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.resume import Finder, KeptStream, RecordPlace
-from pd_cluster.cluster.routing.room import room_of
-from pd_cluster.cluster.routing.slices import Slices
-from pd_cluster.cluster.routing.stats import ReplayCause, RequestStats
+from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.cluster.routing.steering import Steering
 from pd_cluster.cluster.routing.stream import Death, RequestStream, Setback, TokenSequence, ask_of
 from pd_cluster.cluster.routing.timeline import Timelines
@@ -37,21 +36,13 @@ from pd_cluster.errors import (
     DeadlineExceeded,
     GenerationError,
     InstanceLost,
-    Overloaded,
     PdClusterError,
-    RequestAborted,
-    RequestError,
     Unavailable,
 )
 from pd_cluster.reports import Gate
-from pd_cluster.types import FinishReason, LegEnd, Order, PooledOutput, PromptOutput, TokenOutput
+from pd_cluster.types import Order, PooledOutput, PromptOutput, TokenOutput
 
-log = logging.getLogger(__name__)
-
-FIRST_PAUSE_S, MOST_PAUSE_S = 0.02, 1.0  # after an instance was full; twice as long each time
-FULL_RETRY_S = 1
 FIND_S = 5.0
-TAKEN = "another reader has taken this stream over"
 
 
 def _unheard(prompt: PromptOutput) -> None:
@@ -79,23 +70,27 @@ class Router:
         `find_s`: how long instances may take to say whether they have the record of a stream that resumes.
         """
         self.membership = membership
-        self._choose = choose = for_all_kinds(choose)
+        choose = for_all_kinds(choose)
         self._request_timeout_s = request_timeout_s
-        self._limits = replay or ReplayLimits()
-        self.holds_first = False  # first tokens wait for decode; see first_tokens.py
-        self.pause: Callable[[float], Awaitable[None]] = asyncio.sleep  # before the next attempt at a full instance
+        limits = replay or ReplayLimits()
         self._streams: dict[str, RequestStream] = {}
-        self._slices = Slices(self._on_slice)
         self._counter = itertools.count()
         self._life = secrets.token_hex(4)
         self.timelines = Timelines()
         self.stats = RequestStats()
         self.adapters = AdapterCounts()
-        self.entrance = Entrance(
-            membership, choose, self.stats, goals, self._limits.together_s, max_queue_s, has_priorities
-        )
+        self.entrance = Entrance(membership, choose, self.stats, goals, limits.together_s, max_queue_s, has_priorities)
         self._dispatch = Dispatch(send, self.entrance.look, shares_workers, lambda: membership.instances)
-        self.steering = Steering(self._streams, self.entrance, self.timelines, self._move)
+        self._endings = Endings(
+            self._streams, self._dispatch, self.stats, self.timelines, lambda stream: self.steering.ended(stream)
+        )
+        self.steering = Steering(self._streams, self.entrance, self.timelines, self._endings.move)
+        self.inlet = Inlet(self._streams, self._dispatch, self.timelines, self._endings)
+        self.attempts = Attempts(
+            *(self._streams, membership, choose, limits, self.entrance, self.steering, self._dispatch),
+            *(self.stats, self.timelines),
+        )
+        self.on_outputs, self.on_outputs_at_once = self.inlet.add, self.inlet.add_at_once
         self._finder = Finder(send, membership, find_s)
         self.on_found = self._finder.on_found
         membership.watch(self)
@@ -156,7 +151,7 @@ class Router:
                     yield item
                 elif isinstance(item, Setback):
                     async with asyncio.timeout_at(deadline_s):
-                        await self._replay(stream, item, deadline_s)
+                        await self.attempts.replay(stream, item, deadline_s)
                 elif item is not None:
                     raise item
         except TimeoutError:
@@ -247,71 +242,6 @@ class Router:
         self.timelines.routed(stream.request_id, stream.transfer_id, client_id, received_s, num_tokens, prefill, decode)
         return stream, entry
 
-    async def _replay(self, stream: RequestStream, setback: Setback, deadline_s: float | None) -> None:
-        """Starts another attempt elsewhere, after the delivered tokens.
-
-        Raises the setback's error if there is none; Overloaded where instances were full; GenerationError if the
-        stream was taken over meanwhile.
-        """
-        if self._keeps(stream, setback) or stream.is_finished:
-            return
-        check_replay(stream, setback, self.membership.instances, self._limits)
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + self._limits.wait_s
-        error: PdClusterError = setback.error
-        stream.num_full = stream.num_full + 1 if setback.cause == "full" else 0
-        if stream.num_full:
-            if stream.num_full == 1:
-                stream.full_until_s = until_s
-            until_s, error = stream.full_until_s, Overloaded(str(setback.error), FULL_RETRY_S)
-            await self._until_room(until_s, stream.num_full, error)
-            if self._keeps(stream, setback):
-                return
-        while True:
-            if self.entrance.is_closed:
-                raise GenerationError(f"{SHUTTING_DOWN}; {setback.error}")
-            try:
-                stream.prefill, stream.decode = next_pair(stream, self.membership.instances, self._choose)
-                break
-            except Unavailable:
-                try:
-                    async with asyncio.timeout_at(until_s):
-                        await self.entrance.change()
-                except TimeoutError:
-                    raise error from None
-                if self._keeps(stream, setback):
-                    return
-        name, why = stream.decode.name, str(setback.error)
-        shown = {"request_id": self.timelines.shown_id(stream.request_id)}
-        log.info("request %s goes on at %s: %s", stream.request_id, name, why, extra=shown)
-        self.timelines.replayed(stream.request_id, stream.transfer_id, stream.decode.conn, name, why)
-        self.stats.replayed(setback.cause)
-        self._dispatch.submit(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
-
-    def _keeps(self, stream: RequestStream, setback: Setback) -> bool:
-        """Whether a pause keeps the stream. Raises GenerationError if it has another reader, who goes by its name."""
-        if self._streams.get(stream.request_id) is not stream:
-            raise GenerationError(TAKEN)
-        return self.steering.keeps(stream, setback)
-
-    async def _until_room(self, until_s: float, num_full: int, error: Overloaded) -> None:
-        """Waits for later reports, by which there is room, or for the end of this process.
-
-        `num_full`: how often in a row an instance was full: each time it waits longer. Raises the error when it takes
-        too long.
-        """
-        try:
-            async with asyncio.timeout_at(until_s):
-                await self.entrance.change()
-                await self.pause(min(MOST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(num_full - 1, 10)))
-                while not self.entrance.is_closed:
-                    room = room_of(self.membership.instances)
-                    if room.for_prompts and room.for_sequences:
-                        return
-                    await self.entrance.change()
-        except TimeoutError:
-            raise error from None
-
     def expect_instances(self) -> None:
         """Announces that instances will become known: early requests wait a moment, as when all were lost just now."""
         self.entrance.lost()
@@ -343,7 +273,7 @@ class Router:
             self.steering.ended(stream)
         self.adapters.ends(stream.order.variant, has_begun=not is_first)
         if is_read:
-            self._note_end(stream, sys.exception())
+            self._endings.note(stream, sys.exception())
 
     def _then(self, stream: RequestStream, error: BaseException | None) -> Literal["go on", "stop", "forget"]:
         """Returns what becomes of a kept stream that is not read any more."""
@@ -360,28 +290,16 @@ class Router:
             if stream.kept is not None and hmac.compare_digest(stream.kept.keep.digest, digest):
                 if not stream.legs and not stream.is_finished:
                     raise Unavailable("the stream has lost its instance and looks for another; ask again")
-                self._take_from(stream, "go on")
+                self._endings.take(stream, "go on")
         await self.entrance.all_are_here()
         return await self._finder.find(digest)
-
-    def _take_from(self, stream: RequestStream, then: Literal["go on", ""]) -> None:
-        """Ends a stream for its reader, because it has another one. `then`: as the instance is to be told."""
-        del self._streams[stream.request_id]
-        self.steering.ended(stream)
-        if then:
-            self._dispatch.release(stream, then)
-        else:
-            self._dispatch.leave(stream)
-        taken = GenerationError(TAKEN)
-        self._note_end(stream, taken)  # now: its successor may have its name
-        stream.inbox.put(taken)
 
     def _attached(self, order: Order, place: RecordPlace, client_id: str, received_s: float | None) -> RequestStream:
         """Opens a stream at the instance that has its record. Output for an earlier reader here is dropped."""
         found, instance = place.found, place.instance
         if (before := self._streams.get(found.request_id)) is not None:  # found by two at once
-            self._take_from(before, "")
-        self._slices.forget(found.request_id)
+            self._endings.take(before, "")
+        self.inlet.forget(found.request_id)
         arrived_s = self.stats.clock() if received_s is None else received_s
         stream = self._open(order, ask_of(order), (instance, instance), arrived_s, found)
         stream.numerics = instance.info.numerics if instance.info is not None else None
@@ -390,102 +308,7 @@ class Router:
         self.timelines.routed(stream.request_id, stream.transfer_id, client_id, received_s, num_tokens, line, line)
         return stream
 
-    def _note_end(self, stream: RequestStream, error: BaseException | None) -> None:
-        """Records the request's end; unfinished sequences count as aborted by the reader, unless an error ended it."""
-        timeline = self.timelines.find(stream.request_id)
-        admitted_s = timeline.admitted_s(stream.first_s) if timeline is not None else None
-        handovers_s = timeline.handovers_s() if timeline is not None else []
-        is_fault = isinstance(error, PdClusterError) and not isinstance(error, RequestAborted)
-        left: FinishReason = "error" if is_fault else "abort"
-        outcome = stream.outcome(left, admitted_s, handovers_s)
-        self.stats.ended(outcome)
-        self.timelines.ended(stream.request_id, "" if stream.is_over else _why(error), outcome)
-
-    def _give_up(self, stream: RequestStream) -> None:
-        """Ends a stream that is not read. The reader may still take what has arrived, and then the reason."""
-        self._dispatch.abort(stream)
-        stream.inbox.put(GenerationError(f"the client leaves more than {stream.max_unread} tokens unread"))
-
-    def _retreat(self, stream: RequestStream, error: GenerationError, cause: ReplayCause) -> None:
-        """Ends a failed attempt, whatever its other leg still does."""
-        self._dispatch.abort(stream)
-        stream.retreat(error, cause)
-
     # ---- events from the workers
-
-    def on_outputs_at_once(self, conn: str, outputs: wire.Outputs) -> None:
-        """Handles outputs at once, where nothing else needs the event loop meanwhile."""
-        self._on_slice(conn, outputs, self.timelines.now_s())
-
-    def on_outputs(self, conn: str, outputs: wire.Outputs, heard_s: float | None = None) -> None:
-        """Handles outputs; `heard_s` is when they were read, by the timelines' clock; None: just now."""
-        self._slices.add(conn, outputs, self.timelines.now_s() if heard_s is None else heard_s)
-
-    def _on_slice(self, conn: str, outputs: wire.Outputs, heard_s: float) -> None:
-        for prompt in outputs.prompts:
-            if (stream := self._stream_of(conn, prompt)) is not None:
-                stream.put_prompt(prompt)
-                stream.release(stream.sequences)
-        for token in outputs.tokens:
-            if (stream := self._stream_of(conn, token)) is not None:
-                if not token.position:
-                    self._first_came(stream, conn, token)
-                stream.put(token)
-                if not stream.heard_s:
-                    stream.heard_s = heard_s
-                if token.finish_reason is not None and stream.is_finished:
-                    self._dispatch.ended(stream, conn)
-                elif len(stream.inbox) > stream.max_unread:
-                    self._give_up(stream)
-        for pooled in outputs.pooled:
-            if (stream := self._stream_of(conn, pooled)) is not None:
-                stream.put_pooled(pooled)
-                self._dispatch.ended(stream, conn)
-        for ended in outputs.ended:
-            self._on_leg_end(conn, ended)
-        self.timelines.add(conn, outputs.events)
-
-    def _first_came(self, stream: RequestStream, conn: str, token: TokenOutput) -> None:
-        """Lets prefill's first token wait for decode, and ends that wait with decode's own report of it."""
-        if stream.legs[conn] is stream.decode:
-            stream.let_go()
-        elif self.holds_first and (wait_s := hold_s(stream, conn, token)):
-            stream.hold(wait_s)
-
-    def _stream_of(self, conn: str, output: TokenOutput | PromptOutput | PooledOutput | LegEnd) -> RequestStream | None:
-        """Returns the stream that this output of this leg belongs to, if it is still wanted."""
-        stream = self._streams.get(output.request_id)
-        if stream is None or output.attempt != stream.attempt or conn not in stream.legs:
-            return None
-        if stream.legs[conn] is stream.prefill and not stream.has_prefill_spoken:
-            stream.has_prefill_spoken = True
-            if not isinstance(output, PromptOutput):
-                stream.release(stream.sequences)  # tokens that decode delivered first
-        return stream
-
-    def _on_leg_end(self, conn: str, ended: LegEnd) -> None:
-        if (stream := self._stream_of(conn, ended)) is None:
-            later = self._streams.get(ended.request_id) if ended.is_taken else None
-            if later is not None and later.attempt > ended.attempt:  # it looks for an instance, or has one
-                self._take_from(later, "go on")
-            return
-        name = stream.legs[conn].name
-        self._dispatch.ended(stream, conn)
-        stream.release(stream.sequences)
-        if ended.error is not None:
-            error = GenerationError(f"{name}: {ended.error}")
-            if ended.is_taken:
-                self._take_from(stream, "")
-            elif ended.is_refusal:
-                stream.inbox.put(RequestError(ended.error))
-            elif ended.is_full:
-                stream.num_moves += 1
-                self._retreat(stream, error, "full")
-            elif ended.is_fault:
-                stream.ask.avoid.add((stream.prefill.key, stream.decode.key))
-                self._retreat(stream, error, "fault")
-            else:
-                stream.inbox.put(error)
 
     async def steer(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
         """See members/control.py."""
@@ -505,12 +328,7 @@ class Router:
         """Moves every request with a leg there elsewhere, if possible. The instance lives and receives the aborts."""
         for stream in list(self._streams.values()):
             if any(member is instance for member in stream.legs.values()):
-                self._move(stream, f"{instance.name} gave up this request: {why}")
-
-    def _move(self, stream: RequestStream, why: str) -> None:
-        """Ends an attempt that has not failed."""
-        stream.num_moves += 1
-        self._retreat(stream, GenerationError(why), "moved")
+                self._endings.move(stream, f"{instance.name} gave up this request: {why}")
 
     def on_lost(self, instance: Instance, reason: str) -> None:
         """Moves every request with a leg there elsewhere, if possible."""
@@ -521,9 +339,4 @@ class Router:
                 self._dispatch.ended(stream, conn)
                 stream.deaths.append(Death(instance.key, lost_s))
                 error = InstanceLost(f"{instance.name} was lost while it served this request: {reason}")
-                self._retreat(stream, error, "death")
-
-
-def _why(error: BaseException | None) -> str:
-    """Returns why a request ended before all its sequences had; without an error of ours, its reader has left."""
-    return str(error) if isinstance(error, PdClusterError) else "the client left before the end"
+                self._endings.retreat(stream, error, "death")

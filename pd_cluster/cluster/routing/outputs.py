@@ -1,0 +1,104 @@
+"""Puts what the workers send to the streams that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pd_cluster import wire
+from pd_cluster.cluster.routing.dispatch import Dispatch
+from pd_cluster.cluster.routing.endings import Endings
+from pd_cluster.cluster.routing.first_tokens import hold_s
+from pd_cluster.cluster.routing.slices import Slices
+from pd_cluster.cluster.routing.stream import RequestStream
+from pd_cluster.cluster.routing.timeline import Timelines
+from pd_cluster.errors import GenerationError, RequestError
+from pd_cluster.types import LegEnd, PooledOutput, PromptOutput, TokenOutput
+
+
+class Inlet:
+    """`streams`: the router's, by their ids. `holds_first`: first tokens wait for decode; see first_tokens.py."""
+
+    def __init__(
+        self, streams: Mapping[str, RequestStream], dispatch: Dispatch, timelines: Timelines, endings: Endings
+    ) -> None:
+        self.holds_first = False
+        self._streams, self._dispatch, self._timelines, self._endings = streams, dispatch, timelines, endings
+        self._slices = Slices(self._handle)
+
+    def forget(self, request_id: str) -> None:
+        """Drops what has come for a request and waits for its slice."""
+        self._slices.forget(request_id)
+
+    def add_at_once(self, conn: str, outputs: wire.Outputs) -> None:
+        """Handles outputs at once, where nothing else needs the event loop meanwhile."""
+        self._handle(conn, outputs, self._timelines.now_s())
+
+    def add(self, conn: str, outputs: wire.Outputs, heard_s: float | None = None) -> None:
+        """Handles outputs; `heard_s` is when they were read, by the timelines' clock; None: just now."""
+        self._slices.add(conn, outputs, self._timelines.now_s() if heard_s is None else heard_s)
+
+    def _handle(self, conn: str, outputs: wire.Outputs, heard_s: float) -> None:
+        for prompt in outputs.prompts:
+            if (stream := self._stream_of(conn, prompt)) is not None:
+                stream.put_prompt(prompt)
+                stream.release(stream.sequences)
+        for token in outputs.tokens:
+            if (stream := self._stream_of(conn, token)) is not None:
+                if not token.position:
+                    self._first_came(stream, conn, token)
+                stream.put(token)
+                if not stream.heard_s:
+                    stream.heard_s = heard_s
+                if token.finish_reason is not None and stream.is_finished:
+                    self._dispatch.ended(stream, conn)
+                elif len(stream.inbox) > stream.max_unread:
+                    self._endings.give_up(stream)
+        for pooled in outputs.pooled:
+            if (stream := self._stream_of(conn, pooled)) is not None:
+                stream.put_pooled(pooled)
+                self._dispatch.ended(stream, conn)
+        for ended in outputs.ended:
+            self._on_leg_end(conn, ended)
+        self._timelines.add(conn, outputs.events)
+
+    def _first_came(self, stream: RequestStream, conn: str, token: TokenOutput) -> None:
+        """Lets prefill's first token wait for decode, and ends that wait with decode's own report of it."""
+        if stream.legs[conn] is stream.decode:
+            stream.let_go()
+        elif self.holds_first and (wait_s := hold_s(stream, conn, token)):
+            stream.hold(wait_s)
+
+    def _stream_of(self, conn: str, output: TokenOutput | PromptOutput | PooledOutput | LegEnd) -> RequestStream | None:
+        """Returns the stream that this output of this leg belongs to, if it is still wanted."""
+        stream = self._streams.get(output.request_id)
+        if stream is None or output.attempt != stream.attempt or conn not in stream.legs:
+            return None
+        if stream.legs[conn] is stream.prefill and not stream.has_prefill_spoken:
+            stream.has_prefill_spoken = True
+            if not isinstance(output, PromptOutput):
+                stream.release(stream.sequences)  # tokens that decode delivered first
+        return stream
+
+    def _on_leg_end(self, conn: str, ended: LegEnd) -> None:
+        if (stream := self._stream_of(conn, ended)) is None:
+            later = self._streams.get(ended.request_id) if ended.is_taken else None
+            if later is not None and later.attempt > ended.attempt:  # it looks for an instance, or has one
+                self._endings.take(later, "go on")
+            return
+        name = stream.legs[conn].name
+        self._dispatch.ended(stream, conn)
+        stream.release(stream.sequences)
+        if ended.error is not None:
+            error = GenerationError(f"{name}: {ended.error}")
+            if ended.is_taken:
+                self._endings.take(stream, "")
+            elif ended.is_refusal:
+                stream.inbox.put(RequestError(ended.error))
+            elif ended.is_full:
+                stream.num_moves += 1
+                self._endings.retreat(stream, error, "full")
+            elif ended.is_fault:
+                stream.ask.avoid.add((stream.prefill.key, stream.decode.key))
+                self._endings.retreat(stream, error, "fault")
+            else:
+                stream.inbox.put(error)

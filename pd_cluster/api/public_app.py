@@ -32,7 +32,7 @@ from pd_cluster.api.openai.message_routes import message_count_routes, message_r
 from pd_cluster.api.openai.model_routes import model_routes
 from pd_cluster.api.openai.openai import openai_routes
 from pd_cluster.api.openai.pooling_routes import pooling_routes
-from pd_cluster.api.openai.response_routes import kept_response_routes, response_routes
+from pd_cluster.api.openai.response_routes import input_routes, kept_response_routes, response_routes
 from pd_cluster.api.openai.resume_routes import resume_routes
 from pd_cluster.api.openai.token_routes import token_routes
 from pd_cluster.cluster.members.instance import Instance
@@ -79,8 +79,8 @@ def public_app(
         if service.resumption.is_on:
             add_routes(app, resume_routes(service))
         store = ResponseStore(http.responses) if http.responses.folder else None
-        add_routes(app, response_routes(service, store))
-        add_routes(app, kept_response_routes(service, store))
+        for make in (response_routes, input_routes, kept_response_routes):
+            add_routes(app, make(service, store))
     add_routes(app, _common_routes(service.router.entrance, instances, drain))
     name, adapters = shown_name(service), _adapters(service)
     add_routes(app, metrics_routes(service.router, instances, name, drain, totals, adapters, owner))

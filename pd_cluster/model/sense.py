@@ -12,6 +12,7 @@ import math
 import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.pooling import MODULES_FILE
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ModelError
 from pd_cluster.kv.layout import KVLayout
@@ -29,11 +30,14 @@ MOST_LOSS = 0.75
 
 
 def warn_of_chance(model: CausalLM, checkpoint: Checkpoint, layout: KVLayout, device: Device, is_first: bool) -> None:
-    """Logs a warning if a quantized folder's model predicts counting hardly better than chance. Its ranks call this
-    together, as it computes a step, and the first one warns. `layout`: of a pool of the model's own dtype.
+    """Logs a warning if a quantized folder's model predicts counting hardly better than chance.
+
+    Its ranks call this together, as it computes a step, and the first one warns. `layout`: of a pool of the model's own
+    dtype. Models made for vectors may have forgotten how to count.
     """
     found = checkpoint.quantization
-    if found is None or found.at_load or checkpoint.tokenizer_path is None:
+    is_for_vectors = (checkpoint.path / MODULES_FILE).exists()
+    if found is None or found.at_load or checkpoint.tokenizer_path is None or is_for_vectors:
         return
     try:
         token_ids = token_ids_of(checkpoint.tokenizer_path, COUNTING)

@@ -147,13 +147,23 @@ class EventPublisher:
     def _send(self, number: int, payload: bytes) -> None:
         self._past.append((number, payload))
         frames = frames_of(self._topic, number, payload)
+        if self._is_sent(frames):
+            return
+        self._pub.getsockopt(zmq.EVENTS)  # libzmq counts what subscribers have taken once a millisecond, or when asked
+        if self._is_sent(frames):
+            return
+        self._num_slow += 1
+        self._pub.setsockopt(zmq.XPUB_NODROP, 0)
+        self._pub.send_multipart(frames, zmq.NOBLOCK)
+        self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+
+    def _is_sent(self, frames: list[bytes]) -> bool:
+        """Sends to all subscribers, or to none if the queue of one is full."""
         try:
             self._pub.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:  # a subscriber's queue is full: the others get it
-            self._num_slow += 1
-            self._pub.setsockopt(zmq.XPUB_NODROP, 0)
-            self._pub.send_multipart(frames, zmq.NOBLOCK)
-            self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+        except zmq.Again:
+            return False
+        return True
 
     def _read_subscriptions(self) -> None:
         """Takes what an XPUB hears of subscribers; libzmq has acted on it already."""

@@ -91,12 +91,13 @@ class ReplyFormat:
         prompt_end: str,
         most_calls: int | None = None,
         answer: Guide | None = None,
+        are_some: bool = False,
     ) -> Guide | None:
-        """Returns the guide for a whole reply, whose content must follow `answer`; None: anything goes. Raises
-        RequestError.
+        """Returns the guide for a whole reply, whose content must follow `answer`; None: anything goes. `are_some`: the
+        model is shown other tools, too. Raises RequestError.
         """
         start = self._start(prompt_end)
-        return reply_guides.guide_of(self._calls, self._thinking, start, tools, choice, most_calls, answer)
+        return reply_guides.guide_of(self._calls, self._thinking, start, tools, choice, most_calls, answer, are_some)
 
     def budgeted(self, guide: Guide | None, num_tokens: int, prompt_end: str) -> Guide | None:
         """Returns the guide, if there is one, of a reply whose reasoning has at most so many tokens.

@@ -29,8 +29,12 @@ def guide_of(
     choice: ToolChoice,
     most_calls: int | None,
     answer: Guide | None,
+    are_some: bool,
 ) -> Guide | None:
-    """Builds the guide for a whole reply; None: anything goes. Raises RequestError."""
+    """Builds the guide for a whole reply; None: anything goes. `are_some`: the model is shown tools beside `given`.
+
+    Raises RequestError.
+    """
     if choice in ("required", "named") and answer is not None:
         raise RequestError(
             f"tool_choice: {choice} leaves no room for an answer, which structured_outputs, guided_* or a "
@@ -38,7 +42,7 @@ def guide_of(
             param="tool_choice",
         )
     thinking = thinking or NONE
-    content = _content(form, thinking, start, given, choice, most_calls, answer)
+    content = _content(form, thinking, start, given, choice, most_calls, answer, are_some)
     if content is None:
         return None
     nodes = [*thinking.before(start), *thinking.around(content)]
@@ -61,6 +65,7 @@ def _content(
     choice: ToolChoice,
     most_calls: int | None,
     answer: Guide | None,
+    are_some: bool,
 ) -> Node | None:
     """Returns the node for the content after the reasoning; None: anything goes."""
     shown = None if answer is None else thinking.answer(start, _of(answer))
@@ -78,7 +83,7 @@ def _content(
         lenient = [tool if tool.strict else Tool(tool.name, {}) for tool in given]
         if shown is not None:
             return ["any", form.calls(lenient, most_calls or MAX_CALLS), shown]
-        return form.perhaps(lenient, most_calls) if any(tool.strict for tool in given) else None
+        return form.perhaps(lenient, most_calls) if are_some or any(tool.strict for tool in given) else None
     return shown
 
 

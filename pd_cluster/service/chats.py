@@ -67,7 +67,8 @@ class Chats:
         may_be_cut = request.truncate_prompt_tokens is not None
         shown = await self.prompt(request, may_be_cut, caller, allows_control_tokens, pictures)
         end = self._end_of(request, shown.prompt.token_ids)
-        guide = form.guide(asked.tools, asked.choice, end, asked.most_calls, answer.guide if answer else None)
+        answered = answer.guide if answer else None
+        guide = form.guide(asked.tools, asked.choice, end, asked.most_calls, answered, asked.are_some)
         field = "tools" if asked.tools or answer is None else answer.field
         if request.thinking_token_budget is not None:
             field = BUDGET if guide is None else field

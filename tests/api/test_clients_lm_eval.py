@@ -70,7 +70,9 @@ def samples(cluster: LiveCluster, model: Path, tmp_path_factory: pytest.TempPath
         "max_retries": 1,
         "max_length": MAX_MODEL_LEN,
     }
-    command = [sys.executable, "-m", "tests.support.run_lm_eval", str(folder), json.dumps(arguments), *BATCH_SIZES]
+    command = [sys.executable, "-m", "tests.support.run_lm_eval", str(folder), json.dumps(arguments)]
+    chat = {"base_url": f"{cluster.url}/v1/chat/completions", "tokenizer_backend": None, "tokenizer": None}
+    command += [json.dumps(chat), *BATCH_SIZES]
     environment = {**child_environment(), "HF_DATASETS_CACHE": str(folder / "cache"), "OPENAI_API_KEY": "none"}
     done = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -98,6 +100,17 @@ def test_loglikelihoods_are_those_of_transformers(
 def test_texts_are_those_of_transformers(samples: Samples, model: Path, tokenizer: Tokenizer, batch_size: str) -> None:
     for question, sample in zip(QUESTIONS, samples[batch_size]["local_text"], strict=True):
         tokens = reference_greedy(model, tokenizer.encode(prompt_of(question)), MAX_NEW_TOKENS)
+        assert sample["resps"] == [[tokenizer.decode(tokens).partition("\n\n")[0]]]
+
+
+def test_chats_are_those_of_transformers(
+    samples: Samples, model: Path, tokenizer: Tokenizer, cluster: LiveCluster
+) -> None:
+    """The harness sends messages; the server's template makes the prompt."""
+    for question, sample in zip(QUESTIONS, samples["chat"]["local_text"], strict=True):
+        messages = [{"role": "user", "content": prompt_of(question)}]
+        prompt = cluster.client.post(f"{cluster.url}/tokenize", json={"messages": messages}).json()["tokens"]
+        tokens = reference_greedy(model, prompt, MAX_NEW_TOKENS)
         assert sample["resps"] == [[tokenizer.decode(tokens).partition("\n\n")[0]]]
 
 

@@ -85,6 +85,8 @@ CHANGES: dict[tuple[Port, str, str], Good] = {
     ("public", "POST", "/v1/chat/completions/render"): _chat(),
     ("public", "POST", "/v1/completions/render"): _completion(),
     ("public", "POST", "/v1/responses"): Good({"input": "a", "max_output_tokens": 16, "tools": [], "store": False}),
+    ("public", "POST", "/v1/responses/input_tokens"): Good({"input": "a", "tools": [], "store": False}),
+    ("public", "POST", "/v1/responses/compact"): NONE,
     ("public", "DELETE", "/v1/responses/{response_id}"): NONE,
     ("public", "POST", "/v1/responses/{response_id}/cancel"): NONE,
     ("public", "POST", "/v1/messages"): _chat(system="b", tools=[]),

@@ -190,6 +190,7 @@ OTHER_ROUTES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
     "/v1/messages/count_tokens": CHAT,
+    "/v1/responses/input_tokens": {"input": "Hello"},
     "/v1/chat/completions/render": {**CHAT, **GREEDY},
     "/v1/completions/render": {"prompt": "a", **GREEDY},
 }

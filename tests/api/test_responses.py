@@ -26,6 +26,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 WEATHER: dict[str, Any] = {"type": "function", "name": "get_weather", "parameters": SCHEMA}
+LOGPROBS: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 SHOWN = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
 FAMILY = FAMILIES["qwen3"]
 VLLMS: dict[str, Any] = {
@@ -140,6 +141,63 @@ def test_a_response_is_the_chats_answer(client: openai.OpenAI) -> None:
         texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
     assert "".join(texts) == response.output_text
     assert len(texts) > 3
+
+
+def test_logprobs_of_a_text_are_the_chats(cluster: LiveCluster, client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    options: Any = {"model": "tiny", "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    chat = client.chat.completions.create(messages=messages, max_tokens=12, **options)
+    assert chat.choices[0].logprobs is not None
+    wanted = [each.to_dict() for each in chat.choices[0].logprobs.content or []]
+    if chat.choices[0].finish_reason == "stop":
+        wanted.pop()  # what ended the answer is no part of its text
+    response = client.responses.create(**HELLO, **LOGPROBS)
+    (item,) = response.output
+    assert item.type == "message"
+    part = item.content[0]
+    assert part.type == "output_text"
+    assert [each.to_dict() for each in part.logprobs or []] == wanted
+    assert len(wanted) > 3
+    assert response.top_logprobs == 2
+    events = events_of(cluster, {**HELLO, **LOGPROBS})
+    told = [entry for event in events if event["type"] == "response.output_text.delta" for entry in event["logprobs"]]
+    assert [(each["token"], each["logprob"]) for each in told] == [(each["token"], each["logprob"]) for each in wanted]
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    assert done["logprobs"] == told
+    assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == wanted
+
+
+def test_logprobs_are_of_the_text_alone(speaker: Speaker) -> None:
+    """The tokens of reasoning and calls, and of the marks around them, are not among them."""
+    for scenario, tools in (("reasoning, content", False), ("a call after content", True), ("reasoning, a call", True)):
+        for item in speaker.response(scenario, tools=tools, **LOGPROBS).output:
+            if item.type != "message":
+                continue
+            part = item.content[0]
+            assert part.type == "output_text"
+            assert "".join(entry.token for entry in part.logprobs or []) == part.text
+            assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs or [])
+
+
+def test_the_tokens_of_an_input_are_those_of_its_prompt(speaker: Speaker) -> None:
+    url, http = f"{speaker.cluster.url}/v1/responses", speaker.cluster.client
+    for fields in ({"input": "hello"}, {"input": "hello", "instructions": "Be brief.", "tools": [WEATHER]}):
+        told = http.post(f"{url}/input_tokens", json={"model": "tiny", **fields}).json()
+        usage = http.post(url, json={"model": "tiny", "max_output_tokens": 1, **fields}).json()["usage"]
+        assert told == {"object": "response.input_tokens", "input_tokens": usage["input_tokens"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        with openai.OpenAI(base_url=f"{speaker.cluster.url}/v1", api_key="none", max_retries=0) as client:
+            asked: Any = {"model": "tiny", "input": "hello"}
+            assert client.responses.input_tokens.count(**asked).input_tokens == usage_of(speaker, "hello")
+            with pytest.raises(openai.BadRequestError, match="compact: not supported here"):
+                client.responses.compact(**asked)
+
+
+def usage_of(speaker: Speaker, text: str) -> int:
+    body = {"model": "tiny", "input": text, "max_output_tokens": 1}
+    answer = speaker.cluster.client.post(f"{speaker.cluster.url}/v1/responses", json=body).json()
+    return int(answer["usage"]["input_tokens"])
 
 
 def test_the_order_of_events(cluster: LiveCluster) -> None:
@@ -316,7 +374,9 @@ def test_a_loop_of_the_clients_own(speaker: Speaker) -> None:
         ({"background": True}, "background", "background"),
         ({"conversation": "c"}, "conversation", "conversation"),
         ({"truncation": "auto"}, "truncation", "truncation"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "include.0"),
+        ({"include": ["file_search_call.results"]}, "include", "include.0"),
+        ({"include": LOGPROBS["include"], "top_logprobs": 21}, "top_logprobs", "top_logprobs: 21"),
+        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs: needs include"),
         ({"input": "x" * 5000}, "input", "input"),
     ],
 )

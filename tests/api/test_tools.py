@@ -197,18 +197,24 @@ def test_a_named_function_is_the_one_that_is_called(speaker: Speaker) -> None:
 
 @qwen3
 def test_some_of_the_tools_are_allowed(speaker: Speaker) -> None:
-    """The others are shown where a guide keeps the answer to the set, so that prompts begin alike."""
+    """The others are shown, so that prompts begin alike, and are not called, not by a model that would."""
 
     def allowed(mode: str, *names: str) -> dict[str, Any]:
         tools = [{"type": "function", "function": {"name": name}} for name in names]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
     fields = speaker.fields("content", [WEATHER, TIME])
-    auto, alone, both = (
-        speaker.client.chat.completions.create(**fields | each).usage.prompt_tokens
-        for each in ({"tool_choice": allowed("auto", "get_time")}, {"tools": [TIME]}, {})
-    )
-    assert auto == alone < both
+    answers = [
+        speaker.client.chat.completions.create(**fields | each)
+        for each in ({"tool_choice": allowed("auto", "get_time")}, {})
+    ]
+    both = answers[1].usage.prompt_tokens
+    assert answers[0].usage.prompt_tokens == both
+    assert answers[0].choices[0].message == answers[1].choices[0].message  # no call, and so nothing to keep it from
+    calling = speaker.fields("a call after content", [WEATHER, TIME])
+    for names, called in ((("get_weather", "get_time"), {"get_weather"}), (("get_time",), {"get_time"})):
+        calls = speaker.client.chat.completions.create(**calling | {"tool_choice": allowed("auto", *names)}).choices[0]
+        assert {name for name, _ in functions_of(calls.message)} == called
     required = fields | {"tool_choice": allowed("required", "get_time"), "parallel_tool_calls": False}
     answer = speaker.client.chat.completions.create(**required)
     choice = answer.choices[0]

@@ -17,7 +17,7 @@ from pd_cluster.api.gate.http import EventStream
 from pd_cluster.errors import RequestError
 from pd_cluster.service.answers.sse import event
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 EVENT = event({"text": "x" * 1000})
 
 

@@ -353,7 +353,8 @@ def test_the_scheduler_drains_with_all_its_processes(cluster: LiveCluster, model
             statuses.append(status_line(cluster))
         statuses.extend(status_line(cluster) for _ in range(8))
 
-    assert in_parallel([*[stream] * 3, stop], concurrency=4) == []
+    with cluster.unfinished():
+        assert in_parallel([*[stream] * 3, stop], concurrency=4) == []
     for output in outputs:
         assert_same(model, prompt, output, 130)
     assert {status.split()[1] for status in statuses[-9:]} == {b"503"}

@@ -16,6 +16,7 @@ from tests.support.engines import assert_all_same
 
 Checkpoints = Callable[..., Path]
 LONG = {"prompt": [5] * 40, "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
+ENDLESS = {**LONG, "max_tokens": 16_000}  # for requests that are to be ended
 
 
 class Steered(LiveCluster):
@@ -40,9 +41,9 @@ class Steered(LiveCluster):
 def steered(
     request: pytest.FixtureRequest, checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Steered]:
-    flags = ["--max-model-len=2048", "--num-blocks=300", f"--api-workers={request.param}", "--api-key=sk-hidden"]
+    flags = ["--max-model-len=16384", "--num-blocks=3200", f"--api-workers={request.param}", "--api-key=sk-hidden"]
     folder = tmp_path_factory.mktemp("steered")
-    model = checkpoint("llama", max_position_embeddings=2048)
+    model = checkpoint("llama", max_position_embeddings=16384)
     with Steered(folder, model, 1, 1, flags) as running:
         running.client.headers["Authorization"] = "Bearer sk-hidden"
         yield running
@@ -96,7 +97,7 @@ def test_an_empty_cache_is_computed_again(steered: Steered) -> None:
 
 
 def test_caches_are_emptied_while_requests_run(steered: Steered, checkpoint: Checkpoints) -> None:
-    model = checkpoint("llama", max_position_embeddings=2048)
+    model = checkpoint("llama", max_position_embeddings=16384)
     prompts = [[at + 3] * 50 for at in range(6)]
     outputs: dict[int, list[int]] = {}
 
@@ -112,9 +113,9 @@ def test_caches_are_emptied_while_requests_run(steered: Steered, checkpoint: Che
 
 @pytest.mark.parametrize("names", [True, False])
 def test_requests_end_when_the_operator_says_so(steered: Steered, names: bool) -> None:
-    others = Background(steered, 1, **LONG)
-    ended = Background(steered, 2, **LONG, request_id="unwanted")
-    steered.wait_until("they run", lambda: running(steered) >= 3)
+    others = Background(steered, 1, **(LONG if names else ENDLESS))
+    ended = Background(steered, 2, **ENDLESS, request_id="unwanted")
+    steered.wait_until("they run", lambda: running(steered) >= 3 - len(others.answers))
     ids = {"json": {"request_ids": ["cmpl-unwanted", "cmpl-unknown"]}} if names else {}
     assert steered.command("/abort_requests", **ids) == {"status": "aborted"}
     for answer in ended.end():
@@ -143,7 +144,7 @@ def test_new_requests_wait_while_it_is_paused(steered: Steered) -> None:
 
 
 def test_running_requests_end_when_it_is_paused(steered: Steered) -> None:
-    running_ones = Background(steered, 2, **LONG)
+    running_ones = Background(steered, 2, **ENDLESS)
     steered.wait_until("they run", lambda: running(steered) >= 2)
     steered.command("/pause")
     assert [answer.status_code for answer in running_ones.end()] == [410, 410]
@@ -189,6 +190,6 @@ def test_commands_that_cannot_be_followed(steered: Steered, path: str, status: i
 def test_settings_are_shown_without_keys(steered: Steered) -> None:
     answer = steered.ask("GET", "/server_info")
     shown = answer.json()["settings"]
-    assert (shown["max_model_len"], shown["num_blocks"]) == (2048, 300)
+    assert (shown["max_model_len"], shown["num_blocks"]) == (16384, 3200)
     assert shown["request_timeout"] == 600
     assert "sk-hidden" not in answer.text

@@ -27,7 +27,8 @@ Checkpoints = Callable[..., Path]
 Tokens = dict[int, list[int]]  # choice → tokens
 PROMPT = random_prompt(random.Random(31), 20)
 NUM_TOKENS = 900
-LONG = 3500  # tokens: still under way when a few requests and signals have come and gone
+LONG = 3500  # tokens: still under way when a few requests have come and gone
+ENDLESS = 15_000  # tokens, of which most are never made
 
 
 class Streaming:
@@ -93,7 +94,7 @@ class Streaming:
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Checkpoints) -> Path:
-    return checkpoint("llama", max_position_embeddings=4096)
+    return checkpoint("llama", max_position_embeddings=16384)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def traces() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Iterator[LiveCluster]:
     folder = tmp_path_factory.mktemp("death")
-    flags = ["--num-blocks=256", f"--otlp-traces-endpoint={traces.url}"]
+    flags = ["--num-blocks=1024", f"--otlp-traces-endpoint={traces.url}"]
     with LiveCluster(folder, model, num_prefill=1, num_decode=2, arguments=flags) as running:
         yield running
 
@@ -148,24 +149,30 @@ def caught(cluster: LiveCluster, max_tokens: int = NUM_TOKENS, **fields: Any) ->
 def expected(model: Path) -> list[int]:
     """Returns the long stream's text without any trouble."""
     sampling = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    return generate(make_core(model, num_blocks=256), [PROMPT], sampling)[0]
+    return generate(make_core(model, num_blocks=1024), [PROMPT], sampling)[0]
 
 
 @pytest.mark.parametrize("rank_only", [False, True], ids=["worker", "rank process"])
 def test_kill_9_of_the_decode_instance(
     cluster: LiveCluster, model: Path, expected: list[int], rank_only: bool, traces: Collector
 ) -> None:
-    trace_id = f"{'ab' * 15}{rank_only:02x}"
-    headers = {"traceparent": f"00-{trace_id}-{'cd' * 8}-01", "tracestate": "vendor=1"}
-    stream, begun, victim = caught(cluster, headers=headers)
+    for attempt in range(10):  # the stream may be over before the kill
+        before = num_replays(cluster)
+        trace_id = f"{'ab' * 14}{attempt:02x}{rank_only:02x}"
+        headers = {"traceparent": f"00-{trace_id}-{'cd' * 8}-01", "tracestate": "vendor=1"}
+        stream, begun, victim = caught(cluster, headers=headers)
+        if rank_only:
+            cluster.kill_rank(victim)
+        else:
+            cluster.kill(victim)
+        assert cluster.await_exit(victim) != 0
+        (rest,) = stream.to_the_end()
+        assert begun[0] + rest == expected
+        if num_replays(cluster) > before:
+            break
+        cluster.start_member(victim)
+        cluster.await_ready()
     other = {"decode-0": "decode-1", "decode-1": "decode-0"}[victim]
-    if rank_only:
-        cluster.kill_rank(victim)
-    else:
-        cluster.kill(victim)
-    assert cluster.await_exit(victim) != 0
-    (rest,) = stream.to_the_end()
-    assert begun[0] + rest == expected
     status, health = cluster.health()
     assert (status, health["status"]) == (200, "degraded")
     assert f"goes on at {other}: " in cluster.log_file("scheduler").read_text()
@@ -296,7 +303,7 @@ def test_the_scheduler_is_restarted(cluster: LiveCluster, model: Path) -> None:
 
 def test_sigterm_lets_running_streams_end(cluster: LiveCluster) -> None:
     """Meanwhile the port stays open: health and new requests get a 503, on connections old and new."""
-    with httpx.Client(base_url=cluster.url, trust_env=False) as kept_alive:
+    with cluster.unfinished(), httpx.Client(base_url=cluster.url, trust_env=False) as kept_alive:
         assert kept_alive.get("/health").status_code == 200
         expected = cluster.complete(PROMPT, LONG, ignore_eos=True)
         stream = Streaming(cluster.url, LONG)
@@ -317,18 +324,18 @@ def test_sigterm_lets_running_streams_end(cluster: LiveCluster) -> None:
             assert answer.headers["connection"] == "close"
         (rest,) = stream.to_the_end()
     assert begun[0] + rest == expected
-    assert cluster.await_exit("scheduler", timeout_s=3) == 0
+    assert cluster.await_exit("scheduler") == 0
 
 
 def test_a_second_signal_ends_streams_at_once_and_in_band(cluster: LiveCluster) -> None:
-    stream = Streaming(cluster.url, LONG)
+    stream = Streaming(cluster.url, ENDLESS)
     stream.next()
     cluster.kill("scheduler", signal.SIGTERM)
     cluster.wait_until("it is draining", lambda: cluster.health()[1]["status"] == "draining")
     cluster.kill("scheduler", signal.SIGTERM)
     _, error = stream.until_error()
     assert "shutting down" in error["message"]
-    assert cluster.await_exit("scheduler", timeout_s=3) == 0
+    assert cluster.await_exit("scheduler") == 0
 
 
 def test_a_drain_that_takes_too_long_ends_the_stream_in_band(cluster: LiveCluster) -> None:
@@ -338,7 +345,7 @@ def test_a_drain_that_takes_too_long_ends_the_stream_in_band(cluster: LiveCluste
     cluster.start_member("scheduler")
     cluster.await_ready()
     cluster.member_arguments = {}
-    stream = Streaming(cluster.url, LONG)
+    stream = Streaming(cluster.url, ENDLESS)
     stream.next()
     cluster.kill("scheduler", signal.SIGTERM)
     _, error = stream.until_error()
@@ -357,7 +364,7 @@ def test_sigterm_drains_a_worker(cluster: LiveCluster, model: Path, expected: li
     for pid in cluster.rank_pids(victim):  # as from a host that shuts down: every process gets it
         os.kill(pid, signal.SIGTERM)
     cluster.kill(victim, signal.SIGTERM)
-    cluster.wait_until("it is draining", lambda: cluster.health()[1]["instances"][victim] == "draining")
+    cluster.wait_until("it is draining, or has ended", lambda: cluster.health()[1]["instances"][victim] != "ready")
     assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)
     (rest,) = stream.to_the_end()
     assert begun[0] + rest == expected

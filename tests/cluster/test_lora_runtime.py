@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -14,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pd_cluster.cluster.members.credentials import ADMIN_TOKEN_FILE
+from tests.cluster.test_death import PROMPT, Streaming
 from tests.support.adapted_asks import assert_own_tokens, completing
 from tests.support.adapters import make_adapter, merged
 from tests.support.canary import Canary
@@ -204,22 +206,25 @@ def test_a_folder_that_is_gone_when_it_is_read_again(cluster: Served, models: di
 def test_one_that_is_unloaded_ends_its_requests(cluster: Served, models: dict[str, Path]) -> None:
     """A stream that has begun goes on to its end, with its adapter, and shows in the metrics meanwhile."""
     cluster.load("second", "second")
-    prompt = random_prompt(random.Random(8), 20)
-    body = {"model": "second", "prompt": prompt, "max_tokens": LONG, "ignore_eos": True, "temperature": 0}
-    stream = {"stream": True, "return_token_ids": True}
-    tokens: list[int] = []
-    url = f"{cluster.url}/v1/completions"
-    with httpx.stream("POST", url, json={**body, **stream}, timeout=60, trust_env=False) as answer:
-        lines = answer.iter_lines()
-        begun = next(line for line in lines if line.startswith("data: "))
-        cluster.wait_until("the metric names it", lambda: cluster.used()["running_lora_adapters"] == "second")
-        cluster.unload("second")
-        assert cluster.status("second") == 404
-        for line in [begun, *lines]:
-            if line.startswith("data: {"):
-                tokens += httpx.Response(200, text=line[6:]).json()["choices"][0].get("token_ids") or []
-    assert len(tokens) == LONG
-    assert_all_same(models["second"], [prompt], [tokens[:64]], 64)
+    is_shown = False
+
+    def shown_or_over() -> bool:
+        nonlocal is_shown
+        is_shown = cluster.used()["running_lora_adapters"] == "second"
+        return is_shown or stream.has_ended
+
+    for _ in range(20):
+        stream = Streaming(cluster.url, LONG, model="second")
+        begun = json.loads(stream.next()[1])["choices"][0]["token_ids"]
+        cluster.wait_until("the metric names it", shown_or_over)
+        if is_shown:
+            break
+    assert is_shown
+    cluster.unload("second")
+    assert cluster.status("second") == 404
+    (rest,) = stream.to_the_end()
+    assert len(begun + rest) == LONG
+    assert_all_same(models["second"], [PROMPT], [(begun + rest)[:64]], 64)
     idle = {"max_lora": "2", "running_lora_adapters": "", "waiting_lora_adapters": ""}
     cluster.wait_until("the metric names none", lambda: cluster.used() == idle)
     cluster.assert_home()

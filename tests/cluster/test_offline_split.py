@@ -161,7 +161,11 @@ def test_nothing_is_left_when_a_script_ends(model: Path, how: str) -> None:
 
 def test_a_close_that_is_cut_short_leaves_nothing_either(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second Ctrl-C arrives during the wait for processes, in a program that continues, as in Jupyter."""
-    monkeypatch.setattr(subprocess.Popen, "terminate", lambda self: None)  # they take their time
+
+    def take_time(process: subprocess.Popen[bytes]) -> None:  # instead of ending
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+    monkeypatch.setattr(subprocess.Popen, "terminate", take_time)
     made = Offline(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64), prefill=1, decode=1))
     assert isinstance(made._parts.backend, SplitCluster)
     folder, processes = made._parts.backend._folder, list(made._parts.backend._processes.values())
@@ -170,7 +174,6 @@ def test_a_close_that_is_cut_short_leaves_nothing_either(model: Path, monkeypatc
     pids = [preloader, *children_of(preloader), *(each.pid for each in processes)]
     assert len(pids) == 5
     signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
     with pytest.raises(KeyboardInterrupt):
         made.close()
     assert [each.returncode for each in processes] == [-signal.SIGKILL] * 2

@@ -134,10 +134,10 @@ class Clients:
 
 
 def wanted_replicas(cluster: Pods, tokens_per_replica: float) -> int:
-    """Returns what an autoscaler makes of the ScaledObject's query: a sum, divided by the target for each replica."""
+    """Returns what an autoscaler makes of the ScaledObject's query, divided by the target for each replica."""
     scaled = manifest("ScaledObject", "decode", "components/autoscaling/autoscaling.yaml")["spec"]
     (trigger,) = scaled["triggers"]
-    assert trigger["metadata"]["query"] == 'sum(pd_cluster:backlog_tokens{role="decode"})'
+    assert trigger["metadata"]["query"] == 'max(pd_cluster:backlog_tokens{role="decode"})'
     answer = httpx.get(f"{cluster.url}/metrics", timeout=30, trust_env=False).text
     (value,) = re.findall(r'^pd_cluster:backlog_tokens\{.*role="decode".*\} (\S+)$', answer, re.MULTILINE)
     return min(max(2, math.ceil(float(value) / tokens_per_replica)), MOST)

@@ -32,6 +32,7 @@ from tests.support.cluster import LiveCluster
 Checkpoints = Callable[..., Path]
 HANDSHAKE_MS = 3000
 ANSWER_MS = 1500
+PATIENCE = 20  # times as long for what must come
 LAST = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 LAST |= zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
@@ -70,7 +71,12 @@ def private_keys(secret: bytes) -> dict[str, bytes]:
 
 
 def tell(
-    info: Mapping[str, Any], private: bytes, server_key: bytes, bodies: Sequence[wire.Body], name: str = "scheduler"
+    info: Mapping[str, Any],
+    private: bytes,
+    server_key: bytes,
+    bodies: Sequence[wire.Body],
+    name: str = "scheduler",
+    patience: int = 1,
 ) -> dict[str, Any]:
     """Poses as a scheduler of that name, with that key. Returns whether the connection opened and what came back."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -80,13 +86,13 @@ def tell(
         socket.curve_publickey = zmq.curve_public(secret_key)
         monitor = socket.get_monitor_socket(LAST)
         socket.connect(f"tcp://127.0.0.1:{info['control_port']}")
-        opened = bool(monitor.poll(HANDSHAKE_MS))
+        opened = bool(monitor.poll(patience * HANDSHAKE_MS))
         opened = opened and recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if opened:
             for body in bodies:
                 socket.send(wire.encode(wire.Envelope(name, 7, info["epoch"], body)))
         answers: list[str] = []
-        while opened and socket.poll(ANSWER_MS):
+        while opened and socket.poll(patience * ANSWER_MS):
             body = wire.decode(socket.recv()).body
             answers += [type(body).__name__] if not isinstance(body, wire.Heartbeat) else []
             if isinstance(body, wire.Outputs) or len(answers) == len(bodies):
@@ -156,7 +162,7 @@ def test_the_schedulers_key_does_open(cluster: LiveCluster) -> None:
     key = read_scheduler_key(cluster.folder / "scheduler.key")
     for port in ports_of(cluster).values():
         info = instance_of(port)
-        told = tell(info, key, key_of(info), [wire.Hello("scheduler")], "scheduler-9")
+        told = tell(info, key, key_of(info), [wire.Hello("scheduler")], "scheduler-9", PATIENCE)
         assert told == {"opened": True, "answers": ["Welcome"]}
 
 

@@ -69,8 +69,8 @@ def test_int8_on_the_wire(checkpoint: Checkpoints, tmp_path: Path) -> None:
     arguments = ["--kv-wire-dtype=int8"]
     with LiveCluster(tmp_path, model, num_decode=2, arguments=arguments, member_arguments=transports) as cluster:
         assert links_of(cluster) == {"decode-0": "up (dist, int8)", "decode-1": "up (shm)"}
-        prompt = random_prompt(random.Random(3), 96)
-        outputs: dict[str, set[tuple[int, ...]]] = {"decode-0": set(), "decode-1": set()}
+        rng, prompt = random.Random(3), list[int]()
+        outputs: dict[str, set[tuple[int, ...]]] = {}
 
         def ask() -> None:
             answer = cluster.client.post(
@@ -80,8 +80,13 @@ def test_int8_on_the_wire(checkpoint: Checkpoints, tmp_path: Path) -> None:
             served_by = answer.headers["x-pd-served-by"].split(",")[1]
             outputs[served_by].add(tuple(answer.json()["choices"][0]["token_ids"]))
 
-        errors = in_parallel([ask] * 8, concurrency=4)
-        assert not errors, errors[0]
+        for _ in range(10):  # one may get all, if it has always answered before the next one is asked
+            prompt[:] = random_prompt(rng, 96)
+            outputs.update({"decode-0": set(), "decode-1": set()})
+            errors = in_parallel([ask] * 8, concurrency=4)
+            assert not errors, errors[0]
+            if all(outputs.values()):
+                break
         (exact,) = outputs["decode-1"]
         assert_same(model, prompt, list(exact), 8)
         (inexact,) = outputs["decode-0"]  # the same every time, also from its own prefix cache

@@ -61,3 +61,10 @@ def test_plain_weights_are_not_asked(
     """They have one order only, and a model that knows nothing may be what somebody wants to train or measure."""
     make_core(checkpoint("llama"), num_blocks=128)
     assert WARNING not in caplog.text
+
+
+def test_models_for_vectors_need_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, _ = rewritten(SHIPPED_MODEL, tmp_path, reordered(FORMATS["awq"], ORDERS["backwards"]))
+    (folder / "modules.json").write_text('[{"type": "sentence_transformers.models.Transformer"}]')
+    make_core(folder, num_blocks=128)
+    assert WARNING not in caplog.text

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +245,21 @@ class LiveCluster:
         self.wait_until("every block is home", home)
 
     # ---- requests
+
+    @contextmanager
+    def unfinished(self) -> Iterator[None]:
+        """Has a request in flight whose body comes at the end: until then, schedulers that drain are there."""
+
+        def load() -> int:
+            return int(self.client.get(f"{self.url}/load").json()["server_load"])
+
+        self.wait_until("nothing is in flight", lambda: load() == 0)
+        with socket.create_connection(("127.0.0.1", self.launch.port), timeout=30) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")
+            self.wait_until("the request is in flight", lambda: load() == 1)
+            yield
+            connection.sendall(b"{}")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
 
     def complete(self, prompt: list[int] | str, max_tokens: int, **fields: Any) -> list[int]:
         """Returns the output tokens of one completion, greedy unless the fields say otherwise."""

@@ -23,7 +23,7 @@ SECOND_NS = 10**9
 MINUTE_NS = 60 * SECOND_NS
 PROMPT = [1, 2, 3]
 COMPLETION = {"model": "tiny", "prompt": PROMPT, "max_tokens": 10}
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def key_of(key: str, **fields: Any) -> ApiKey:

@@ -18,7 +18,7 @@ from pd_cluster.settings.config import Credentials
 from pd_cluster.types import Order, Sampling
 
 BLOCK = 4
-WAIT_MS = 10_000
+WAIT_MS = 60_000
 NOBODY = Credentials(b"s" * 32)
 
 

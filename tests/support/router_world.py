@@ -18,7 +18,7 @@ from pd_cluster.types import FinishReason, LegEnd, LinkState, Order, PromptOutpu
 
 PROMPT = [1, 2, 3]
 SAMPLING = Sampling(max_tokens=4)
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 INFINITY = float("inf")

@@ -1,7 +1,9 @@
 """Evaluates tasks with lm-evaluation-harness's own API; a program, since the harness sets seeds and logging.
 
-`python -m tests.support.run_lm_eval TASKS ARGUMENTS BATCH_SIZE…`: TASKS is the folder of the tasks' YAML files, and
-ARGUMENTS those of local-completions, as JSON. Prints JSON: batch size -> task -> the record of each question.
+`python -m tests.support.run_lm_eval TASKS ARGUMENTS CHAT BATCH_SIZE…`: TASKS is the folder of the tasks' YAML files,
+and ARGUMENTS those of local-completions, as JSON. CHAT is an object of those of local-chat-completions that differ;
+chats are asked the tasks of texts, one at a time. Prints JSON: batch size, or "chat" -> task -> the record of each
+question.
 """
 
 from __future__ import annotations
@@ -15,17 +17,19 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 
 
-def main(folder: str, arguments: str, *batch_sizes: str) -> None:
+def main(folder: str, arguments: str, chat: str, *batch_sizes: str) -> None:
     tasks = sorted(path.stem for path in Path(folder).glob("*.yaml"))
     manager = TaskManager(include_path=folder, include_defaults=False)  # its thousands of tasks take seconds to find
     found: dict[str, Any] = {}
-    for batch_size in batch_sizes:
+    for batch_size in (*batch_sizes, "chat"):
+        is_chat = batch_size == "chat"
         results = lm_eval.simple_evaluate(
-            model="local-completions",
-            model_args=json.loads(arguments),
-            tasks=tasks,
+            model="local-chat-completions" if is_chat else "local-completions",
+            model_args=json.loads(arguments) | (json.loads(chat) if is_chat else {}),
+            tasks=[task for task in tasks if task.endswith("text")] if is_chat else tasks,
             task_manager=manager,
-            batch_size=int(batch_size),
+            batch_size=1 if is_chat else int(batch_size),
+            apply_chat_template=is_chat,
             log_samples=True,
         )
         found[batch_size] = results["samples"]

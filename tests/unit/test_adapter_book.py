@@ -28,7 +28,7 @@ from pd_cluster.types import Order, Sampling
 from pd_cluster.types.variants import short_name
 from tests.support.elastic_world import ElasticWorld
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def write_adapter(folder: Path, seed: int) -> Path:

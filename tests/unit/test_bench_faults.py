@@ -22,6 +22,7 @@ from pd_cluster.lab.faults.terms import Seen
 from pd_cluster.lab.load import Answer, Load, make_asks, poisson
 
 EXPECTED = [(1, 2, 3), (4, 5, 6)]
+WAIT_S = 60.0
 
 
 class FakeTime:
@@ -82,7 +83,7 @@ def test_requests_leave_at_their_time_whatever_became_of_the_last() -> None:
         assert bodies == [0, 1, 2, 3]
         assert {a.number: a.sent_s - 100 for a in load.answers} == {0: 1.0, 1: 1.5, 2: 3.5, 3: 3.75}
 
-    asyncio.run(asyncio.wait_for(test(), 5))
+    asyncio.run(asyncio.wait_for(test(), WAIT_S))
 
 
 def test_the_capacity_counts_what_ended_while_all_places_were_taken() -> None:
@@ -104,7 +105,7 @@ def test_the_capacity_counts_what_ended_while_all_places_were_taken() -> None:
         last_sent_s = max(a.sent_s for a in load.answers)
         assert rate == sum(a.ended_s <= last_sent_s for a in load.answers) / (last_sent_s - 100)
 
-    asyncio.run(asyncio.wait_for(test(), 5))
+    asyncio.run(asyncio.wait_for(test(), WAIT_S))
 
 
 # ---- the figures

@@ -29,7 +29,7 @@ from pd_cluster.lab.faults.report import Run, is_right
 from pd_cluster.lab.faults.terms import Seen
 from pd_cluster.lab.load import Answer
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 CONNECTS = """
 import socket, sys
 peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))

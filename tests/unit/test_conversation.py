@@ -185,9 +185,9 @@ def test_which_tools_may_be_called() -> None:
     two = [tool("a"), tool("b")]
     both = [Tool("a", {}), Tool("b", {})]
     assert asked() == asked(tools=[]) == asked(tools=two, tool_choice="none") == asked(tool_choice="auto") == NO_TOOLS
-    assert asked(tools=two) == asked(tools=two, tool_choice="auto") == (both, "auto", None)
-    assert asked(tools=two, tool_choice="required") == (both, "required", None)
-    assert asked(tools=two, tool_choice=tool("b")) == (both[1:], "named", 1)
+    assert asked(tools=two) == asked(tools=two, tool_choice="auto") == AskedTools(both, "auto", None)
+    assert asked(tools=two, tool_choice="required") == AskedTools(both, "required", None)
+    assert asked(tools=two, tool_choice=tool("b")) == AskedTools(both[1:], "named", 1)
     assert asked(tools=two, parallel_tool_calls=False).most_calls == 1
     assert asked(tools=two, parallel_tool_calls=True).most_calls is None
 
@@ -217,13 +217,14 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool(name) for name in names]}}
 
 
-def test_tools_beside_those_allowed_are_shown_where_a_guide_keeps_to_the_set() -> None:
+def test_tools_beside_those_allowed_are_shown() -> None:
     tools, all_shown = [tool("a"), tool("b")], "^[user]hello(a)(b)[assistant]"
-    assert rendered(tools=tools, tool_choice=allowed("required", "b")) == rendered(tools=tools) == all_shown
-    assert rendered(tools=tools, tool_choice=allowed("auto", "b")) == "^[user]hello(b)[assistant]"
+    assert rendered(tools=tools) == all_shown
     for mode in ("required", "auto"):
+        assert rendered(tools=tools, tool_choice=allowed(mode, "b")) == all_shown
         found = asked(tools=tools, tool_choice=allowed(mode, "b"))
-        assert ([each.name for each in found.tools], found.choice) == (["b"], mode)
+        assert ([each.name for each in found.tools], found.choice, found.are_some) == (["b"], mode, True)
+        assert not asked(tools=tools, tool_choice=allowed(mode, "a", "b")).are_some
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])
@@ -237,7 +238,7 @@ def test_allowed_tools_are_checked_wherever_a_prompt_is_made(mode: str) -> None:
 
 def test_a_wrong_tool_is_named_by_its_place_among_all() -> None:
     tools = [tool("a"), tool("a"), tool("b"), tool("b")]
-    with pytest.raises(RequestError, match=r"tools\[3\]: a second tool is called 'b'"):
+    with pytest.raises(RequestError, match=r"tools\[1\]: a second tool is called 'a'"):
         asked(tools=tools, tool_choice=allowed("auto", "b"))
 
 

@@ -17,7 +17,7 @@ from pd_cluster.devices.kinds import DeviceKind
 from pd_cluster.model.parallel.group import DeviceGroup, Rendezvous, join
 from tests.support.fake_device import FakeGroup, install
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Adding(FakeGroup):

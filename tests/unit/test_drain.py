@@ -11,10 +11,11 @@ import pytest
 
 from pd_cluster.api.gate import drain as module
 from pd_cluster.api.gate.drain import Drain, DrainGate
+from tests.support.router_world import WAIT_S
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 5))
+    asyncio.run(asyncio.wait_for(test, WAIT_S))
 
 
 class Served:

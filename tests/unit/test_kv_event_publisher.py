@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -111,6 +112,36 @@ def test_a_slow_subscriber_holds_nobody_and_finds_what_it_missed(
     again = dict(slow.past(f"ipc://{tmp_path}/replay", min(missed)))
     assert missed <= set(again)
     assert all(again[number].ts == number for number in range(min(missed), stop))
+
+
+def test_a_subscriber_that_keeps_up_with_a_burst_misses_nothing(
+    publisher: Callable[..., EventPublisher],
+    context: zmq.Context[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More batches within a millisecond than its queue holds, each of which it takes before the next."""
+    stands, gate = threading.Event(), threading.Event()
+
+    def stand(self: EventPublisher, encoder: object) -> None:
+        stands.set()
+        gate.wait(60)
+
+    made = publisher(hwm=4)
+    reader = Reader(context, f"ipc://{tmp_path}/events")
+    first = await_subscriber(made, reader)
+    monkeypatch.setattr(EventPublisher, "_turn", stand)  # the test's thread sends instead
+    made.publish(batch(first))
+    assert reader.next() is not None
+    assert stands.wait(10)
+    payload = msgspec.msgpack.encode(batch(0))
+    for number in range(2000):
+        made._send(number, payload)
+        found = reader.next()
+        assert found is not None, number
+        assert found[0] == number
+    assert made.num_dropped == 0
+    gate.set()
 
 
 def test_the_engine_never_waits(publisher: Callable[..., EventPublisher], monkeypatch: pytest.MonkeyPatch) -> None:

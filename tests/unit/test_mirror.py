@@ -29,7 +29,7 @@ from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.logs import Logs
 from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.settings.timeouts import Timeouts
-from tests.support.router_world import info_of
+from tests.support.router_world import WAIT_S, info_of
 
 
 class FakeMailbox:
@@ -80,7 +80,7 @@ def view(name: str, epoch: int = 1, state: Any = "ready", **more: Any) -> Instan
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 5))
+    asyncio.run(asyncio.wait_for(test, WAIT_S))
 
 
 def test_ready_is_who_is_ready_for_the_scheduler_and_connected_here() -> None:

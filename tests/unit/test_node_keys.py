@@ -37,7 +37,7 @@ from ranktable_tools.keys import SCHEDULER_KEY_FILE, SECRET_FILE, write_keys
 SECRET = b"s" * 32
 SCHEDULER = KeyPair.of(b"private key of the scheduler 32b")
 TIMES = Timeouts(heartbeat_interval_s=0.02, dead_after_s=2.0, connect_timeout_s=5.0)
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:

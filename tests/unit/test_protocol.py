@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
+from openai.types.responses import input_token_count_params, response_create_params
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.limits import truncated
@@ -572,6 +572,7 @@ def test_every_field_of_newer_clients_is_known() -> None:
     """The same for responses, messages and embeddings; Anthropic's fields that are still beta are among them."""
     for types, model in (
         (response_create_params.ResponseCreateParamsBase, ResponsesRequest),
+        (input_token_count_params.InputTokenCountParams, ResponsesRequest),
         (embedding_create_params.EmbeddingCreateParams, EmbeddingRequest),
         (message_create_params.MessageCreateParamsBase, MessagesRequest),
         (beta_message_create_params.MessageCreateParamsBase, MessagesRequest),

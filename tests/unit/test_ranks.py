@@ -24,7 +24,7 @@ from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=4, dtype="float32")
 
 

@@ -77,7 +77,7 @@ def test_a_request_that_fails_leaves_nothing_for_the_collector(why: str) -> None
     """Its exception knows the frames that it came through; none of them may know the exception."""
 
     async def test() -> None:
-        world = World(request_timeout_s=0.02 if why == "deadline" else 0.0)
+        world = World(request_timeout_s=0.2 if why == "deadline" else 0.0)
         serving, first, rid = await world.begin()
         if why == "fault":
             world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "the request's own"))

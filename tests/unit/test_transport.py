@@ -42,7 +42,7 @@ from tests.support.nixl import needs_nixl
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=4, dtype="float32")
 NUM_BLOCKS = 12
-WAIT_S = 10.0
+WAIT_S = 60.0
 TOKEN = TokenOutput("r", 0, 0, 0, 5)
 CHECKSUM = Checksum(seed=77)
 KEY = LinkKey.derive(b"secret", "link", "p", "d")

@@ -31,9 +31,23 @@ def responses_paths(model: str) -> Json:
 
     one = responses_answers.ResponseObject
     cancel = kept("cancel_response", "Cancel a response: none runs in the background, so there is none to cancel.", one)
-    del cancel["responses"]["200"]
+    compact = operation_of("compact", "Shorten a conversation: not supported here.", answers(one, 400, 413))
+    for refused in (cancel, compact):
+        del refused["responses"]["200"]
     return {
         "/v1/responses": {"post": create},
+        "/v1/responses/input_tokens": {
+            "post": operation_of(
+                "count_input_tokens",
+                "The number of tokens of the prompt that /v1/responses would compute.",
+                {
+                    "requestBody": body_of(ResponsesRequest),
+                    **answers(responses_answers.ResponseInputTokens, 400, 404, 413, 429),
+                },
+                {"plain": examples.responses_examples(model)["plain"]},
+            )
+        },
+        "/v1/responses/compact": {"post": compact},
         "/v1/responses/{response_id}": {
             "get": kept("response", "A response that was kept (--response-store).", one),
             "delete": kept("delete_response", "Forget a response.", responses_answers.ResponseDeleted),

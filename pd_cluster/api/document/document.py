@@ -71,6 +71,7 @@ ANSWERS: tuple[type[BaseModel], ...] = (
     messages_answers.TokensCount,
     responses_answers.ResponseObject,
     responses_answers.ResponseEvent,
+    responses_answers.ResponseInputTokens,
     responses_answers.ResponseDeleted,
     responses_answers.InputItems,
     responses.GeneratedTokens,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pd_cluster.api.gate.callers import caller_of, owner_of
-from pd_cluster.api.gate.http import GeneratingRoute, PlainRoute, read_body
+from pd_cluster.api.gate.http import GeneratingRoute, PlainRoute, json_response, read_body
 from pd_cluster.api.openai.block_answers import send
 from pd_cluster.errors import ModelNotFound, RequestError
 from pd_cluster.service.answers.responses_answer import ResponsesAnswer
@@ -35,13 +36,11 @@ def response_routes(service: TextService, store: ResponseStore | None) -> APIRou
         request = parse(await read_body(http), ResponsesRequest, has_own_names=True)
         name = service.names.check(request.model, caller_of(http))
         _check_store(request, store)
-        keeps, earlier = store is not None and request.store is not False, []
-        if request.previous_response_id is not None:
-            earlier = (await _find(http, service, store, request.previous_response_id)).conversation
+        keeps, earlier = store is not None and request.store is not False, await _earlier(http, service, store, request)
         with in_own_words(ITS_NAMES):
             chat = chat_of(request, earlier, service.template_variables)
             generation = await service.chat(chat, received_s, caller_of(http))
-        answer = ResponsesAnswer(request, name, generation, keeps)
+        answer = ResponsesAnswer(request, name, service.tokenizer, generation, keeps)
 
         async def keep() -> None:
             if store is None or not keeps:
@@ -55,8 +54,35 @@ def response_routes(service: TextService, store: ResponseStore | None) -> APIRou
     return routes
 
 
+def input_routes(service: TextService, store: ResponseStore | None) -> APIRouter:
+    """The routes that look at an input alone; no instance takes part in them."""
+    routes = APIRouter(route_class=PlainRoute)
+
+    @routes.post("/v1/responses/input_tokens")
+    async def input_tokens(http: Request) -> Response:
+        request = parse(await read_body(http), ResponsesRequest, has_own_names=True)
+        service.names.check(request.model, caller_of(http))
+        _check_store(request, store)
+        earlier = await _earlier(http, service, store, request)
+        with in_own_words(ITS_NAMES):
+            chat = chat_of(request, earlier, service.template_variables)
+            token_ids = await service.chat_token_ids(chat, True, caller_of(http))
+        told = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+        return await json_response(lambda: told, large=False)
+
+    @routes.post("/v1/responses/compact")
+    async def compact(http: Request) -> Response:
+        raise RequestError(
+            "POST /v1/responses/compact: not supported here, since nothing is encrypted; ask for a summary with "
+            "/v1/responses and go on from that",
+            code="unsupported_value",
+        )
+
+    return routes
+
+
 def kept_response_routes(service: TextService, store: ResponseStore | None) -> APIRouter:
-    """The routes that no instance takes part in."""
+    """The routes of kept responses; no instance takes part in them."""
     routes = APIRouter(route_class=PlainRoute)
 
     @routes.get(ONE)
@@ -116,6 +142,15 @@ async def _find(http: Request, service: TextService, store: ResponseStore | None
     except ModelNotFound:
         raise not_found(response_id) from None
     return kept
+
+
+async def _earlier(
+    http: Request, service: TextService, store: ResponseStore | None, request: ResponsesRequest
+) -> list[dict[str, Any]]:
+    """Returns the items before the request's own. Raises RequestNotFound."""
+    if request.previous_response_id is None:
+        return []
+    return (await _find(http, service, store, request.previous_response_id)).conversation
 
 
 def _check_store(request: ResponsesRequest, store: ResponseStore | None) -> None:

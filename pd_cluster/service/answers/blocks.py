@@ -6,22 +6,27 @@ The form that /v1/messages and /v1/responses share; each names the blocks in its
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from pd_cluster.errors import PdClusterError
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pd_cluster.service.answers.token_shares import TokenShares
 from pd_cluster.service.generation import Generation
-from pd_cluster.service.sequence import Piece
+from pd_cluster.service.sequence import Piece, TokenLogprobs
 
 Kind = Literal["reasoning", "text", "call"]
 
 
 class Block:
-    """`text` is what has been written so far: of a call, its arguments. `call_id` and `name` are a call's."""
+    """`text` is what has been written so far: of a call, its arguments. `call_id` and `name` are a call's.
+
+    `tokens` wrote it, if they have logprobs and it is a text.
+    """
 
     def __init__(self, index: int, kind: Kind, call_id: str = "", name: str = "") -> None:
         self.index, self.kind, self.call_id, self.name = index, kind, call_id, name
+        self.tokens: list[TokenLogprobs] = []
         self._texts: list[str] = []
 
     def add(self, text: str) -> None:
@@ -39,6 +44,7 @@ class BlockChange(NamedTuple):
     what: Literal["begins", "grows", "ends"]
     block: Block
     text: str = ""
+    tokens: Sequence[TokenLogprobs] = ()  # of this text, as in Block
 
 
 class BlockReader:
@@ -48,6 +54,7 @@ class BlockReader:
         self._reader = generation.new_reader() if generation.new_reader is not None else None
         self._new_call_id = generation.new_call_id
         self._shows_reasoning = shows_reasoning
+        self._shares = TokenShares() if generation.sampling.logprobs is not None else None
         self._has_reasoned = False
         self._num_reasoning_tokens = 0
         self.blocks: list[Block] = []
@@ -63,19 +70,23 @@ class BlockReader:
 
     def read(self, piece: Piece) -> Iterator[BlockChange]:
         """Yields what is certain after this piece; with the last piece, also everything that was held back."""
-        parts: list[Part] = [Content(piece.text)] if piece.text else []
+        for text in (piece.text,) if self._shares is None else self._shares.cut(piece):
+            parts: list[Part] = [Content(text)] if text else []
+            yield from self._all_changes(parts if self._reader is None else self._reader.feed(text))
         if self._reader is not None:
-            parts = self._reader.feed(piece.text)
             if self._reader.is_reasoning:
                 self._num_reasoning_tokens += len(piece.token_ids)
             if piece.finish_reason is not None:
-                parts += self._reader.finish()
-        for part in parts:
-            yield from self._changes(part)
+                yield from self._all_changes(self._reader.finish())
         if piece.finish_reason is not None and self.blocks:
             yield BlockChange("ends", self.blocks[-1])
 
-    def _changes(self, part: Part) -> Iterator[BlockChange]:
+    def _all_changes(self, parts: list[Part]) -> Iterator[BlockChange]:
+        tokens = self._shares.of(parts) if self._shares is not None else [()] * len(parts)
+        for part, its_tokens in zip(parts, tokens, strict=True):
+            yield from self._changes(part, its_tokens)
+
+    def _changes(self, part: Part, tokens: Sequence[TokenLogprobs]) -> Iterator[BlockChange]:
         match part:
             case CallBegin(_, name):
                 yield from self._begin("call", self._new_call_id(), name)
@@ -92,7 +103,8 @@ class BlockReader:
         if not self.blocks or self.blocks[-1].kind != kind:
             yield from self._begin(kind)
         self.blocks[-1].add(text)
-        yield BlockChange("grows", self.blocks[-1], text)
+        self.blocks[-1].tokens += tokens
+        yield BlockChange("grows", self.blocks[-1], text, tokens)
 
     def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[BlockChange]:
         ended, begun = self.blocks[-1:], Block(len(self.blocks), kind, call_id, name)

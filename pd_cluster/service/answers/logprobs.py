@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pd_cluster.service.sequence import TokenLogprobs
@@ -18,7 +19,7 @@ class LogprobsFormat:
         self._tokenizer = tokenizer
         self._as_token_ids = as_token_ids
 
-    def chat(self, entries: list[TokenLogprobs]) -> dict[str, Any]:
+    def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """{"content": [{token, logprob, bytes, top_logprobs: [{token, logprob, bytes}, …]}, …]}."""
         return {
             "content": [

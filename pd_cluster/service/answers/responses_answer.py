@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from pd_cluster.errors import PdClusterError
 from pd_cluster.service.answers.blocks import Block, BlockAnswer, BlockChange
+from pd_cluster.service.answers.logprobs import LogprobsFormat
 from pd_cluster.service.answers.sse import named_event
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.schema.responses_protocol import NamespaceTool, ResponsesRequest, ResponseTool
 from pd_cluster.service.schema.responses_tools import names_of
+from pd_cluster.service.sequence import TokenLogprobs
+from pd_cluster.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 ID_NUM_BYTES = 24
@@ -21,8 +25,16 @@ PARTS = {"text": "output_text", "reasoning": "reasoning_text"}  # also the middl
 
 
 class ResponsesAnswer(BlockAnswer):
-    def __init__(self, request: ResponsesRequest, model: str, generation: Generation, is_stored: bool = False) -> None:
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        model: str,
+        tokenizer: Tokenizer,
+        generation: Generation,
+        is_stored: bool = False,
+    ) -> None:
         super().__init__(generation, bool(request.stream), request.include_reasoning is not False)
+        self._logprobs = LogprobsFormat(tokenizer)
         self.id = f"{PREFIX}{secrets.token_hex(ID_NUM_BYTES)}"
         self._own_name = request.request_id
         self._names = names_of(request)
@@ -82,7 +94,7 @@ class ResponsesAnswer(BlockAnswer):
             case "begins":
                 return self._begins(block)
             case "grows":
-                return self._grows(block, change.text)
+                return self._grows(block, change.text, change.tokens)
             case "ends":
                 return self._ends(block)
 
@@ -95,11 +107,11 @@ class ResponsesAnswer(BlockAnswer):
             return added
         return added + self._event("response.content_part.added", **self._place(block), part=self._part(block, ""))
 
-    def _grows(self, block: Block, text: str) -> bytes:
+    def _grows(self, block: Block, text: str, tokens: Sequence[TokenLogprobs]) -> bytes:
         if block.kind == "call":
             place = {"item_id": self._id_of(block), "output_index": block.index}
             return self._event("response.function_call_arguments.delta", **place, delta=text)
-        more: Json = {"logprobs": []} if block.kind == "text" else {}
+        more: Json = {"logprobs": self._told_logprobs(tokens)} if block.kind == "text" else {}
         return self._event(f"response.{PARTS[block.kind]}.delta", **self._place(block), delta=text, **more)
 
     def _ends(self, block: Block) -> bytes:
@@ -107,7 +119,7 @@ class ResponsesAnswer(BlockAnswer):
             place = {"item_id": self._id_of(block), "output_index": block.index}
             events = self._event("response.function_call_arguments.done", **place, arguments=block.text)
         else:
-            more: Json = {"logprobs": []} if block.kind == "text" else {}
+            more: Json = {"logprobs": self._told_logprobs(block.tokens)} if block.kind == "text" else {}
             events = self._event(f"response.{PARTS[block.kind]}.done", **self._place(block), text=block.text, **more)
             part = self._part(block, block.text)
             events += self._event("response.content_part.done", **self._place(block), part=part)
@@ -142,8 +154,17 @@ class ResponsesAnswer(BlockAnswer):
         return {"type": "message", "id": item_id, "status": status, "role": "assistant", "content": content}
 
     def _part(self, block: Block, text: str) -> Json:
-        more: Json = {"annotations": [], "logprobs": []} if block.kind == "text" else {}
+        """Returns the part with this text: all of the block's, or none of it."""
+        logprobs = self._logprobs.chat(block.tokens if text else [])["content"]
+        more: Json = {"annotations": [], "logprobs": logprobs} if block.kind == "text" else {}
         return {"type": PARTS[block.kind], "text": text, **more}
+
+    def _told_logprobs(self, tokens: Sequence[TokenLogprobs]) -> list[Json]:
+        """Returns them as events of text have them, without bytes."""
+        entries = self._logprobs.chat(tokens)["content"]
+        return [
+            _without_bytes(each) | {"top_logprobs": [*map(_without_bytes, each["top_logprobs"])]} for each in entries
+        ]
 
     def _usage(self) -> Json:
         usage = self.generation.usage
@@ -194,11 +215,15 @@ class ResponsesAnswer(BlockAnswer):
             if isinstance(choice, str)
             else choice.model_dump(exclude_none=True),
             "tools": tools,
-            "top_logprobs": 0,
+            "top_logprobs": request.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "user": request.user,
         }
+
+
+def _without_bytes(entry: Json) -> Json:
+    return {name: value for name, value in entry.items() if name != "bytes"}
 
 
 def _told(tool: ResponseTool | NamespaceTool) -> Json:

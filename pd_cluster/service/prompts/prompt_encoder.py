@@ -90,8 +90,8 @@ class PromptEncoder:
             )
         if num_chars > most:
             raise RequestError(
-                f"{param}: the prompt is too long: {num_chars} characters; this model's maximum context length is "
-                f"{limit} tokens, of at most {longest} characters",
+                f"{param}: the prompt is too long: {num_chars} characters, at least {-(-num_chars // longest)} "
+                f"tokens; this model's maximum context length is {limit} tokens, prompt and output together",
                 param=param,
                 code="context_length_exceeded",
             )

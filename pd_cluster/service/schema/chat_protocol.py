@@ -191,17 +191,14 @@ class ChatFields(BaseModel):
 
     @property
     def offered_tools(self) -> list[FunctionTool]:
-        """The tools that the model is shown. Raises RequestError for an allowed one that is not among them.
+        """The tools that the model is shown: all, so that prompts begin alike. A guide keeps it to those allowed.
 
-        All of them, so that prompts begin alike, unless some are allowed and no guide keeps the model to these.
+        Raises RequestError for an allowed one that is not among them.
         """
-        tools, allowed = self.tools or [], self.allowed_names
-        if allowed is None:
-            return tools
-        for name in sorted(allowed - {tool.function.name for tool in tools}):
+        tools = self.tools or []
+        for name in sorted((self.allowed_names or frozenset()) - {tool.function.name for tool in tools}):
             raise RequestError(f"tool_choice: no tool is called {reprlib.repr(name)}", param="tool_choice")
-        is_guided = isinstance(self.tool_choice, AllowedTools) and self.tool_choice.allowed_tools.mode == "required"
-        return tools if is_guided else [tool for tool in tools if tool.function.name in allowed]
+        return tools
 
     @property
     def allowed_names(self) -> frozenset[str] | None:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from pd_cluster.service.schema.responses import ChatTokenLogprob
+
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -16,7 +18,9 @@ class ResponsePart(BaseModel):
     type: Literal["output_text", "reasoning_text"]
     text: str
     annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    logprobs: list[ChatTokenLogprob] | None = Field(
+        default=None, description="Of its tokens, with include message.output_text.logprobs; otherwise empty."
+    )
 
 
 class ResponseItem(BaseModel):
@@ -86,7 +90,7 @@ class ResponseObject(BaseModel):
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
-    top_logprobs: Literal[0]
+    top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
@@ -107,7 +111,12 @@ class ResponseEvent(BaseModel):
     delta: str | None = None
     text: str | None = None
     arguments: str | None = None
-    logprobs: list[Any] | None = None
+    logprobs: list[dict[str, Any]] | None = Field(default=None, description="As in a part, without bytes.")
+
+
+class ResponseInputTokens(BaseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class ResponseDeleted(BaseModel):

@@ -11,7 +11,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.parse import checked
 from pd_cluster.service.schema.responses_items import Json, items_of, parts_of, text_parts
-from pd_cluster.service.schema.responses_protocol import ResponsesRequest, ResponseToolChoice
+from pd_cluster.service.schema.responses_protocol import LOGPROBS, ResponsesRequest, ResponseToolChoice
 from pd_cluster.service.schema.responses_tools import functions_of, known_as
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -45,6 +45,10 @@ def chat_of(request: ResponsesRequest, earlier: list[Json], variables: frozenset
     }
     if request.max_output_tokens is not None:
         chat["max_tokens"] = request.max_output_tokens
+    if request.wants_logprobs:
+        chat |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
+    elif request.top_logprobs:
+        raise RequestError(f'top_logprobs: needs include: ["{LOGPROBS}"]', param="top_logprobs")
     form = request.text.format if request.text is not None else None
     if form is not None and form.type == "json_schema":
         inner = {"name": form.name or "output", "schema": form.form, "strict": form.strict}

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pd_cluster.service.schema.chat_protocol import MAX_DESCRIPTION_NUM_CHARS, MAX_TOOLS, Effort, Name
-from pd_cluster.service.schema.protocol import FAIL_FAST, MAX_SALT_NUM_CHARS, SessionId
+from pd_cluster.service.schema.protocol import FAIL_FAST, MAX_SALT_NUM_CHARS, NumLogprobs, SessionId
 from pd_cluster.types import INT32_MAX
 
 MAX_METADATA = 16
@@ -85,6 +85,9 @@ class ResponseStreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
+LOGPROBS = "message.output_text.logprobs"
+
+
 class ResponsesRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -102,7 +105,9 @@ class ResponsesRequest(BaseModel):
     max_tool_calls: int | None = Field(default=None, ge=1, le=INT32_MAX)
     text: TextConfig | None = None
     reasoning: ResponseReasoning | None = None
-    include: Annotated[list[Literal["reasoning.encrypted_content"]], FAIL_FAST] | None = None
+    include: (
+        Annotated[list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]], FAIL_FAST] | None
+    ) = None
     metadata: Annotated[dict[Name, Value], Field(max_length=MAX_METADATA)] | None = None
     client_metadata: dict[str, Any] | None = None  # Codex's, about itself
     prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
@@ -112,12 +117,13 @@ class ResponsesRequest(BaseModel):
     store: bool | None = None
     previous_response_id: str | None = None
     truncation: Literal["disabled"] | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: NumLogprobs | None = None
     background: Literal[False] | None = None
     background_options: None = None
     image: None = None
     conversation: None = None
     prompt: None = None
+    personality: None = None
     context_management: None = None
     moderation: None = None
     access_programs: None = None
@@ -153,3 +159,7 @@ class ResponsesRequest(BaseModel):
     media_io_kwargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     vllm_xargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     watermarking: Literal[False] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())

@@ -16,11 +16,12 @@ from pd_cluster.service.schema.schemas import without_remarks
 
 
 class AskedTools(NamedTuple):
-    """`most_calls` is None where any number is allowed."""
+    """`most_calls` is None where any number is allowed. `are_some`: the model is shown others beside these."""
 
     tools: list[Tool]
     choice: ToolChoice
     most_calls: int | None = None
+    are_some: bool = False
 
 
 NO_TOOLS = AskedTools([], "none")
@@ -29,10 +30,12 @@ NO_TOOLS = AskedTools([], "none")
 def tools_of(request: ChatCompletionRequest, has_parser: bool) -> AskedTools:
     """`has_parser`: the server can find calls in a text that need not have any. Raises RequestError."""
     tools = _tools(request)
+    are_some = False
     choice = request.tool_choice if request.tool_choice is not None else "auto" if tools else "none"
     if isinstance(choice, AllowedTools):
-        allowed = request.allowed_names or ()
+        allowed, num_shown = request.allowed_names or (), len(tools)
         tools = [tool for tool in tools if tool.name in allowed]
+        are_some = len(tools) < num_shown
         choice = choice.allowed_tools.mode
     if not tools and choice not in ("none", "auto"):
         raise RequestError("tool_choice: needs tools to choose from; give tools", param="tool_choice")
@@ -52,16 +55,13 @@ def tools_of(request: ChatCompletionRequest, has_parser: bool) -> AskedTools:
         if all(tool.name != name for tool in tools):
             raise RequestError(f"tool_choice: no tool is called {reprlib.repr(name)}", param="tool_choice")
         return AskedTools([tool for tool in tools if tool.name == name], "named", 1)
-    return AskedTools(tools, choice, most_calls)
+    return AskedTools(tools, choice, most_calls, are_some)
 
 
 def _tools(request: ChatCompletionRequest) -> list[Tool]:
     found: dict[str, Tool] = {}
-    offered = {tool.function.name for tool in request.offered_tools}
-    for at, tool in enumerate(request.tools or []):
+    for at, tool in enumerate(request.offered_tools):
         function = tool.function
-        if function.name not in offered:
-            continue
         if function.name in found:
             raise RequestError(f"tools[{at}]: a second tool is called {function.name!r}", param="tools")
         parameters = function.parameters or {}

@@ -21,8 +21,8 @@ WINDOW_S = 4.0
 KEY, FOREIGN = "of-one-client", "of-another"
 FLAGS = [f"--resume-window={WINDOW_S:g}", "--max-model-len=4096", "--num-blocks=1200", "--dead-after=2"]
 OWN, OTHER = {"Authorization": f"Bearer {KEY}"}, {"Authorization": f"Bearer {FOREIGN}"}
-# Each draw of seed 15 is at least 4e-6 from one that takes another token. Seed 11 has one that is 3e-8 from it: keys and
-# values that are computed again, in a prompt, turn it.
+# Each draw of seed 15 is at least 4e-6 from one that takes another token. One of seed 11 is 3e-8 from it, and turns
+# when keys and values are computed again in a prompt.
 LONG = {"prompt": [7, 8, 9, 10], "max_tokens": 1500, "temperature": 0.8, "seed": 15, "ignore_eos": True}
 ASK: dict[str, Any] = {**LONG, "return_token_ids": True, "logprobs": 1, "stream_options": {"include_usage": True}}
 

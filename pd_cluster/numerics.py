@@ -29,6 +29,9 @@ SETTINGS = (
 KEY_ORDER = f"the order of features in keys, which follows from the kind of device and {called('dtype')},"
 BF16_WAY = f"the way of products in bfloat16, which follows from the processor ({called('dtype')} float32 has none),"
 WHOLE_ROWS = "codes of whole rows"
+CODES_WAY = (
+    f"the way of codes, which follows from the version (upgrade the older one; {called('quantization')} is the same),"
+)
 DYNAMIC, LONGROPE = "dynamic", "longrope"
 ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta")
 UNBOUNDED = 1 << 30  # tokens; the base grows with any length
@@ -117,12 +120,17 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
         for name in SETTINGS:
             own, others = getattr(self, name), getattr(other, name)
             if own != others and name not in ignored and (name != "attention_backend" or self.device == other.device):
-                return called(name), _written(own), _written(others)
+                is_way = name == "quantization" and _scheme(own) == _scheme(others)
+                return CODES_WAY if is_way else called(name), _written(own), _written(others)
         if self.rope != other.rope:
             return "rope_scaling", str(self.rope), str(other.rope)
         if self.bf16_way != other.bf16_way:
             return BF16_WAY, self.bf16_way or "none", other.bf16_way or "none"
         return None if self.key_order == other.key_order else (KEY_ORDER, self.key_order, other.key_order)
+
+
+def _scheme(quantization: str) -> str:
+    return quantization.removesuffix(WHOLE_ROWS).removesuffix(", ")
 
 
 def _written(value: str | bool) -> str:

@@ -263,7 +263,7 @@ def _fp8(found: Quantization, settings: Settings) -> Quantization:
 
 def _smooth_quant(found: Quantization, settings: Settings) -> Quantization:
     _only(found, settings, "quant_dtype", (None, "int8", "float8_e4m3fn"))
-    return replace(found, has_int8_activations=True)
+    return replace(found, has_int8_activations=settings.get("quant_dtype") != "float8_e4m3fn")
 
 
 def _modelopt(found: Quantization, settings: Settings) -> Quantization:

@@ -10,9 +10,8 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.model.causal_lm import CausalLM
-from pd_cluster.model.loader import KernelChoices, layout_of, load_model
+from pd_cluster.model.loader import KernelChoices, load_model
 from pd_cluster.model.parallel.group import Group
-from pd_cluster.model.sense import warn_of_chance
 from pd_cluster.model.vision.load import load_tower
 from pd_cluster.model.vision.tower import Tower
 from pd_cluster.settings.engine import EngineConfig
@@ -40,7 +39,6 @@ def load_parts(
         config.kv_cache_dtype,
         KernelChoices(config.npu_head_dims, speedups),
     )
-    warn_of_chance(model, checkpoint, layout_of(model.config, block_size, dtype), device, group)
     if checkpoint.vision is None:
         return model, None
     return model, load_tower_part(checkpoint, config, dtype, device, group)

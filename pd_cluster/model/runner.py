@@ -61,6 +61,7 @@ from pd_cluster.model.prompt_graphs import PromptGraphs, sizes_up_to
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
+from pd_cluster.model.sense import warn_of_chance
 from pd_cluster.model.sizing import (
     check_offload,
     num_host_cache_blocks,
@@ -149,6 +150,7 @@ class ModelRunner:
         )
         self.tower: Tower | None
         self.model, self.tower = self._load_again()
+        warn_of_chance(self.model, checkpoint, layout_of(self.model.config, block_size, dtype), device, self.group)
         if self.tower is not None:
             check_pictures_fit(self.tower.rules, self.max_num_batched_tokens, config.max_num_seqs)
         self.vocab_size = int(checkpoint.config["vocab_size"])

@@ -29,9 +29,7 @@ SETTINGS = (
 KEY_ORDER = f"the order of features in keys, which follows from the kind of device and {called('dtype')},"
 BF16_WAY = f"the way of products in bfloat16, which follows from the processor ({called('dtype')} float32 has none),"
 WHOLE_ROWS = "codes of whole rows"
-CODES_WAY = (
-    f"the way of codes, which follows from the version (upgrade the older one; {called('quantization')} is the same),"
-)
+CODES_WAY = f"the way of codes, which follows from the version ({called('quantization')} is the same: upgrade one),"
 DYNAMIC, LONGROPE = "dynamic", "longrope"
 ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta")
 UNBOUNDED = 1 << 30  # tokens; the base grows with any length

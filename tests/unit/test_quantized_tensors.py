@@ -10,7 +10,7 @@ from pd_cluster.errors import ModelError
 from pd_cluster.model.known_forms import form_of
 from pd_cluster.model.quantized.decode import decoded
 from pd_cluster.model.quantized.encode import SCHEMES, encoded
-from pd_cluster.numerics import WHOLE_ROWS, Numerics
+from pd_cluster.numerics import CODES_WAY, WHOLE_ROWS, Numerics
 
 NAN, INF = float("nan"), float("inf")
 FP8 = torch.float8_e4m3fn
@@ -239,3 +239,5 @@ def test_what_rounds_activations_is_in_the_numerics(found: Quantization, name: s
     assert found.numerics_name == name
     differs = Numerics(quantization=name).difference(Numerics(quantization=found.at_load))
     assert (differs is None) == (WHOLE_ROWS not in name)
+    if differs is not None:
+        assert differs == (CODES_WAY, name, found.at_load or "none")

@@ -157,6 +157,10 @@ class Unwrapped:
         found = self._may_end.search(self._held)
         self._show(found.start() if found is not None else len(self._held))
 
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
     def flush(self) -> None:
         """Emits what was held back: something other than content follows, or nothing."""
         self._state = "within"

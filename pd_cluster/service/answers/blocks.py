@@ -140,6 +140,11 @@ class BlockAnswer(ABC):
     def headers(self) -> dict[str, str]:
         return {}
 
+    @property
+    def is_large(self) -> bool:
+        """Whether building it takes noticeable time, so that its end is built on a thread."""
+        return self.generation.sampling.logprobs is not None
+
     def take(self, piece: Piece) -> None:
         """Reads a piece of an answer that is sent whole."""
         if piece.finish_reason is not None:

@@ -57,6 +57,10 @@ _MODULES = {  # name -> its module, imported on first use: processes that do not
     "VisionConfig": "offline.lmdeploy.vision_config",
     "pipeline": "offline.lmdeploy.pipeline",
 }
+_NOT_HERE = dict.fromkeys(  # names that other packages' documents point to -> where to go here
+    ("AsyncLLMEngine", "AsyncLLM"),
+    "the cluster serves online (`pd-cluster up MODEL`, and any OpenAI client), LLM offline, and AsyncEngine in asyncio",
+)
 __all__ = [
     "LLM",
     "AsyncEngine",
@@ -87,6 +91,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _NOT_HERE:
+        raise ImportError(f"{__name__} has no {name}: {_NOT_HERE[name]}", name=__name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -28,6 +28,7 @@ SETTINGS = (
 )
 KEY_ORDER = f"the order of features in keys, which follows from the kind of device and {called('dtype')},"
 BF16_WAY = f"the way of products in bfloat16, which follows from the processor ({called('dtype')} float32 has none),"
+WHOLE_ROWS = "codes of whole rows"
 DYNAMIC, LONGROPE = "dynamic", "longrope"
 ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta")
 UNBOUNDED = 1 << 30  # tokens; the base grows with any length
@@ -84,8 +85,9 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     """The numerics of one instance. `attention_backend`: the setting on a CPU, the chosen backend elsewhere.
 
     `deterministic` is the setting, on every device. `quantization`: the scheme of weights that are quantized at load;
-    those of a folder are part of its identity. `quantize_head`: that of the output layer. `kv_cache_dtype` is the
-    pool's. `hf_overrides` is canonical JSON.
+    those of a folder are part of its identity. Where activations become codes, also WHOLE_ROWS: on several ranks,
+    earlier versions had codes of each rank's part of a row, and other numbers. `quantize_head`: the scheme of the
+    output layer. `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON.
     `key_order`: that of a head's features in the KV cache (model/layers/rope_tables). `bf16_way`: how a CPU multiplies
     weights of bfloat16 (native/products), if it does.
     """

@@ -226,11 +226,11 @@ def _tokenizer_path(engine: EngineConfig, path: Path) -> Path | None:
     name, revision, place = engine.tokenizer, engine.tokenizer_revision, engine.download_dir
     if name == engine.model:
         name, revision = "", revision or engine.revision
-    found = path
+    found, its_flag = path, called("tokenizer_revision")
     if name:
-        found = resolve_model(name, revision, place, called("tokenizer"), needs_weights=False)
+        found = resolve_model(name, revision, place, called("tokenizer"), needs_weights=False, revision_flag=its_flag)
     elif revision not in ("", engine.revision):
-        found = resolve_model(engine.model, revision, place, needs_weights=False)
+        found = resolve_model(engine.model, revision, place, needs_weights=False, revision_flag=its_flag)
     has_none = engine.skip_tokenizer_init and not (found / "tokenizer.json").exists()
     return None if has_none else found
 

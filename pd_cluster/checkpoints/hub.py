@@ -24,7 +24,12 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def resolve_model(
-    model: str, revision: str = "", download_dir: str = "", flag: str = called("model"), needs_weights: bool = True
+    model: str,
+    revision: str = "",
+    download_dir: str = "",
+    flag: str = called("model"),
+    needs_weights: bool = True,
+    revision_flag: str = called("revision"),
 ) -> Path:
     """Returns the folder, or the hub model's folder in the local cache, which is filled if files are missing.
 
@@ -35,7 +40,7 @@ def resolve_model(
     if path.is_dir():
         if revision:
             why = f"{flag} {model} is a folder, which has one version; leave it out"
-            raise ModelError(f"{called('revision')} {revision}: {why}")
+            raise ModelError(f"{revision_flag} {revision}: {why}")
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ModelError(f"{flag} {model}: no such folder")

@@ -14,12 +14,15 @@ from typing import Any
 
 from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, QUANTIZERS_FILES, method_of, quantized
 from pd_cluster.errors import ModelError, called
+from pd_cluster.numerics import WHOLE_ROWS
 from pd_cluster.settings.engine import ALSO_AT_LOAD, AT_LOAD
 
 Settings = Mapping[str, Any]
 FP8_BLOCK = (128, 128)
 GPTQ_BITS = (2, 3, 4, 8)
-ASCEND_TYPES = ("FLOAT", "W8A8", "W8A8_DYNAMIC", "W8A16", "W4A16")
+ASCEND_CODES = ("W8A8", "W8A8_DYNAMIC")  # whose activations become codes, too
+CODES_AT_LOAD = ("int8", "w4a8")
+ASCEND_TYPES = ("FLOAT", *ASCEND_CODES, "W8A16", "W4A16")
 CT_FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "dense"),
@@ -53,6 +56,15 @@ class Quantization:
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
     at_load: str = ""
     kinds: tuple[str, ...] = ()
+
+    @property
+    def numerics_name(self) -> str:
+        """Returns what `Numerics` has of it."""
+        if self.method == ASCEND:
+            has_codes = any(kind in ASCEND_CODES for kind in self.types.values())
+        else:
+            has_codes = self.has_int8_activations or self.is_w4a8 or self.at_load in CODES_AT_LOAD
+        return ", ".join(filter(None, (self.at_load, WHOLE_ROWS if has_codes else "")))
 
 
 def quantization_of(path: Path, config: Settings) -> Quantization | None:

@@ -7,6 +7,7 @@ events into `inbox`. Knows nothing of HTTP or of routing.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import time
 from collections import defaultdict
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1  # how often deadlines are checked
 LOAD_S = 0.02  # the age that the reported load may have, apart from a step's duration
 IDLE_WAIT_S = 0.05
+CLOSES_AFTER_S = 0.5  # in which schedulers hear that a worker drains, and what they sent before arrives
 
 
 class Worker:
@@ -72,6 +74,7 @@ class Worker:
         self._is_shared = False  # by several schedulers: the last order had a fencing number
         self._next_tick_s = self._next_load_s = 0.0
         self._is_draining = self._is_load_old = False
+        self._closes_s = math.inf
         self._step_waits_s = 0.0  # for a landing, at most
         self._shares_cores = shares_cores
         self._rest = rest
@@ -180,13 +183,27 @@ class Worker:
                 self._rest()
             self._publish_load(at_once=was_busy and not busy)
             self._outbox.flush()
-            if self._is_draining and self.legs.are_over:
-                return
+            if self._is_closed:
+                self._release_all()
+                if self.legs.are_over:
+                    return
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether it drains and no scheduler will send a request because it does not know that."""
+        return self._is_draining and (not self._schedulers or self._clock() >= self._closes_s)
 
     @property
     def _why_closed(self) -> str:
         """Returns why no request is taken now; "": they are."""
-        return "this instance takes nothing more, because it stops" if self._is_draining else self._sleep.closed
+        return "this instance takes nothing more, because it stops" if self._is_closed else self._sleep.closed
+
+    def _release_all(self) -> None:
+        """Begins what is held: nothing more comes."""
+        self.adapters.release_all()
+        self.tiers.release_all()
+        if self.encoders is not None:
+            self.encoders.release_all()
 
     # ---- a step
 
@@ -340,11 +357,7 @@ class Worker:
             case TierContents():
                 self.tiers.opened(event)
             case StartDrain():
-                self._is_draining = True
-                self.adapters.release_all()
-                self.tiers.release_all()
-                if self.encoders is not None:
-                    self.encoders.release_all()
+                self._is_draining, self._closes_s = True, min(self._closes_s, self._clock() + CLOSES_AFTER_S)
             case EncoderReached() | EncoderUnreached() | FeaturesRead() if self.encoders is not None:
                 self.encoders.handle(event)
             case ConnOpened(conn, peer, kind):

@@ -17,6 +17,8 @@ from pd_cluster.errors import ModelError
 from pd_cluster.model.known_forms import FORMS, form_of
 from pd_cluster.model.layers.expert_weight import PRODUCTS, ExpertStack, HeldExperts, are_experts
 from pd_cluster.model.layers.weight import PLAIN, HeldLinear, Parts, Tensors, no_weight
+from pd_cluster.model.layers.whole_rows import WholeRows
+from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import EXPERT_ALIASES, FUSED_EXPERTS, LAYER
 
 # The layers that are joined to each of transformers' products, in this order.
@@ -29,10 +31,14 @@ OneByOne = Mapping[int, Mapping[str, Tensors]]  # experts by number, their layer
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """Weights by the paths of the modules that they replace; of experts, by the names of their products."""
+    """Weights by the paths of the modules that they replace; of experts, by the names of their products.
+
+    `rows`: by the same paths, of linear layers and experts' `down_proj` that take whole rows on several ranks.
+    """
 
     linears: dict[str, Parts] = field(default_factory=dict)
     experts: dict[str, dict[str, Parts]] = field(default_factory=dict)
+    rows: dict[str, WholeRows] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.linears) + len(self.experts)
@@ -41,9 +47,11 @@ class HeldWeights:
         """Replaces the modules that were loaded with placeholders."""
         for path, parts in self.linears.items():
             linear: Any = model.get_submodule(path)
-            model.set_submodule(path, HeldLinear(parts, linear.weight.shape))
+            model.set_submodule(path, HeldLinear(parts, linear.weight.shape, self.rows.get(path)))
         for path, products in self.experts.items():
-            model.set_submodule(path, HeldExperts(model.get_submodule(path), *(products[name] for name in PRODUCTS)))
+            gate_up, down = (products[name] for name in PRODUCTS)
+            experts = HeldExperts(model.get_submodule(path), gate_up, down, self.rows.get(path))
+            model.set_submodule(path, experts)
 
 
 def is_in_other_form(key: str) -> bool:
@@ -53,10 +61,12 @@ def is_in_other_form(key: str) -> bool:
     return name not in PLAIN.parts and any(name in form.parts for form in FORMS.values())
 
 
-def hold(weights: Weights, architecture: Any, config: Any, dtype: torch.dtype) -> HeldWeights:
+def hold(
+    weights: Weights, architecture: Any, config: Any, dtype: torch.dtype, share: Share | None = None
+) -> HeldWeights:
     """Takes layers of other forms out of `weights`, a model's by their names, and leaves placeholders.
 
-    `architecture`: transformers' class. Raises ModelError for what does not fit it.
+    `architecture`: transformers' class. `share`: the weights are one rank's. Raises ModelError for what does not fit.
     """
     held = HeldWeights()
     layers = _take(weights)
@@ -77,7 +87,7 @@ def hold(weights: Weights, architecture: Any, config: Any, dtype: torch.dtype) -
             held.linears[path] = Parts(form_of(tensors, path), tensors, dtype)
     for path, experts in singles.items():
         held.experts[path] = {name: _stack(path, experts, JOINED[name], dtype) for name in PRODUCTS}
-    _leave_placeholders(weights, held, skeleton, dtype)
+    _leave_placeholders(weights, held, skeleton, dtype, share)
     return held
 
 
@@ -118,14 +128,18 @@ def _stack(path: str, experts: OneByOne, names: tuple[str, ...], dtype: torch.dt
     return Parts(form, ExpertStack.stacked(form, layers, dtype).parts, dtype)
 
 
-def _leave_placeholders(weights: Weights, held: HeldWeights, skeleton: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Raises ModelError for a layer that the architecture does not have."""
+def _leave_placeholders(
+    weights: Weights, held: HeldWeights, skeleton: torch.nn.Module, dtype: torch.dtype, share: Share | None
+) -> None:
+    """Also notes which layers take whole rows. Raises ModelError for a layer that the architecture does not have."""
     named = dict(skeleton.named_modules())
     for path in held.linears:
         linear = named.get(path)
         if not isinstance(linear, torch.nn.Linear):
             raise ModelError(f"{path}: this architecture has no linear layer there, whose weight may have another form")
-        _check_shape(path, held.linears[path], tuple(linear.weight.shape))
+        if (rows := _whole_rows(share, path, held.linears[path], len(linear.weight))) is not None:
+            held.rows[path] = rows
+        _check_shape(path, held.linears[path], tuple(linear.weight.shape), rows=rows)
         weights |= {f"{path}.{name}": no_weight(each.shape, dtype) for name, each in linear.named_parameters()}
     for path, products in held.experts.items():
         experts = named[path]
@@ -134,11 +148,23 @@ def _leave_placeholders(weights: Weights, held: HeldWeights, skeleton: torch.nn.
         for name, each in experts.named_parameters():
             if name in products:
                 turned = bool(getattr(experts, "is_transposed", False))
-                _check_shape(f"{path}.{name}", products[name], tuple(each.shape), is_transposed=turned)
+                num_outputs = each.shape[-1 if turned else -2]
+                if (rows := _whole_rows(share, f"{path}.{name}", products[name], num_outputs)) is not None:
+                    held.rows[path] = rows  # of `down_proj`, whose inputs alone are shared out
+                _check_shape(f"{path}.{name}", products[name], tuple(each.shape), turned, rows)
         weights |= {f"{path}.{name}": no_weight(each.shape, dtype) for name, each in experts.named_parameters()}
 
 
-def _check_shape(path: str, parts: Parts, shape: tuple[int, ...], is_transposed: bool = False) -> None:
+def _whole_rows(share: Share | None, path: str, parts: Parts, num_outputs: int) -> WholeRows | None:
+    """Returns this rank's share of a layer whose inputs are shared out, and become codes; None for others."""
+    if share is None or not parts.form.rounds_activations or not share.plan.shares_inputs(path):
+        return None
+    return share.whole_rows(num_outputs)
+
+
+def _check_shape(
+    path: str, parts: Parts, shape: tuple[int, ...], is_transposed: bool = False, rows: WholeRows | None = None
+) -> None:
     """`shape`: transformers' [..., N, K], or [..., K, N] transposed. Raises ModelError for parts of other features."""
     leading = len(shape) - 2
     outputs, inputs = set(), {0}
@@ -149,6 +175,8 @@ def _check_shape(path: str, parts: Parts, shape: tuple[int, ...], is_transposed:
         if tuple(tensor.shape[:leading]) != shape[:leading]:
             raise _wrong_shape(path, f"{name} of {list(tensor.shape)}", shape)
     expected = shape[leading:][::-1] if is_transposed else shape[leading:]
+    if rows is not None:
+        expected = rows.own_shape(expected[1])
     if (*outputs, max(inputs)) != expected:
         features = " and ".join(map(str, sorted(outputs)))
         raise _wrong_shape(path, f"{features} output and {max(inputs)} input features", shape)

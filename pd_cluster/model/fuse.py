@@ -22,7 +22,7 @@ from pd_cluster.model.layers.linear import Linear, packs
 from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rows
 from pd_cluster.model.layers.packing import rows_apart
 from pd_cluster.model.layers.rope_tables import RopeTables, qkv_order
-from pd_cluster.model.layers.weight import joined, weight_of
+from pd_cluster.model.layers.weight import between_ranks, joined, weight_of
 from pd_cluster.model.lora.places import AdapterPlaces
 from pd_cluster.model.parallel.layers import Share, SpanningNorm
 from pd_cluster.model.quirks import ARCHITECTURES, Quirks
@@ -152,6 +152,8 @@ class _Maker:
         names = next(names for names in choices if hasattr(module, names[0]))
         modules = {name: getattr(module, name) for name in names}
         found = self.ops.linear(joined(*modules.values(), rows=rows))
+        if len(names) == 1:  # layers that are joined have whole rows on every rank
+            found = between_ranks(modules[names[0]], found)
         if self.adapters is not None:
             features = {name: (each.out_features, each.in_features) for name, each in modules.items()}
             found = self.adapters.beside(found, self.path, features, rows)

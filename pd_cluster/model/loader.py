@@ -363,7 +363,7 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
     if weights is not None:
         local = config_of(checkpoint) if share is None else share.plan.local_config()
         architecture = AutoModelForCausalLM._model_mapping[type(local)]
-        held = hold(weights, architecture, local, TORCH_DTYPES[dtype])
+        held = hold(weights, architecture, local, TORCH_DTYPES[dtype], share)
         source = {"pretrained_model_name_or_path": None, "config": local, "state_dict": weights}
     try:
         with Unfilled() if _is_quick(checkpoint, device) else nullcontext():
@@ -468,9 +468,10 @@ def _probe_logits(model: CausalLM, layout: KVLayout, device: Device) -> torch.Te
     num_blocks = layout.num_blocks_for(PROBE_NUM_TOKENS)
     probe = Request("probe", Order(token_ids, Sampling()), block_table=list(range(num_blocks)))
     pool = KVPool(layout, num_blocks, device)
-    batch = build_batch([(probe, PROBE_NUM_TOKENS)], pool)
-    batch.sample_rows = torch.arange(PROBE_NUM_TOKENS, device=batch.slot_mapping.device)
-    with torch.inference_mode():
-        logits = model(batch).float()
-    pool.close()
-    return logits
+    try:
+        batch = build_batch([(probe, PROBE_NUM_TOKENS)], pool)
+        batch.sample_rows = torch.arange(PROBE_NUM_TOKENS, device=batch.slot_mapping.device)
+        with torch.inference_mode():
+            return model(batch).float()
+    finally:
+        pool.close()

@@ -40,7 +40,7 @@ def load_parts(
         config.kv_cache_dtype,
         KernelChoices(config.npu_head_dims, speedups),
     )
-    warn_of_chance(model, checkpoint, layout_of(model.config, block_size, dtype), device, is_first=not group.rank)
+    warn_of_chance(model, checkpoint, layout_of(model.config, block_size, dtype), device, group)
     if checkpoint.vision is None:
         return model, None
     return model, load_tower_part(checkpoint, config, dtype, device, group)

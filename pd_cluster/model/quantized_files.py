@@ -1,6 +1,7 @@
 """Reads a quantized model folder, layer by layer, straight from its safetensors files.
 
 A layer is decoded whole, and a rank keeps its share: a cut through a group of inputs only makes the groups smaller.
+Layers whose activations become codes are not cut through their inputs.
 """
 
 from __future__ import annotations
@@ -92,10 +93,12 @@ def read_quantized(
 def _keep_parts(
     weights: Weights, path: str, parts: Parts, name_of: Rename, plan: ParallelPlan | None, rank: int
 ) -> None:
-    if plan is not None:
+    takes_whole_rows = form_of(parts, path).rounds_activations
+    if plan is not None and not takes_whole_rows:
         parts = _in_shares(parts, plan.size)
     for part, tensor in parts.items():
-        _keep(weights, name_of(f"{path}{'_' if FUSED_PATH.search(path) else '.'}{part}"), tensor, plan, rank)
+        name = name_of(f"{path}{'_' if FUSED_PATH.search(path) else '.'}{part}")
+        _keep(weights, name, tensor, plan, rank, takes_whole_rows)
 
 
 def numbers(parts: Parts, dtype: torch.dtype) -> Parts:
@@ -106,20 +109,28 @@ def numbers(parts: Parts, dtype: torch.dtype) -> Parts:
 
 def _in_shares(parts: Parts, size: int) -> Parts:
     """Makes groups so small that no share of the input features ends within one."""
-    codes = next((parts[name] for name in ("codes", "w4a8_codes") if name in parts), None)
+    codes = parts.get("codes")
     if codes is None or codes.shape[-1] % size:
         return parts
-    of_groups: list[str] = [name for name in ("code_scales", "code_zeros", "w4a8_scales") if name in parts]
-    num_inputs, num_groups = codes.shape[-1], parts[of_groups[0]].shape[-1]
+    num_inputs, num_groups = codes.shape[-1], parts["code_scales"].shape[-1]
     group = math.gcd(num_inputs // num_groups, num_inputs // size)
     times = num_inputs // group // num_groups
-    finer = {name: parts[name].repeat_interleave(times, dim=-1) for name in of_groups}
+    finer = {name: parts[name].repeat_interleave(times, dim=-1) for name in ("code_scales", "code_zeros")}
     return {**parts, **finer}
 
 
-def _keep(weights: Weights, name: str, tensor: torch.Tensor, plan: ParallelPlan | None, rank: int) -> None:
+def _keep(
+    weights: Weights,
+    name: str,
+    tensor: torch.Tensor,
+    plan: ParallelPlan | None,
+    rank: int,
+    takes_whole_rows: bool = False,
+) -> None:
     if name:
-        weights[name] = tensor if plan is None else take(tensor, plan.cut(name, tuple(tensor.shape), rank))
+        if plan is not None:
+            tensor = take(tensor, plan.cut(name, tuple(tensor.shape), rank, takes_whole_rows))
+        weights[name] = tensor
 
 
 def _is_quantized(tensors: Tensors) -> bool:

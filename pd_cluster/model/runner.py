@@ -123,7 +123,7 @@ class ModelRunner:
             if device.is_accelerator
             else config.attention_backend,
             deterministic=config.deterministic,
-            quantization=checkpoint.quantization.at_load if checkpoint.quantization is not None else "",
+            quantization=checkpoint.quantization.numerics_name if checkpoint.quantization is not None else "",
             quantize_head=checkpoint.head_scheme,
             kv_cache_dtype=self.pool.layout.dtype,
             hf_overrides=checkpoint.hf_overrides,

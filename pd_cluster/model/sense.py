@@ -19,6 +19,7 @@ from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM
+from pd_cluster.model.parallel.group import Group
 from pd_cluster.text.token_ids import token_ids_of
 from pd_cluster.types import Order, Request, Sampling
 
@@ -27,29 +28,29 @@ log = logging.getLogger(__name__)
 COUNTING = " ".join(str(number) for number in range(1, 21))
 # Equal chances lose ln(vocabulary). The shipped model loses 0.02 of it, and 1.16 with its codes reordered.
 MOST_LOSS = 0.75
+MOST_TOKENS, LEAST_KINDS = 128, 10
 
 
-def warn_of_chance(model: CausalLM, checkpoint: Checkpoint, layout: KVLayout, device: Device, is_first: bool) -> None:
+def warn_of_chance(model: CausalLM, checkpoint: Checkpoint, layout: KVLayout, device: Device, group: Group) -> None:
     """Logs a warning if a quantized folder's model predicts counting hardly better than chance.
 
-    Its ranks call this together, as it computes a step, and the first one warns. `layout`: of a pool of the model's own
-    dtype. Models made for vectors may have forgotten how to count.
+    All ranks call this, as they compute a step together, and the first one warns. `layout`: of a pool of the model's
+    own dtype. Models made for vectors may have forgotten how to count, and those of proteins never knew.
     """
     found = checkpoint.quantization
     is_for_vectors = (checkpoint.path / MODULES_FILE).exists()
-    if found is None or found.at_load or checkpoint.tokenizer_path is None or is_for_vectors:
+    if found is None or found.at_load or is_for_vectors:
         return
-    try:
-        token_ids = token_ids_of(checkpoint.tokenizer_path, COUNTING)
-    except ModelError as error:  # whoever needs text fails with it, in another process
-        log.debug("whether the weights make sense is not known: %s", error)
+    vocab_size = int(checkpoint.config["vocab_size"])  # the whole model's; a rank's may be a share
+    token_ids = _counting(checkpoint, vocab_size)
+    if not group.least(len(token_ids)):  # one that cannot read the file must not leave the others waiting
         return
-    vocab_size = model.config.vocab_size
-    token_ids = token_ids[: checkpoint.max_position_embeddings]
-    if len(token_ids) < 2 or max(token_ids) >= vocab_size:
+    logits = _logits(model, token_ids, layout, device)
+    if group.rank:
         return
-    loss, chance = _loss(model, token_ids, layout, device), math.log(vocab_size)
-    if is_first and not loss <= MOST_LOSS * chance:
+    wanted = torch.tensor(token_ids[-len(logits) :], device=logits.device)
+    loss, chance = float(torch.nn.functional.cross_entropy(logits, wanted)), math.log(vocab_size)
+    if not loss <= MOST_LOSS * chance:
         log.warning(
             "%s: this model does not know how 1, 2, 3 goes on (it loses %.1f nats a token, and chance %.1f): if it was "
             "trained, its tensors are in another order than %s says",
@@ -57,17 +58,29 @@ def warn_of_chance(model: CausalLM, checkpoint: Checkpoint, layout: KVLayout, de
         )
 
 
-def _loss(model: CausalLM, token_ids: list[int], layout: KVLayout, device: Device) -> float:
-    """Returns the mean loss of the second half's tokens, in nats."""
+def _counting(checkpoint: Checkpoint, vocab_size: int) -> list[int]:
+    """Returns the tokens of `COUNTING`; none if there are too few kinds of them to tell anything."""
+    if checkpoint.tokenizer_path is None:
+        return []
+    try:
+        token_ids = token_ids_of(checkpoint.tokenizer_path, COUNTING)
+    except ModelError as error:  # whoever needs text fails with it, in another process
+        log.debug("whether the weights make sense is not known: %s", error)
+        return []
+    token_ids = token_ids[: min(MOST_TOKENS, checkpoint.max_position_embeddings)]
+    return token_ids if len(set(token_ids)) >= LEAST_KINDS and max(token_ids) < vocab_size else []
+
+
+def _logits(model: CausalLM, token_ids: list[int], layout: KVLayout, device: Device) -> torch.Tensor:
+    """Returns what predicts the second half's tokens."""
     num_tokens = len(token_ids)
     num_blocks = layout.num_blocks_for(num_tokens)
     request = Request("sense", Order(token_ids, Sampling()), block_table=list(range(num_blocks)))
     pool = KVPool(layout, num_blocks, device)
-    batch = build_batch([(request, num_tokens)], pool)
-    first = num_tokens // 2 - 1
-    batch.sample_rows = torch.arange(first, num_tokens - 1, device=batch.slot_mapping.device)
-    with torch.inference_mode():
-        logits = model(batch).float()
-    pool.close()
-    wanted = torch.tensor(token_ids[first + 1 :], device=logits.device)
-    return float(torch.nn.functional.cross_entropy(logits, wanted))
+    try:
+        batch = build_batch([(request, num_tokens)], pool)
+        batch.sample_rows = torch.arange(num_tokens // 2 - 1, num_tokens - 1, device=batch.slot_mapping.device)
+        with torch.inference_mode():
+            return model(batch).float()
+    finally:
+        pool.close()

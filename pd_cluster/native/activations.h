@@ -146,7 +146,7 @@ static void prepare_block(const Packed *w, int64_t block) {
     const Product *p = w->p;
     uint8_t ALIGNED numbers[BLOCK_ROWS][SEGMENT * 4];
     const float *from[BLOCK_ROWS];
-    const int32_t *rows[SQUARES * VL];
+    const int32_t *rows[SQUARES * VL], *own[SQUARES * VL];
     float inverse[BLOCK_ROWS] = {0};
     int64_t m = w->together, first_row = block * m, n;
     for (int64_t r = 0; r < m; r++) {
@@ -159,7 +159,10 @@ static void prepare_block(const Packed *w, int64_t block) {
         int64_t first = inputs_of_span(p, span, &n);
         int32_t *to = block_at(w, block, span), *sums = w->sums + first_row * w->num_spans + span;
         for (int64_t r = 0; r < m; r++) sums[r * w->num_spans] = 0;
-        for (int64_t at = 0; at < p->span_padded; at += SEGMENT) {
+        if (p->activations == AS_FLOATS && n == p->span_padded && m > 1) { // as they are
+            for (int64_t r = 0; r < SQUARES * VL; r++) own[r] = (const int32_t *)(from[MIN(r, m - 1)] + first);
+            interleave(own, m, n, to);
+        } else for (int64_t at = 0; at < p->span_padded; at += SEGMENT) {
             int64_t padded = MIN(SEGMENT, p->span_padded - at), num_words = padded * w->width / 4;
             for (int64_t r = 0; r < m; r++)
                 sums[r * w->num_spans] += write_numbers(w, from[r] + first + at, MAX(0, MIN(padded, n - at)), padded,

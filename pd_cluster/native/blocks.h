@@ -16,10 +16,9 @@
 #define FEW_BLOCKS 3   // up to here parts are as short as that, so that the next one is fetched in time; else twice as long
 #define PANELS_OF(m, sums) ((m) * 4 * PARTS <= (sums) ? 4 : (m) * 2 * PARTS <= (sums) ? 2 : 1)
 
-// The way of a product, constant in each loop: the form of words, what they are multiplied as, and whether they are in
-// the L1 cache.
+// The way of a product, constant in each loop: the form of words, and what they are multiplied as.
 typedef struct {
-    int form, as, is_near;
+    int form, as;
 } Way;
 
 // Adds to sums [row][MOST_PANELS][PANEL], or to zeros if it `begins`, the products of x [word][row] with words of some
@@ -102,7 +101,7 @@ INLINE void multiply_words(Way y, int m, int v, const int32_t *x, const int32_t 
     static __attribute__((noinline)) void name(const int32_t *x, const int32_t *words, int64_t panel_stride,           \
                                                int64_t num_words, const int32_t *ahead, int64_t ahead_stride,          \
                                                int32_t *to, int begins) {                                              \
-        multiply_words((Way){form, as, 0}, m, v, x, words, panel_stride, num_words, ahead, ahead_stride, to, begins);     \
+        multiply_words((Way){form, as}, m, v, x, words, panel_stride, num_words, ahead, ahead_stride, to, begins);     \
     }
 #define KERNELS(name, m, sums, form, as)                                                                               \
     KERNEL(name##m, m, PANELS_OF(m, sums), form, as) KERNEL(name##m##_one, m, 1, form, as)

@@ -29,7 +29,7 @@ static int way(const Product *p) {
 // Returns up to how many rows codes become numbers in registers, for each block anew; more rows have them decoded once.
 static int64_t most_in_registers(const Product *p) {
     if (p->form == E4M3S) return IS_ZEN ? 9 * FEW_ROWS : FEW_ROWS;
-    return !IS_ZEN ? 2 * FEW_ROWS : VL == 16 ? INT64_MAX : 9 * FEW_ROWS;
+    return !IS_ZEN ? 2 * FEW_ROWS : VL == 16 ? MANY_ROWS : 9 * FEW_ROWS;
 }
 
 // Whether the weights of a span are decoded once, for many rows.
@@ -62,11 +62,27 @@ static void plan(const Product *p, Packed *w) {
     w->row_nbytes = (w->num_spans * w->span_nbytes + 63) / 64 * 64 + 64; // rows a power of two apart share a few sets
 }
 
-// Returns the memory that a product needs beside its operands.
-int64_t pd_scratch_nbytes(const Product *p) {
+static int64_t scratch_nbytes(Product p, int64_t num_rows) {
+    Packed w;
+    p.num_rows = num_rows;
+    plan(&p, &w);
+    return w.ready_rows / w.together * w.row_nbytes + w.ready_rows * 4 * (1 + w.num_spans) + 2 * 64;
+}
+
+// Returns how many rows are prepared and multiplied before the next: so many that weights are decoded for, so that what
+// is prepared does not go to memory and back. About as many each time, whole blocks except at the end.
+static int64_t rows_of_part(const Product *p) {
     Packed w;
     plan(p, &w);
-    return w.ready_rows / w.together * w.row_nbytes + w.ready_rows * 4 * (1 + w.num_spans) + 2 * 64;
+    if (!w.decodes || !goes_over_spans(&w) || p->num_rows <= NEAR_ROWS) return p->num_rows;
+    int64_t parts = (p->num_rows + NEAR_ROWS - 1) / NEAR_ROWS, rows = (p->num_rows + parts - 1) / parts;
+    return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
+}
+
+// Returns the memory that a product needs beside its operands.
+int64_t pd_scratch_nbytes(const Product *p) {
+    int64_t rows = rows_of_part(p), rest = p->num_rows % rows;
+    return MAX(scratch_nbytes(*p, rows), scratch_nbytes(*p, rest ? rest : rows));
 }
 
 // Returns how the product of this form is computed on this machine: BY_FLOATS, BY_DOTS or BY_TILES.
@@ -143,7 +159,7 @@ static void product_work(void *data) {
     if (in_tiles) release_tiles();
 }
 
-// Plans a product, its memory included.
+// Plans a product of at most NEAR_ROWS rows, or whose weights are not decoded, its memory included.
 static void begin_product(const Product *p, Packed *w) {
     *w = (Packed){0};
     plan(p, w);
@@ -155,6 +171,12 @@ static void begin_product(const Product *p, Packed *w) {
 // Computes out [num_rows, outputs] = x times the weight, transposed, plus the bias.
 void pd_product(const Product *p) {
     Packed w;
-    begin_product(p, &w);
-    run(product_work, &w, p->num_threads);
+    Product part = *p;
+    int64_t rows = rows_of_part(p);
+    for (int64_t row = 0; row < p->num_rows; row += rows) {
+        part.num_rows = MIN(rows, p->num_rows - row);
+        part.x = p->x + row * p->inputs, part.out = p->out + row * p->outputs;
+        begin_product(&part, &w);
+        run(product_work, &w, p->num_threads);
+    }
 }

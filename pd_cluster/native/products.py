@@ -7,6 +7,7 @@ each function says to what activations are rounded first. Every function returns
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ Way = Literal["float32", "dot products", "tiles"]
 
 PANEL = 16  # words.h
 MOST_DECODED = 128  # inputs of a span whose weights are decoded for many rows
+MOST_NUMBERS = 256  # the same where they become float32 numbers
 MOST_EXACT_INPUTS = 65_536  # sums of products of codes stay below 2^31
 LEAST_MAGNITUDE = 2.0**-100  # codes of smaller rows are zeros
 
@@ -250,11 +252,13 @@ def _pack(
         num_rows=1, inputs=inputs, outputs=outputs, form=form.code, group=group, num_groups=num_groups
     )
     product.activations = _ACTIVATIONS[activations]
-    is_decoded = form not in (_INT8, _BF16) or _way(library, product) == "float32"
-    is_decoded |= form is _INT8 and activations == "bfloat16"
+    way = _way(library, product)
+    is_decoded = form not in (_INT8, _BF16) or way == "float32" or (form is _INT8 and activations == "bfloat16")
     if activations == "int8" and group > MOST_EXACT_INPUTS:
         raise ModelError(f"a scale of {group} inputs: sums of their products of codes need more than 32 bits")
-    num_spans, span, padded = _spans(group, form, activations, MOST_DECODED if is_decoded else group)
+    most = (MOST_NUMBERS if way == "float32" else MOST_DECODED) if is_decoded else group
+    decoded = (4 if way == "float32" else 8) if is_decoded else 1
+    num_spans, span, padded = _spans(group, math.lcm(form.word_inputs, decoded), activations, most)
     product.spans_of_group, product.span_inputs, product.span_padded = num_spans, span, padded
     if activations == "int8":
         codes = codes + 8 if form is _INT4 else codes.view(torch.uint8) ^ 0x80
@@ -270,9 +274,8 @@ def _pack(
     return PackedProduct(library, product, kept)
 
 
-def _spans(group: int, form: _PackedForm, activations: Activations, most: int) -> tuple[int, int, int]:
-    """Returns the spans of a group, the inputs of one, and those with zeros: whole words, equal tiles."""
-    unit = form.word_inputs
+def _spans(group: int, unit: int, activations: Activations, most: int) -> tuple[int, int, int]:
+    """Returns the spans of a group, the inputs of one, and those with zeros: multiples of `unit`, equal tiles."""
     span = _round_up(-(-group // -(-group // most)), unit)
     num_tiles = -(-span // _TILE_INPUTS.get(activations, span))
     return -(-group // span), span, num_tiles * _round_up(-(-span // num_tiles), unit)

@@ -67,6 +67,8 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
     """Reads the arguments. Raises ConfigError and ModelError, which name the argument."""
     if "model" in given and given["model"] is None:
         raise ConfigError("model None: expected a folder, or the name of a hub's model")
+    if given.get("max_context_len_to_capture") is not None:
+        log.warning("max_context_len_to_capture is the older name of max_seq_len_to_capture, which goes before it")
     arguments = _by_setting(given)
     num_ranks = arguments.get("tensor_parallel_size", 1)
     if isinstance(num_ranks, int) and num_ranks > 1 and not prefill and not decode:
@@ -153,7 +155,10 @@ def _judge(name: str, value: Any) -> None:
         if without_effect.values:
             if str(value) not in without_effect.values:
                 raise ConfigError(f"{name} {value!r}: not supported ({without_effect.why}); leave it out")
-        elif value is not False:
+            asks_for_nothing = str(value) not in without_effect.unmet
+        else:
+            asks_for_nothing = value is False
+        if not asks_for_nothing:
             log.warning("%s has no effect: %s", name, told(without_effect.why, str))
     elif refused is not None:
         if value and str(value).lower() != "none":

@@ -17,11 +17,15 @@ from pd_cluster.settings.suggestions import meant_by
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """`num_values` follow the flag. When `values` is not empty, only these are without effect; others are refused."""
+    """`num_values` follow the flag. When `values` is not empty, only these are without effect; others are refused.
+
+    `unmet`: those of the values that ask for what is not here, and so get a warning even in Python.
+    """
 
     why: str
     num_values: int = 1
     values: tuple[str, ...] = ()
+    unmet: tuple[str, ...] = ()
 
 
 NO_EFFECT: dict[str, Ignored] = {
@@ -78,7 +82,9 @@ NO_EFFECT: dict[str, Ignored] = {
     "--uvicorn-log-level": Ignored(f"see {called('log_level')}"),
     "--max-prompt-adapters": Ignored("any number of prompt adapters takes part in a step"),
     "--pipeline-parallel-size": Ignored("there is one stage", values=("1",)),
-    "--tokenizer-mode": Ignored("fast and slow tokenizers give the same token ids", values=("auto", "slow")),
+    "--tokenizer-mode": Ignored(
+        "fast and slow tokenizers give the same token ids", values=("auto", "slow"), unmet=("slow",)
+    ),
 }
 
 REFUSED: dict[str, str] = {

@@ -12,7 +12,10 @@ from pd_cluster.errors import ModelError
 def token_ids_of(folder: Path, text: str) -> list[int]:
     """Encodes `text` with the folder's tokenizer.json and the special tokens that it adds. Raises ModelError."""
     try:
-        ids: list[int] = RustTokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+        tokenizer = RustTokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.no_truncation()  # which folders have from their authors' training
+        tokenizer.no_padding()
+        ids: list[int] = tokenizer.encode(text).ids
     except Exception as error:  # the library raises no narrower type
         raise ModelError(f"{folder}/tokenizer.json: cannot be read: {error}") from None
     return ids

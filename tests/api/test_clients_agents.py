@@ -22,7 +22,7 @@ from tests.support.agent_model import FLAGS, make_agent_model
 from tests.support.cluster import LiveCluster
 from tests.support.no_network import is_possible, run_without_network
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # two installations, and what they are for
 CLIENTS = Path(__file__).parents[1] / "clients"
 CLIS = os.environ.get("PD_CLUSTER_AGENT_CLIS", "")
 ANSWER = "The answer is seven."

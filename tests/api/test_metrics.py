@@ -32,7 +32,7 @@ def difference(cluster: LiveCluster, **expected: int) -> Iterator[None]:
         return found == wanted
 
     try:
-        cluster.wait_until("the counts are as expected", made, timeout_s=10)
+        cluster.wait_until("the counts are as expected", made)
     except AssertionError as error:
         raise AssertionError(f"{counts_of(cluster) - before} and not {wanted}") from error
 

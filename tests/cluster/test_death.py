@@ -328,6 +328,11 @@ def test_sigterm_lets_running_streams_end(cluster: LiveCluster) -> None:
 
 
 def test_a_second_signal_ends_streams_at_once_and_in_band(cluster: LiveCluster) -> None:
+    cluster.kill("scheduler", signal.SIGTERM)
+    cluster.await_exit("scheduler")
+    cluster.member_arguments = {"scheduler": ["--drain-timeout=600"]}  # it cannot be what ends the stream
+    cluster.start_member("scheduler")
+    cluster.await_ready()
     stream = Streaming(cluster.url, ENDLESS)
     stream.next()
     cluster.kill("scheduler", signal.SIGTERM)

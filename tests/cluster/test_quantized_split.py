@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pd_cluster import LLM, SamplingParams
 from tests.support.checkpoints import make_checkpoint, reference_greedy
+from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import random_prompt
-from tests.support.quantized import FORMATS, W8A8, rewritten
+from tests.support.quantized import FORMATS, W8A8, rewritten, with_outliers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [random_prompt(random.Random(1), n) for n in (1, 17, 40)]
@@ -35,3 +37,29 @@ def test_int8_products_across_the_split_are_those_of_one_process(tmp_path: Path,
         folder, _ = rewritten(folder, tmp_path, W8A8)
     settings = {"quantization": scheme, "quantize_head": scheme and "int4_wo"}
     assert tokens_of(folder, **settings, prefill=1, decode=1) == tokens_of(folder, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8", "w4a8"])
+def test_two_and_four_ranks_decode_what_one_did_the_prompts_of(tmp_path: Path, scheme: str) -> None:
+    """One prefill instance of two ranks, decode instances of one and of four; outliers in the last rank's part."""
+    folder = with_outliers(make_checkpoint(tmp_path / "model", "llama"))
+    expected = tokens_of(folder, quantization=scheme)
+    with LiveCluster(
+        tmp_path / "cluster",
+        folder,
+        num_decode=2,
+        arguments=["--num-blocks=128", "--max-num-batched-tokens=32", f"--quantization={scheme}"],
+        tp_sizes={"prefill-0": 2, "decode-1": 4},
+    ) as cluster:
+        found: dict[int, list[int]] = {}
+
+        def job(at: int) -> None:
+            found[at] = cluster.complete(PROMPTS[at % len(PROMPTS)], 12, ignore_eos=True)
+
+        errors = in_parallel([partial(job, at) for at in range(12)], concurrency=12)  # each instance has some of them
+        assert not errors, errors[0]
+        assert [found[at] for at in range(12)] == expected * 4
+        decodes = [each for each in cluster.instances() if each["role"] == "decode"]
+        assert all(each["kv_received_nbytes"] > 0 for each in decodes)
+        cluster.assert_home()

@@ -11,6 +11,7 @@ import hmac
 import json
 import os
 import tempfile
+import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -92,7 +93,9 @@ def tell(
             for body in bodies:
                 socket.send(wire.encode(wire.Envelope(name, 7, info["epoch"], body)))
         answers: list[str] = []
+        deadline_s = time.monotonic() + 60
         while opened and socket.poll(patience * ANSWER_MS):
+            assert time.monotonic() < deadline_s, f"heartbeats, and no more answers than {answers}"
             body = wire.decode(socket.recv()).body
             answers += [type(body).__name__] if not isinstance(body, wire.Heartbeat) else []
             if isinstance(body, wire.Outputs) or len(answers) == len(bodies):

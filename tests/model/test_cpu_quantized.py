@@ -236,6 +236,35 @@ def test_blocks_of_any_number_of_rows(flags: tuple[str, ...]) -> None:
                 assert torch.equal(layer(x[7 : 7 + num_rows]), whole[7 : 7 + num_rows]), f"{name}, {num_rows} rows"
 
 
+def test_prompts(flags: tuple[str, ...]) -> None:
+    """More rows than a thread takes at a time have their bits, too: in place, by way of sums, and with a bias."""
+    torch.manual_seed(3)
+    x = torch.randn(1100, 1024)
+    for outputs, has_bias in ((144, False), (139, False), (144, True)):
+        codes = torch.randint(-8, 8, (outputs, 1024), dtype=torch.int8)
+        one, scales = torch.rand(outputs, 1), torch.rand(outputs, 8)
+        bias = torch.randn(outputs) if has_bias else None
+        for name, layer, weight in (
+            ("int8", int8_weight_only_linear(codes, one, None, bias, flags=flags), codes * one),
+            (
+                "int4",
+                int4_linear(codes, scales, scales, bias, flags=flags),
+                (codes.view(outputs, 8, 128) - scales[..., None]) * scales[..., None],
+            ),
+            ("fp8", fp8_weight_only_linear(codes.to(torch.float8_e4m3fn), one, bias, flags=flags), codes * one),
+        ):
+            assert layer is not None
+            torch.set_num_threads(2)
+            whole = layer(x)
+            expected = x.double() @ weight.view(outputs, 1024).double().T
+            assert_close(whole, expected if bias is None else expected + bias)
+            for first, num_rows in ((0, 1), (1067, 33), (500, 128), (7, 192), (40, 529), (0, 512)):
+                for threads in (1, 2):
+                    torch.set_num_threads(threads)
+                    part = layer(x[first : first + num_rows])
+                    assert torch.equal(part, whole[first : first + num_rows]), f"{name}, {num_rows} rows"
+
+
 def test_rows_that_are_zero_infinite_or_not_numbers(flags: tuple[str, ...]) -> None:
     """They spoil no other row, and are not mistaken for finite ones."""
     torch.manual_seed(0)

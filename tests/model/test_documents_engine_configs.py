@@ -183,13 +183,19 @@ def test_eviction_type_is_what_happens_when_the_cache_is_full(opened: Open, kind
 
 
 @of(*PYTORCH)
-def test_num_cpu_blocks_is_the_room_to_copy_to(opened: Open, kind: Any) -> None:
-    for given in (3, 0):
-        config = kind(eviction_type="copy", session_len=128, num_gpu_blocks=8, block_size=16, num_cpu_blocks=given)
-        with opened(backend_config=config) as (_, watched):
+def test_num_cpu_blocks_is_the_room_to_copy_to(opened: Open, reference: list[list[int]], kind: Any) -> None:
+    """Where a request does not fit into it, the request is recomputed; 0 is as much as the machine allows."""
+    gen_config = GenerationConfig(max_new_tokens=40, ignore_eos=True)
+    for given, moves in ((3, False), (64, True), (0, True)):
+        config = kind(eviction_type="copy", session_len=128, num_gpu_blocks=32, block_size=4, num_cpu_blocks=given)
+        with opened(backend_config=config) as (pipe, watched):
             found = watched.runner.swap.num_blocks
             assert watched.scheduler.swap.num_blocks == found
             assert found == given if given else found > 1000
+            answers = [each.token_ids[:NUM_TOKENS] for each in pipe(TEXTS, gen_config, do_preprocess=False)]
+            assert answers == reference
+            assert watched.scheduler.num_preemptions > 0
+            assert (sum(watched.num_moves) > 0) == moves
 
 
 @pytest.mark.parametrize("name", ["max_context_token_num", "num_tokens_per_iter"])

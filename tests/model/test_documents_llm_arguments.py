@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import pd_cluster
 from pd_cluster import LLM, SamplingParams, fastdeploy
 from pd_cluster.devices.device import Device
 from pd_cluster.devices.kinds import DeviceKind
@@ -98,6 +97,16 @@ def test_cpu_offload_gb_is_host_memory_which_a_cpu_has(path: Path, caplog: pytes
         (output,) = llm.generate(["ab"], GREEDY, use_tqdm=False)
     assert output.outputs.token_ids == reference_greedy(path, output.prompt_token_ids, 6)[:6]
     assert "--cpu-offload-gb 2 changes nothing: on a CPU all weights are in host memory" in caplog.messages
+
+
+def test_the_older_name_of_a_limit_of_graphs_is_accepted_with_a_warning(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(str(path), max_context_len_to_capture=99, max_model_len=MAX_MODEL_LEN, num_blocks=64) as llm:
+        (output,) = llm.generate(prompt_token_ids=[[5, 6, 7]], sampling_params=GREEDY)
+    assert list(output.outputs[0].token_ids) == reference_greedy(path, [5, 6, 7], 6)
+    said = "max_context_len_to_capture is the older name of max_seq_len_to_capture, which goes before it"
+    assert caplog.messages.count(said) == 1
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
@@ -242,5 +251,7 @@ def test_remote_code_is_refused_with_a_warning(path: Path, caplog: pytest.LogCap
 
 
 def test_there_is_no_online_class() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'AsyncLLMEngine'"):
-        pd_cluster.AsyncLLMEngine  # noqa: B018
+    with pytest.raises(
+        ImportError, match=r"^pd_cluster has no AsyncLLMEngine: the cluster serves online \(`pd-cluster up "
+    ):
+        from pd_cluster import AsyncLLMEngine  # type: ignore[attr-defined]  # noqa: F401

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -144,11 +143,20 @@ def test_tokenizer_revision_is_a_version_of_the_tokenizer(hub: Callable[..., Non
     assert answer(NAME, tokenizer_revision="v1") == greedy(path, "ba")
     assert answer(path, tokenizer=NAME, tokenizer_revision="v1") == greedy(path, "ba")
     assert answer(NAME, tokenizer_revision=None) == greedy(path, "ab")
+    with pytest.raises(
+        ModelError, match=r"^tokenizer_revision v1: .* is a folder, which has one version; leave it out"
+    ):
+        LLM(str(path), tokenizer_revision="v1", **ROOM)
 
 
 @pytest.mark.parametrize("tokenizer_mode", ["auto", "slow"])
-def test_either_tokenizer_mode_has_the_same_tokens(path: Path, tokenizer_mode: str) -> None:
+def test_either_tokenizer_mode_has_the_same_tokens(
+    path: Path, caplog: pytest.LogCaptureFixture, tokenizer_mode: str
+) -> None:
+    """There is one tokenizer; a warning says so to those who ask for the other."""
     assert answer(path, "Größe", tokenizer_mode=tokenizer_mode) == greedy(path, "Größe")
+    said = "tokenizer_mode has no effect: fast and slow tokenizers give the same token ids"
+    assert (said in caplog.messages) == (tokenizer_mode == "slow")
 
 
 def test_a_folder_without_a_tokenizer_answers_token_ids(path: Path, tmp_path: Path) -> None:
@@ -170,26 +178,45 @@ def test_a_folder_without_a_tokenizer_answers_token_ids(path: Path, tmp_path: Pa
 def test_rope_scaling_factor_is_that_of_dynamic_ntk(checkpoint: Callable[..., Path], tmp_path: Path, kind: Any) -> None:
     """transformers' model with the same factor in its config.json gives the same answer."""
     trained = checkpoint("llama", max_position_embeddings=64)
-    scaled = copy_of(trained, tmp_path, {"config.json": {"rope_parameters": None, "rope_theta": 10000.0}})
-    config = json.loads((scaled / "config.json").read_text(encoding="utf-8"))
-    config["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
-    (scaled / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    text = "x" * 90
-    asked = GenerationConfig(max_new_tokens=1, ignore_eos=True)
-
-    def first(folder: Path, **fields: Any) -> list[int]:
-        settings = kind(session_len=128, cache_max_entry_count=0.002, **fields)
-        with pipeline(str(folder), backend_config=settings) as pipe:
-            response = pipe(text, asked, do_preprocess=False)
-        assert isinstance(response, Response)
-        return response.token_ids
-
-    assert first(trained, rope_scaling_factor=2.0) == reference_greedy(scaled, ids(text), 1)
+    expected = first_beyond(scaled(trained, tmp_path, 2.0))
+    assert beyond(trained, kind, rope_scaling_factor=2.0) == expected
     if kind is turbomind.EngineConfig:
-        assert first(trained, rope_scaling_factor=2.0, use_dynamic_ntk=True) == reference_greedy(scaled, ids(text), 1)
+        assert beyond(trained, kind, rope_scaling_factor=2.0, use_dynamic_ntk=True) == expected
     with pytest.raises(ConfigError, match="session_len 128"):
-        first(trained)
-    shutil.rmtree(scaled)
+        beyond(trained, kind)
+
+
+def test_use_dynamic_ntk_alone_follows_the_length(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """It is transformers' with the factor 1, which is another answer than that of another factor."""
+    trained = checkpoint("llama", max_position_embeddings=64)
+    expected, others = (first_beyond(scaled(trained, tmp_path / f"{factor}", factor)) for factor in (1.0, 6.0))
+    assert beyond(trained, turbomind.EngineConfig, use_dynamic_ntk=True) == expected
+    assert beyond(trained, turbomind.EngineConfig, use_dynamic_ntk=True, rope_scaling_factor=6.0) == others
+    assert expected != others
+
+
+TEXT_BEYOND = "".join(chr(33 + 37 * at % 90) for at in range(90))  # of a model that was trained on 64 tokens
+
+
+def scaled(trained: Path, folder: Path, factor: float) -> Path:
+    """Returns the model with dynamic NTK of this factor in its config.json."""
+    made = copy_of(trained, folder, {"config.json": {"rope_parameters": None, "rope_theta": 10000.0}})
+    config = json.loads((made / "config.json").read_text(encoding="utf-8"))
+    config["rope_scaling"] = {"rope_type": "dynamic", "factor": factor}
+    (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return made
+
+
+def first_beyond(folder: Path) -> list[int]:
+    return reference_greedy(folder, ids(TEXT_BEYOND), 1)
+
+
+def beyond(folder: Path, kind: Any, **fields: Any) -> list[int]:
+    settings = kind(session_len=128, cache_max_entry_count=0.002, **fields)
+    with pipeline(str(folder), backend_config=settings) as pipe:
+        response = pipe(TEXT_BEYOND, GenerationConfig(max_new_tokens=1, ignore_eos=True), do_preprocess=False)
+    assert isinstance(response, Response)
+    return response.token_ids
 
 
 @pytest.mark.parametrize("kind", [turbomind.EngineConfig, TurbomindEngineConfig], ids=["early", "later"])
@@ -197,7 +224,7 @@ def test_use_logn_attn_is_log_n_attention(tmp_path: Path, kind: Any) -> None:
     """tests/model/test_rope_lengths.py holds the engine's log-n attention against transformers' layers."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     folder = make_checkpoint(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=48)
-    text = "".join(chr(33 + 37 * at % 90) for at in range(90))
+    text = TEXT_BEYOND
     asked = GenerationConfig(max_new_tokens=20, ignore_eos=True)
     found = []
     for switch in (True, False):

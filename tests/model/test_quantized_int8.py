@@ -1,4 +1,7 @@
-"""Int8 weights with int8 activations: exact sums, rows that do not depend on each other, folders, ranks, refusals."""
+"""Int8 weights with int8 activations: exact sums, rows that do not depend on each other, folders.
+
+test_quantized_ranks.py has several ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import generate, make_core, random_prompt
 from tests.support.quantized import INT8_FORMATS, W8A8, rewritten
-from tests.support.ranks import ranks
 
 GREEDY = Sampling(max_tokens=10, temperature=0.0)
 PROMPTS = [random_prompt(random.Random(1), n) for n in (1, 17, 40)]
@@ -85,11 +87,3 @@ def test_alone_in_a_batch_and_in_chunks(tmp_path: Path) -> None:
     together = generate(make_core(quantized, max_num_batched_tokens=8, num_blocks=64), PROMPTS, GREEDY)
     alone = make_core(quantized, num_blocks=64)
     assert [generate(alone, [prompt], GREEDY)[0] for prompt in PROMPTS] == together
-
-
-def test_two_ranks(tmp_path: Path) -> None:
-    """A scale for each rank's share of a row loses less than one for the whole row, so only logits are near."""
-    quantized, _ = rewritten(make_checkpoint(tmp_path / "model", "llama"), tmp_path, W8A8)
-    with ranks(quantized, 2, num_blocks=64) as core:
-        outputs = generate(core, PROMPTS, GREEDY)
-    assert all(len(output) == GREEDY.max_tokens for output in outputs)

@@ -6,6 +6,7 @@ Weights have inputs as many as real ones, and few outputs, because interpreting 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from pd_cluster.model.cuda import coded
 from pd_cluster.model.cuda.coded import E2M1, E4M3, INT4, INT8, ROUNDED, CodedLinear, codes_of, decoded, linear_of
+from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.ops import CudaOps
 from pd_cluster.model.layers.expert_weight import ExpertStack, ExpertWeights
-from pd_cluster.model.layers.gated import Experts
+from pd_cluster.model.layers.gated import Experts, Routing
 from pd_cluster.model.layers.linear import PlainLinear
 from pd_cluster.model.layers.ops import TorchOps
 from pd_cluster.model.layers.weight import PLAIN
+from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.model.quantized.int8 import Int8Linear
 from pd_cluster.model.quantized.unpack import E2M1_DOUBLED
 from pd_cluster.model.quantized.weight import CODED, CodedWeight, Int8Weight
@@ -160,6 +163,51 @@ def test_a_row_has_the_same_bits_among_any_rows_when_asked() -> None:
     together = layer(rows)
     for first, last in ((0, 1), (3, 20), (64, 66)):
         assert torch.equal(layer(rows[first:last]), together[first:last])
+
+
+class Halves:
+    """One of two ranks, computed in turn: the other's part is the one that it had in its last turn."""
+
+    size = 2
+
+    def __init__(self, rank: int, parts: dict[int, torch.Tensor]) -> None:
+        self.rank, self._parts = rank, parts
+
+    def gather_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        self._parts[self.rank] = x
+        return torch.cat([self._parts.get(rank, torch.zeros_like(x)) for rank in range(self.size)], dim=-1)
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_experts_of_two_ranks_have_the_bits_of_one(is_deterministic: bool) -> None:
+    """The first rank's features are far larger; an odd number of outputs, so that it has one less than the second."""
+    torch.manual_seed(6)
+    num_experts, hidden_size, features = 3, 33, 128
+    gate_up, down = whole(num_experts, 2 * features, hidden_size), whole(num_experts, hidden_size, features)
+    gate_up_scales, down_scales = torch.rand(num_experts, 2 * features) / 1000, torch.rand(num_experts, hidden_size)
+    gate_up_scales[:, features : features + features // 2] *= 100  # ups of the first rank
+    bias, router = torch.randn(num_experts, hidden_size), torch.randn(num_experts, hidden_size)
+
+    def experts(outputs: slice, inner: slice, rows: WholeRows | None = None) -> TritonGroupedExperts:
+        own = torch.arange(features)[inner]
+        own = torch.cat((own, features + own))
+        first = codes_of(Int8Weight(gate_up[:, own], gate_up_scales[:, own], None, torch.float32))
+        second = codes_of(Int8Weight(down[:, outputs], down_scales[:, outputs], None, torch.float32))
+        assert first is not None
+        assert second is not None
+        biases = None, bias[:, outputs].contiguous()
+        return TritonGroupedExperts(
+            router, first, second, Routing(2), "silu", None, *biases, is_deterministic=is_deterministic, rows=rows
+        )
+
+    x, parts = torch.randn(7, hidden_size), dict[int, torch.Tensor]()
+    expected = experts(slice(None), slice(None))(x)
+    ranks = []
+    for rank, outputs in ((0, (0, 16)), (1, (16, 33))):
+        rows: Any = WholeRows(Halves(rank, parts), outputs, hidden_size)
+        ranks.append(experts(slice(*outputs), rows.part(features // 2), rows))
+    ranks[0](x)  # for its part alone
+    assert torch.equal(ranks[1](x) + ranks[0](x), expected)
 
 
 @pytest.mark.parametrize("kind", [INT4, E4M3, ROUNDED])

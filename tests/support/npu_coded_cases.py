@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,8 +38,15 @@ def calls() -> dict[str, int]:
     return calls
 
 
-def make_quantized(tmp_path: Path, form: str, architecture: str = "llama", least_group: int = 64) -> tuple[Path, Path]:
-    plain = make_checkpoint(tmp_path / "given", architecture, **SIZES, **WIDE)
+def make_quantized(
+    tmp_path: Path,
+    form: str,
+    architecture: str = "llama",
+    least_group: int = 64,
+    change: Callable[[Path], Path] = lambda plain: plain,
+) -> tuple[Path, Path]:
+    """`change`: of the plain weights."""
+    plain = change(make_checkpoint(tmp_path / "given", architecture, **SIZES, **WIDE))
     written = (INT8_FORMATS | FORMATS)[form]
     if written.group == 16:  # the operators take multiples of 32
         written = replace(written, group=least_group)

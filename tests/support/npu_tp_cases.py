@@ -19,6 +19,7 @@ from tests.support.adapters import loaded, make_adapter, merged
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run
 from tests.support.npu_coded_cases import make_quantized
+from tests.support.quantized import with_outliers
 from tests.support.ranks import ranks
 
 NPU = Device("npu")
@@ -155,3 +156,21 @@ def test_adapters_over_ranks_and_after_a_preemption(tmp_path: Path) -> None:
         assert core.scheduler.num_preemptions > 0
     for request, model in zip(requests, models.values(), strict=True):
         assert_all_same(model, [request.prompt_token_ids], [request.output_token_ids], GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("form", "architecture"),
+    [
+        ("msmodelslim", "llama"),
+        pytest.param("msmodelslim", "mixtral", marks=slow),
+        pytest.param("msmodelslim static", "llama", marks=slow),
+        pytest.param("compressed-tensors", "qwen3", marks=slow),
+    ],
+)
+def test_int8_activations_over_ranks_are_those_of_one(form: str, architecture: str, tmp_path: Path) -> None:
+    """In graphs, too; attention's outputs are far larger on one rank than on the other."""
+    quantized, _ = make_quantized(tmp_path, form, architecture, least_group=32, change=with_outliers)
+    prompts = [random_prompt(random.Random(6), length) for length in LENS[:3]]
+    expected = generate(make_core(quantized, device="npu", **SETTINGS), prompts, GREEDY)
+    with ranks(quantized, 2, NPU, npu_tp_graphs=True, **SETTINGS) as core:
+        assert generate(core, prompts, GREEDY) == expected

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 Tensors = dict[str, torch.Tensor]
 FILE = "model.safetensors"
 LINEAR = re.compile(r"model\.layers\.\d+\..*(?:_proj|\.w[123])\.weight")
+OUTLYING = re.compile(r"\.(?:v_proj|up_proj|w3)\.(?:weight|bias)$")
+OUTLIER = 64.0
 FP8 = torch.float8_e4m3fn
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the slots of a word
@@ -237,6 +239,16 @@ def int4_in_bytes(weight: torch.Tensor, group: int) -> Written:
     parts, numbers = packed(4)(weight, group)
     codes = (numbers.reshape(len(weight), -1, group) / parts["weight_scale"].unsqueeze(-1)).round().flatten(1)
     return {"weight": codes.to(torch.int8), "weight_scale": parts["weight_scale"]}, numbers
+
+
+def with_outliers(folder: Path) -> Path:
+    """Makes the last part of attention's and MLPs' inner rows much larger: the last of several ranks has it."""
+    tensors: Tensors = load_file(folder / FILE)
+    for name, tensor in tensors.items():
+        if OUTLYING.search(name):
+            tensor[-max(1, len(tensor) // 16) :] *= OUTLIER
+    save_file(tensors, folder / FILE, {"format": "pt"})
+    return folder
 
 
 def rewritten(folder: Path, to: Path, form: Format) -> tuple[Path, Path]:

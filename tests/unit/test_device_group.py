@@ -64,6 +64,9 @@ def test_ranks_sum_and_gather_over_their_devices(groups: tuple[DeviceKind, list[
     assert first.sum(torch.tensor([3.0])).tolist() == [4.0]
     assert first.gather(torch.tensor([3.0])).tolist() == [3.0, 1.0]
     assert second.gather(torch.tensor([3.0])).tolist() == [3.0]
+    rows = torch.tensor([[3.0], [4.0]])
+    assert first.gather_to_all(rows).tolist() == [[3.0, 1.0], [4.0, 1.0]]
+    assert second.gather_to_all(rows).tolist() == [[1.0, 3.0], [1.0, 4.0]]
     assert [group.spread(torch.tensor([3])).tolist() for group in (first, second)] == [[3], [1]]
 
 

@@ -172,7 +172,7 @@ WAIT_S = 60.0
 async def over_mailboxes(secret: bytes, pinned: bytes) -> tuple[str, str]:
     """Registers a worker with these credentials at a real join port, and lets it leave; returns (name, host)."""
     world = ElasticWorld(1, 1)
-    times = Timeouts(heartbeat_interval_s=0.05, dead_after_s=0.5, connect_timeout_s=2.0)
+    times = Timeouts(heartbeat_interval_s=0.05, dead_after_s=1.5, connect_timeout_s=5.0)
     (port,) = free_ports(1)
     own = Credentials(b"s" * 32, (SCHEDULER.public,), SCHEDULER.private)
     join_port = JoinPort(world.membership, own, times, "127.0.0.1", port)

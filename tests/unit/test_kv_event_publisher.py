@@ -134,14 +134,16 @@ def test_a_subscriber_that_keeps_up_with_a_burst_misses_nothing(
     made.publish(batch(first))
     assert reader.next() is not None
     assert stands.wait(10)
-    payload = msgspec.msgpack.encode(batch(0))
-    for number in range(2000):
-        made._send(number, payload)
-        found = reader.next()
-        assert found is not None, number
-        assert found[0] == number
-    assert made.num_dropped == 0
-    gate.set()
+    try:
+        payload = msgspec.msgpack.encode(batch(0))
+        for number in range(2000):
+            made._send(number, payload)
+            found = reader.next()
+            assert found is not None, number
+            assert found[0] == number
+        assert made.num_dropped == 0
+    finally:
+        gate.set()
 
 
 def test_the_engine_never_waits(publisher: Callable[..., EventPublisher], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from pd_cluster.settings.timeouts import Timeouts
 SECRET = b"s" * 32
 SCHEDULER = KeyPair.of(b"private key of the scheduler 32b")
 OTHER_KEY = b"k" * 32
-TIMES = Timeouts(heartbeat_interval_s=0.05, dead_after_s=0.5, connect_timeout_s=2.0)
+TIMES = Timeouts(heartbeat_interval_s=0.05, dead_after_s=1.5, connect_timeout_s=5.0)
 WAIT_S = 60.0
 
 

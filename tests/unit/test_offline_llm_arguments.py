@@ -134,6 +134,7 @@ def test_arguments_of_chats_reach_the_text_service(make: MakeLLM) -> None:
     ("arguments", "warning"),
     [
         ({"trust_remote_code": True}, "trust_remote_code has no effect: code from a model folder is never run"),
+        ({"tokenizer_mode": "slow"}, "tokenizer_mode has no effect: fast and slow tokenizers give the same token ids"),
         ({"static_decode_blocks": 2}, "static_decode_blocks has no effect: a request takes blocks as it needs them"),
         ({"max_waiting_time": 2}, "max_waiting_time has no effect: nothing is served offline"),
         ({"disable_custom_all_reduce": True}, "disable_custom_all_reduce has no effect: there is no custom all-reduce"),
@@ -160,7 +161,8 @@ def test_what_cannot_matter_here_is_said_once(
         {"enforce_eager": False},
         {"trust_remote_code": False},
         {"tokenizer_mode": "auto"},
-        {"tokenizer_mode": "slow"},
+        {"load_format": "safetensors"},
+        {"dynamic_load_weight": 0},
         {"cpu_offload_gb": 0},
         {"quantization": None},
         {"enable_mm": False},

@@ -10,6 +10,7 @@ from pd_cluster.errors import ModelError
 from pd_cluster.model.known_forms import form_of
 from pd_cluster.model.quantized.decode import decoded
 from pd_cluster.model.quantized.encode import SCHEMES, encoded
+from pd_cluster.numerics import WHOLE_ROWS, Numerics
 
 NAN, INF = float("nan"), float("inf")
 FP8 = torch.float8_e4m3fn
@@ -220,3 +221,21 @@ def test_static_activations_have_their_tensors() -> None:
             left = {other: tensor for other, tensor in given.items() if other != name}
             with pytest.raises(ModelError, match=f"file: layer: static activations without {name}; the file does not"):
                 numbers("compressed-tensors", left, config_groups={"group_0": group})
+
+
+@pytest.mark.parametrize(
+    ("found", "name"),
+    [
+        (Quantization("", "", at_load="int8_wo"), "int8_wo"),
+        (Quantization("", "", at_load="w4a8"), f"w4a8, {WHOLE_ROWS}"),
+        (Quantization("smooth_quant", "", has_int8_activations=True), WHOLE_ROWS),
+        (Quantization("compressed-tensors", "", is_w4a8=True), WHOLE_ROWS),
+        (Quantization("msmodelslim", "", has_int8_activations=True, types={"w": "W8A16"}), ""),
+        (Quantization("msmodelslim", "", has_int8_activations=True, types={"w": "FLOAT", "v": "W8A8"}), WHOLE_ROWS),
+    ],
+)
+def test_what_rounds_activations_is_in_the_numerics(found: Quantization, name: str) -> None:
+    """Versions with a scale for each rank's part of a row do not have this name, so they are refused."""
+    assert found.numerics_name == name
+    differs = Numerics(quantization=name).difference(Numerics(quantization=found.at_load))
+    assert (differs is None) == (WHOLE_ROWS not in name)

@@ -16,7 +16,7 @@ from pd_cluster.engine.handover.events import (
 )
 from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.step.patience import Patience
-from pd_cluster.engine.worker import Worker
+from pd_cluster.engine.worker import CLOSES_AFTER_S, Worker
 from pd_cluster.model.batch import RunnerOutput
 from pd_cluster.types import Order, Request
 from tests.support.toy_model import ToyRunner, generate_alone
@@ -101,6 +101,25 @@ def test_on_a_device_of_its_own_and_when_it_drains_no_step_waits(
         world.inbox.put(StartDrain())
     world.run()
     assert len(found(world, "r")[0]) == sampling(1).max_tokens
+
+
+def test_a_request_that_crosses_the_word_of_a_drain_is_served() -> None:
+    """The scheduler sent it before it heard; what comes later is told to go elsewhere, and the worker ends."""
+    world, rounds = World(), []
+    world.inbox.put(StartDrain())
+
+    def came_round() -> None:
+        rounds.append(world.worker.load.is_draining)
+        if len(rounds) == 2:
+            world.submit("early", PROMPT, sampling(1))
+        if len(rounds) == 4:
+            world.now_s += CLOSES_AFTER_S
+            world.submit("late", PROMPT, sampling(1))
+
+    world.worker.run(came_round)
+    assert rounds[1:] == [True] * (len(rounds) - 1)
+    assert len(found(world, "early")[0]) == sampling(1).max_tokens
+    assert ["takes nothing more" in end.error for end in world.post.ended if end.request_id == "late"] == [True]
 
 
 def test_heartbeats_hear_at_once_that_nothing_runs_any_more() -> None:

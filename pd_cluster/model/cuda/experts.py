@@ -19,6 +19,7 @@ from pd_cluster.model.cuda.linear import ROW_TILES_TOGETHER, Tiling, TritonLinea
 from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import Activation, Routing, bias_of, routing_of
 from pd_cluster.model.layers.linear import Linear, PlainLinear
+from pd_cluster.model.layers.whole_rows import WholeRows
 
 MAX_PAIRS_COMPARED = 8192  # beyond this, torch sorts them: comparing all pairs grows quadratically
 SORT_BLOCK = 64
@@ -100,15 +101,20 @@ class TritonGroupedExperts:
         gate_up_bias: torch.Tensor | None = None,  # [num_experts, 2 * num_features]
         down_bias: torch.Tensor | None = None,  # [num_experts, hidden_size]
         is_deterministic: bool = False,
+        rows: WholeRows | None = None,
     ) -> None:
-        """`is_deterministic`: a row's bits do not depend on the other rows."""
-        self._gate_up, self._down = _operand(gate_up), _operand(down)
-        num_experts, hidden_size, num_features = self._down.shape
+        """`is_deterministic`: a row's bits do not depend on the other rows. `rows`: `down` takes whole rows, and is one
+        rank's share: some of its outputs, of all ranks' features.
+        """
+        self._gate_up, self._down, self._rows = _operand(gate_up), _operand(down), rows
+        num_experts, num_outputs, num_features = self._down.shape
+        hidden_size = num_outputs if rows is None else rows.num_outputs
+        num_ranks = 1 if rows is None else rows.ranks.size
         assert router.shape == (num_experts, hidden_size)
         assert router.dtype in DTYPES
-        assert self._gate_up.shape == (num_experts, 2 * num_features, hidden_size)
+        assert self._gate_up.shape == (num_experts, 2 * num_features // num_ranks, hidden_size)
         assert 0 < routing.top_k <= num_experts
-        for bias, width in ((gate_up_bias, 2 * num_features), (down_bias, hidden_size)):
+        for bias, width in ((gate_up_bias, self._gate_up.shape[1]), (down_bias, num_outputs)):
             assert bias is None or (bias.shape == (num_experts, width) and bias.is_contiguous())
         self._dtype = router.dtype
         self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
@@ -133,6 +139,7 @@ class TritonGroupedExperts:
             gate_up.bias,
             down.bias,
             is_deterministic,
+            weights.rows,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -147,24 +154,10 @@ class TritonGroupedExperts:
     def _multiply(
         self, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
     ) -> torch.Tensor:
-        (num_experts, hidden_size, num_features), num_pairs = self._down.shape, len(order)
-        if self._is_deterministic:
-            tile = FIXED_32_BITS if x.dtype == torch.float32 else FIXED_16_BITS
-        else:
-            tile = tiling(num_pairs, num_experts, x.dtype, self._gate_up.has_words or self._down.has_words)
-        row_tiles = num_row_tiles(num_pairs, num_experts, tile.block_m)
-        common = {
-            "num_row_tiles": row_tiles,
-            "NUM_EXPERTS": num_experts,
-            "HIDDEN_SIZE": hidden_size,
-            "NUM_FEATURES": num_features,
-            "EXPERTS_BLOCK": triton.next_power_of_2(num_experts),
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "GROUP": ROW_TILES_TOGETHER,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        }
+        (_, width, hidden_size), num_pairs = self._gate_up.shape, len(order)
+        num_features = width // 2
+        tile, common = self._launch(x, num_pairs)
+        row_tiles = common["num_row_tiles"]
         inner = x.new_empty(num_pairs, num_features)
         taken, taken_scales = self._gate_up.taken(x)
         kernels.gate_up_product[(row_tiles * triton.cdiv(num_features, tile.block_n // 2),)](
@@ -179,12 +172,17 @@ class TritonGroupedExperts:
             TOP_K=self._routing.top_k,
             ACTIVATION=self._activation,
             HAS_BIAS=self._gate_up_bias is not None,
+            HIDDEN_SIZE=hidden_size,
+            NUM_FEATURES=num_features,
             **self._gate_up.constants(tile),
             **common,
         )
-        out = x.new_empty(num_pairs, hidden_size)
+        if self._rows is not None:
+            inner = self._rows.gathered(inner)
+        _, num_outputs, num_inputs = self._down.shape
+        out = x.new_empty(num_pairs, num_outputs)
         taken, taken_scales = self._down.taken(inner)
-        kernels.down_product[(row_tiles * triton.cdiv(hidden_size, tile.block_n),)](
+        kernels.down_product[(row_tiles * triton.cdiv(num_outputs, tile.block_n),)](
             taken,
             taken_scales,
             *self._down.tensors,
@@ -194,14 +192,40 @@ class TritonGroupedExperts:
             order,
             starts,
             HAS_BIAS=self._down_bias is not None,
+            HIDDEN_SIZE=num_outputs,
+            NUM_FEATURES=num_inputs,
             **self._down.constants(tile),
             **common,
         )
+        added = self._added(out.view(len(x), self._routing.top_k, num_outputs))
+        return added if self._rows is None else self._rows.placed(added)
+
+    def _launch(self, x: torch.Tensor, num_pairs: int) -> tuple[Tiling, dict[str, int]]:
+        """Returns the tile for so many pairs, and what both kernels are launched with."""
+        num_experts = self._down.shape[0]
+        if self._is_deterministic:
+            tile = FIXED_32_BITS if x.dtype == torch.float32 else FIXED_16_BITS
+        else:
+            tile = tiling(num_pairs, num_experts, x.dtype, self._gate_up.has_words or self._down.has_words)
+        return tile, {
+            "num_row_tiles": num_row_tiles(num_pairs, num_experts, tile.block_m),
+            "NUM_EXPERTS": num_experts,
+            "EXPERTS_BLOCK": triton.next_power_of_2(num_experts),
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "GROUP": ROW_TILES_TOGETHER,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+
+    def _added(self, out: torch.Tensor) -> torch.Tensor:
+        """Adds up the pairs of each row: [num_rows, top_k, num_outputs] to [num_rows, num_outputs]."""
+        num_rows, top_k, num_outputs = out.shape
         if not self._is_deterministic:
-            return out.view(len(x), self._routing.top_k, hidden_size).sum(1)
-        total = torch.empty_like(x, memory_format=torch.contiguous_format)
-        kernels.sum_pairs[(len(x), triton.cdiv(hidden_size, SUM_BLOCK))](
-            out, total, NUM_FEATURES=hidden_size, TOP_K=self._routing.top_k, BLOCK=SUM_BLOCK, num_warps=4
+            return out.sum(1)
+        total = out.new_empty(num_rows, num_outputs)
+        kernels.sum_pairs[(num_rows, triton.cdiv(num_outputs, SUM_BLOCK))](
+            out, total, NUM_FEATURES=num_outputs, TOP_K=top_k, BLOCK=SUM_BLOCK, num_warps=4
         )
         return total
 

@@ -15,8 +15,10 @@ import torch
 from pd_cluster.errors import ModelError
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.weight import PLAIN, LinearWeight, Parts, Tensors, WeightForm
+from pd_cluster.model.layers.whole_rows import WholeRows
 
 PRODUCTS = ("gate_up_proj", "down_proj")  # transformers' names
+MOST_WAITING = 1 << 20  # numbers between the two products of experts, before ranks join them
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,13 @@ def _joined(tensors: Sequence[torch.Tensor], outputs: int | None, name: str) -> 
 class ExpertWeights:
     """`gate_up` maps hidden_size to 2 * features, `down` maps features to hidden_size.
 
-    `Ops.experts` takes gates before ups; some architectures have them in turn.
+    `Ops.experts` takes gates before ups; some architectures have them in turn. `rows`: `down` takes whole rows, and is
+    one rank's share.
     """
 
     gate_up: ExpertStack
     down: ExpertStack
+    rows: WholeRows | None = None
 
 
 class ExpertWatch(Protocol):
@@ -105,11 +109,16 @@ class ExpertLayers:
     """The two products of every expert of a block.
 
     `shape`: hidden_size, and the features between the products. `order`: of the outputs of the first, see ExpertStack.
+    `rows`: the second takes whole rows, see ExpertWeights.
     """
 
     def __init__(self, weights: ExpertWeights) -> None:
+        self.rows = weights.rows
         self.gate_ups, self.downs = weights.gate_up.linears(), weights.down.linears()
-        self.shape = weights.down.out_features, weights.gate_up.out_features // 2
+        hidden_size = weights.down.out_features
+        if self.rows is not None:
+            self.downs, hidden_size = [self.rows.after(down) for down in self.downs], self.rows.num_outputs
+        self.shape = hidden_size, weights.gate_up.out_features // 2
         self.order = weights.gate_up.rows
         self.watch: ExpertWatch | None = None
 
@@ -121,10 +130,8 @@ class ExpertLayers:
         weights: torch.Tensor,
     ) -> torch.Tensor:
         """See `through_experts`."""
-        return through_experts(self._layers, len(self.downs), gate, x, chosen, weights, self.watch)
-
-    def _layers(self, index: int) -> tuple[Linear, Linear]:
-        return self.gate_ups[index], self.downs[index]
+        layers = self.gate_ups.__getitem__, self.downs.__getitem__
+        return through_experts(layers, len(self.downs), gate, x, chosen, weights, self.watch, self.rows)
 
 
 class HeldExperts(torch.nn.Module):
@@ -133,12 +140,12 @@ class HeldExperts(torch.nn.Module):
     `inner` is transformers' module without its weights.
     """
 
-    def __init__(self, inner: Any, gate_up: Parts, down: Parts) -> None:
+    def __init__(self, inner: Any, gate_up: Parts, down: Parts, rows: WholeRows | None = None) -> None:
         super().__init__()
         for name in [name for name, _ in inner.named_parameters(recurse=False)]:
             delattr(inner, name)
         self.inner, self.config = inner, inner.config
-        self.gate_up, self.down = gate_up, down
+        self.gate_up, self.down, self.rows = gate_up, down, rows
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gated: torch.Tensor = self.inner._apply_gate(gate_up)
@@ -148,10 +155,14 @@ class HeldExperts(torch.nn.Module):
         """Computes as PackedExperts does, for the proof at load: experts are packed before they serve."""
         held = experts_of(self)
 
-        def layers(index: int) -> tuple[Linear, Linear]:
-            return held.gate_up.expert(index).linear(), held.down.expert(index).linear()
+        def gate_up(index: int) -> Linear:
+            return held.gate_up.expert(index).linear()
 
-        return through_experts(layers, len(held.down), self.gate, x, chosen, weights)
+        def down(index: int) -> Linear:
+            layer = held.down.expert(index).linear()
+            return layer if held.rows is None else held.rows.after(layer)
+
+        return through_experts((gate_up, down), len(held.down), self.gate, x, chosen, weights, rows=held.rows)
 
 
 def are_experts(module: Any) -> bool:
@@ -165,7 +176,7 @@ def experts_of(module: Any) -> ExpertWeights:
     """Returns the weights of transformers' experts, without a copy, in the form of their files."""
     if isinstance(module, HeldExperts):
         gate_up, down = (ExpertStack(each.form, each.tensors, each.dtype) for each in (module.gate_up, module.down))
-        return ExpertWeights(gate_up, down)
+        return ExpertWeights(gate_up, down, module.rows)
     found = []
     for name in PRODUCTS:
         weight = getattr(module, name).detach()
@@ -173,33 +184,68 @@ def experts_of(module: Any) -> ExpertWeights:
         if getattr(module, "has_bias", False):
             parts["bias"] = getattr(module, f"{name}_bias").detach()
         found.append(ExpertStack(PLAIN, parts, weight.dtype))
-    return ExpertWeights(*found)
+    return ExpertWeights(found[0], found[1])
 
 
 def through_experts(
-    layers: Callable[[int], tuple[Linear, Linear]],
+    layers: tuple[Callable[[int], Linear], Callable[[int], Linear]],
     num_experts: int,
     gate: Callable[[torch.Tensor], torch.Tensor],
     x: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
     watch: ExpertWatch | None = None,
+    rows: WholeRows | None = None,
 ) -> torch.Tensor:
     """Passes each row through the experts that its router chose, in the order of their numbers.
 
     Takes x [num_rows, hidden_size]; chosen, weights [num_rows, top_k]. Ignores numbers beyond the experts. `layers`
-    gives an expert's two products; `watch` learns which rows they have.
+    give an expert's two products; `watch` learns which rows they have. `rows`: the second takes whole rows, which all
+    ranks join for many experts at once; each of them has the same choice.
     """
     if watch is not None:
         watch.begin_block(len(x))
+    gate_up, down = layers
     result = torch.zeros_like(x)
+    waiting: list[_Chosen] = []
     for index in torch.unique(chosen).tolist():
         if index >= num_experts:
             continue
-        gate_up, down = layers(index)
-        rows, rank = (chosen == index).nonzero(as_tuple=True)
+        places = (chosen == index).nonzero(as_tuple=True)
         if watch is not None:
-            watch.choose(rows)
-        added = down(gate(gate_up(x[rows])))
-        result.index_add_(0, rows, added.mul_(weights[rows, rank, None]))
+            watch.choose(places[0])
+        waiting.append(_Chosen(index, places, gate(gate_up(index)(x[places[0]]))))
+        if rows is None or sum(each.inner.numel() for each in waiting) >= MOST_WAITING:
+            _add_experts(result, waiting, down, weights, watch, rows)
+    if waiting:
+        _add_experts(result, waiting, down, weights, watch, rows)
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """An expert halfway: the rows that chose it, and which of their choices it is; between its two products."""
+
+    index: int
+    places: tuple[torch.Tensor, ...]
+    inner: torch.Tensor  # [num_chosen, features]
+
+
+def _add_experts(
+    result: torch.Tensor,
+    waiting: list[_Chosen],
+    down: Callable[[int], Linear],
+    weights: torch.Tensor,
+    watch: ExpertWatch | None,
+    whole: WholeRows | None,
+) -> None:
+    """Adds what experts return, each times its weight; none waits any more."""
+    inners = [each.inner for each in waiting]
+    if whole is not None:
+        inners = list(torch.split(whole.gathered(torch.cat(inners)), [len(inner) for inner in inners]))
+    for each, inner in zip(waiting, inners, strict=True):
+        rows, rank = each.places
+        if watch is not None and whole is not None:  # others have computed their first product since
+            watch.choose(rows)
+        result.index_add_(0, rows, down(each.index)(inner).mul_(weights[rows, rank, None]))
+    waiting.clear()

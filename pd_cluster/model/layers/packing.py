@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from pd_cluster.model.layers.expert_weight import ExpertLayers, HeldExperts, are_experts, experts_of
 from pd_cluster.model.layers.linear import Linear, PackedLinear, packs
-from pd_cluster.model.layers.weight import HeldLinear, LinearWeight, no_weight, weight_of
+from pd_cluster.model.layers.weight import HeldLinear, LinearWeight, between_ranks, no_weight, weight_of
 
 APART = 16  # float32 numbers in a vector register, at most
 
@@ -48,7 +48,7 @@ def _packed(module: torch.nn.Module, linear_of: Callable[[LinearWeight], Linear]
     kind = type(module).__name__
     weight: Any = getattr(module, "weight", None)
     if isinstance(module, HeldLinear):
-        return PackedModule(linear_of(weight_of(module)), weight.shape, weight.dtype)
+        return PackedModule(between_ranks(module, linear_of(weight_of(module))), weight.shape, weight.dtype)
     if isinstance(module, HeldExperts):
         return PackedExperts(module)
     if type(module) is torch.nn.Linear and packs(weight):

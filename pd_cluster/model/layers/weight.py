@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from pd_cluster.model.layers.linear import Linear, PlainLinear, make_linear
+from pd_cluster.model.layers.whole_rows import WholeRows
 
 Tensors = Mapping[str, torch.Tensor]  # by the names of their parts
 
@@ -145,16 +146,20 @@ class Parts(torch.nn.Module):
 
 
 class HeldLinear(torch.nn.Module):
-    """A linear layer of transformers' model whose weight has a form that transformers does not know."""
+    """A linear layer of transformers' model whose weight has a form that transformers does not know.
 
-    def __init__(self, parts: Parts, shape: Sequence[int]) -> None:
+    `rows`: it takes whole rows, and this is one rank's share; see `between_ranks`.
+    """
+
+    def __init__(self, parts: Parts, shape: Sequence[int], rows: WholeRows | None = None) -> None:
         super().__init__()
-        self.parts = parts
+        self.parts, self.rows = parts, rows
         self.out_features, self.in_features = shape
         self.weight = no_weight(shape, parts.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.parts.value.reference()(x)  # only for the proof at load: layers are packed before they serve
+        # Only for the proof at load: layers are packed before they serve.
+        return between_ranks(self, self.parts.value.reference())(x)
 
 
 def no_weight(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -171,6 +176,12 @@ def weight_of(module: torch.nn.Module) -> LinearWeight:
         return module.parts.value
     plain: Any = module
     return PlainWeight(plain.weight.detach(), None if plain.bias is None else plain.bias.detach())
+
+
+def between_ranks(module: torch.nn.Module, linear: Linear) -> Linear:
+    """Returns the layer in a module's place, of the layer made of its weight: ranks may have to join its inputs."""
+    rows = module.rows if isinstance(module, HeldLinear) else None
+    return linear if rows is None else rows.around(linear)
 
 
 def joined(*modules: torch.nn.Module, rows: torch.Tensor | None = None) -> LinearWeight:

@@ -236,15 +236,15 @@ class Site:
 
 
 class AdaptedLinear:
-    """A fused layer's product with adapters beside it."""
+    """A fused layer's product with adapters beside it. `part`: the inputs that adapters take; None: all."""
 
-    __slots__ = ("_base", "_site")
+    __slots__ = ("_base", "_part", "_site")
 
-    def __init__(self, base: Linear, site: Site) -> None:
-        self._base, self._site = base, site
+    def __init__(self, base: Linear, site: Site, part: slice | None = None) -> None:
+        self._base, self._site, self._part = base, site, part
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._site.add(x, self._base(x))
+        return self._site.add(x if self._part is None else x[..., self._part], self._base(x))
 
 
 class AdaptedModule(torch.nn.Module):

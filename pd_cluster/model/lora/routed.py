@@ -37,6 +37,7 @@ def beside_experts(rows: RoutedRows, layers: ExpertLayers) -> dict[str, tuple[Si
     """Puts adapters beside the experts' layers; returns these by names that begin with the expert's number."""
     hidden_size, features = layers.shape
     both, downs = slice(0, 2 * features), slice(0, hidden_size)
+    own = None if layers.rows is None else layers.rows.part(features)  # of the rows that the second product takes
     places: dict[str, tuple[Site, Features]] = {}
     for index, (gate_up, down) in enumerate(zip(layers.gate_ups, layers.downs, strict=True)):
         first, second = Site(rows), Site(rows)
@@ -45,6 +46,6 @@ def beside_experts(rows: RoutedRows, layers: ExpertLayers) -> dict[str, tuple[Si
             places[f"{index}.{GATES}"] = first, Features(hidden_size, slice(0, features))
             places[f"{index}.{UPS}"] = first, Features(hidden_size, slice(features, 2 * features))
         places[f"{index}.{DOWNS}"] = second, Features(features, downs)
-        layers.gate_ups[index], layers.downs[index] = AdaptedLinear(gate_up, first), AdaptedLinear(down, second)
+        layers.gate_ups[index], layers.downs[index] = AdaptedLinear(gate_up, first), AdaptedLinear(down, second, own)
     layers.watch = rows
     return places

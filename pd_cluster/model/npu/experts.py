@@ -23,7 +23,7 @@ class NpuGroupedExperts:
         self._router: torch.Tensor = gate.weight.detach().clone()  # [num_experts, hidden_size]
         self._router_bias = bias_of(gate)  # [num_experts]
         self._routing = routing_of(gate)
-        gate_up, down = weights.gate_up.whole(), weights.down.whole()
+        gate_up, down, self._rows = weights.gate_up.whole(), weights.down.whole(), weights.rows
         self._gate_up, self._down = grouped_of(gate_up), grouped_of(down)
         self._gate_up_bias, self._down_bias = gate_up.bias, down.bias  # [num_experts, out_features]
 
@@ -39,8 +39,10 @@ class NpuGroupedExperts:
         gate_up = self._gate_up(x.index_select(0, order // top_k), ends)
         if self._gate_up_bias is not None:
             gate_up = gate_up + self._gate_up_bias.index_select(0, chosen_in_order)
-        down = self._down(self._ops.gate(gate_up, self._activation), ends)
+        inner = self._ops.gate(gate_up, self._activation)
+        down = self._down(inner if self._rows is None else self._rows.gathered(inner), ends)
         if self._down_bias is not None:
             down = down + self._down_bias.index_select(0, chosen_in_order)
         added = torch.empty_like(down).index_copy_(0, order, down).view(len(x), top_k, -1)
-        return (added * weights[..., None]).sum(1).to(x.dtype)
+        summed = (added * weights[..., None]).sum(1).to(x.dtype)
+        return summed if self._rows is None else self._rows.placed(summed)

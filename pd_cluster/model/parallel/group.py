@@ -1,4 +1,4 @@
-"""Joint computations of the ranks of one instance: sums over all of them, and the pieces of a row of logits.
+"""Joint computations of the ranks of one instance: sums over all of them, and rows of which each has a piece.
 
 gloo on CPU, NCCL on CUDA, HCCL on NPUs, between processes of one host. Knows nothing of models or of plans.
 """
@@ -31,7 +31,7 @@ HOST = "127.0.0.1"  # all devices of an instance are on one host
 
 
 class Group(Protocol):
-    """`reduce_s`: seconds spent in sums since the start."""
+    """`reduce_s`: seconds spent in sums, and in joining rows for all, since the start."""
 
     rank: int
     size: int
@@ -42,6 +42,9 @@ class Group(Protocol):
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Returns all ranks' x joined along the last dimension on rank 0; elsewhere x itself."""
+
+    def gather_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns all ranks' x joined along the last dimension, on every rank."""
 
     def spread(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Returns the x of rank `source` on every rank; elsewhere overwrites x."""
@@ -63,6 +66,9 @@ class Alone:
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather_to_all(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     def spread(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
@@ -107,10 +113,10 @@ class GlooGroup:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         started_s = time.perf_counter()
         x = x.contiguous()
-        if self.size & (self.size - 1):
-            self._wait(self._group.allreduce([x], AllreduceOptions()))
-        else:
+        if self._doubles:
             self._double(x)
+        else:
+            self._wait(self._group.allreduce([x], AllreduceOptions()))
         self.reduce_s += time.perf_counter() - started_s
         return x
 
@@ -122,12 +128,37 @@ class GlooGroup:
         """
         distance = 1
         while distance < self.size:
-            other, theirs = self.rank ^ distance, torch.empty_like(x)
-            received = self._start(self._group.recv, theirs, other)
-            self._wait(self._start(self._group.send, x, other))
-            self._wait(received)
+            theirs = torch.empty_like(x)
+            self._swap(x, theirs, self.rank ^ distance)
             x += theirs
             distance *= 2
+
+    def gather_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        started_s = time.perf_counter()
+        parts = x.new_empty(self.size, *x.shape)
+        parts[self.rank] = x
+        if self._doubles:  # as in sums: pairs exchange theirs, then pairs of pairs
+            distance = 1
+            while distance < self.size:
+                own = self.rank & ~(distance - 1)
+                other = own ^ distance
+                self._swap(parts[own : own + distance], parts[other : other + distance], self.rank ^ distance)
+                distance *= 2
+        else:
+            self._wait(self._group.allgather([list(parts)], [x.contiguous()]))
+        joined = torch.cat(list(parts), dim=-1)
+        self.reduce_s += time.perf_counter() - started_s
+        return joined
+
+    def _swap(self, ours: torch.Tensor, theirs: torch.Tensor, other: int) -> None:
+        """Sends `ours` to another rank, and fills `theirs` with what it sends."""
+        received = self._start(self._group.recv, theirs, other)
+        self._wait(self._start(self._group.send, ours, other))
+        self._wait(received)
+
+    @property
+    def _doubles(self) -> bool:
+        return not self.size & (self.size - 1)
 
     def _start(self, operation: Any, x: torch.Tensor, other: int) -> Any:
         try:
@@ -213,6 +244,9 @@ class DeviceGroup:
         x = x.contiguous()
         parts = self._parts(x)
         return torch.cat(parts, dim=-1) if self.rank == 0 else x
+
+    def gather_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._parts(x.contiguous()), dim=-1)
 
     def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Returns every rank's x, which is contiguous."""

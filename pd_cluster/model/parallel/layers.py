@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.parallel.plan import ParallelPlan
 
@@ -53,6 +54,10 @@ class Share:
     def embedding(self, inner: torch.nn.Module) -> VocabParallelEmbedding:
         step = self.plan.local_vocab_size
         return VocabParallelEmbedding(inner, self.group.rank * step, step, self.group)
+
+    def whole_rows(self, num_outputs: int) -> WholeRows:
+        """Returns this rank's share of a layer that takes whole rows."""
+        return WholeRows(self.group, self.plan.own_outputs(num_outputs, self.group.rank), num_outputs)
 
     def install(self, model: Any) -> None:
         """Makes the model, loaded with this rank's weights, compute its share and take part in the sums."""

@@ -2,7 +2,8 @@
 
 Megatron's scheme: weights that produce heads or intermediate features are split by rows (`colwise`), those that consume
 them by columns (`rowwise`), so that a layer needs two sums: after attention and after the MLP. KV heads fewer than
-ranks are replicated. Embedding and output layer are split by vocabulary.
+ranks are replicated. Embedding and output layer are split by vocabulary. Layers that round their inputs to codes take
+whole rows (layers/whole_rows.py): where others are split by columns, they are split by rows.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ class ParallelPlan:
         assert layout.local_kv_heads == local.num_kv_heads
         return layout
 
-    def cut(self, key: str, shape: tuple[int, ...], rank: int) -> Cut:
-        """Returns the cut of a tensor, by its name in the safetensors files."""
+    def cut(self, key: str, shape: tuple[int, ...], rank: int, takes_whole_rows: bool = False) -> Cut:
+        """Returns the cut of a tensor, by its name in the safetensors files. `takes_whole_rows`: its layer does."""
         if key.endswith(("embed_tokens.weight", "lm_head.weight", "lm_head.bias")):
             step = self.local_vocab_size
             start = min(rank * step, self.vocab_size)
@@ -143,14 +144,28 @@ class ParallelPlan:
             return WHOLE
         if name in ("q_norm", "k_norm"):
             style = "column" if self.norms_span_heads else "whole"
+        if style == "row" and takes_whole_rows:
+            if part.outputs is None:
+                return WHOLE
+            dim = num_leading + part.outputs
+            return Cut(dim, (self.own_outputs(shape[dim], rank),))
         if style == "row" and part.inputs is None:
             return Cut(on_rank_0_only=rank != 0) if part.is_added else WHOLE
-        dim = part.inputs if style == "row" else part.outputs
-        if style == "whole" or dim is None:
+        dim_or_none = part.inputs if style == "row" else part.outputs
+        if style == "whole" or dim_or_none is None:
             return WHOLE
         total, pieces = (self.size, [(rank, rank + 1)]) if style == "row" else self._outputs(name, rank)
-        dim += num_leading
+        dim = num_leading + dim_or_none
         return Cut(dim, tuple(self._elements(piece, total, shape[dim], key) for piece in pieces))
+
+    def shares_inputs(self, path: str) -> bool:
+        """Whether each rank has a part of the input features of this linear layer, or of these experts' `down_proj`."""
+        name = path.rpartition(".")[2]
+        return self._styles.get(EXPERT_ALIASES.get(name, name)) == "row"
+
+    def own_outputs(self, num_outputs: int, rank: int) -> Piece:
+        """Returns a rank's outputs of a layer that takes whole rows; some ranks may have one more than others."""
+        return rank * num_outputs // self.size, (rank + 1) * num_outputs // self.size
 
     def _elements(self, piece: Piece, total: int, length: int, key: str) -> Piece:
         """Returns the elements that hold a piece of `total` shares of a dimension. Raises ModelError for half ones."""

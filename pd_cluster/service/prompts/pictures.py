@@ -247,7 +247,8 @@ class PictureIntake:
             named = self._kept.get(name) if name is not None else None
             self._counts.kept_medium(named is not None)
             if named is None:
-                raise _refusal(source, f"no {source.kind} of this uuid is kept; send it with its URL")
+                why = f"no {source.kind} of this uuid is kept; send it with its URL"
+                raise _refusal(source, why if source.uuid else "empty; send a URL, or the uuid of what was sent before")
             return named
         found = await self._kept_or_read(source, salt)
         if name is not None:

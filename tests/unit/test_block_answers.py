@@ -150,9 +150,3 @@ def test_what_follows_a_response_has_none_of_its_logprobs() -> None:
     call = {"type": "function_call", "name": "f", "arguments": "{}"}
     items = [call, {"type": "message", "content": [{**text, "logprobs": [{"token": "a"}]}]}]
     assert without_logprobs(items) == [call, {"type": "message", "content": [{**text, "logprobs": []}]}]
-
-
-def test_a_refused_route_still_reads_its_body(tmp_path: Path) -> None:
-    app = make_app(tmp_path, HttpConfig(), router=cast(Router, Script([A], "stop")))[0]
-    body = {"input": "x" * (HttpConfig().max_body_nbytes + 1)}
-    assert ask(app, "POST", "/v1/responses/compact", [], body).status == 413

@@ -94,6 +94,12 @@ class Gathered:
         if self._unwrapped is not None:
             self._unwrapped.flush()
 
+    @property
+    def num_held(self) -> int:
+        """Characters of content that may yet turn out to be what stands around it."""
+        num_blanks = 0 if self._has_text else sum(map(len, self._blanks))
+        return num_blanks + (self._unwrapped.num_held if self._unwrapped is not None else 0)
+
     def take(self) -> list[Part]:
         """Returns the parts collected since the last call; neighbours of one kind become one part."""
         taken, self._parts = self._parts, []

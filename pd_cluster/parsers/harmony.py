@@ -22,6 +22,7 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)
 ENDS = (END, RETURN, CALL)
+CHANNEL_NAMES = ("analysis", "commentary", "final")
 MAX_HEADER_NUM_CHARS = 512
 FUNCTIONS, TO = "functions.", "to="
 
@@ -36,11 +37,15 @@ class Channels(Thinking):
     def markers(self) -> tuple[str, ...]:
         return MARKS
 
-    def before(self, start: Start) -> list[Node]:
+    def before(self, start: Start, ends_early: bool = False) -> list[Node]:
         if start == "content":
             return []
-        rest = [["until", END], *_NEXT] if start == "reasoning" else []
+        rest = _rest("analysis") if start == "reasoning" else []
         return [*rest, ["repeat", 0, None, _THOUGHT]]
+
+    def within_content(self, node: Node) -> Node:
+        """Returns the node for a message of content that the prompt has begun, and for the messages after it."""
+        return ["any", FREE, ["seq", *_rest(*CHANNEL_NAMES), node]]
 
     def answer(self, start: Start, node: Node) -> Node:
         return node if start == "content" else ["seq", *_head("final"), node]
@@ -65,16 +70,26 @@ class ChannelCalls:
         return ["any", *found]
 
     def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
-        earlier: Node = ["any", _THOUGHT, ["seq", *_head("commentary"), ["until", END], *_NEXT]]
-        return ["seq", ["repeat", 0, None, earlier], ["any", ["seq", *_head("final"), FREE], self.calls(given, 1)]]
+        head = _head(*CHANNEL_NAMES)
+        earlier: Node = ["seq", *head, *_rest(*CHANNEL_NAMES)]
+        return ["seq", ["repeat", 0, None, earlier], ["any", ["seq", *head, FREE], self.calls(given, 1)]]
 
 
-def _head(channel: str) -> list[Node]:
-    return [["marker", CHANNEL], ["text", channel], ["marker", MESSAGE]]
+def _head(*channels: str) -> list[Node]:
+    return [["marker", CHANNEL], ["any", *(["text", channel] for channel in channels)], ["marker", MESSAGE]]
 
 
-_NEXT: list[Node] = [["marker", START], ["text", "assistant"]]
-_THOUGHT: Node = ["seq", *_head("analysis"), ["until", END], *_NEXT]
+def _rest(*channels: str) -> list[Node]:
+    """Returns the nodes from within a message to where the next one's header goes on.
+
+    Between them may be others in these channels, which begin without an end of the one before.
+    """
+    unended: Node = ["seq", ["until", CHANNEL], *_head(*channels)[1:]]
+    ended: Node = ["seq", ["until", *ENDS], ["marker", START]]
+    return [["repeat", 0, None, unended], ["any", ended, ["until", START]], ["text", "assistant"]]
+
+
+_THOUGHT: Node = ["seq", *_head("analysis"), *_rest("analysis")]
 
 
 def read_channels(stream: TextStream, out: Gathered, start: Start, reads_calls: bool) -> Steps[None]:

@@ -75,8 +75,7 @@ class JsonCalls:
 
     def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
         body = self._array(given, most or MAX_CALLS) if self.is_array else self._one(given)
-        call: Node = ["seq", ["until", self.begin], *body]
-        return ["seq", ["repeat", 0, 1 if self.is_array else most, call], FREE]
+        return ["seq", ["repeat", 0, most, ["seq", ["until", self.begin, *self.begins], *body]], FREE]
 
     def _one(self, given: Sequence[Tool]) -> list[Node]:
         return [BLANK, ["json", call_schema(given, self.key)], *self._end()]
@@ -167,11 +166,13 @@ class NamedCalls:
         return ["seq", ["marker", self.opening], calls, ["marker", self.closing]]
 
     def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
-        one: Node = ["seq", ["marker", self.begin], *self._one(given)]
-        if self.opening:
-            section: Node = ["seq", ["until", self.opening], ["repeat", 1, most, one], ["marker", self.closing]]
-            return ["seq", ["repeat", 0, 1, section], FREE]
-        return ["seq", ["repeat", 0, most, ["seq", ["until", self.begin], *self._one(given)]], FREE]
+        one: Node = ["seq", *self._one(given)]
+        if not self.opening:
+            return ["seq", ["repeat", 0, most, ["seq", ["until", self.begin], one]], FREE]
+        more: Node = ["repeat", 0, None if most is None else most - 1, ["seq", ["marker", self.begin], one]]
+        opened: Node = ["any", ["seq", ["until", self.opening], ["marker", self.begin]], ["until", self.begin]]
+        section: Node = ["seq", opened, one, more, ["repeat", 0, 1, ["marker", self.closing]]]
+        return ["seq", ["repeat", 0, most, section], FREE]
 
     def _one(self, given: Sequence[Tool]) -> list[Node]:
         named: list[Node] = [

@@ -9,7 +9,7 @@ from pd_cluster.parsers.calls import Gathered
 from pd_cluster.parsers.nodes import BLANK, FREE, MAX_CALLS, Node, Tool, array_schema, call_schema, object_of
 from pd_cluster.parsers.stream import Steps, TextStream
 
-_NO_OBJECT: Node = ["pattern", r"[ \t\r\n]*([^ \t\r\n{](.|\n)*)?"]
+_NO_OBJECT: Node = ["pattern", r"[ \t\r\n]*([^ \t\r\n{<](.|\n)*|<([^|](.|\n)*)?)?"]
 
 
 class Llama3Calls:

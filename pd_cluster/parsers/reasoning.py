@@ -54,8 +54,11 @@ class Thinking:
         last_close = max(content.rfind(mark) for mark in self.closes)
         return self.opens[0] if last_open > last_close else self.closes[0]
 
-    def before(self, start: Start) -> list[Node]:
-        """Returns the guide's nodes for everything before the content. The reader takes whatever they permit."""
+    def before(self, start: Start, ends_early: bool = False) -> list[Node]:
+        """Returns the guide's nodes for everything before the content. The reader takes whatever they permit.
+
+        `ends_early`: the content may follow one of `ends`, as for the reader.
+        """
         if start == "content":
             return []
         opening: Node = ["any", *(["marker", mark] for mark in self.opens)]
@@ -65,7 +68,7 @@ class Thinking:
             None,
             ["until", *self.opens, *(self.wraps or ())],
         ]  # marks that are text within the reasoning
-        thought: list[Node] = [again, ["until", *self.closes], BLANK]
+        thought: list[Node] = [again, ["until", *self.closes, *(self.ends if ends_early else ())], BLANK]
         if start == "perhaps":
             return [["repeat", 0, 1, ["seq", opening, *thought]]]
         return [["repeat", 0, 1, opening], *thought]
@@ -153,6 +156,10 @@ class Unwrapped:
             self._state = "within"
         found = self._may_end.search(self._held)
         self._show(found.start() if found is not None else len(self._held))
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
     def flush(self) -> None:
         """Emits what was held back: something other than content follows, or nothing."""

@@ -174,6 +174,11 @@ class ReplyReader:
         return self._out.take()
 
     @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that may be content and are in no part yet."""
+        return self._stream.num_held + self._out.num_held
+
+    @property
     def num_calls(self) -> int:
         return self._out.num_calls
 

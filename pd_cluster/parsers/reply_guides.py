@@ -45,7 +45,7 @@ def guide_of(
     content = _content(form, thinking, start, given, choice, most_calls, answer, are_some)
     if content is None:
         return None
-    nodes = [*thinking.before(start), *thinking.around(content)]
+    nodes = [*thinking.before(start, ends_early=choice == "auto" and answer is None), *thinking.around(content)]
     if answer is not None and nodes == [_of(answer)]:
         return answer
     text = msgspec.json.encode(["seq", *nodes]).decode()
@@ -76,15 +76,26 @@ def _content(
                 f"continue_final_message",
                 param="tool_choice",
             )
-        return shown
+        guided = None if shown is not None else _optional(form, given, choice, most_calls, are_some)
+        return shown if guided is None else thinking.within_content(guided)
     if choice in ("required", "named") and given:
         return (form or UNMARKED).calls(given, 1 if choice == "named" else most_calls or MAX_CALLS)
-    if choice == "auto" and form is not None and given:
-        lenient = [tool if tool.strict else Tool(tool.name, {}) for tool in given]
-        if shown is not None:
-            return ["any", form.calls(lenient, most_calls or MAX_CALLS), shown]
-        return form.perhaps(lenient, most_calls) if are_some or any(tool.strict for tool in given) else None
-    return shown
+    if choice == "auto" and form is not None and given and shown is not None:
+        return ["any", form.calls(_lenient(given), most_calls or MAX_CALLS), shown]
+    return shown if shown is not None else _optional(form, given, choice, most_calls, are_some)
+
+
+def _optional(
+    form: Format | None, given: Sequence[Tool], choice: ToolChoice, most_calls: int | None, are_some: bool
+) -> Node | None:
+    """Returns the node for free text in which calls keep to the tools; None: anything goes."""
+    if choice != "auto" or form is None or not (are_some or any(tool.strict for tool in given)):
+        return None
+    return form.perhaps(_lenient(given), most_calls)
+
+
+def _lenient(given: Sequence[Tool]) -> list[Tool]:
+    return [tool if tool.strict else Tool(tool.name, {}) for tool in given]
 
 
 def _of(answer: Guide) -> Node:

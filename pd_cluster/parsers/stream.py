@@ -40,6 +40,11 @@ class TextStream:
     def end(self) -> None:
         self._is_ended = True
 
+    @property
+    def num_held(self) -> int:
+        """Characters at the end that the reader has not decided about."""
+        return len(self._text) - self._at + sum(map(len, self._kept or ()))
+
     # ---- for readers
 
     def peek(self) -> Steps[str]:

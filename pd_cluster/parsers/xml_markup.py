@@ -142,11 +142,18 @@ class XmlCalls:
         if self.is_section:
             many: Node = ["repeat", 1, most, self._one(given)]
             section: Node = ["seq", ["until", self.begin], many, ["marker", self.end]]
-            return ["seq", ["repeat", 0, 1, section], FREE]
-        call: Node = ["seq", ["until", self.begin], self._one(given), ["marker", self.end]]
-        return ["seq", ["repeat", 0, most, call], FREE]
+            return ["seq", ["repeat", 0, most, section], FREE]
+        begun: Node = ["seq", ["until", self.begin], *self._opening]
+        end: Node = ["marker", self.end]
+        if self.lone:
+            begun, end = ["any", begun, ["until", self.name[0]]], ["repeat", 0, 1, end]
+        return ["seq", ["repeat", 0, most, ["seq", begun, self._named(given), end]], FREE]
 
     def _one(self, given: Sequence[Tool]) -> Node:
+        return ["seq", *self._opening, self._named(given)]
+
+    def _named(self, given: Sequence[Tool]) -> Node:
+        """Returns the node of a call from its name on."""
         return ["any", *map(self._tool, given)]
 
     def _tool(self, tool: Tool) -> Node:
@@ -163,7 +170,7 @@ class XmlCalls:
                 one: Node = ["seq", *self._key_of(["text", name]), *value]
                 parameters.append(one if name in required else ["repeat", 0, 1, one])
         close: list[Node] = [["marker", self.close]] if self.close else []
-        return ["seq", *self._opening, ["text", f"{tool.name}{self.name[1]}"], *parameters, *close]
+        return ["seq", ["text", f"{tool.name}{self.name[1]}"], *parameters, *close]
 
     def _key_of(self, name: Node) -> list[Node]:
         """Returns the nodes up to the value's first character, without a line's newline."""

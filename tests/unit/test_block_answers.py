@@ -19,6 +19,7 @@ from pd_cluster.cluster.routing.predict import NO_GOALS
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.errors import InstanceLost, PdClusterError, Unavailable
+from pd_cluster.service.schema.responses_items import without_logprobs
 from pd_cluster.settings.http import HttpConfig
 from pd_cluster.settings.kept_responses import KeptResponses
 from pd_cluster.types import FinishReason, Order, PromptOutput, TokenOutput
@@ -142,3 +143,10 @@ def test_an_answer_without_text_has_no_blocks(tmp_path: Path) -> None:
     assert (message["content"], message["stop_reason"]) == ([], "end_turn")
     events = events_of(ask(app, "POST", "/v1/messages", [], {**BODIES["/v1/messages"], "stream": True}))
     assert [event["type"] for event in events] == ["message_start", "message_delta", "message_stop"]
+
+
+def test_what_follows_a_response_has_none_of_its_logprobs() -> None:
+    text = {"type": "output_text", "text": "a", "annotations": []}
+    call = {"type": "function_call", "name": "f", "arguments": "{}"}
+    items = [call, {"type": "message", "content": [{**text, "logprobs": [{"token": "a"}]}]}]
+    assert without_logprobs(items) == [call, {"type": "message", "content": [{**text, "logprobs": []}]}]

@@ -178,5 +178,5 @@ def test_an_answer_that_has_begun_makes_no_calls() -> None:
     with pytest.raises(RequestError, match="continue_final_message") as caught:
         harmony().guide(TOOLS, "required", OPEN + FINAL)
     assert caught.value.param == "tool_choice"
-    assert harmony().guide(TOOLS, "auto", OPEN + FINAL) is None
+    assert harmony().guide([Tool("f", {})], "auto", OPEN + FINAL) is None
     assert harmony().mark_after("so far") == FINAL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -11,8 +12,14 @@ from pd_cluster.parsers.reply import ReplyFormat
 from pd_cluster.service.answers.token_shares import TokenShares
 from pd_cluster.service.sequence import Piece, TokenLogprobs
 from pd_cluster.types import Logprobs
+from tests.unit.test_parsers_families import ALL_END, CASES, END
 
 CALL = '{"name": "f", "arguments": {}}'
+V3 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```"
+PREAMBLE = [
+    *("<|channel|>", "commentary", "<|message|>", "pre", "amble", "<|end|>"),
+    *("<|start|>", "assistant", "<|channel|>", "final"),
+]
 REPLIES: dict[str, tuple[list[str], list[str]]] = {
     "text": (["Hel", "lo", "", "!"], ["Hel", "lo", "", "!"]),
     "a character of two tokens": (["a", "", "é", "b"], ["a", "", "é", "b"]),
@@ -38,21 +45,73 @@ def pieces_of(tokens: list[str], sizes: random.Random) -> list[Piece]:
     return found
 
 
+def shared(form: ReplyFormat, pieces: list[Piece], prompt_end: str = "") -> tuple[str, list[int]]:
+    """Returns a reply's content and the ids of its tokens."""
+    reader, shares, steps, found = form.reader("auto", prompt_end), TokenShares(), list[list[Part]](), list[int]()
+    for piece in pieces:
+        for text in shares.cut(piece):
+            steps.append(reader.feed(text))
+            found += [each.token_id for given in shares.of(steps[-1], reader.num_held) for each in given]
+    steps.append(reader.finish())
+    found += [each.token_id for given in shares.of(steps[-1], reader.num_held) for each in given]
+    return "".join(part.text for parts in steps for part in parts if isinstance(part, Content)), found
+
+
 @pytest.mark.parametrize("name", REPLIES)
 def test_content_has_the_tokens_that_wrote_it(name: str) -> None:
     tokens, wanted = REPLIES[name]
     for seed in range(40):
-        reader, shares = ReplyFormat("hermes", "qwen3" if "<think>" in tokens else "").reader("auto", ""), TokenShares()
-        steps: list[list[Part]] = []
-        shared: list[list[TokenLogprobs]] = []
-        for piece in pieces_of(tokens, random.Random(seed)):
-            for text in shares.cut(piece):
-                steps.append(reader.feed(text))
-                shared += shares.of(steps[-1])
-        steps.append(reader.finish())
-        shared += shares.of(steps[-1])
-        assert [tokens[entry.token_id] for entries in shared for entry in entries] == wanted
-        assert "".join(part.text for parts in steps for part in parts if isinstance(part, Content)) == "".join(wanted)
+        form = ReplyFormat("hermes", "qwen3" if "<think>" in tokens else "")
+        content, found = shared(form, pieces_of(tokens, random.Random(seed)))
+        assert [tokens[token_id] for token_id in found] == wanted
+        assert content == "".join(wanted)
+
+
+@pytest.mark.parametrize(
+    ("parser", "reasoning", "tokens", "wanted"),
+    [
+        ("hermes", "qwen3", ["cout", " ", "<", "<", " x"], ["cout", " ", "<", "<", " x"]),
+        ("hermes", "", ["<", "><", "b"], ["<", "><", "b"]),
+        ("mistral", "", ["[", "[", "1", "]", "]"], ["[", "[", "1", "]", "]"]),
+        ("hunyuan_a13b", "hunyuan_a13b", ["x", "\n", "}\n"], ["x", "\n", "}\n"]),
+        ("hermes", "ernie45", ["</think>", "x", "\n", "}\n"], ["x", "\n", "}\n"]),
+        ("deepseek_v3", "", [V3, END, "\n", ALL_END, "Hi"], ["\n", "Hi"]),
+        ("openai", "openai_gptoss", [*PREAMBLE, "<|message|>", "Hel", "lo"], ["pre", "amble", "Hel", "lo"]),
+    ],
+)
+def test_text_that_readers_hold_back_or_move(parser: str, reasoning: str, tokens: list[str], wanted: list[str]) -> None:
+    for seed in range(10):
+        _, found = shared(ReplyFormat(parser, reasoning), pieces_of(tokens, random.Random(seed)))
+        assert [tokens[token_id] for token_id in found] == wanted
+
+
+BETWEEN = ["So ", "a < b", "[x] << {y}", "\n", " \n\n", "}", "<", ":"]
+
+
+@pytest.mark.parametrize("parser", sorted(CASES))
+def test_every_character_of_content_has_its_token(parser: str) -> None:
+    """Of replies of all formats: one token a character first, then any tokens."""
+    rng = random.Random(parser)
+    form = ReplyFormat(parser)
+    for _ in range(12):
+        calls = [rng.choice(CASES[parser])[0] for _ in range(2)]
+        reply = "".join(f"{rng.choice(BETWEEN)}{rng.choice(BETWEEN)}{call}" for call in calls) + rng.choice(BETWEEN)
+        content, places = shared(form, pieces_of([*reply], rng))
+        assert "".join(reply[at] for at in places) == content, reply
+        cuts = sorted({0, len(reply), *rng.choices(range(len(reply)), k=len(reply) // 3)})
+        tokens = [reply[a:b] for a, b in itertools.pairwise(cuts)]
+        _, found = shared(form, pieces_of(tokens, rng))
+        assert found == [at for at, (a, b) in enumerate(itertools.pairwise(cuts)) if any(a <= x < b for x in places)]
+
+
+def test_the_token_that_ends_an_answer_has_no_text() -> None:
+    """The first byte of a character that never came becomes U+FFFD; that is its token's, not the last one's."""
+    entries = [TokenLogprobs(at, Logprobs(-1.0, 1, []), offset) for at, offset in enumerate((0, 1, 1))]
+    for shows, wanted in ((False, [[0], [1]]), (True, [[0], [1, 2]])):
+        shares = TokenShares(shows)
+        texts = shares.cut(Piece(0, "a\ufffd", [0, 1, 2], entries, "stop"))
+        found = [[each.token_id for each in shares.of([Content(text)])[0]] for text in texts]
+        assert found == wanted
 
 
 def test_pieces_that_end_within_a_token() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
@@ -37,7 +38,7 @@ async def send(
     is_whole = await unless_disconnected(http.receive, _take(service, answer, keep))
     if is_whole is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return await json_response(answer.whole, large=False, headers=answer.headers | served_by([generation]))
+    return await json_response(answer.whole, large=answer.is_large, headers=answer.headers | served_by([generation]))
 
 
 async def _take(service: TextService, answer: BlockAnswer, keep: Callable[[], Awaitable[None]]) -> bool:
@@ -56,10 +57,11 @@ async def _events(
     try:
         async with contextlib.aclosing(service.stream(answer.generation)) as pieces:
             async for piece in pieces:
-                events = answer.events(piece)
+                is_large_end = answer.is_large and piece.finish_reason is not None
+                events = await asyncio.to_thread(answer.events, piece) if is_large_end else answer.events(piece)
                 if answer.last is not None:
                     await keep()
-                    events += answer.closing()
+                    events += await asyncio.to_thread(answer.closing) if is_large_end else answer.closing()
                 if events:
                     begun = True
                     yield events

@@ -18,7 +18,7 @@ from pd_cluster.service.response_store import Kept, ResponseStore, not_found
 from pd_cluster.service.schema.own_words import in_own_words
 from pd_cluster.service.schema.parse import parse
 from pd_cluster.service.schema.responses_chat import ITS_NAMES, chat_of
-from pd_cluster.service.schema.responses_items import items_of, listed
+from pd_cluster.service.schema.responses_items import items_of, listed, without_logprobs
 from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 from pd_cluster.service.service import TextService
 
@@ -42,11 +42,16 @@ def response_routes(service: TextService, store: ResponseStore | None) -> APIRou
             generation = await service.chat(chat, received_s, caller_of(http))
         answer = ResponsesAnswer(request, name, service.tokenizer, generation, keeps)
 
+        owner = owner_of(http)
+
         async def keep() -> None:
             if store is None or not keeps:
                 return
-            kept = Kept(answer.whole(), [*earlier, *listed(items_of(request))])
-            if not await asyncio.to_thread(store.keep, owner_of(http), kept):
+
+            def keep_now() -> bool:
+                return store.keep(owner, Kept(answer.whole(), [*earlier, *listed(items_of(request))]))
+
+            if not await asyncio.to_thread(keep_now):
                 answer.is_not_stored()
 
         return await send(http, service, answer, keep)
@@ -72,6 +77,7 @@ def input_routes(service: TextService, store: ResponseStore | None) -> APIRouter
 
     @routes.post("/v1/responses/compact")
     async def compact(http: Request) -> Response:
+        await read_body(http)
         raise RequestError(
             "POST /v1/responses/compact: not supported here, since nothing is encrypted; ask for a summary with "
             "/v1/responses and go on from that",
@@ -150,7 +156,7 @@ async def _earlier(
     """Returns the items before the request's own. Raises RequestNotFound."""
     if request.previous_response_id is None:
         return []
-    return (await _find(http, service, store, request.previous_response_id)).conversation
+    return without_logprobs((await _find(http, service, store, request.previous_response_id)).conversation)
 
 
 def _check_store(request: ResponsesRequest, store: ResponseStore | None) -> None:

@@ -54,7 +54,8 @@ class BlockReader:
         self._reader = generation.new_reader() if generation.new_reader is not None else None
         self._new_call_id = generation.new_call_id
         self._shows_reasoning = shows_reasoning
-        self._shares = TokenShares() if generation.sampling.logprobs is not None else None
+        shows_stop_token = generation.sequences[0].shows_stop_token
+        self._shares = TokenShares(shows_stop_token) if generation.sampling.logprobs is not None else None
         self._has_reasoned = False
         self._num_reasoning_tokens = 0
         self.blocks: list[Block] = []
@@ -82,7 +83,8 @@ class BlockReader:
             yield BlockChange("ends", self.blocks[-1])
 
     def _all_changes(self, parts: list[Part]) -> Iterator[BlockChange]:
-        tokens = self._shares.of(parts) if self._shares is not None else [()] * len(parts)
+        num_held = self._reader.num_held if self._reader is not None else 0
+        tokens = self._shares.of(parts, num_held) if self._shares is not None else [()] * len(parts)
         for part, its_tokens in zip(parts, tokens, strict=True):
             yield from self._changes(part, its_tokens)
 
@@ -137,6 +139,11 @@ class BlockAnswer(ABC):
     @property
     def headers(self) -> dict[str, str]:
         return {}
+
+    @property
+    def is_large(self) -> bool:
+        """Whether building it takes noticeable time, so that its end is built on a thread."""
+        return self.generation.sampling.logprobs is not None
 
     def take(self, piece: Piece) -> None:
         """Reads a piece of an answer that is sent whole."""

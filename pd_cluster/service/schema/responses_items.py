@@ -29,6 +29,16 @@ def listed(items: list[Json]) -> list[Json]:
     return [_listed(item) for item in items]
 
 
+def without_logprobs(items: list[Json]) -> list[Json]:
+    """Returns a kept response's items for those that follow it, which need the texts alone."""
+    return [
+        {**item, "content": [{**part, "logprobs": []} if part.get("logprobs") else part for part in item["content"]]}
+        if item.get("type") == "message"
+        else item
+        for item in items
+    ]
+
+
 def _listed(item: Json) -> Json:
     kind = item.get("type", "message")
     own = item.get("id")

@@ -1,0 +1,90 @@
+"""Guides of `allowed_tools` with auto: whatever they permit, a reader finds no call outside the set in it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pd_cluster.parsers.parts import CallBegin
+from pd_cluster.parsers.reply import ReplyFormat, Tool
+from pd_cluster.parsers.table import FORMATS, THINKING
+from pd_cluster.types import Guide
+from tests.unit.test_tool_guides import World
+
+GOOD, BAD = Tool("ok", {}), Tool("bad", {})
+BAD_CALLS = {
+    "granite": ['<tool_call>[{"name": "bad", "arguments": {}}]'],
+    "granite4": ['<tool_call>{"name": "bad", "arguments": {}}'],
+    "internlm": ['<|action_start|><|plugin|>{"name": "bad", "arguments": {}}'],
+    "llama3_json": ['\t<|python_tag|>{"name": "bad", "parameters": {}}'],
+    "qwen3_coder": ["<function=bad>\n</function>"],
+}
+REASONING = {"granite": "granite", "hunyuan_a13b": "hunyuan_a13b", "kimi_k2": "kimi_k2", "openai": "openai_gptoss"}
+ENDS = ("", "<think>\n", "<|channel|>final<|message|>")
+ALONE = sorted(set(FORMATS) - {"openai"})
+PAIRS = [*((name, "") for name in ALONE), *REASONING.items(), ("hermes", "qwen3"), ("glm45", "ernie45")]
+
+
+@pytest.fixture(scope="module", params=["text", "special"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    found = [*(each.markers for each in FORMATS.values()), *(each.markers for each in THINKING.values())]
+    markers = sorted({mark for each in found for mark in each if " " not in mark and mark != "functools"})
+    return World(tmp_path_factory.mktemp(request.param), request.param, markers)
+
+
+def guide_of(form: ReplyFormat, prompt_end: str = "") -> Guide:
+    guide = form.guide([GOOD], "auto", prompt_end, None, None, True)
+    assert guide is not None
+    return guide
+
+
+def names_in(form: ReplyFormat, text: str, prompt_end: str = "") -> set[str]:
+    reader = form.reader("auto", prompt_end, None, [GOOD])
+    return {part.name for part in (*reader.feed(text), *reader.finish()) if isinstance(part, CallBegin)}
+
+
+def fragments_of(world: World, form: ReplyFormat, rng: random.Random) -> list[str]:
+    """Whole calls of either tool and pieces of them, marks, and text between."""
+    calls = list(BAD_CALLS.get(form.tool_parser, []))
+    for tool in (GOOD, BAD, BAD):
+        guide = form.guide([tool], "required", "", 2)
+        assert guide is not None
+        calls.append(world.walk(guide, rng, [*form.markers, "a"]))
+    cuts = [call[rng.randrange(len(call)) :] for call in calls for _ in range(2)]
+    return [*calls, *calls, *cuts, *form.markers, *form.markers, "text", "\n", "\t ", "final", " to=functions.bad"]
+
+
+@pytest.mark.parametrize(("parser", "reasoning"), PAIRS)
+def test_no_call_outside_the_set(world: World, parser: str, reasoning: str) -> None:
+    form = ReplyFormat(parser, reasoning)
+    matchers = [(end, world.compiler.compile(guide_of(form, end))) for end in ENDS]
+    num_calls = 0
+    for seed in range(15):
+        rng = random.Random(seed)
+        if seed % 5 == 0:
+            fragments = fragments_of(world, form, rng)
+        prompt_end, fresh = matchers[seed % len(ENDS)]
+        matcher, taken = fresh.copy(), list[int]()
+        for _ in range(12):
+            for token_id in world.ids(rng.choice(fragments)):
+                if token_id not in world.allowed(matcher):
+                    break
+                matcher.take([token_id])
+                taken.append(token_id)
+        text = str(world.tokenizer.decode(taken, skip_special_tokens=False))
+        names = names_in(form, text, prompt_end)
+        assert names <= {"ok"}, text
+        num_calls += len(names)
+    assert num_calls
+
+
+@pytest.mark.parametrize("parser", ALONE)
+def test_text_and_several_calls_of_the_set_are_free(world: World, parser: str) -> None:
+    form = ReplyFormat(parser)
+    required = form.guide([GOOD], "required", "", 1)
+    assert required is not None
+    call = world.walk(required, random.Random(1), [*form.markers, "a"])
+    assert world.verdict(guide_of(form), call) == "whole"
+    if parser not in ("llama3_json", "pythonic", "llama4_pythonic", "openai"):
+        assert world.verdict(guide_of(form), f"First. {call}\nThen {call} and {call}\nDone.") == "whole"

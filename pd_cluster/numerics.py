@@ -28,8 +28,10 @@ SETTINGS = (
 )
 KEY_ORDER = f"the order of features in keys, which follows from the kind of device and {called('dtype')},"
 BF16_WAY = f"the way of products in bfloat16, which follows from the processor ({called('dtype')} float32 has none),"
-WHOLE_ROWS = "codes of whole rows"
-CODES_WAY = f"the way of codes, which follows from the version ({called('quantization')} is the same: upgrade one),"
+WHOLE_ROWS, LONG_SPANS = "codes of whole rows", "sums of up to 256 inputs"
+CODES_WAY = f"the way of quantized products, which follows from the version (same {called('quantization')}: upgrade),"
+    f"the way of quantized products, which follows from the version ({called('quantization')} is equal: upgrade),"
+)
 DYNAMIC, LONGROPE = "dynamic", "longrope"
 ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta")
 UNBOUNDED = 1 << 30  # tokens; the base grows with any length
@@ -87,7 +89,8 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
 
     `deterministic` is the setting, on every device. `quantization`: the scheme of weights that are quantized at load;
     those of a folder are part of its identity. Where activations become codes, also WHOLE_ROWS: on several ranks,
-    earlier versions had codes of each rank's part of a row, and other numbers. `quantize_head`: the scheme of the
+    earlier versions had codes of each rank's part of a row, and other numbers. Elsewhere on a CPU LONG_SPANS: earlier
+    versions added in another order. `quantize_head`: the scheme of the
     output layer. `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON.
     `key_order`: that of a head's features in the KV cache (model/layers/rope_tables). `bf16_way`: how a CPU multiplies
     weights of bfloat16 (native/products), if it does.
@@ -128,7 +131,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _scheme(quantization: str) -> str:
-    return quantization.removesuffix(WHOLE_ROWS).removesuffix(", ")
+    return quantization.removesuffix(WHOLE_ROWS).removesuffix(LONG_SPANS).removesuffix(", ")
 
 
 def _written(value: str | bool) -> str:

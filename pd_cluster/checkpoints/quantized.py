@@ -14,7 +14,7 @@ from typing import Any
 
 from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, QUANTIZERS_FILES, method_of, quantized
 from pd_cluster.errors import ModelError, called
-from pd_cluster.numerics import WHOLE_ROWS
+from pd_cluster.numerics import LONG_SPANS, WHOLE_ROWS
 from pd_cluster.settings.engine import ALSO_AT_LOAD, AT_LOAD
 
 Settings = Mapping[str, Any]
@@ -57,14 +57,13 @@ class Quantization:
     at_load: str = ""
     kinds: tuple[str, ...] = ()
 
-    @property
-    def numerics_name(self) -> str:
+    def numerics_name(self, is_on_cpu: bool) -> str:
         """Returns what `Numerics` has of it."""
         if self.method == ASCEND:
             has_codes = any(kind in ASCEND_CODES for kind in self.types.values())
         else:
             has_codes = self.has_int8_activations or self.is_w4a8 or self.at_load in CODES_AT_LOAD
-        return ", ".join(filter(None, (self.at_load, WHOLE_ROWS if has_codes else "")))
+        return ", ".join(filter(None, (self.at_load, WHOLE_ROWS if has_codes else LONG_SPANS if is_on_cpu else "")))
 
 
 def quantization_of(path: Path, config: Settings) -> Quantization | None:

@@ -117,6 +117,7 @@ class ModelRunner:
         self.max_num_batched_tokens = self.group.least(num_step_tokens(config, device))
         with trial(checkpoint):
             self._load(config, checkpoint, dtype, block_size)
+        coded = checkpoint.quantization
         self.numerics = Numerics(
             device=device.kind,
             dtype=dtype,
@@ -124,7 +125,7 @@ class ModelRunner:
             if device.is_accelerator
             else config.attention_backend,
             deterministic=config.deterministic,
-            quantization=checkpoint.quantization.numerics_name if checkpoint.quantization is not None else "",
+            quantization="" if coded is None else coded.numerics_name(not device.is_accelerator),
             quantize_head=checkpoint.head_scheme,
             kv_cache_dtype=self.pool.layout.dtype,
             hf_overrides=checkpoint.hf_overrides,

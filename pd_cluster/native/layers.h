@@ -66,7 +66,7 @@ static Places places_of(const Layers *a) {
         attended = MAX(attended, y->output.inputs), gated = MAX(gated, y->down.inputs);
         for (int j = 0; j < 4; j++) {
             Product p = product_of(each[j], a);
-            product = MAX(product, pd_scratch_nbytes(&p));
+            product = MAX(product, scratch_nbytes(p, p.num_rows)); // of all rows at once
         }
     }
     int64_t row = a->num_rows * 4;

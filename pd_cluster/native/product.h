@@ -74,13 +74,14 @@ static int64_t scratch_nbytes(Product p, int64_t num_rows) {
 static int64_t rows_of_part(const Product *p) {
     Packed w;
     plan(p, &w);
-    if (!w.decodes || !goes_over_spans(&w) || p->num_rows <= NEAR_ROWS) return p->num_rows;
+    if (w.by == BY_TILES || !w.decodes || !goes_over_spans(&w) || p->num_rows <= NEAR_ROWS) return p->num_rows;
     int64_t parts = (p->num_rows + NEAR_ROWS - 1) / NEAR_ROWS, rows = (p->num_rows + parts - 1) / parts;
     return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
 }
 
 // Returns the memory that a product needs beside its operands.
 int64_t pd_scratch_nbytes(const Product *p) {
+    if (!p->num_rows) return 0;
     int64_t rows = rows_of_part(p), rest = p->num_rows % rows;
     return MAX(scratch_nbytes(*p, rows), scratch_nbytes(*p, rest ? rest : rows));
 }
@@ -137,7 +138,11 @@ static void product_work(void *data) {
     int64_t at_once = in_tiles && p->num_rows > TILE_ROWS ? DECODED_PANELS : MOST_PANELS;
     if (!in_tiles && (w->ready_rows > m || goes_over_spans(w))) at_once = MANY_PANELS;
     while (at_once > 1 && w->num_panels < 4 * at_once * p->num_threads) at_once /= 2;
-    int64_t groups = (w->num_panels + at_once - 1) / at_once, items = (p->num_rows + most_rows - 1) / most_rows;
+    int64_t groups = (w->num_panels + at_once - 1) / at_once;
+    while (!in_tiles && most_rows > 2 * LEAST_ROWS &&
+           groups * ((p->num_rows + most_rows - 1) / most_rows) < 2 * p->num_threads)
+        most_rows = (most_rows / 2 + m - 1) / m * m; // few panels: threads share the rows
+    int64_t items = (p->num_rows + most_rows - 1) / most_rows;
     int64_t in_item = in_tiles ? TILE_BLOCK : (w->ready_rows / m + items - 1) / items * m, rows = in_tiles ? 4 : m;
     for (int64_t row; (row = next_items(&w->next_row, rows)) < w->ready_rows;) {
         if (w->make && row < p->num_rows) w->make(w->maker, row, MIN(rows, p->num_rows - row));

@@ -24,7 +24,7 @@ from pd_cluster.model.quantized.weight import CODED, INT8, W4A8
 from pd_cluster.model.quantized_head import quantize_head
 from pd_cluster.native import products
 from pd_cluster.native.products import PackedProduct, int8_linear, quantize_rows
-from pd_cluster.numerics import WHOLE_ROWS
+from pd_cluster.numerics import LONG_SPANS, WHOLE_ROWS
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint
@@ -82,7 +82,11 @@ def test_w4a8_is_in_the_numerics_and_rows_are_apart(tmp_path: Path) -> None:
     settings = {"quantization": "w4a8", "quantize_head": "w4a8", "num_blocks": 64}
     core = make_core(folder, **settings)
     numerics: list[Any] = [each.runner.numerics for each in (plain, core)]  # type: ignore[attr-defined]
-    assert numerics[0].difference(numerics[1]) == (called("quantization"), "int4_wo", f"w4a8, {WHOLE_ROWS}")
+    assert numerics[0].difference(numerics[1]) == (
+        called("quantization"),
+        f"int4_wo, {LONG_SPANS}",
+        f"w4a8, {WHOLE_ROWS}",
+    )
     together = generate(make_core(folder, max_num_batched_tokens=8, **settings), PROMPTS, GREEDY)
     assert [generate(core, [prompt], GREEDY)[0] for prompt in PROMPTS] == together
     with ranks(folder, 2, **settings) as two:

@@ -10,7 +10,7 @@ from pd_cluster.errors import ModelError
 from pd_cluster.model.known_forms import form_of
 from pd_cluster.model.quantized.decode import decoded
 from pd_cluster.model.quantized.encode import SCHEMES, encoded
-from pd_cluster.numerics import CODES_WAY, WHOLE_ROWS, Numerics
+from pd_cluster.numerics import CODES_WAY, LONG_SPANS, WHOLE_ROWS, Numerics
 
 NAN, INF = float("nan"), float("inf")
 FP8 = torch.float8_e4m3fn
@@ -236,8 +236,9 @@ def test_static_activations_have_their_tensors() -> None:
 )
 def test_what_rounds_activations_is_in_the_numerics(found: Quantization, name: str) -> None:
     """Versions with a scale for each rank's part of a row do not have this name, so they are refused."""
-    assert found.numerics_name == name
+    assert found.numerics_name(is_on_cpu=False) == name
     differs = Numerics(quantization=name).difference(Numerics(quantization=found.at_load))
     assert (differs is None) == (WHOLE_ROWS not in name)
+    assert found.numerics_name(is_on_cpu=True) in (name, ", ".join(filter(None, (name, LONG_SPANS))))
     if differs is not None:
         assert differs == (CODES_WAY, name, found.at_load or "none")

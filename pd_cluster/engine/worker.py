@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1  # how often deadlines are checked
 LOAD_S = 0.02  # the age that the reported load may have, apart from a step's duration
 IDLE_WAIT_S = 0.05
-CLOSES_AFTER_S = 0.5  # in which schedulers hear that a worker drains, and what they sent before arrives
+CLOSES_AFTER_S = 0.5  # in which schedulers hear that a worker drains, and what they sent before arrives; at most
 
 
 class Worker:
@@ -75,6 +75,7 @@ class Worker:
         self._next_tick_s = self._next_load_s = 0.0
         self._is_draining = self._is_load_old = False
         self._closes_s = math.inf
+        self._closes_after_s = min(CLOSES_AFTER_S, config.timeouts.drain_timeout_s / 2)
         self._step_waits_s = 0.0  # for a landing, at most
         self._shares_cores = shares_cores
         self._rest = rest
@@ -175,23 +176,24 @@ class Worker:
         while handle_all(self.inbox, self._handle, 0.0 if busy else self._idle_wait_s):
             came_round()
             self._tick()
-            if self._sleep.is_due and self.legs.are_over:
+            if self._sleep.is_due and not self._is_draining and self.legs.are_over:
                 self._sleep.settle()
             self._outbox.flush()  # what the mail brought need not wait for the step
             was_busy, busy = busy, self._step()
             if was_busy and not busy:
                 self._rest()
             self._publish_load(at_once=was_busy and not busy)
-            self._outbox.flush()
-            if self._is_closed:
+            if is_closed := self._is_closed:
                 self._release_all()
-                if self.legs.are_over:
-                    return
+            self._outbox.flush()
+            if is_closed and self.legs.are_over and self.inbox.empty():  # otherwise what is there is refused first
+                return
 
     @property
     def _is_closed(self) -> bool:
-        """Whether it drains and no scheduler will send a request because it does not know that."""
-        return self._is_draining and (not self._schedulers or self._clock() >= self._closes_s)
+        """Whether it drains, and no scheduler will send a request because it does not know that, or it sleeps."""
+        is_over = not self._schedulers or self._clock() >= self._closes_s or bool(self._sleep.closed)
+        return self._is_draining and is_over
 
     @property
     def _why_closed(self) -> str:
@@ -357,7 +359,9 @@ class Worker:
             case TierContents():
                 self.tiers.opened(event)
             case StartDrain():
-                self._is_draining, self._closes_s = True, min(self._closes_s, self._clock() + CLOSES_AFTER_S)
+                self._is_draining = True
+                self._publish_load(at_once=True)  # before the step, which may take long
+                self._closes_s = min(self._closes_s, self._clock() + self._closes_after_s)
             case EncoderReached() | EncoderUnreached() | FeaturesRead() if self.encoders is not None:
                 self.encoders.handle(event)
             case ConnOpened(conn, peer, kind):
@@ -412,6 +416,8 @@ class Worker:
         self._schedulers[conn] = peer
         self._outbox.opened(conn)
         self._cache_news.opened(conn)
+        if self._is_draining:
+            self._post.beat()
         log.info("scheduler %s is here", peer)
 
     def _closed(self, conn: str, reason: str) -> None:

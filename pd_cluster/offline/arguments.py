@@ -59,7 +59,7 @@ OTHERS_REFUSED = {
     "kv_cache_ratio": "blocks are not divided between prompts and answers: every request may have any of them",
 }
 # The signature's own defaults, which change nothing.
-DEFAULTS = {"gpu_memory_utilization": 0.9, "max_seq_len_to_capture": 8192}
+DEFAULTS = {"gpu_memory_utilization": 0.9, "max_seq_len_to_capture": 8192, "swap_space": 4}
 HERE = (Scope.ENGINE, Scope.TEXT)  # the scopes that apply without a server and without worker processes
 
 
@@ -117,16 +117,17 @@ def _by_setting(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the given arguments other than defaults, by the settings' own names, in the types of a command line."""
     aliases = MISSPELT | {alias: each.name for each in settings().values() for alias in each.names[1:]}
     found: dict[str, Any] = {}
-    for name in sorted(given, key=aliases.__contains__):  # the name overrides its alias
-        if given[name] is not None:
-            found[aliases.get(name, name)] = given[name]
+    for name in sorted(given, key=aliases.__contains__, reverse=True):  # a name comes after its alias, and overrides it
+        setting, value = aliases.get(name, name), given[name]
+        if value is not None and value != DEFAULTS.get(setting):  # the signature's default overrides nothing
+            found[setting] = value
     for name, value in found.items():
         each = settings().get(name)
         if isinstance(value, os.PathLike):
             found[name] = os.fspath(value)
         elif each is not None and each.takes_mappings and isinstance(value, Mapping):
             found[name] = _json(name, value)
-    return {name: value for name, value in found.items() if value != DEFAULTS.get(name)}
+    return found
 
 
 @contextmanager

@@ -43,12 +43,15 @@ class Post:
         self.ended: list[LegEnd] = []
         self.messages: list[tuple[str, wire.Outputs]] = []
         self.num_beats = 0
+        self.num_beats_at_once = 0
 
     def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
         raise AssertionError("nobody to connect to")
 
     def disconnect(self, conn: str) -> None: ...
-    def beat(self) -> None: ...
+
+    def beat(self) -> None:
+        self.num_beats_at_once += 1
 
     def beat_soon(self) -> None:
         self.num_beats += 1
@@ -78,7 +81,7 @@ class NoLinks:
 
 
 class World:
-    def __init__(self, shares_cores: bool = True) -> None:
+    def __init__(self, shares_cores: bool = True, drain_timeout_s: float = 30.0) -> None:
         self.now_s = 0.0
         self.post = Post()
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -96,7 +99,7 @@ class World:
             kv_transport="auto",
             kv_port_range=PortRange(),
             engine=EngineConfig(model="m"),
-            timeouts=Timeouts(),
+            timeouts=Timeouts(drain_timeout_s=drain_timeout_s),
         )
         self.worker = Worker(
             config,

@@ -242,6 +242,9 @@ def test_what_names_the_files_of_the_model_reaches_the_engine() -> None:
     assert engine.download_dir == "/d"
     assert engine.hf_overrides == {"rope_theta": 5, "rope_scaling": others["rope_scaling"]}
     assert engine.max_seq_len_to_capture == 99
+    both = {"max_seq_len_to_capture": 512, "swap_space": 4, "swap_space_gib": 8}
+    engine = config_of({"model": model, **both, "max_context_len_to_capture": 4096}).engine
+    assert (engine.max_seq_len_to_capture, engine.swap_space_gib) == (512, 8.0), "4 is the signature's default"
     assert config_of({"model": model, "rope_theta": 7.0}).engine.hf_overrides == {"rope_theta": 7.0}
 
 

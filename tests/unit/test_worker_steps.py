@@ -9,6 +9,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.events import (
+    ConnOpened,
     HandedOver,
     Mail,
     StartDrain,
@@ -22,6 +23,7 @@ from pd_cluster.types import Order, Request
 from tests.support.toy_model import ToyRunner, generate_alone
 from tests.support.worker_world import (
     BLOCK_SIZE,
+    CONN,
     NUM_BLOCKS,
     PROMPT,
     World,
@@ -109,6 +111,7 @@ def test_a_request_that_crosses_the_word_of_a_drain_is_served() -> None:
     world.inbox.put(StartDrain())
 
     def came_round() -> None:
+        assert world.post.num_beats_at_once == 1
         rounds.append(world.worker.load.is_draining)
         if len(rounds) == 2:
             world.submit("early", PROMPT, sampling(1))
@@ -117,9 +120,83 @@ def test_a_request_that_crosses_the_word_of_a_drain_is_served() -> None:
             world.submit("late", PROMPT, sampling(1))
 
     world.worker.run(came_round)
-    assert rounds[1:] == [True] * (len(rounds) - 1)
+    assert rounds == [True] * len(rounds)
     assert len(found(world, "early")[0]) == sampling(1).max_tokens
     assert ["takes nothing more" in end.error for end in world.post.ended if end.request_id == "late"] == [True]
+
+
+@pytest.mark.parametrize("drain_timeout_s", [30.0, 0.5])
+def test_what_comes_during_the_last_step_before_a_worker_closes_is_answered(
+    drain_timeout_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step takes longer than requests are taken; a worker says before it that it drains."""
+    world, at_step = World(drain_timeout_s=drain_timeout_s), []
+    runner = world.worker.core.runner
+    forward = runner.forward
+
+    def compute(*args: Any) -> RunnerOutput:
+        at_step.append((world.worker.load.is_draining, world.post.num_beats_at_once, world.worker._is_closed))
+        world.now_s += drain_timeout_s / 2 if len(at_step) == 1 else 0.0
+        if not world.worker.legs.sequences or len(at_step) == sampling().max_tokens:
+            world.submit("late", PROMPT, sampling())
+        return forward(*args)
+
+    monkeypatch.setattr(runner, "forward", compute)
+    world.submit("r", PROMPT, sampling(1))
+    world.inbox.put(StartDrain())
+    left, rounds = iter(range(100)), list[int]()
+    world.worker.run(lambda: rounds.append(next(left)))
+    assert at_step[:2] == [(True, 1, False), (True, 1, True)]
+    assert len(found(world, "r")[0]) == sampling(1).max_tokens
+    assert [end.request_id for end in world.post.ended] == ["late"]
+
+
+def test_a_leg_that_is_held_when_a_worker_closes_is_told_to_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    worker, submit = world.worker, wire.Submit("held", 0, "held", "hybrid", "", Order(PROMPT, sampling()), 0.0)
+    held = [submit]
+
+    def release_all() -> None:
+        while held:
+            worker.begin_leg(CONN, held.pop())
+
+    monkeypatch.setattr(worker.tiers, "release_all", release_all)
+    world.inbox.put(StartDrain())
+
+    def came_round() -> None:
+        world.now_s += CLOSES_AFTER_S / 2
+
+    worker.run(came_round)
+    assert world.now_s >= CLOSES_AFTER_S
+    assert [(end.request_id, end.is_fault) for end in world.post.ended] == [("held", True)]
+
+
+def test_a_scheduler_that_connects_to_a_worker_that_drains_hears_so_at_once() -> None:
+    world = World()
+    world.inbox.put(StartDrain())
+    world.step()
+    assert world.post.num_beats_at_once == 1
+    world.inbox.put(ConnOpened("another", "scheduler-1@1", "scheduler"))
+    world.read_mail()
+    assert world.post.num_beats_at_once == 2
+
+
+def test_a_worker_that_sleeps_closes_at_once_and_is_not_woken() -> None:
+    world, levels = World(), list[wire.SleepLevel]()
+    world.worker.take_sleep(levels.append)
+    world.mail(wire.Sleep(1))
+    num_rounds = 0
+
+    def came_round() -> None:
+        nonlocal num_rounds
+        num_rounds += 1
+        assert num_rounds <= 3
+        if num_rounds == 2:
+            world.inbox.put(StartDrain())
+            world.mail(wire.Sleep(0))
+
+    world.worker.run(came_round)
+    assert (num_rounds, levels) == (3, [1])
 
 
 def test_heartbeats_hear_at_once_that_nothing_runs_any_more() -> None:

@@ -95,7 +95,7 @@ class Ranks:
         raise InstanceLost(f"{self._config.name}: {lost}")
 
     def drain(self) -> None:
-        """Makes rank 0 refuse new work, and end when its current work has ended."""
+        """Makes rank 0 say that it drains, soon refuse new work, and end when its work has ended."""
         self._processes[0].ask("drain")
 
     async def ended(self) -> None:

@@ -62,7 +62,7 @@ class AdapterLoaded:
 
 @dataclass(frozen=True, slots=True)
 class StartDrain:
-    """Accept nothing more, and stop when all current requests have ended."""
+    """Say that this worker drains, soon accept nothing more, and stop when all requests have ended."""
 
 
 Event = (

@@ -30,8 +30,6 @@ KEY_ORDER = f"the order of features in keys, which follows from the kind of devi
 BF16_WAY = f"the way of products in bfloat16, which follows from the processor ({called('dtype')} float32 has none),"
 WHOLE_ROWS, LONG_SPANS = "codes of whole rows", "sums of up to 256 inputs"
 CODES_WAY = f"the way of quantized products, which follows from the version (same {called('quantization')}: upgrade),"
-    f"the way of quantized products, which follows from the version ({called('quantization')} is equal: upgrade),"
-)
 DYNAMIC, LONGROPE = "dynamic", "longrope"
 ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta")
 UNBOUNDED = 1 << 30  # tokens; the base grows with any length

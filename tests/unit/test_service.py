@@ -107,7 +107,7 @@ def test_a_hopeless_text_is_refused_before_it_is_tokenized(
 
     service, _ = make(limit=100)
     monkeypatch.setattr(Tokenizer, "encode", fail)
-    with pytest.raises(RequestError, match=r"801 characters; .*length is 100 tokens, of at most 8") as caught:
+    with pytest.raises(RequestError, match=r"801 characters, at least 101 tokens; .*length is 100 tokens") as caught:
         ask(service, "x" * 801)
     assert caught.value.code == "context_length_exceeded"
 

@@ -10,6 +10,8 @@
 #define NEAR_NBYTES 16384
 #define NEAR_ROWS 264
 #endif
+#define NEAR_X_NBYTES (2 << 20) // of rows that are prepared and multiplied before the next
+#define LEAST_NEAR_ROWS 96      // of these, however wide: for each part, weights are decoded anew
 #define NEAR_PANELS (BLOCK_SUMS / BLOCK_ROWS / PARTS)
 
 typedef struct {

@@ -74,8 +74,10 @@ static int64_t scratch_nbytes(Product p, int64_t num_rows) {
 static int64_t rows_of_part(const Product *p) {
     Packed w;
     plan(p, &w);
-    if (w.by == BY_TILES || !w.decodes || !goes_over_spans(&w) || p->num_rows <= NEAR_ROWS) return p->num_rows;
-    int64_t parts = (p->num_rows + NEAR_ROWS - 1) / NEAR_ROWS, rows = (p->num_rows + parts - 1) / parts;
+    if (w.by == BY_TILES || !w.decodes || !goes_over_spans(&w)) return p->num_rows;
+    int64_t most = MIN(NEAR_ROWS, MAX(LEAST_NEAR_ROWS, NEAR_X_NBYTES / (w.row_nbytes / w.together)));
+    if (p->num_rows <= most) return p->num_rows;
+    int64_t parts = (p->num_rows + most - 1) / most, rows = (p->num_rows + parts - 1) / parts;
     return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
 }
 

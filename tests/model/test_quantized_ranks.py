@@ -179,7 +179,7 @@ def test_without_the_kernels(tmp_path: Path, architecture: str, scheme: str, mon
 @slow
 @pytest.mark.parametrize("architecture", ["llama", "qwen2_moe"])
 def test_adapters_beside_them(tmp_path: Path, architecture: str) -> None:
-    """Of attention and MLPs, experts too. They see the first rank's part of a row, so that their sums are exact."""
+    """Attention, MLPs and experts have them. They see the first rank's part of a row, so that their sums are exact."""
     base = with_outliers(make_checkpoint(tmp_path / "model", architecture))
     experts = {"target_parameters": EXPERTS} if architecture == "qwen2_moe" else {}
     written(tmp_path / "a", base, **experts)

@@ -90,7 +90,7 @@ BETWEEN = ["So ", "a < b", "[x] << {y}", "\n", " \n\n", "}", "<", ":"]
 
 @pytest.mark.parametrize("parser", sorted(CASES))
 def test_every_character_of_content_has_its_token(parser: str) -> None:
-    """Of replies of all formats: one token a character first, then any tokens."""
+    """Replies of all formats are cut into single characters first, and then anyhow."""
     rng = random.Random(parser)
     form = ReplyFormat(parser)
     for _ in range(12):

@@ -9,7 +9,7 @@
 #define LINE 64 // outputs that lie side by side
 #define LINE_INPUTS 16
 #define MOST_ROWS_OF_FLOATS 96
-#define ROWS_AT_ONCE 6 // whose sums find room in registers
+#define ROWS_AT_ONCE 7 // whose sums find room in registers, beside a line of weights
 #define PART 64        // inputs that are multiplied with all rows before the next: they stay in the L1 cache
 #define SHARES 6       // of a thread's lines: one that is late leaves the others to the rest
 
@@ -57,9 +57,9 @@ INLINE void add_inputs(int m, const float *x, int64_t stride, const float *words
                                                          int begins) {                                                 \
         add_inputs(m, x, stride, words, n, ahead, step, to, begins);                                                   \
     }
-ADDER(1) ADDER(2) ADDER(3) ADDER(4) ADDER(5) ADDER(6)
+ADDER(1) ADDER(2) ADDER(3) ADDER(4) ADDER(5) ADDER(6) ADDER(7)
 static Adder *const adders[ROWS_AT_ONCE] = {add_inputs_1, add_inputs_2, add_inputs_3,
-                                            add_inputs_4, add_inputs_5, add_inputs_6};
+                                            add_inputs_4, add_inputs_5, add_inputs_6, add_inputs_7};
 
 // Sets sums [num_rows][LINE] to those over n inputs. Blocks of rows share the fetching of the part after this one.
 static void add_span(const Floats *p, const float *x, const float *words, int64_t n, float *sums) {

@@ -124,3 +124,15 @@ def test_extreme_logits_and_temperatures(temperature: float, worst: float) -> No
     kept, masses = kept_by_hand(line, best, own)
     assert kept_of(line, best, own)[:2] == (line[kept[-1]], len(kept))
     assert draw(torch.from_numpy(line)[None], best, own).tolist() == [drawn_by_hand(kept, masses, 0.99)]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_top_k_counts_masked_tokens(top_p: float) -> None:
+    """A guide left three tokens, top_k asks for 70: others of the lowest ids are kept, too, without mass."""
+    line = np.full(400, -np.inf, dtype=np.float32)
+    line[[5, 200, 399]] = 1.0, 3.0, 2.0
+    best, own = line[200:201], Knobs.of([Sampling(top_k=70, top_p=top_p)], np.array([0.99]), len(line))
+    kept, masses = kept_by_hand(line, best, own)
+    assert len(kept) == (70 if top_p == 1.0 else 2)
+    assert kept_of(line, best, own)[:2] == (line[kept[-1]], len(kept))
+    assert draw(torch.from_numpy(line)[None], best, own).tolist() == [drawn_by_hand(kept, masses, 0.99)]

@@ -166,7 +166,7 @@ def kept_of(line: Floats, best: Floats, knobs: Knobs) -> KeptTokens:
     if top_k < len(line):
         floor = max(floor, np.partition(line, len(line) - top_k)[len(line) - top_k])
     ids, values = None, line
-    if floor > -math.inf:
+    if top_k < len(line) or floor > -math.inf:
         ids = np.flatnonzero(line >= floor)
         ids = _without_surplus(ids, line[ids] == floor, len(ids) - top_k)
         values = line[ids]

@@ -91,6 +91,11 @@ def test_a_conversation_goes_on(keeping: LiveCluster, one: openai.OpenAI) -> Non
     assert third.previous_response_id == second.id
     one.responses.delete(first.id)  # later responses have what they need
     assert one.responses.create(**HELLO, previous_response_id=second.id).usage is not None
+    alone = {name: value for name, value in HELLO.items() if name != "input"}
+    usage = one.responses.create(**alone, previous_response_id=second.id).usage
+    assert usage is not None
+    counted = one.responses.input_tokens.count(model="tiny", previous_response_id=second.id)
+    assert counted.input_tokens == usage.input_tokens
     page = one.responses.input_items.list(third.id, order="asc", limit=2)
     assert page.has_more
     ids = [item.id for item in page]

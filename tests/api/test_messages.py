@@ -358,7 +358,7 @@ def test_an_image_in_a_result_is_refused_by_the_model_alone(cluster: LiveCluster
 
 def test_what_agents_send_beside_it(cluster: LiveCluster) -> None:
     """Thinking is never left out, so keeping all of it is granted; a tool's manual may be long."""
-    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "all"}}]}
     tool = {"name": "t", "description": "d" * 40_000, "input_schema": {"type": "object"}}
     greedy = {**HELLO, "temperature": 0}
     plain = cluster.client.post(f"{cluster.url}/v1/messages", json=greedy).json()
@@ -367,3 +367,29 @@ def test_what_agents_send_beside_it(cluster: LiveCluster) -> None:
     assert answer.status_code == 200, answer.text
     assert answer.json()["content"] == plain["content"]
     assert "citations" not in answer.json()["content"][0]  # the AI SDK takes no null
+
+
+def test_a_tools_examples_are_shown(speaker: Speaker) -> None:
+    """By a template that shows a function's whole description."""
+    examples = [{"city": "Berlin"}, {"city": "Paris", "days": 3}]
+    counts = [
+        speaker.client.beta.messages.count_tokens(model="tiny", messages=ASKED, tools=[tool]).input_tokens
+        for tool in (WEATHER, {**WEATHER, "input_examples": []}, {**WEATHER, "input_examples": examples})
+    ]
+    assert counts[0] == counts[1] < counts[2]
+
+
+@pytest.mark.parametrize("route", ["messages", "messages/count_tokens"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"compaction": {"type": "summarize"}}, {"mcp_servers": [{"type": "url"}]}, {"billing_policy": {}}),
+        {"output_config": {"task_budget": {"type": "tokens", "total": 20_000}}},
+    ],
+)
+def test_what_newer_clients_ask_for_is_refused_by_name(
+    cluster: LiveCluster, route: str, fields: dict[str, Any]
+) -> None:
+    answer = cluster.client.post(f"{cluster.url}/v1/{route}", json={**HELLO, **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(next(iter(fields)))

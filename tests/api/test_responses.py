@@ -189,7 +189,12 @@ def test_the_tokens_of_an_input_are_those_of_its_prompt(speaker: Speaker) -> Non
         patch.setenv("NO_PROXY", "127.0.0.1")
         with openai.OpenAI(base_url=f"{speaker.cluster.url}/v1", api_key="none", max_retries=0) as client:
             asked: Any = {"model": "tiny", "input": "hello"}
-            assert client.responses.input_tokens.count(**asked).input_tokens == usage_of(speaker, "hello")
+            count = client.responses.input_tokens.count
+            assert count(**asked).input_tokens == usage_of(speaker, "hello")
+            assert count(model="tiny").input_tokens == usage_of(speaker, "")
+            assert count(model="tiny", instructions="Be brief.").input_tokens > count(model="tiny").input_tokens
+            with pytest.raises(openai.BadRequestError, match="personality: 'friendly'"):
+                count(**asked, personality="friendly")
             with pytest.raises(openai.BadRequestError, match="compact: not supported here"):
                 client.responses.compact(**asked)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+import math
+import threading
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,11 +21,16 @@ from pd_cluster.cluster.routing.predict import NO_GOALS
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.errors import InstanceLost, PdClusterError, Unavailable
+from pd_cluster.service.answers.blocks import Block
+from pd_cluster.service.answers.logprobs import LogprobsFormat
+from pd_cluster.service.answers.responses_answer import ResponsesAnswer
 from pd_cluster.service.schema.responses_items import without_logprobs
+from pd_cluster.service.sequence import TokenLogprobs
 from pd_cluster.settings.http import HttpConfig
 from pd_cluster.settings.kept_responses import KeptResponses
-from pd_cluster.types import FinishReason, Order, PromptOutput, TokenOutput
-from tests.support.checkpoints import EOS_ID, make_tokenizer
+from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.types import FinishReason, Logprobs, Order, PromptOutput, TokenOutput
+from tests.support.checkpoints import EOS_ID, TEMPLATE, make_tokenizer
 from tests.support.public_port import Answer, ask, make_app
 from tests.support.router_world import FakeMembership
 
@@ -33,17 +40,18 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi"},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
 }
+LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 LOST = InstanceLost("its worker died")
 
 
 class Script:
     """A router that gives these tokens, and then fails or ends."""
 
-    def __init__(self, tokens: list[int], end: FinishReason | PdClusterError) -> None:
+    def __init__(self, tokens: list[int], end: FinishReason | PdClusterError, logprobs: Logprobs | None = None) -> None:
         self.membership = SimpleNamespace(instances=[])
         self.stats, self.num_streams = RequestStats(), 0
         self.entrance = Entrance(FakeMembership([]), least_loaded, self.stats, NO_GOALS, 0.0, None)
-        self._tokens, self._end = tokens, end
+        self._tokens, self._end, self._logprobs = tokens, end, logprobs
 
     async def serve(self, order: Order, routed: Any, prompted: Any, *origin: Any) -> AsyncIterator[TokenOutput]:
         if not self._tokens and isinstance(self._end, PdClusterError):
@@ -54,14 +62,15 @@ class Script:
         prompted(PromptOutput("r", 0, 4))
         for at, token_id in enumerate(self._tokens):
             is_last = at == len(self._tokens) - 1 and not isinstance(self._end, PdClusterError)
-            yield TokenOutput("r", 0, 0, at, token_id, cast(FinishReason, self._end) if is_last else None)
+            reason = cast(FinishReason, self._end) if is_last else None
+            yield TokenOutput("r", 0, 0, at, token_id, reason, logprobs=self._logprobs)
         if isinstance(self._end, PdClusterError):
             raise self._end
 
 
-def app_of(folder: Path, script: Script) -> FastAPI:
+def app_of(folder: Path, script: Script, **settings: Any) -> FastAPI:
     http = HttpConfig(responses=KeptResponses(folder=str(folder / "kept")))
-    return make_app(folder, http, router=cast(Router, script))[0]
+    return make_app(folder, http, router=cast(Router, script), **settings)[0]
 
 
 def events_of(answer: Answer) -> list[dict[str, Any]]:
@@ -134,6 +143,54 @@ def test_a_disk_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     events = events_of(ask(app, "POST", "/v1/responses", [], {**body, "stream": True}))
     assert events[-1]["response"]["store"] is False
     assert kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("end", ["stop", LOST], ids=["whole", "failed"])
+def test_logprobs_are_built_once_and_their_text_s_end_on_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: FinishReason | PdClusterError
+) -> None:
+    """Also of a text that a call follows, in the middle of a stream."""
+    built: list[int] = []
+    threads: set[tuple[str, bool]] = set()
+    chat, ends, failure = LogprobsFormat.chat, ResponsesAnswer._ends, ResponsesAnswer.failure
+
+    def counted(self: LogprobsFormat, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        built.extend(entry.text_offset for entry in entries)
+        return chat(self, entries)
+
+    def watched(self: ResponsesAnswer, block: Block) -> bytes:
+        threads.add((block.kind, threading.current_thread() is threading.main_thread()))
+        return ends(self, block)
+
+    def failed(self: ResponsesAnswer, error: PdClusterError) -> bytes:
+        threads.add(("failure", threading.current_thread() is threading.main_thread()))
+        return failure(self, error)
+
+    monkeypatch.setattr(LogprobsFormat, "chat", counted)
+    monkeypatch.setattr(ResponsesAnswer, "_ends", watched)
+    monkeypatch.setattr(ResponsesAnswer, "failure", failed)
+    tokens = make_tokenizer().encode('abcabc<tool_call>{"name": "look", "arguments": {}}</tool_call>').ids
+    script = Script([*tokens, EOS_ID], end, Logprobs(-1.0, 1, [(A, -1.0), (B, -math.inf)]))
+    app = app_of(tmp_path, script, chat=ChatConfig(tool_parser="hermes", template=TEMPLATE + "{{ tools }}"))
+    body = {**BODIES["/v1/responses"], "tools": [LOOK], "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    events = events_of(ask(app, "POST", "/v1/responses", [], {**body, "stream": True}))
+    assert built == [*range(6)]
+    assert threads == {("text", False), ("call", False)} if end == "stop" else {("text", False), ("failure", False)}
+    output = events[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["message", "function_call"]
+    (part,) = output[0]["content"]
+    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == "abcabc"
+    brief = [{"token": "a", "logprob": -1.0}, {"token": "b", "logprob": -9999.0}]
+    full = [{**each, "bytes": [each["token"].encode()[0]]} for each in brief]
+    assert part["logprobs"][0] == {**full[0], "top_logprobs": full}
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    assert done["logprobs"][0] == {**brief[0], "top_logprobs": brief}
+    deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+    assert [entry for each in deltas for entry in each] == done["logprobs"]
+    if end == "stop":
+        built.clear()
+        assert ask(app, "POST", "/v1/responses", [], body).json()["output"][0]["content"] == [part]
+        assert built == [*range(6)]
 
 
 def test_an_answer_without_text_has_no_blocks(tmp_path: Path) -> None:

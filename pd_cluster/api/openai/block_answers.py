@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -44,7 +45,7 @@ async def send(
 async def _take(service: TextService, answer: BlockAnswer, keep: Callable[[], Awaitable[None]]) -> bool:
     async with contextlib.aclosing(service.stream(answer.generation)) as pieces:
         async for piece in pieces:
-            answer.take(piece)
+            answer.read(piece)
     await keep()
     return True
 
@@ -57,15 +58,21 @@ async def _events(
     try:
         async with contextlib.aclosing(service.stream(answer.generation)) as pieces:
             async for piece in pieces:
-                is_large_end = answer.is_large and piece.finish_reason is not None
-                events = await asyncio.to_thread(answer.events, piece) if is_large_end else answer.events(piece)
+                changes = answer.read(piece)
+                repeats_texts = any(change.what == "ends" for change in changes)
+                events = await _built(answer, partial(answer.events, changes), repeats_texts)
                 if answer.last is not None:
                     await keep()
-                    events += await asyncio.to_thread(answer.closing) if is_large_end else answer.closing()
+                    events += await _built(answer, answer.closing)
                 if events:
                     begun = True
                     yield events
     except PdClusterError as error:
         if not begun:
             raise
-        yield answer.failure(error)
+        yield await _built(answer, partial(answer.failure, error))
+
+
+async def _built(answer: BlockAnswer, make: Callable[[], bytes], repeats_texts: bool = True) -> bytes:
+    """Returns the events that `make` makes: on a thread if they repeat texts of a large answer, so no stream waits."""
+    return await asyncio.to_thread(make) if answer.is_large and repeats_texts else make()

@@ -36,6 +36,8 @@ def response_routes(service: TextService, store: ResponseStore | None) -> APIRou
         request = parse(await read_body(http), ResponsesRequest, has_own_names=True)
         name = service.names.check(request.model, caller_of(http))
         _check_store(request, store)
+        if request.input is None and request.previous_response_id is None:
+            raise RequestError("input: missing; give a text or items, or a previous_response_id", param="input")
         keeps, earlier = store is not None and request.store is not False, await _earlier(http, service, store, request)
         with in_own_words(ITS_NAMES):
             chat = chat_of(request, earlier, service.template_variables)

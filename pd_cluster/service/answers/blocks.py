@@ -142,23 +142,20 @@ class BlockAnswer(ABC):
 
     @property
     def is_large(self) -> bool:
-        """Whether building it takes noticeable time, so that its end is built on a thread."""
+        """Whether building it takes noticeable time, so that it is built on a thread, and in a stream its ends are."""
         return self.generation.sampling.logprobs is not None
 
-    def take(self, piece: Piece) -> None:
-        """Reads a piece of an answer that is sent whole."""
+    def read(self, piece: Piece) -> list[BlockChange]:
+        """Returns what `events` tells of a piece."""
         if piece.finish_reason is not None:
             self.last = piece
-        for _ in self.reader.read(piece):
-            pass
+        return [*self.reader.read(piece)]
 
-    def events(self, piece: Piece) -> bytes:
+    def events(self, changes: list[BlockChange]) -> bytes:
         """Returns a piece's events; `closing` follows those of the last. The first ones also say that it begins."""
         found = [] if self._is_opened else [self._opening()]
         self._is_opened = True
-        if piece.finish_reason is not None:
-            self.last = piece
-        return b"".join([*found, *(self._change(change) for change in self.reader.read(piece))])
+        return b"".join([*found, *(self._change(change) for change in changes)])
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:

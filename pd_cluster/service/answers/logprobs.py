@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from pd_cluster.service.sequence import TokenLogprobs
 from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import Logprobs
 
+_encode = msgspec.json.Encoder().encode
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes this instead
+
+
+class Entries(NamedTuple):
+    """Logprobs of a text's tokens as chats have them, and without the tokens' bytes. Each entry is encoded once."""
+
+    full: list[msgspec.Raw]
+    brief: list[msgspec.Raw]
 
 
 class LogprobsFormat:
@@ -29,6 +39,14 @@ class LogprobsFormat:
                 if entry.logprobs is not None
             ]
         }
+
+    def encode(self, entries: Sequence[TokenLogprobs], found: Entries) -> None:
+        """Adds the entries, as `chat` has them, to those that were found before."""
+        for entry in self.chat(entries)["content"]:
+            found.full.append(msgspec.Raw(_encode(entry)))
+            for each in (entry, *entry["top_logprobs"]):
+                del each["bytes"]
+            found.brief.append(msgspec.Raw(_encode(entry)))
 
     def completion(self, entries: list[TokenLogprobs]) -> dict[str, Any]:
         """{tokens, token_logprobs, top_logprobs: [{token: logprob}], text_offset}; null for a prompt's first token."""

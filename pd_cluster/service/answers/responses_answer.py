@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from pd_cluster.errors import PdClusterError
 from pd_cluster.service.answers.blocks import Block, BlockAnswer, BlockChange
-from pd_cluster.service.answers.logprobs import LogprobsFormat
+from pd_cluster.service.answers.logprobs import Entries, LogprobsFormat
 from pd_cluster.service.answers.sse import named_event
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.schema.responses_protocol import NamespaceTool, ResponsesRequest, ResponseTool
@@ -40,6 +41,7 @@ class ResponsesAnswer(BlockAnswer):
         self._names = names_of(request)
         self._head = self._echo(request, model) | {"store": is_stored}
         self._item_ids: dict[int, str] = {}
+        self._entries: defaultdict[int, Entries] = defaultdict(lambda: Entries([], []))  # of each text block
         self._num_events = 0
         self._completed_s: float | None = None
 
@@ -111,7 +113,12 @@ class ResponsesAnswer(BlockAnswer):
         if block.kind == "call":
             place = {"item_id": self._id_of(block), "output_index": block.index}
             return self._event("response.function_call_arguments.delta", **place, delta=text)
-        more: Json = {"logprobs": self._told_logprobs(tokens)} if block.kind == "text" else {}
+        more: Json = {}
+        if block.kind == "text":
+            entries = self._entries[block.index]
+            num_before = len(entries.brief)
+            self._logprobs.encode(tokens, entries)
+            more["logprobs"] = entries.brief[num_before:]
         return self._event(f"response.{PARTS[block.kind]}.delta", **self._place(block), delta=text, **more)
 
     def _ends(self, block: Block) -> bytes:
@@ -119,7 +126,7 @@ class ResponsesAnswer(BlockAnswer):
             place = {"item_id": self._id_of(block), "output_index": block.index}
             events = self._event("response.function_call_arguments.done", **place, arguments=block.text)
         else:
-            more: Json = {"logprobs": self._told_logprobs(block.tokens)} if block.kind == "text" else {}
+            more: Json = {"logprobs": self._entries_of(block).brief} if block.kind == "text" else {}
             events = self._event(f"response.{PARTS[block.kind]}.done", **self._place(block), text=block.text, **more)
             part = self._part(block, block.text)
             events += self._event("response.content_part.done", **self._place(block), part=part)
@@ -155,16 +162,16 @@ class ResponsesAnswer(BlockAnswer):
 
     def _part(self, block: Block, text: str) -> Json:
         """Returns the part with this text: all of the block's, or none of it."""
-        logprobs = self._logprobs.chat(block.tokens if text else [])["content"]
-        more: Json = {"annotations": [], "logprobs": logprobs} if block.kind == "text" else {}
+        more: Json = {}
+        if block.kind == "text":
+            more = {"annotations": [], "logprobs": self._entries_of(block).full if text else []}
         return {"type": PARTS[block.kind], "text": text, **more}
 
-    def _told_logprobs(self, tokens: Sequence[TokenLogprobs]) -> list[Json]:
-        """Returns them as events of text have them, without bytes."""
-        entries = self._logprobs.chat(tokens)["content"]
-        return [
-            _without_bytes(each) | {"top_logprobs": [*map(_without_bytes, each["top_logprobs"])]} for each in entries
-        ]
+    def _entries_of(self, block: Block) -> Entries:
+        """Returns the logprobs of all its tokens; those of an answer that is sent whole were not encoded before."""
+        entries = self._entries[block.index]
+        self._logprobs.encode(block.tokens[len(entries.full) :], entries)
+        return entries
 
     def _usage(self) -> Json:
         usage = self.generation.usage
@@ -220,10 +227,6 @@ class ResponsesAnswer(BlockAnswer):
             "truncation": "disabled",
             "user": request.user,
         }
-
-
-def _without_bytes(entry: Json) -> Json:
-    return {name: value for name, value in entry.items() if name != "bytes"}
 
 
 def _told(tool: ResponseTool | NamespaceTool) -> Json:

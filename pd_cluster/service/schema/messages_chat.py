@@ -176,6 +176,7 @@ def _tools(request: MessagesPrompt) -> Json:
                     "parameters": tool.input_schema,
                     **({"description": tool.description} if tool.description is not None else {}),
                     **({"strict": tool.strict} if tool.strict is not None else {}),
+                    **({"input_examples": tool.input_examples} if tool.input_examples else {}),
                 },
             }
             for tool in request.tools

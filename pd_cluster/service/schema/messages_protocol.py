@@ -36,6 +36,8 @@ class MessageTool(BaseModel):
     eager_input_streaming: bool | None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
+    input_examples: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    cache_control: dict[str, Any] | None = None  # says nothing about the answer
 
 
 class MessageToolChoice(BaseModel):
@@ -46,12 +48,15 @@ class MessageToolChoice(BaseModel):
 
 
 class ThinkingConfig(BaseModel):
-    """`budget_tokens` is a hint, which changes nothing here: max_tokens bounds thinking and answer together."""
+    """`budget_tokens` is a hint, which changes nothing here: max_tokens bounds thinking and answer together. Neither
+    does `block_binding`: earlier thinking is not signed.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, ge=MIN_THINKING_TOKENS, le=INT32_MAX)
     display: Literal["summarized", "omitted"] | None = None
+    block_binding: dict[str, Any] | None = None
 
 
 class OutputFormat(BaseModel):
@@ -64,6 +69,12 @@ class OutputConfig(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
+    task_budget: None = None
+
+
+class AllThinking(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["all"]
 
 
 class KeptThinking(BaseModel):
@@ -71,7 +82,7 @@ class KeptThinking(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"]
+    keep: Literal["all"] | AllThinking
 
 
 class ContextManagement(BaseModel):
@@ -93,6 +104,9 @@ class MessagesPrompt(BaseModel):
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     speed: Literal["standard"] | None = None
+    compaction: None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    billing_policy: None = None
     # These say nothing about the answer.
     cache_control: dict[str, Any] | None = None
     user_profile_id: str | None = None
@@ -112,9 +126,6 @@ class MessagesRequest(MessagesPrompt):
     diagnostics: dict[str, Any] | None = None  # of a cache that others keep
     container: None = None
     thread: dict[str, Any] | None = None
-    compaction: None = None
     fallbacks: Annotated[list[Any], Field(max_length=0)] | None = None
     fallback_credit_token: None = None
-    billing_policy: None = None
     inference_geo: None = None
-    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None

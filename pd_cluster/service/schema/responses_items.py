@@ -18,10 +18,15 @@ PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "functio
 
 
 def items_of(request: ResponsesRequest) -> list[Json]:
-    """Returns the input as items; a text is a user's message."""
-    if isinstance(request.input, str):
-        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": request.input}]}]
-    return request.input
+    """Returns the input as items; a text is a user's message. Without an input, nothing follows a previous response;
+    the model answers an empty text where there is none.
+    """
+    given = request.input
+    if given is None:
+        given = [] if request.previous_response_id is not None else ""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    return given
 
 
 def listed(items: list[Json]) -> list[Json]:

@@ -21,15 +21,18 @@ Value = Annotated[str, Field(max_length=512)]
 
 
 class ResponseTool(BaseModel):
-    """A function that the model may call; the client runs it."""
+    """A function that the model may call; the client runs it. `output_schema` says nothing to the model."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", serialize_by_alias=True)
     type: Literal["function"]
     name: Name
     description: str | None = Field(default=None, max_length=MAX_DESCRIPTION_NUM_CHARS)
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
+    is_async: Literal[False] | None = Field(default=None, alias="async")
+    allowed_callers: list[Literal["direct"]] | None = None
+    output_schema: dict[str, Any] | None = None
 
 
 class NamespaceTool(BaseModel):
@@ -73,11 +76,16 @@ class TextConfig(BaseModel):
 
 
 class ResponseReasoning(BaseModel):
-    """`summary` changes nothing here: reasoning is shown as the model wrote it."""
+    """Summaries are never made: reasoning is shown as the model wrote it. `context` changes nothing here: the chat
+    template decides which turns' reasoning the model sees again.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class ResponseStreamOptions(BaseModel):
@@ -92,7 +100,7 @@ class ResponsesRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    input: str | Items
+    input: str | Items | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)

@@ -1,0 +1,81 @@
+"""/v1/responses without an input, its count of tokens and its compact route, without a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from pd_cluster.service.status import MAX_BODY_NBYTES
+from pd_cluster.settings.requests import ChatConfig
+from tests.support.checkpoints import TEMPLATE
+from tests.support.public_port import ask, make_app
+
+COUNT, COMPACT = "/v1/responses/input_tokens", "/v1/responses/compact"
+LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> FastAPI:
+    return make_app(tmp_path, chat=ChatConfig(tool_parser="hermes", template=TEMPLATE + "{{ tools }}"))[0]
+
+
+def counted(app: FastAPI, **body: Any) -> int:
+    answer = ask(app, "POST", COUNT, [], body)
+    assert answer.status == 200, answer.body
+    told = answer.json()
+    assert told["object"] == "response.input_tokens"
+    return int(told["input_tokens"])
+
+
+@pytest.mark.parametrize("fields", [{}, {"instructions": "Be brief."}, {"tools": [LOOK]}, {"model": "tiny"}])
+def test_an_input_that_is_missing_counts_as_an_empty_one(app: FastAPI, fields: dict[str, Any]) -> None:
+    """The client's type lets it be absent, or None."""
+    empty = counted(app, **fields, input="")
+    assert counted(app, **fields) == counted(app, **fields, input=None) == empty
+    assert counted(app, **fields, input="hi") > empty > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        *(({name: value}, name) for name, value in (("conversation", "c"), ("personality", "friendly"))),
+        *(({name: value}, name) for name, value in (("truncation", "auto"), ("input", []))),
+        *(({name: value}, name) for name, value in (("previous_response_id", "r"), ("tool_choice", {"type": "shell"}))),
+        ({"reasoning": {"mode": "pro"}}, "reasoning"),
+        ({"tools": [{**LOOK, "async": True}]}, "tools"),
+        ({"tools": [{**LOOK, "allowed_callers": ["programmatic"]}]}, "tools"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_by_name(app: FastAPI, fields: dict[str, Any], param: str) -> None:
+    answer = ask(app, "POST", COUNT, [], {"input": "hi", **fields})
+    assert (answer.status, answer.json()["error"]["param"]) == (400, param)
+    assert answer.json()["error"]["message"].startswith(param)
+
+
+def test_what_changes_nothing_is_counted_all_the_same(app: FastAPI) -> None:
+    plain = counted(app, input="hi", tools=[LOOK])
+    tool = {**LOOK, "async": False, "allowed_callers": ["direct"], "output_schema": {"type": "string"}}
+    reasoning = {"mode": "standard", "context": "all_turns", "generate_summary": "auto"}
+    assert counted(app, input="hi", tools=[tool], reasoning=reasoning, personality=None) == plain
+
+
+def test_a_response_needs_an_input(app: FastAPI) -> None:
+    answer = ask(app, "POST", "/v1/responses", [], {"instructions": "Be brief."})
+    assert (answer.status, answer.json()["error"]["param"]) == (400, "input")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"model": "tiny", "input": "hi"}'])
+def test_compact_reads_what_it_refuses(app: FastAPI, body: bytes) -> None:
+    """So that the connection is at its end, and can take the next request."""
+    answer = ask(app, "POST", COMPACT, [], body)
+    assert answer.status == 400
+    assert "compact: not supported here" in answer.json()["error"]["message"]
+    assert answer.num_received == 1
+
+
+def test_compact_reads_no_more_than_bodies_may_have(app: FastAPI) -> None:
+    answer = ask(app, "POST", COMPACT, [], b"x" * (MAX_BODY_NBYTES + 1))
+    assert answer.status == 413

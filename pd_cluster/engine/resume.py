@@ -93,6 +93,7 @@ class Records:
         keep = msgspec.structs.replace(keep, tokens=[], prompt=None)
         record = Record(keep, submit.request_id, submit.attempt, submit.order, conn, tokens, prompt)
         self._by_name[record.name] = self._by_request[record.request_id] = record
+        log.debug("%d streams can be resumed", len(self))
         order_nbytes = wire.PROMPT_TOKEN_NBYTES * len(submit.order.prompt_token_ids)
         self._grow(record, order_nbytes + 2 * len(keep.recipe) + wire.nbytes_of(tokens))
 
@@ -246,5 +247,6 @@ class Records:
         if self._by_name.get(record.name) is record:
             del self._by_name[record.name]
             self.nbytes -= record.nbytes
+            log.debug("%d streams can be resumed", len(self))
         if self._by_request.get(record.request_id) is record:
             del self._by_request[record.request_id]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tests.support.resuming import EventReader, data_of, id_of, resuming, token_
 pytestmark = pytest.mark.slow
 
 WINDOW_S = 4.0
+DECODE = ("decode-0", "decode-1")
 KEY, FOREIGN = "of-one-client", "of-another"
 FLAGS = [f"--resume-window={WINDOW_S:g}", "--max-model-len=4096", "--num-blocks=1200", "--dead-after=2"]
 OWN, OTHER = {"Authorization": f"Bearer {KEY}"}, {"Authorization": f"Bearer {FOREIGN}"}
@@ -32,7 +33,9 @@ def pair(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     """Two schedulers over one prefill and two decode instances; clients have two keys."""
     flags = [*FLAGS, f"--api-key={KEY}", f"--api-key={FOREIGN}"]
     model = checkpoint("llama", max_position_embeddings=4096)
-    with LiveCluster(tmp_path_factory.mktemp("resume"), model, 1, 2, flags, num_schedulers=2) as cluster:
+    says_more = {name: ["--log-level=debug"] for name in DECODE}
+    folder = tmp_path_factory.mktemp("resume")
+    with LiveCluster(folder, model, 1, 2, flags, num_schedulers=2, member_arguments=says_more) as cluster:
         yield cluster
 
 
@@ -54,6 +57,19 @@ def not_found(url: str, last_id: str, headers: dict[str, str]) -> bytes:
     with resuming(url, last_id, **headers) as reader:
         assert reader.answer.status_code == 404, list(reader)
         return bytes(reader.answer.content)
+
+
+def await_end_of_windows(cluster: LiveCluster) -> None:
+    """Waits until no instance keeps a stream, by their logs. Asking for one would begin its window anew."""
+
+    def num_kept() -> list[int]:
+        logs = (cluster.log_file(name).read_text(errors="replace") for name in DECODE)
+        lives = (log.rpartition(" ready after ")[2] for log in logs)  # what an earlier life kept is gone
+        told = (re.findall(r"(\d+) streams can be resumed", life) for life in lives)
+        return [int(each[-1]) for each in told if each]
+
+    assert num_kept()
+    cluster.wait_until("nothing is kept", lambda: not any(num_kept()), WINDOW_S + 30)
 
 
 def decoding(cluster: LiveCluster) -> list[str]:
@@ -79,7 +95,7 @@ def test_another_scheduler_after_kill_9(pair: LiveCluster, whole: list[bytes], n
     told.add(not_found(second, last_id, OTHER))
     pair.start_member("scheduler-0")
     pair.wait_until("it is back", lambda: is_ready(first))
-    time.sleep(WINDOW_S + 1)  # asking would begin it anew
+    await_end_of_windows(pair)
     told.add(not_found(second, last_id, OWN))
     assert len(told) == 1, told
     pair.assert_home()
@@ -111,11 +127,11 @@ def test_the_later_of_two_readers_reads(pair: LiveCluster, whole: list[bytes]) -
 def test_it_goes_on_without_a_reader_and_ends_with_the_window(pair: LiveCluster, whole: list[bytes]) -> None:
     first, second = pair.launch.urls
     with EventReader(first, {**ASK, "max_tokens": 4000}, OWN) as reader:
-        last_id = id_of(reader.take(2)[-1])
+        events = reader.take(2)
     pair.wait_until("it goes on", lambda: bool(decoding(pair)))
-    pair.wait_until("it is over", lambda: not decoding(pair), 30)
-    time.sleep(WINDOW_S + 1)  # a fast machine may have finished it: then it can be read for as long as that
-    not_found(second, last_id, OWN)
+    await_end_of_windows(pair)
+    pair.wait_until("it is over", lambda: not decoding(pair))
+    not_found(second, id_of(events[-1]), OWN)
     pair.assert_home()
 
 

@@ -16,7 +16,8 @@ from pd_cluster.devices.cores import CoreLedger
 from pd_cluster.devices.device import Device, bind, use
 from pd_cluster.engine.encode.build import build_encoder, terms_of
 from pd_cluster.engine.encode.encoders import Encoders, Engine
-from pd_cluster.engine.encode.worker import EncoderMail, EncodeWorker
+from pd_cluster.engine.encode.mail import EncoderMail
+from pd_cluster.engine.encode.worker import EncodeWorker
 from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.events import Event, StopEngine
 from pd_cluster.engine.handover.links import LaneEnds, LocalLanes, Side

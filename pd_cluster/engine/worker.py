@@ -7,7 +7,6 @@ events into `inbox`. Knows nothing of HTTP or of routing.
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import time
 from collections import defaultdict
@@ -17,6 +16,7 @@ import msgspec
 
 from pd_cluster import wire
 from pd_cluster.engine.adapters import AdapterHost, Keeper, WorkerAdapters, reader_of
+from pd_cluster.engine.drain import WorkerDrain
 from pd_cluster.engine.encode.encoders import Encoders
 from pd_cluster.engine.handover.cache_news import CacheNews
 from pd_cluster.engine.handover.events import AdapterLoaded, ConnClosed, ConnOpened, Event, Mail, StartDrain, handle_all
@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1  # how often deadlines are checked
 LOAD_S = 0.02  # the age that the reported load may have, apart from a step's duration
 IDLE_WAIT_S = 0.05
-CLOSES_AFTER_S = 0.5  # in which schedulers hear that a worker drains, and what they sent before arrives; at most
 
 
 class Worker:
@@ -73,9 +72,8 @@ class Worker:
         self._schedulers: dict[str, str] = {}  # conn -> name@epoch
         self._is_shared = False  # by several schedulers: the last order had a fencing number
         self._next_tick_s = self._next_load_s = 0.0
-        self._is_draining = self._is_load_old = False
-        self._closes_s = math.inf
-        self._closes_after_s = min(CLOSES_AFTER_S, config.timeouts.drain_timeout_s / 2)
+        self._is_load_old = False
+        self._drain = WorkerDrain(config.timeouts.drain_timeout_s, clock)
         self._step_waits_s = 0.0  # for a landing, at most
         self._shares_cores = shares_cores
         self._rest = rest
@@ -176,7 +174,7 @@ class Worker:
         while handle_all(self.inbox, self._handle, 0.0 if busy else self._idle_wait_s):
             came_round()
             self._tick()
-            if self._sleep.is_due and not self._is_draining and self.legs.are_over:
+            if self._sleep.is_due and not self._drain.has_begun and self.legs.are_over:
                 self._sleep.settle()
             self._outbox.flush()  # what the mail brought need not wait for the step
             was_busy, busy = busy, self._step()
@@ -192,8 +190,8 @@ class Worker:
     @property
     def _is_closed(self) -> bool:
         """Whether it drains, and no scheduler will send a request because it does not know that, or it sleeps."""
-        is_over = not self._schedulers or self._clock() >= self._closes_s or bool(self._sleep.closed)
-        return self._is_draining and is_over
+        is_over = not self._schedulers or self._drain.is_heard or bool(self._sleep.closed)
+        return self._drain.has_begun and is_over
 
     @property
     def _why_closed(self) -> str:
@@ -213,7 +211,7 @@ class Worker:
         """Runs one step of the engine and handles its results; False when there was nothing to compute."""
         self.handover.imports.credit()
         self._step_waits_s = 0.0
-        if self._shares_cores and not self._is_draining and self._waits():
+        if self._shares_cores and not self._drain.has_begun and self._waits():
             return False
         plan = self.core.plan()
         if plan.admitted or plan.preempted:
@@ -286,7 +284,7 @@ class Worker:
         """
         handover = self.handover
         told = self.load.links, self.load.is_draining, self.load.sleep_level
-        has_news = (self._link_states(), self._is_draining, self._sleep.level) != told
+        has_news = (self._link_states(), self._drain.has_begun, self._sleep.level) != told
         now_s = self._clock()
         self._is_load_old = not has_news and not at_once and now_s < self._next_load_s
         if self._is_load_old:
@@ -300,7 +298,7 @@ class Worker:
             handover.out_links,
             handover.in_links,
             self._pace,
-            self._is_draining,
+            self._drain.has_begun,
             self.adapters.in_memory,
             self._sleep.level,
         )
@@ -359,9 +357,7 @@ class Worker:
             case TierContents():
                 self.tiers.opened(event)
             case StartDrain():
-                self._is_draining = True
-                self._publish_load(at_once=True)  # before the step, which may take long
-                self._closes_s = min(self._closes_s, self._clock() + self._closes_after_s)
+                self._drain.begin(lambda: self._publish_load(at_once=True))  # before the step, which may take long
             case EncoderReached() | EncoderUnreached() | FeaturesRead() if self.encoders is not None:
                 self.encoders.handle(event)
             case ConnOpened(conn, peer, kind):
@@ -416,7 +412,7 @@ class Worker:
         self._schedulers[conn] = peer
         self._outbox.opened(conn)
         self._cache_news.opened(conn)
-        if self._is_draining:
+        if self._drain.has_begun:
             self._post.beat()
         log.info("scheduler %s is here", peer)
 

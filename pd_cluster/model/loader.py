@@ -1,44 +1,34 @@
 """Turns a checkpoint folder into a torch module that attends through the paged pool.
 
-transformers builds the modules and reads the safetensors; this file picks the dtype, registers the attention function,
-fuses what it can and proves, on small forward passes, that the numbers are unchanged and every layer used the pool.
+transformers builds the modules (modules.py); this file picks the dtype, fuses what it can and proves, on small forward
+passes, that the numbers are unchanged and every layer used the pool.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.modeling_utils import AttentionInterface
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
-from pd_cluster.checkpoints.architectures import PLAIN_TYPES, plain_fields
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, text_name
+from pd_cluster.checkpoints.weight_files import text_name
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.kv.layout import KVLayout, can_hold, keys_and_values
 from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.attention import sdpa
+from pd_cluster.model import modules
 from pd_cluster.model.attention_choice import DEFAULT_BLOCK_SIZE, SDPA, Attention, choose_attention
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.cpu.ops import CpuOps, supports
-from pd_cluster.model.fit import check_loaded, check_stored
-from pd_cluster.model.forms import HeldWeights, hold, is_in_other_form
 from pd_cluster.model.fuse import can_fuse, fuse, is_known, why_not_deterministic
-from pd_cluster.model.internlm import read_as_llama
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Ops, TorchOps
 from pd_cluster.model.layers.packing import pack_modules, packed
@@ -49,18 +39,15 @@ from pd_cluster.model.lora.placing import Weights
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import ParallelPlan
-from pd_cluster.model.parallel.shard import has_head, names, read_named, read_shard, read_text_part, read_whole
+from pd_cluster.model.parallel.shard import read_named
 from pd_cluster.model.proof import ROUNDED, check_finite
-from pd_cluster.model.quantized_files import read_quantized
 from pd_cluster.model.quantized_head import quantize_head
 from pd_cluster.model.speedups import sped_up
 from pd_cluster.model.trial import prove_packing
-from pd_cluster.model.unfilled import Unfilled
 from pd_cluster.model.vision import experts
 from pd_cluster.model.vision.rotary import put_sections
 from pd_cluster.native.build import KernelsUnavailable, are_wanted
 from pd_cluster.native.products import multiplies_bf16
-from pd_cluster.numerics import overridden
 from pd_cluster.settings.engine import KV_CACHE_DTYPES, ONLY_ON_CPU
 from pd_cluster.types import Order, Request, Sampling
 
@@ -69,7 +56,6 @@ log = logging.getLogger(__name__)
 PROBE_NUM_TOKENS = 4
 # Relative; in float32 fusing changes about 1e-6, and where activations are codes, codes that fall to the other side.
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, ROUNDED: 0.25}
-TURNED_EXPERTS = ("qwen3_vl_moe",)  # published with inputs before outputs, saved by transformers as other models
 HEADS, EMBEDDINGS = ("lm_head", "embed_out"), ("embed_tokens", "wte", "embed_in")  # in files of any architecture
 ALIASES = {"float": "float32", "half": "float16"}
 
@@ -105,7 +91,7 @@ def _is_plain_and_fused(checkpoint: Checkpoint) -> bool:
     """Whether weights are numbers and the layers of such a model can be fused."""
     if checkpoint.quantization is not None or checkpoint.is_unproven or logn_of(checkpoint) is not None:
         return False
-    config = config_of(checkpoint)
+    config = modules.config_of(checkpoint)
     kind = type(config)
     return kind in AutoModelForCausalLM._model_mapping and is_known(AutoModelForCausalLM._model_mapping[kind], config)
 
@@ -139,7 +125,7 @@ def load_model(
     """
     _check_device(checkpoint, device)
     share = _share_of(checkpoint, group)
-    model = load_plain(checkpoint, dtype, device, share)
+    model = modules.load_plain(checkpoint, dtype, device, share)
     if checkpoint.head_scheme:
         quantize_head(model, checkpoint.head_scheme)
     put_lengths(model, checkpoint.rope)
@@ -309,142 +295,7 @@ def linears_by(attention: Attention) -> Callable[[LinearWeight], Linear]:
 
 def plan_of(checkpoint: Checkpoint, tp_size: int) -> ParallelPlan:
     """Raises ModelError: no plan, or sizes that cannot be split."""
-    return ParallelPlan(config_of(checkpoint), tp_size)
-
-
-def config_of(checkpoint: Checkpoint) -> Any:
-    """Returns transformers' config with the checkpoint's overrides; that of the text model where it is served alone.
-
-    Raises ModelError for invalid values.
-    """
-    overrides = checkpoint.overrides
-    is_as_written = not (checkpoint.part_of or overrides or checkpoint.is_translated or checkpoint.quantization)
-    if is_as_written:
-        return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
-    try:
-        settings = text_settings(checkpoint.path, overrides) if checkpoint.part_of else checkpoint.config
-        return CONFIG_MAPPING[checkpoint.model_type].from_dict(settings)
-    except Exception as error:  # also huggingface_hub's errors for values of another type
-        given = f"{called('hf_overrides')} {checkpoint.hf_overrides}"
-        place = given if overrides else str(checkpoint.path / "config.json")
-        raise ModelError(f"{place}: {' '.join(str(error).split())}") from error
-
-
-def text_settings(folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config of a multimodal folder's text model in transformers' form."""
-    whole: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-    text = whole.text_config
-    left_out = ("model_type", *QUANTIZERS_FIELDS)
-    own = {name: value for name, value in text.to_dict().items() if name not in left_out}
-    if text.model_type in PLAIN_TYPES:  # its positions have three dimensions, which are equal in texts
-        rope = {name: value for name, value in (own.get("rope_parameters") or {}).items() if "mrope" not in name}
-        own["rope_parameters"] = {**rope, "rope_type": "default"} if rope.get("rope_type") == "mrope" else rope
-        own |= plain_fields(text.model_type, own)
-    # Models differ in which of the two configs counts; untied output layers have weights in the files.
-    is_tied = any(getattr(config, "tie_word_embeddings", False) for config in (whole, text))
-    own["tie_word_embeddings"] = is_tied and not has_head(folder)
-    return overridden(own, overrides)
-
-
-def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share | None = None) -> torch.nn.Module:
-    """Loads transformers' model unchanged, attending through the pool. Raises ModelError as above."""
-    AttentionInterface.register(sdpa.NAME, sdpa.forward)
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.path}
-    if checkpoint.overrides:
-        source["config"] = config_of(checkpoint)
-    architecture: Any = AutoModelForCausalLM
-    held = HeldWeights()
-    if checkpoint.quantization is None:
-        check_stored(checkpoint)
-    weights = _read_weights(checkpoint, share, TORCH_DTYPES[dtype])
-    if weights is not None:
-        local = config_of(checkpoint) if share is None else share.plan.local_config()
-        architecture = AutoModelForCausalLM._model_mapping[type(local)]
-        held = hold(weights, architecture, local, TORCH_DTYPES[dtype], share)
-        source = {"pretrained_model_name_or_path": None, "config": local, "state_dict": weights}
-    try:
-        with Unfilled() if _is_quick(checkpoint, device) else nullcontext():
-            model, info = architecture.from_pretrained(
-                **source,
-                dtype=TORCH_DTYPES[dtype],
-                attn_implementation=sdpa.NAME,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, by name
-                **({} if held else straight_to(device)),  # placeholders would grow there
-            )
-    except torch.OutOfMemoryError as error:
-        raise _too_large(checkpoint, dtype, device) from error
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        if error.args == (sdpa.NAME,):
-            raise ModelError(
-                f"{checkpoint.path}: {checkpoint.config['model_type']} has attention functions of its own instead of "
-                f"those that transformers lets others register; this architecture cannot be served"
-            ) from error
-        raise ModelError(f"{checkpoint.path}: cannot load the model: {error}") from error
-    check_loaded(checkpoint, model, info)
-    held.install(model)
-    if share is not None:
-        share.install(model)
-    try:
-        loaded: torch.nn.Module = model.eval().to(device.torch_name)
-    except torch.OutOfMemoryError as error:
-        raise _too_large(checkpoint, dtype, device) from error
-    return loaded
-
-
-def _is_quick(checkpoint: Checkpoint, device: Device) -> bool:
-    """Whether modules may be built without numbers; on accelerators other things take the time of a start."""
-    return not (device.is_accelerator or checkpoint.is_unproven or checkpoint.rope.kind)
-
-
-def _read_weights(checkpoint: Checkpoint, share: Share | None, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
-    """Returns this rank's weights by name; None: transformers reads the files, whose weights are in its own form."""
-    if checkpoint.quantization is not None:
-        if checkpoint.part_of == experts.WHOLE_TYPE:
-            raise ModelError(
-                f"{checkpoint.path}: experts of pictures are not quantized here; serve plain weights as they are"
-            )
-        plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
-        name_of = text_name if checkpoint.part_of else str
-        return read_quantized(checkpoint.path, checkpoint.quantization, name_of, dtype, plan, rank)
-    if checkpoint.is_translated:
-        plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
-        return read_as_llama(checkpoint.path, checkpoint.config, plan, rank)
-    if checkpoint.part_of == experts.WHOLE_TYPE:
-        plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
-        return experts.as_text_model(read_named(checkpoint.path, experts.texts_name(checkpoint), plan, rank))
-    if share is not None:
-        width = expert_width(checkpoint)
-        return read_shard(checkpoint.path, share.plan, share.group.rank, bool(checkpoint.part_of), width)
-    if checkpoint.part_of:
-        return read_text_part(checkpoint.path, expert_width(checkpoint))
-    if any(map(is_in_other_form, names(checkpoint.path))):
-        return read_whole(checkpoint.path)
-    return None
-
-
-def expert_width(checkpoint: Checkpoint) -> int:
-    """Returns the features of the residual stream if files may have stacked experts the other way round; or 0."""
-    return int(checkpoint.config["hidden_size"]) if checkpoint.part_of in TURNED_EXPERTS else 0
-
-
-def _too_large(checkpoint: Checkpoint, dtype: str, device: Device) -> ConfigError:
-    where = f"{device.torch_name} in {dtype}"
-    way_out = f"give more devices, or another {called('dtype')}"
-    return ConfigError(f"{checkpoint.path}: the weights do not fit {where}; {way_out}")
-
-
-def straight_to(device: Device) -> dict[str, Any]:
-    """Returns arguments that make transformers fill an accelerator's memory from several threads, with accelerate."""
-    if device.is_accelerator and importlib.util.find_spec("accelerate") is not None:
-        return {"device_map": {"": device.torch_name}}
-    return {}  # first to the host, and from there in one piece
+    return ParallelPlan(modules.config_of(checkpoint), tp_size)
 
 
 def layout_of(config: Any, block_size: int, dtype: str) -> KVLayout:

@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.model.layers.weight import HeldLinear
-from pd_cluster.model.loader import load_plain
+from pd_cluster.model.modules import load_plain
 from pd_cluster.model.quantize.job import QuantizeJob
 from pd_cluster.model.quantize.schemes import SCHEMES
 from tests.support.checkpoints import make_checkpoint

@@ -16,7 +16,8 @@ from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.errors import ConfigError
 from pd_cluster.model.attention_choice import check_deterministic
 from pd_cluster.model.fuse import why_not_deterministic
-from pd_cluster.model.loader import check_rows, load_plain, logn_of
+from pd_cluster.model.loader import check_rows, logn_of
+from pd_cluster.model.modules import load_plain
 from pd_cluster.model.parallel.group import Alone
 from pd_cluster.model.parallel.layers import SpanningNorm
 from pd_cluster.types import Order, Request, Sampling, TokenOutput

@@ -18,7 +18,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ModelError
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.model import loader
+from pd_cluster.model import loader, modules
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
 from pd_cluster.model.fuse import _norm, can_fuse, fuse, is_known
@@ -75,7 +75,7 @@ def kernels(name: str, config: object) -> Ops:
 @pytest.mark.parametrize("architecture", usual_first(FUSED))
 def test_logits_stay(checkpoint: Checkpoints, architecture: str, name: str) -> None:
     folder = Checkpoint.open(str(checkpoint(architecture)))
-    plain = loader.load_plain(folder, "float32", CPU)
+    plain = modules.load_plain(folder, "float32", CPU)
     assert can_fuse(plain)
     expected = all_logits(PlainCausalLM(plain))
     actual = all_logits(fuse(plain, kernels(name, plain.config)))
@@ -87,7 +87,7 @@ def test_logits_stay(checkpoint: Checkpoints, architecture: str, name: str) -> N
 @pytest.mark.parametrize("architecture", usual_first(FUSED))
 def test_no_plain_weight_is_left(checkpoint: Checkpoints, architecture: str) -> None:
     """Fusing frees the weights that it packs: all linear layers', the experts' too; tied embeddings keep their rows."""
-    model = loader.load_plain(Checkpoint.open(str(checkpoint(architecture))), "float32", CPU)
+    model = modules.load_plain(Checkpoint.open(str(checkpoint(architecture))), "float32", CPU)
     big = {name: weakref.ref(p) for name, p in model.named_parameters() if p.dim() > 1}
     fused = fuse(model, TorchOps())
     del model
@@ -99,7 +99,7 @@ def test_no_plain_weight_is_left(checkpoint: Checkpoints, architecture: str) -> 
 
 @pytest.mark.parametrize("architecture", usual_first(FUSED))
 def test_norms_round_in_16_bits_as_the_modules_do(checkpoint: Checkpoints, architecture: str) -> None:
-    model: Any = loader.load_plain(Checkpoint.open(str(checkpoint(architecture))), "bfloat16", CPU)
+    model: Any = modules.load_plain(Checkpoint.open(str(checkpoint(architecture))), "bfloat16", CPU)
     torch.manual_seed(1)
     x = torch.randn(40, model.config.hidden_size).bfloat16()
     with torch.inference_mode():

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.model import loader
+from pd_cluster.model import loader, modules
 from pd_cluster.model.adapter_devices import to_tables
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.attention_choice import triton_attention
@@ -79,7 +79,7 @@ def model(plain: Any) -> FusedCausalLM:
 def load_as_on_cuda(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
     monkeypatch.setattr(loader, "choose_attention", lambda *given: triton_attention())
-    return loader.load_plain(Checkpoint.open(str(folder)), "bfloat16", CPU)
+    return modules.load_plain(Checkpoint.open(str(folder)), "bfloat16", CPU)
 
 
 def fused_by(plain: Any, speedups: Sequence[str]) -> FusedCausalLM:

@@ -11,15 +11,15 @@ import torch
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.errors import ConfigError
-from pd_cluster.model import loader
+from pd_cluster.model import loader, modules
 
 
 def test_an_accelerator_is_filled_directly_where_the_helper_library_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loader.straight_to(CPU) == {}
+    assert modules.straight_to(CPU) == {}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert loader.straight_to(Device("cuda", 3)) == {"device_map": {"": "cuda:3"}}
+    assert modules.straight_to(Device("cuda", 3)) == {"device_map": {"": "cuda:3"}}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert loader.straight_to(Device("cuda", 3)) == {}
+    assert modules.straight_to(Device("cuda", 3)) == {}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
@@ -28,9 +28,9 @@ def test_it_loads_the_same_weights(
 ) -> None:
     pytest.importorskip("accelerate")
     opened = Checkpoint.open(str(checkpoint(architecture)))
-    usual = loader.load_plain(opened, "bfloat16", CPU).state_dict()
-    monkeypatch.setattr(loader, "straight_to", lambda device: {"device_map": {"": "cpu"}})
-    direct = loader.load_plain(opened, "bfloat16", CPU).state_dict()
+    usual = modules.load_plain(opened, "bfloat16", CPU).state_dict()
+    monkeypatch.setattr(modules, "straight_to", lambda device: {"device_map": {"": "cpu"}})
+    direct = modules.load_plain(opened, "bfloat16", CPU).state_dict()
     assert usual.keys() == direct.keys()
     assert all(torch.equal(usual[name], direct[name]) for name in usual)
 
@@ -43,7 +43,7 @@ def test_weights_that_do_not_fit_are_told_with_the_way_out(
 
     monkeypatch.setattr(torch.nn.Module, "to", full)
     with pytest.raises(ConfigError, match="the weights do not fit cpu in float32; give more devices"):
-        loader.load_plain(Checkpoint.open(str(checkpoint("llama"))), "float32", CPU)
+        modules.load_plain(Checkpoint.open(str(checkpoint("llama"))), "float32", CPU)
 
 
 def test_in_sixteen_bits_a_row_may_take_another_expert() -> None:

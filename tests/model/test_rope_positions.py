@@ -15,7 +15,7 @@ import transformers
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.model import loader
+from pd_cluster.model import modules
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.layers.rope import rope_limit_of
 from pd_cluster.model.rope_limit import RopeLimit
@@ -169,14 +169,14 @@ def test_three_rows_for_a_rotary_embedding_with_sections(tmp_path: Path, monkeyp
     """A Qwen2 with Qwen2-VL's rotary embedding, beside requests of one row and of none."""
     folder = make_checkpoint(tmp_path, "qwen2", use_sliding_window=False)
     model = MultimodalText(reference_model(folder))
-    load_plain = loader.load_plain
+    load_plain = modules.load_plain
 
     def load(*arguments: Any) -> Any:
         loaded: Any = load_plain(*arguments)
         loaded.model.rotary_emb = model.rotary
         return loaded
 
-    monkeypatch.setattr(loader, "load_plain", load)
+    monkeypatch.setattr(modules, "load_plain", load)
     core = make_core(folder, max_num_batched_tokens=24, num_blocks=128, block_size=8)
     orders = orders_of(7, [spread, gapped, None])
     assert len({order.rope_positions for order in orders}) == 9

@@ -13,12 +13,12 @@ import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
-from pd_cluster.model import loader
+from pd_cluster.model import modules
 from pd_cluster.settings.engine import SHIPPED_MODEL
 
 
 def numbers(opened: Checkpoint) -> dict[str, torch.Tensor]:
-    model = loader.load_plain(opened, "float32", CPU)
+    model = modules.load_plain(opened, "float32", CPU)
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -28,7 +28,7 @@ def test_buffers_and_weights_are_those_of_transformers_alone(
 ) -> None:
     opened = Checkpoint.open(str(checkpoint(architecture)))
     found = numbers(opened)
-    monkeypatch.setattr(loader, "Unfilled", nullcontext)
+    monkeypatch.setattr(modules, "Unfilled", nullcontext)
     expected = numbers(opened)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

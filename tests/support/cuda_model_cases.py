@@ -19,7 +19,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.engine.build import build_core
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.model import loader, prompt_graphs
+from pd_cluster.model import loader, modules, prompt_graphs
 from pd_cluster.model.attention_choice import Attention, cuda_ops, triton_attention
 from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
 from pd_cluster.model.cuda import coded
@@ -154,7 +154,7 @@ def test_int8_products_are_those_of_the_reference(tmp_path: Path, monkeypatch: p
     """Sums of integers have no order, so logits differ from a CPU's by what lies between the layers alone."""
     folder, _ = rewritten(make_checkpoint(tmp_path / "made", "llama"), tmp_path, W8A8)
     checkpoint = Checkpoint.open(str(folder))
-    layout = loader.layout_of(loader.config_of(checkpoint), 16, "float32")
+    layout = loader.layout_of(modules.config_of(checkpoint), 16, "float32")
     expected = loader._probe_logits(loader.load_model(checkpoint, "float32", CPU), layout, CPU)
     as_cuda(monkeypatch)
     kinds: list[int] = []
@@ -247,7 +247,7 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
     """bfloat16 weights and pool; transformers' modules in bfloat16 are as far from float32."""
     folder = make_checkpoint(tmp_path, "llama")
     checkpoint = Checkpoint.open(str(folder))
-    rounded = loader.load_plain(checkpoint, "bfloat16", CPU)
+    rounded = modules.load_plain(checkpoint, "bfloat16", CPU)
     whole, half = (loader.layout_of(rounded.config, 16, dtype) for dtype in ("float32", "bfloat16"))
     exact = loader._probe_logits(loader.load_model(checkpoint, "float32", CPU), whole, CPU)
     by_modules = loader._probe_logits(PlainCausalLM(rounded), half, CPU)

@@ -33,6 +33,7 @@ class Post:
     def __init__(self) -> None:
         self.sent: list[tuple[str, wire.Body]] = []
         self.closed: list[str] = []
+        self.num_beats_at_once = 0
 
     def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
         return f"to {name}"
@@ -43,7 +44,9 @@ class Post:
     def send(self, conn: str, body: wire.Body) -> None:
         self.sent.append((conn, body))
 
-    def beat(self) -> None: ...
+    def beat(self) -> None:
+        self.num_beats_at_once += 1
+
     def beat_soon(self) -> None: ...
 
     def take(self, kind: type) -> list[Any]:

@@ -16,7 +16,7 @@ from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.kv.layout import keys_and_values
-from pd_cluster.model import loader
+from pd_cluster.model import loader, modules
 from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.settings.engine import EngineConfig
@@ -252,7 +252,7 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
         return loader._probe_logits(model, loader.layout_of(model.config, 128, dtype), NPU)
 
     exact = logits(loader.load_model(checkpoint, "float32", NPU, block_size=128), "float32")
-    plain = loader.load_plain(checkpoint, "bfloat16", NPU)
+    plain = modules.load_plain(checkpoint, "bfloat16", NPU)
     attention = loader.choose_attention("auto", plain.config, loader.layout_of(plain.config, 128, "bfloat16"), NPU)
     by_modules = logits(PlainCausalLM(plain, attention=attention), "bfloat16")
     fused = loader.fuse(plain, loader.choose_ops(plain.config, NPU, attention))

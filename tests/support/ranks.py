@@ -19,13 +19,13 @@ from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.engine.ranks.follower import Follower
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.model import loader, parts
+from pd_cluster.model import modules, parts
 from pd_cluster.model.parallel.group import Rendezvous, join
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.settings.engine import EngineConfig
 
 WAIT_S = 60.0
-_load_plain, _load_tower = loader.load_plain, parts.load_tower
+_load_plain, _load_tower = modules.load_plain, parts.load_tower
 _loading = threading.Lock()
 
 
@@ -73,9 +73,9 @@ def _one_at_a_time() -> Iterator[None]:
         with _loading:
             return _load_tower(*arguments)  # type: ignore[arg-type]
 
-    loader.load_plain = load_plain  # type: ignore[assignment]
+    modules.load_plain = load_plain  # type: ignore[assignment]
     parts.load_tower = load_tower  # type: ignore[assignment]
     try:
         yield
     finally:
-        loader.load_plain, parts.load_tower = _load_plain, _load_tower
+        modules.load_plain, parts.load_tower = _load_plain, _load_tower

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from pd_cluster import wire
+from pd_cluster.engine.drain import CLOSES_AFTER_S
 from pd_cluster.engine.encode.worker import MOST_WAITING, EncodeWorker
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain
 from pd_cluster.transport.features import Sealed, fetch
@@ -40,7 +41,9 @@ class Encoder:
         self.now_s = 0.0
         self.post, self.tower, inbox = Post(), Tower(), queue.SimpleQueue[Event]()
         tower: Any = self.tower
-        self.worker = EncodeWorker(tower, TERMS, self.post, inbox, num_kept_tokens, lambda: tower, lambda: self.now_s)
+        self.worker = EncodeWorker(
+            tower, TERMS, self.post, inbox, num_kept_tokens, 30.0, lambda: tower, lambda: self.now_s
+        )
 
 
 def mail(body: wire.Body, conn: str = "p") -> Mail:
@@ -102,9 +105,6 @@ def test_what_is_refused(encoder: Encoder) -> None:
     assert full == wire.EncodeFailed(MOST_WAITING, f"{MOST_WAITING} images wait at the encoder")
     encoder.worker._handle(ConnClosed("p", "prefill-0@1", "gone"))
     assert not encoder.worker._queue
-    encoder.worker._handle(StartDrain())
-    step(encoder, OPEN, mail(ask))
-    assert encoder.post.take(wire.EncodeFailed)[0].reason == "the encoder stops"
     other = mail(msgspec.structs.replace(OPENING, model_identity="another"), "q")
     step(encoder, other)
     assert "another model" in encoder.post.take(wire.EncoderAnswer)[-1].problem
@@ -208,3 +208,99 @@ def test_sleep_adapters_and_an_empty_store(encoder: Encoder) -> None:
     step(encoder, mail(wire.Encode(3, A, Image(2, 2, b"pp"), 10.0)))
     assert [each.item for each in encoder.post.take(wire.EncodeDone)] == [1, 3]
     assert encoder.worker.load.num_cache_resets == 1
+
+
+# ---- the end
+
+SCHEDULER = ConnOpened("s", "scheduler@1", "scheduler")
+
+
+def ask_for(item: int) -> Mail:
+    return mail(wire.Encode(item, bytes([item]) * 32, Image(2, 2, b"pp"), 10.0))
+
+
+def put(encoder: Encoder, *events: Event) -> None:
+    for event in events:
+        encoder.worker.inbox.put(event)
+
+
+def receive(encoder: Encoder) -> list[int]:
+    """Takes the features that are offered, as a prefill instance does. Returns their items."""
+    done = encoder.post.take(wire.EncodeDone)
+    for each in done:
+        fetch(encoder.worker._server.name, each.token, SHAPE, torch.float32, PLACE.checksum, each.checksum, 5)
+    return [each.item for each in done]
+
+
+def test_an_image_that_crosses_the_word_of_a_drain_is_computed(encoder: Encoder) -> None:
+    """Prefill asked before its scheduler heard; what comes later is refused, and the encoder ends."""
+    rounds, received = iter(range(100)), list[int]()
+    put(encoder, SCHEDULER, OPEN, StartDrain())
+
+    def came_round() -> None:
+        match next(rounds):
+            case 0:
+                assert (encoder.worker.load.is_draining, encoder.post.num_beats_at_once) == (True, 1)
+            case 1:
+                encoder.now_s += CLOSES_AFTER_S / 2
+                put(encoder, ask_for(1))
+            case 3:
+                encoder.now_s += CLOSES_AFTER_S / 2
+                put(encoder, ask_for(2))
+            case 5:
+                received.extend(receive(encoder))  # nothing is left
+                put(encoder, ask_for(3))
+
+    encoder.worker.run(came_round)
+    assert (received, encoder.tower.num_encoded) == ([1], 1)
+    assert encoder.post.take(wire.EncodeFailed) == [wire.EncodeFailed(item, "the encoder stops") for item in (2, 3)]
+
+
+def test_what_comes_during_the_last_image_before_an_encoder_closes_is_answered(encoder: Encoder) -> None:
+    """The image takes longer than others are taken; the encoder says before it that it drains."""
+    said, encode = list[tuple[bool, int]](), encoder.tower.encode
+
+    def compute(image: Image) -> torch.Tensor:
+        said.append((encoder.worker.load.is_draining, encoder.post.num_beats_at_once))
+        encoder.now_s += CLOSES_AFTER_S
+        put(encoder, ask_for(2))
+        return encode(image)
+
+    encoder.tower.encode = compute  # type: ignore[method-assign]
+    put(encoder, SCHEDULER, OPEN, ask_for(1), StartDrain())
+    left, received = iter(range(100)), list[int]()
+
+    def came_round() -> None:
+        next(left)
+        received.extend(receive(encoder))
+
+    encoder.worker.run(came_round)
+    assert (received, said) == ([1], [(True, 1)])
+    assert [each.item for each in encoder.post.take(wire.EncodeFailed)] == [2]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        ConnClosed("s", "scheduler@1", "gone"),
+        ConnClosed("p", "prefill-0@1", "gone"),
+        Mail("s", "scheduler@1", wire.Sleep(2)),
+    ],
+    ids=["no scheduler", "no prefill instance", "asleep"],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_encoder_that_nobody_can_ask_closes_at_once(encoder: Encoder, last: Event, is_first: bool) -> None:
+    """Also if they go while it drains; and one that sleeps is not woken."""
+    drains = [StartDrain(), Mail("s", "scheduler@1", wire.Sleep(0))]
+    rounds = iter([*([last], drains)[:: 1 if is_first else -1], [], []])
+    put(encoder, SCHEDULER, OPEN)
+    encoder.worker.run(lambda: put(encoder, *next(rounds)))
+    assert encoder.now_s == 0
+    assert encoder.worker.load.sleep_level == (2 if is_first and isinstance(last, Mail) else 0)
+
+
+def test_a_scheduler_that_connects_to_an_encoder_that_drains_hears_so_at_once(encoder: Encoder) -> None:
+    step(encoder, SCHEDULER, OPEN, StartDrain())
+    before = encoder.post.num_beats_at_once
+    step(encoder, ConnOpened("t", "scheduler-1@1", "scheduler"))
+    assert encoder.post.num_beats_at_once == before + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import threading
@@ -33,12 +34,20 @@ WAIT_S = 60.0
 class Box:
     """A mailbox whose events land in a queue."""
 
-    def __init__(self, name: str, epoch: int, secret: bytes = SECRET, listen: bool = False, key: bytes = b"") -> None:
+    def __init__(
+        self,
+        name: str,
+        epoch: int,
+        secret: bytes = SECRET,
+        listen: bool = False,
+        key: bytes = b"",
+        times: Timeouts = TIMES,
+    ) -> None:
         """A listening mailbox is a worker; otherwise it is a scheduler, unless another key than its own is given."""
         is_worker = listen or bool(key)
         self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         credentials = Credentials(secret, (SCHEDULER.public,), key if is_worker else SCHEDULER.private)
-        self.mailbox = Mailbox(name, epoch, "worker" if is_worker else "scheduler", credentials, TIMES)
+        self.mailbox = Mailbox(name, epoch, "worker" if is_worker else "scheduler", credentials, times)
         self.port = self.mailbox.bind("127.0.0.1", PortRange()) if listen else 0
         self.mailbox.start(self)
 
@@ -255,6 +264,22 @@ def test_silence_is_noticed_by_the_side_that_was_connected_to(box: Callable[...,
     closed = server.wait("closed")
     assert closed[1] == conn
     assert "nothing heard" in closed[2] or "closed" in closed[2]
+
+
+def test_a_heartbeat_finds_connections_that_the_other_end_has_closed(box: Callable[..., Box]) -> None:
+    """A worker that drains sends one at once, so it does not wait for a scheduler that is gone."""
+    times = Timeouts(heartbeat_interval_s=2 * WAIT_S, dead_after_s=10 * WAIT_S)
+    server, client = (box(name, 7, listen=name == "decode-0", times=times) for name in ("decode-0", "scheduler"))
+    client.connect_to(server)
+    conn = server.wait("opened")[1]
+    client.mailbox.close()
+    for _ in range(1000):
+        server.mailbox.beat()
+        with contextlib.suppress(queue.Empty):
+            found = server.events.get(timeout=WAIT_S / 1000)
+            if found[0] == "closed":
+                break
+    assert found == ("closed", conn, "the connection was closed")
 
 
 def test_who_speaks_over_a_connection_that_was_given_up_is_told(box: Callable[..., Box]) -> None:

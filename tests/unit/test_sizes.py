@@ -15,7 +15,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Functions whose parameters are given from outside: flags, and names that users call.
 GIVEN = {
-    "commands.bench": {"serve", "routing", "engine"},
+    "commands.bench": {"serve", "routing"},
+    "commands.bench_steps": {"engine"},
     "commands.cli": {"up"},
     "commands.endpoint_picker": {"endpoint_picker"},
     "offline.llm": {"LLM.__init__", "LLM.chat"},

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from pd_cluster import wire
+from pd_cluster.engine.drain import CLOSES_AFTER_S
 from pd_cluster.engine.handover.events import (
+    ConnClosed,
     ConnOpened,
     HandedOver,
     Mail,
@@ -17,7 +19,7 @@ from pd_cluster.engine.handover.events import (
 )
 from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.step.patience import Patience
-from pd_cluster.engine.worker import CLOSES_AFTER_S, Worker
+from pd_cluster.engine.worker import Worker
 from pd_cluster.model.batch import RunnerOutput
 from pd_cluster.types import Order, Request
 from tests.support.toy_model import ToyRunner, generate_alone
@@ -179,6 +181,20 @@ def test_a_scheduler_that_connects_to_a_worker_that_drains_hears_so_at_once() ->
     world.inbox.put(ConnOpened("another", "scheduler-1@1", "scheduler"))
     world.read_mail()
     assert world.post.num_beats_at_once == 2
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_worker_whose_scheduler_is_gone_closes_at_once(is_first: bool) -> None:
+    world = World()
+    events = [ConnClosed(CONN, "scheduler@1", "gone"), StartDrain()]
+    rounds = iter([*events[:: 1 if is_first else -1], None, None])
+
+    def came_round() -> None:
+        if (event := next(rounds)) is not None:
+            world.inbox.put(event)
+
+    world.worker.run(came_round)
+    assert world.now_s == 0
 
 
 def test_a_worker_that_sleeps_closes_at_once_and_is_not_woken() -> None:

@@ -8,7 +8,8 @@ from functools import partial
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.engine.encode.encoder_links import EncoderTerms
-from pd_cluster.engine.encode.worker import EncoderMail, EncodeWorker
+from pd_cluster.engine.encode.mail import EncoderMail
+from pd_cluster.engine.encode.worker import EncodeWorker
 from pd_cluster.engine.handover.events import Event
 from pd_cluster.model.loader import resolve_dtype
 from pd_cluster.model.parallel.group import Alone
@@ -48,6 +49,7 @@ def build_encoder(
         mailbox,
         inbox,
         engine.mm_encoder_cache_tokens,
+        config.timeouts.drain_timeout_s,
         None if device.is_accelerator else load,
     )
     report = RankReport(

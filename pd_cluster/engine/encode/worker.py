@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from pd_cluster import wire
+from pd_cluster.engine.drain import WorkerDrain
 from pd_cluster.engine.encode.encoder_links import EncoderTerms
-from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain, StopEngine, handle_all
+from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain, handle_all
 from pd_cluster.engine.handover.links import Post
 from pd_cluster.engine.sleep import EngineSleep
 from pd_cluster.model.vision.tower import Tower
@@ -57,6 +58,7 @@ class EncodeWorker:
         post: Post,
         inbox: queue.SimpleQueue[Event],
         num_kept_tokens: int,
+        drain_timeout_s: float,
         load_tower: Callable[[], Tower] | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,7 +77,7 @@ class EncodeWorker:
         self._peers: dict[str, str] = {}  # name@epoch of prefill instances that have opened, by connection
         self._pairs: dict[str, PairSender] = {}  # by connection; also read by the mailbox's thread
         self._paired_nbytes = 0  # sent over pairs that are closed
-        self._is_draining = False
+        self._drain = WorkerDrain(drain_timeout_s, clock)
         self._num_hits = self._num_encoded = self._num_resets = 0
         self._encode_s = self._next_tick_s = 0.0
         self._sleep = EngineSleep(self._go_to_level if load_tower is not None else None, self._forget)
@@ -86,19 +88,30 @@ class EncodeWorker:
             while handle_all(self.inbox, self._handle, 0.0 if self._queue else IDLE_WAIT_S):
                 came_round()
                 self._tick()
-                if self._sleep.is_due and not self._queue:
+                if self._sleep.is_due and not self._drain.has_begun and not self._queue:
                     self._sleep.settle()
                 if self._queue:
                     self._publish()
                     self._encode(self._queue.popleft())
                 self._publish()
-                if self._is_draining and not self._queue and not self._offers and not any(self._pairs.values()):
+                if self._is_closed and not self._num_waiting and self.inbox.empty():  # else it is refused first
                     return
         finally:
             for conn in list(self._pairs):
                 self._part(conn)
             self._server.close()
             self._forget()
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether it drains, and no prefill instance will ask because it does not know that, or it sleeps."""
+        is_over = not self._schedulers or not self._peers or self._drain.is_heard or bool(self._sleep.closed)
+        return self._drain.has_begun and is_over
+
+    @property
+    def _num_waiting(self) -> int:
+        """Counts images that are queued, or that prefill instances have not received yet."""
+        return len(self._queue) + len(self._offers) + sum(map(len, self._pairs.values()))
 
     # ---- images
 
@@ -171,12 +184,11 @@ class EncodeWorker:
 
     def _problem(self, asked: wire.Encode) -> str:
         """Returns why an image is not computed here; "" if it is."""
-        if self._is_draining:
+        if self._is_closed:
             return "the encoder stops"
         if self._sleep.closed:
             return "the encoder sleeps"
-        num_waiting = len(self._queue) + len(self._offers) + sum(map(len, self._pairs.values()))
-        if num_waiting >= MOST_WAITING:
+        if self._num_waiting >= MOST_WAITING:
             return f"{MOST_WAITING} images wait at the encoder"
         return self._rules.problem(asked.image) or ("" if asked.image.pixels else "it came without pixels")
 
@@ -216,11 +228,11 @@ class EncodeWorker:
             num_encoded_hits=self._num_hits,
             feature_nbytes=self._server.given_nbytes + paired_nbytes,
             num_cache_resets=self._num_resets,
-            is_draining=self._is_draining,
+            is_draining=self._drain.has_begun,
             sleep_level=self._sleep.level,
             links=links,
         )
-        if (links, self._is_draining, self._sleep.level) != (told.links, told.is_draining, told.sleep_level):
+        if (links, self._drain.has_begun, self._sleep.level) != (told.links, told.is_draining, told.sleep_level):
             self._post.beat()
         elif told.shown_now != self.load.shown_now:
             self._post.beat_soon()
@@ -234,9 +246,11 @@ class EncodeWorker:
             case Mail(conn, peer, body):
                 self._read(conn, peer, body)
             case StartDrain():
-                self._is_draining = True
+                self._drain.begin(self._publish)
             case ConnOpened(conn, peer, "scheduler"):
                 self._schedulers.add(conn)
+                if self._drain.has_begun:
+                    self._post.beat()
                 log.info("scheduler %s is here", peer)
             case ConnClosed(conn, peer, _):
                 self._schedulers.discard(conn)
@@ -303,28 +317,3 @@ class EncodeWorker:
                 pass
             case _:
                 log.warning("%s sent a %s, which is not for an encoder", peer, type(body).__name__)
-
-
-class EncoderMail:
-    """The mailbox's handler: everything becomes an event for the encoder's thread."""
-
-    def __init__(self, inbox: queue.SimpleQueue[Event], worker: EncodeWorker) -> None:
-        self._inbox, self._worker = inbox, worker
-
-    def load(self) -> wire.Load:
-        return self._worker.load
-
-    def on_opened(self, conn: str, peer: str, kind: str) -> None:
-        self._inbox.put(ConnOpened(conn, peer, kind))
-
-    def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
-        if isinstance(body, wire.LinkValue):  # an end of a pair waits for it
-            self._worker.meet(conn, body)
-        else:
-            self._inbox.put(Mail(conn, peer, body))
-
-    def on_closed(self, conn: str, peer: str, reason: str) -> None:
-        self._inbox.put(ConnClosed(conn, peer, reason))
-
-    def on_fatal(self, error: BaseException) -> None:
-        self._inbox.put(StopEngine(error))

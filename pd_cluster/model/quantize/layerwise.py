@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.weight_files import weight_files
 from pd_cluster.errors import ModelError
-from pd_cluster.model.loader import config_of
+from pd_cluster.model.modules import config_of
 
 LAYERS = "model.layers"
 Hidden = list[torch.Tensor]  # [1, num_tokens, hidden_size] of each sample

@@ -34,6 +34,7 @@ class Counts:
     num_done: int = 0
     num_failed: int = 0  # of these, with a status other than 200
     num_output_tokens: int = 0
+    first_failure: str = ""  # "line 3, custom_id 'a': what was wrong"
 
 
 class Batch:
@@ -67,7 +68,7 @@ class Batch:
 
     async def _serve(self, entry: BatchEntry) -> None:
         if entry.error is not None:
-            self._done(error_of(entry, entry.error), 0, is_error=True)
+            self._done(error_of(entry, entry.error), 0, _failure(entry, entry.error))
             return
         try:
             answer, body = await self._answer(entry)
@@ -76,15 +77,18 @@ class Batch:
         except Exception as error:  # as in the API: an error affects only its own request
             if not isinstance(error, PdClusterError):
                 log.error("line %d, custom_id %r: %s", entry.number, entry.custom_id, error, exc_info=error)
-            self._done(line_of(entry, status_of(error), msgspec.json.encode(error_body(error))), 0, is_error=True)
+            self._done(
+                line_of(entry, status_of(error), msgspec.json.encode(error_body(error))), 0, _failure(entry, error)
+            )
             return
         num_tokens = sum(each.usage["completion_tokens"] for each in answer.generations)
-        self._done(line_of(entry, 200, body), num_tokens, is_error=False)
+        self._done(line_of(entry, 200, body), num_tokens)
 
-    def _done(self, line: bytes, num_tokens: int, is_error: bool) -> None:
+    def _done(self, line: bytes, num_tokens: int, failure: str = "") -> None:
         self._write(line)
         self.counts.num_done += 1
-        self.counts.num_failed += is_error
+        self.counts.num_failed += bool(failure)
+        self.counts.first_failure = self.counts.first_failure or failure
         self.counts.num_output_tokens += num_tokens
 
     async def _answer(self, entry: BatchEntry) -> tuple[Answer, bytes]:
@@ -136,3 +140,7 @@ async def _wait_for_one(running: dict[asyncio.Task[None], int]) -> None:
     for error in [task.exception() for task in done]:  # retrieves all exceptions, otherwise asyncio complains
         if error is not None:
             raise error
+
+
+def _failure(entry: BatchEntry, error: Exception) -> str:
+    return f"line {entry.number}, custom_id {entry.custom_id!r}: {error}"

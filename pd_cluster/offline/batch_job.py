@@ -93,8 +93,11 @@ class BatchJob:
         if batch is None:
             return f"nothing to do; {found.num_lines:,} requests, all answered in {self.target}"
         counts = batch.counts
+        failed = f"{counts.num_failed:,} of them with an error"
+        if counts.first_failure:
+            failed += f" (the first is {counts.first_failure})"
         return (
-            f"{counts.num_done:,} requests answered in {self.target}, {counts.num_failed:,} of them with an error; "
+            f"{counts.num_done:,} requests answered in {self.target}, {failed}; "
             f"{counts.num_output_tokens:,} output tokens in {took_s:.1f} s"
         )
 

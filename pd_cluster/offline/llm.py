@@ -135,8 +135,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues prompts, adding nothing to them. Returns one output for each, in their order.
 
-        `prompts`, or `inputs`: a str, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of one
-        of these. A dict may have "multi_modal_data": {"image": …}, a PIL image or a list of them, if the model takes
+        `prompts`, or `inputs`: a str, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of
+        these. A dict may have "multi_modal_data": {"image": …}, a PIL image or a list of them, if the model takes
         images; its prompt has one placeholder for each. `prompt_token_ids`: one list, or several. `sampling_params`:
         one for all, or one for each. `lora_request`: the adapter of all prompts, or one for each (None: the model
         itself); it needs enable_lora=True, and `prompt_adapter_request` enable_prompt_adapter=True; a prompt has one of

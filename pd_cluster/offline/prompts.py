@@ -45,7 +45,7 @@ OPTIONS = "mm_processor_kwargs"
 MULTIMODAL = (*MEDIA, OPTIONS, "multi_modal_uuids")
 IMAGES, VIDEOS = ("image", "images"), ("video", "videos")
 PICTURE_PART = "image_pil"  # vLLM's name of a message's part that holds a picture
-KINDS = "a string, a list of token ids, a dict, or a list of one of these"
+KINDS = "a string, a list of token ids, a dict, or a list of these"
 
 
 def read_prompts(prompts: Any, prompt_token_ids: Any) -> list[Prompt]:
@@ -63,8 +63,8 @@ def read_prompts(prompts: Any, prompt_token_ids: Any) -> list[Prompt]:
     if _is_id(several[0]):
         return [_token_ids(name, several)]
     kinds = {_kind(each) for each in several}
-    if len(kinds) > 1 or not kinds <= {"strings", "dicts", "lists"}:
-        raise RequestError(f"{name}: {' and '.join(sorted(kinds))} in one list; give {KINDS}", param=name)
+    if wrong := sorted(kinds - {"strings", "dicts", "lists"}):
+        raise RequestError(f"{name}: {' and '.join(wrong)} in the list; give {KINDS}", param=name)
     return [_prompt(f"{name}[{at}]", each) for at, each in enumerate(several)]
 
 

@@ -66,6 +66,7 @@ def assert_answers(outputs: list[RequestOutput], path: Path, prompts: list[list[
         ({"prompt": "ab"}, ["ab"]),
         ({"prompt_token_ids": [5, 6]}, [[5, 6]]),
         ([{"prompt": "ab"}, {"prompt_token_ids": [7]}], ["ab", [7]]),
+        (["ab", {"prompt": "c"}, [7]], ["ab", "c", [7]]),
     ],
 )
 @pytest.mark.parametrize("name", ["prompts", "inputs", "positional"])

@@ -114,6 +114,16 @@ def test_a_wrong_line_does_not_stop_the_rest(offline: Offline) -> None:
     assert found[None]["error"]["line"] == 2
 
 
+def test_the_first_error_is_told_at_the_end(offline: Offline) -> None:
+    """A batch whose every line has the same fault need not be opened to see it."""
+    batch = Batch(offline.service, [].append, 1)
+    bodies = {"good": CHAT, "other": CHAT | {"model": "another"}, "stream": CHAT | {"stream": True}}
+    lines = enumerate(bodies.items(), 1)
+    offline.run(batch.run(iter([entry_of(at, request(name, CHAT_URL, body)) for at, (name, body) in lines])))
+    assert (batch.counts.num_done, batch.counts.num_failed) == (3, 2)
+    assert batch.counts.first_failure.startswith("line 2, custom_id 'other': the model 'another'")
+
+
 def test_no_more_requests_are_read_than_are_worked_at(offline: Offline) -> None:
     """For an input of any length: of 40 lines, at most 3 have no answer yet whenever another one is read."""
     written: list[bytes] = []
@@ -323,7 +333,7 @@ def test_pipes_and_worker_processes(checkpoint: Callable[..., Path]) -> None:
     assert sorted(str(each["custom_id"]) for each in found) == ["0", "1", "2", "None"]
     texts = {each["response"]["body"]["choices"][0]["message"]["content"] for each in found if not each["error"]}
     assert len(texts) == 1
-    assert b"4 requests answered in -, 1 of them with an error" in done.stderr
+    assert b"4 requests answered in -, 1 of them with an error (the first is line 4, custom_id None: " in done.stderr
 
 
 @pytest.mark.parametrize(

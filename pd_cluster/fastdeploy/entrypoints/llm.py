@@ -45,7 +45,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues prompts, adding nothing to them. Returns one output for each, in their order.
 
-        `prompts`: a str, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of one of these.
+        `prompts`: a str, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of these.
         `others`: further ones of `pd_cluster.LLM.generate`. Raises RequestError before any work.
         """
         params = SamplingParams() if sampling_params is None else sampling_params

@@ -118,14 +118,14 @@ class Picker:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MOST_WATCHES} watches are open")
         self._num_watches += 1
         try:
-            told = -1
-            while True:
+            told, is_last = -1, False
+            while not is_last:
+                is_last = self.is_ending  # before its status is sent: the end may come meanwhile
                 if (status := self._status(request.service)) != told:
                     told = status
                     yield HealthCheckResponse(status=status)
-                if self.is_ending:  # the drain is for streams of requests
-                    return
-                await asyncio.sleep(WATCH_S)
+                if not is_last:  # the drain is for streams of requests
+                    await asyncio.sleep(WATCH_S)
         finally:
             self._num_watches -= 1
 

@@ -1,14 +1,14 @@
-"""The endpoint picker: its messages beside Envoy's own, its choice, its answers, and its server by a gRPC client."""
+"""The endpoint picker: its messages beside Envoy's own, its choice, its answers, and its server by a gRPC client.
+
+Its looks at schedulers are in test_gateway_looks.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
-import socket
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,7 +18,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -41,6 +40,7 @@ from pd_cluster.gateway.messages import (
 from pd_cluster.gateway.server import Listening, Picker
 from pd_cluster.gateway.watch import SchedulerWatch
 from tests.support.certificates import make_certificate
+from tests.support.says_load import serve_load
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = json.loads((ROOT / "tests" / "data" / "envoy_messages.json").read_text(encoding="utf-8"))
@@ -357,6 +357,19 @@ def test_streams_are_limited_and_health_is_not(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(go())
 
 
+def test_the_end_is_told_to_a_watch_whose_status_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "WATCH_S", 0.0)
+
+    async def statuses(service: str) -> list[int]:
+        picker, found = Picker(reported()), list[int]()
+        async for each in picker._watch(HealthCheckRequest(service=service), None):
+            found.append(int(each.status))
+            picker.is_ending = True
+        return found
+
+    assert [asyncio.run(statuses(service)) for service in ("", "liveness")] == [[1, 2], [1]]
+
+
 @asynccontextmanager
 async def running(certificate: Certificate | None = None) -> AsyncIterator[tuple[int, asyncio.Task[None]]]:
     """Runs a picker as its command does, with a scheduler that is idle; returns its port once that is known."""
@@ -445,205 +458,6 @@ def test_a_renewed_certificate_is_shown_to_new_connections(tmp_path: Path, caplo
 
     asyncio.run(go())
     assert "TLS goes on with the files as they were before" in caplog.text
-
-
-# ---- the looks
-
-
-WELL = (200, "{}")
-
-
-def looks(answers: dict[str, dict[str, tuple[int, str]]], key: str = "") -> dict[str, Any]:
-    """Returns what a look at these hosts reports, by host; each serves (status, content) at a path."""
-    seen: dict[str, Any] = {}
-
-    class Seen(Choice):
-        def report(self, address: str, *, is_ready: bool, load: int | None = None, num_seen: int | None = None) -> None:
-            seen[address.partition(":")[0]] = (load if load is not None else "unknown") if is_ready else None
-
-    async def serve(host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while head := await reader.readuntil(b"\r\n\r\n"):
-            status, content = answers[host][head.split()[1].decode()]
-            if key and f"Authorization: Bearer {key}".encode() not in head:
-                status = 401
-            writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n\r\n{content}".encode())
-
-    async def go() -> None:
-        (port,) = free_ports(1)
-        served = [host for host, paths in answers.items() if paths]
-        servers = [await asyncio.start_server(partial(serve, host), host, port) for host in served]
-        watch = SchedulerWatch(Seen(), [(host, port) for host in answers], 0.5, 5.0, key)
-        async with httpx.AsyncClient(trust_env=False) as client:
-            await watch.look(client)
-        for each in servers:
-            each.close()
-
-    asyncio.run(go())
-    return seen
-
-
-def test_a_look_tells_who_takes_requests_and_how_many_each_has() -> None:
-    answers = {
-        "127.0.0.1": {"/health": WELL, "/load": (200, '{"server_load":5}')},
-        "127.0.0.2": {"/health": (503, "{}"), "/load": (200, '{"server_load":0}')},
-        "127.0.0.3": {},
-        "127.0.0.4": {"/health": WELL, "/load": (200, "<html>")},
-        "127.0.0.5": {"/health": WELL, "/load": (401, "{}")},
-        "127.0.0.6": {"/health": (200, "x" * (2 << 20))},
-    }
-    loads = {"127.0.0.1": 5, "127.0.0.5": "unknown"}
-    assert looks(answers) == {host: loads.get(host) for host in answers}
-    assert looks({"127.0.0.1": answers["127.0.0.1"]}, "k") == {"127.0.0.1": 5}
-
-
-async def serve_load(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, load: Callable[[], int]) -> None:
-    with contextlib.suppress(asyncio.IncompleteReadError):
-        while await reader.readuntil(b"\r\n\r\n"):
-            content = json.dumps({"server_load": load()})
-            writer.write(f"HTTP/1.1 200 X\r\nContent-Length: {len(content)}\r\n\r\n{content}".encode())
-
-
-def test_a_scheduler_that_hangs_holds_up_no_report_of_another() -> None:
-    """Nor do requests that are sent meanwhile get lost: each is in the load, or counted beside it."""
-
-    async def go() -> None:
-        choice, asked, gate = Choice(most=10), asyncio.Semaphore(0), asyncio.Event()
-        loads = [0, 4, 10]
-
-        def load() -> int:
-            asked.release()
-            return loads[0]
-
-        async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await gate.wait()
-            writer.close()
-
-        (port,) = free_ports(1)
-        servers = [
-            await asyncio.start_server(partial(serve_load, load=load), "127.0.0.1", port),
-            await asyncio.start_server(hang, "127.0.0.2", port),
-        ]
-        watch = SchedulerWatch(choice, [("127.0.0.1", port), ("127.0.0.2", port)], 0.5, 20.0)
-        async with asyncio.timeout(15), httpx.AsyncClient(trust_env=False) as client:
-            for num_sent in (4, 6):
-                looking = asyncio.create_task(watch.look(client))
-                for _ in range(2):  # its health and its load
-                    await asked.acquire()
-                while not choice.is_ready:
-                    await asyncio.sleep(0.01)
-                for _ in range(num_sent):
-                    choice.choose()
-                loads.pop(0)
-                gate.set()
-                await looking
-                gate.clear()
-            with pytest.raises(AllFull):
-                choice.choose()
-        for each in servers:
-            each.close()
-
-    asyncio.run(go())
-
-
-def test_a_name_that_hangs_holds_up_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many look-ups hang, one of each name is under way; schedulers by number need none."""
-    gate, resolved = threading.Event(), socket.getaddrinfo
-    names = [f"slow-{at}.example" for at in range(20)]
-    asked: list[str] = []
-
-    def slow(host: Any, *args: Any, **more: Any) -> Any:
-        if str(host).endswith(".example"):
-            asked.append(host)
-            gate.wait(20)
-            raise OSError
-        if host == "bad":
-            raise UnicodeError("a label is too long")
-        return resolved("127.0.0.2" if host == "good" else host, *args, **more)
-
-    monkeypatch.setattr(socket, "getaddrinfo", slow)
-
-    async def go() -> None:
-        (port,) = free_ports(1)
-        servers = [await asyncio.start_server(partial(serve_load, load=int), f"127.0.0.{at}", port) for at in (1, 2)]
-        choice = Choice()
-        addresses = [("127.0.0.1", port), *((name, 9) for name in names), ("bad", port), ("good", port)]
-        watch = SchedulerWatch(choice, addresses, 0.5, 0.05)
-        for name in names:
-            assert await watch._endpoints((name, 9)) == []
-        watch._timeout_s = 10.0
-        async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as client:
-            for _ in range(4):
-                await watch.look(client)
-                assert {choice.choose()[0] for _ in range(2)} == {f"127.0.0.1:{port}", f"127.0.0.2:{port}"}
-        for each in servers:
-            each.close()
-
-    asyncio.run(go())
-    gate.set()
-    assert sorted(asked) == sorted(names)
-
-
-def test_addresses_with_a_scope_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    infos = [(0, 0, 0, "", ("fe80::1%2", 9000, 0, 2)), (0, 0, 0, "", ("fd00::3", 9000, 0, 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: infos)
-    watch = SchedulerWatch(Choice(), [("link", 9000)], 0.5, 5.0)
-    assert asyncio.run(watch._endpoints(("link", 9000))) == [C]
-
-
-@pytest.mark.parametrize("host", ["nowhere", "10.0.0.9"])
-def test_what_does_not_resolve_is_told_once_and_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str
-) -> None:
-    monkeypatch.setattr(socket, "getaddrinfo", fails)
-
-    async def go() -> None:
-        watch = SchedulerWatch(Choice(), [(host, 9000)], 0.5, 5.0)
-        async with httpx.AsyncClient(trust_env=False) as client:
-            for _ in range(3):
-                await watch.look(client)
-
-    asyncio.run(go())
-    ours = [each.message for each in caplog.records if each.name.startswith("pd_cluster.")]
-    assert ours == [f"{host}:9000: it does not resolve"]
-
-
-def fails(*args: Any, **more: Any) -> Any:
-    raise socket.gaierror
-
-
-def test_only_a_name_without_addresses_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not again where that was in vain."""
-    waits: list[float] = []
-    wait = asyncio.wait
-
-    async def counted(tasks: Any, timeout: float) -> Any:
-        waits.append(timeout)
-        return await wait(tasks, timeout=timeout)
-
-    infos = [(0, 0, 0, "", ("10.0.0.1", 9000))]
-    monkeypatch.setattr(asyncio, "wait", counted)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: infos)
-    watch = SchedulerWatch(Choice(), [("good", 9000), ("bad", 9000)], 0.5, 5.0)
-
-    async def go() -> None:
-        for _ in range(5):
-            assert await watch._endpoints(("good", 9000)) == [A]
-        assert len(waits) == 1
-        infos.clear()
-        for _ in range(5):
-            assert await watch._endpoints(("bad", 9000)) == []
-        assert len(waits) == 2
-
-    asyncio.run(go())
-
-
-def test_a_thread_that_cannot_begin_is_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    watch = SchedulerWatch(Choice(), [("name", 9000)], 0.5, 5.0)
-    monkeypatch.setattr(threading.Thread, "start", full)
-    assert asyncio.run(watch._endpoints(("name", 9000))) == []
 
 
 @pytest.mark.parametrize(

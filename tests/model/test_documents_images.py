@@ -155,8 +155,9 @@ def test_images_are_prepared_as_the_folder_says(path: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_examples_with_ernie(tmp_path: Path) -> None:
+def test_the_examples_with_ernie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The document's own kind of model, with all its arguments."""
+    monkeypatch.setenv("FD_LOG_DIR", str(tmp_path / "log"))
     path = make_kind(tmp_path, "ernie4_5_vl_moe")
     marked = [list(make_tokenizer().encode(text).ids) for text in ("<|user|>", f"{TEXT}<|assistant|>")]
     settings: dict[str, Any] = {"max_model_len": 256, "enable_mm": True, "reasoning_parser": "ernie-45-vl"}

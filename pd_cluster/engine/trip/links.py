@@ -255,6 +255,11 @@ class ReceivingEnd(LinkEnd):
         self._thread.join(DEADLINE_S)
         self.mailbox.close()
 
+    def report(self, event: LinkEvent) -> None:
+        """Counts what has landed on the lane's thread: the sender hears of it next, and may ask for the comparison."""
+        self._num_landed += isinstance(event, Landed)
+        super().report(event)
+
     def urgent(self, conn: str, body: wire.Body) -> bool:
         match body:
             case wire.KVFrame():
@@ -280,8 +285,6 @@ class ReceivingEnd(LinkEnd):
                 self._conns[transfer_id] = conn
                 self._links.begin(conn, transfer_id, LANDING, 0, num_tokens)
                 self._links.send(conn, wire.Credit(transfer_id))
-            case Landed():
-                self._num_landed += 1
             case LinkFailed(conn, reason):
                 self._links.on_failed(conn, reason)  # the sender reports it
                 self._error = reason

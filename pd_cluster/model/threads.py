@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 
 import torch
 
 from pd_cluster.devices.cores import CoreLedger
 from pd_cluster.devices.home import Home
+from pd_cluster.model.borrowing import Borrowing
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ class StepThreads:
     def __init__(self) -> None:
         self._ledger: CoreLedger | None = None
         self._home: Home | None = None
+        self._borrowing = Borrowing()
 
     @property
     def may_change(self) -> bool:
@@ -37,10 +40,11 @@ class StepThreads:
         self._home = home
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, num_tokens: int) -> Iterator[None]:
         """Computes a step; the caller's thread is the one that computes. `rest` follows when no other step does."""
         if self._ledger is not None:
             self._ledger.begin()
+            self._borrowing.begin(num_tokens, time.monotonic())
         if self._home is not None:
             self._home.begin()
         try:
@@ -48,16 +52,21 @@ class StepThreads:
             yield
         finally:
             if self._ledger is not None:
+                self._borrowing.end(time.monotonic())
                 torch.set_num_threads(self._ledger.own_threads)
             if self._home is not None:
                 self._home.end()
 
     def adjust(self) -> None:
-        """Takes cores that are free by now, and gives back those whose ranks compute again; called between layers."""
+        """Takes cores that are free and pay, and gives back those whose ranks compute again; called between layers."""
         num_threads = torch.get_num_threads()
-        if self._ledger is not None and (allowed := self._ledger.num_threads()) != num_threads:
-            torch.set_num_threads(num_threads := allowed)
-            log.debug("a step continues with %d threads", num_threads)
+        if self._ledger is not None:
+            allowed, own = self._ledger.num_threads(), self._ledger.own_threads
+            if not self._borrowing.takes(allowed > own):
+                allowed = min(allowed, own)
+            if allowed != num_threads:
+                torch.set_num_threads(num_threads := allowed)
+                log.debug("a step continues with %d threads", num_threads)
         if self._home is not None:
             self._home.take(num_threads)
 

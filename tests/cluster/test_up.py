@@ -301,7 +301,7 @@ def test_a_taken_port(up: Callable[..., Up]) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         cluster = up(port)
-        cluster.await_line(rf"^pd-cluster: --port: cannot listen at 127.0.0.1:{port}")
+        cluster.await_line(rf"^pd-cluster: --port: cannot listen at \S+:{port}: the port is taken; stop what")
         assert cluster.process.wait(WAIT_S) == 1
 
 

@@ -35,7 +35,7 @@ FAMILIES = (
         refused="--[no-]ray-workers-use-nsight",
     ),
     Family(
-        "--bind-cores keeps ranks to their own cores",
+        f"{called('bind_cores')} keeps ranks to their own cores",
         refused="--[no-]numa-bind --numa-bind-nodes+ --numa-bind-cpus+",
     ),
     Family("there is one stage", refused="--pipeline-parallel-size=1"),

@@ -12,7 +12,7 @@ from pd_cluster.errors import Naming, called, flag_of, told
 
 UNSET = ("", "0", "auto", "false")  # values in lower case that ask for nothing
 
-CORES = "give --bind-cores, or OMP_NUM_THREADS"
+CORES = f"give {called('bind_cores')}, or OMP_NUM_THREADS"
 VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": f"give {called('kv_cache_memory')}, in GiB",
     "VLLM_CPU_OMP_THREADS_BIND": CORES,

@@ -276,7 +276,7 @@ def test_what_asks_for_nothing_goes_without_a_word(
         ({"guided_decoding_backend": "mine"}, "guided_decoding_backend 'mine': expected one of auto"),
         ({"max_model_length": 9}, "max_model_length: unknown argument; did you mean max_model_len?"),
         ({"nnodes": 2}, "nnodes 2: not supported (each instance is started by itself"),
-        ({"numa_bind": True}, "numa_bind: --bind-cores keeps ranks to their own cores; leave it out"),
+        ({"numa_bind": True}, "numa_bind: bind_cores keeps ranks to their own cores; leave it out"),
         ({"spec_method": "eagle"}, "spec_method 'eagle': speculative decoding is not supported; leave it out"),
         ({"speculative_zebra": 1}, "speculative_zebra 1: speculative decoding is not supported; leave it out"),
         ({"max_num_active_seqs": 4}, "max_num_active_seqs 4: give max_num_seqs, and graph_sizes"),

@@ -30,9 +30,11 @@ from pd_cluster.commands.signature import HELP_ALL, BriefHelp, shorten_help, tak
 from pd_cluster.errors import KEEPS_MARKS, ConfigError, PdClusterError, flag_of
 from pd_cluster.settings.adapters import SHIPPED_ADAPTER_FLAGS
 from pd_cluster.settings.flag_file import expanded
-from pd_cluster.settings.flags import choice_of_model, judge, normalize, split_keys, split_values
+from pd_cluster.settings.flags import ALIASES, choice_of_model, judge, normalize, split_keys, split_values
+from pd_cluster.settings.foreign_flags import FOREIGN, foreign
 from pd_cluster.settings.options import USUAL, ServeOptions, settings
 from pd_cluster.settings.routing import MAX_SCHEDULERS
+from pd_cluster.settings.spellings import IN_OTHER_UNITS
 from pd_cluster.settings.vllm_variables import warnings_of
 from pd_cluster.transport import table as transports
 
@@ -56,6 +58,10 @@ app.command(rich_help_panel=SERVE)(endpoint_picker)
 for look in LOOKING:
     app.command(look.__name__.replace("_", "-"), rich_help_panel=LOOK)(look)
 *FIRST_POLICIES, LAST_POLICY = POLICIES
+SECRET_FLAGS = (
+    *(each.flag for each in settings().values() if each.setting.is_secret),
+    *(name for name, each in FOREIGN.items() if each.is_secret),
+)
 OPEN_CHOICES = {
     "routing_policy": f"{', '.join(FIRST_POLICIES)} or {LAST_POLICY}",
     "kv_transport": transports.help_text(),
@@ -248,15 +254,25 @@ def _serve_flags() -> list[str]:
     return [flag_of(name) for each in settings().values() for name in (each.name, *each.setting.also)]
 
 
-def _check_place(command: Any, argv: list[str]) -> None:
-    """Raises ConfigError for a flag of instances that `up` was given as one of its own."""
+def _own_flags_of_up(command: Any, argv: list[str]) -> list[str]:
+    """Returns the command line with vLLM's short forms of `up`'s own flags written out, such as -tp.
+
+    Raises ConfigError for a flag of instances that `up` was given as one of its own.
+    """
     own = {name for parameter in command.commands["up"].params for name in parameter.opts}
-    of_instances = {*_serve_flags()} - own
-    for word in argv[: argv.index("--") if "--" in argv else None]:
-        if (flag := word.partition("=")[0].replace("_", "-")) in of_instances:
+    of_instances = {*_serve_flags(), *IN_OTHER_UNITS} - own
+    end = argv.index("--") if "--" in argv else len(argv)
+    found = []
+    for word in argv[:end]:
+        name, equals, value = word.partition("=")
+        flag = ALIASES.get(name, name).replace("_", "-")
+        if flag in of_instances or (flag not in own and flag.startswith("--") and foreign(flag.partition(".")[0])):
+            shown = name if flag in SECRET_FLAGS else word
             raise ConfigError(
-                f"{flag} is a flag of `pd-cluster serve`; give it after --, as in `pd-cluster up -- {word}`"
+                f"{flag} is a flag of `pd-cluster serve`; give it after --, as in `pd-cluster up -- {shown}`"
             )
+        found.append(flag + equals + value if name in ALIASES else word)
+    return [*found, *argv[end:]]
 
 
 def whole_command() -> Any:
@@ -292,7 +308,7 @@ def main() -> None:
         if is_serve:
             argv = ["serve", *expanded(argv[1:], _serve_flags())]
         elif argv[:1] == ["up"]:
-            _check_place(command, argv)
+            argv = _own_flags_of_up(command, argv)
         command(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
     except PdClusterError as error:
         if is_debugged:

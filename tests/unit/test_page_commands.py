@@ -109,7 +109,7 @@ def test_a_wrong_one_of_rank_tables_does_not(line: str, monkeypatch: pytest.Monk
         parse_ranktable(words_of(line)[1:], is_whole=False)
 
 
-@pytest.mark.parametrize("flag", ["--quantization=int8", "--kv_cache_dtype"])
+@pytest.mark.parametrize("flag", ["--quantization=int8", "--kv_cache_dtype", "--kv-cache-memory-bytes", "--nnodes=2"])
 def test_up_says_where_flags_of_instances_go(
     flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +121,27 @@ def test_up_says_where_flags_of_instances_go(
     assert capsys.readouterr().err == (
         f"pd-cluster: {name} is a flag of `pd-cluster serve`; give it after --, as in `pd-cluster up -- {flag}`\n"
     )
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--metrics-key", "--hf-token"])
+def test_up_shows_no_secret_that_is_in_the_wrong_place(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["pd-cluster", "up", f"{flag}=sk-1"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "sk-1" not in (shown := capsys.readouterr().err)
+    assert shown.endswith(f"`pd-cluster up -- {flag}`\n")
+
+
+@pytest.mark.parametrize("flag", [["-tp", "9999"], ["-tp=9999"]])
+def test_up_takes_vllms_short_forms(
+    flag: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["pd-cluster", "up", *flag, "--", "--nnodes", "2"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.startswith("pd-cluster: --nnodes 2: not supported"), "-tp was read before it"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

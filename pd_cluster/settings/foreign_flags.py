@@ -310,7 +310,7 @@ FAMILIES = (
         refused="--profiler-config --[no-]enable-layerwise-nvtx-tracing",
     ),
     Family(
-        "vLLM's variables are not read; a warning names those that have a flag here",
+        "of vLLM's variables only VLLM_API_KEY is read; a warning names those that have a flag here",
         accepted="--[no-]fail-on-environ-validation",
     ),
 )

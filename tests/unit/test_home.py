@@ -105,7 +105,7 @@ def test_weights_belong_on_the_memory_of_the_home(tmp_path: Path) -> None:
     """Of two memories one; both, where a home has cores of both."""
     cores = sorted(ALL)
     half = len(cores) // 2
-    folder = make_machine(tmp_path, {core: (at >= half, at >= half, at) for at, core in enumerate(cores)})
+    folder = make_machine(tmp_path, {core: (at // half, at // half, at) for at, core in enumerate(cores)})
     homes = [Home.of(index, 2, {}, folder) for index in range(2)]
     assert [home.node_cores for home in homes] == [frozenset(cores[:half]), frozenset(cores[half:])]
     assert [home.cores for home in homes] == [frozenset(cores[:half]), frozenset(cores[half : 2 * half])]

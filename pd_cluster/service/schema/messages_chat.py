@@ -13,7 +13,7 @@ import msgspec
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest, MessageTurn
+from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessageTurn
 from pd_cluster.service.schema.parse import checked
 from pd_cluster.service.status import NO_THREADS
 
@@ -27,7 +27,7 @@ def chat_of(request: MessagesPrompt, variables: frozenset[str], reads_reasoning:
 
     Raises RequestError, in the words of a chat where chats have the same field: see `in_own_words`.
     """
-    if isinstance(request, MessagesRequest) and request.thread is not None:
+    if request.thread is not None:
         raise RequestError(
             "thread: this server keeps no conversations; leave it out, and send all messages",
             param="thread",
@@ -51,9 +51,8 @@ def chat_of(request: MessagesPrompt, variables: frozenset[str], reads_reasoning:
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         if config.effort is not None and "reasoning_effort" in variables:
             chat["chat_template_kwargs"]["reasoning_effort"] = config.effort
-    if isinstance(request, MessagesRequest):
-        same = ("max_tokens", "temperature", "top_p", "top_k", "stream")
-        chat |= {name: getattr(request, name) for name in same} | {"stop": request.stop_sequences}
+    same = ("max_tokens", "temperature", "top_p", "top_k", "stream")
+    chat |= {name: getattr(request, name) for name in same} | {"stop": request.stop_sequences}
     return checked(chat, ChatCompletionRequest)
 
 

@@ -91,7 +91,7 @@ class ContextManagement(BaseModel):
 
 
 class MessagesPrompt(BaseModel):
-    """The fields that determine the prompt; /v1/messages/count_tokens takes them alone."""
+    """A request to /v1/messages; /v1/messages/count_tokens takes it without `max_tokens`, too."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -103,11 +103,25 @@ class MessagesPrompt(BaseModel):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
+    max_tokens: int | None = None
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=INT32_MAX)
+    stop_sequences: Annotated[list[str], FAIL_FAST] | None = None
+    stream: bool | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
     speed: Literal["standard"] | None = None
+    container: None = None
     compaction: None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
     billing_policy: None = None
+    thread: dict[str, Any] | None = None
+    fallbacks: Annotated[list[Any], Field(max_length=0)] | None = None
+    fallback_credit_token: None = None
+    inference_geo: None = None
     # These say nothing about the answer.
+    metadata: dict[str, Any] | None = None
+    diagnostics: dict[str, Any] | None = None  # of a cache that others keep
     cache_control: dict[str, Any] | None = None
     user_profile_id: str | None = None
     workspace_id: str | None = None
@@ -116,16 +130,3 @@ class MessagesPrompt(BaseModel):
 
 class MessagesRequest(MessagesPrompt):
     max_tokens: int
-    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, le=INT32_MAX)
-    stop_sequences: Annotated[list[str], FAIL_FAST] | None = None
-    stream: bool | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    diagnostics: dict[str, Any] | None = None  # of a cache that others keep
-    container: None = None
-    thread: dict[str, Any] | None = None
-    fallbacks: Annotated[list[Any], Field(max_length=0)] | None = None
-    fallback_credit_token: None = None
-    inference_geo: None = None

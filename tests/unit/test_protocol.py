@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
+from pd_cluster.api.document.document import document
 from pd_cluster.errors import RequestError
 from pd_cluster.service.limits import truncated
 from pd_cluster.service.schema import parse as parsing
@@ -29,6 +33,7 @@ from pd_cluster.service.schema.protocol import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     NOT_YET,
+    SGLANGS,
     CompletionRequest,
     GenerateRequest,
     GenerationRequest,
@@ -522,6 +527,27 @@ def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
     assert ["brand_new_field" in line for line in told] == [True]
 
 
+@pytest.mark.parametrize("name", SGLANGS)
+def test_sglangs_names_are_refused_with_those_there_are(name: str) -> None:
+    """They were taken, and had no effect."""
+    neutral, way_out = SGLANGS[name]
+    bodies: list[tuple[type[BaseModel], dict[str, Any]]]
+    bodies = [(CompletionRequest, {"prompt": "a"}), (ChatCompletionRequest, {"messages": HELLO})]
+    for kind, body in bodies:
+        for value in (None, *neutral):
+            parse(json.dumps({**body, name: value}).encode(), kind)
+        with pytest.raises(RequestError, match=rf"^{name}: .* is not a name here; {re.escape(way_out)}$") as caught:
+            parse(json.dumps({**body, name: True if neutral == (False,) else "x"}).encode(), kind)
+        assert caught.value.param == name
+
+
+def test_what_changes_nothing_is_documented() -> None:
+    """By the server itself, and on the page for clients."""
+    told = document("tiny", openai=True, has_keys=False)["info"]["description"]
+    page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text("utf-8")
+    assert [name for name in HARMLESS if name not in told or f"`{name}`" not in page] == []
+
+
 def told_unknown(caplog: pytest.LogCaptureFixture, body: dict[str, Any], kind: Any, has_own_names: bool) -> set[str]:
     """The fields that the log says to have no effect."""
     parsing._logged_fields.clear()
@@ -764,12 +790,26 @@ def test_options_of_a_stream() -> None:
 
 @pytest.mark.parametrize(
     "part",
-    [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {"type": "text"}, {"text": "a"}, {}],
+    [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {"type": "file"}, {"text": "a"}, {}],
 )
 def test_other_parts_are_refused_with_their_place(part: dict[str, Any]) -> None:
     messages = [*HELLO, {"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
     with pytest.raises(RequestError, match=r"messages\[1\]\.content\[1\]: only parts of type 'text'"):
         parsed(ChatCompletionRequest, messages=messages).messages[1].to_template(1)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "text"}, r"\.text: must be a string"),
+        ({"type": "refusal", "text": "a"}, r"\.refusal: must be a string"),
+        ({"type": "image_url", "image_url": {"detail": "low"}}, ': must have {"image_url": {"url": …}}'),
+        ({"type": "video_url", "video_url": 5}, ': must have {"video_url": {"url": …}}'),
+    ],
+)
+def test_parts_of_a_known_type_are_told_what_they_lack(part: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=rf"^messages\[0\]\.content\[0\]{said}$"):
+        parsed(ChatCompletionRequest, messages=[{"role": "user", "content": [part]}]).messages[0].to_template(0, True)
 
 
 def test_deep_keys_of_a_message_reach_the_template_as_they_are() -> None:

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from pd_cluster.service.schema.chat_protocol import MAX_DESCRIPTION_NUM_CHARS, MAX_TOOLS, Name
+from pd_cluster.service.schema.kinds import unless_empty
+from pd_cluster.service.schema.messages_kinds import BLOCKS
 from pd_cluster.service.schema.protocol import FAIL_FAST
 from pd_cluster.types import INT32_MAX
 
 MIN_THINKING_TOKENS = 1024
 
-Blocks = Annotated[list[dict[str, Any]], FAIL_FAST]
+Blocks = Annotated[list[dict[str, Any]], FAIL_FAST, BLOCKS]
+OF_REQUEST = unless_empty("is the same for all messages here; give it beside messages")
 
 
 class MessageTurn(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["user", "assistant", "system"]
     content: str | Blocks
+    clear_at: Literal["never"] | None = None
+    output_config: Annotated[Any, AfterValidator(OF_REQUEST)] = None
 
 
 class MessageTool(BaseModel):
@@ -119,7 +124,16 @@ class MessagesPrompt(BaseModel):
     fallbacks: Annotated[list[Any], Field(max_length=0)] | None = None
     fallback_credit_token: None = None
     inference_geo: None = None
+    # vLLM's, with the meanings that they have in a chat
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    kv_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    vllm_xargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    watermarking: Literal[False] | None = None
     # These say nothing about the answer.
+    mm_payload: Any = None  # vLLM's, of the form of images that rendered requests have
+    return_mm_kwargs: Any = None
     metadata: dict[str, Any] | None = None
     diagnostics: dict[str, Any] | None = None  # of a cache that others keep
     cache_control: dict[str, Any] | None = None

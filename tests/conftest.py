@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pd_cluster.cluster.processes.rank_process import LOOKUPS
+from pd_cluster.native import build
 from tests.support.gpu_guard import for_cuda
 
 for name, value in LOOKUPS.items():  # as in rank processes, for links between engines in one process
@@ -57,6 +58,12 @@ def pytest_configure(config: pytest.Config) -> None:
         guard = for_cuda()
         if guard is not None:
             config.pluginmanager.register(guard)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compiles the kernels before a test's time limit runs: seconds of CPU, and minutes beside other work."""
+    if not hasattr(session.config, "workerinput"):  # with xdist before its processes start, which would all compile
+        build.identity()
 
 
 def pytest_collection_finish() -> None:

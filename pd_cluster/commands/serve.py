@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LEAST_LENDING_NBYTES = 64_000_000  # steps of smaller models are mostly the host's work, which more threads delay
-
 
 def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> None:
     """Serves until a signal. Raises ConfigError and other errors of the start."""
@@ -151,10 +149,11 @@ def _own_events(start: Start, credentials: Credentials) -> HandoverSettings:
 
 
 def _shared_cores(start: Start) -> SharedCores | None:
-    """Returns the ledger of this host's cores; None: each rank keeps its share of them."""
-    place, lending = start.place, start.process.lend_cores
+    """Returns how this host's ranks share its cores; None: each has its part of them, on any core."""
+    place, process = start.place, start.process
     is_alone = start.join.role is not None or place.num_local_ranks < 2
-    if is_alone or lending == "off" or not has_no_driver(start.engine.device):
+    is_shared = process.lend_cores != "off" or process.bind_cores != "off"
+    if is_alone or not is_shared or not has_no_driver(start.engine.device):
         return None
     if (num_cores := num_cores_here()) < 2:
         return None
@@ -163,7 +162,8 @@ def _shared_cores(start: Start) -> SharedCores | None:
         first=place.first_local_rank,
         num_ranks=place.num_local_ranks,
         num_cores=num_cores,
-        least_nbytes=LEAST_LENDING_NBYTES if lending == "auto" else 0,
+        lending=process.lend_cores,
+        binding=process.bind_cores,
     )
 
 

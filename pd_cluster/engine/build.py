@@ -8,11 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.checkpoints.weight_files import weights_nbytes
-from pd_cluster.devices.cores import CoreLedger
 from pd_cluster.devices.device import Device, bind, use
 from pd_cluster.engine.encode.build import build_encoder, terms_of
 from pd_cluster.engine.encode.encoders import Encoders, Engine
@@ -22,6 +18,7 @@ from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.events import Event, StopEngine
 from pd_cluster.engine.handover.links import LaneEnds, LocalLanes, Side
 from pd_cluster.engine.hang import end_within
+from pd_cluster.engine.host_cores import HostCores
 from pd_cluster.engine.kv_events import KVEvents
 from pd_cluster.engine.mail import Mailroom
 from pd_cluster.engine.ranks import rank_messages as to
@@ -111,23 +108,6 @@ def device_of(config: WorkerConfig) -> Device:
     return device
 
 
-def share_cores(config: WorkerConfig, runner: ModelRunner) -> None:
-    """Lets the runner's steps use the cores of ranks that rest, where this instance lends its own."""
-    if config.cores is None or runner.device.is_accelerator:
-        return
-    shared = config.cores
-    if weights_nbytes(Checkpoint.of(config.engine).path) < shared.least_nbytes:
-        return
-    ledger = CoreLedger(Path(shared.ledger), shared.first + config.ranks.rank, shared.num_ranks, shared.num_cores)
-    try:
-        ledger.open()
-    except OSError as error:
-        log.info("this rank keeps its own cores: the ledger %s cannot be used: %s", shared.ledger, error.strerror)
-        return
-    runner.threads.share(ledger)
-    log.info("%d ranks of this host lend each other its %d cores", shared.num_ranks, shared.num_cores)
-
-
 def meet(config: WorkerConfig, device: Device) -> Group:
     """Waits until all ranks of this instance have joined and returns their group. Raises InstanceLost."""
     ranks = config.ranks
@@ -138,8 +118,10 @@ def meet(config: WorkerConfig, device: Device) -> Group:
 def build_follower(config: WorkerConfig) -> Follower:
     """Loads a rank other than 0; the caller starts and runs it."""
     device = device_of(config)
-    runner = ModelRunner(config.engine, meet(config, device), device)
-    share_cores(config, runner)
+    cores, group = HostCores(config, device), meet(config, device)
+    with cores.loading():
+        runner = ModelRunner(config.engine, group, device)
+    cores.share(runner.threads)
     channel = Channel(config.ranks.fds[0], to.ToFollower, config.timeouts.collective_timeout_s)
     for contents in open_tiers(config, runner, lambda report: channel.send(to.TierReport(report))):
         channel.send(to.TierReport(contents))
@@ -159,8 +141,10 @@ def build_worker(
     wait_s = config.timeouts.collective_timeout_s
     followers = [Channel(fd, to.FromFollower, wait_s) for fd in config.ranks.fds]
     device = device_of(config)
-    core, runner = build_core(config.engine, meet(config, device), followers, device)
-    share_cores(config, runner)
+    cores, group = HostCores(config, device), meet(config, device)
+    with cores.loading():
+        core, runner = build_core(config.engine, group, followers, device)
+    cores.share(runner.threads)
     mailbox = Mailbox(config.name, config.epoch, "worker", config.credentials, config.timeouts)
     control_port = mailbox.bind(config.bind_address, config.kv_port_range)
     layout, side = runner.pool.layout, side_of(config, runner)

@@ -2,7 +2,8 @@
 
 All have the same model, the same cores of this machine and the same requests, and none caches prefixes. "hybrid" is the
 same cluster with its prefill instances drained: they lend their cores, and the decode instances compute everything.
-"vllm" is vLLM's own server for CPU. A ratio compares runs of one round, which follow each other.
+"vllm" is vLLM's own server for CPU. A ratio compares runs of one round, which follow each other. Each round begins with
+constant work on two cores and no server: no server's times between tokens can be more even than the machine's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from statistics import mean, median
 from typing import Any
 
 import httpx
+import msgspec
 
 from pd_cluster.bench.serve import (
     ServeBench,
@@ -39,16 +41,17 @@ from pd_cluster.client.streaming import Sample, make_client
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.cluster.processes.ports import free_port_pair
 from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
-from pd_cluster.lab.child import end_group, last_lines, make_model
+from pd_cluster.lab.child import end_group, last_lines, make_model, run_child
 from pd_cluster.lab.engine.bench import DEFAULT_PEERS_DIR, PEERS
 from pd_cluster.lab.peers import vllm_server
-from pd_cluster.lab.spec import Spec, Workload
+from pd_cluster.lab.spec import PeerResult, Spec, Workload
 from pd_cluster.lab.tiny_model import QUICK_SHAPE, ModelShape
 from pd_cluster.tables import Report, Result, check_writable, percentile, spread
 
 SPLIT, HYBRID, VLLM = "split", "hybrid", "vllm"
 OTHERS = (HYBRID, VLLM)
 MOST_P99 = 1.3  # times the mean between tokens
+STEADY_S, STEADY_DEADLINE_S = 10.0, 120.0
 GOALS = {(HYBRID, "tokens"): 0.95, (VLLM, "tokens"): 1.0, (VLLM, "ttft"): 1.0}
 
 
@@ -111,7 +114,21 @@ class Run:
         )
 
 
-Round = dict[str, Run]
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Passes of constant work, in ms."""
+
+    mean: float
+    p99: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.1f} ms a pass, p99 {self.p99:.1f} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    runs: dict[str, Run]
+    steady: Steady
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +145,7 @@ async def run(bench: AgainstBench, json_path: str = "") -> None:
         shape = QUICK_SHAPE if bench.quick else ModelShape()
         model = bench.serve.model or str(await asyncio.to_thread(make_model, Path(folder), shape))
         async with _targets(bench, model, Path(folder)) as targets:
-            rounds = [round_ async for round_ in _rounds(bench, targets)]
+            rounds = [round_ async for round_ in _rounds(bench, targets, Path(folder))]
     report = Report(bench.command, list(results(rounds)))
     serve = bench.serve
     report.show(
@@ -235,17 +252,28 @@ async def _vllm(bench: AgainstBench, model: str, folder: Path) -> AsyncIterator[
 # ---- rounds
 
 
-async def _rounds(bench: AgainstBench, targets: Mapping[str, Target]) -> AsyncIterator[Round]:
+async def _rounds(bench: AgainstBench, targets: Mapping[str, Target], folder: Path) -> AsyncIterator[Round]:
     """Asks every target in each round; another one is the first each time."""
     names = list(targets)
     async with make_client(bench.serve.concurrency) as client:
         for at in range(bench.rounds):
-            found: Round = {}
+            steady = await asyncio.to_thread(_steady, folder, 1.0 if bench.quick else STEADY_S)
+            print(f"round {at + 1} of {bench.rounds}: constant work: {steady}", file=sys.stderr, flush=True)
+            found: dict[str, Run] = {}
             for name in names[at % len(names) :] + names[: at % len(names)]:
                 await targets[name].prepare()
                 found[name] = await _ask(bench.serve, client, targets[name].url, name)
                 print(f"round {at + 1} of {bench.rounds}: {name}: {found[name]}", file=sys.stderr, flush=True)
-            yield found
+            yield Round(found, steady)
+
+
+def _steady(folder: Path, seconds: float) -> Steady:
+    """Raises GenerationError."""
+    result = folder / "steady.json"
+    command = [sys.executable, "-m", "pd_cluster.lab.peers.steady", str(result), str(seconds)]
+    run_child(command, folder / "steady.log", STEADY_DEADLINE_S, 1)
+    figures = msgspec.json.decode(result.read_bytes(), type=PeerResult).figures
+    return Steady(figures["mean_ms"], figures["p99_ms"])
 
 
 async def _ask(serve: ServeBench, client: httpx.AsyncClient, url: str, name: str) -> Run:
@@ -263,8 +291,9 @@ async def _ask(serve: ServeBench, client: httpx.AsyncClient, url: str, name: str
 
 def results(rounds: Sequence[Round]) -> Iterator[Result]:
     """Yields medians over the rounds; ratios are those within a round."""
-    for name in rounds[0]:
-        runs = [each[name] for each in rounds]
+    names = list(rounds[0].runs)
+    for name in names:
+        runs = [each.runs[name] for each in rounds]
         yield _figure(f"{name}: output tokens", [each.tokens for each in runs], "tokens/s", is_rate=True)
         yield _figure(f"{name}: mean TTFT", [each.ttft for each in runs], "ms")
         yield _figure(f"{name}: mean between tokens", [each.itl for each in runs], "ms")
@@ -276,8 +305,10 @@ def results(rounds: Sequence[Round]) -> Iterator[Result]:
             "times",
             goal=MOST_P99 if name == SPLIT else None,
         )
-    for name in [name for name in rounds[0] if name != SPLIT]:
-        pairs = [(each[SPLIT], each[name]) for each in rounds]
+    yield _figure("constant work: mean of a pass", [each.steady.mean for each in rounds], "ms")
+    yield _figure("constant work: p99 / mean", [each.steady.p99 / each.steady.mean for each in rounds], "times")
+    for name in [name for name in names if name != SPLIT]:
+        pairs = [(each.runs[SPLIT], each.runs[name]) for each in rounds]
         faster = [split.tokens / other.tokens for split, other in pairs]
         sooner = [other.ttft / split.ttft for split, other in pairs]
         yield _figure(f"split / {name}: output tokens", faster, "times", GOALS.get((name, "tokens")), is_rate=True)

@@ -255,7 +255,7 @@ class ModelRunner:
         if is_ahead:
             empty = torch.zeros(len(step.input_ids), dtype=torch.int64, device=self.device.torch_name)
             input_ids = self.group.spread(empty)
-        with self.threads.step():
+        with self.threads.step(len(step.input_ids)):
             logits, hidden_states = self._compute(step, input_ids, on_layer)
         return RunnerOutput(logits.float(), hidden_states)
 

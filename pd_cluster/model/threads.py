@@ -1,26 +1,31 @@
-"""The compute threads of a rank's steps, where the ranks of a host lend each other cores. Knows nothing of files.
+"""The compute threads of a rank's steps, where the ranks of a host share its cores. Knows nothing of files.
 
-Numbers never depend on the number of threads: tests/model/test_threads.py verifies that.
+Numbers never depend on the number of threads, or on where they run: tests/model/test_threads.py verifies that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 
 import torch
 
 from pd_cluster.devices.cores import CoreLedger
+from pd_cluster.devices.home import Home
+from pd_cluster.model.borrowing import Borrowing
 
 log = logging.getLogger(__name__)
 
 
 class StepThreads:
-    """Without a ledger, every step has the threads that the process started with."""
+    """Without a ledger, every step has the threads that the process started with; without a home, on any core."""
 
     def __init__(self) -> None:
         self._ledger: CoreLedger | None = None
+        self._home: Home | None = None
+        self._borrowing = Borrowing()
 
     @property
     def may_change(self) -> bool:
@@ -30,24 +35,40 @@ class StepThreads:
         """Steps from now on use what `ledger`, which is open, gives them; the rest of their work has its own share."""
         self._ledger = ledger
 
+    def settle(self, home: Home) -> None:
+        """Steps from now on run in `home` while they use the rank's own share of cores."""
+        self._home = home
+
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, num_tokens: int) -> Iterator[None]:
         """Computes a step; the caller's thread is the one that computes. `rest` follows when no other step does."""
-        if self._ledger is None:
-            yield
-            return
-        self._ledger.begin()
-        self.adjust()
+        if self._ledger is not None:
+            self._ledger.begin()
+            self._borrowing.begin(num_tokens, time.monotonic())
+        if self._home is not None:
+            self._home.begin()
         try:
+            self.adjust()
             yield
         finally:
-            torch.set_num_threads(self._ledger.own_threads)
+            if self._ledger is not None:
+                self._borrowing.end(time.monotonic())
+                torch.set_num_threads(self._ledger.own_threads)
+            if self._home is not None:
+                self._home.end()
 
     def adjust(self) -> None:
-        """Takes cores that are free by now, and gives back those whose ranks compute again; called between layers."""
-        if self._ledger is not None and (num_threads := self._ledger.num_threads()) != torch.get_num_threads():
-            torch.set_num_threads(num_threads)
-            log.debug("a step continues with %d threads", num_threads)
+        """Takes cores that are free and pay, and gives back those whose ranks compute again; called between layers."""
+        num_threads = torch.get_num_threads()
+        if self._ledger is not None:
+            allowed, own = self._ledger.num_threads(), self._ledger.own_threads
+            if not self._borrowing.takes(allowed > own):
+                allowed = min(allowed, own)
+            if allowed != num_threads:
+                torch.set_num_threads(num_threads := allowed)
+                log.debug("a step continues with %d threads", num_threads)
+        if self._home is not None:
+            self._home.take(num_threads)
 
     def rest(self) -> None:
         """Lends this rank's cores until its next step."""

@@ -71,10 +71,13 @@ def build(flags: tuple[str, ...]) -> Path:
     compiler = shutil.which(os.environ.get("CC") or "gcc") or shutil.which("cc")
     if compiler is None:
         raise KernelsUnavailable("no C compiler (gcc or cc) on PATH")
-    target = cache_folder() / f"kernels-{_fingerprint(compiler, flags)}.so"
-    if not target.exists():
+    while not (target := _target(compiler, flags)).exists():
         _compile(compiler, flags, target)
     return target
+
+
+def _target(compiler: str, flags: tuple[str, ...]) -> Path:
+    return cache_folder() / f"kernels-{_fingerprint(compiler, flags)}.so"
 
 
 def cache_folder() -> Path:
@@ -105,6 +108,7 @@ def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
+    """Makes `target`, unless a source changes meanwhile: what was compiled is then not what its name says."""
     try:
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".kernels-", suffix=".so")
     except OSError as error:
@@ -112,7 +116,8 @@ def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
     os.close(handle)
     try:
         _run([compiler, *flags, str(FOLDER / "kernels.c"), "-o", name, "-lm"], COMPILE_DEADLINE_S)
-        os.replace(name, target)
+        if _target(compiler, flags) == target:
+            os.replace(name, target)
     finally:
         Path(name).unlink(missing_ok=True)
 

@@ -1,5 +1,6 @@
+#define _GNU_SOURCE // for the masks of place.h
 // Builds all kernels as one unit, which exports pd_init, pd_norm, pd_gate, pd_attend (float32 throughout), pd_copy,
-// pd_product, pd_layers, pd_floats (with AVX-512), pd_lora. For a pool of another dtype only pd_attend and its parts are
+// pd_product, pd_layers, pd_floats (with AVX-512), pd_lora, pd_place. For a pool of another dtype only pd_attend and its parts are
 // built.
 #include "attention.h"
 #if POOL == POOL_FLOAT32
@@ -7,6 +8,7 @@
 #include "floats.h"
 #include "layers.h"
 #include "lora.h"
+#include "place.h"
 #include "product.h"
 #include "rows.h"
 #endif

@@ -12,7 +12,7 @@ from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.http import HttpConfig
 from pd_cluster.settings.logs import Logs
 from pd_cluster.settings.media import MediaSettings
-from pd_cluster.settings.processes import HandoverSettings
+from pd_cluster.settings.processes import CoreSharing, HandoverSettings
 from pd_cluster.settings.requests import ChatConfig, RequestSettings
 from pd_cluster.settings.resume import ResumeSettings
 from pd_cluster.settings.routing import RoutingConfig
@@ -35,16 +35,17 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedCores(msgspec.Struct, frozen=True, kw_only=True):
-    """The ledger through which the ranks of one host lend each other cores; `first`: this instance's first rank.
+    """How the ranks of one host share its cores. `first`: this instance's first rank.
 
-    `least_nbytes`: of a model's files; ranks of a smaller one neither lend nor borrow.
+    `ledger`: the file through which they are lent, if `lending` is wanted. `binding`: whether steps have a home.
     """
 
     ledger: str
     first: int
     num_ranks: int
     num_cores: int
-    least_nbytes: int = 0
+    lending: CoreSharing
+    binding: CoreSharing
 
 
 class Credentials(msgspec.Struct, frozen=True):

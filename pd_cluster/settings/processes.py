@@ -20,7 +20,7 @@ from ranktable_tools.hosts import bracketed, is_host
 BASIC = partial(Setting, panel=Panel.BASIC, scope=Scope.SERVER)
 KV = partial(Setting, panel=Panel.KV, scope=Scope.WORKERS)
 SCHEDULER = partial(Setting, panel=Panel.SCHEDULER, scope=Scope.SERVER)
-CoreLending = Literal["auto", "on", "off"]
+CoreSharing = Literal["auto", "on", "off"]
 ServeRole = Literal["scheduler", "prefill", "decode", "encode"]
 SERVE_ROLES: tuple[ServeRole, ...] = get_args(ServeRole)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -105,13 +105,23 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = False
     lend_cores: Annotated[
-        CoreLending,
+        CoreSharing,
         Setting(
             "On a CPU, let steps use the cores of the host's other instances while these compute nothing: always on, "
             "off (each rank keeps its share, as with OMP_NUM_THREADS), or auto: on for models of 64 MB or more.",
             Panel.ENGINE,
             Scope.WORKERS,
             after="spawn",
+        ),
+    ] = "auto"
+    bind_cores: Annotated[
+        CoreSharing,
+        Setting(
+            "On a CPU whose cores several ranks share, run each rank's steps on its own share of them while it borrows "
+            "none, and read its weights into their memory: always on, off, or auto: on for models of 64 MB or more.",
+            Panel.ENGINE,
+            Scope.WORKERS,
+            after="lend_cores",
         ),
     ] = "auto"
     fast_collectives: Annotated[

@@ -5,17 +5,26 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from pd_cluster.devices.home import Home, as_list
 from tests.cluster.test_death import PROMPT, Streaming
 from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_all_same, random_prompt
 
 NUM_TOKENS = 1000
-FLAGS = ["--lend-cores=on", "--log-level=debug", "--dead-after=1", "--heartbeat-interval=0.2", "--num-blocks=2048"]
+FLAGS = [
+    "--lend-cores=on",
+    "--bind-cores=on",
+    "--log-level=debug",
+    "--dead-after=1",
+    "--heartbeat-interval=0.2",
+    "--num-blocks=2048",
+]
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: there is nothing to lend")
 
@@ -91,3 +100,35 @@ def test_a_rank_that_stands_still_holds_nobody_up(cluster: LiveCluster, model: P
     cluster.wait_until("the cluster is whole again", cluster.is_whole)
     complete_all(cluster, model, seed=3, num_requests=8)
     cluster.assert_home()
+
+
+def test_steps_run_on_the_cores_of_their_rank(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel sees the ranks of two instances from outside; without lending, so that no step ever roams."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    everywhere = os.sched_getaffinity(0)
+    prompt, num_tokens = random_prompt(random.Random(4), 700), 50
+    outputs: list[list[int]] = []
+    seen = threading.Event()
+    flags = ["--lend-cores=off", "--bind-cores=on"]
+    with LiveCluster(tmp_path, model, arguments=flags) as cluster:
+
+        def ask() -> None:
+            while not seen.is_set():
+                outputs.append(cluster.complete(prompt, num_tokens, ignore_eos=True))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            for index, name in enumerate(("prefill-0", "decode-0")):
+                (pid,), home = cluster.rank_pids(name), Home.of(index, 2, {}).cores
+                cluster.wait_until(
+                    f"{name} computes at home", lambda pid=pid, home=home: os.sched_getaffinity(pid) == home
+                )
+                cluster.wait_until(f"{name} is between steps", lambda pid=pid: os.sched_getaffinity(pid) == everywhere)
+                assert f"run on the cores {as_list(home)} while" in cluster.log_file(name).read_text()
+        finally:
+            seen.set()
+            asking.join(60.0)
+        cluster.assert_home()
+    assert_all_same(model, [prompt], [outputs[0]], [num_tokens])
+    assert all(output == outputs[0] for output in outputs)

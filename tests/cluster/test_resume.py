@@ -18,6 +18,7 @@ from tests.support.resuming import EventReader, data_of, id_of, resuming, token_
 pytestmark = pytest.mark.slow
 
 WINDOW_S = 4.0
+PATIENCE_S = 60.0
 DECODE = ("decode-0", "decode-1")
 KEY, FOREIGN = "of-one-client", "of-another"
 FLAGS = [f"--resume-window={WINDOW_S:g}", "--max-model-len=4096", "--num-blocks=1200", "--dead-after=2"]
@@ -225,7 +226,7 @@ def test_it_meets_ranks_preemption_stop_strings_and_guides(checkpoint: Callable[
             with EventReader(cluster.url, asks[at]) as reader:
                 events = reader.take(60)
             while not events[-1].endswith(b"[DONE]"):
-                with resuming(cluster.url, id_of(events[-1])) as reader:
+                with resuming(cluster.url, id_of(events[-1]), PATIENCE_S) as reader:
                     assert reader.answer.status_code == 200, reader.answer.text
                     events += reader.take(60)
             found[at] = events
@@ -236,26 +237,51 @@ def test_it_meets_ranks_preemption_stop_strings_and_guides(checkpoint: Callable[
         cluster.assert_home()
 
 
-@pytest.mark.timeout(180)
-def test_the_same_scheduler_started_again(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def patient(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """One scheduler over one prefill and two decode instances, which keep streams for longer than a test takes."""
     flags = ["--resume-window=120", "--max-model-len=4096", "--num-blocks=1200"]
     model = checkpoint("llama", max_position_embeddings=4096)
-    with LiveCluster(tmp_path, model, 1, 2, flags) as cluster:
-        with EventReader(cluster.url, ASK) as reader:
-            whole = [data_of(event) for event in reader]
-        with EventReader(cluster.url, ASK) as reader:
-            events = reader.take(30)
-            cluster.kill("scheduler")
-            cluster.await_exit("scheduler")
-        cluster.start_member("scheduler")
+    with LiveCluster(tmp_path_factory.mktemp("patient"), model, 1, 2, flags) as cluster:
+        yield cluster
 
-        def answers() -> bool:
-            with contextlib.suppress(httpx.ConnectError), resuming(cluster.url, id_of(events[-1])) as reader:
-                assert reader.answer.status_code == 200, reader.answer.text  # however few instances it knows yet
-                events.extend(reader)
-                return True
-            return False
 
-        cluster.wait_until("it listens", answers)
-        assert [data_of(event) for event in events] == whole
-        cluster.assert_home()
+@pytest.mark.timeout(180)
+def test_the_same_scheduler_started_again(patient: LiveCluster) -> None:
+    with EventReader(patient.url, ASK) as reader:
+        whole = [data_of(event) for event in reader]
+    with EventReader(patient.url, ASK) as reader:
+        events = reader.take(30)
+        patient.kill("scheduler")
+        patient.await_exit("scheduler")
+    patient.start_member("scheduler")
+
+    def answers() -> bool:
+        with contextlib.suppress(httpx.ConnectError), resuming(patient.url, id_of(events[-1])) as reader:
+            assert reader.answer.status_code == 200, reader.answer.text  # however few instances it knows yet
+            events.extend(reader)
+            return True
+        return False
+
+    patient.wait_until("it listens", answers)
+    assert [data_of(event) for event in events] == whole
+    patient.assert_home()
+
+
+@pytest.mark.timeout(180)
+def test_its_instance_is_silent_for_a_while(patient: LiveCluster) -> None:
+    with EventReader(patient.url, ASK) as reader:
+        whole = [data_of(event) for event in reader]
+    with EventReader(patient.url, ASK) as reader:
+        events = reader.take(5)
+        (name,) = decoding(patient)
+    patient.kill_rank(name, signal.SIGSTOP)
+    with resuming(patient.url, id_of(events[-1])) as reader:
+        assert reader.answer.status_code == 503
+    patient.kill_rank(name, signal.SIGCONT)
+    with resuming(patient.url, id_of(events[-1]), PATIENCE_S) as reader:
+        assert reader.answer.status_code == 200, reader.answer.text
+        events += list(reader)
+    assert [data_of(event) for event in events] == whole
+    patient.await_ready()
+    patient.assert_home()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
 import platform
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -322,6 +326,40 @@ def test_processes_that_race_build_one_file(tmp_path: Path, monkeypatch: pytest.
     assert build.build((*build.FLAGS, "-g0")) not in built
     (source / "kernels.h").write_text("")
     assert build.build(build.FLAGS) not in built
+
+
+def compiler(folder: Path, does: str) -> str:
+    """Writes a compiler that `does` something with "$out" before it compiles; returns its path."""
+    path = folder / "compiler"
+    path.write_text(f'#!/bin/sh\nout=; for each; do [ "$last" = -o ] && out=$each; last=$each; done\n{does}\n')
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_a_source_that_changes_while_it_is_compiled_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was compiled is the new source, or part of it; the name says the old one."""
+    source, changed = tmp_path / "kernels.c", tmp_path / "changed"
+    source.write_text("int number(void) { return 1; }\n")
+    changed.write_text("int number(void) { return 2; }\n")
+    changing = f'[ -z "$out" ] || [ ! -e {changed} ] || mv {changed} {source}\nexec gcc "$@"'
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", compiler(tmp_path, changing))
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    built = build.build(build.FLAGS)
+    assert ctypes.CDLL(str(built)).number() == 2
+    source.write_text("int number(void) { return 1; }\n")
+    assert ctypes.CDLL(str(build.build(build.FLAGS))).number() == 1
+
+
+def test_kernels_are_compiled_before_any_test(tmp_path: Path) -> None:
+    """No test's time limit has to allow for that."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", "tests/unit/test_sizes.py"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CC": compiler(tmp_path, "")}
+    subprocess.run(command, cwd=root, env=environment, capture_output=True, check=True, timeout=100)
+    assert [path.name[:8] for path in (tmp_path / "pd-cluster").iterdir()] == ["kernels-"]
 
 
 def refuse_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,10 +13,12 @@ import pytest
 import torch
 
 from pd_cluster.devices.cores import CoreLedger
+from pd_cluster.devices.home import Home
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.model.layers.linear import PackedLinear
 from pd_cluster.model.layers.ops import Heads, Norm
 from pd_cluster.model.runner import ModelRunner
+from pd_cluster.native.place import team_binding
 from pd_cluster.types import Order, Request, Sampling, TokenOutput
 from tests.model.test_cpu_kernels import LAYER, CpuOps, make_batch, make_rope, ops
 from tests.support.checkpoints import CONFIGS
@@ -139,4 +144,74 @@ def test_steps_whose_threads_change_at_every_layer(
     assert len(ledger.seen) > 2 * core.num_steps, "the threads were never changed within a step"
     assert set(ledger.seen) == {1, *THREADS}
     assert torch.get_num_threads() == ledger.own_threads, "the rest of a step has the rank's own threads"
+    ledger.close()
+
+
+# ---- where they run
+
+
+def allowed_in_this_process() -> list[frozenset[int]]:
+    """The cores of each thread of this process, as the kernel has them."""
+    found: list[frozenset[int]] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            found.append(frozenset(os.sched_getaffinity(int(task.name))))
+    return found
+
+
+@pytest.fixture
+def all_cores() -> Iterator[frozenset[int]]:
+    """The test's team may have been bound; it is not afterwards."""
+    cores = frozenset(os.sched_getaffinity(0))
+    yield cores
+    team_binding()(max(THREADS), cores)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: all threads are on it")
+def test_a_team_is_bound_whole_and_others_are_not(ops: CpuOps, all_cores: frozenset[int]) -> None:
+    one, other = sorted(all_cores)[:2]
+    idle = threading.Event()
+    bystander = threading.Thread(target=idle.wait, args=(60.0,))
+    bystander.start()
+    try:
+        for num_threads, cores in ((3, frozenset({one})), (2, frozenset({other})), (3, all_cores)):
+            before = allowed_in_this_process().count(cores)
+            team_binding()(num_threads, cores)
+            assert os.sched_getaffinity(0) == cores
+            assert allowed_in_this_process().count(cores) - before >= num_threads - 1
+            assert bystander.native_id is not None
+            assert os.sched_getaffinity(bystander.native_id) == all_cores
+        with pytest.raises(OSError, match="Invalid argument"):
+            team_binding()(2, frozenset({max(all_cores) + 4000}))
+    finally:
+        idle.set()
+        bystander.join(60.0)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: a home is all of them")
+def test_steps_that_move_between_their_home_and_all_cores(
+    ops: CpuOps, all_cores: frozenset[int], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One and two threads at home, more of them on all cores: the same tokens to the bit."""
+    folder = checkpoint("llama", **WIDE)
+    core = make_core(folder, device="cpu", num_blocks=64, max_num_batched_tokens=64)
+    expected = tokens_of(core)
+    placed: list[tuple[int, frozenset[int]]] = []
+
+    def spread(num_threads: int, cores: frozenset[int]) -> None:
+        team_binding()(num_threads, cores)
+        placed.append((num_threads, cores))
+
+    home_cores = frozenset({min(all_cores), max(all_cores) + 4000})  # the kernel leaves out what it does not have
+    home = Home(home_cores, all_cores, all_cores, lambda: 0.0, spread)
+    ledger = RandomLedger(tmp_path / "cores")
+    ledger.open()
+    core = make_core(folder, device="cpu", num_blocks=64, max_num_batched_tokens=64)
+    assert isinstance(core.runner, ModelRunner)
+    core.runner.threads.share(ledger)
+    core.runner.threads.settle(home)
+    assert tokens_of(core) == expected
+    assert {cores for _, cores in placed} == {home_cores, all_cores}
+    assert {num_threads for num_threads, cores in placed if cores == home_cores} == {2}
+    assert os.sched_getaffinity(0) == all_cores
     ledger.close()

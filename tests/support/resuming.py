@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,8 +20,14 @@ GIVEN = re.compile(
 )  # each request's own
 
 
+ASK_AGAIN_EVERY_S = 0.1
+
+
 class EventReader:
-    """One connection's events, each as its bytes without the blank line."""
+    """One connection's events, each as its bytes without the blank line.
+
+    `patience_s`: for so long it asks again where the answer is a 503, as clients do while an instance is away.
+    """
 
     def __init__(
         self,
@@ -27,17 +35,26 @@ class EventReader:
         body: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
         path: str = "/v1/completions",
+        patience_s: float = 0.0,
     ) -> None:
         self._client = httpx.Client(timeout=60, trust_env=False)
-        self._context = (
-            self._client.stream("GET", f"{url}/v1/streams", headers=headers)
+        self._asking = (
+            partial(self._client.stream, "GET", f"{url}/v1/streams", headers=headers)
             if body is None
-            else self._client.stream("POST", url + path, json={**body, "stream": True}, headers=headers)
+            else partial(self._client.stream, "POST", url + path, json={**body, "stream": True}, headers=headers)
         )
+        self._patience_s = patience_s
         self._buffer = b""
 
     def __enter__(self) -> EventReader:
-        self.answer = self._context.__enter__()
+        until_s = time.monotonic() + self._patience_s
+        while True:
+            self._context = self._asking()
+            self.answer = self._context.__enter__()
+            if self.answer.status_code != 503 or time.monotonic() > until_s:
+                break
+            self._context.__exit__(None, None, None)
+            time.sleep(ASK_AGAIN_EVERY_S)
         if self.answer.status_code == 200:
             self._parts = self.answer.iter_raw()
         else:
@@ -71,9 +88,9 @@ class EventReader:
         return [event for _, event in zip(range(number), self, strict=False)]
 
 
-def resuming(url: str, last_id: str, **headers: str) -> EventReader:
+def resuming(url: str, last_id: str, patience_s: float = 0.0, **headers: str) -> EventReader:
     """`last_id`: as the client's last event had it."""
-    return EventReader(url, headers={"last-event-id": last_id, **headers})
+    return EventReader(url, headers={"last-event-id": last_id, **headers}, patience_s=patience_s)
 
 
 def id_of(event: bytes) -> str:

@@ -9,7 +9,7 @@ import pytest
 from pd_cluster.bench.serve import ServeBench
 from pd_cluster.client.streaming import Sample
 from pd_cluster.errors import ConfigError, GenerationError
-from pd_cluster.lab.serve_against import Run, make_bench, results
+from pd_cluster.lab.serve_against import Round, Run, Steady, make_bench, results
 
 
 def sample(gaps_s: list[float], ttft_s: float = 0.5) -> Sample:
@@ -30,7 +30,10 @@ def test_a_run_is_what_clients_saw() -> None:
 def test_ratios_are_those_within_a_round() -> None:
     """A slow round is slow for all: the ratio of the medians would be another one."""
     fast, slow = Run(200, 100, 10, 13, 15), Run(100, 300, 20, 30, 31)
-    rounds = [{"split": fast, "vllm": Run(160, 150, 9, 10, 9)}, {"split": slow, "vllm": Run(90, 600, 20, 24, 20)}] * 2
+    rounds = [
+        Round({"split": fast, "vllm": Run(160, 150, 9, 10, 9)}, Steady(10, 12)),
+        Round({"split": slow, "vllm": Run(90, 600, 20, 24, 20)}, Steady(10, 14)),
+    ] * 2
     found = {each.name: each for each in results([*rounds, rounds[0]])}
     assert found["split / vllm: output tokens"].value == pytest.approx(1.25)
     assert found["vllm / split: mean TTFT"].value == pytest.approx(1.5)
@@ -38,6 +41,7 @@ def test_ratios_are_those_within_a_round() -> None:
     ratio = found["split: p99 / mean between tokens"]
     assert (ratio.value, ratio.goal, ratio.met) == (pytest.approx(1.3), 1.3, True)
     assert found["vllm: p99 / mean between tokens"].goal is None
+    assert found["constant work: p99 / mean"].value == pytest.approx(1.2)
 
 
 def test_flags() -> None:

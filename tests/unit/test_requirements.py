@@ -41,6 +41,7 @@ PROOF_NOT_APPLICABLE = re.compile(r"not applicable \((?:operator|vendor)\): \S.*
 # Modules with a stand-in for the engine: tests of what they make show what reaches an engine, not what it does.
 STAND_INS = (
     *("tests.support.playback", "tests.support.playback_offline", "tests.support.offline", "tests.support.toy_model"),
+    "tests.support.lmdeploy_engine",
     *("tests.support.router_world", "tests.support.elastic_world", "tests.support.handoff_world"),
 )
 UNESCAPED_PIPE = re.compile(r"(?<!\\)\|")

@@ -1,0 +1,52 @@
+"""LMDeploy's engine over one that plays back its answer, and whole turns of its sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster.messages import GenOut
+from pd_cluster.offline.lmdeploy import setup
+from pd_cluster.offline.lmdeploy.async_engine import AsyncEngine
+from pd_cluster.offline.lmdeploy.pipeline import pipeline
+from pd_cluster.offline.session import OfflineConfig
+from tests.support.playback_offline import PlaybackOffline
+
+ANSWER = "Hello there."
+NUM_TOKENS = len(ANSWER) + 1  # a byte each, and the one that ends it
+Make = Callable[..., tuple[AsyncEngine, PlaybackOffline]]
+
+
+@contextlib.contextmanager
+def engines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Yields `make(**arguments of pipeline)`, which makes an engine with constant answers, and the engine's fakes."""
+    made: list[PlaybackOffline] = []
+
+    def build(says: str = ANSWER, has_template: bool = True, **arguments: Any) -> tuple[AsyncEngine, PlaybackOffline]:
+        def offline(config: OfflineConfig) -> PlaybackOffline:
+            made.append(PlaybackOffline(folder, config, says, has_template))
+            return made[-1]
+
+        monkeypatch.setattr(setup, "Offline", offline)
+        return pipeline("/models/x", **arguments), made[-1]
+
+    yield build
+    for each in made:
+        each.close()
+    logging.getLogger("pd_cluster").setLevel(logging.NOTSET)
+
+
+async def steps_of(engine: AsyncEngine, *arguments: Any, **options: Any) -> list[GenOut]:
+    return [out async for out in engine.generate(*arguments, **options)]
+
+
+def turn(engine: AsyncEngine, *arguments: Any, **options: Any) -> GenOut:
+    """A whole one, on an event loop of its own."""
+    (out,) = asyncio.run(steps_of(engine, *arguments, stream_response=False, **options))
+    return out

@@ -1,0 +1,221 @@
+"""LMDeploy's sessions over an engine that plays back its answer: turns, steps, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster.errors import RequestError
+from pd_cluster.messages import GenOut
+from pd_cluster.pytorch import EngineConfig as PytorchConfig
+from tests.support.lmdeploy_engine import ANSWER, NUM_TOKENS, Make, engines, steps_of, turn
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    with engines(tmp_path, monkeypatch) as make:
+        yield make
+
+
+def test_generate_gives_its_steps_to_the_callers_own_event_loop(make: Make) -> None:
+    engine, _ = make()
+    threads = []
+
+    async def read() -> list[GenOut]:
+        found = []
+        async for out in engine.generate("hi", 1):
+            threads.append(threading.current_thread())
+            found.append(out)
+        return found
+
+    found = asyncio.run(read())
+    assert "".join(out.response for out in found) == ANSWER
+    assert [out.generate_token_len for out in found][-1] == NUM_TOKENS
+    assert found[-1].finish_reason == "stop"
+    assert set(threads) == {threading.main_thread()}
+
+
+def test_without_stream_response_everything_comes_at_once(make: Make) -> None:
+    engine, _ = make()
+    out = turn(engine, [{"role": "user", "content": "hi"}], 1)
+    assert (out.response, out.history_token_len, out.finish_reason) == (ANSWER, 0, "stop")
+
+
+def test_a_session_keeps_its_conversation_until_sequence_end(make: Make) -> None:
+    engine, offline = make()
+    turn(engine, "one", 5, sequence_end=False)
+    second = turn(engine, "two", 5, sequence_start=False)
+    assert offline.prompts[1] == f"<|user|>one<|assistant|>{ANSWER}<|user|>two<|assistant|>"
+    assert second.history_token_len == len(f"<|user|>one<|assistant|>{ANSWER}")
+    assert second.input_token_len == len("<|user|>two<|assistant|>")
+    assert set(offline.router.sessions) == {"session-5"}
+    with pytest.raises(RequestError, match="there is no session 5; begin it with sequence_start=True"):
+        turn(engine, "three", 5, sequence_start=False)
+
+
+def test_a_session_of_texts_goes_on_from_its_tokens(make: Make) -> None:
+    engine, offline = make()
+    turn(engine, "one", 5, sequence_end=False, do_preprocess=False)
+    turn(engine, " two", 5, sequence_start=False, sequence_end=False, do_preprocess=False)
+    assert offline.prompts[1] == f"one{ANSWER} two"
+    with pytest.raises(RequestError, match="session 5 began without a chat template"):
+        turn(engine, "three", 5, sequence_start=False)
+
+
+def test_step_goes_back_to_a_turns_end(make: Make) -> None:
+    engine, offline = make()
+    for text in ("one", "two"):
+        last = turn(engine, text, 5, sequence_start=text == "one", sequence_end=False)
+    turn(engine, "again", 5, sequence_start=False, sequence_end=False, step=last.history_token_len)
+    assert offline.prompts[2] == f"<|user|>one<|assistant|>{ANSWER}<|user|>again<|assistant|>"
+    with pytest.raises(RequestError, match="step: 3 is no turn's end in session 5; they are at 0, 36, "):
+        turn(engine, "again", 5, sequence_start=False, step=3)
+
+
+def test_sequence_start_begins_anew(make: Make) -> None:
+    engine, offline = make()
+    turn(engine, "one", 5, sequence_end=False)
+    turn(engine, "two", 5)
+    assert offline.prompts[1] == "<|user|>two<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options"),
+    [
+        ([{"role": "", "content": "x"}], {"sequence_start": False}),
+        ([{"role": "", "content": "x"}], {"sequence_start": True}),
+        ("x", {"sequence_start": True, "step": 3}),
+        ("x", {"sequence_start": False, "do_preprocess": False}),
+        ([{"role": "", "content": "x"}], {"sequence_start": False, "step": 36}),
+    ],
+)
+def test_a_turn_that_is_refused_leaves_the_session_as_it_was(
+    make: Make, messages: Any, options: dict[str, Any]
+) -> None:
+    engine, offline = make()
+    turn(engine, "one", 5, sequence_end=False)
+    second = turn(engine, "two", 5, sequence_start=False, sequence_end=False)
+    with pytest.raises(RequestError):
+        turn(engine, messages, 5, **options)
+    turn(engine, "three", 5, sequence_start=False)
+    assert second.history_token_len == 36
+    talk = f"<|user|>one<|assistant|>{ANSWER}<|user|>two<|assistant|>{ANSWER}<|user|>three<|assistant|>"
+    assert offline.prompts[-1] == talk
+
+
+def test_a_session_that_was_refused_at_its_start_is_none(make: Make) -> None:
+    engine, _ = make()
+    with pytest.raises(RequestError, match=r"^messages.0.role: ''"):
+        turn(engine, [{"role": "", "content": "x"}], 5, sequence_end=False)
+    with pytest.raises(RequestError, match="there is no session 5"):
+        turn(engine, "two", 5, sequence_start=False)
+
+
+@pytest.mark.parametrize("session_id", [None, [], 1.5, "a", True])
+def test_a_session_id_is_a_whole_number(make: Make, session_id: Any) -> None:
+    engine, _ = make()
+    with pytest.raises(RequestError, match=r"^session_id: .* must be a whole number"):
+        turn(engine, "hi", session_id)
+
+
+@pytest.mark.parametrize("how", ["stop_session", "generate", "get_generator"])
+def test_a_session_that_answers_can_be_stopped(make: Make, how: str) -> None:
+    engine, offline = make()
+
+    async def run() -> list[GenOut]:
+        offline.router.holds = True
+        found = []
+        async with asyncio.timeout(20):
+            async for out in engine.generate("one", 5, sequence_end=False):
+                found.append(out)
+                if len(found) == 1:
+                    if how == "stop_session":
+                        engine.stop_session(5)
+                    elif how == "generate":
+                        assert [each.response async for each in engine.generate("", 5, stop=True)] == [""]
+                    else:
+                        waiting = asyncio.create_task(engine.get_generator(True, 5))
+            if how == "get_generator":
+                assert (await waiting).session_id == 5
+        return found
+
+    found = asyncio.run(run())
+    assert [out.response for out in found] == [ANSWER[0], ""]
+    assert found[-1].finish_reason == "abort"
+    assert offline.router.was_closed
+    offline.router.holds = False
+    turn(engine, "two", 5, sequence_start=False)
+    assert offline.prompts[1] == f"<|user|>one<|assistant|>{ANSWER[0]}<|user|>two<|assistant|>"
+
+
+def test_a_session_answers_one_turn_at_a_time(make: Make) -> None:
+    engine, offline = make()
+    offline.router.holds = True
+
+    async def run() -> None:
+        async with asyncio.timeout(20):
+            steps = engine.generate("one", 5)
+            await anext(steps)
+            with pytest.raises(RequestError, match="session 5 is answering; wait for its end, or stop_session"):
+                await steps_of(engine, "two", 5)
+            engine.end_session(5)
+            assert [out.finish_reason async for out in steps] == ["abort"]
+
+    asyncio.run(run())
+    with pytest.raises(RequestError, match="there is no session 5"):
+        turn(engine, "three", 5, sequence_start=False)
+
+
+def test_a_caller_that_leaves_ends_the_work(make: Make) -> None:
+    engine, offline = make()
+    offline.router.holds = True
+
+    async def run() -> None:
+        async with asyncio.timeout(20):
+            steps = engine.generate("one", 5)
+            await anext(steps)
+            await steps.aclose()
+
+    asyncio.run(run())
+    assert offline.router.was_closed
+
+
+def test_get_generator_is_a_handle_of_its_session(make: Make) -> None:
+    engine, offline = make()
+
+    async def run() -> None:
+        generator = await engine.get_generator(False, 8)
+        async for _ in generator.generate("one", sequence_end=False):
+            pass
+        async for _ in generator.generate("two", sequence_start=False, sequence_end=False):
+            pass
+        generator.end()
+
+    asyncio.run(run())
+    assert offline.prompts[1].startswith("<|user|>one<|assistant|>")
+    with pytest.raises(RequestError, match="there is no session 8"):
+        turn(engine, "three", 8, sequence_start=False)
+
+
+def test_a_prompt_beyond_the_session_says_so_and_leaves_the_session_as_it_was(make: Make) -> None:
+    engine, offline = make(backend_config=PytorchConfig(session_len=80))
+    turn(engine, "one", 5, sequence_end=False)
+    out = turn(engine, "x" * 100, 5, sequence_start=False, sequence_end=False)
+    assert (out.response, out.finish_reason, out.generate_token_len) == ("", "length", 0)
+    turn(engine, "two", 5, sequence_start=False)
+    assert offline.prompts[-1] == f"<|user|>one<|assistant|>{ANSWER}<|user|>two<|assistant|>"
+
+
+def test_many_sessions_answer_at_once(make: Make) -> None:
+    engine, offline = make()
+
+    async def run() -> list[list[GenOut]]:
+        return await asyncio.gather(*[steps_of(engine, f"prompt {at}", at) for at in range(40)])
+
+    assert all("".join(out.response for out in found) == ANSWER for found in asyncio.run(run()))
+    assert len(offline.prompts) == 40

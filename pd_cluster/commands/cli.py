@@ -33,6 +33,7 @@ from pd_cluster.settings.flag_file import expanded
 from pd_cluster.settings.flags import choice_of_model, judge, normalize, split_keys, split_values
 from pd_cluster.settings.options import USUAL, ServeOptions, settings
 from pd_cluster.settings.routing import MAX_SCHEDULERS
+from pd_cluster.settings.vllm_variables import warnings_of
 from pd_cluster.transport import table as transports
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, *
     gc.disable()  # until all is imported: modules stay, and scanning them takes a tenth of the time
     from pd_cluster.commands.serve import run
 
-    run(ServeOptions(**given), _warn_extras(context), dict(os.environ))
+    run(ServeOptions(**given), [*_warn_extras(context), *warnings_of(os.environ)], dict(os.environ))
 
 
 @app.command(rich_help_panel=SERVE)

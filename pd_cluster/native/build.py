@@ -22,6 +22,7 @@ FLAGS = (
 )
 COMPILE_DEADLINE_S = 180.0  # a few seconds, but not where many processes share a core
 VERSION_DEADLINE_S = 60.0
+MOST_TRIES = 3  # of a compilation during which a source changes
 OPENMP = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
 
 
@@ -71,9 +72,11 @@ def build(flags: tuple[str, ...]) -> Path:
     compiler = shutil.which(os.environ.get("CC") or "gcc") or shutil.which("cc")
     if compiler is None:
         raise KernelsUnavailable("no C compiler (gcc or cc) on PATH")
-    while not (target := _target(compiler, flags)).exists():
-        _compile(compiler, flags, target)
-    return target
+    for _ in range(MOST_TRIES):
+        target = _target(compiler, flags)
+        if target.exists() or _compile(compiler, flags, target):
+            return target
+    raise KernelsUnavailable(f"{FOLDER} changed during each of {MOST_TRIES} compilations")
 
 
 def _target(compiler: str, flags: tuple[str, ...]) -> Path:
@@ -107,8 +110,11 @@ def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
     return digest.hexdigest()[:24]
 
 
-def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
-    """Makes `target`, unless a source changes meanwhile: what was compiled is then not what its name says."""
+def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> bool:
+    """Makes `target`, unless a source changes meanwhile: what was compiled is then not what its name says.
+
+    Returns whether it is there.
+    """
     try:
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".kernels-", suffix=".so")
     except OSError as error:
@@ -116,8 +122,10 @@ def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
     os.close(handle)
     try:
         _run([compiler, *flags, str(FOLDER / "kernels.c"), "-o", name, "-lm"], COMPILE_DEADLINE_S)
-        if _target(compiler, flags) == target:
-            os.replace(name, target)
+        if _target(compiler, flags) != target:
+            return False
+        os.replace(name, target)
+        return True
     finally:
         Path(name).unlink(missing_ok=True)
 

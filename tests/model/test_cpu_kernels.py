@@ -353,6 +353,16 @@ def test_a_source_that_changes_while_it_is_compiled_is_compiled_again(
     assert ctypes.CDLL(str(build.build(build.FLAGS))).number() == 1
 
 
+def test_sources_that_change_all_the_time_are_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kernels.c").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", compiler(tmp_path, f'[ -z "$out" ] || echo "//" >>{tmp_path}/kernels.c'))
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    with pytest.raises(build.KernelsUnavailable, match="changed during each of 3 compilations"):
+        build.build(build.FLAGS)
+    assert list((tmp_path / "cache" / "pd-cluster").iterdir()) == []
+
+
 def test_kernels_are_compiled_before_any_test(tmp_path: Path) -> None:
     """No test's time limit has to allow for that."""
     root = Path(__file__).parents[2]

@@ -27,6 +27,7 @@ PdClusterError
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Self
 
@@ -207,3 +208,9 @@ class OutOfBlocks(PdClusterError):
 def first_line(error: BaseException) -> str:
     """Returns the first line of another library's error, cut to fit one line of an error of ours."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def listening_fault(error: Exception) -> str:
+    """Returns why an address cannot be listened at, and for a taken port the way out."""
+    is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    return "the port is taken; stop what listens there or choose another" if is_taken else str(error)

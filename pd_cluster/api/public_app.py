@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ def shown_name(service: TextService) -> str:
 
 def short_name(name: str, model: str) -> str:
     """Returns the name; for a model without a served one, which is served under its path, the path's end."""
-    return Path(name).name if name == model and Path(name).is_absolute() else name
+    is_path = name == model and (Path(name).is_absolute() or Path(name).is_dir())
+    return Path(os.path.abspath(name)).name if is_path else name
 
 
 def _common_routes(entrance: Entrance, instances: list[Instance], drain: Drain) -> APIRouter:

@@ -80,7 +80,7 @@ def print_instances(admin_url: str, entries: Entries) -> None:
     headers = ["instance", "role", "state", "pid", "address", "run", "wait", "free/cached/held of blocks"]
     headers += ["prefix hits", "KV sent", "KV received", "links"]
     print_table(
-        f"{len(entries)} instances at {admin_url}",
+        f"{len(entries)} instance{'' if len(entries) == 1 else 's'} at {admin_url}",
         headers,
         [_row(entry) for entry in entries],
         right=("pid", "run", "wait", "prefix hits", "KV sent", "KV received"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import importlib
 import mimetypes
 import sys
 from collections.abc import Callable
@@ -15,8 +17,13 @@ import httpx
 from pd_cluster.client.streaming import Sample, make_client, measure
 from pd_cluster.errors import ConfigError, PdClusterError
 
-HELP = "/new forgets what was said, /image FILE adds a picture to the next message, /exit or Ctrl-D ends"
+HELP = (
+    "/new forgets what was said, /image FILE adds a picture to the next message, Ctrl-C stops an answer, "
+    "/exit or Ctrl-D ends"
+)
 CONNECT_TIMEOUT_S = 5.0
+ANSWER_DEADLINE_S = 3600.0  # a server's --request-timeout ends an answer much earlier, and Ctrl-C at any time
+NOT_UTF8 = "the question is not UTF-8 text"
 MAX_IMAGE_NBYTES = 24 << 20
 LEAST_RATED_TOKENS, LEAST_RATED_S = 8, 0.05  # of fewer, or in less time, a rate says nothing
 Say = Callable[[str], None]
@@ -26,7 +33,7 @@ class Chat:
     """One conversation. `say` gets text as it arrives; `note` gets lines about it."""
 
     def __init__(self, url: str, model: str, options: dict[str, Any], system: str, say: Say, note: Say) -> None:
-        self._url, self._model, self._options = url.rstrip("/"), model, options
+        self._url, self.model, self._options = url.rstrip("/").removesuffix("/v1"), model, options
         self._system = [{"role": "system", "content": system}] if system else []
         self._said: list[dict[str, Any]] = []
         self._images: list[str] = []
@@ -40,14 +47,33 @@ class Chat:
         """Adds a picture to the next message. Raises ConfigError."""
         self._images.append(data_url(file))
 
+    async def find_server(self, client: httpx.AsyncClient) -> None:
+        """Takes the first model that the server lists, if none was named: a server may require a name.
+
+        Raises PdClusterError if no server answers, which nobody wants to read after a long question.
+        """
+        try:
+            answer = await client.get(f"{self._url}/v1/models", timeout=CONNECT_TIMEOUT_S)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise PdClusterError(
+                f"no server answers at {self._url}: {str(error) or type(error).__name__}; give its public address with "
+                f"--url, or start one: `pd-cluster up`"
+            ) from None
+        self.model = self.model or _first_model(answer)
+
     async def ask(self, client: httpx.AsyncClient, text: str) -> Sample:
-        """Asks and prints the answer; a failed question is forgotten."""
+        """Asks and prints the answer; a failed question is forgotten. Raises ConfigError if `text` is not UTF-8."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(NOT_UTF8) from None
         images = [{"type": "image_url", "image_url": {"url": url}} for url in self._images]
         content: Any = [*images, {"type": "text", "text": text}] if images else text
         body = {"messages": [*self._system, *self._said, {"role": "user", "content": content}], **self._options}
-        if self._model:
-            body["model"] = self._model
-        sample = await measure(client, f"{self._url}/v1/chat/completions", body, self._say, resumes=True)
+        if self.model:
+            body["model"] = self.model
+        address = f"{self._url}/v1/chat/completions"
+        sample = await measure(client, address, body, self._say, deadline_s=ANSWER_DEADLINE_S, resumes=True)
         self._images.clear()
         if sample.text:
             self._say("\n")
@@ -55,6 +81,14 @@ class Chat:
             self._said += [{"role": "user", "content": content}, {"role": "assistant", "content": sample.text}]
             self._note(timings(sample))
         return sample
+
+
+def _first_model(answer: httpx.Response) -> str:
+    """Returns "" for a server that lists none, or lists them to others: the question is then refused with a reason."""
+    try:
+        return str(answer.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        return ""
 
 
 def timings(sample: Sample) -> str:
@@ -82,59 +116,61 @@ def data_url(file: str) -> str:
 
 def run(url: str, model: str, question: str, images: list[str], system: str, options: dict[str, Any]) -> None:
     """Asks one question, or as many as stdin has lines. Raises PdClusterError for a question that failed, unless a
-    person can ask again.
+    person can ask again, and KeyboardInterrupt unless an answer was stopped so.
     """
-    asyncio.run(_run(url, model, question, images, system, options))
 
-
-async def _run(url: str, model: str, question: str, images: list[str], system: str, options: dict[str, Any]) -> None:
     def note(line: str) -> None:
         print(f"[{line}]", file=sys.stderr, flush=True)
 
     chat = Chat(url, model, options, system, lambda text: print(text, end="", flush=True), note)
     for file in images:
         chat.show(file)
-    async with make_client() as client:
-        await _check_there(client, url)
-        if question:
-            _raise_failure(await chat.ask(client, question))
-            return
-        is_person = sys.stdin.isatty()
-        if is_person:
-            note(HELP)
-        while (line := await _read_line(is_person)) is not None:
-            try:
-                await _take(chat, client, line, is_person)
-            except PdClusterError as error:
-                if not is_person:
-                    raise
-                note(str(error))
+    client = make_client()
+    # Lines are read between two runs of the loop, in this thread: only there can Ctrl-C interrupt the reading.
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(chat.find_server(client))
+            if question:
+                _raise_failure(runner.run(chat.ask(client, question)))
+            elif sys.stdin.isatty():
+                _talk(chat, client, runner, note)
+            else:
+                while (line := _read_line("")) is not None:
+                    if line:
+                        _raise_failure(runner.run(chat.ask(client, line)))
+        finally:
+            runner.run(client.aclose())
 
 
-async def _check_there(client: httpx.AsyncClient, url: str) -> None:
-    """Raises PdClusterError if no server answers, which nobody wants to read after a long question."""
+def _talk(chat: Chat, client: httpx.AsyncClient, runner: asyncio.Runner, note: Say) -> None:
+    """Answers a person, whose terminal it is, until the end of the input."""
+    with contextlib.suppress(ImportError):  # a Python that was built without it cannot edit lines
+        importlib.import_module("readline")  # gives `input` a history, keys to edit with, and lines of any length
+    note(HELP)
+    while True:
+        try:
+            if (line := _read_line("> ")) is None or line in ("/exit", "/quit"):
+                return
+            word, _, rest = line.partition(" ")
+            if word == "/new":
+                chat.forget()
+            elif word == "/image":
+                chat.show(rest.strip())
+            elif word.startswith("/"):
+                note(HELP)
+            elif line:
+                _ask(chat, client, runner, line)
+        except PdClusterError as error:
+            note(str(error))
+
+
+def _ask(chat: Chat, client: httpx.AsyncClient, runner: asyncio.Runner, line: str) -> None:
+    """Raises PdClusterError for a question that failed or was stopped."""
     try:
-        await client.get(f"{url.rstrip('/')}/live", timeout=CONNECT_TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise PdClusterError(
-            f"no server answers at {url}: {str(error) or type(error).__name__}; give its public address with --url, "
-            f"or start one: `pd-cluster up`"
-        ) from None
-
-
-async def _take(chat: Chat, client: httpx.AsyncClient, line: str, is_person: bool) -> None:
-    """Does what a line says. Raises PdClusterError for a question that failed."""
-    word, _, rest = line.partition(" ")
-    if not line:
-        return
-    if is_person and word == "/new":
-        chat.forget()
-    elif is_person and word == "/image":
-        chat.show(rest.strip())
-    elif is_person and word.startswith("/"):
-        print(f"[{HELP}]", file=sys.stderr)
-    else:
-        _raise_failure(await chat.ask(client, line))
+        _raise_failure(runner.run(chat.ask(client, line)))
+    except KeyboardInterrupt:
+        print()
+        raise PdClusterError("stopped; question and answer are forgotten") from None
 
 
 def _raise_failure(sample: Sample) -> None:
@@ -142,10 +178,13 @@ def _raise_failure(sample: Sample) -> None:
         raise PdClusterError(sample.error)
 
 
-async def _read_line(is_person: bool) -> str | None:
-    """Returns the next line without its end; None at the end of the input, and at /exit or /quit."""
+def _read_line(prompt: str) -> str | None:
+    """Returns the next line without its end; None at the end of the input. Raises ConfigError."""
     try:
-        line = (await asyncio.to_thread(input, "> " if is_person else "")).strip()
+        return input(prompt).strip()
+    except UnicodeDecodeError:
+        raise ConfigError(NOT_UTF8) from None
     except EOFError:
+        if prompt:
+            print()
         return None
-    return None if is_person and line in ("/exit", "/quit") else line

@@ -182,16 +182,23 @@ def write_public(file: Path, content: Node | TrustedNodes) -> None:
 
 
 def trusting(known: TrustedNodes, given: Node, file: Path) -> TrustedNodes:
-    """Returns the list with a node's public part: its keys before those that it has there. Raises ConfigError."""
-    if (revoked := known.revocation_of(given.node, [each.key for each in given.keys])) is not None:
+    """Returns the list with a node's public part: its keys before those that it has there, revoked ones left out.
+
+    Raises ConfigError if no other key is left.
+    """
+    fresh = [each for each in given.keys if known.revocation_of(given.node, [each.key]) is None]
+    if not fresh:
+        revoked = known.revocation_of(given.node, [each.key for each in given.keys])
+        assert revoked is not None
         raise ConfigError(
-            f"{file}: a key of node {given.node} was revoked at {revoked.at}, and cannot be trusted again; {NEW}"
+            f"{file}: key {revoked.public[:12]} of node {given.node} was revoked at {revoked.at}, and cannot be "
+            f"trusted again; `pd-cluster keys node rotate {given.node} --folder FOLDER` makes another"
         )
     before = known.find(given.node)
-    own = {each.public for each in given.keys}
+    own = {each.public for each in fresh}
     kept = [each for each in before.keys if each.public not in own] if before is not None else []
     hosts = given.hosts or (before.hosts if before is not None else [])
-    node = Node(given.node, [*given.keys, *kept][: wire.MOST_NODE_KEYS], hosts)
+    node = Node(given.node, [*fresh, *kept][: wire.MOST_NODE_KEYS], hosts)
     nodes = [node if each.node == given.node else each for each in known.nodes]
     return TrustedNodes(1, nodes if before is not None else [*nodes, node], known.revoked)
 

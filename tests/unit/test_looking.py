@@ -172,7 +172,9 @@ def test_a_chat_remembers_answers_and_forgets_failures(monkeypatch: pytest.Monke
         Sample(text="8", num_output_tokens=1),
     ]
 
-    async def measure(client: object, url: str, body: dict[str, Any], on_text: Any, resumes: bool) -> Sample:
+    async def measure(
+        client: object, url: str, body: dict[str, Any], on_text: Any, deadline_s: float, resumes: bool
+    ) -> Sample:
         assert resumes
         bodies.append(body)
         return answers[len(bodies) - 1]

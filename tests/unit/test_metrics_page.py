@@ -13,8 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pd_cluster.api.admin import metric_tables as tables
-from pd_cluster.api.admin.metrics import metrics_of, metrics_routes
+from pd_cluster.api.admin.metrics import AdapterNaming, metrics_of, metrics_routes
 from pd_cluster.api.gate.drain import Drain
+from pd_cluster.api.public_app import short_name
 from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Outcome, RequestStats, added
 from pd_cluster.cluster.tenancy.tenants import MAX_NAMED, with_names
 from pd_cluster.errors import Unavailable
@@ -72,7 +73,7 @@ def page() -> str:
         section("Of each instance", OF_INSTANCES, OF_EACH),
         section("Of requests", OF_REQUESTS, [*tables.REQUEST_COUNTERS, *tables.HISTOGRAMS]),
         section("Of each tenant", OF_TENANTS, list(tables.TENANT_COUNTERS)),
-        section("Of the cluster", OF_CLUSTER, list(tables.CLUSTER_GAUGES)),
+        section("Of the cluster", OF_CLUSTER, [*tables.CLUSTER_GAUGES, tables.ADAPTERS]),
     ]
     return "\n".join(parts)
 
@@ -112,10 +113,11 @@ def told(stats: Stats | None = None) -> dict[str, dict[tuple[str, ...], float]]:
     instance.load = Load(num_blocks=10, num_held_blocks=5, num_exporting=2, num_landing=1, num_leaked_blocks=4)
     counts = AllStats(stats or Stats(), Busy(3, 4, 2), 2)
     text = metrics_of([instance, ready("decode-0")], "tiny", counts, Busy(0, 5, 7)).decode()
+    text += AdapterNaming({}, 4).metric().decode()
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            assert sample.labels.pop("model_name") == "tiny"
+            assert family.name == tables.ADAPTERS.name or sample.labels.pop("model_name") == "tiny"
             found.setdefault(sample.name, {})[tuple(sample.labels[name] for name in sorted(sample.labels))] = (
                 sample.value
             )
@@ -135,6 +137,26 @@ def test_all_that_is_on_the_page_is_told_and_nothing_else() -> None:
     found = told(stats.snapshot())
     families = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in found}
     assert families == named
+
+
+def test_a_model_under_its_path_is_named_by_the_paths_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "models")
+    for path in (str(tmp_path / "models" / "tiny"), "../models/tiny", "tiny/", "./tiny/.", "/gone/tiny"):
+        assert short_name(path, path) == "tiny"
+    for name in ("org/tiny", "hf:org/tiny"):
+        assert short_name(name, name) == name
+    assert short_name("served/as", "tiny") == "served/as"
+
+
+def test_every_definition_is_on_the_page() -> None:
+    defined: list[Any] = []
+    for each in vars(tables).values():
+        defined += each if isinstance(each, tuple) else [each]
+    kinds = (tables.OfInstance, tables.OfInstanceParts, tables.OfInstanceSteps, tables.OfRequests, tables.OfCluster)
+    names = {shown(each) for each in defined if isinstance(each, kinds)}
+    assert len(names) > 50
+    assert not {name for name in names if f"| `{name}` |" not in PAGE.read_text("utf-8")}
 
 
 def test_all_that_is_counted_is_told() -> None:

@@ -217,10 +217,25 @@ def test_a_revoked_key_is_never_trusted_again(world: World) -> None:
     known = read_trusted_nodes(world.file)
     assert [each.node for each in known.nodes] == ["b"]
     said = world.fails("trust", world.folder / "a.pub", "--file", world.file)
-    assert f"{world.file}: a key of node a was revoked at 20" in said
+    (old,) = read_node_keys(Path(world.key("a"))).public
+    assert f"{world.file}: key {old.hex()[:12]} of node a was revoked at 20" in said
+    assert "`pd-cluster keys node rotate a --folder FOLDER` makes another" in said
     assert "has no node 'a'; there is b" in world.fails("revoke", "a", "--file", world.file)
     world.run("retire", "b", "--file", world.file)
     assert read_trusted_nodes(world.file).revoked == known.revoked
+
+
+def test_a_withdrawn_host_comes_back_with_another_key(world: World) -> None:
+    """As docs/operations.md says: rotate, then trust. The old key is in NODE.pub still, and stays refused."""
+    world.run("revoke", "a", "--file", world.file)
+    world.run("rotate", "a", "--folder", world.folder)
+    new, old = read_node_keys(Path(world.key("a"))).public
+    world.run("trust", world.folder / "a.pub", "--file", world.file)
+    known = read_trusted_nodes(world.file)
+    found = known.find("a")
+    assert found is not None
+    assert [each.key for each in found.keys] == [new]
+    assert [each.public for each in known.revoked] == [old.hex()]
 
 
 @pytest.mark.parametrize(

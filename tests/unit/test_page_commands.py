@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,9 +18,11 @@ from ranktable_tools import cli as ranktable_cli
 from tests.support.page_commands import PAGES, ROOT, commands_of
 from tests.support.serve_command import serve_command
 
-SPAN = re.compile(r"`((?:pd-cluster|pd-ranktable) [^`\n]+)`")
 COMMAND = whole_command()
-OPEN = re.compile(r"…|\||\[|\.\.\.|\{")  # of a span that is a pattern, not a command
+NAMES = "|".join(COMMAND.commands)
+SPAN = re.compile(rf"`((?:pd-cluster|pd-ranktable|{NAMES}) [^`\n]+)`")
+COMMAND_LINE = re.compile(r"^ *(pd-cluster|pd-ranktable|sh|curl|python|docker|kubectl|helm) ", re.MULTILINE)
+OPEN = re.compile(r"…|\||\[|\.\.\.|\{| / |\bN\b")  # of a span that is a pattern, not a command
 
 
 def lines(page: Path) -> Iterator[tuple[str, bool]]:
@@ -28,7 +32,7 @@ def lines(page: Path) -> Iterator[tuple[str, bool]]:
         yield command, True
     for span in SPAN.findall(re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)):
         if not OPEN.search(span):
-            yield span, False
+            yield span if span.startswith("pd-") else f"pd-cluster {span}", False
 
 
 def parse(words: list[str], is_whole: bool) -> None:
@@ -52,6 +56,17 @@ def parse(words: list[str], is_whole: bool) -> None:
         parse(["serve", *flags], is_whole)
 
 
+def parse_ranktable(words: list[str], is_whole: bool) -> None:
+    """Raises what the command line would, AssertionError in the place of an exit."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            assert ranktable_cli.main(words) == 0
+    except SystemExit:
+        left_out = not is_whole and re.search("are required|expected .*argument", said.getvalue())
+        assert left_out, said.getvalue()
+
+
 def words_of(line: str) -> list[str]:
     """Returns a command line's words, without variables in front and a redirection behind."""
     words = shlex.split(line.replace("\\\n", " "), comments=True)
@@ -69,10 +84,11 @@ def test_command_lines_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         try:
             if program == "pd-cluster":
                 parse(words[1:], is_whole)
-            elif program == "pd-ranktable" and is_whole:
-                assert ranktable_cli.main(words[1:]) == 0
+            elif program == "pd-ranktable":
+                parse_ranktable(words[1:], is_whole)
         except (Exception, SystemExit) as error:
-            raise AssertionError(f"{line}: {error}") from error
+            if is_whole or "requires an argument" not in str(error):  # a span may name a flag without its value
+                raise AssertionError(f"{line}: {error}") from error
 
 
 @pytest.mark.parametrize(
@@ -82,6 +98,15 @@ def test_command_lines_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_wrong_one_does_not(line: str) -> None:
     with pytest.raises(Exception, match=r"No such|no such|unknown flag|valid integer"):
         parse(words_of(line)[1:], is_whole=True)
+
+
+@pytest.mark.parametrize(
+    "line", ["pd-ranktable --group 1000", "pd-ranktable gem", "pd-ranktable gen --grup 4", "pd-ranktable show a b"]
+)
+def test_a_wrong_one_of_rank_tables_does_not(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranktable_cli, "_run", lambda parser, args: 0)
+    with pytest.raises(AssertionError, match=r"unknown|unrecognized"):
+        parse_ranktable(words_of(line)[1:], is_whole=False)
 
 
 @pytest.mark.parametrize("flag", ["--quantization=int8", "--kv_cache_dtype"])
@@ -102,7 +127,15 @@ def test_up_says_where_flags_of_instances_go(
 def test_no_command_is_in_a_block_without_a_language(page: Path) -> None:
     """Otherwise no test would read it."""
     for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
-        assert language or not re.search(r"^ *(pd-cluster|pd-ranktable|sh|curl|python) ", block, re.MULTILINE), block
+        assert language or not COMMAND_LINE.search(block), block
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_command_is_in_an_indented_block(page: Path) -> None:
+    """No test would read it either."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"(?<=\n\n)((?: {4}.*\n)+)", text)
+    assert not [block for block in blocks if COMMAND_LINE.search(block)]
 
 
 def test_there_are_many() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,9 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 REFERENCE = re.compile(r"^\[[^\]]+\]: (\S+)", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 NAMED = re.compile(r'<a id="([^"]+)">')
+
+
+OF_OTHERS = re.compile(r"npu_fusion_attention|(?:UCX|OTEL)_[A-Z_]+")  # names in other software
 
 
 def name_of(page: Path) -> str:
@@ -94,3 +99,71 @@ def test_a_page_names_modules_that_exist(page: Path) -> None:
     found = re.findall(r"`(?:pd_cluster/)?(\w+(?:/\w+)+)(?:\.\w+)?/?`", page.read_text("utf-8"))
     paths = [PACKAGE / name for name in found if name.split("/")[0] in top]
     assert [path for path in paths if not path.is_dir() and not path.with_suffix(".py").exists()] == []
+
+
+def spans(page: Path) -> set[str]:
+    """Returns what stands in backticks, outside of blocks of code."""
+    return set(re.findall(r"`([^`\n]+)`", CODE_BLOCK.sub("", page.read_text("utf-8"))))
+
+
+@functools.cache
+def sources() -> dict[Path, str]:
+    """Returns the text of everything that is no page: code, scripts, settings of deployments."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    kinds, own = re.compile(r"\.(py|sh|c|h|js|css|html|ya?ml|tpl|toml)$"), Path(__file__).name
+    files = [ROOT / name for name in listed.split("\0") if kinds.search(name) and not name.endswith(own)]
+    return {file: file.read_text("utf-8") for file in files if file.is_file()}
+
+
+@functools.cache
+def words() -> set[str]:
+    return {word for text in sources().values() for word in re.findall(r"[A-Za-z]\w+", text)}
+
+
+@functools.cache
+def members(name: str) -> set[str] | None:
+    """Returns methods and fields of a class of pd_cluster, its bases' among them; None: there is no such class."""
+    found: set[str] = set()
+    head = re.compile(rf"^class {name}\b(?:\[.*?\])?(?:\((.*?)\))?:\n((?:(?: .*)?\n)*)", re.MULTILINE)
+    for file, text in sources().items():
+        if f"class {name}" in text and PACKAGE in file.parents and (match := head.search(text)) is not None:
+            found |= set(re.findall(r"(?:^    (?:async )?(?:def )?|self\.)(\w+)", match[2], re.MULTILINE))
+            bases = re.findall(r"\b[A-Z]\w+", match[1] or "")
+            found |= {each for base in bases if base != name for each in members(base) or ()}
+    return found or None
+
+
+def unknown_names(page: Path) -> list[str]:
+    """Returns paths, members of classes, and names of code that the page has and the repository has not."""
+    unknown = []
+    for span in sorted(spans(page)):
+        path = re.fullmatch(r"((?:tests|scripts|deploy|ranktable_tools)/[\w./-]+?)(?:::\w+)?/?", span)
+        member = re.fullmatch(r"([A-Z]\w+)\.([a-z_]\w+)(?:\(.*\))?", span)
+        name = re.fullmatch(r"([A-Z][a-z]+(?:[A-Z][a-z]+)+|[a-z]+(?:_[a-z0-9]+)+|[A-Z]+(?:_[A-Z]+)+)(?:\(.*\))?", span)
+        if (
+            (path and not ((ROOT / path[1]).exists() or (ROOT / f"{path[1]}.py").exists()))
+            or (member and (known := members(member[1])) is not None and member[2] not in known)
+            or (name and name[1] not in words() and not OF_OTHERS.fullmatch(name[1]))
+        ):
+            unknown.append(span)
+    return unknown
+
+
+PATCHED = {"EngineConfig.max_prefill_seqs"}  # made by a patch of docs/extending.md
+
+
+OF_NOW = [page for page in PAGES if page.name != "CHANGELOG.md"]
+
+
+@pytest.mark.parametrize("page", [*OF_NOW, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_a_page_names_what_the_code_has(page: Path) -> None:
+    assert not {*unknown_names(page)} - PATCHED
+
+
+def test_names_that_are_gone_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("`Router.serve` `Order.batch` `tests/unit/test_pages.py` `plan_ahead` `StepScheduler`", "utf-8")
+    assert not unknown_names(page)
+    gone = ["Router.swerve", "Submit.batch", "StepSchedooler", "PLANE_TYPES", "plan_behind_you", "tests/unit/test_gone"]
+    page.write_text(" ".join(f"`{name}`" for name in gone), "utf-8")
+    assert unknown_names(page) == sorted(gone)

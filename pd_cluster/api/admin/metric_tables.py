@@ -64,8 +64,9 @@ class OfCluster:
 
 ADAPTERS = OfCluster(
     "vllm:lora_requests_info",
-    "Names of adapters whose requests have their first token, and of those whose have not, separated by commas; the "
-    "value is Unix time. Only with --enable-lora.",
+    "Only with --enable-lora, and without model_name. running_lora_adapters: names, separated by commas, of adapters "
+    "with requests that have their first token; waiting_lora_adapters: with requests that have not; max_lora: "
+    "--max-loras. The value is Unix time.",
 )
 INSTANCE_GAUGES = (
     OfInstance("vllm:num_requests_running", "Sequences that take part in steps.", lambda load: load.num_running),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import resource
 import signal
@@ -24,7 +23,7 @@ from pd_cluster.api.front.door import Door
 from pd_cluster.api.front.doorman import Doorman
 from pd_cluster.api.front.front_door import MAX_FIELDS, GuardedProtocol, probes_under
 from pd_cluster.api.front.refusals import RefusalLog
-from pd_cluster.errors import ConfigError, called
+from pd_cluster.errors import ConfigError, called, listening_fault
 from pd_cluster.net.tls import TlsFiles
 from pd_cluster.settings.http import Tls
 from pd_cluster.settings.routing import ConnectionLimits
@@ -101,9 +100,7 @@ def bind(host: str, port: int, flag: str = "--port", is_shared: bool = False) ->
         listener.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
-        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        reason = "the port is taken; stop what listens there or choose another" if taken else str(error)
-        raise ConfigError(f"{flag} {port}: cannot listen at {host}: {reason}") from None
+        raise ConfigError(f"{flag} {port}: cannot listen at {host}: {listening_fault(error)}") from None
     return listener
 
 

@@ -26,7 +26,7 @@ from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT, LaunchPreloader
 from pd_cluster.cluster.processes.ports import free_ports
 from pd_cluster.devices.device import num_threads_for
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import ConfigError, listening_fault
 from pd_cluster.settings.http import KEYS_VARIABLE, METRICS_KEY_VARIABLE
 from pd_cluster.settings.log_files import LogFile, folder_of
 from pd_cluster.settings.options import without_keys
@@ -318,7 +318,7 @@ def _check_free(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"--port: cannot listen at {host}:{port}: {error}") from None
+            raise ConfigError(f"--port: cannot listen at {host}:{port}: {listening_fault(error)}") from None
 
 
 Watch = Callable[[Cluster], Awaitable[None]]

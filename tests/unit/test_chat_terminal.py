@@ -1,0 +1,170 @@
+"""`pd-cluster chat` on a terminal: a real process behind a pseudo-terminal, a scripted server in front of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster.commands.chat import ANSWER_DEADLINE_S, run
+from pd_cluster.errors import ConfigError
+from pd_cluster.settings.timeouts import Timeouts
+
+WAIT_S = 30.0
+PROMPT = "> "
+TAKE_TERMINAL = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.argv[1], sys.argv[1:])"  # for Ctrl-C
+
+
+class Server(ThreadingHTTPServer):
+    """Answers a chat as scripted; `asked` has the bodies of requests, `left` an item for each client that went away."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[dict[str, Any]] = []
+        self.left: queue.Queue[None] = queue.Queue()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        content = json.dumps({"data": [{"id": "the-first"}]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.asked.append(body)
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("connection", "close")
+        self.end_headers()
+        question = body["messages"][-1]["content"]
+        if question == "die":
+            self._event("half an ans")
+            return
+        try:
+            while question == "talk":
+                self._event("and on ")
+                time.sleep(0.01)
+        except OSError:
+            self.server.left.put(None)
+            return
+        self._event(f"{len(question)} characters")
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, text: str) -> None:
+        event = json.dumps({"choices": [{"delta": {"content": text}}]})
+        self.wfile.write(f"data: {event}\n\n".encode())
+        self.wfile.flush()
+
+
+class Terminal:
+    """A chat in a terminal: what a person types, and what they see."""
+
+    def __init__(self, url: str) -> None:
+        self._fd, child_fd = pty.openpty()
+        program = str(Path(sys.executable).with_name("pd-cluster"))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", TAKE_TERMINAL, program, "chat", "--url", url],
+            stdin=child_fd,
+            stdout=child_fd,
+            stderr=child_fd,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm", "LC_ALL": "C.UTF-8"},
+        )
+        os.close(child_fd)
+
+    def type(self, text: str) -> None:
+        for byte in text.encode():
+            os.write(self._fd, bytes([byte]))
+
+    def read_until(self, text: str) -> str:
+        """Returns what is new on the screen, up to and with `text`."""
+        seen, until_s = b"", time.monotonic() + WAIT_S
+        while text.encode() not in seen:
+            assert time.monotonic() < until_s, seen
+            if select.select([self._fd], [], [], 0.1)[0]:
+                seen += os.read(self._fd, 1)
+        return seen.decode()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._fd)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture
+def terminal(server: Server) -> Iterator[Terminal]:
+    made = Terminal(server.url)
+    yield made
+    made.close()
+
+
+def test_a_person_edits_lines_stops_an_answer_and_goes_on(server: Server, terminal: Terminal) -> None:
+    long = "a long line " * 500  # a terminal without an editor cuts a line at 4,096 bytes
+    terminal.read_until(PROMPT)
+    terminal.type(f"{long}\r")
+    assert f"{len(long.strip())} characters" in terminal.read_until(f"]\r\n{PROMPT}")
+    terminal.type("é中🙂\x7f\x7f\r")  # each byte by itself; erased by characters
+    assert "1 characters" in terminal.read_until(f"]\r\n{PROMPT}")
+    terminal.type("talk\r")
+    terminal.read_until("and on and on")
+    terminal.type("\x03")
+    assert "stopped" in terminal.read_until(f"]\r\n{PROMPT}")
+    server.left.get(timeout=WAIT_S)
+    terminal.type("die\r")
+    assert "half an ans" in terminal.read_until(f"]\r\n{PROMPT}")
+    terminal.type("\x1b[A\x1b[A\x1b[A\r")  # the line before the last three
+    assert "1 characters" in terminal.read_until(f"]\r\n{PROMPT}")
+    said = [each["content"] for each in server.asked[-1]["messages"]]
+    assert [each[:12] for each in said] == ["a long line ", "5999 charact", "é", "1 characters", "é"]
+    assert {each["model"] for each in server.asked} == {"the-first"}
+    terminal.type("unfinished\x03")
+    assert terminal.process.wait(WAIT_S) == 130
+
+
+def test_an_answer_may_take_as_long_as_the_server_allows() -> None:
+    assert Timeouts().request_timeout_s < ANSWER_DEADLINE_S
+
+
+@pytest.mark.parametrize("question", ["\udcff", ""])
+def test_a_question_that_is_no_text_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch, question: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
+    with pytest.raises(ConfigError, match=r"^the question is not UTF-8 text$"):
+        run(server.url, "", question, [], "", {})
+    assert not server.asked

@@ -24,7 +24,9 @@ _CLEAN_NAME = re.compile(r"[^\s{}\"<>|]+")
 class JsonCalls:
     """`begin` and then `{"name": …, "arguments": …}`, or with `is_array` an array of these; then `end`, if it has one.
 
-    `begins`: other texts that a model writes in place of `begin`. `key`: the member that guides write.
+    `begins`: other texts that a model writes in place of `begin`. `key`: the member that guides write. `pieces`: the
+    tokens that some tokenizers make of `begin`. `is_word`: other texts have `begin`, too, so it begins calls only right
+    before their array.
     """
 
     begin: str
@@ -32,17 +34,23 @@ class JsonCalls:
     is_array: bool = False
     begins: tuple[str, ...] = ()
     key: str = "arguments"
+    pieces: tuple[str, ...] = ()
+    is_word: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return tuple(text for text in (self.begin, *self.begins, self.end) if text)
+        return tuple(text for text in (self.begin, *self.begins, *self.pieces, self.end) if text)
 
     def read(self, stream: TextStream, out: Gathered) -> Steps[None]:
         starts = (self.begin, *self.begins)
         while begin := (yield from stream.until(starts, out.content)):
             stream.keep()
             stream.take(len(begin))
-            yield from stream.blanks()
+            if not self.is_word:
+                yield from stream.blanks()
+            elif (yield from stream.peek()) != "[":
+                out.content(stream.kept())
+                continue
             num_seen = out.num_seen
             if self.is_array and (yield from stream.peek()) == "[":
                 yield from read_array_of(stream, out, (self.end,) if self.end else ())
@@ -74,6 +82,9 @@ class JsonCalls:
         return ["repeat", 1, most, ["seq", ["marker", self.begin], *self._one(given)]]
 
     def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
+        if self.is_word:
+            most = most or MAX_CALLS
+            return ["seq", ["repeat", 0, most, ["seq", ["until", f"{self.begin}["], *self._items(given, most)]], FREE]
         body = self._array(given, most or MAX_CALLS) if self.is_array else self._one(given)
         return ["seq", ["repeat", 0, most, ["seq", ["until", self.begin, *self.begins], *body]], FREE]
 
@@ -81,7 +92,13 @@ class JsonCalls:
         return [BLANK, ["json", call_schema(given, self.key)], *self._end()]
 
     def _array(self, given: Sequence[Tool], most: int) -> list[Node]:
-        return [BLANK, ["json", array_schema(given, self.key, most)], *self._end()]
+        gap = [] if self.is_word else [BLANK]
+        return [*gap, ["json", array_schema(given, self.key, most)], *self._end()]
+
+    def _items(self, given: Sequence[Tool], most: int) -> list[Node]:
+        """Returns what follows the bracket that opens an array."""
+        call: list[Node] = [BLANK, ["json", call_schema(given, self.key)], BLANK]
+        return [*call, ["repeat", 0, most - 1, ["seq", ["text", ","], *call]], ["text", "]"], *self._end()]
 
     def _end(self) -> list[Node]:
         return [["marker", self.end]] if self.end else []

@@ -56,7 +56,9 @@ FORMATS: dict[str, Format] = {
     "granite4": HERMES,
     "hermes": HERMES,
     "hunyuan_a13b": JsonCalls("<tool_calls>", "</tool_calls>", is_array=True),
-    "internlm": JsonCalls("<|action_start|><|plugin|>", "<|action_end|>", key="parameters"),
+    "internlm": JsonCalls(
+        "<|action_start|><|plugin|>", "<|action_end|>", key="parameters", pieces=("<|action_start|>", "<|plugin|>")
+    ),
     "kimi_k2": NamedCalls(
         begin="<|tool_call_begin|>",
         head=(["text", "functions."],),
@@ -80,7 +82,7 @@ FORMATS: dict[str, Format] = {
     ),
     "mistral": MistralCalls(),
     "openai": CHANNEL_CALLS,
-    "phi4_mini": JsonCalls("functools", is_array=True),
+    "phi4_mini": JsonCalls("functools", is_array=True, is_word=True),
     "pythonic": PythonicCalls(),
     "qwen3": HERMES,
     "qwen3_coder": QWEN_XML,

@@ -272,10 +272,13 @@ class _ReplySource:
     """Turns a reply's tree (defined in parsers/nodes.py) into one grammar, with rules for the guides inside it.
 
     A rule that ends at a marker is lazy: the marker's last character ends it, whatever else could have continued it.
+    A marker may be one of the tokens that are not text, or have several of them.
     """
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self._special = special_tokens
+        longest_first = sorted(special_tokens, key=len, reverse=True)
+        self._tokens = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
         self._rules = ["%llguidance {}", r"TEXT: /(.|\n)*/", r"BLANKS: /[ \n]{1,4}/"]
         self._others: list[dict[str, Any]] = []
 
@@ -289,17 +292,19 @@ class _ReplySource:
                 return f"({' '.join(map(self._expression, inner))})"
             case ["any", *inner]:
                 return f"({' | '.join(map(self._expression, inner))})"
+            case ["repeat", _, 0, _]:
+                return '""'
             case ["repeat", least, most, inner]:
                 return f"({self._expression(inner)}){{{least},{'' if most is None else most}}}"
             case ["marker", str(text)]:
-                token_id = self._special.get(text)
-                return f"BLANKS? <[{token_id}]>" if token_id is not None else self._lazy(f"BLANKS? {json.dumps(text)}")
+                tokens = self._of_tokens(text)
+                return f"BLANKS? {tokens}" if tokens else self._lazy(f"BLANKS? {json.dumps(text)}")
             case ["until", *texts]:
                 found = self._lazy(f"TEXT ({' | '.join(map(json.dumps, texts))})")
-                tokens = [f"TEXT <[{self._special[text]}]>" for text in texts if text in self._special]
-                return f"({' | '.join([found, *tokens])})" if tokens else found
+                others = [f"TEXT {tokens}" for text in texts if (tokens := self._of_tokens(text))]
+                return f"({' | '.join([found, *others])})" if others else found
             case ["exact", str(text)]:
-                return f"<[{self._special[text]}]>" if text in self._special else json.dumps(text)
+                return self._of_tokens(text) or json.dumps(text)
             case ["text", str(text)]:
                 return json.dumps(text)
             case ["pattern", str(pattern)]:
@@ -309,6 +314,13 @@ class _ReplySource:
             case ["guide", kind, text]:
                 return self._other(Guide(kind, text))
         raise ValueError(f"{node[0]}: no such node")
+
+    def _of_tokens(self, text: str) -> str:
+        """Returns a text with tokens that are not text; "" if it has none."""
+        pieces = [piece for piece in self._tokens.split(text) if piece] if self._tokens is not None else []
+        if not any(piece in self._special for piece in pieces):
+            return ""
+        return " ".join(f"<[{self._special[p]}]>" if p in self._special else json.dumps(p) for p in pieces)
 
     def _lazy(self, body: str) -> str:
         name = f"lazy_{len(self._rules)}"

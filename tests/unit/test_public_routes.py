@@ -237,3 +237,20 @@ def test_answers_name_the_request(tmp_path: Path) -> None:
 
 def test_answers_do_not_name_it_unless_asked_to(asked: Ask) -> None:
     assert "x-request-id" not in asked("GET", "/health", [("x-request-id", "mine")]).headers
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "way_out"),
+    [
+        ("POST", "/v1/batches", "run-batch"),
+        ("GET", "/v1/batches/batch_1", "run-batch"),
+        ("POST", "/v1/files", "run-batch"),
+        ("POST", "/v1/messages/batches", "run-batch"),
+        ("POST", "/v1/conversations", "/v1/responses"),
+        ("POST", "/v1/audio/transcriptions", "no sound"),
+    ],
+)
+def test_routes_that_others_have_name_a_way_out(asked: Ask, method: str, path: str, way_out: str) -> None:
+    answer = asked(method, path, [], {})
+    assert error_of(answer) == (404, "invalid_request_error", None, "unknown_url")
+    assert way_out in answer.json()["error"]["message"]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pd_cluster.errors import RequestError
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pd_cluster.parsers.reply import ReplyFormat, Tool
+from pd_cluster.parsers.reply import ReplyFormat, Tool, ToolChoice
 from pd_cluster.parsers.table import FORMATS
 from pd_cluster.parsers.xml_markup import XmlCalls
+from pd_cluster.text.tokenizer import Tokenizer as TextTokenizer
 from tests.unit.test_parsers_families import CASES
 from tests.unit.test_tool_guides import ADDER, World, calls_of, content_of, must_fit
 
@@ -76,6 +78,7 @@ def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str
         "text ",
         " {",
         "functools",
+        "functools[",
         *("[" for _ in range(6)),
     ]
     num_calls = 0
@@ -88,6 +91,73 @@ def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str
                 must_fit([(name, json.loads(text))], TOOLS)
         num_calls += len(names)
     assert num_calls >= 4, parser
+
+
+@pytest.fixture(scope="module")
+def internlm(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A tokenizer as InternLM2's, in which two tokens together begin a call."""
+    marks = ["<|action_start|>", "<|action_end|>", "<|plugin|>", "<|interpreter|>"]
+    return World(tmp_path_factory.mktemp("internlm"), "special", marks)
+
+
+def test_two_tokens_begin_a_call(internlm: World) -> None:
+    form = ReplyFormat("internlm")
+    begin = '<|action_start|><|plugin|>\n{"name": "add", "parameters": {"a": 1, "b": '
+    ways: tuple[tuple[ToolChoice, str], ...] = (("required", ""), ("auto", "I shall add."))
+    for choice, before in ways:
+        guide = form.guide(TOOLS[:2], choice, "")
+        assert internlm.verdict(guide, f"{before}{begin}22}}}}<|action_end|>") == "whole"
+        assert internlm.verdict(guide, f'{before}{begin}"22"}}}}<|action_end|>') == before + begin
+        assert internlm.verdict(guide, f"{before}<|action_start|><|interpreter|>") == f"{before}<|action_start|>"
+    assert internlm.verdict(form.guide(TOOLS[:2], "auto", ""), "no call") == "whole"
+    for seed in range(8):
+        guide = form.guide(TOOLS[:2], "required", "", 2)
+        assert guide is not None
+        must_fit(calls_of(parts_of(form, internlm.walk(guide, random.Random(seed), [" {"]))), TOOLS)
+
+
+def test_two_tokens_that_begin_a_call_reach_its_reader(internlm: World, tmp_path: Path) -> None:
+    """Special tokens have no text, but for those that a reader needs."""
+    internlm.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, form = TextTokenizer(tmp_path), ReplyFormat("internlm")
+    shown = tokenizer.detokenizer(True, form.markers)
+    ids = internlm.ids('a<|action_start|><|plugin|>{"name": "f", "parameters": {}}<|action_end|><eos>')
+    assert parts_of(form, "".join(map(shown.add, ids)) + shown.finish()) == [
+        *(Content("a"), CallBegin(0, "f"), CallArguments(0, "{}")),
+    ]
+
+
+@pytest.mark.parametrize("text", ["import functools\n", "functools.reduce(f, [1])", "a functools [{}]", "functools"])
+def test_a_word_that_may_begin_calls_is_one_in_other_texts(world: World, text: str) -> None:
+    form = ReplyFormat("phi4_mini")
+    assert world.verdict(form.guide(TOOLS, "auto", ""), text) == "whole"
+    assert parts_of(form, text) == [Content(text)]
+
+
+def test_a_word_before_an_array_begins_calls(world: World) -> None:
+    form = ReplyFormat("phi4_mini")
+    guide = form.guide(TOOLS, "auto", "")
+    one = '{"name": "add", "arguments": {"a": 1, "b": 22}}'
+    for calls in (f"[{one}]", f"[ {one} ]", f"[{one}, {one}]", f"[{one},\n{one}]"):
+        text = f"So: functools{calls}"
+        assert world.verdict(guide, text) == "whole"
+        assert len(calls_of(parts_of(form, text))) == calls.count("name")
+    assert world.verdict(guide, f"functools[{one}") == "begun"
+    assert world.verdict(guide, "functools[1]") == "functools["
+    once = form.guide(TOOLS, "auto", "", 1)
+    assert world.verdict(once, f"functools[{one}]") == "whole"
+    assert world.verdict(once, f"functools[{one},") == f"functools[{one}"
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_one_call_at_most_in_free_text(world: World, parser: str) -> None:
+    """As `parallel_tool_calls: false` wants it, beside a strict tool."""
+    form = ReplyFormat(parser)
+    guide = form.guide(TOOLS[:2], "auto", "", 1)
+    assert guide is not None
+    goals = [mark for mark in form.markers if mark.startswith("<")] + ["functools[", *("[" for _ in range(6))]
+    for seed in range(8):
+        assert len(calls_of(parts_of(form, world.walk(guide, random.Random(seed), goals)))) <= 1
 
 
 @pytest.mark.parametrize("parser", PARSERS)

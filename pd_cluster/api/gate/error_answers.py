@@ -17,6 +17,18 @@ from pd_cluster.service.status import error_body_at, status_of
 
 log = logging.getLogger(__name__)
 
+BATCHES = "batches and files are not kept here; `pd-cluster run-batch` answers a file of requests"
+NOT_HERE = {  # part of a path that other servers have -> what to do instead
+    "/v1/batches": BATCHES,
+    "/v1/files": BATCHES,
+    "/v1/uploads": BATCHES,
+    "/v1/messages/batches": BATCHES,
+    "/v1/conversations": "conversations are not kept here; send all items to /v1/responses, or a previous_response_id",
+    "/v1/moderations": "nothing is moderated here",
+    "/v1/audio/": "this server makes and hears no sound",
+    "/v1/images/": "this server makes no images; /v1/chat/completions takes some, if the model does",
+}
+
 
 def error_response(error: Exception, path: str) -> JSONResponse:
     headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, Unavailable | Overloaded) else {}
@@ -30,7 +42,8 @@ def install_error_handlers(app: Starlette) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = {404: "unknown_url", 405: "method_not_supported"}.get(error.status_code)
-        told = RequestError(f"{request.method} {request.url.path}: {error.detail}", code=code)
+        why = next((f"; {way}" for part, way in NOT_HERE.items() if part in request.url.path), "") if code else ""
+        told = RequestError(f"{request.method} {request.url.path}: {error.detail}{why}", code=code)
         body = error_body_at(request.url.path, told, error.status_code)
         return JSONResponse(body, error.status_code, error.headers)
 

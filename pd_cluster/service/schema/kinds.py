@@ -15,6 +15,8 @@ from pydantic_core import PydanticCustomError
 
 from pd_cluster.errors import RequestError
 
+Harmless = Any  # the type of a field that says nothing about the answer
+
 
 class TypedFields(BaseModel):
     """The fields of one type, or of a few. Others are clients' own, and have no effect."""

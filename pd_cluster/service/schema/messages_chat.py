@@ -15,6 +15,7 @@ from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.kinds import TypedFields
 from pd_cluster.service.schema.messages_kinds import (
     BLOCKS,
+    RESULT_BLOCKS,
     SOURCES,
     Base64Source,
     ImageBlock,
@@ -164,12 +165,11 @@ def _result(block: ToolResultBlock, place: str) -> Json:
 
 
 def _part(block: Json, place: str) -> Json:
-    match _read(block, place, (TextBlock, ImageBlock)):
-        case ImageBlock() as image:
-            return _image(image, place)
-        case found:
-            assert isinstance(found, TextBlock), "another block was taken"
-            return _text(found)
+    found = RESULT_BLOCKS.read(block, place)
+    if isinstance(found, ImageBlock):
+        return _image(found, place)
+    assert isinstance(found, TextBlock), f"{found}: a block that nothing makes a part of"
+    return _text(found)
 
 
 def _tools(request: MessagesPrompt) -> Json:

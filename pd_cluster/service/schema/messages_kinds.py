@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from pd_cluster.service.schema.kinds import DirectCaller, Kinds, TypedFields, unless_empty
+from pd_cluster.service.schema.kinds import DirectCaller, Harmless, Kinds, TypedFields, unless_empty
 
-Harmless = Any  # a field that says nothing about the answer
 NOT_RUN = "this server runs no tools; leave it out, or send its text"
 NO_TOOLSET = unless_empty("the client's own tools are in no set; leave it out")
 
@@ -85,10 +84,13 @@ OF_OTHERS = {
 }
 
 
+RESULT_BLOCKS = Kinds("a block", {"text": TextBlock, "image": ImageBlock}, OF_OTHERS, way_out="send its text")
+
+
 class ToolResultBlock(TypedFields):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[Any, Kinds("a block", {"text": TextBlock, "image": ImageBlock}, OF_OTHERS)] = ""
+    content: Annotated[Any, RESULT_BLOCKS] = ""
     is_error: bool | None = None
     toolset_name: Annotated[Any, AfterValidator(NO_TOOLSET)] = None
     cache_control: Harmless = None

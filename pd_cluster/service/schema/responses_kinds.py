@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from pd_cluster.service.schema.kinds import DirectCaller, Kinds, TypedFields, unless_empty
+from pd_cluster.service.schema.kinds import DirectCaller, Harmless, Kinds, TypedFields, unless_empty
 
-Harmless = Any  # a field that says nothing about the answer
 NOT_RUN = "this server runs no tools; leave it out, or send what came of it as a message"
 NOT_A_FUNCTION = "only functions are called here; send a function_call or a function_call_output"
 NOT_ENCRYPTED = "nothing is encrypted or compacted here; send the items that it stands for, or a summary"

@@ -103,7 +103,7 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
         epoch=secrets.randbits(62),
         credentials=credentials,
         num_threads=num_threads or num_threads_for(place.num_local_ranks),
-        cores=None if num_threads else _shared_cores(start),
+        cores=_shared_cores(start, num_threads),
         **msgspec.structs.asdict(handover),
         kv=start.kv,
         engine=msgspec.structs.replace(
@@ -148,23 +148,39 @@ def _own_events(start: Start, credentials: Credentials) -> HandoverSettings:
     return msgspec.structs.replace(handover, kv_events=handover.kv_events.of_instance(place.number_here))
 
 
-def _shared_cores(start: Start) -> SharedCores | None:
+def _shared_cores(start: Start, num_threads: int) -> SharedCores | None:
     """Returns how this host's ranks share its cores; None: each has its part of them, on any core."""
     place, process = start.place, start.process
-    is_alone = start.join.role is not None or place.num_local_ranks < 2
-    is_shared = process.lend_cores != "off" or process.bind_cores != "off"
-    if is_alone or not is_shared or not has_no_driver(start.engine.device):
+    if why := _why_not_shared(start, num_threads):
+        for flag, choice in (("--lend-cores", process.lend_cores), ("--bind-cores", process.bind_cores)):
+            if choice == "on":
+                log.warning("%s has no effect: %s", flag, why)
         return None
-    if (num_cores := num_cores_here()) < 2:
-        return None
+    try:
+        ledger = str(place.folder / ledger_name()) if process.lend_cores != "off" else ""
+    except OSError as error:
+        log.info("no cores are lent: the kernel does not say which ranks may share some (%s)", error)
+        ledger = ""
     return SharedCores(
-        ledger=str(place.folder / ledger_name()),
+        ledger=ledger,
         first=place.first_local_rank,
         num_ranks=place.num_local_ranks,
-        num_cores=num_cores,
+        num_cores=num_cores_here(),
         lending=process.lend_cores,
         binding=process.bind_cores,
     )
+
+
+def _why_not_shared(start: Start, num_threads: int) -> str:
+    if num_threads:
+        return "OMP_NUM_THREADS divides the cores for good"
+    if start.join.role is not None:
+        return f"with {called('role')}, no rank table says which ranks share this host"
+    if start.place.num_local_ranks < 2:
+        return "one rank has this host to itself"
+    if not has_no_driver(start.engine.device):
+        return f"{called('device')} {start.engine.device} may compute elsewhere"
+    return "" if num_cores_here() > 1 else "there is one core"
 
 
 def _registering(start: Start, config: WorkerConfig) -> Callable[[], Registering] | None:

@@ -106,10 +106,23 @@ class CoreLedger:
             return self.own_threads
         return max(self.own_threads, self.num_cores // num_busy)
 
+    def sees_all(self) -> bool:
+        """Whether every other rank of the host is seen here, and so may run on the same cores as this one."""
+        if self._fd < 0:
+            return False
+        try:
+            return all(self._kind(question) != fcntl.F_UNLCK for _, question in self._others)
+        except OSError as error:
+            self._give_up(error)
+            return False
+
+    def _kind(self, question: bytes) -> int:
+        kind: int = FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, question))[0]
+        return kind
+
     def _keeps(self, index: int, question: bytes) -> bool:
         """Whether another rank needs its cores: it computes, did so a moment ago, or is not seen here."""
-        kind, *_ = FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, question))
-        if kind != fcntl.F_RDLCK:
+        if self._kind(question) != fcntl.F_RDLCK:
             return True
         (rests_since_s,) = STAMP.unpack(os.pread(self._fd, STAMP.size, index * STAMP.size).ljust(STAMP.size, b"\0"))
         return bool(self.clock() - rests_since_s < LENT_AFTER_S)

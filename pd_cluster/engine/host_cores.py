@@ -29,6 +29,7 @@ class HostCores:
     def __init__(self, config: WorkerConfig, device: Device) -> None:
         self._shared = None if device.is_accelerator else config.cores
         self._index = 0 if self._shared is None else self._shared.first + config.ranks.rank
+        self._is_alone = config.ranks.size == 1
         self._is_small = True
         if self._shared is not None:
             self._is_small = weights_nbytes(Checkpoint.of(config.engine).path) < LEAST_NBYTES
@@ -43,13 +44,24 @@ class HostCores:
             yield
 
     def share(self, threads: StepThreads) -> None:
-        """Lets steps use the cores of ranks that rest, and keeps them at home while none are lent."""
-        if self._shared is not None and self._wants(self._shared.lending):
+        """Lets steps use the cores of ranks that rest, and keeps them at home while none are lent.
+
+        Unless it is demanded, steps are at home only while every other rank is seen: in containers with cores of their
+        own, a share of them is not what a rank has. Ranks of one instance wait for each other, so what one of them
+        measures does not tell whether its borrowing pays.
+        """
+        ledger = None
+        if self._shared is not None and self._shared.ledger and self._wants(self._shared.lending):
             ledger = _ledger(self._shared, self._index)
             if ledger is not None:
-                threads.share(ledger)
-        if self._home is not None:
-            threads.settle(self._home)
+                threads.share(ledger, judges=self._is_alone)
+        if self._home is None or self._shared is None:
+            return
+        if self._shared.binding == "auto":
+            if ledger is None:
+                return
+            self._home.may_bind = ledger.sees_all
+        threads.settle(self._home)
 
     def _wants(self, sharing: CoreSharing) -> bool:
         return sharing == "on" or (sharing == "auto" and not self._is_small)
@@ -74,5 +86,5 @@ def _home(shared: SharedCores, index: int) -> Home | None:
     except (CannotBind, KernelsUnavailable, OSError, ValueError) as error:
         log.info("steps of this rank may run on any core: %s", error)
         return None
-    log.info("steps of this rank run on the cores %s while none are lent to it", as_list(home.cores))
+    log.info("this rank's home are the cores %s, for steps to which none are lent", as_list(home.cores))
     return home

@@ -13,6 +13,7 @@ MOST_TOKENS = 64  # steps of more are bound by arithmetic, and always borrow
 GAIN = 0.9  # of the time without is what a step with lent cores may take
 NUM_TRIED = 4  # steps in a row, for each of both ways
 TRIED_AGAIN_S = 20.0
+MOST_TRYING_S = 5.0  # where no step is offered cores from its beginning to its end
 WEIGHT = 0.3  # of the newest step
 
 
@@ -20,9 +21,12 @@ WEIGHT = 0.3  # of the newest step
 class _Way:
     """Steps of about the same number of tokens, with lent cores or without."""
 
+    tried_s: float
     step_s: float = 0.0
     num_left: int = NUM_TRIED  # to be tried, until it is judged
-    tried_s: float = 0.0
+
+    def try_again(self, now_s: float) -> None:
+        self.step_s, self.num_left, self.tried_s = 0.0, NUM_TRIED, now_s
 
     def add(self, took_s: float, now_s: float) -> None:
         self.step_s = took_s if not self.step_s else WEIGHT * took_s + (1 - WEIGHT) * self.step_s
@@ -45,16 +49,20 @@ class Borrowing:
         self._is_wanted = True
         if num_tokens > MOST_TOKENS:
             return
-        own, lent = self._pair = self._ways.setdefault(num_tokens.bit_length(), (_Way(), _Way()))
+        own, lent = self._pair = self._ways.setdefault(num_tokens.bit_length(), (_Way(now_s), _Way(now_s)))
         self._is_clean = True
         self._began_s = now_s
-        if lent.num_left or own.num_left:
-            self._is_wanted = bool(lent.num_left)
-            return
-        self._is_wanted = lent.step_s < GAIN * own.step_s
+        for each in (lent, own):
+            if each.num_left and now_s - each.tried_s < MOST_TRYING_S:
+                self._is_wanted = each is lent
+                return
+        if not own.step_s or not lent.step_s:
+            self._is_wanted = True
+        else:
+            self._is_wanted = lent.step_s < GAIN * own.step_s
         other = own if self._is_wanted else lent
         if now_s - other.tried_s > TRIED_AGAIN_S:
-            other.num_left = NUM_TRIED
+            other.try_again(now_s)
             self._is_wanted = not self._is_wanted
 
     def takes(self, is_offered: bool) -> bool:

@@ -354,7 +354,8 @@ class ModelRunner:
             self.tower, self._has_weights = None, False
         elif level < 2 and not self._has_weights:
             self._check_files()
-            self.model, self.tower = self._load_again()
+            with self.threads.loading():
+                self.model, self.tower = self._load_again()
             self.held.adopt(self.model)
             prove(self.model, self.pool, self._dtype)
             self.group.loaded()

@@ -25,26 +25,35 @@ class StepThreads:
     def __init__(self) -> None:
         self._ledger: CoreLedger | None = None
         self._home: Home | None = None
-        self._borrowing = Borrowing()
+        self._borrowing: Borrowing | None = None
 
     @property
     def may_change(self) -> bool:
         return self._ledger is not None
 
-    def share(self, ledger: CoreLedger) -> None:
-        """Steps from now on use what `ledger`, which is open, gives them; the rest of their work has its own share."""
+    def share(self, ledger: CoreLedger, judges: bool = True) -> None:
+        """Steps from now on use what `ledger`, which is open, gives them; the rest of their work has its own share.
+
+        `judges`: steps of few tokens decline it where it has not made them faster.
+        """
         self._ledger = ledger
+        self._borrowing = Borrowing() if judges else None
 
     def settle(self, home: Home) -> None:
         """Steps from now on run in `home` while they use the rank's own share of cores."""
         self._home = home
+
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """Loads weights again, near the home."""
+        return contextlib.nullcontext() if self._home is None else self._home.loading()
 
     @contextlib.contextmanager
     def step(self, num_tokens: int) -> Iterator[None]:
         """Computes a step; the caller's thread is the one that computes. `rest` follows when no other step does."""
         if self._ledger is not None:
             self._ledger.begin()
-            self._borrowing.begin(num_tokens, time.monotonic())
+            if self._borrowing is not None:
+                self._borrowing.begin(num_tokens, time.monotonic())
         if self._home is not None:
             self._home.begin()
         try:
@@ -52,7 +61,8 @@ class StepThreads:
             yield
         finally:
             if self._ledger is not None:
-                self._borrowing.end(time.monotonic())
+                if self._borrowing is not None:
+                    self._borrowing.end(time.monotonic())
                 torch.set_num_threads(self._ledger.own_threads)
             if self._home is not None:
                 self._home.end()
@@ -62,7 +72,7 @@ class StepThreads:
         num_threads = torch.get_num_threads()
         if self._ledger is not None:
             allowed, own = self._ledger.num_threads(), self._ledger.own_threads
-            if not self._borrowing.takes(allowed > own):
+            if self._borrowing is not None and not self._borrowing.takes(allowed > own):
                 allowed = min(allowed, own)
             if allowed != num_threads:
                 torch.set_num_threads(num_threads := allowed)

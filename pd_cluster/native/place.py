@@ -11,18 +11,23 @@ from pd_cluster.native import build
 WORD_NBITS = 64  # of the kernel's masks
 
 
-def team_binding() -> Callable[[int, frozenset[int]], None]:
-    """Returns `bind(num_threads, cores)`, which raises OSError. Raises KernelsUnavailable."""
+def team_binding() -> Callable[[int, frozenset[int]], list[int]]:
+    """Returns `bind(num_threads, cores)`, which returns the threads' ids. It raises OSError.
+
+    Raises KernelsUnavailable.
+    """
     if not build.are_wanted():
         raise build.KernelsUnavailable("PD_CLUSTER_CPU_KERNELS is 0")
     function = build.load().pd_place
-    function.argtypes = [ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64]
+    function.argtypes = [ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p]
     function.restype = ctypes.c_int64
 
-    def bind(num_threads: int, cores: frozenset[int]) -> None:
+    def bind(num_threads: int, cores: frozenset[int]) -> list[int]:
         nbytes = (max(cores) // WORD_NBITS + 1) * WORD_NBITS // 8
         mask = sum(1 << core for core in cores).to_bytes(nbytes, "little")
-        if error := function(num_threads, mask, nbytes):
+        threads = (ctypes.c_int64 * num_threads)()
+        if error := function(num_threads, mask, nbytes, threads):
             raise OSError(error, os.strerror(error))
+        return [each for each in threads if each]
 
     return bind

@@ -12,11 +12,10 @@ from pd_cluster.errors import Naming, called, flag_of, told
 
 UNSET = ("", "0", "auto", "false")  # values in lower case that ask for nothing
 
-CORES = f"give {called('bind_cores')}, or OMP_NUM_THREADS"
 VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": f"give {called('kv_cache_memory')}, in GiB",
-    "VLLM_CPU_OMP_THREADS_BIND": CORES,
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": CORES,
+    "VLLM_CPU_OMP_THREADS_BIND": f"give {called('bind_cores')}",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "give OMP_NUM_THREADS",
     "VLLM_TARGET_DEVICE": f"give {called('device')}",
     "VLLM_ATTENTION_BACKEND": f"give {called('attention_backend')}",
     "VLLM_BATCH_INVARIANT": f"give {called('deterministic')}",

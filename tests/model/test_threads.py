@@ -176,8 +176,10 @@ def test_a_team_is_bound_whole_and_others_are_not(ops: CpuOps, all_cores: frozen
     try:
         for num_threads, cores in ((3, frozenset({one})), (2, frozenset({other})), (3, all_cores)):
             before = allowed_in_this_process().count(cores)
-            team_binding()(num_threads, cores)
-            assert os.sched_getaffinity(0) == cores
+            threads = team_binding()(num_threads, cores)
+            assert len(set(threads)) == num_threads
+            assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {cores}
+            assert threading.get_native_id() in threads
             assert allowed_in_this_process().count(cores) - before >= num_threads - 1
             assert bystander.native_id is not None
             assert os.sched_getaffinity(bystander.native_id) == all_cores
@@ -198,12 +200,12 @@ def test_steps_that_move_between_their_home_and_all_cores(
     expected = tokens_of(core)
     placed: list[tuple[int, frozenset[int]]] = []
 
-    def spread(num_threads: int, cores: frozenset[int]) -> None:
-        team_binding()(num_threads, cores)
+    def spread(num_threads: int, cores: frozenset[int]) -> list[int]:
         placed.append((num_threads, cores))
+        return team_binding()(num_threads, cores)
 
     home_cores = frozenset({min(all_cores), max(all_cores) + 4000})  # the kernel leaves out what it does not have
-    home = Home(home_cores, all_cores, all_cores, lambda: 0.0, spread)
+    home = Home(home_cores, all_cores, all_cores, lambda thread: 0.0, spread)
     ledger = RandomLedger(tmp_path / "cores")
     ledger.open()
     core = make_core(folder, device="cpu", num_blocks=64, max_num_batched_tokens=64)

@@ -46,10 +46,8 @@ def test_both_ways_are_tried_again() -> None:
     assert not any(steps.many(50))
     is_busy = False
     steps.now_s += TRIED_AGAIN_S
-    assert steps.many(NUM_TRIED) == [True] * NUM_TRIED
-    steps.now_s += TRIED_AGAIN_S
-    steps.many(NUM_TRIED)
-    assert all(steps.many(50))
+    assert steps.many(2 * NUM_TRIED) == [True] * NUM_TRIED + [False] * NUM_TRIED
+    assert all(steps.many(50)), "what was measured before counts no more"
     is_busy = True
     assert sum(steps.many(20)) < 10, "what is found while borrowing counts at once"
 
@@ -83,6 +81,14 @@ def test_only_steps_that_were_offered_cores_throughout_count() -> None:
         for _ in range(20):
             steps.one(offered=offered)
     assert steps.many(2 * NUM_TRIED) == [True] * NUM_TRIED + [False] * NUM_TRIED
+
+
+def test_a_trial_ends_where_no_step_could_borrow_throughout() -> None:
+    """A lender that computes now and then: its cores are used in between."""
+    steps = Steps(lambda lent: 0.1 if lent else 0.2)
+    taken = [steps.one(offered=(False, True)) for _ in range(200)]
+    assert taken.count(True) > 150
+    assert steps.many(2 * NUM_TRIED)[-1]
 
 
 def test_nothing_is_taken_that_is_not_offered() -> None:

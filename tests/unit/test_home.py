@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.devices.home import AWAY_S, CannotBind, Home, as_list, in_order, waited_by_this_thread
+from pd_cluster.devices.home import AWAY_S, MEASURED_AT_ONCE, CannotBind, Home, as_list, in_order, waited_by
 
 ALL = frozenset(os.sched_getaffinity(0))
 OWN = frozenset({min(ALL)})
 MISSING = frozenset({max(ALL) + 4000})  # no machine has such a core
 DEADLINE_S = 60.0
 
+needs_counts = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel counts no waiting")
 needs_two_cores = pytest.mark.skipif(len(ALL) < 2, reason="one core: a home is all of them")
 
 
@@ -41,7 +42,7 @@ def at() -> Time:
 
 
 def home_with(at: Time, cores: frozenset[int] = OWN) -> Home:
-    return Home(cores, ALL, ALL, lambda: at.waited_s, clock=lambda: at.now_s)
+    return Home(cores, ALL, ALL, lambda thread: at.waited_s, clock=lambda: at.now_s)
 
 
 def here() -> frozenset[int]:
@@ -92,7 +93,7 @@ def test_a_kernel_that_names_nothing_leaves_the_numbers(tmp_path: Path) -> None:
 
 
 def test_homes_of_a_host_are_disjoint() -> None:
-    for size in range(1, len(ALL) + 1):
+    for size in {1, 2, len(ALL) // 2, len(ALL)} & {*range(1, len(ALL) + 1)}:
         homes = [Home.of(index, size, {}) for index in range(size)]
         assert {len(home.cores) for home in homes} == {len(ALL) // size}
         assert len(frozenset().union(*(home.cores for home in homes))) == size * (len(ALL) // size)
@@ -117,6 +118,7 @@ def test_who_has_none() -> None:
         Home.of(0, len(ALL) + 1, {})
     with pytest.raises(CannotBind, match="GOMP_CPU_AFFINITY is set"):
         Home.of(0, 1, {"GOMP_CPU_AFFINITY": "0-3"})
+    assert Home.of(0, 1, {"OMP_PROC_BIND": "false"}).cores == ALL
 
 
 @pytest.mark.parametrize(("cores", "text"), [({0}, "0"), ({3, 1, 2, 8}, "1-3,8"), ({0, 1, 4, 5}, "0-1,4-5")])
@@ -194,9 +196,10 @@ def test_waits_away_from_home_do_not_count(at: Time) -> None:
 
 
 @needs_two_cores
+@needs_counts
 def test_a_program_on_the_same_core_is_noticed() -> None:
     """By the kernel's own count, with a process that takes half of the home."""
-    home = Home(OWN, ALL, ALL, waited_by_this_thread)
+    home = Home(OWN, ALL, ALL, waited_by)
     command = f"import os; os.sched_setaffinity(0, {set(OWN)}); print('on', flush=True)\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE) as other:
         try:
@@ -214,24 +217,68 @@ def test_a_program_on_the_same_core_is_noticed() -> None:
                 if not was_home:
                     break
                 assert time.monotonic() < deadline_s, "never left"
+            assert not home._is_off
         finally:
             other.kill()
 
 
+@needs_counts
 def test_waiting_is_told_by_thread() -> None:
-    """A thread that slept has waited for nothing."""
-    found: list[float] = []
-    sleeper = threading.Thread(target=lambda: found.append(waited_by_this_thread()))
+    """A thread that has ended waits for nothing."""
+    done = threading.Event()
+    sleeper = threading.Thread(target=done.wait, args=(DEADLINE_S,))
     sleeper.start()
+    assert sleeper.native_id is not None
+    assert 0 <= waited_by(sleeper.native_id) < DEADLINE_S
+    assert waited_by(threading.get_native_id()) > 0 or time.thread_time() > 0
+    done.set()
     sleeper.join(DEADLINE_S)
-    assert 0 <= found[0] < DEADLINE_S
-    assert waited_by_this_thread() >= 0
+    deadline_s = time.monotonic() + DEADLINE_S
+    while Path(f"/proc/self/task/{sleeper.native_id}").exists():
+        assert time.monotonic() < deadline_s
+    assert waited_by(sleeper.native_id) == 0
+
+
+@needs_two_cores
+def test_the_thread_of_a_team_that_waits_most_counts(at: Time) -> None:
+    """The others sleep until it has done its part. With many threads, some steps are measured."""
+    threads = list(range(1000, 1000 + 8 * MEASURED_AT_ONCE))
+    waited = dict.fromkeys(threads, 0.0)
+    asked: list[int] = []
+
+    def waited_of(thread: int) -> float:
+        asked.append(thread)
+        return waited.get(thread, 0.0)  # the first step is measured before its team is known
+
+    cores = OWN | {max(ALL) + 4000 + core for core in range(len(threads) - 1)}  # the kernel leaves these out
+    home = Home(cores, ALL, ALL, waited_of, lambda num_threads, cores: threads[:num_threads], lambda: at.now_s)
+    steps = 0
+    while home.clock() >= home._away_until_s:
+        home.begin()
+        home.take(len(threads))
+        at.now_s += 0.01
+        waited[threads[-1]] += 0.004
+        home.end()
+        steps += 1
+        assert steps < 1000, "never left"
+    assert steps >= 400
+    assert len(asked) / steps <= 2.2 * MEASURED_AT_ONCE
+
+
+@needs_two_cores
+def test_a_home_is_used_only_while_it_may_be(at: Time) -> None:
+    """As when another rank of the host is not seen here."""
+    home = home_with(at)
+    home.may_bind = lambda: at.now_s >= 101
+    assert step(home, at, 0.5) == ALL
+    assert step(home, at, 0.5) == ALL
+    assert step(home, at, 0.5) == OWN
 
 
 # ---- what the kernel refuses
 
 
-def fail() -> float:
+def fail(thread: int) -> float:
     raise OSError("no schedstat")
 
 
@@ -253,7 +300,7 @@ def test_a_kernel_that_tells_no_waiting_ends_the_binding(
     if when == "end":
         home.begin()
         home.take(1)
-    home.waited = fail
+    home._watch.waited = fail
     with caplog.at_level("INFO"):
         if when == "begin":
             home.begin()
@@ -265,23 +312,25 @@ def test_a_kernel_that_tells_no_waiting_ends_the_binding(
 
 
 def test_a_team_that_cannot_be_bound_ends_the_binding(at: Time) -> None:
-    def refuse(num_threads: int, cores: frozenset[int]) -> None:
+    def refuse(num_threads: int, cores: frozenset[int]) -> list[int]:
+        refused.append(num_threads)
         raise PermissionError(1, "Operation not permitted")
 
-    home = Home(ALL, ALL, ALL, lambda: 0.0, refuse, lambda: at.now_s)
-    home.begin()
-    home.take(2)
-    home.end()
-    assert here() == ALL
-    home.begin()
-    home.take(2)
-    home.end()
+    refused: list[int] = []
+    home = Home(OWN | MISSING, ALL, ALL, lambda thread: 0.0, refuse, lambda: at.now_s)
+    for _ in range(3):
+        home.begin()
+        home.take(2)
+        assert here() == ALL
+        home.end()
+        assert here() == ALL
+    assert refused == [2]
 
 
 def test_a_model_is_read_near_its_home(at: Time) -> None:
     """By the calling thread, and by those that it starts."""
     seen: list[frozenset[int]] = []
-    home = Home(OWN, ALL, OWN, lambda: 0.0)
+    home = Home(OWN, ALL, OWN, lambda thread: 0.0)
     with home.loading():
         reader = threading.Thread(target=lambda: seen.append(here()))
         reader.start()

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from pd_cluster.service.schema.kinds import DirectCaller, Kinds, TypedFields, unless_empty
+from pd_cluster.service.schema.kinds import DirectCaller, Kinds, Off, TypedFields, unless_empty
 
 Harmless = Any  # a field that says nothing about the answer
 NOT_RUN = "this server runs no tools; leave it out, or send what came of it as a message"
@@ -76,7 +76,7 @@ class FunctionCallItem(TypedFields):
     call_id: str
     namespace: str | None = None
     caller: DirectCaller | None = None
-    is_async: Literal[False] | None = Field(default=None, alias="async")
+    is_async: Off | None = Field(default=None, alias="async")
     id: Harmless = None
     status: Harmless = None
 

@@ -14,6 +14,7 @@ from pd_cluster.api.document.document import document
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema import parse as parsing
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.messages_protocol import MessagesRequest
 from pd_cluster.service.schema.parse import parse
 from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest, parse_pooling
 from pd_cluster.service.schema.protocol import (
@@ -37,6 +38,19 @@ def test_numbers_of_other_apis_may_be_written_so_too() -> None:
         assert (request.temperature, request.top_k) == (0.5, 3)
     made = parse(b'{"input": "a", "repetition_penalty": "1.1", "stop_token_ids": [3.0]}', ResponsesRequest, True)
     assert (made.repetition_penalty, made.stop_token_ids) == (1.1, [3])
+
+
+@pytest.mark.parametrize("number", [0, 0.0])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(ResponsesRequest, "watermarking"), (ResponsesRequest, "background"), (MessagesRequest, "watermarking")],
+)
+def test_zero_is_not_false(kind: Any, name: str, number: float) -> None:
+    """As the document of the API says."""
+    body = dict(OTHERS)[kind]
+    parse(json.dumps({**body, name: False}).encode(), kind, has_own_names=True)
+    with pytest.raises(RequestError, match=f"^{name}: {number}: Input should be False$"):
+        parse(json.dumps({**body, name: number}).encode(), kind, has_own_names=True)
 
 
 VLLM_SAMPLING = [

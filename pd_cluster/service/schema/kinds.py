@@ -8,14 +8,23 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
 
 from pd_cluster.errors import RequestError
 
 Harmless = Any  # the type of a field that says nothing about the answer
+
+
+def _unless_number(value: Any) -> Any:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        raise PydanticCustomError("literal_error", "Input should be False")
+    return value
+
+
+Off = Annotated[Literal[False], BeforeValidator(_unless_number)]  # a Literal alone takes 0 and 0.0, too
 
 
 class TypedFields(BaseModel):

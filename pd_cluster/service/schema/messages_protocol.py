@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from pd_cluster.service.schema.chat_protocol import MAX_DESCRIPTION_NUM_CHARS, MAX_TOOLS, Name
-from pd_cluster.service.schema.kinds import unless_empty
+from pd_cluster.service.schema.kinds import Off, unless_empty
 from pd_cluster.service.schema.messages_kinds import BLOCKS
 from pd_cluster.service.schema.protocol import FAIL_FAST
 from pd_cluster.types import INT32_MAX
@@ -39,7 +39,7 @@ class MessageTool(BaseModel):
     description: str | None = Field(default=None, max_length=MAX_DESCRIPTION_NUM_CHARS)
     strict: bool | None = None
     eager_input_streaming: bool | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: Off | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     input_examples: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     cache_control: dict[str, Any] | None = None  # says nothing about the answer
@@ -130,7 +130,7 @@ class MessagesPrompt(BaseModel):
     kv_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     vllm_xargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    watermarking: Literal[False] | None = None
+    watermarking: Off | None = None
     # These say nothing about the answer.
     mm_payload: Any = None  # vLLM's, of the form of images that rendered requests have
     return_mm_kwargs: Any = None

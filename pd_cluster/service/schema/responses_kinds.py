@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from pd_cluster.service.schema.kinds import DirectCaller, Harmless, Kinds, TypedFields, unless_empty
+from pd_cluster.service.schema.kinds import DirectCaller, Harmless, Kinds, Off, TypedFields, unless_empty
 
 NOT_RUN = "this server runs no tools; leave it out, or send what came of it as a message"
 NOT_A_FUNCTION = "only functions are called here; send a function_call or a function_call_output"
@@ -75,7 +75,7 @@ class FunctionCallItem(TypedFields):
     call_id: str
     namespace: str | None = None
     caller: DirectCaller | None = None
-    is_async: Literal[False] | None = Field(default=None, alias="async")
+    is_async: Off | None = Field(default=None, alias="async")
     id: Harmless = None
     status: Harmless = None
 

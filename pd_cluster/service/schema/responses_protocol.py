@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pd_cluster.service.schema.chat_protocol import MAX_DESCRIPTION_NUM_CHARS, MAX_TOOLS, Effort, Name
+from pd_cluster.service.schema.kinds import Off
 from pd_cluster.service.schema.protocol import FAIL_FAST, MAX_SALT_NUM_CHARS, NumLogprobs, SessionId
 from pd_cluster.service.schema.responses_kinds import ITEMS
 from pd_cluster.types import INT32_MAX
@@ -30,8 +31,8 @@ class ResponseTool(BaseModel):
     description: str | None = Field(default=None, max_length=MAX_DESCRIPTION_NUM_CHARS)
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Literal[False] | None = None
-    is_async: Literal[False] | None = Field(default=None, alias="async")
+    defer_loading: Off | None = None
+    is_async: Off | None = Field(default=None, alias="async")
     allowed_callers: list[Literal["direct"]] | None = None
     output_schema: dict[str, Any] | None = None
 
@@ -127,7 +128,7 @@ class ResponsesRequest(BaseModel):
     previous_response_id: str | None = None
     truncation: Literal["disabled"] | None = None
     top_logprobs: NumLogprobs | None = None
-    background: Literal[False] | None = None
+    background: Off | None = None
     background_options: None = None
     image: None = None
     conversation: None = None
@@ -161,13 +162,13 @@ class ResponsesRequest(BaseModel):
     priority: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
-    enable_response_messages: Literal[False] | None = None
+    enable_response_messages: Off | None = None
     previous_input_messages: Annotated[list[Any], Field(max_length=0)] | None = None
     kv_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     media_io_kwargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     vllm_xargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    watermarking: Literal[False] | None = None
+    watermarking: Off | None = None
 
     @property
     def wants_logprobs(self) -> bool:

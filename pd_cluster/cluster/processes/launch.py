@@ -79,6 +79,11 @@ class Launch:
         return self._value_of("--admin-port")
 
     @property
+    def uds(self) -> str:
+        """The path of the Unix socket in the public port's place; "" if there is none."""
+        return self._value_of("--uds")
+
+    @property
     def join_port(self) -> str:
         """The port at which workers may register among the arguments; "" if there is none."""
         return self._value_of("--join-port")
@@ -111,4 +116,4 @@ class Launch:
 
     @property
     def admin_url(self) -> str:
-        return f"{self.scheme}://127.0.0.1:{self.port + 1}"
+        return f"{self.scheme}://127.0.0.1:{self.admin_port or self.port + 1}"

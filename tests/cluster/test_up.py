@@ -293,9 +293,13 @@ def test_a_value_of_another_type_is_said_once(up: Callable[..., Up]) -> None:
 
 @pytest.mark.slow
 def test_a_unix_socket_in_the_public_ports_place(up: Callable[..., Up], tmp_path: Path) -> None:
-    """It says when it is ready, where the API is, and where the admin port is, which has a number of its own here."""
+    """It says when it is ready, where the API is, and where the admin port is, which has a number of its own here.
+
+    A file of flags is read as the instances read it.
+    """
     path, (port, admin) = tmp_path / "api.sock", (free_port_pair(), free_port_pair())
-    cluster = up(port, "--", f"--uds={path}", f"--admin-port={admin}")
+    (tmp_path / "flags.yaml").write_text(f"uds: {path}\nadmin_port: {admin}\n")
+    cluster = up(port, "--", f"--config={tmp_path / 'flags.yaml'}")
     cluster.await_line(f"^ready after .* OpenAI API at the Unix socket {path}, admin at http://127.0.0.1:{admin}$")
     session_of(cluster.await_line("^dashboard: .*")[0]).close()
     command = cluster.await_line("^try: (curl .*)")[1]

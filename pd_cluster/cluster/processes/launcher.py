@@ -384,7 +384,7 @@ def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
     model = launch.served_model_names[0] if launch.served_model_names else launch.model
     body = '{"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0, "max_tokens": 32'
     body += f', "model": "{model}"}}' if model else "}"
-    key = " -H 'Authorization: Bearer KEY'" if launch.api_keys or launch.key_file else ""
+    key = " -H 'Authorization: Bearer KEY'" if launch.has_keys else ""
     pids = " ".join(str(cluster.pid_of(name)) for name in launch.scheduler_names)
     again = f"{launch.key_file} is read again at: kill -HUP {pids}\n" if launch.key_file else ""
     others = f"other schedulers: {', '.join(launch.urls[1:])}; each one's admin port is the next\n" * (

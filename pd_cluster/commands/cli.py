@@ -88,7 +88,9 @@ def up(
     encode: Annotated[int, typer.Option(min=0, help="Instances for images alone.")] = 0,
     schedulers: Annotated[int, typer.Option(min=1, max=MAX_SCHEDULERS, help="Each at the next two ports.")] = 1,
     host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Public port; the admin port is the next one.")] = 9000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Public port, 0 for any free one; the admin port is the next one.")
+    ] = 9000,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Its name for clients.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Rank processes of each instance.")] = 1,
     prefill_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each prefill instance.")] = None,
@@ -115,7 +117,9 @@ def up(
     gc.disable()  # until the cluster is ready
     from pd_cluster.cluster.members.place import use_openai
     from pd_cluster.cluster.processes.launch import SPAWN, Launch
+    from pd_cluster.cluster.processes.ports import free_port_row
 
+    port = port or free_port_row(2 * schedulers)
     model, arguments = _model_and_flags(model, arguments or [], adapter)
     arguments += choice_of_model(try_unlisted or (), language_model_only)
     own = [*([f"--model={model}"] if model else []), f"--host={host}", f"--port={port}"]

@@ -73,7 +73,11 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, BASIC("Address to bind HTTP to.")] = "0.0.0.0"
     port: Annotated[
-        int, BASIC("HTTP port: the scheduler's is public; a worker's is in NODE_PORTS, or --join announces it.")
+        int,
+        BASIC(
+            "HTTP port: the scheduler's is public; a worker's is in NODE_PORTS, or --join announces it.",
+            checks=(within(1, 65535),),
+        ),
     ] = 8000
     log_level: Annotated[
         str,

@@ -181,7 +181,7 @@ ADMIN_CONNECTIONS = ConnectionLimits(total=16, per_host=0, spare=8, num_kept_des
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The admin port, and further names by which it may be read."""
 
-    admin_port: Annotated[int | None, SCHEDULER("Admin port; default: port + 1.")] = None
+    admin_port: Annotated[int | None, SCHEDULER("Admin port; default: port + 1.", checks=(within(1, 65535),))] = None
     admin_host: Annotated[str, SCHEDULER("Address to bind the admin port to.")] = "127.0.0.1"
     admin_hosts: Annotated[
         frozenset[str],

@@ -130,14 +130,18 @@ def await_gone(pids: list[int]) -> None:
 
 
 def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[..., Up]) -> None:
-    """This holds even if the preloader died before: ranks continue without one, and the next worker gets a new one."""
-    port = free_port_pair()
-    cluster = up(port, "--", "--runner=generate")
+    """This holds even if the preloader died before: ranks continue without one, and the next worker gets a new one.
+
+    It chooses its ports itself, and says them.
+    """
+    cluster = up(0, "--", "--runner=generate")
     cluster.await_line(r"^ready after")
     assert sum("--runner has no effect" in line for line in cluster.lines) == 1
+    page = session_of(cluster.await_line(r"^dashboard: .*")[0])
+    assert page.base_url.port is not None
+    port = page.base_url.port - 1
     assert ask(port) == 200
     admin = f"http://127.0.0.1:{port + 1}/instances"
-    page = session_of(cluster.await_line(r"^dashboard: .*")[0])
     assert page.get("/dashboard/api/overview").json()["problems"] == []
     instances = httpx.get(admin).json()["instances"]
     (preloader,) = {parent_of(pid) for entry in instances for pid in entry["rank_pids"]}
@@ -259,6 +263,7 @@ def test_what_cannot_start_says_why(up: Callable[..., Up], flags: list[str], sai
         ('--structured-outputs-config={"backend": "x"}', "backend 'x': expected one of"),
         ("--chat-template=/nowhere.jinja", "cannot be read"),
         ("--ssl-cert-reqs=2", "needs --ssl-certfile"),
+        ("--admin-port=0", "--admin-port 0: must be in 1 to 65535"),
         ("--api-key-tenant=a", "give a name for each key"),
         ("--routing-policy=nearest", "expected one of"),
         ("--generation-config=/nowhere", "no folder with a generation_config.json"),

@@ -19,7 +19,7 @@ from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.events import Drained, Landed, LinkFailed
 from pd_cluster.transport.one_sided import OneSidedReceiver
 from tests.support.fake_device import FakeGroup, FakeModule, content, fill, install
-from tests.unit.test_transport import LAYOUT, TOKEN, WAIT_S, Link, Pair, blocks
+from tests.support.transports import LAYOUT, TOKEN, WAIT_S, Link, Pair, blocks
 
 P_WROTE, D_WROTE = 3.0, 5.0
 

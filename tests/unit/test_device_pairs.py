@@ -22,7 +22,7 @@ from pd_cluster.transport.dist import DistReceiver, DistSender, GroupOffer
 from pd_cluster.transport.events import Landed
 from pd_cluster.transport.pair import RECEIVER
 from tests.support.fake_device import FakeGroup, FakeHccl, FakeModule, content, install, put_on
-from tests.unit.test_transport import CHECKSUM, LAYOUT, WAIT_S, Link, Pair, blocks, random_pool
+from tests.support.transports import CHECKSUM, LAYOUT, WAIT_S, Link, Pair, blocks, random_pool
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from pd_cluster.transport.local import LocalReceiver, offer_pool
 from pd_cluster.transport.one_sided import PoolAddress
 from pd_cluster.transport.table import BY_NAME, allowed
 from tests.support.fake_device import FakeGroup, FakeModule, MemfdMemory, content, install, put_on
-from tests.unit.test_transport import CHECKSUM, LAYOUT, NUM_BLOCKS, WAIT_S, Link, Pair, blocks, random_pool
+from tests.support.transports import CHECKSUM, LAYOUT, NUM_BLOCKS, WAIT_S, Link, Pair, blocks, random_pool
 
 
 @pytest.fixture

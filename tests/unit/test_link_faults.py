@@ -28,7 +28,7 @@ from pd_cluster.transport.local import LocalReceiver
 from pd_cluster.transport.one_sided import PoolAddress
 from pd_cluster.transport.receiving import Incoming, Probe, ReceiveThread
 from pd_cluster.transport.shm import PoolServer, ShmReceiver
-from tests.unit.test_transport import (
+from tests.support.transports import (
     CHECKSUM,
     KEY,
     LAYOUT,

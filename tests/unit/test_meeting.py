@@ -20,7 +20,7 @@ from pd_cluster.devices.streams import poll
 from pd_cluster.lab.faults.ports import listeners
 from pd_cluster.transport.events import Landed
 from pd_cluster.transport.meeting import MAX_KEYS, Meeting
-from tests.unit.test_transport import WAIT_S, Link
+from tests.support.transports import WAIT_S, Link
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0  # torch is imported

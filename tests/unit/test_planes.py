@@ -19,7 +19,7 @@ from pd_cluster.kv.pool import KVPool, shape_of
 from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.wire import KVPiece, Plane
 from tests.support.fake_device import FakeModule, install
-from tests.unit.test_transport import NUM_BLOCKS, WAIT_S, Pair
+from tests.support.transports import NUM_BLOCKS, WAIT_S, Pair
 
 PLANES = (Plane("latent", 512), Plane("rope", 64))
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, planes=PLANES, block_size=4, dtype="float32")

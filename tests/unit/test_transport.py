@@ -4,48 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import queue
 import random
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.devices.kinds import DeviceKind
-from pd_cluster.errors import LinkError, TransferFailed, called
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.numerics import Numerics
-from pd_cluster.settings.config import Credentials, WorkerConfig
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.settings.processes import PortRange
-from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.base import Checksum, Ends, KVReceiver, KVSender, LinkContext, Peer, PostKey, Prepared
+from pd_cluster.errors import LinkError, TransferFailed
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.transport.base import Checksum
 from pd_cluster.transport.dist import DistSender
-from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, LinkEvent, LinkFailed
-from pd_cluster.transport.factory import Transports
-from pd_cluster.transport.guard import LinkKey, Opener, Sealer
-from pd_cluster.transport.local import LocalReceiver
-from pd_cluster.transport.one_sided import OneSidedSender, PoolAddress
-from pd_cluster.transport.receiving import Probe, ReceiveThread
-from pd_cluster.transport.sending import SendThread
+from pd_cluster.transport.one_sided import PoolAddress
 from pd_cluster.transport.shm import PoolServer, ShmReceiver
-from pd_cluster.transport.table import BY_NAME, TABLE
-from pd_cluster.transport.unix import UnixServer
-from pd_cluster.types import TokenOutput
-from tests.support.fake_device import FakeModule, MemfdMemory, content, install, put_on
+from pd_cluster.transport.table import TABLE
+from tests.support.fake_device import FakeModule, content, install
 from tests.support.nixl import needs_nixl
+from tests.support.transports import (
+    CHECKSUM,
+    LAYOUT,
+    NUM_BLOCKS,
+    WAIT_S,
+    Pair,
+    blocks,
+    random_pool,
+)
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=4, dtype="float32")
-NUM_BLOCKS = 12
-WAIT_S = 60.0
-TOKEN = TokenOutput("r", 0, 0, 0, 5)
-CHECKSUM = Checksum(seed=77)
-KEY = LinkKey.derive(b"secret", "link", "p", "d")
 NAMES: tuple[wire.TransportName, ...] = tuple(each.name for each in TABLE if "cpu" in each.pools and not each.package)
 CHECKED = (*NAMES, "cuda dist", "npu dist")
 READING = ("local", "shm", "cuda local", "cuda ipc", "npu local", "npu ipc")
@@ -53,104 +39,6 @@ READING = ("local", "shm", "cuda local", "cuda ipc", "npu local", "npu ipc")
 WAYS = (*CHECKED, "cuda local", "cuda ipc", "cuda nccl", "npu local", "npu ipc", "npu hccl")
 # An agent starts in a second.
 WITH_NIXL = (*WAYS, pytest.param("nixl", marks=[pytest.mark.slow, needs_nixl]))
-
-
-def random_pool(seed: int, layout: KVLayout = LAYOUT) -> KVPool:
-    pool = KVPool(layout, NUM_BLOCKS)
-    numbers = pool.memory.parts[0][:NUM_BLOCKS]
-    numbers.copy_(torch.randn(numbers.shape, generator=torch.Generator().manual_seed(seed)))
-    return pool
-
-
-Sender = TypeVar("Sender", bound=KVSender)
-Receiver = TypeVar("Receiver", bound=KVReceiver)
-
-
-def connected(
-    make_sender: Callable[[PostKey], Sender], make_receiver: Callable[[wire.TransportOffer, PostKey], Receiver]
-) -> tuple[Sender, Receiver]:
-    """Makes two ends that send their keys to each other."""
-    ends: list[KVSender | KVReceiver] = []
-
-    def post_to(other: int) -> PostKey:
-        def post(key: str, value: bytes) -> None:
-            meeting = ends[other].meeting
-            assert meeting is not None
-            meeting.put(key, value)
-
-        return post
-
-    sender = make_sender(post_to(1))
-    ends.append(sender)
-    receiver = make_receiver(sender.offer(), post_to(0))
-    ends.append(receiver)
-    return sender, receiver
-
-
-def ends_of(name: wire.TransportName, pool: KVPool) -> Ends:
-    """Returns the row of the table for a worker with this pool."""
-    return BY_NAME[name].ends(LinkContext(pool, MemfdMemory(), False, "127.0.0.1", WAIT_S, WAIT_S))
-
-
-class Pair:
-    """Both ends of one open transport, in one process."""
-
-    def __init__(
-        self,
-        name: wire.TransportName,
-        source: KVLayout = LAYOUT,
-        checksum: Checksum = CHECKSUM,
-        kind: DeviceKind = "cpu",
-        into: KVLayout = LAYOUT,
-        kinds: tuple[DeviceKind, DeviceKind] | None = None,
-    ) -> None:
-        """`kind`: of both devices; `kinds`: P's and D's."""
-        self.source, self.target = random_pool(1, source), random_pool(2, into)
-        for pool, of, at in zip((self.source, self.target), kinds or (kind, kind), (1, 0), strict=True):
-            if of != "cpu":
-                put_on(pool, at if name in ("nccl", "hccl") else 0, of)
-        self.ends = ends_of(name, self.source), ends_of(name, self.target)
-        self.sender, self.receiver = connected(
-            lambda post: self.ends[0].sender(checksum, post),
-            lambda offer, post: self.ends[1].receiver(Peer(offer, source, NUM_BLOCKS), checksum, post),
-        )
-        opening = threading.Thread(target=lambda: self.sender.open(into))
-        opening.start()
-        self.receiver.open()
-        opening.join(WAIT_S)
-        self._sequence = 0
-
-    def move(self, piece: wire.KVPiece, into: list[int] | None, damage: int = 0, nbytes: int = 0) -> None:
-        prepared = self.sender.prepare(piece)
-        chunk = wire.KVChunk("t", 0, piece, nbytes or prepared.nbytes, prepared.checksum ^ damage)
-        sending = threading.Thread(target=self.sender.send, args=(self._sequence, prepared))
-        sending.start()
-        try:
-            self.receiver.receive(self._sequence, chunk, into)
-            self.receiver.copies.settle()
-        finally:
-            sending.join(WAIT_S)
-            self._sequence += 1
-
-    def move_after(self, sequence: int, piece: wire.KVPiece, into: list[int]) -> None:
-        self._sequence = sequence
-        self.move(piece, into)
-
-    @property
-    def server(self) -> UnixServer | None:
-        """The server of P's pool, if its transport has one; it lives as long as P's process."""
-        server: UnixServer | None = getattr(self.ends[0], "_server", None)
-        return server
-
-    def close(self) -> None:
-        self.sender.close()
-        self.receiver.close()
-        if self.server is not None:
-            self.server.close()
-
-
-def blocks(ids: list[int], first_layer: int = 0, num_layers: int = 2) -> wire.KVPiece:
-    return wire.KVPiece(0, len(ids) * LAYOUT.block_size, first_layer, num_layers, ids)
 
 
 @pytest.fixture
@@ -320,280 +208,6 @@ def test_dist_ends_with_its_peer() -> None:
     pair.sender.close()
     with pytest.raises(LinkError):
         pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), LAYOUT.block_nbytes, 0), [1])
-
-
-# ---- both threads of a link
-
-
-def make_config(transport: str, secret: bytes = b"s", connect_timeout_s: float = 5.0) -> WorkerConfig:
-    return WorkerConfig(
-        name="prefill-0",
-        role="prefill",
-        server_ip="127.0.0.1",
-        bind_address="127.0.0.1",
-        device_ids=["0"],
-        epoch=1,
-        credentials=Credentials(secret),
-        num_threads=1,
-        kv_transport=transport,  # type: ignore[arg-type]
-        kv_port_range=PortRange(),
-        engine=EngineConfig(model="m"),
-        timeouts=Timeouts(connect_timeout_s=connect_timeout_s),
-    )
-
-
-class Link:
-    """A link's two threads as two workers would build them, connected; their reports are collected.
-
-    `tamper` sees every frame on its way and returns those that arrive.
-    """
-
-    def __init__(
-        self,
-        transport: str = "shm",
-        tamper: Callable[[wire.KVFrame], list[wire.KVFrame]] = lambda frame: [frame],
-        probe_seed: int | None = None,
-        devices: tuple[int | None, int | None] = (None, None),
-        kind: DeviceKind = "cuda",
-        connect_timeout_s: float = 5.0,
-    ) -> None:
-        """`devices`: those of that kind that P's and D's pools are on."""
-        self.source, self.target = random_pool(1), random_pool(2)
-        for pool, index in zip((self.source, self.target), devices, strict=True):
-            if index is not None:
-                put_on(pool, index, kind)
-        self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
-        self._tamper = tamper
-        config = make_config(transport, connect_timeout_s=connect_timeout_s)
-        memory = MemfdMemory()
-        p, d = Transports(config, self.source, memory), Transports(config, self.target, memory)
-        self._keep = (p, d)
-        self.send = p.send_thread("c", KEY, self._to_receiver, self.events.put)
-        seed = self.source.probe_seed if probe_seed is None else probe_seed
-        layout = LAYOUT.to_info()
-        lane = wire.LaneOffer(offers=self.send.offers, probe_seed=seed)
-        opened = wire.LinkOpen("link", "m", Numerics(), layout, NUM_BLOCKS, wire.KVOptions(), [lane])
-        self._ready = threading.Event()
-        self.receive = d.receive_thread("c", opened, KEY, self._to_sender, self._report)
-        self._ready.set()
-        self.receive.start()
-
-    def _report(self, event: LinkEvent) -> None:
-        """Keeps what ends a transfer or the link; tests/unit/test_landing.py has the rest."""
-        if not isinstance(event, Arrived):
-            self.events.put(event)
-
-    def _to_sender(self, body: wire.Body) -> None:
-        if isinstance(body, wire.LinkAnswer):
-            self.send.open(body.transport, LAYOUT, KVLayout.from_info(body.layout))
-        if isinstance(body, wire.LinkValue):
-            self.send.meet(body)
-            return
-        self.answers.put(body)
-
-    def _to_receiver(self, body: wire.Body) -> None:
-        assert self._ready.wait(WAIT_S)
-        if isinstance(body, wire.LinkValue):
-            self.receive.meet(body)
-            return
-        assert isinstance(body, wire.KVFrame)
-        for frame in self._tamper(body):
-            self.receive.put(frame)
-
-    def await_ready(self) -> wire.LinkReady:
-        while not isinstance(answer := self.answers.get(timeout=WAIT_S), wire.LinkReady):
-            assert isinstance(answer, wire.LinkAnswer), answer
-        return answer
-
-    def transfer(self, source: list[int], into: list[int], transfer_id: str = "t") -> None:
-        """In two chunks, the first of them layer by layer."""
-        num_tokens = len(source) * LAYOUT.block_size
-        self.receive.begin(transfer_id, into, 0, num_tokens)
-        half = len(source) // 2
-        pieces = [blocks(source[:half], 0, 1), blocks(source[:half], 1, 1)]
-        pieces.append(wire.KVPiece(half * 4, num_tokens - half * 4, 0, 2, source[half:]))
-        for index, piece in enumerate(pieces):
-            self.send.ship(transfer_id, index, piece)
-        self.send.ship_end(wire.KVEnd(transfer_id, len(pieces), num_tokens, [TOKEN]))
-
-    def close(self) -> None:
-        self.send.close()
-        self.receive.close()
-        for each in (self.send, self.receive):
-            each._thread.join(WAIT_S)  # it still uses the device
-
-
-def test_no_transport_in_common_is_refused_with_both_sides_names() -> None:
-    layout = LAYOUT.to_info()
-    offers = [wire.TransportOffer(transport=name, data=b"") for name in ("nccl", "dist")]
-    lane = wire.LaneOffer(offers=offers, probe_seed=1)
-    opened = wire.LinkOpen("link", "m", Numerics(), layout, NUM_BLOCKS, wire.KVOptions(), [lane])
-    answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
-    receive = Transports(make_config("shm"), random_pool(2)).receive_thread("c", opened, KEY, answers.put, print)
-    receive.start()
-    refused = answers.get(timeout=WAIT_S)
-    receive.close()
-    assert isinstance(refused, wire.LinkRefused)
-    choice = f"{called('kv_transport')} shm"
-    assert refused.reason == f"no transport in common: the other offers nccl, dist; {choice} here allows shm"
-
-
-@pytest.mark.parametrize(("transport", "chosen"), [("auto", "local"), ("shm", "shm"), ("dist", "dist")])
-def test_a_link_is_proven_and_lands_transfers(transport: str, chosen: str) -> None:
-    link = Link(transport)
-    assert link.await_ready().transport == chosen
-    link.transfer([1, 2, 3], [7, 8, 9])
-    assert link.events.get(timeout=WAIT_S) == Landed("t", [TOKEN], 3 * LAYOUT.block_nbytes)
-    assert torch.equal(link.target.data[[7, 8, 9]], link.source.data[[1, 2, 3]])
-    link.send.probe()  # keepalive: the link lives
-    link.transfer([4, 5], [0, 1], "t2")
-    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
-    assert link.receive.num_dropped == 0
-    link.close()
-
-
-@pytest.mark.parametrize("transport", ["shm", "dist"])
-def test_a_pool_with_another_content_is_not_trusted(transport: str) -> None:
-    """D seems to read other memory than P means."""
-    link = Link(transport, probe_seed=123)
-    assert isinstance(link.answers.get(timeout=WAIT_S), wire.LinkAnswer)
-    refused = link.answers.get(timeout=WAIT_S)
-    assert isinstance(refused, wire.LinkRefused)
-    assert "another content" in refused.reason
-    assert refused.retry
-    link.close()
-
-
-def test_the_next_transport_is_tried_when_the_probe_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """auto: local is broken here, so shared memory serves."""
-
-    def nothing(self: LocalReceiver, sequence: int, chunk: wire.KVChunk, into: list[int] | None) -> None: ...
-
-    monkeypatch.setattr(LocalReceiver, "receive", nothing)
-    link = Link("auto")
-    assert link.await_ready().transport == "shm"
-    link.transfer([1, 2, 3], [7, 8, 9])
-    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
-    link.close()
-
-
-def test_what_lands_leaves_the_own_probe_alone() -> None:
-    """The instance may become a prefill instance, and then proves its links with it."""
-    link = Link("shm")
-    before = link.target.data[link.target.probe_block].clone()
-    link.await_ready()
-    assert torch.equal(link.target.data[link.target.landing_probe_block], link.source.data[link.source.probe_block])
-    assert torch.equal(link.target.data[link.target.probe_block], before)
-    link.close()
-
-
-def test_a_link_without_a_probe_is_refused() -> None:
-    link = Link("shm", tamper=lambda frame: [], connect_timeout_s=1.5)
-    assert isinstance(link.answers.get(timeout=WAIT_S), wire.LinkAnswer)
-    refused = link.answers.get(timeout=WAIT_S)
-    assert isinstance(refused, wire.LinkRefused)
-    assert "no probe came within 1.5 s" in refused.reason
-    link.close()
-
-
-def test_a_keepalive_that_fails_ends_the_link() -> None:
-    link = Link("shm")
-    link.await_ready()
-    link.source.data[link.source.probe_block] += 1
-    link.send.probe()
-    failed = link.events.get(timeout=WAIT_S)
-    assert isinstance(failed, LinkFailed)
-    assert "another content" in failed.reason
-    link.close()
-
-
-def test_doubled_and_foreign_frames_are_dropped_and_counted() -> None:
-    stranger = Sealer(LinkKey.derive(b"other", "link", "p", "d"))
-
-    def tamper(frame: wire.KVFrame) -> list[wire.KVFrame]:
-        return [frame, frame, stranger.seal(wire.KVEnd("t", 0, 0, [TOKEN]))]
-
-    link = Link("shm", tamper)
-    link.await_ready()
-    link.transfer([1, 2, 3], [7, 8, 9])
-    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
-    assert link.receive.num_dropped >= 8
-    link.close()
-
-
-def test_a_lost_frame_ends_the_link_and_drains_are_still_acknowledged() -> None:
-    link = Link("shm", tamper=lambda frame: [frame] if frame.sequence != 2 else [])
-    link.await_ready()
-    link.transfer([1, 2, 3], [7, 8, 9])
-    failed = link.events.get(timeout=WAIT_S)
-    assert isinstance(failed, LinkFailed)
-    assert "came when 2 was next" in failed.reason
-    link.receive.forget("t")
-    assert link.events.get(timeout=WAIT_S) == Drained("t")
-    link.close()
-
-
-def test_damage_in_the_payload_ends_the_transfer_only() -> None:
-    link = Link("shm")
-    link.await_ready()
-    prepare = OneSidedSender.prepare
-
-    def damaged(self: OneSidedSender, piece: wire.KVPiece) -> Prepared:
-        prepared = prepare(self, piece)
-        return dataclasses.replace(prepared, checksum=prepared.checksum ^ 1)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OneSidedSender, "prepare", damaged)
-        link.transfer([1, 2], [7, 8])
-        assert link.events.get(timeout=WAIT_S) == LandFault("t", "checksum of a KV chunk is wrong")
-    link.transfer([1, 2], [7, 8], "t2")
-    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
-    link.close()
-
-
-def test_a_link_whose_transports_all_fail_is_refused() -> None:
-    answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
-
-    class Broken(LocalReceiver):
-        def open(self) -> None:
-            raise LinkError("no way", retry=True)
-
-    target = random_pool(2)
-    receiver = Broken(PoolAddress("").offer("local"), target, LAYOUT, CHECKSUM)
-    thread = ReceiveThread(
-        "c", "link", [receiver], Probe(target, LAYOUT, 0), Opener(KEY), answers.put, lambda event: None, WAIT_S
-    )
-    thread.start()
-    assert isinstance(answers.get(timeout=WAIT_S), wire.LinkAnswer)
-    assert answers.get(timeout=WAIT_S) == wire.LinkRefused("link", "local: no way", True)
-    thread.close()
-
-
-def test_a_transport_that_was_not_offered_fails_the_link() -> None:
-    events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    thread = SendThread("c", [], Sealer(KEY), 0, lambda body: None, events.put)
-    thread.open("dist", LAYOUT, LAYOUT)
-    assert events.get(timeout=WAIT_S) == LinkFailed("c", "the decode instance chose dist, which was not offered")
-
-
-def test_a_thread_that_meets_a_surprise_reports_it_and_still_acknowledges_drains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    link = Link("local")
-    link.await_ready()
-
-    def surprise(self: LocalReceiver, sequence: int, chunk: wire.KVChunk, into: list[int] | None) -> None:
-        raise MemoryError("no staging buffer")
-
-    monkeypatch.setattr(LocalReceiver, "receive", surprise)
-    link.transfer([1, 2], [7, 8])
-    failed = link.events.get(timeout=WAIT_S)
-    assert isinstance(failed, LinkFailed)
-    assert "no staging buffer" in failed.reason
-    link.receive.forget("t")
-    assert link.events.get(timeout=WAIT_S) == Drained("t")
-    link.close()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pd_cluster.transport import factory, local, table
 from pd_cluster.transport.base import KVReceiver, Peer, PostKey
 from pd_cluster.transport.events import Landed
 from pd_cluster.transport.table import BY_NAME, TABLE, Transport, allowed, choices_for, help_text, same_host_choice
-from tests.unit.test_transport import TOKEN, WAIT_S, Link
+from tests.support.transports import TOKEN, WAIT_S, Link
 
 REFUSES_AS_ABSENT = {each.name for each in TABLE if each.package and importlib.util.find_spec(each.package) is None}
 

@@ -1,0 +1,232 @@
+"""Both ends of a transport, and both threads of a link, in one process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from pd_cluster import wire
+from pd_cluster.devices.kinds import DeviceKind
+from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.numerics import Numerics
+from pd_cluster.settings.config import Credentials, WorkerConfig
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.processes import PortRange
+from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.transport.base import Checksum, Ends, KVReceiver, KVSender, LinkContext, Peer, PostKey
+from pd_cluster.transport.events import Arrived, LinkEvent
+from pd_cluster.transport.factory import Transports
+from pd_cluster.transport.guard import LinkKey
+from pd_cluster.transport.table import BY_NAME
+from pd_cluster.transport.unix import UnixServer
+from pd_cluster.types import TokenOutput
+from tests.support.fake_device import MemfdMemory, put_on
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=4, dtype="float32")
+NUM_BLOCKS = 12
+WAIT_S = 60.0
+TOKEN = TokenOutput("r", 0, 0, 0, 5)
+CHECKSUM = Checksum(seed=77)
+KEY = LinkKey.derive(b"secret", "link", "p", "d")
+
+
+def random_pool(seed: int, layout: KVLayout = LAYOUT) -> KVPool:
+    pool = KVPool(layout, NUM_BLOCKS)
+    numbers = pool.memory.parts[0][:NUM_BLOCKS]
+    numbers.copy_(torch.randn(numbers.shape, generator=torch.Generator().manual_seed(seed)))
+    return pool
+
+
+Sender = TypeVar("Sender", bound=KVSender)
+Receiver = TypeVar("Receiver", bound=KVReceiver)
+
+
+def connected(
+    make_sender: Callable[[PostKey], Sender], make_receiver: Callable[[wire.TransportOffer, PostKey], Receiver]
+) -> tuple[Sender, Receiver]:
+    """Makes two ends that send their keys to each other."""
+    ends: list[KVSender | KVReceiver] = []
+
+    def post_to(other: int) -> PostKey:
+        def post(key: str, value: bytes) -> None:
+            meeting = ends[other].meeting
+            assert meeting is not None
+            meeting.put(key, value)
+
+        return post
+
+    sender = make_sender(post_to(1))
+    ends.append(sender)
+    receiver = make_receiver(sender.offer(), post_to(0))
+    ends.append(receiver)
+    return sender, receiver
+
+
+def ends_of(name: wire.TransportName, pool: KVPool) -> Ends:
+    """Returns the row of the table for a worker with this pool."""
+    return BY_NAME[name].ends(LinkContext(pool, MemfdMemory(), False, "127.0.0.1", WAIT_S, WAIT_S))
+
+
+class Pair:
+    """Both ends of one open transport, in one process."""
+
+    def __init__(
+        self,
+        name: wire.TransportName,
+        source: KVLayout = LAYOUT,
+        checksum: Checksum = CHECKSUM,
+        kind: DeviceKind = "cpu",
+        into: KVLayout = LAYOUT,
+        kinds: tuple[DeviceKind, DeviceKind] | None = None,
+    ) -> None:
+        """`kind`: of both devices; `kinds`: P's and D's."""
+        self.source, self.target = random_pool(1, source), random_pool(2, into)
+        for pool, of, at in zip((self.source, self.target), kinds or (kind, kind), (1, 0), strict=True):
+            if of != "cpu":
+                put_on(pool, at if name in ("nccl", "hccl") else 0, of)
+        self.ends = ends_of(name, self.source), ends_of(name, self.target)
+        self.sender, self.receiver = connected(
+            lambda post: self.ends[0].sender(checksum, post),
+            lambda offer, post: self.ends[1].receiver(Peer(offer, source, NUM_BLOCKS), checksum, post),
+        )
+        opening = threading.Thread(target=lambda: self.sender.open(into))
+        opening.start()
+        self.receiver.open()
+        opening.join(WAIT_S)
+        self._sequence = 0
+
+    def move(self, piece: wire.KVPiece, into: list[int] | None, damage: int = 0, nbytes: int = 0) -> None:
+        prepared = self.sender.prepare(piece)
+        chunk = wire.KVChunk("t", 0, piece, nbytes or prepared.nbytes, prepared.checksum ^ damage)
+        sending = threading.Thread(target=self.sender.send, args=(self._sequence, prepared))
+        sending.start()
+        try:
+            self.receiver.receive(self._sequence, chunk, into)
+            self.receiver.copies.settle()
+        finally:
+            sending.join(WAIT_S)
+            self._sequence += 1
+
+    def move_after(self, sequence: int, piece: wire.KVPiece, into: list[int]) -> None:
+        self._sequence = sequence
+        self.move(piece, into)
+
+    @property
+    def server(self) -> UnixServer | None:
+        """The server of P's pool, if its transport has one; it lives as long as P's process."""
+        server: UnixServer | None = getattr(self.ends[0], "_server", None)
+        return server
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+        if self.server is not None:
+            self.server.close()
+
+
+def blocks(ids: list[int], first_layer: int = 0, num_layers: int = 2) -> wire.KVPiece:
+    return wire.KVPiece(0, len(ids) * LAYOUT.block_size, first_layer, num_layers, ids)
+
+
+def make_config(transport: str, secret: bytes = b"s", connect_timeout_s: float = 5.0) -> WorkerConfig:
+    return WorkerConfig(
+        name="prefill-0",
+        role="prefill",
+        server_ip="127.0.0.1",
+        bind_address="127.0.0.1",
+        device_ids=["0"],
+        epoch=1,
+        credentials=Credentials(secret),
+        num_threads=1,
+        kv_transport=transport,  # type: ignore[arg-type]
+        kv_port_range=PortRange(),
+        engine=EngineConfig(model="m"),
+        timeouts=Timeouts(connect_timeout_s=connect_timeout_s),
+    )
+
+
+class Link:
+    """A link's two threads as two workers would build them, connected; their reports are collected.
+
+    `tamper` sees every frame on its way and returns those that arrive.
+    """
+
+    def __init__(
+        self,
+        transport: str = "shm",
+        tamper: Callable[[wire.KVFrame], list[wire.KVFrame]] = lambda frame: [frame],
+        probe_seed: int | None = None,
+        devices: tuple[int | None, int | None] = (None, None),
+        kind: DeviceKind = "cuda",
+        connect_timeout_s: float = 5.0,
+    ) -> None:
+        """`devices`: those of that kind that P's and D's pools are on."""
+        self.source, self.target = random_pool(1), random_pool(2)
+        for pool, index in zip((self.source, self.target), devices, strict=True):
+            if index is not None:
+                put_on(pool, index, kind)
+        self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
+        self._tamper = tamper
+        config = make_config(transport, connect_timeout_s=connect_timeout_s)
+        memory = MemfdMemory()
+        p, d = Transports(config, self.source, memory), Transports(config, self.target, memory)
+        self._keep = (p, d)
+        self.send = p.send_thread("c", KEY, self._to_receiver, self.events.put)
+        seed = self.source.probe_seed if probe_seed is None else probe_seed
+        layout = LAYOUT.to_info()
+        lane = wire.LaneOffer(offers=self.send.offers, probe_seed=seed)
+        opened = wire.LinkOpen("link", "m", Numerics(), layout, NUM_BLOCKS, wire.KVOptions(), [lane])
+        self._ready = threading.Event()
+        self.receive = d.receive_thread("c", opened, KEY, self._to_sender, self._report)
+        self._ready.set()
+        self.receive.start()
+
+    def _report(self, event: LinkEvent) -> None:
+        """Keeps what ends a transfer or the link; tests/unit/test_landing.py has the rest."""
+        if not isinstance(event, Arrived):
+            self.events.put(event)
+
+    def _to_sender(self, body: wire.Body) -> None:
+        if isinstance(body, wire.LinkAnswer):
+            self.send.open(body.transport, LAYOUT, KVLayout.from_info(body.layout))
+        if isinstance(body, wire.LinkValue):
+            self.send.meet(body)
+            return
+        self.answers.put(body)
+
+    def _to_receiver(self, body: wire.Body) -> None:
+        assert self._ready.wait(WAIT_S)
+        if isinstance(body, wire.LinkValue):
+            self.receive.meet(body)
+            return
+        assert isinstance(body, wire.KVFrame)
+        for frame in self._tamper(body):
+            self.receive.put(frame)
+
+    def await_ready(self) -> wire.LinkReady:
+        while not isinstance(answer := self.answers.get(timeout=WAIT_S), wire.LinkReady):
+            assert isinstance(answer, wire.LinkAnswer), answer
+        return answer
+
+    def transfer(self, source: list[int], into: list[int], transfer_id: str = "t") -> None:
+        """In two chunks, the first of them layer by layer."""
+        num_tokens = len(source) * LAYOUT.block_size
+        self.receive.begin(transfer_id, into, 0, num_tokens)
+        half = len(source) // 2
+        pieces = [blocks(source[:half], 0, 1), blocks(source[:half], 1, 1)]
+        pieces.append(wire.KVPiece(half * 4, num_tokens - half * 4, 0, 2, source[half:]))
+        for index, piece in enumerate(pieces):
+            self.send.ship(transfer_id, index, piece)
+        self.send.ship_end(wire.KVEnd(transfer_id, len(pieces), num_tokens, [TOKEN]))
+
+    def close(self) -> None:
+        self.send.close()
+        self.receive.close()
+        for each in (self.send, self.receive):
+            each._thread.join(WAIT_S)  # it still uses the device

@@ -1,0 +1,204 @@
+"""Links are proven before use, go over to the next transport, notice damage, and end with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+
+import pytest
+import torch
+
+from pd_cluster import wire
+from pd_cluster.errors import LinkError, called
+from pd_cluster.numerics import Numerics
+from pd_cluster.transport.base import Prepared
+from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
+from pd_cluster.transport.factory import Transports
+from pd_cluster.transport.guard import LinkKey, Opener, Sealer
+from pd_cluster.transport.local import LocalReceiver
+from pd_cluster.transport.one_sided import OneSidedSender, PoolAddress
+from pd_cluster.transport.receiving import Probe, ReceiveThread
+from pd_cluster.transport.sending import SendThread
+from tests.support.transports import (
+    CHECKSUM,
+    KEY,
+    LAYOUT,
+    NUM_BLOCKS,
+    TOKEN,
+    WAIT_S,
+    Link,
+    make_config,
+    random_pool,
+)
+
+
+def test_no_transport_in_common_is_refused_with_both_sides_names() -> None:
+    layout = LAYOUT.to_info()
+    offers = [wire.TransportOffer(transport=name, data=b"") for name in ("nccl", "dist")]
+    lane = wire.LaneOffer(offers=offers, probe_seed=1)
+    opened = wire.LinkOpen("link", "m", Numerics(), layout, NUM_BLOCKS, wire.KVOptions(), [lane])
+    answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
+    receive = Transports(make_config("shm"), random_pool(2)).receive_thread("c", opened, KEY, answers.put, print)
+    receive.start()
+    refused = answers.get(timeout=WAIT_S)
+    receive.close()
+    assert isinstance(refused, wire.LinkRefused)
+    choice = f"{called('kv_transport')} shm"
+    assert refused.reason == f"no transport in common: the other offers nccl, dist; {choice} here allows shm"
+
+
+@pytest.mark.parametrize(("transport", "chosen"), [("auto", "local"), ("shm", "shm"), ("dist", "dist")])
+def test_a_link_is_proven_and_lands_transfers(transport: str, chosen: str) -> None:
+    link = Link(transport)
+    assert link.await_ready().transport == chosen
+    link.transfer([1, 2, 3], [7, 8, 9])
+    assert link.events.get(timeout=WAIT_S) == Landed("t", [TOKEN], 3 * LAYOUT.block_nbytes)
+    assert torch.equal(link.target.data[[7, 8, 9]], link.source.data[[1, 2, 3]])
+    link.send.probe()  # keepalive: the link lives
+    link.transfer([4, 5], [0, 1], "t2")
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    assert link.receive.num_dropped == 0
+    link.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "dist"])
+def test_a_pool_with_another_content_is_not_trusted(transport: str) -> None:
+    """D seems to read other memory than P means."""
+    link = Link(transport, probe_seed=123)
+    assert isinstance(link.answers.get(timeout=WAIT_S), wire.LinkAnswer)
+    refused = link.answers.get(timeout=WAIT_S)
+    assert isinstance(refused, wire.LinkRefused)
+    assert "another content" in refused.reason
+    assert refused.retry
+    link.close()
+
+
+def test_the_next_transport_is_tried_when_the_probe_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto: local is broken here, so shared memory serves."""
+
+    def nothing(self: LocalReceiver, sequence: int, chunk: wire.KVChunk, into: list[int] | None) -> None: ...
+
+    monkeypatch.setattr(LocalReceiver, "receive", nothing)
+    link = Link("auto")
+    assert link.await_ready().transport == "shm"
+    link.transfer([1, 2, 3], [7, 8, 9])
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    link.close()
+
+
+def test_what_lands_leaves_the_own_probe_alone() -> None:
+    """The instance may become a prefill instance, and then proves its links with it."""
+    link = Link("shm")
+    before = link.target.data[link.target.probe_block].clone()
+    link.await_ready()
+    assert torch.equal(link.target.data[link.target.landing_probe_block], link.source.data[link.source.probe_block])
+    assert torch.equal(link.target.data[link.target.probe_block], before)
+    link.close()
+
+
+def test_a_link_without_a_probe_is_refused() -> None:
+    link = Link("shm", tamper=lambda frame: [], connect_timeout_s=1.5)
+    assert isinstance(link.answers.get(timeout=WAIT_S), wire.LinkAnswer)
+    refused = link.answers.get(timeout=WAIT_S)
+    assert isinstance(refused, wire.LinkRefused)
+    assert "no probe came within 1.5 s" in refused.reason
+    link.close()
+
+
+def test_a_keepalive_that_fails_ends_the_link() -> None:
+    link = Link("shm")
+    link.await_ready()
+    link.source.data[link.source.probe_block] += 1
+    link.send.probe()
+    failed = link.events.get(timeout=WAIT_S)
+    assert isinstance(failed, LinkFailed)
+    assert "another content" in failed.reason
+    link.close()
+
+
+def test_doubled_and_foreign_frames_are_dropped_and_counted() -> None:
+    stranger = Sealer(LinkKey.derive(b"other", "link", "p", "d"))
+
+    def tamper(frame: wire.KVFrame) -> list[wire.KVFrame]:
+        return [frame, frame, stranger.seal(wire.KVEnd("t", 0, 0, [TOKEN]))]
+
+    link = Link("shm", tamper)
+    link.await_ready()
+    link.transfer([1, 2, 3], [7, 8, 9])
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    assert link.receive.num_dropped >= 8
+    link.close()
+
+
+def test_a_lost_frame_ends_the_link_and_drains_are_still_acknowledged() -> None:
+    link = Link("shm", tamper=lambda frame: [frame] if frame.sequence != 2 else [])
+    link.await_ready()
+    link.transfer([1, 2, 3], [7, 8, 9])
+    failed = link.events.get(timeout=WAIT_S)
+    assert isinstance(failed, LinkFailed)
+    assert "came when 2 was next" in failed.reason
+    link.receive.forget("t")
+    assert link.events.get(timeout=WAIT_S) == Drained("t")
+    link.close()
+
+
+def test_damage_in_the_payload_ends_the_transfer_only() -> None:
+    link = Link("shm")
+    link.await_ready()
+    prepare = OneSidedSender.prepare
+
+    def damaged(self: OneSidedSender, piece: wire.KVPiece) -> Prepared:
+        prepared = prepare(self, piece)
+        return dataclasses.replace(prepared, checksum=prepared.checksum ^ 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OneSidedSender, "prepare", damaged)
+        link.transfer([1, 2], [7, 8])
+        assert link.events.get(timeout=WAIT_S) == LandFault("t", "checksum of a KV chunk is wrong")
+    link.transfer([1, 2], [7, 8], "t2")
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    link.close()
+
+
+def test_a_link_whose_transports_all_fail_is_refused() -> None:
+    answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
+
+    class Broken(LocalReceiver):
+        def open(self) -> None:
+            raise LinkError("no way", retry=True)
+
+    target = random_pool(2)
+    receiver = Broken(PoolAddress("").offer("local"), target, LAYOUT, CHECKSUM)
+    thread = ReceiveThread(
+        "c", "link", [receiver], Probe(target, LAYOUT, 0), Opener(KEY), answers.put, lambda event: None, WAIT_S
+    )
+    thread.start()
+    assert isinstance(answers.get(timeout=WAIT_S), wire.LinkAnswer)
+    assert answers.get(timeout=WAIT_S) == wire.LinkRefused("link", "local: no way", True)
+    thread.close()
+
+
+def test_a_transport_that_was_not_offered_fails_the_link() -> None:
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    thread = SendThread("c", [], Sealer(KEY), 0, lambda body: None, events.put)
+    thread.open("dist", LAYOUT, LAYOUT)
+    assert events.get(timeout=WAIT_S) == LinkFailed("c", "the decode instance chose dist, which was not offered")
+
+
+def test_a_thread_that_meets_a_surprise_reports_it_and_still_acknowledges_drains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link = Link("local")
+    link.await_ready()
+
+    def surprise(self: LocalReceiver, sequence: int, chunk: wire.KVChunk, into: list[int] | None) -> None:
+        raise MemoryError("no staging buffer")
+
+    monkeypatch.setattr(LocalReceiver, "receive", surprise)
+    link.transfer([1, 2], [7, 8])
+    failed = link.events.get(timeout=WAIT_S)
+    assert isinstance(failed, LinkFailed)
+    assert "no staging buffer" in failed.reason
+    link.receive.forget("t")
+    assert link.events.get(timeout=WAIT_S) == Drained("t")
+    link.close()

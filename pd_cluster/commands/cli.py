@@ -122,7 +122,6 @@ def up(
     port = port or free_port_row(2 * schedulers)
     model, arguments = _model_and_flags(model, arguments or [], adapter)
     arguments += choice_of_model(try_unlisted or (), language_model_only)
-    own = [*([f"--model={model}"] if model else []), f"--host={host}", f"--port={port}"]
     flags, keys = split_keys(normalize(arguments))
     flags, metrics_keys = split_values(flags, "--metrics-key")
     launch = Launch(
@@ -139,7 +138,7 @@ def up(
         openai=use_openai(os.environ),
         restart=restart,
         arguments=[*flags, *(SPAWN for _ in range(spawn))],
-        in_effect=_checked(context, [*own, *arguments]),
+        in_effect=_checked(context, model, [f"--host={host}", f"--port={port}", *arguments]),
         api_keys=keys,
         metrics_key=metrics_keys[-1] if metrics_keys else "",
     )
@@ -226,17 +225,17 @@ def _model_and_flags(model: str, arguments: list[str], adapter: bool) -> tuple[s
     return model.removeprefix("hf:"), arguments
 
 
-def _checked(context: typer.Context, argv: list[str]) -> list[str]:
+def _checked(context: typer.Context, model: str, argv: list[str]) -> list[str]:
     """Reads the flags as each instance will, and returns them with those of their --config file.
 
-    Raises ConfigError, and click's errors for values of another type.
+    `model`: "" where no flag shall name it. Raises ConfigError, and click's errors for values of another type.
     """
     from pd_cluster.commands.launch_check import check_launch
 
     group = context.parent.command if context.parent is not None else None
     assert isinstance(group, typer.core.TyperGroup)
     command = group.commands["serve"]
-    flags = expanded(argv, _serve_flags())
+    flags = expanded([f"--model={model}", *argv] if model else argv, _serve_flags())
     each = command.make_context("serve", list(flags), context.parent)
     _warn_extras(each)
     check_launch(ServeOptions(**{k: v for k, v in each.params.items() if k != "help_all"}), dict(os.environ))

@@ -12,6 +12,7 @@ PdClusterError
 │   ├── Unauthorized       401: without an API key, or the admin port's token
 │   └── Forbidden          403: under a name that the admin port does not answer to
 ├── Unavailable            no instance can serve it right now: HTTP 503 with Retry-After
+│   └── NoRoom             room of this process, which others leave soon
 ├── Overloaded             too much to serve in time right now: HTTP 429 with Retry-After
 │   └── RateLimited        a key has used up its limit for this minute
 ├── GenerationError        a request that had begun and cannot be finished
@@ -129,6 +130,10 @@ class Unavailable(PdClusterError):
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class NoRoom(Unavailable):
+    """This process has no room to prepare the request now; nothing has been computed of it."""
 
 
 class LeaseUnavailable(PdClusterError):

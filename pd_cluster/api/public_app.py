@@ -27,15 +27,8 @@ from pd_cluster.api.gate.http import LOOKING, PlainRoute, add_routes
 from pd_cluster.api.gate.request_id import RequestIds
 from pd_cluster.api.gate.root_path import RootPath
 from pd_cluster.api.gate.tracing import Traces
-from pd_cluster.api.openai.inference_routes import inference_routes, render_routes
 from pd_cluster.api.openai.legacy import legacy_routes
-from pd_cluster.api.openai.message_routes import message_count_routes, message_routes
-from pd_cluster.api.openai.model_routes import model_routes
-from pd_cluster.api.openai.openai import openai_routes
-from pd_cluster.api.openai.pooling_routes import pooling_routes
-from pd_cluster.api.openai.response_routes import input_routes, kept_response_routes, response_routes
-from pd_cluster.api.openai.resume_routes import resume_routes
-from pd_cluster.api.openai.token_routes import token_routes
+from pd_cluster.api.openai.routes import api_routes
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.entrance import ASLEEP, Entrance
 from pd_cluster.cluster.routing.policy import check_served, refused_links, why_unavailable
@@ -46,10 +39,6 @@ from pd_cluster.service.service import TextService
 from pd_cluster.settings.http import HttpConfig
 
 TITLE = "pd-cluster"
-OPENAI_ROUTES = (
-    *(openai_routes, pooling_routes, model_routes, token_routes, message_routes, message_count_routes),
-    *(inference_routes, render_routes),
-)
 
 
 def public_app(
@@ -74,14 +63,9 @@ def public_app(
     install_error_handlers(app)
     pages = public_pages(view, http.api_keys, file_keys) if view is not None else None
     _put_in_front(app, service, drain, http, file_keys, counts, pages)
-    for routes in OPENAI_ROUTES if openai else (legacy_routes,):
-        add_routes(app, routes(service))
-    if openai:
-        if service.resumption.is_on:
-            add_routes(app, resume_routes(service))
-        store = ResponseStore(http.responses) if http.responses.folder else None
-        for make in (response_routes, input_routes, kept_response_routes):
-            add_routes(app, make(service, store))
+    store = ResponseStore(http.responses) if openai and http.responses.folder else None
+    for routes in api_routes(service, store) if openai else (legacy_routes(service),):
+        add_routes(app, routes)
     add_routes(app, _common_routes(service.router.entrance, instances, drain))
     name, adapters = shown_name(service), _adapters(service)
     add_routes(app, metrics_routes(service.router, instances, name, drain, totals, adapters, owner))

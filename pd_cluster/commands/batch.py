@@ -60,7 +60,8 @@ def run_batch(
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
-    Each line's answer or error is the HTTP API's. Run it again after a Ctrl-C or a kill: it continues where it stopped.
+    Each line is answered as a POST to its url would be. Run it again after a Ctrl-C or a kill: it continues where it
+    stopped.
     """
     from pd_cluster.offline.batch_job import BatchJob
     from pd_cluster.offline.session import OfflineConfig

@@ -33,6 +33,7 @@ from pd_cluster.settings.flag_file import expanded
 from pd_cluster.settings.flags import choice_of_model, judge, normalize, split_keys, split_values
 from pd_cluster.settings.options import USUAL, ServeOptions, settings
 from pd_cluster.settings.routing import MAX_SCHEDULERS
+from pd_cluster.settings.vllm_variables import warnings_of
 from pd_cluster.transport import table as transports
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, *
     gc.disable()  # until all is imported: modules stay, and scanning them takes a tenth of the time
     from pd_cluster.commands.serve import run
 
-    run(ServeOptions(**given), _warn_extras(context), dict(os.environ))
+    run(ServeOptions(**given), [*_warn_extras(context), *warnings_of(os.environ)], dict(os.environ))
 
 
 @app.command(rich_help_panel=SERVE)
@@ -88,9 +89,7 @@ def up(
     encode: Annotated[int, typer.Option(min=0, help="Instances for images alone.")] = 0,
     schedulers: Annotated[int, typer.Option(min=1, max=MAX_SCHEDULERS, help="Each at the next two ports.")] = 1,
     host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Public port, 0 for any free one; the admin port is the next one.")
-    ] = 9000,
+    port: Annotated[int, typer.Option(help="Public; 0: any free one. Admin: the next.")] = 9000,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Its name for clients.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Rank processes of each instance.")] = 1,
     prefill_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each prefill instance.")] = None,
@@ -98,9 +97,7 @@ def up(
     adapter: Annotated[bool, typer.Option("--adapter", help="The shipped LoRA adapter too, as model pirate.")] = False,
     restart: Annotated[str, typer.Option(help="Of a worker that dies: on-failure or no.")] = "on-failure",
     spawn: Annotated[bool, typer.Option("--spawn", help="Start rank processes by command line; fork none.")] = False,
-    try_unlisted: Annotated[
-        list[str] | None, typer.Option(metavar="TYPE", help="Serve this model_type, unproven.")
-    ] = None,
+    try_unlisted: Annotated[list[str] | None, typer.Option(metavar="TYPE", help="Serve model_type, unproven.")] = None,
     language_model_only: Annotated[
         bool, typer.Option("--language-model-only", help="Serve only the text model of a multimodal model.")
     ] = False,
@@ -117,9 +114,8 @@ def up(
     gc.disable()  # until the cluster is ready
     from pd_cluster.cluster.members.place import use_openai
     from pd_cluster.cluster.processes.launch import SPAWN, Launch
-    from pd_cluster.cluster.processes.ports import free_port_row
 
-    port = port or free_port_row(2 * schedulers)
+    port = port or _free_port(schedulers)
     model, arguments = _model_and_flags(model, arguments or [], adapter)
     arguments += choice_of_model(try_unlisted or (), language_model_only)
     flags, keys = split_keys(normalize(arguments))
@@ -210,6 +206,12 @@ def _run(launch: Launch) -> int:
     from pd_cluster.cluster.processes.launcher import run_until_signal
 
     return asyncio.run(run_until_signal(launch))
+
+
+def _free_port(num_schedulers: int) -> int:
+    from pd_cluster.cluster.processes.ports import free_port_row
+
+    return free_port_row(2 * num_schedulers)
 
 
 def _model_and_flags(model: str, arguments: list[str], adapter: bool) -> tuple[str, list[str]]:

@@ -69,7 +69,18 @@ def _show_all(context: typer.Context, value: bool) -> None:
 
 
 class BriefHelp(typer.core.TyperCommand):
-    """Shows each flag's first words in --help, so that it fits a screen, and its whole text in --help-all."""
+    """Shows each flag's first words in --help, so that it fits a screen, and its whole text in --help-all.
+
+    A switch without a --no- form of its own takes one all the same, as vLLM's do; the last of several counts.
+    """
+
+    def make_parser(self, ctx: Any) -> Any:
+        parser = super().make_parser(ctx)
+        for each in self.params:
+            if isinstance(each, typer.core.TyperOption) and each.is_flag and not each.is_eager:
+                names = [] if each.secondary_opts else [f"--no-{name[2:]}" for name in each.opts]
+                parser.add_option(obj=each, opts=names, dest=each.name, action="store_const", const=False)
+        return parser
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         if SHOWS_ALL in ctx.meta:
@@ -97,11 +108,12 @@ def shorten_help(command: Any) -> None:
 
 
 def _brief(parameter: Any) -> Any:
-    """Returns a copy of an option for the brief help: its first words, in a wider group."""
+    """Returns a copy of an option for the brief help: its first name and words, in a wider group."""
     if not isinstance(parameter, typer.core.TyperOption):
         return parameter
     each = copy.copy(parameter)
     each.help, each.show_default, each.metavar = first_words(each.help or ""), False, ""
+    each.opts = [name for at, name in enumerate(each.opts) if not at or not name.startswith("--")]
     if each.rich_help_panel:
         each.rich_help_panel = WIDER.get(each.rich_help_panel, each.rich_help_panel)
     return each

@@ -17,47 +17,56 @@ from typing import Any
 
 import msgspec
 
-from pd_cluster.errors import ConfigError, flag_of, told
+from pd_cluster.errors import ConfigError, called, flag_of, told
 from pd_cluster.media.download import ANY_HOST
 from pd_cluster.offline.session import OfflineConfig
-from pd_cluster.settings.flags import NO_EFFECT, REFUSED, Ignored
+from pd_cluster.settings.flags import refusal
+from pd_cluster.settings.foreign import Family, Takes, table
+from pd_cluster.settings.foreign_flags import FOREIGN, foreign
 from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.options import ServeOptions, settings
 from pd_cluster.settings.requests import Assurances, RequestSettings
 from pd_cluster.settings.setting import Scope
+from pd_cluster.settings.spellings import BYTES, in_own_terms
+from pd_cluster.settings.vllm_variables import warnings_of
 from pd_cluster.text.given_template import with_source
 
 log = logging.getLogger(__name__)
 
 MISSPELT = {"resoning_parser": "reasoning_parser"}  # FastDeploy's document misspells it once
-NO_SERVER = Ignored("nothing is served offline")
+NO_SERVER = "nothing is served offline"
 # FastDeploy's arguments without a flag here.
-OTHERS_WITHOUT_EFFECT = {
-    "metrics_port": NO_SERVER,
-    "engine_worker_queue_port": NO_SERVER,
-    "cache_queue_port": NO_SERVER,
-    "data_parallel_size": Ignored("there is one engine", values=("1",)),
-    "enable_custom_all_reduce": Ignored("there is no custom all-reduce"),
-    "enable_logprob": Ignored("logprobs are there for who asks"),
-    "graph_optimization_config": Ignored("graphs are captured without it; see graph_sizes"),
-    "dynamic_load_weight": Ignored("weights are loaded once", values=("0", "False")),
-    "long_prefill_token_threshold": Ignored("prefill shares a step's tokens in order of arrival"),
-    "max_concurrency": NO_SERVER,
-    "max_long_partial_prefills": Ignored("prefill shares a step's tokens in order of arrival"),
-    "max_num_partial_prefills": Ignored("prefill shares a step's tokens in order of arrival"),
-    "max_waiting_time": NO_SERVER,
-    "splitwise_role": Ignored("give prefill= and decode=, the numbers of worker processes", values=("mixed",)),
-    "static_decode_blocks": Ignored("a request takes blocks as it needs them"),
-    "use_cudagraph": Ignored("graphs are captured without it; see graph_sizes"),
-    "use_warmup": Ignored("a model is tried when it is loaded"),
-}
-OTHERS_REFUSED = {
-    "enable_expert_parallel": "experts are not placed by themselves",
-    "guided_decoding_disable_any_whitespace": "whitespace follows the guide; leave it out",
-    "innode_prefill_ports": "give prefill= and decode=, the numbers of worker processes",
-    "lm_head_fp32": "logits are computed in the model's dtype; give dtype='float32'",
-    "kv_cache_ratio": "blocks are not divided between prompts and answers: every request may have any of them",
-}
+OTHERS = table(
+    (
+        Family(
+            NO_SERVER,
+            accepted="--metrics-port --engine-worker-queue-port --cache-queue-port --max-concurrency "
+            "--max-waiting-time",
+        ),
+        Family("there is no custom all-reduce", accepted="--enable-custom-all-reduce"),
+        Family("logprobs are there for who asks", accepted="--enable-logprob"),
+        Family(
+            f"graphs are captured without it; see {called('graph_sizes')}",
+            accepted="--graph-optimization-config --use-cudagraph",
+        ),
+        Family("weights are loaded once", refused="--dynamic-load-weight=0|False"),
+        Family(
+            "give prefill= and decode=, the numbers of worker processes",
+            refused="--splitwise-role=mixed --innode-prefill-ports",
+        ),
+        Family("a request takes blocks as it needs them", accepted="--static-decode-blocks"),
+        Family("a model is tried when it is loaded", accepted="--use-warmup"),
+        Family(
+            "whitespace follows the guide; leave it out",
+            refused="--guided-decoding-disable-any-whitespace",
+        ),
+        Family("logits are computed in the model's dtype; give dtype='float32'", refused="--lm-head-fp32"),
+        Family(
+            "blocks are not divided between prompts and answers: every request may have any of them",
+            refused="--kv-cache-ratio",
+        ),
+    )
+)
 # The signature's own defaults, which change nothing.
 DEFAULTS = {"gpu_memory_utilization": 0.9, "max_seq_len_to_capture": 8192, "swap_space": 4}
 HERE = (Scope.ENGINE, Scope.TEXT)  # the scopes that apply without a server and without worker processes
@@ -69,6 +78,8 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
         raise ConfigError("model None: expected a folder, or the name of a hub's model")
     if given.get("max_context_len_to_capture") is not None:
         log.warning("max_context_len_to_capture is the older name of max_seq_len_to_capture, which goes before it")
+    for warning in warnings_of(os.environ, str):
+        log.warning("%s", warning)
     arguments = _by_setting(given)
     num_ranks = arguments.get("tensor_parallel_size", 1)
     if isinstance(num_ranks, int) and num_ranks > 1 and not prefill and not decode:
@@ -90,7 +101,7 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
             flags += [part for flag in each.flags(value) for part in flag]
         elif value != each.default:
             is_workers = each.setting.scope is Scope.WORKERS
-            why = "the engine runs in this process (prefill, decode)" if is_workers else NO_SERVER.why
+            why = "the engine runs in this process (prefill, decode)" if is_workers else NO_SERVER
             log.warning("%s has no effect: %s", name, why)
     with in_python_names():
         options = ServeOptions.typed(honoured)
@@ -117,6 +128,8 @@ def _by_setting(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the given arguments other than defaults, by the settings' own names, in the types of a command line."""
     aliases = MISSPELT | {alias: each.name for each in settings().values() for alias in each.names[1:]}
     found: dict[str, Any] = {}
+    with in_python_names():
+        given = in_own_terms(given)
     for name in sorted(given, key=aliases.__contains__, reverse=True):  # a name comes after its alias, and overrides it
         setting, value = aliases.get(name, name), given[name]
         if value is not None and value != DEFAULTS.get(setting):  # the signature's default overrides nothing
@@ -127,6 +140,8 @@ def _by_setting(given: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = os.fspath(value)
         elif each is not None and each.takes_mappings and isinstance(value, Mapping):
             found[name] = _json(name, value)
+        elif each is not None and each.setting.is_several and isinstance(value, int | str):
+            found[name] = [value]
     return found
 
 
@@ -150,27 +165,24 @@ def _json(name: str, value: Mapping[str, Any]) -> str:
 def _judge(name: str, value: Any) -> None:
     """Checks an argument that is not a flag of serve. Raises ConfigError."""
     flag = flag_of(name)
-    without_effect = NO_EFFECT.get(flag) or OTHERS_WITHOUT_EFFECT.get(name)
-    refused = REFUSED.get(flag) or OTHERS_REFUSED.get(name)
-    if without_effect is not None:
-        if without_effect.values:
-            if str(value) not in without_effect.values:
-                raise ConfigError(f"{name} {value!r}: not supported ({without_effect.why}); leave it out")
-            asks_for_nothing = str(value) not in without_effect.unmet
-        else:
-            asks_for_nothing = value is False
-        if not asks_for_nothing:
-            log.warning("%s has no effect: %s", name, told(without_effect.why, str))
-    elif refused is not None:
-        if value and str(value).lower() != "none":
-            raise ConfigError(f"{name} {reprlib.repr(value)}: {told(refused, str)}; leave it out")
-    else:
+    known = foreign(flag)
+    each = OTHERS.get(flag) or (known[0] if known is not None and not known[1] else None)
+    if each is None:
         raise ConfigError(_unknown(name))
+    if each.values is None:
+        has_warning = value is not False
+    else:
+        text = str(bool(value)) if each.takes is Takes.SWITCH else str(value)
+        is_empty = not value and (not each.values or not isinstance(value, int | float))
+        if not is_empty and not each.accepts(text):
+            raise ConfigError(told(refusal(each, name, reprlib.repr(value), "; leave it out"), str))
+        has_warning = text in each.unmet
+    if has_warning:
+        log.warning("%s has no effect: %s", name, told(each.why, str))
 
 
 def _unknown(name: str) -> str:
-    published = [flag[2:].replace("-", "_") for flag in (*NO_EFFECT, *REFUSED)]
+    published = [flag[2:].replace("-", "_") for flag in (*FOREIGN, *OTHERS)]
     ours = [name for each in settings().values() for name in each.names]
-    known = [*ours, *MISSPELT, *OTHERS_WITHOUT_EFFECT, *OTHERS_REFUSED, *published, "prefill", "decode"]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, [*ours, *MISSPELT, *BYTES, *published, "prefill", "decode"], n=1, cutoff=0.6)
     return f"{name}: unknown argument{f'; did you mean {near[0]}?' if near else '; docs/flags.md has those of serve'}"

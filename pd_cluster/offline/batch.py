@@ -8,18 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from uuid import uuid4
 
-import msgspec
-
-from pd_cluster.errors import InstanceLost, PdClusterError, RequestError, Unavailable
-from pd_cluster.offline.batch_lines import CHAT_URL, BatchEntry, error_of, line_of
-from pd_cluster.service.answers.answers import Answer
-from pd_cluster.service.answers.chat_answer import ChatAnswer
-from pd_cluster.service.answers.completion_answer import CompletionAnswer
-from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.parse import parse
-from pd_cluster.service.schema.protocol import CompletionRequest, GenerationRequest
+from pd_cluster.api.openai.calls import Called, Calls
+from pd_cluster.errors import InstanceLost, NoRoom, PdClusterError, Unavailable
+from pd_cluster.offline.batch_lines import BatchEntry, error_of, line_of
+from pd_cluster.service.caller import Caller
 from pd_cluster.service.service import TextService
-from pd_cluster.service.status import error_body, status_of
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +34,9 @@ class Batch:
     """`write` receives each answer's line, in the order in which they are ready; its exceptions end the batch."""
 
     def __init__(self, service: TextService, write: Callable[[bytes], None], concurrency: int) -> None:
-        self._service = service
+        self._calls = Calls(service, Caller(batch=uuid4().hex))
         self._write = write
         self._concurrency = concurrency
-        self._name = uuid4().hex
         self.counts = Counts()
 
     async def run(self, entries: Iterator[BatchEntry]) -> None:
@@ -71,18 +63,15 @@ class Batch:
             self._done(error_of(entry, entry.error), 0, _failure(entry, entry.error))
             return
         try:
-            answer, body = await self._answer(entry)
+            answer = await self._answer(entry)
         except (Unavailable, InstanceLost):
             raise
         except Exception as error:  # as in the API: an error affects only its own request
             if not isinstance(error, PdClusterError):
                 log.error("line %d, custom_id %r: %s", entry.number, entry.custom_id, error, exc_info=error)
-            self._done(
-                line_of(entry, status_of(error), msgspec.json.encode(error_body(error))), 0, _failure(entry, error)
-            )
+            self._done(error_of(entry, error), 0, _failure(entry, error))
             return
-        num_tokens = sum(each.usage["completion_tokens"] for each in answer.generations)
-        self._done(line_of(entry, 200, body), num_tokens)
+        self._done(line_of(entry, 200, answer.body), answer.num_output_tokens)
 
     def _done(self, line: bytes, num_tokens: int, failure: str = "") -> None:
         self._write(line)
@@ -91,45 +80,14 @@ class Batch:
         self.counts.first_failure = self.counts.first_failure or failure
         self.counts.num_output_tokens += num_tokens
 
-    async def _answer(self, entry: BatchEntry) -> tuple[Answer, bytes]:
-        """Returns an answer and its body. Raises RequestError and the like."""
-        answer = await self._begun(entry)
-        for generation in answer.generations:
-            generation.client_id = answer.id
-            generation.amend(batch=self._name)
-        pieces = await self._service.complete(answer.generations)
-
-        def encoded() -> bytes:
-            return msgspec.json.encode(answer.whole(pieces))
-
-        return answer, await asyncio.to_thread(encoded) if answer.is_large else encoded()
-
-    async def _begun(self, entry: BatchEntry) -> Answer:
-        for at in range(NUM_TRIES):
+    async def _answer(self, entry: BatchEntry) -> Called:
+        """Raises RequestError and the like."""
+        for _ in range(NUM_TRIES - 1):
             try:
-                return await (self._chat(entry.body) if entry.url == CHAT_URL else self._completion(entry.body))
-            except Unavailable as error:  # a server's client would retry, too
-                if at == NUM_TRIES - 1:
-                    raise
+                return await self._calls.call(entry.url, entry.body)
+            except NoRoom as error:  # a server's client would retry, too
                 await asyncio.sleep(error.retry_after_s)
-        raise AssertionError("the last try returns or raises")
-
-    async def _chat(self, body: bytes) -> Answer:
-        request = parse(body, ChatCompletionRequest)
-        _check_whole(request)
-        name = self._service.names.check(request.model)
-        return ChatAnswer(request, name, self._service, await self._service.chat(request))
-
-    async def _completion(self, body: bytes) -> Answer:
-        request = parse(body, CompletionRequest)
-        _check_whole(request)
-        name = self._service.names.check(request.model)
-        return CompletionAnswer(request, name, self._service, await self._service.completions(request))
-
-
-def _check_whole(request: GenerationRequest) -> None:
-    if request.stream:
-        raise RequestError("stream: true has no place in a batch, whose answers are whole; leave it out", "stream")
+        return await self._calls.call(entry.url, entry.body)
 
 
 async def _wait_for_one(running: dict[asyncio.Task[None], int]) -> None:

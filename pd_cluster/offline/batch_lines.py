@@ -17,20 +17,14 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from pd_cluster.errors import ConfigError, PdClusterError, RequestError
-from pd_cluster.service.status import MAX_BODY_NBYTES, BodyTooLarge, error_body
+from pd_cluster.service.status import MAX_BODY_NBYTES, BodyTooLarge, error_body_at, status_of
 
-CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
-URLS = (CHAT_URL, COMPLETIONS_URL)
 MAX_LINE_NBYTES = MAX_BODY_NBYTES + (64 << 10)  # a body and its envelope
 MAX_ID_NUM_CHARS = 1024
 ID_PREFIX = "batch_req_"
 FIRST_BYTES = b'{"id":"' + ID_PREFIX.encode()  # of every line that is written here
 NOT_ON_DISK = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # errors of fsync for pipes and the like
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-class NoSuchUrl(RequestError):
-    status = 404
 
 
 class WrongMethod(RequestError):
@@ -103,9 +97,6 @@ def entry_of(number: int, text: bytes) -> BatchEntry:
         fields = _fields_of(text)
         custom_id = _custom_id(fields)
         method, url = _text(fields, "method"), _text(fields, "url")
-        if url not in URLS:
-            shown = reprlib.repr(url)[1:-1]
-            raise NoSuchUrl(f"url: {shown}: a batch can ask {' and '.join(URLS)}", param="url", code="unknown_url")
         if method != "POST":
             raise WrongMethod(f"method: {reprlib.repr(method)}; expected POST", "method", "method_not_supported")
         if "body" not in fields:
@@ -192,8 +183,9 @@ def line_of(entry: BatchEntry, status: int, body: bytes) -> bytes:
     return msgspec.json.encode(line) + b"\n"
 
 
-def error_of(entry: BatchEntry, error: RequestError) -> bytes:
-    return line_of(entry, error.status, msgspec.json.encode(error_body(error)))
+def error_of(entry: BatchEntry, error: Exception) -> bytes:
+    """Returns the line of a request that failed, with the error in the shape of its url."""
+    return line_of(entry, status_of(error), msgspec.json.encode(error_body_at(entry.url, error)))
 
 
 def answered_in(file: BinaryIO, name: str) -> Answered:

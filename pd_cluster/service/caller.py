@@ -26,7 +26,8 @@ class Caller:
 
     `patience_s`: how long it waits for an answer to begin. `arrived` is called when the router has the request.
     `party`: the group of its prompts. `models`: the served names that it may use; None: all. `meter` counts this
-    request; None where there are no keys.
+    request; None where there are no keys. `batch`: the name of a group of answers of which none is needed early; "":
+    there is none.
     """
 
     client: str = ""
@@ -36,6 +37,7 @@ class Caller:
     party: Party | None = field(default=None, compare=False, repr=False)
     models: tuple[str, ...] | None = None
     meter: Meter | None = field(default=None, compare=False, repr=False)
+    batch: str = ""
 
     @property
     def visitor(self) -> Visitor:

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pd_cluster.parsers.reply import BUDGET, ReplyFormat
 from pd_cluster.service.caller import NOBODY, Caller
 from pd_cluster.service.generation import Generation
-from pd_cluster.service.intake import Intake
+from pd_cluster.service.intake import Intake, Shared
 from pd_cluster.service.prompts.chat_prompt import ChatPrompts
 from pd_cluster.service.prompts.guarded_prompt import Guard
 from pd_cluster.service.prompts.pictures import PictureIntake, Shown, Source
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields
 from pd_cluster.service.schema.guide_fields import Asked
-from pd_cluster.service.schema.tool_fields import tools_of
+from pd_cluster.service.schema.tool_fields import AskedTools, tools_of
 from pd_cluster.text.tokenizer import Tokenizer
 
 MESSAGE_NUM_CHARS = 8  # added by a template to each further message, at the least
 OF_TEXT = ("json_object", "json_schema")  # forms of an answer's text: calls alone have none, so clients may send both
 NUM_END_TOKENS = 16  # of a prompt, decoded to see whether an answer begins with reasoning
+
+
+class _Plan(NamedTuple):
+    """All that a chat's generation is made of. `end`: the prompt's, for a reader. `reads`: whether there is one."""
+
+    asked: AskedTools
+    shown: Shown
+    end: str
+    reads: bool
+    shared: Shared
 
 
 class Chats:
@@ -60,11 +70,41 @@ class Chats:
         `allows_control_tokens`: None for the service's own setting. `pictures` and `variant`: those of callers in this
         process.
         """
+        may_be_cut = request.truncate_prompt_tokens is not None
+        plan = await self._planned(request, answer, may_be_cut, caller, allows_control_tokens, pictures, variant)
+        generation = self._intake.generation(request, plan.shown, None, "messages", plan.shared)
+        if plan.reads:
+            form, (tools, choice, most_calls, _) = self._form, plan.asked
+            generation.new_reader = lambda: form.reader(choice, plan.end, most_calls, tools)
+            generation.new_call_id = form.call_id
+            generation.calls_finish = choice in ("auto", "required")
+        return generation
+
+    async def num_tokens(self, request: ChatCompletionRequest, answer: Asked | None, caller: Caller = NOBODY) -> int:
+        """Returns the size of a chat's prompt, which may exceed the context.
+
+        Raises RequestError for all else that `generation` refuses.
+        """
+        plan = await self._planned(request, answer, True, caller)
+        number = len(plan.shown.prompt.token_ids)
+        self._intake.check(request, number, "messages", plan.shared)
+        return number
+
+    async def _planned(
+        self,
+        request: ChatCompletionRequest,
+        answer: Asked | None,
+        may_be_cut: bool,
+        caller: Caller,
+        allows_control_tokens: bool | None = None,
+        pictures: Sequence[Any] = (),
+        variant: str | None = None,
+    ) -> _Plan:
+        """`may_be_cut`: the prompt may be longer than the context. Raises RequestError."""
         form = self._form
         asked = tools_of(request, bool(form.tool_parser))
         if asked.choice in ("required", "named") and answer is not None and answer.field == "response_format":
             answer = None if (request.response_format or {}).get("type") in OF_TEXT else answer
-        may_be_cut = request.truncate_prompt_tokens is not None
         shown = await self.prompt(request, may_be_cut, caller, allows_control_tokens, pictures)
         end = self._end_of(request, shown.prompt.token_ids)
         answered = answer.guide if answer else None
@@ -81,12 +121,7 @@ class Chats:
             caller=caller,
             variant=variant,
         )
-        generation = self._intake.generation(request, shown, None, "messages", shared)
-        if reads:
-            generation.new_reader = lambda: form.reader(asked.choice, end, asked.most_calls, asked.tools)
-            generation.new_call_id = form.call_id
-            generation.calls_finish = asked.choice in ("auto", "required")
-        return generation
+        return _Plan(asked, shown, end, reads, shared)
 
     async def prompt(
         self,

@@ -130,21 +130,12 @@ class Intake:
                 "truncate_prompt_tokens: a prompt with images is never cut; send a shorter one",
                 param="truncate_prompt_tokens",
             )
-        wanted = max_tokens_of(request, len(token_ids), limit, default_max_tokens, param)
-        if self._most_tokens is not None:  # as in vLLM's server: no answer is longer, whatever a request wants
-            wanted = min(wanted, int(self._most_tokens))
-            least = request.min_tokens or 0
-            if least > wanted:
-                raise RequestError(
-                    f"min_tokens: {least} is more than {wanted}, to which this server limits answers (its "
-                    f"generation config has max_new_tokens); lower it",
-                    param="min_tokens",
-                )
-        if min(token_ids) < 0 or max(token_ids) >= self.limits.vocab_size:
+        if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= self.limits.vocab_size:
             raise RequestError(f"{param}: token ids must be in 0 to {self.limits.vocab_size - 1}", param=param)
+        sampling = self._sampling(request, len(token_ids), default_max_tokens, param, shared)
+        wanted = sampling.max_tokens
         seed = request.own_seed if request.own_seed is not None else self._seeds.getrandbits(63)
-        sampling = msgspec.structs.replace(shared.sampling, max_tokens=wanted, seed=seed)
-        sampling = self.limits.check(request, sampling, len(token_ids), shared.num_prompts)
+        sampling = msgspec.structs.replace(sampling, seed=seed)
         sequences = self._sequences(request, sampling, shared.markers)
         if wanted == 0:  # the engine computes at least one token, which is not shown
             sampling = msgspec.structs.replace(sampling, n=1, max_tokens=1, min_tokens=0, beam_width=0)
@@ -155,6 +146,7 @@ class Intake:
             shared.variant,
             session=request.prompt_cache_key or request.session_id or "",
             priority=request.priority or 0,
+            batch=shared.caller.batch,
             spans=prompt.spans,
             images=prompt.images,
             rope_positions=prompt.rope_positions,
@@ -169,6 +161,29 @@ class Intake:
             arrived=shared.caller.arrived,
             hold=shown.hold,
         )
+
+    def check(self, request: GenerationRequest, num_tokens: int, param: str, shared: Shared) -> None:
+        """Checks the limits as `generation` does, but for the prompt's own length. Raises RequestError."""
+        most = self._limit() - num_virtual_tokens(shared.variant) - 1
+        self._sampling(request, min(num_tokens, most), None, param, shared)
+
+    def _sampling(
+        self, request: GenerationRequest, num_tokens: int, default_max_tokens: int | None, param: str, shared: Shared
+    ) -> Sampling:
+        """`num_tokens`: the prompt's. Returns all but the seed. Raises RequestError."""
+        limit = self._limit() - num_virtual_tokens(shared.variant)
+        wanted = max_tokens_of(request, num_tokens, limit, default_max_tokens, param)
+        if self._most_tokens is not None:  # as in vLLM's server: no answer is longer, whatever a request wants
+            wanted = min(wanted, int(self._most_tokens))
+            least = request.min_tokens or 0
+            if least > wanted:
+                raise RequestError(
+                    f"min_tokens: {least} is more than {wanted}, to which this server limits answers (its "
+                    f"generation config has max_new_tokens); lower it",
+                    param="min_tokens",
+                )
+        sampling = msgspec.structs.replace(shared.sampling, max_tokens=wanted)
+        return self.limits.check(request, sampling, num_tokens, shared.num_prompts)
 
     def _sequences(
         self, request: GenerationRequest, sampling: Sampling, markers: Collection[str]

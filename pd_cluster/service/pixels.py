@@ -16,7 +16,7 @@ from typing import cast
 
 from msgspec import structs
 
-from pd_cluster.errors import ConfigError, Unavailable
+from pd_cluster.errors import ConfigError, NoRoom
 from pd_cluster.types import Image
 
 MAX_HELD_NBYTES = 2 << 30  # kept in case an instance is lost
@@ -36,13 +36,13 @@ class PixelBudget:
                 raise ConfigError(f"--media-spill-path {folder}: no file can be made there: {error.strerror}") from None
 
     def take(self, nbytes: int) -> PixelHold:
-        """Raises Unavailable if there is no room in memory."""
+        """Raises NoRoom if there is no room in memory."""
         if self.nbytes + nbytes > self._most:
-            raise Unavailable(f"{self.nbytes} bytes of pictures are waiting for their answers; try again")
+            raise NoRoom(f"{self.nbytes} bytes of pictures are waiting for their answers; try again")
         return PixelHold(self, nbytes)
 
     async def hold(self, images: Sequence[Image]) -> tuple[tuple[Image, ...], PixelHold]:
-        """Returns the images, with pixels in memory or in a file, and their place. Raises Unavailable without room."""
+        """Returns the images, with pixels in memory or in a file, and their place. Raises NoRoom without room."""
         nbytes = sum(len(image.pixels) for image in images)
         in_memory = self.nbytes + nbytes <= self._most
         if in_memory or self.nbytes_in_files + nbytes > self._most_in_files:
@@ -52,7 +52,7 @@ class PixelBudget:
             return await asyncio.to_thread(_in_file, images, self._folder), held
         except OSError as error:
             held.release()
-            raise Unavailable(f"pictures cannot be kept in a file: {error.strerror}; try again") from None
+            raise NoRoom(f"pictures cannot be kept in a file: {error.strerror}; try again") from None
 
 
 class PixelHold:

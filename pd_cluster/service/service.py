@@ -231,6 +231,13 @@ class TextService:
         """
         return (await self._chats.prompt(request, may_be_cut, caller, allows_control_tokens)).prompt.token_ids
 
+    async def chat_num_tokens(self, request: ChatCompletionRequest, caller: Caller = NOBODY) -> int:
+        """Returns the size of the prompt that `chat` would have computed, even if it exceeds the context.
+
+        Raises RequestError for all else that `chat` refuses.
+        """
+        return await self._chats.num_tokens(request, self._guide_of(request), caller)
+
     def _guide_of(self, request: GenerationRequest) -> Asked | None:
         asked = request.asked
         return compact(asked) if asked is not None and self._config.has_compact_json else asked

@@ -155,7 +155,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ENGINE(
             "Numbers of sequences that graphs are for; a step takes the next larger one, and runs eagerly beyond the "
             "largest. One number: 1, 2, 4 and multiples of 8 up to it. Default: up to --max-num-seqs.",
-            also=("cuda_graph_sizes", "cudagraph_capture_sizes"),
+            also=("cuda_graph_sizes", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
             checks=(Check(lambda sizes: all(size >= 1 for size in sizes), "must be at least 1 each"),),
             form=NUMBERS,
             is_several=True,
@@ -240,6 +240,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ENGINE(
             "Share of memory to use; without effect beside the two above. On a CPU: of the free memory, for the KV "
             "pool. On a GPU: of its memory, for this instance; default: 0.9.",
+            also=("device_memory_utilization",),
             checks=(within(0, 1),),
         ),
     ] = None
@@ -259,6 +260,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ENGINE(
             "GiB of host memory for KV blocks that the prefix cache has evicted; later requests load them from there "
             "where that is quicker than to compute them.",
+            also=("kv_offloading_size",),
             after="enable_prefix_caching",
             checks=GIB,
         ),

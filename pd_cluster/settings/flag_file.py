@@ -16,28 +16,29 @@ from typing import Any
 import msgspec
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.settings.flags import ALIASES, NO_EFFECT, REFUSED, SWITCHES, normalize, unknown
+from pd_cluster.settings.flags import ALIASES, SWITCHES, normalize, unknown
+from pd_cluster.settings.foreign import Takes
+from pd_cluster.settings.foreign_flags import FOREIGN, OFF, foreign
 from pd_cluster.settings.options import settings
+from pd_cluster.settings.spellings import IN_OTHER_UNITS, in_own_flags
 
 FLAG = "--config"
+ALL_SWITCHES = frozenset(each.flag for each in settings().values() if each.kind is bool)
 
 
 def expanded(argv: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Returns normalized flags with those of the file in place of `--config FILE`, unless they are given, too.
+    """Returns flags as the settings have them, with those of the file in place of `--config FILE`, unless given, too.
 
     `known`: the flags of the command. Raises ConfigError that names the file and the key.
     """
     flags = normalize(argv)
     if not any(each.partition("=")[0] == FLAG for each in flags):
-        return flags
+        return in_own_flags(flags)
     path, rest = _path_in(flags)
     given = {_positive(each.partition("=")[0]) for each in rest if each.startswith("--")}
-    found = [
-        flag
-        for name, value in _read(path).items()
-        for flag in _flags(path, name, value, given, [*known, *NO_EFFECT, *REFUSED])
-    ]
-    return [*found, *rest]
+    names = [*known, *IN_OTHER_UNITS, *FOREIGN]
+    found = [flag for name, value in _read(path).items() for flag in _flags(path, name, value, given, names)]
+    return in_own_flags([*found, *rest])
 
 
 def _path_in(flags: Sequence[str]) -> tuple[str, list[str]]:
@@ -70,12 +71,16 @@ def _read(path: str) -> dict[str, Any]:
 def _flags(path: str, name: str, value: Any, given: set[str], known: Sequence[str]) -> list[str]:
     """Returns the flags for one line of the file; none where the command line has the same flag."""
     flag = f"--{name.replace('_', '-')}"
-    if flag not in known or flag == FLAG:
+    if (positive := _positive(flag)) != flag and isinstance(value, bool):
+        flag, value = positive, not value
+    theirs = foreign(flag)
+    if flag == FLAG or flag.endswith("*") or (flag not in known and theirs is None):
         raise ConfigError(f"{FLAG} {path}: {unknown(flag, known)}")
     if given & _names_of(flag) or value is None:
         return []
     if isinstance(value, bool):
-        return [flag] if value else [f"--no-{flag[2:]}"] if flag in SWITCHES else []
+        has_off = flag in SWITCHES or (theirs is not None and theirs[0].takes is Takes.SWITCH)
+        return [flag] if value else [f"{OFF}{flag[2:]}"] if has_off else []
     if isinstance(value, list):
         return [f"{flag}={_written(each)}" for each in value]
     return [f"{flag}={_written(value)}"]
@@ -95,4 +100,8 @@ def _names_of(flag: str) -> set[str]:
 
 
 def _positive(flag: str) -> str:
-    return f"--{flag[5:]}" if flag.startswith("--no-") and f"--{flag[5:]}" in SWITCHES else ALIASES.get(flag, flag)
+    """Returns the flag of which this is the --no- form, or another spelling."""
+    on = f"--{flag[len(OFF) :]}" if flag.startswith(OFF) else ""
+    theirs = foreign(on) if on else None
+    is_off = on in ALL_SWITCHES or (theirs is not None and theirs[0].takes is Takes.SWITCH)
+    return on if is_off else ALIASES.get(flag, flag)

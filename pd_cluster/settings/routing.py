@@ -153,6 +153,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
         SCHEDULER(
             "Maximum number of connections with requests, over all API processes.",
             name="max_connections",
+            also=("max_num_queued_reqs",),
             checks=(at_least(1),),
             after="api_workers",
         ),

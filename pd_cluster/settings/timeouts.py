@@ -76,7 +76,11 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     ] = 10.0
     collective_timeout_s: Annotated[
         float,
-        WORKERS("Seconds that a rank waits for another rank.", detail="a rank of an instance waits for the others"),
+        WORKERS(
+            "Seconds that a rank waits for another rank.",
+            also=("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
+            detail="a rank of an instance waits for the others",
+        ),
     ] = 60.0
     step_timeout_s: Annotated[
         float,

@@ -396,6 +396,13 @@ def test_what_cannot_be_done_is_refused_by_name(
         assert error["message"].startswith(named)
 
 
+@pytest.mark.parametrize("route", ["responses", "responses/input_tokens"])
+def test_a_guide_that_cannot_be_followed_is_not_counted_either(cluster: LiveCluster, route: str) -> None:
+    body = HELLO | {"structured_outputs": {"regex": "("}}
+    answer = cluster.client.post(f"{cluster.url}/v1/{route}", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs")
+
+
 def test_vllms_parameters_mean_what_they_mean_in_a_chat(cluster: LiveCluster) -> None:
     def text(route: str, body: dict[str, Any]) -> Any:
         answer = cluster.client.post(f"{cluster.url}/v1/{route}", json=body)

@@ -19,6 +19,7 @@ from tests.support.interpreted import ROOT, run_cases
 pytest.importorskip("triton")
 
 MAX_SHARED_NBYTES = {80: 99 << 10, 90: 227 << 10}  # of one program; 80 stands for 86, 89 and 120 as well
+MULTIPROCESSOR_NBYTES = {80: 164 << 10, 90: 228 << 10}  # of 8.0 and 9.0; 1 KiB is lost to each program
 CASES = [
     ("cuda_ops_cases.py", "cuda_heads_cases.py"),
     ("cuda_experts_cases.py",),
@@ -44,7 +45,7 @@ def test_kernels_agree_with_their_references_at_random_shapes(files: tuple[str, 
     assert " passed" in run_cases(files, "-m", "slow", timeout_s=1180)
 
 
-def compiled(*arguments: str, folder: Path) -> list[dict[str, Any]]:
+def compiled(*arguments: str, folder: Path, timeout_s: float = 220) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.compile_cuda_ops", *arguments],
@@ -53,7 +54,7 @@ def compiled(*arguments: str, folder: Path) -> list[dict[str, Any]]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=220,
+        timeout=timeout_s,
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -88,7 +89,7 @@ def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
         assert facts["ordered_counts"] == facts["counts"] == is_split, facts  # results are stored first, added later
         if facts["kernel"] == "skinny_gate_product":  # two programs side by side
             assert facts["copies_16_bytes"], facts
-            assert 2 * facts["shared_nbytes"] <= MAX_SHARED_NBYTES[arch], facts
+            assert 2 * (facts["shared_nbytes"] + 1024) <= MULTIPROCESSOR_NBYTES[arch], facts
         if facts["kernel"] in ("rms_norm", "gated", "prepare_heads", "best_of_parts"):
             assert facts["widest_load_nbytes"] == 16, facts
         if facts["kernel"] in ("rms_norm", "gated", "prepare_heads"):
@@ -101,4 +102,4 @@ def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("arch", [80, 90])
 def test_kernels_compile_and_fit_at_other_shapes(arch: int, tmp_path: Path) -> None:
-    check(compiled(str(arch), "all", folder=tmp_path))
+    check(compiled(str(arch), "all", folder=tmp_path, timeout_s=1180))

@@ -18,21 +18,33 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from openai.types import Completion, CreateEmbeddingResponse
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
+from pydantic import BaseModel
 
 from pd_cluster.api.gate.error_answers import install_error_handlers
-from pd_cluster.api.openai.openai import openai_routes
+from pd_cluster.api.gate.http import add_routes
+from pd_cluster.api.openai.calls import Calls
+from pd_cluster.api.openai.routes import api_routes
 from pd_cluster.commands.cli import main
-from pd_cluster.errors import InstanceLost, Unavailable
+from pd_cluster.errors import InstanceLost, NoRoom, Unavailable
 from pd_cluster.offline import batch as batch_module
 from pd_cluster.offline.batch import Batch
 from pd_cluster.offline.batch_job import BatchJob
-from pd_cluster.offline.batch_lines import CHAT_URL, COMPLETIONS_URL, BatchEntry, Output, OutputFailed, entry_of
+from pd_cluster.offline.batch_lines import BatchEntry, Output, OutputFailed, entry_of
 from pd_cluster.offline.session import Offline, OfflineConfig
+from pd_cluster.service.caller import NOBODY
+from pd_cluster.service.generation import Generation
 from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.types import Order
 
 DEADLINE_S = 60.0
 NAME = "tiny"
+CHAT_URL, COMPLETIONS_URL, RESPONSES_URL = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES_URL, EMBEDDINGS_URL, SCORE_URL, RERANK_URL = "/v1/messages", "/v1/embeddings", "/score", "/v2/rerank"
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6, "temperature": 0}
+MESSAGES = {"messages": CHAT["messages"], "max_tokens": 4, "temperature": 0}
 TEXT = {"prompt": "once upon", "max_tokens": 5, "temperature": 0}
 
 
@@ -41,6 +53,14 @@ def offline(checkpoint: Callable[..., Path]) -> Iterator[Offline]:
     engine = EngineConfig(model=str(checkpoint()), device="cpu", num_blocks=256)
     with Offline(OfflineConfig(engine=engine, served_model_names=(NAME,))) as made:
         yield made
+
+
+READ_BY: dict[str, tuple[Any, type[BaseModel]]] = {  # url -> a body, and the client's type of its answer
+    CHAT_URL: (CHAT | {"logprobs": True, "top_logprobs": 1}, ChatCompletion),
+    COMPLETIONS_URL: (TEXT | {"logprobs": 1}, Completion),
+    RESPONSES_URL: ({"input": "hello", "max_output_tokens": 3}, Response),
+    EMBEDDINGS_URL: ({"input": ["a", "bc"]}, CreateEmbeddingResponse),
+}
 
 
 def request(custom_id: str, url: str, body: Any, **changes: Any) -> bytes:
@@ -59,7 +79,8 @@ def answers(offline: Offline, entries: list[BatchEntry], concurrency: int = 8) -
 
 async def over_http(offline: Offline, url: str, body: Any) -> httpx.Response:
     app = FastAPI()
-    app.include_router(openai_routes(offline.service))
+    for routes in api_routes(offline.service, None):
+        add_routes(app, routes)
     install_error_handlers(app)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://batch") as client:
@@ -79,6 +100,19 @@ async def over_http(offline: Offline, url: str, body: Any) -> httpx.Response:
         (COMPLETIONS_URL, TEXT | {"max_tokens": 100_000}),
         (COMPLETIONS_URL, TEXT | {"guided_regex": "("}),
         (COMPLETIONS_URL, []),
+        (RESPONSES_URL, {"input": "hello", "max_output_tokens": 4, "temperature": 0}),
+        (RESPONSES_URL, {"input": [{"type": "item_reference", "id": "rs_1"}]}),
+        (RESPONSES_URL, {"input": "hello", "store": True}),
+        (MESSAGES_URL, MESSAGES),
+        (MESSAGES_URL, MESSAGES | {"max_tokens": "many"}),
+        (EMBEDDINGS_URL, {"input": ["a", "bc"], "encoding_format": "base64"}),
+        (EMBEDDINGS_URL, {"input": [[1, 2, 3]], "dimensions": 3}),
+        (EMBEDDINGS_URL, {"input": []}),
+        (SCORE_URL, {"queries": "a", "documents": ["b", "c"]}),
+        (RERANK_URL, {"query": "a", "documents": ["b", "c"], "top_n": 1}),
+        (RERANK_URL, {"query": "a"}),
+        ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "temperature": 0}}),
+        ("/v1/chat/completions/batch", {"messages": [CHAT["messages"]] * 2, "max_tokens": 3, "temperature": 0}),
     ],
 )
 def test_an_answer_is_the_http_apis(offline: Offline, url: str, body: Any) -> None:
@@ -87,11 +121,19 @@ def test_an_answer_is_the_http_apis(offline: Offline, url: str, body: Any) -> No
     assert line["response"]["status_code"] == there.status_code
     mine, its = line["response"]["body"], there.json()
     for each in (mine, its):
-        each.pop("created", None)
-        each.pop("id", None)
-        each.get("usage", {}).pop("prompt_tokens_details", None)  # the cache has more the second time
+        without_what_differs(each)
     assert mine == its
     assert line["error"] == its.get("error")
+
+
+def without_what_differs(answer: dict[str, Any]) -> None:
+    """Removes names and times of an answer, and what the cache had, which is more the second time."""
+    for name in ("created", "created_at", "completed_at", "id", "request_id"):
+        answer.pop(name, None)
+    for item in answer.get("output", ()):
+        item.pop("id")
+    for name in ("prompt_tokens_details", "input_tokens_details", "input_tokens", "cache_read_input_tokens"):
+        (answer.get("usage") or {}).pop(name, None)
 
 
 def test_a_wrong_line_does_not_stop_the_rest(offline: Offline) -> None:
@@ -99,7 +141,7 @@ def test_a_wrong_line_does_not_stop_the_rest(offline: Offline) -> None:
         entry_of(1, request("good", CHAT_URL, CHAT)),
         entry_of(2, b"{torn"),
         entry_of(3, request("stream", CHAT_URL, CHAT | {"stream": True})),
-        entry_of(4, request("nowhere", "/v1/embeddings", {})),
+        entry_of(4, request("nowhere", "/v1/models", {})),
         entry_of(5, request("too", COMPLETIONS_URL, TEXT)),
     ]
     found = answers(offline, entries)
@@ -114,9 +156,73 @@ def test_a_wrong_line_does_not_stop_the_rest(offline: Offline) -> None:
     assert found[None]["error"]["line"] == 2
 
 
+STREAMED = {
+    CHAT_URL: CHAT,
+    COMPLETIONS_URL: TEXT,
+    MESSAGES_URL: MESSAGES,
+    RESPONSES_URL: {"input": "hello"},
+    "/inference/v1/generate": {"token_ids": [1]},
+}
+
+
+def test_no_line_streams(offline: Offline) -> None:
+    """Whatever the url; the error is in the line of the answer."""
+    bodies = [(url, body | {"stream": True}) for url, body in STREAMED.items()]
+    found = answers(offline, [entry_of(at, request(url, url, body)) for at, (url, body) in enumerate(bodies)])
+    assert {each["response"]["status_code"] for each in found.values()} == {400}
+    assert all("stream: true has no place" in each["error"]["message"] for each in found.values())
+
+
+def test_a_wrong_url_is_answered_with_those_there_are(offline: Offline) -> None:
+    urls = [
+        "/v1/models",
+        "v1/embeddings",
+        "/v1/responses/compact",
+        "/v1/files",
+        "http://host/v1/embeddings",
+        "x" * 9000,
+    ]
+    found = answers(offline, [entry_of(at, request(url[:99], url, {})) for at, url in enumerate(urls)])
+    for each in found.values():
+        assert (each["response"]["status_code"], each["error"]["param"]) == (404, "url")
+        assert each["error"]["message"].endswith(", ".join(Calls(offline.service, NOBODY).paths))
+        assert len(each["error"]["message"]) < 600
+
+
+def test_every_line_is_of_the_batch(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that decode steps wait for one another: nobody needs one of its answers early."""
+    asked: list[Order] = []
+    make = Generation.__init__
+
+    def noted(self: Generation, order: Order, *more: Any, **fields: Any) -> None:
+        asked.append(order)
+        make(self, order, *more, **fields)
+
+    monkeypatch.setattr(Generation, "__init__", noted)
+    bodies = {CHAT_URL: CHAT, COMPLETIONS_URL: TEXT, RESPONSES_URL: {"input": "x", "max_output_tokens": 2}}
+    answers(offline, [entry_of(at, request(url, url, body)) for at, (url, body) in enumerate(bodies.items())])
+    (name,) = {each.batch for each in asked}
+    assert len(asked) == 3
+    assert name
+
+
+def test_output_tokens_are_counted_by_either_name(offline: Offline) -> None:
+    written: list[bytes] = []
+    batch = Batch(offline.service, written.append, 1)
+    ignoring: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
+    bodies = {
+        CHAT_URL: CHAT | ignoring,
+        RESPONSES_URL: {"input": "x", "max_output_tokens": 2} | ignoring,
+        EMBEDDINGS_URL: {"input": "a"},
+    }
+    offline.run(batch.run(iter([entry_of(0, request(url, url, body)) for url, body in bodies.items()])))
+    assert (batch.counts.num_done, batch.counts.num_failed, batch.counts.num_output_tokens) == (3, 0, 8)
+
+
 def test_the_first_error_is_told_at_the_end(offline: Offline) -> None:
     """A batch whose every line has the same fault need not be opened to see it."""
-    batch = Batch(offline.service, [].append, 1)
+    written: list[bytes] = []
+    batch = Batch(offline.service, written.append, 1)
     bodies = {"good": CHAT, "other": CHAT | {"model": "another"}, "stream": CHAT | {"stream": True}}
     lines = enumerate(bodies.items(), 1)
     offline.run(batch.run(iter([entry_of(at, request(name, CHAT_URL, body)) for at, (name, body) in lines])))
@@ -191,11 +297,11 @@ def test_an_unexpected_error_is_one_requests_alone(offline: Offline, monkeypatch
 def test_a_guide_that_cannot_be_checked_yet_is_tried_again(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
     completions, tries = offline.service.completions, []
 
-    async def full_at_first(request: Any) -> Any:
+    async def full_at_first(request: Any, *more: Any) -> Any:
         tries.append(request)
         if len(tries) < 3:
-            raise Unavailable("too many guides are being checked", retry_after_s=0)
-        return await completions(request)
+            raise NoRoom("too many guides are being checked", retry_after_s=0)
+        return await completions(request, *more)
 
     monkeypatch.setattr(offline.service, "completions", full_at_first)
     found = answers(offline, [entry_of(1, request("a", COMPLETIONS_URL, TEXT))])
@@ -325,15 +431,23 @@ def test_a_killed_run_is_gone_on_with(checkpoint: Callable[..., Path], tmp_path:
 
 @pytest.mark.slow
 def test_pipes_and_worker_processes(checkpoint: Callable[..., Path]) -> None:
-    """The batch runs over standard input and output, split into prefill and decode; stdout has nothing else."""
-    lines = [request(str(at), CHAT_URL, CHAT | {"model": NAME}) for at in range(3)]
-    done = run(command(checkpoint(), "-", "-", "--prefill=1", "--decode=1"), b"".join([*lines, b"wrong\n"]))
+    """The batch runs over standard input and output, split into prefill and decode; stdout has nothing else.
+
+    The openai client's own types read each answer.
+    """
+    lines = [request(url, url, body | {"model": NAME}) for url, (body, _) in READ_BY.items()]
+    lines += [request("wrong", EMBEDDINGS_URL, {"input": [], "model": NAME}), b"wrong\n"]
+    done = run(command(checkpoint(), "-", "-", "--prefill=1", "--decode=1"), b"".join(lines))
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert sorted(str(each["custom_id"]) for each in found) == ["0", "1", "2", "None"]
-    texts = {each["response"]["body"]["choices"][0]["message"]["content"] for each in found if not each["error"]}
-    assert len(texts) == 1
-    assert b"4 requests answered in -, 1 of them with an error (the first is line 4, custom_id None: " in done.stderr
+    found = {each["custom_id"]: each for each in map(json.loads, done.stdout.splitlines())}
+    assert found.keys() == {*READ_BY, "wrong", None}
+    for url, (_, kind) in READ_BY.items():
+        assert found[url]["error"] is None, found[url]
+        body = found[url]["response"]["body"]
+        assert kind.model_validate(body, strict=True).model_dump(exclude_unset=True).keys() <= body.keys()
+    assert found["wrong"]["error"]["param"] == "input"
+    num_lines, num_wrong = len(READ_BY) + 2, 2
+    assert f"{num_lines} requests answered in -, {num_wrong} of them with an error (".encode() in done.stderr
 
 
 @pytest.mark.parametrize(

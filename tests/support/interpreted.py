@@ -22,6 +22,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+CASE_TIMEOUT_S = 120.0  # a case may take a minute of CPU
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SLOW_IF_INTERPRETED = [pytest.mark.slow] if os.environ.get("TRITON_INTERPRET") == "1" else []  # a GPU runs these too
 
@@ -29,10 +30,11 @@ SLOW_IF_INTERPRETED = [pytest.mark.slow] if os.environ.get("TRITON_INTERPRET") =
 def run_cases(files: Sequence[str], *arguments: str, timeout_s: float = 110) -> str:
     """Runs pytest on `files` of tests/support, interpreted.
 
-    Returns its output; raises AssertionError if a case failed.
+    Returns its output; raises AssertionError if a case failed, or took half of `timeout_s` where that is long.
     """
     paths = [str(ROOT / "tests" / "support" / file) for file in files]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *paths, *arguments]
+    command += ["-o", f"timeout={max(CASE_TIMEOUT_S, timeout_s / 2)}"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
     environment["PD_CLUSTER_CPU_KERNELS"] = "0"  # the CPU is a GPU here, which does not have these
     done = subprocess.run(

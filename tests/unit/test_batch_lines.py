@@ -20,7 +20,6 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.offline import batch_lines
 from pd_cluster.offline.batch_job import opened_source, opened_target
 from pd_cluster.offline.batch_lines import (
-    CHAT_URL,
     BatchEntry,
     Output,
     OutputFailed,
@@ -32,6 +31,7 @@ from pd_cluster.offline.batch_lines import (
     plan,
 )
 
+CHAT_URL = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -59,7 +59,6 @@ def test_a_request_line_has_its_id_url_and_body() -> None:
         (line(""), None, 400, "custom_id", "0 characters"),
         (line("x" * 1025), None, 400, "custom_id", "1025 characters"),
         (line("a", url=None), "a", 400, "url", "missing"),
-        (line("a", url="/v1/embeddings"), "a", 404, "url", "/v1/embeddings"),
         (line("a", method=None), "a", 400, "method", "missing"),
         (line("a", method="GET"), "a", 405, "method", "GET"),
         (line("a", body=None), "a", 400, "body", "missing"),

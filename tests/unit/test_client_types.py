@@ -4,22 +4,39 @@ about the answer. At any depth: our schemas let unknown fields pass, so one that
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types import content_block_param, message_count_tokens_params, message_create_params
+from anthropic.types.beta import beta_content_block_param
 from anthropic.types.beta import message_count_tokens_params as beta_message_count_tokens_params
 from anthropic.types.beta import message_create_params as beta_message_create_params
 from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import ChatCompletionContentPartRefusalParam, chat_completion_content_part_param
 from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import input_token_count_params, response_create_params
+from openai.types.responses import (
+    input_token_count_params,
+    response_create_params,
+    response_input_message_content_list_param,
+    response_input_param,
+)
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
+from pd_cluster.errors import RequestError
+from pd_cluster.service.prompts.conversation import conversation_of
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatMessage
-from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest, MessageTurn
+from pd_cluster.service.schema.kinds import Kinds, TypedFields
+from pd_cluster.service.schema.messages_chat import chat_of as chat_of_messages
+from pd_cluster.service.schema.messages_kinds import BLOCKS
+from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
+from pd_cluster.service.schema.parse import checked
 from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest
 from pd_cluster.service.schema.protocol import HARMLESS, NOT_YET, CompletionRequest
+from pd_cluster.service.schema.responses_chat import chat_of as chat_of_response
+from pd_cluster.service.schema.responses_kinds import ITEMS, PARTS
 from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 
 REQUESTS: list[tuple[Any, type[BaseModel]]] = [
@@ -33,7 +50,7 @@ REQUESTS: list[tuple[Any, type[BaseModel]]] = [
     (message_count_tokens_params.MessageCountTokensParams, MessagesPrompt),
     (beta_message_count_tokens_params.MessageCountTokensParams, MessagesPrompt),
 ]
-OF_ITEMS = (ChatMessage, MessageTurn)  # templates get the fields of the first; the second's blocks are read one by one
+TO_TEMPLATES = r"messages\.\w+\.(name|tool_call_id|tool_calls)"  # fields of messages, which chat templates get
 OBFUSCATION = "include_obfuscation"  # asks for padding, which clients drop
 
 
@@ -46,49 +63,172 @@ def leaves(hint: Any) -> Iterator[Any]:
             yield from leaves(each)
 
 
-def kinds_of(hint: Any) -> set[str]:
+def types_of(hint: Any) -> set[str]:
     """Returns the values that a field called `type` may have."""
     return {value for leaf in leaves(hint) if get_origin(leaf) is Literal for value in get_args(leaf)}
 
 
-def missed(theirs: Any, ours: type[BaseModel], place: str) -> Iterator[str]:
-    """Yields the fields of a client's type that a schema of ours does not have, and those within its fields."""
+def missed(theirs: Any, ours: type[BaseModel], place: str, seen: frozenset[Any] = frozenset()) -> Iterator[str]:
+    """Yields the fields of a client's type that a schema of ours does not have, and those within its fields.
+
+    `seen`: the client's types around this one, which may be in themselves.
+    """
     known = {field.alias or name: field for name, field in ours.model_fields.items()}
     for name, hint in get_type_hints(theirs).items():
         where = f"{place}.{name}"
         if name not in known:
             yield where
             continue
+        kinds = kinds_in(known[name])
         models = [leaf for leaf in leaves(known[name].annotation) if isinstance(leaf, type)]
-        models = [model for model in models if issubclass(model, BaseModel) and model not in OF_ITEMS]
+        schemas: list[type[BaseModel]] = [model for model in models if issubclass(model, BaseModel)]
         for inner in leaves(hint):
-            if not hasattr(inner, "__total__"):
+            if not hasattr(inner, "__total__") or inner in seen:
                 continue
-            kinds = kinds_of(get_type_hints(inner).get("type"))
-            for model in models:
+            within = f"{where}.{inner.__name__}"
+            types = types_of(get_type_hints(inner).get("type"))
+            if kinds is not None:
+                yield from missed_kinds(inner, kinds, types, within, seen | {inner})
+            for model in schemas:
                 field = model.model_fields.get("type")
-                if field is None or not kinds or kinds & kinds_of(field.annotation):  # others are refused by type
-                    yield from missed(inner, model, f"{where}.{inner.__name__}")
+                if field is None or not types or types & types_of(field.annotation):  # others are refused by type
+                    yield from missed(inner, model, within, seen | {inner})
+
+
+def missed_kinds(theirs: Any, kinds: Kinds, types: set[str], place: str, seen: frozenset[Any]) -> Iterator[str]:
+    """The same for an object that is read by its type. One that nobody knew when the schema was made is missed, too."""
+    for each in sorted(types):
+        if each in kinds.served:
+            yield from missed(theirs, kinds.served[each], place, seen)
+        elif each not in kinds.refused:
+            yield f"{place}: {each}"
+
+
+def kinds_in(field: FieldInfo) -> Kinds | None:
+    """Returns what says, beside a field's type or within it, which objects are in the field."""
+    found = (*field.metadata, *marks(field.annotation))
+    return next((each for each in found if isinstance(each, Kinds)), None)
+
+
+def marks(hint: Any) -> Iterator[Any]:
+    if get_origin(hint) is Annotated:
+        yield from hint.__metadata__
+    for each in get_args(hint):
+        yield from marks(each)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), REQUESTS, ids=[f"{a.__module__}" for a, _ in REQUESTS])
 def test_every_field_of_the_clients_is_known(theirs: Any, ours: type[BaseModel]) -> None:
     harmless = {*HARMLESS, *(NOT_YET if ours in (CompletionRequest, ChatCompletionRequest) else ())}
     found = [place.removeprefix("request.") for place in missed(theirs, ours, "request")]
+    if ours is ChatCompletionRequest:
+        found = [place for place in found if not re.fullmatch(TO_TEMPLATES, place)]
     assert [place for place in found if place not in harmless and not place.endswith(OBFUSCATION)] == []
+
+
+def members(union: Any) -> dict[str, Any]:
+    """Returns the types of a client's union by their values of `type`."""
+    sent = [each for each in leaves(union) if hasattr(each, "__total__")]  # the others are those of answers
+    return {kind: each for each in sent for kind in types_of(get_type_hints(each).get("type"))}
+
+
+ITS_ITEMS = members(response_input_param.ResponseInputItemParam)
+ITS_PARTS = members(response_input_message_content_list_param.ResponseInputContentParam)
+ITS_BLOCKS = members(beta_content_block_param.BetaContentBlockParam) | members(content_block_param.ContentBlockParam)
+ITS_CHAT_PARTS = members(chat_completion_content_part_param.ChatCompletionContentPartParam)
+
+
+@pytest.mark.parametrize("kind", sorted(ITS_ITEMS.keys() - ITEMS.served))
+def test_an_item_that_is_not_served_is_refused_by_its_type(kind: str) -> None:
+    refused(ResponsesRequest(input=[{"type": "message", "role": "user", "content": "a"}, {"type": kind}]), kind, 1)
+
+
+@pytest.mark.parametrize("kind", sorted(ITS_PARTS.keys() - PARTS.served))
+def test_a_part_that_is_not_served_is_refused_by_its_type(kind: str) -> None:
+    refused(ResponsesRequest(input=[{"role": "user", "content": [{"type": kind}]}]), kind, 0)
+
+
+def refused(request: ResponsesRequest, kind: str, place: int) -> None:
+    with pytest.raises(RequestError, match=rf"^input\[{place}\].*{kind}.* is not supported here; \w+") as caught:
+        chat_of_response(request, [], frozenset())
+    assert caught.value.param == "input"
+
+
+@pytest.mark.parametrize("kind", sorted(ITS_BLOCKS.keys() - BLOCKS.served))
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+def test_a_block_that_is_not_served_is_refused_by_its_type(kind: str, role: str) -> None:
+    turns: list[Any] = [{"role": role, "content": [{"type": "text", "text": "a"}, {"type": kind}]}]
+    with pytest.raises(RequestError, match=rf"^messages\[0\].content\[1\]: .*{kind}.* is not supported here; \w+"):
+        chat_of_messages(MessagesPrompt(messages=turns), frozenset(), False)
+
+
+CHAT_PARTS: dict[str, set[str]] = {  # served type -> the fields that are read, or known to say nothing
+    "text": {"type", "text", "prompt_cache_breakpoint"},
+    "refusal": {"type", "refusal"},
+    "image_url": {"type", "image_url", "prompt_cache_breakpoint"},
+}
+
+
+@pytest.mark.parametrize("kind", [*sorted(ITS_CHAT_PARTS), "refusal"])
+def test_a_part_of_a_chat_is_known_or_refused_by_its_type(kind: str) -> None:
+    if kind in CHAT_PARTS:
+        theirs = (ITS_CHAT_PARTS | {"refusal": ChatCompletionContentPartRefusalParam})[kind]
+        assert {*get_type_hints(theirs)} <= CHAT_PARTS[kind]
+        return
+    message = ChatMessage.model_validate({"role": "user", "content": [{"type": kind}]})
+    with pytest.raises(RequestError, match=rf"^messages\[3\].content\[0\]: .*, not '{kind}'; send its text$"):
+        message.to_template(3, takes_images=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"audio": {"id": "a"}}, "audio: .*send its transcript"),
+        ({"function_call": {"name": "f", "arguments": "{}"}}, "function_call: .*tool_calls"),
+        (
+            {"tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "f", "input": "x"}}]},
+            r"tool_calls\[0\]: must",
+        ),
+    ],
+)
+def test_what_an_assistants_message_has_no_place_for_is_refused(fields: dict[str, Any], said: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **fields}]}
+    with pytest.raises(RequestError, match=rf"^messages[.\[]1\]?\.{said}") as caught:
+        conversation_of(checked(body, ChatCompletionRequest), frozenset())
+    assert caught.value.param == "messages"
+
+
+def test_a_refusal_is_what_the_assistant_said() -> None:
+    turns: list[Any] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "refusal": "No."}]
+    found = conversation_of(ChatCompletionRequest(messages=turns), frozenset())
+    assert found.messages[1] == {"role": "assistant", "content": "No."}
+    turns[1] |= {"content": "Yes.", "refusal": None, "audio": None, "function_call": None, "annotations": []}
+    assert conversation_of(ChatCompletionRequest(messages=turns), frozenset()).messages[1]["content"] == "Yes."
 
 
 class Effort(BaseModel):
     effort: str | None = None
 
 
+class Bare(TypedFields):
+    """An item that lacks nearly everything."""
+
+    role: str
+    content: Annotated[Any, Kinds("a part", {"input_text": TypedFields}, {"input_image": "no"})] = None
+
+
 class Hollow(BaseModel):
     """A schema that lacks nearly everything."""
 
     reasoning: list[Effort] | Effort | None = None
+    input: Annotated[list[dict[str, Any]], Kinds("an item", {"message": Bare}, {"reasoning": "no"})] | None = None
 
 
 def test_what_is_missing_is_found() -> None:
     found = {*missed(response_create_params.ResponseCreateParamsBase, Hollow, "request")}
     assert {"request.access_programs", "request.reasoning.Reasoning.mode"} <= found
     assert not {"request.reasoning", "request.reasoning.Reasoning.effort"} & found
+    text, file = "content.ResponseInputTextParam.text", "content.ResponseInputFileParam: input_file"
+    items = {f"request.input.EasyInputMessageParam.{place}" for place in ("phase", text, file)}
+    assert {*items, "request.input.Program: program"} <= found
+    assert not [place for place in found if "InputImage" in place or place.endswith((".role", ": reasoning"))]

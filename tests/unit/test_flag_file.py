@@ -66,8 +66,35 @@ def test_the_command_line_goes_before_the_file(file: str) -> None:
     assert options["model"] == "some/folder"
 
 
+def test_values_and_switches_as_vllm_writes_them(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "max-model-len: 32k\nkv-cache-memory-bytes: 4G\nno-enable-prefix-caching: true\nenable_lora: false\n"
+        "limit-mm-per-prompt: {image: 2}\nnnodes: 1\nenable-expert-parallel: false\nno-numa-bind: true\n"
+        "collect-detailed-traces: [model, worker]\nmax-num-queued-reqs: 9\ndp-zebra: 3\n"
+    )
+    options, warnings = options_of("--config", str(path), "--max-connections=7")
+    assert (options["max_model_len"], options["kv_cache_memory"], options["enable_lora"]) == (32_000, 4.0, False)
+    assert options["enable_prefix_caching"] is False
+    assert options["limit_mm_per_prompt"] == '{"image": 2}'
+    assert options["max_connections"] == 7, "one setting by another name"
+    assert [each.partition(" ")[0] for each in warnings] == [
+        *("--nnodes", "--no-enable-expert-parallel", "--no-numa-bind", "--collect-detailed-traces", "--dp-zebra"),
+    ]
+    assert options_of("--config", str(path), "--enable-prefix-caching")[0]["enable_prefix_caching"] is True
+
+
+@pytest.mark.parametrize("text", ["numa-bind: true", "trust-request-mm-kwargs: false", "nnodes: 2", "spec-tokens: 3"])
+def test_a_file_with_what_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    name = f"--{'no-' * text.endswith('false')}{text.partition(':')[0]}"
+    with pytest.raises(ConfigError, match=f"^{name}( [23])?: "):
+        options_of("--config", str(path))
+
+
 def test_without_a_file_nothing_changes() -> None:
-    assert expanded(["--max_model_len", "8"], HONOURED) == ["--max-model-len", "8"]
+    assert expanded(["--max_model_len", "8"], HONOURED) == ["--max-model-len=8"]
 
 
 @pytest.mark.parametrize(

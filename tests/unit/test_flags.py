@@ -11,21 +11,18 @@ from pathlib import Path
 import pytest
 import typer.core
 
-from pd_cluster.errors import ConfigError, told
+from pd_cluster.errors import MARK, ConfigError, flag_of, told
 from pd_cluster.settings import flags
 from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.settings.flags import (
-    ALIASES,
-    MANY_VALUES,
-    NO_EFFECT,
-    REFUSED,
-    choice_of_model,
-    judge,
-    normalize,
-    split_keys,
-)
+from pd_cluster.settings.flag_file import expanded
+from pd_cluster.settings.flags import ALIASES, MANY_VALUES, choice_of_model, judge, normalize, split_keys
+from pd_cluster.settings.foreign import Foreign, Takes
+from pd_cluster.settings.foreign_flags import FAMILIES, FOREIGN, foreign
+from pd_cluster.settings.http import KEY_VARIABLE
 from pd_cluster.settings.options import ServeOptions, settings
+from pd_cluster.settings.spellings import IN_OTHER_UNITS
 from pd_cluster.settings.suggestions import MEANT, meant_by
+from pd_cluster.settings.vllm_variables import VARIABLES, warnings_of
 from tests.support.serve_command import serve_command, settings_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +37,12 @@ TOP = """# Flags
 Every instance takes every flag, so that one command line serves prefill, decode and scheduler.
 
 `--config FILE` reads flags from a YAML file (`max-model-len: 4096`); the command line goes before the file.
-`--flag=value` and `--flag value` mean the same, and so do `--max_model_len` and `--max-model-len`.
+`--flag=value` and `--flag value` mean the same, and so do `--max_model_len` and `--max-model-len`. As in vLLM,
+`--max-model-len` and `--max-num-batched-tokens` take `8k` (8,000) and `8K` (8,192), a switch that is off has a
+`--no-` form, and the members of a JSON object may be given one by one: `--limit-mm-per-prompt.image 2`.
+`--kv-cache-memory-bytes` is `--kv-cache-memory` in bytes (`4G`).
+
+`LLM` takes the same names as arguments (`max_model_len=`), with the same answers.
 """
 
 
@@ -56,13 +58,16 @@ def spellings(option: typer.core.TyperOption) -> list[str]:
 
 
 HONOURED = [name for option in options() for name in option.opts]
+NAMED = [each for each in FOREIGN.values() if not each.is_prefix]
+IMAGES, THINKING = '{"image": 2, "video": 1}', '{"enable_thinking": false}'
 
 
 def page() -> str:
     tables = (
         ("Honoured", ("flag", "default", "what it does"), honoured_rows()),
-        ("Accepted without effect", ("flag", "why it has none"), no_effect_rows()),
-        ("Refused", ("flag", "why"), refused_rows()),
+        ("Accepted without effect", ("flags", "why they have none"), no_effect_rows()),
+        ("Refused", ("flags", "why"), refused_rows()),
+        ("Variables", ("vLLM's variable", "here"), variable_rows()),
     )
     parts = [TOP]
     for title, head, rows in tables:
@@ -80,18 +85,32 @@ def honoured_rows() -> Iterator[tuple[str, str, str]]:
 
 
 def no_effect_rows() -> Iterator[tuple[str, str]]:
-    for name, ignored in sorted(NO_EFFECT.items()):
-        only = f"; other values than {code(ignored.values)} are refused" if ignored.values else ""
-        yield code(with_short(name)), told(ignored.why) + only
+    for family in FAMILIES:
+        if found := [with_short(each) for each in family.flags() if each.values is None]:
+            yield ", ".join(found), told(family.why)
 
 
 def refused_rows() -> Iterator[tuple[str, str]]:
-    for name, why in sorted(REFUSED.items()):
-        yield code(with_short(name)), told(why)
+    for family in FAMILIES:
+        if found := [with_exceptions(each) for each in family.flags() if each.values is not None]:
+            yield ", ".join(found), told(family.why)
 
 
-def with_short(name: str) -> list[str]:
-    return [name, *(short for short, long in ALIASES.items() if long == name)]
+def variable_rows() -> Iterator[tuple[str, str]]:
+    yield f"`{KEY_VARIABLE}`", f"read, as {flag_of('api_key')}"
+    for name, why in VARIABLES.items():
+        yield f"`{name}`", f"not read: {told(why)}"
+
+
+def with_exceptions(each: Foreign) -> str:
+    kept = [] if each.takes is Takes.SWITCH else [value for value in each.values or () if not each.is_secret]
+    if each.takes is Takes.SWITCH and each.values == ("True",):
+        return code([f"--no-{each.name[2:]}"])
+    return with_short(each) + (f" (other than {code(kept)})" if kept else "")
+
+
+def with_short(each: Foreign) -> str:
+    return code([each.name, *(short for short, long in ALIASES.items() if long == each.name)])
 
 
 def code(names: Sequence[str]) -> str:
@@ -101,7 +120,7 @@ def code(names: Sequence[str]) -> str:
 def parse(*argv: str) -> tuple[dict[str, object], list[str]]:
     """(what `serve` gets, warnings), as main() does it."""
     command = serve_command()
-    context = command.make_context("serve", normalize(["serve", *argv])[1:], resilient_parsing=False)
+    context = command.make_context("serve", expanded(argv, HONOURED), resilient_parsing=False)
     return settings_in(context), judge(context.args, HONOURED)
 
 
@@ -110,9 +129,11 @@ def test_the_page_is_what_the_code_says() -> None:
 
 
 def test_the_lists_share_nothing() -> None:
-    names = [*HONOURED, *NO_EFFECT, *REFUSED]
+    names = [*HONOURED, *(each.name for family in FAMILIES for each in family.flags()), *IN_OTHER_UNITS]
     assert len(set(names)) == len(names)
-    assert set(ALIASES.values()) <= set(names)
+    prefixes = [each.name[:-1] for each in FOREIGN.values() if each.is_prefix]
+    assert not [(name, prefix) for name in names for prefix in prefixes if name.startswith(prefix) and name[-1] != "*"]
+    assert all(foreign(name) for name in {*ALIASES.values()} - {*HONOURED})
     assert set(MANY_VALUES) <= set(HONOURED)
 
 
@@ -228,7 +249,7 @@ def test_negative_numbers_are_values(argv: list[str]) -> None:
 def test_negative_numbers_of_flags_without_effect(argv: list[str]) -> None:
     options, warnings = parse(*argv, "--port=7")
     assert options["port"] == 7
-    assert warnings == [f"--scheduler-delay-factor has no effect: {NO_EFFECT['--scheduler-delay-factor'].why}"]
+    assert warnings == [f"--scheduler-delay-factor has no effect: {FOREIGN['--scheduler-delay-factor'].why}"]
 
 
 @pytest.mark.parametrize("argv", [["--scheduler-delay-factor", "9"], ["--scheduler_delay_factor=9"]])
@@ -255,20 +276,38 @@ def test_switches_may_have_a_value(argv: list[str], value: bool) -> None:
     assert (options["enable_prefix_caching"], options["port"], warnings) == (value, 7, [])
 
 
-@pytest.mark.parametrize("name", NO_EFFECT)
-def test_every_flag_without_effect_is_accepted_between_others(name: str) -> None:
-    ignored = NO_EFFECT[name]
-    value = [ignored.values[0] if ignored.values else "1"] if ignored.num_values else []
-    options, warnings = parse("--port=1", name, *value, "--host=h")
-    assert (options["port"], options["host"]) == (1, "h")
-    assert warnings == [f"{name} has no effect: {told(ignored.why)}"]
+@pytest.mark.parametrize("each", [each for each in NAMED if each.values is None], ids=lambda each: each.name)
+def test_every_flag_without_effect_is_accepted_between_others(each: Foreign) -> None:
+    is_switch = each.takes is Takes.SWITCH
+    for argv in (
+        [each.name, *([] if is_switch else ["1"])],
+        [f"--no-{each.name[2:]}"] if is_switch else [f"{each.name}=1"],
+        [each.name, "False"] if is_switch else [each.name, *(["a", "b"] if each.takes is Takes.SEVERAL else "a")],
+    ):
+        options, warnings = parse("--port=1", *argv, "--host=h")
+        assert (options["port"], options["host"]) == (1, "h")
+        assert warnings == [f"{argv[0].partition('=')[0]} has no effect: {told(each.why)}"]
 
 
-@pytest.mark.parametrize("name", [name for name, ignored in NO_EFFECT.items() if ignored.values])
-def test_only_known_values_are_without_effect(name: str) -> None:
+@pytest.mark.parametrize("each", [each for each in NAMED if each.values], ids=lambda each: each.name)
+def test_only_known_values_are_without_effect(each: Foreign) -> None:
+    for value in each.values or ():
+        for argv in (["--no-" + each.name[2:]] if value == "False" else [each.name, value], [f"{each.name}={value}"]):
+            options, (warning,) = parse("--port=1", *argv, "--host=h")
+            assert (options["port"], options["host"]) == (1, "h")
+            assert warning == f"{argv[0].partition('=')[0]} has no effect: {told(each.why)}"
     with pytest.raises(ConfigError) as caught:
-        parse(name, "other")
-    assert str(caught.value).startswith(f"{name} other: not supported ({NO_EFFECT[name].why})")
+        parse(each.name, "other")
+    assert str(caught.value).startswith(each.name)
+    assert told(each.why) in str(caught.value)
+    assert each.is_secret != ("other" in str(caught.value))
+
+
+@pytest.mark.parametrize("name", ["--nnodes", "--master-port", "--ignore-patterns"])
+def test_a_flag_that_lacks_its_value(name: str) -> None:
+    for argv in ([name], [name, "--port=1"]):
+        with pytest.raises(ConfigError, match=f"^{name}: needs a value$"):
+            parse(*argv)
 
 
 def test_kv_cache_dtype() -> None:
@@ -277,13 +316,110 @@ def test_kv_cache_dtype() -> None:
         assert (options["kv_cache_dtype"], warnings) == ("fp8", [])
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_every_refusal_gives_its_reason(name: str) -> None:
-    for argv in ([name, "value"], [f"{name}=value"], [name]):
+@pytest.mark.parametrize("each", [each for each in NAMED if each.values == ()], ids=lambda each: each.name)
+def test_every_refusal_gives_its_reason(each: Foreign) -> None:
+    name = each.name
+    for argv in ([name, "value"], [f"{name}=value"], [f"{name}.member=1"], [name]):
         with pytest.raises(ConfigError) as caught:
             parse("--port=1", *argv, "--host=h")
         assert str(caught.value).startswith(name)
-        assert str(caught.value).endswith(told(REFUSED[name]))
+        assert str(caught.value).endswith(told(each.why))
+    for nothing in ("", "{}", "None"):
+        assert parse("--port=1", name, nothing)[1] == [f"{name} has no effect: {told(each.why)}"]
+
+
+@pytest.mark.parametrize("each", [each for each in NAMED if each.values == ("False",)], ids=lambda each: each.name)
+def test_a_switch_that_is_refused_may_be_off(each: Foreign) -> None:
+    for argv in ([each.name], [each.name, "True"], [f"{each.name}=True"]):
+        with pytest.raises(ConfigError) as caught:
+            parse(*argv)
+        assert str(caught.value) == f"{each.name}: {told(each.why)}"
+
+
+@pytest.mark.parametrize("prefix", [each for each in FOREIGN.values() if each.is_prefix], ids=lambda each: each.name)
+def test_a_family_of_flags_has_one_answer(prefix: Foreign) -> None:
+    """Newer versions have more of them."""
+    name = f"{prefix.name[:-1]}zebra"
+    for argv in ([name], [name, "1"], [f"{name}=1"], [f"{name}.a", "1"]):
+        if prefix.values is None:
+            assert parse("--port=1", *argv, "--host=h")[1] == [f"{name} has no effect: {told(prefix.why)}"]
+        else:
+            with pytest.raises(ConfigError) as caught:
+                parse("--port=1", *argv, "--host=h")
+            assert str(caught.value).startswith(name)
+            assert str(caught.value).endswith(told(prefix.why))
+
+
+def test_no_error_shows_a_token_of_the_hub() -> None:
+    for argv in (["--hf-token", "hf_secret"], ["--hf_token=hf_secret"]):
+        with pytest.raises(ConfigError, match=r"^--hf-token: .* HF_TOKEN") as caught:
+            parse(*argv)
+        assert "hf_secret" not in str(caught.value)
+
+
+def test_reasons_name_flags_that_there_are() -> None:
+    missing = [name for family in FAMILIES for name in family.why.split(MARK)[1::2] if name not in settings()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", [each.flag for each in settings().values() if each.kind is bool])
+def test_the_last_form_of_a_switch_counts(name: str) -> None:
+    off, setting = f"--no-{name[2:]}", name[2:].replace("-", "_")
+    for argv, value in (([name, off], False), ([off, name], True), ([off], False)):
+        options, warnings = parse("--port=1", *argv, "--host=h")
+        assert (options[setting], options["port"], options["host"], warnings) == (value, 1, "h", [])
+
+
+def test_a_switch_on_the_command_line_goes_before_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PD_CLUSTER_SERVE_ENABLE_LORA", "1")
+    context = serve_command().make_context("serve", ["--no-enable-lora"], auto_envvar_prefix="PD_CLUSTER_SERVE")
+    assert context.params["enable_lora"] is False
+    context = serve_command().make_context("serve", [], auto_envvar_prefix="PD_CLUSTER_SERVE")
+    assert context.params["enable_lora"] is True
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--max-model-len", "32k"], "max_model_len", 32_000),
+        (["--max_model_len=32K"], "max_model_len", 32_768),
+        (["--max-model-len=1.5k"], "max_model_len", 1500),
+        (["--max-model-len", "4096", "--max-model-len", "auto"], "max_model_len", None),
+        (["--max-model-len", "-1"], "max_model_len", None),
+        (["--max-num-batched-tokens=8k"], "max_num_batched_tokens", 8000),
+        (["--kv-cache-memory-bytes", "4G"], "kv_cache_memory", 4.0),
+        (["--kv_cache_memory_bytes=1073741825"], "kv_cache_memory", 1 + 2**-30),
+        (["--device-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
+        (["--max-cudagraph-capture-size", "64"], "graph_sizes", [64]),
+        (["--kv-offloading-size", "8", "--kv-offloading-backend=native"], "kv_host_cache", 8.0),
+        (["--distributed-timeout-seconds", "90"], "collective_timeout", 90.0),
+        (["--cpu-distributed-timeout-seconds", "90"], "collective_timeout", 90.0),
+        (["--max-num-queued-reqs=9"], "max_connections", 9),
+        (["-asc", "2"], "api_workers", 2),
+        (["--limit-mm-per-prompt.image", "2", "--limit-mm-per-prompt.video=1"], "limit_mm_per_prompt", IMAGES),
+        (["--hf_overrides.rope_scaling.factor", "2.5"], "hf_overrides", '{"rope_scaling": {"factor": 2.5}}'),
+        (["--hf-overrides.a+", "1,x", "--hf-overrides.a+=y"], "hf_overrides", '{"a": [1, "x", "y"]}'),
+        (["--default-chat-template-kwargs.enable_thinking=false"], "default_chat_template_kwargs", THINKING),
+    ],
+)
+def test_values_as_vllm_writes_them(argv: list[str], name: str, value: object) -> None:
+    options, _ = parse("--port=1", *argv, "--host=h")
+    assert (options[name], options["port"], options["host"]) == (value, 1, "h")
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["--max-model-len"], "--max-model-len: needs a value"),
+        (["--max-model-len=1.5K"], "--max-model-len '1.5K': expected a whole number, such as 8192, 8k or 8K"),
+        (["--kv-cache-memory-bytes=4GB"], "--kv-cache-memory-bytes '4GB': expected a whole number"),
+        (["--hf-overrides.a=1", "--hf-overrides.a.b=2"], "--hf-overrides.a.b: a has a value of its own"),
+    ],
+)
+def test_values_that_vllm_refuses_too(argv: list[str], error: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*argv)
+    assert str(caught.value).startswith(error)
 
 
 def test_quantization() -> None:
@@ -299,7 +435,6 @@ def test_quantization() -> None:
         ("--max-model-length=4", "--max-model-len"),
         ("--tensor-paralel-size", "--tensor-parallel-size"),
         ("--gpu-memory-utilisation=0.9", "--gpu-memory-utilization"),
-        ("--speculative-modell", "--speculative-model"),
         ("--generator-config=vllm", "--generation-config"),
         ("--generation-configs", "--generation-config"),
         ("--override-generation", "--override-generation-config"),
@@ -322,12 +457,9 @@ def test_an_unknown_flag_names_the_nearest(argument: str, nearest: str) -> None:
 @pytest.mark.parametrize(
     "argument",
     [
-        "--diffusion-config",
         "--max-foo",
         "--num-zebras",
         "--enable-bar",
-        "--kernel-config={}",
-        "--moe-backend=x",
         "--serving-port",
     ],
 )
@@ -338,10 +470,10 @@ def test_a_flag_that_shares_only_common_words_is_not_suggested(argument: str) ->
 
 def test_what_is_left_out_of_the_lists_suggests_nothing_else() -> None:
     """As when a flag was refused by none of them: a name of the same kind is no better."""
-    known = [name for name in [*HONOURED, *NO_EFFECT, *REFUSED] if "generation" not in name]
+    known = [name for name in [*HONOURED, *FOREIGN] if "generation" not in name]
     assert meant_by("--generation-config", known) is None
     assert set(MEANT.values()) <= set(HONOURED)
-    assert not set(MEANT) & {*HONOURED, *NO_EFFECT, *REFUSED}
+    assert not set(MEANT) & {*HONOURED, *FOREIGN}
 
 
 def test_unknown_without_a_neighbour() -> None:
@@ -357,6 +489,16 @@ def test_the_process_says_it_in_one_line() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == "pd-cluster: unknown flag --max-model-length; did you mean --max-model-len?\n"
+
+
+def test_variables_that_are_not_read_have_a_warning() -> None:
+    env = dict.fromkeys(VARIABLES, "1") | {"VLLM_USE_V1": "1", "VLLM_API_KEY": "k", "HOME": "/"}
+    found = warnings_of(env)
+    assert [each.partition(" ")[0] for each in found] == [*VARIABLES]
+    assert found[0] == "VLLM_CPU_KVCACHE_SPACE is not read: give --kv-cache-memory, in GiB"
+    assert warnings_of({"VLLM_CPU_OMP_THREADS_BIND": "auto", "VLLM_BATCH_INVARIANT": "0"}) == []
+    named = [name for why in VARIABLES.values() for name in why.split(MARK)[1::2]]
+    assert {*named} <= {*settings()}
 
 
 def test_module_docstring_names_the_page() -> None:

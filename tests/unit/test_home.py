@@ -100,6 +100,18 @@ def test_homes_of_a_host_are_disjoint() -> None:
             assert home.cores <= home.node_cores <= home.all_cores == ALL
 
 
+@needs_two_cores
+def test_weights_belong_on_the_memory_of_the_home(tmp_path: Path) -> None:
+    """Of two memories one; both, where a home has cores of both."""
+    cores = sorted(ALL)
+    half = len(cores) // 2
+    folder = make_machine(tmp_path, {core: (at // half, at // half, at) for at, core in enumerate(cores)})
+    homes = [Home.of(index, 2, {}, folder) for index in range(2)]
+    assert [home.node_cores for home in homes] == [frozenset(cores[:half]), frozenset(cores[half:])]
+    assert [home.cores for home in homes] == [frozenset(cores[:half]), frozenset(cores[half : 2 * half])]
+    assert Home.of(0, 1, {}, folder).node_cores == ALL
+
+
 def test_who_has_none() -> None:
     with pytest.raises(CannotBind, match=rf"{len(ALL) + 1} ranks share {len(ALL)} cores"):
         Home.of(0, len(ALL) + 1, {})

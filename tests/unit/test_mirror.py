@@ -116,6 +116,20 @@ def test_a_lost_connection_is_tried_again_while_the_scheduler_sees_the_instance(
     run(test())
 
 
+@pytest.mark.parametrize(("is_draining", "said"), [(True, "it stopped, as it had said: closed"), (False, "closed")])
+def test_an_instance_that_drained_before_it_ended_is_not_told_of_as_dead(is_draining: bool, said: str) -> None:
+    async def test() -> None:
+        world = World()
+        world.hear(view("decode-0"))
+        (instance,) = world.mirror.instances
+        world.mirror.on_opened(instance.conn)
+        world.mirror.on_heartbeat(instance.conn, wire.Load(is_draining=is_draining))
+        world.mirror.on_closed(instance.conn, "closed")
+        assert (instance.state, instance.reason) == ("unreachable", said)
+
+    run(test())
+
+
 def test_what_ran_before_a_connection_was_lost_makes_no_room_after_it() -> None:
     async def test() -> None:
         world = World()

@@ -12,8 +12,9 @@ import pytest
 
 from pd_cluster import LLM
 from pd_cluster.errors import ConfigError, ModelError, called
-from pd_cluster.offline.arguments import HERE, config_of
+from pd_cluster.offline.arguments import HERE, OTHERS, config_of
 from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.settings.foreign_flags import FOREIGN
 from pd_cluster.settings.options import ServeOptions, settings
 from pd_cluster.settings.setting import Scope
 from tests.support.offline import MakeLLM, make_fake_llm
@@ -109,6 +110,8 @@ def test_several_ranks_alone_are_worker_processes(make: MakeLLM, caplog: pytest.
         ("preemption_mode", "swap", "preemption_mode"),
         ("growth_tokens", 9, "growth_tokens"),
         ("device", "cpu", "device"),
+        ("device_memory_utilization", 0.25, "gpu_memory_utilization"),
+        ("kv_offloading_size", 2, "kv_host_cache_gib"),
     ],
 )
 def test_an_argument_of_the_engine_reaches_it(
@@ -117,6 +120,46 @@ def test_an_argument_of_the_engine_reaches_it(
     _, offline = make(**{name: value})
     assert getattr(offline.config.engine, field) == value
     assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "read"),
+    [
+        ("kv_cache_memory_bytes", 3 << 29, "kv_cache_memory_gib", 1.5),
+        ("kv_cache_memory_bytes", "512M", "kv_cache_memory_gib", 0.5),
+        ("max_model_len", "1k", "max_model_len", 1000),
+        ("max_model_len", "1K", "max_model_len", 1024),
+        ("max_model_len", -1, "max_model_len", None),
+        ("max_model_len", "auto", "max_model_len", None),
+        ("max_num_batched_tokens", "2K", "max_num_batched_tokens", 2048),
+        ("max_cudagraph_capture_size", 64, "graph_sizes", (64,)),
+    ],
+)
+def test_a_value_as_vllm_has_it(
+    make: MakeLLM, caplog: pytest.LogCaptureFixture, name: str, value: Any, field: str, read: object
+) -> None:
+    _, offline = make(**{name: value})
+    assert getattr(offline.config.engine, field) == read
+    assert warnings_of(caplog) == []
+
+
+def test_a_variable_of_vllms_that_is_not_read_has_a_warning(
+    make: MakeLLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    make()
+    assert warnings_of(caplog) == ["VLLM_CPU_KVCACHE_SPACE is not read: give kv_cache_memory, in GiB"]
+
+
+def test_a_token_of_the_hub_is_refused_unseen(make: MakeLLM) -> None:
+    with pytest.raises(ConfigError, match=r"^hf_token: .* HF_TOKEN") as caught:
+        make(hf_token="hf_secret")
+    assert "hf_secret" not in str(caught.value)
+
+
+def test_no_argument_is_in_two_lists() -> None:
+    assert not OTHERS.keys() & FOREIGN.keys()
+    assert not OTHERS.keys() & {each.flag for each in settings().values()}
 
 
 def test_arguments_of_chats_reach_the_text_service(make: MakeLLM) -> None:
@@ -144,7 +187,10 @@ def test_arguments_of_chats_reach_the_text_service(make: MakeLLM) -> None:
         ({"request_timeout": 1.0}, "request_timeout has no effect: nothing is served offline"),
         ({"kv_transport": "dist"}, "kv_transport has no effect: the engine runs in this process (prefill, decode)"),
         ({"use_cudagraph": True}, "use_cudagraph has no effect: graphs are captured without it; see graph_sizes"),
-        ({"enable_chunked_prefill": True}, "enable_chunked_prefill has no effect: prefill is always chunked"),
+        (
+            {"enable_chunked_prefill": True},
+            "enable_chunked_prefill has no effect: prefill is always chunked, which changes no answer",
+        ),
     ],
 )
 def test_what_cannot_matter_here_is_said_once(
@@ -170,6 +216,8 @@ def test_what_cannot_matter_here_is_said_once(
         {"enable_lora": False},
         {"kv_cache_ratio": None},
         {"data_parallel_size": 1},
+        {"nnodes": 1, "node_rank": 0, "numa_bind": False, "enable_eplb": False, "hf_token": True},
+        {"speculative_config": None, "kv_transfer_config": {}, "logits_processors": [], "runner": "auto"},
     ],
 )
 def test_what_asks_for_nothing_goes_without_a_word(
@@ -221,9 +269,20 @@ def test_what_asks_for_nothing_goes_without_a_word(
         ({"enable_lora": True, "lora_modules": ["a=/a", "a=/b"]}, "lora_modules a: given twice"),
         ({"enable_lora": True, "max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras 2: less than max_loras 3"),
         ({"enable_lora": True, "max_lora_rank": 1024}, "max_lora_rank 1024: must be at most 512"),
-        ({"enable_lora": True, "lora_dtype": "float16"}, "lora_dtype 'float16': adapters are computed in float32"),
+        (
+            {"enable_lora": True, "lora_dtype": "float16"},
+            "lora_dtype 'float16': not supported (adapters are",
+        ),
         ({"guided_decoding_backend": "mine"}, "guided_decoding_backend 'mine': expected one of auto"),
         ({"max_model_length": 9}, "max_model_length: unknown argument; did you mean max_model_len?"),
+        ({"nnodes": 2}, "nnodes 2: not supported (each instance is started by itself"),
+        ({"numa_bind": True}, "numa_bind: bind_cores keeps ranks to their own cores; leave it out"),
+        ({"spec_method": "eagle"}, "spec_method 'eagle': speculative decoding is not supported; leave it out"),
+        ({"speculative_zebra": 1}, "speculative_zebra 1: speculative decoding is not supported; leave it out"),
+        ({"max_num_active_seqs": 4}, "max_num_active_seqs 4: give max_num_seqs, and graph_sizes"),
+        ({"runner": "draft"}, "runner 'draft': not supported (one server generates, embeds and scores)"),
+        ({"kv_cache_memory_bytes": "4 GiB"}, "kv_cache_memory_bytes '4 GiB': expected a whole number"),
+        ({"no_numa_bind": True}, "no_numa_bind: unknown argument; did you mean numa_bind?"),
         ({"zzz": 9}, "zzz: unknown argument; docs/flags.md has those of serve"),
     ],
 )

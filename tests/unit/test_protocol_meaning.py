@@ -229,7 +229,7 @@ def test_options_of_a_stream() -> None:
 
 @pytest.mark.parametrize(
     "part",
-    [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {"type": "text"}, {"text": "a"}, {}],
+    [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {"type": "file"}, {"text": "a"}, {}],
 )
 def test_other_parts_are_refused_with_their_place(part: dict[str, Any]) -> None:
     messages = [*HELLO, {"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
@@ -243,3 +243,17 @@ def test_deep_keys_of_a_message_reach_the_template_as_they_are() -> None:
         deep = [deep]
     (message,) = parsed(ChatCompletionRequest, messages=[{**HELLO[0], "junk": deep}]).messages
     assert message.to_template(0)["junk"] == deep
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "text"}, r"\.text: must be a string"),
+        ({"type": "refusal", "text": "a"}, r"\.refusal: must be a string"),
+        ({"type": "image_url", "image_url": {"detail": "low"}}, ': must have {"image_url": {"url": …}}'),
+        ({"type": "video_url", "video_url": 5}, ': must have {"video_url": {"url": …}}'),
+    ],
+)
+def test_parts_of_a_known_type_are_told_what_they_lack(part: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=rf"^messages\[0\]\.content\[0\]{said}$"):
+        parsed(ChatCompletionRequest, messages=[{"role": "user", "content": [part]}]).messages[0].to_template(0, True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pd_cluster.api.document.document import document
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema import parse as parsing
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
@@ -17,6 +20,7 @@ from pd_cluster.service.schema.protocol import (
     CHAT_ONLY,
     HARMLESS,
     NOT_YET,
+    SGLANGS,
     CompletionRequest,
     GenerateRequest,
     GenerationRequest,
@@ -206,3 +210,22 @@ def test_rankings_are_not_cut_or_padded_otherwise(name: str, neutral: Any, wrong
         parse_pooling(json.dumps({**pair, "documents": ["b"], name: neutral}).encode(), kind)
         with pytest.raises(RequestError, match=f"{name}: .* is not supported"):
             parse_pooling(json.dumps({**pair, "documents": ["b"], name: wrong}).encode(), kind)
+
+
+@pytest.mark.parametrize("name", SGLANGS)
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+def test_sglangs_names_are_refused_with_those_there_are(name: str, kind: type[GenerationRequest]) -> None:
+    """They were taken, and had no effect."""
+    neutral, way_out = SGLANGS[name]
+    for value in (None, *neutral):
+        parse(json.dumps({**MINIMAL[kind], name: value}).encode(), kind)
+    with pytest.raises(RequestError, match=rf"^{name}: .* is not a name here; {re.escape(way_out)}$") as caught:
+        parse(json.dumps({**MINIMAL[kind], name: True if neutral == (False,) else "x"}).encode(), kind)
+    assert caught.value.param == name
+
+
+def test_what_changes_nothing_is_documented() -> None:
+    """By the server itself, and on the page for clients."""
+    told = document("tiny", openai=True, has_keys=False)["info"]["description"]
+    page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text("utf-8")
+    assert [name for name in HARMLESS if name not in told or f"`{name}`" not in page] == []

@@ -34,7 +34,7 @@ from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.lax_numbers import PATTERN, number_fields
 from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
 from pd_cluster.service.schema.parse import MAX_CONTAINERS
-from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest
+from pd_cluster.service.schema.protocol import HARMLESS, CompletionRequest, GenerateRequest
 from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 from pd_cluster.service.schema.tokens_protocol import BatchChatRequest, TokensRequest
 from pd_cluster.service.status import MAX_BODY_NBYTES
@@ -85,7 +85,10 @@ COMMON: tuple[type[BaseModel], ...] = (
     responses.ServerLoad,
     responses.Version,
 )
-LIMITS_OF_ALL = f"A body has at most {MAX_BODY_NBYTES >> 20} MiB, and {MAX_CONTAINERS:,} arrays and objects."
+OF_ALL = (
+    f"A body has at most {MAX_BODY_NBYTES >> 20} MiB, and {MAX_CONTAINERS:,} arrays and objects. Chats and completions "
+    f"take these without effect: {', '.join(sorted(HARMLESS))}."
+)
 
 
 def document(model: str, openai: bool, has_keys: bool, has_tools: bool = False) -> Json:
@@ -98,7 +101,7 @@ def document(model: str, openai: bool, has_keys: bool, has_tools: bool = False) 
     paths |= _common_paths()
     written: Json = {
         "openapi": "3.1.0",
-        "info": {"title": "pd-cluster", "version": __version__, "description": LIMITS_OF_ALL},
+        "info": {"title": "pd-cluster", "version": __version__, "description": OF_ALL},
         "paths": paths,
         "components": {"schemas": _schemas((*own, *COMMON)), "responses": _error_responses(openai, has_keys)},
     }

@@ -44,7 +44,7 @@ def message_count_routes(service: TextService) -> APIRouter:
         service.names.check(request.model, caller_of(http))
         with in_own_words(ITS_NAMES):
             chat = chat_of(request, service.template_variables, service.reads_reasoning)
-            token_ids = await service.chat_token_ids(chat, True, caller_of(http))
-        return await json_response(lambda: {"input_tokens": len(token_ids)}, large=False)
+            num_tokens = await service.chat_num_tokens(chat, caller_of(http))
+        return await json_response(lambda: {"input_tokens": num_tokens}, large=False)
 
     return routes

@@ -73,8 +73,8 @@ def input_routes(service: TextService, store: ResponseStore | None) -> APIRouter
         earlier = await _earlier(http, service, store, request)
         with in_own_words(ITS_NAMES):
             chat = chat_of(request, earlier, service.template_variables)
-            token_ids = await service.chat_token_ids(chat, True, caller_of(http))
-        told = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+            num_tokens = await service.chat_num_tokens(chat, caller_of(http))
+        told = {"object": "response.input_tokens", "input_tokens": num_tokens}
         return await json_response(lambda: told, large=False)
 
     @routes.post("/v1/responses/compact")

@@ -104,7 +104,8 @@ class Roster:
             return
         was_open = conn in self._open  # whatever others reported about the instance meanwhile
         self._open.discard(conn)
-        self.set_state(instance, *self._state_after(instance, reason))
+        seen = f"it stopped, as it had said: {reason}" if instance.load.is_draining else reason
+        self.set_state(instance, *self._state_after(instance, seen))
         instance.conn = ""
         instance.load, instance.num_sequences_then = wire.Load(), 0
         if self.own_key:

@@ -18,7 +18,9 @@ MOST_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16)
 LEAST_ROWS = 16  # of a tile: the minimum of a matrix product
 BLOCK_N, BLOCK_K = 64, 64  # features of each half, and inputs at a time: 24 KiB of a stage at 64 rows
-NUM_WARPS, NUM_STAGES = 4, 4  # two programs run side by side on a multiprocessor
+# Two programs have room side by side on a multiprocessor of compute capability 8.0 or 9.0; one of 8.6, 8.9 or 12.0 has
+# room for one program of 64 rows.
+NUM_WARPS, NUM_STAGES = 4, 4
 
 
 class SkinnyGate:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from pd_cluster.errors import GuideError, Unavailable
+from pd_cluster.errors import GuideError, NoRoom
 from pd_cluster.service.helpers.children import Broke, Children, TookTooLong
 from pd_cluster.types import Guide
 
@@ -49,7 +49,7 @@ class GuideCheck:
         self.num_checked = 0
 
     async def check(self, guide: Guide) -> None:
-        """Raises GuideError for a bad guide, Unavailable when too many are being checked."""
+        """Raises GuideError for a bad guide, NoRoom when too many are being checked."""
         key = hashlib.sha256(msgspec.json.encode(guide)).digest()
         error = self._verdicts.get(key)
         if error is None:
@@ -71,7 +71,7 @@ class GuideCheck:
         task = self._running.get(key)
         if task is None:
             if len(self._running) >= MAX_WAITING:
-                raise Unavailable(f"{len(self._running)} guides are being checked; try again")
+                raise NoRoom(f"{len(self._running)} guides are being checked; try again")
             task = self._running[key] = asyncio.create_task(self._checked(key, guide))
             task.add_done_callback(lambda _: self._running.pop(key))
         return await asyncio.shield(task)

@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Callable
 
-from pd_cluster.errors import PdClusterError, Unavailable
+from pd_cluster.errors import NoRoom, PdClusterError
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +68,12 @@ class Children:
         self.num_killed = 0
 
     async def ask(self, job: bytes) -> bytes:
-        """Returns the answer's line. Raises TookTooLong, Broke, or Unavailable when no child was free in time."""
+        """Returns the answer's line. Raises TookTooLong, Broke, or NoRoom when no child was free in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._quick.acquire()
         except TimeoutError:
-            raise Unavailable(f"no {self._name} could be checked for {self._timeout_s:g} s; try again") from None
+            raise NoRoom(f"no {self._name} could be checked for {self._timeout_s:g} s; try again") from None
         place = _Place(self._quick)
         try:
             return await self._try(job, place)
@@ -120,9 +120,9 @@ class Children:
         return answer
 
     async def _go_on(self, task: asyncio.Future[bytes], place: _Place) -> bytes:
-        """Waits until the deadline in a place for slow jobs. Raises TookTooLong, Unavailable."""
+        """Waits until the deadline in a place for slow jobs. Raises TookTooLong, NoRoom."""
         if self._num_slow >= MAX_SLOW:
-            raise Unavailable(f"{MAX_SLOW} slow {self._name}s are being checked; try again")
+            raise NoRoom(f"{MAX_SLOW} slow {self._name}s are being checked; try again")
         self._num_slow += 1
         place.leave()
         try:
@@ -155,7 +155,7 @@ class Children:
             is_ready = True
         except (TimeoutError, ConnectionError, EOFError):
             log.error("the process that checks a %s did not start within %g s", self._name, START_TIMEOUT_S)
-            raise Unavailable(f"no {self._name} can be checked right now; the server's log has the details") from None
+            raise NoRoom(f"no {self._name} can be checked right now; the server's log has the details") from None
         finally:
             if not is_ready:
                 await child.kill()

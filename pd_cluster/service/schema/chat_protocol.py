@@ -8,9 +8,10 @@ from __future__ import annotations
 import reprlib
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.kinds import unless_empty
 from pd_cluster.service.schema.protocol import FAIL_FAST, Count, GenerationRequest, NumLogprobs
 
 MAX_TOOLS = 128
@@ -38,12 +39,15 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     role: Annotated[str, Field(min_length=1, max_length=64)]  # the template decides what it knows
     content: str | Annotated[list[dict[str, Any] | str], FAIL_FAST] | None = None
+    refusal: str | None = None  # the content of a message that has no other
+    audio: Annotated[Any, AfterValidator(unless_empty("nothing is heard here; send its transcript as content"))] = None
+    function_call: Annotated[Any, AfterValidator(unless_empty("calls are sent in tool_calls"))] = None
 
     @property
     def text(self) -> str:
         """The content's text parts, as the template gets them if `to_template` accepts the others."""
         if self.content is None or isinstance(self.content, str):
-            return self.content or ""
+            return self.content or self.refusal or ""
         parts = self._parts(0, takes_images=True)
         return "\n".join(part["text"] for part in parts if part["type"] == "text")
 
@@ -68,7 +72,8 @@ class ChatMessage(BaseModel):
         fields = {**(self.model_extra or {}), "role": self.role}
         message = {name: value for name, value in fields.items() if value is not None}
         # Templates for calls look for None; others expect text.
-        message["content"] = self.content if self.content is not None or message.get("tool_calls") else ""
+        said = self.content if self.content is not None else self.refusal
+        message["content"] = said if said is not None or message.get("tool_calls") else ""
         if isinstance(self.content, list):
             parts = self._parts(index, takes_images)
             has_media = any(part["type"] in MEDIA for part in parts)
@@ -89,10 +94,21 @@ class ChatMessage(BaseModel):
             elif kind in TEXT_PARTS and isinstance(text, str):
                 found.append({"type": "text", "text": text})
             else:
-                known = "'text', 'image_url' and 'video_url'" if takes_images else "'text'"
-                place = _own_place(part) or f"messages[{index}].content[{at}]"
-                raise RequestError(f"{place}: only parts of type {known} are supported", param="messages")
+                raise _no_part(kind, _own_place(part) or f"messages[{index}].content[{at}]", takes_images)
         return found
+
+
+def _no_part(kind: Any, place: str, takes_images: bool) -> RequestError:
+    """Says why a part cannot be taken."""
+    name = str(kind).removesuffix("_url")
+    if kind in TEXT_PARTS:
+        why = f"{kind if kind in OWN_NAME_PARTS else 'text'}: must be a string"
+        return RequestError(f"{place}.{why}", param="messages")
+    if takes_images and name in MEDIA:
+        return RequestError(f'{place}: must have {{"{name}_url": {{"url": …}}}}', param="messages")
+    known = "'text', 'image_url' and 'video_url'" if takes_images else "'text'"
+    why = f"only parts of type {known} are supported, not {reprlib.repr(kind)}; send its text"
+    return RequestError(f"{place}: {why}", param="messages")
 
 
 def _own_place(part: dict[str, Any]) -> str | None:

@@ -5,7 +5,6 @@ Knows nothing of templates, tokens or answers.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,12 +12,29 @@ import msgspec
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest, MessageTurn
+from pd_cluster.service.schema.kinds import TypedFields
+from pd_cluster.service.schema.messages_kinds import (
+    BLOCKS,
+    SOURCES,
+    Base64Source,
+    ImageBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    UrlSource,
+)
+from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessageTurn
 from pd_cluster.service.schema.parse import checked
 from pd_cluster.service.status import NO_THREADS
 
 Json = dict[str, Any]
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+TAKEN: dict[str, tuple[type[TypedFields], ...]] = {  # the blocks of a turn, by its role
+    "user": (TextBlock, ImageBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
+    "system": (TextBlock,),
+}
 ITS_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # a chat's names -> this API's
 
 
@@ -27,7 +43,7 @@ def chat_of(request: MessagesPrompt, variables: frozenset[str], reads_reasoning:
 
     Raises RequestError, in the words of a chat where chats have the same field: see `in_own_words`.
     """
-    if isinstance(request, MessagesRequest) and request.thread is not None:
+    if request.thread is not None:
         raise RequestError(
             "thread: this server keeps no conversations; leave it out, and send all messages",
             param="thread",
@@ -44,25 +60,23 @@ def chat_of(request: MessagesPrompt, variables: frozenset[str], reads_reasoning:
             )
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     chat |= _tools(request)
-    chat["chat_template_kwargs"] = _thinking(request, variables, reads_reasoning)
+    chat["chat_template_kwargs"] = (request.chat_template_kwargs or {}) | _thinking(request, variables, reads_reasoning)
     if (config := request.output_config) is not None:
         if config.format is not None:
             schema = {"name": "output", "schema": config.format.form}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         if config.effort is not None and "reasoning_effort" in variables:
             chat["chat_template_kwargs"]["reasoning_effort"] = config.effort
-    if isinstance(request, MessagesRequest):
-        same = ("max_tokens", "temperature", "top_p", "top_k", "stream")
-        chat |= {name: getattr(request, name) for name in same} | {"stop": request.stop_sequences}
+    same = ("max_tokens", "temperature", "top_p", "top_k", "stream", "cache_salt")
+    chat |= {name: getattr(request, name) for name in same} | {"stop": request.stop_sequences}
     return checked(chat, ChatCompletionRequest)
 
 
 def _system(request: MessagesPrompt) -> list[Json]:
     if not request.system:
         return []
-    blocks = _blocks(request.system)
-    texts = [_text_of(block, f"system[{at}]") for at, block in enumerate(blocks)]
-    return [{"role": "system", "content": [{"type": "text", "text": text} for text in texts]}]
+    blocks = [_read(block, f"system[{at}]", (TextBlock,)) for at, block in enumerate(_blocks(request.system))]
+    return [{"role": "system", "content": [_text(block) for block in blocks if isinstance(block, TextBlock)]}]
 
 
 def _messages(turns: list[MessageTurn]) -> list[Json]:
@@ -85,38 +99,47 @@ def _of_turn(turn: MessageTurn, place: str) -> Iterator[Json]:
         raise RequestError(f"{place}.content: empty; leave the message out", param="messages")
     texts: list[Json] = []
     message: Json = {"role": turn.role, "content": texts}
-    for at, block in enumerate(_blocks(turn.content)):
-        where, kind = f"{place}.content[{at}]", block.get("type")
-        if kind == "tool_result" and turn.role == "user":
-            if texts:
-                yield {"role": turn.role, "content": list(texts)}
-                texts.clear()
-            yield _result(block, where)
-        elif kind == "thinking" and turn.role == "assistant":
-            message["reasoning_content"] = message.get("reasoning_content", "") + _string(block, "thinking", where)
-        elif kind == "redacted_thinking" and turn.role == "assistant":
-            continue  # nobody can read it
-        elif kind == "image" and turn.role == "user":
-            texts.append(_image(block, where))
-        elif kind == "tool_use" and turn.role == "assistant":
-            message.setdefault("tool_calls", []).append(_call(block, where))
-        else:
-            texts.append({"type": "text", "text": _text_of(block, where)})
+    for at, each in enumerate(_blocks(turn.content)):
+        where = f"{place}.content[{at}]"
+        match _read(each, where, TAKEN[turn.role]):
+            case ToolResultBlock() as result:
+                if texts:
+                    yield {"role": turn.role, "content": list(texts)}
+                    texts.clear()
+                yield _result(result, where)
+            case ThinkingBlock(thinking=thinking):
+                message["reasoning_content"] = message.get("reasoning_content", "") + thinking
+            case ImageBlock() as image:
+                texts.append(_image(image, where))
+            case ToolUseBlock() as call:
+                message.setdefault("tool_calls", []).append(_call(call))
+            case TextBlock() as text:
+                texts.append(_text(text))
     if texts or turn.role == "assistant":
         yield message
 
 
-def _image(block: Json, place: str) -> Json:
+def _read(block: Json, place: str, taken: tuple[type[TypedFields], ...]) -> TypedFields:
+    """Returns one of the taken types of blocks. Raises RequestError."""
+    found = BLOCKS.read(block, place)
+    if not isinstance(found, taken):
+        raise BLOCKS.refusal(block["type"], place, "it has another place, send its text")
+    return found
+
+
+def _text(block: TextBlock) -> Json:
+    return {"type": "text", "text": block.text}
+
+
+def _image(block: ImageBlock, place: str) -> Json:
     """Returns an image as chats have it. `place` is kept for errors that are found when it is read."""
-    given = block.get("source")
-    source = given if isinstance(given, dict) else {}
-    if source.get("type") == "base64":
-        kind, data = (_string(source, name, f"{place}.source") for name in ("media_type", "data"))
-        url = f"data:{kind};base64,{data}"
-    elif source.get("type") == "url":
-        url = _string(source, "url", f"{place}.source")
-    else:
-        raise RequestError(f"{place}.source: must be of type base64 or url; files are not kept here", param="messages")
+    match SOURCES.read(block.source, f"{place}.source"):
+        case Base64Source(media_type=kind, data=data):
+            url = f"data:{kind};base64,{data}"
+        case UrlSource(url=url):
+            pass
+        case other:
+            raise AssertionError(f"{other}: a source that nothing makes an image of")
     return {"type": "image_url", "image_url": {"url": url}, "place": place}
 
 
@@ -124,45 +147,29 @@ def _blocks(content: str | list[Json]) -> list[Json]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _text_of(block: Json, place: str) -> str:
-    if block.get("type") != "text":
-        raise RequestError(
-            f"{place}: a block of type {reprlib.repr(block.get('type'))} is not supported here; send its text",
-            param=place.partition("[")[0],
-        )
-    return _string(block, "text", place)
+def _call(block: ToolUseBlock) -> Json:
+    function = {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()}
+    return {"id": block.id, "type": "function", "function": function}
 
 
-def _string(block: Json, name: str, place: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"{place}.{name}: must be a string", param=place.partition("[")[0])
-    return value
-
-
-def _call(block: Json, place: str) -> Json:
-    arguments = block.get("input")
-    if not isinstance(arguments, dict):
-        raise RequestError(f"{place}.input: must be an object", param="messages")
-    function = {"name": _string(block, "name", place), "arguments": msgspec.json.encode(arguments).decode()}
-    return {"id": _string(block, "id", place), "type": "function", "function": function}
-
-
-def _result(block: Json, place: str) -> Json:
-    content = block.get("content", "")
+def _result(block: ToolResultBlock, place: str) -> Json:
+    content = "" if block.content is None else block.content
     is_list = isinstance(content, list) and all(isinstance(each, dict) for each in content)
     if not is_list and not isinstance(content, str):
         raise RequestError(f"{place}.content: must be a string or a list of blocks", param="messages")
     parts = [_part(each, f"{place}.content[{at}]") for at, each in enumerate(_blocks(content))]
-    if block.get("is_error") is True and not any(part.get("text", True) for part in parts):
+    if block.is_error and not any(part.get("text", True) for part in parts):
         parts = [{"type": "text", "text": "error"}]  # otherwise the model would not learn of it
-    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", place), "content": parts}
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": parts}
 
 
 def _part(block: Json, place: str) -> Json:
-    if block.get("type") == "image":
-        return _image(block, place)
-    return {"type": "text", "text": _text_of(block, place)}
+    match _read(block, place, (TextBlock, ImageBlock)):
+        case ImageBlock() as image:
+            return _image(image, place)
+        case found:
+            assert isinstance(found, TextBlock), "another block was taken"
+            return _text(found)
 
 
 def _tools(request: MessagesPrompt) -> Json:

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from pd_cluster.service.schema.chat_protocol import MAX_DESCRIPTION_NUM_CHARS, MAX_TOOLS, Name
+from pd_cluster.service.schema.kinds import unless_empty
+from pd_cluster.service.schema.messages_kinds import BLOCKS
 from pd_cluster.service.schema.protocol import FAIL_FAST
 from pd_cluster.types import INT32_MAX
 
 MIN_THINKING_TOKENS = 1024
 
-Blocks = Annotated[list[dict[str, Any]], FAIL_FAST]
+Blocks = Annotated[list[dict[str, Any]], FAIL_FAST, BLOCKS]
+OF_REQUEST = unless_empty("is the same for all messages here; give it beside messages")
 
 
 class MessageTurn(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["user", "assistant", "system"]
     content: str | Blocks
+    clear_at: Literal["never"] | None = None
+    output_config: Annotated[Any, AfterValidator(OF_REQUEST)] = None
 
 
 class MessageTool(BaseModel):
@@ -91,7 +96,7 @@ class ContextManagement(BaseModel):
 
 
 class MessagesPrompt(BaseModel):
-    """The fields that determine the prompt; /v1/messages/count_tokens takes them alone."""
+    """A request to /v1/messages; /v1/messages/count_tokens takes it without `max_tokens`, too."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -103,11 +108,34 @@ class MessagesPrompt(BaseModel):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
+    max_tokens: int | None = None
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=INT32_MAX)
+    stop_sequences: Annotated[list[str], FAIL_FAST] | None = None
+    stream: bool | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
     speed: Literal["standard"] | None = None
+    container: None = None
     compaction: None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
     billing_policy: None = None
+    thread: dict[str, Any] | None = None
+    fallbacks: Annotated[list[Any], Field(max_length=0)] | None = None
+    fallback_credit_token: None = None
+    inference_geo: None = None
+    # vLLM's, with the meanings that they have in a chat
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    kv_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    vllm_xargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    watermarking: Literal[False] | None = None
     # These say nothing about the answer.
+    mm_payload: Any = None  # vLLM's, of the form of images that rendered requests have
+    return_mm_kwargs: Any = None
+    metadata: dict[str, Any] | None = None
+    diagnostics: dict[str, Any] | None = None  # of a cache that others keep
     cache_control: dict[str, Any] | None = None
     user_profile_id: str | None = None
     workspace_id: str | None = None
@@ -116,16 +144,3 @@ class MessagesPrompt(BaseModel):
 
 class MessagesRequest(MessagesPrompt):
     max_tokens: int
-    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, le=INT32_MAX)
-    stop_sequences: Annotated[list[str], FAIL_FAST] | None = None
-    stream: bool | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    diagnostics: dict[str, Any] | None = None  # of a cache that others keep
-    container: None = None
-    thread: dict[str, Any] | None = None
-    fallbacks: Annotated[list[Any], Field(max_length=0)] | None = None
-    fallback_credit_token: None = None
-    inference_geo: None = None

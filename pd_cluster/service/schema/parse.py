@@ -18,6 +18,7 @@ from pd_cluster.service.schema.protocol import (
     HARMLESS,
     MIN_TEMPERATURE,
     NOT_YET,
+    SGLANGS,
     GenerateRequest,
     GenerationRequest,
 )
@@ -40,7 +41,9 @@ _NEUTRAL = {  # of fields that beam search, which draws nothing, refuses otherwi
 _logged_fields: set[str] = set()
 HANDLE = "kv_transfer_params"  # refused by routes that do not honour it
 
-CHECKED = frozenset({*NOT_YET, *CHAT_ONLY, *HARMLESS})  # where such a name has been given, it asks for nothing
+CHECKED = frozenset(
+    {*NOT_YET, *SGLANGS, *CHAT_ONLY, *HARMLESS}
+)  # where such a name has been given, it asks for nothing
 _NOT_YET_BUT_HANDLES = {name: neutral for name, neutral in NOT_YET.items() if name != HANDLE}
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -73,6 +76,9 @@ def checked(
         raise RequestError("the body must be a JSON object")
     if not has_own_names:
         _refuse(data, _NOT_YET_BUT_HANDLES if takes_handles else NOT_YET, "is not supported yet by this server")
+        for name in SGLANGS.keys() & data.keys():
+            neutral, way_out = SGLANGS[name]
+            _refuse(data, {name: neutral}, f"is not a name here; {way_out}")
         if not issubclass(kind, ChatFields):
             others = {name: neutral for name, neutral in CHAT_ONLY.items() if name not in kind.model_fields}
             _refuse(data, others, "is for chats; use /v1/chat/completions")

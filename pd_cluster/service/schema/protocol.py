@@ -60,10 +60,32 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "watermarking": (False,),
     "stream_interval": (1,),
     "media_io_kwargs": ({},),
+    "moderation": (),
+}
+# SGLang's names for what has another one here -> the values that ask for nothing, and the way out.
+SGLANGS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "regex": ((), 'give structured_outputs: {"regex": …}'),
+    "ebnf": ((), 'give structured_outputs: {"grammar": …}'),
+    "json_schema": ((), 'give structured_outputs: {"json": …}'),
+    "stop_regex": (([],), "give stop, or structured_outputs"),
+    "no_stop_trim": ((False,), "give include_stop_str_in_output"),
+    "lora_path": ((), "give the adapter's name as model"),
+    "input_ids": ((), "give them as prompt to /v1/completions, or as token_ids to /inference/v1/generate"),
+    "rid": ((), "give request_id"),
+    "extra_key": ((), "give cache_salt"),
+    "thinking": ((), 'give chat_template_kwargs, such as {"enable_thinking": false}, or reasoning_effort'),
+    "separate_reasoning": ((True,), "reasoning is told apart by --reasoning-parser; leave it out"),
+    "stream_reasoning": ((True,), "reasoning is streamed as it comes; leave it out"),
+    "session_params": (({},), "give session_id and the whole prompt"),
+    "custom_logit_processor": ((), "give logit_bias, bad_words or structured_outputs"),
+    "watermark": ((), "leave it out"),
+    "return_hidden_states": ((False,), "ask /v1/embeddings for vectors"),
+    "return_prompt_token_ids": ((False,), "give return_token_ids"),
+    "return_meta_info": ((False,), "give include_metrics"),
 }
 # Parameters that say nothing about the answer; they are accepted without effect.
 HARMLESS = frozenset(
-    {"metadata", "moderation", "prediction", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
+    {"metadata", "prediction", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
     | {"service_tier", "store", "verbosity"}
     | {"mm_payload", "return_mm_kwargs"}  # vLLM's, of the form of images that rendered requests have
 )

@@ -5,12 +5,19 @@ Knows nothing of templates, tokens or answers.
 
 from __future__ import annotations
 
-import reprlib
-
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.kinds import read_as
 from pd_cluster.service.schema.parse import checked
 from pd_cluster.service.schema.responses_items import Json, items_of, parts_of, text_parts
+from pd_cluster.service.schema.responses_kinds import (
+    ITEMS,
+    FunctionCallItem,
+    FunctionOutputItem,
+    MessageItem,
+    ReasoningItem,
+    kind_of,
+)
 from pd_cluster.service.schema.responses_protocol import LOGPROBS, ResponsesRequest, ResponseToolChoice
 from pd_cluster.service.schema.responses_tools import functions_of, known_as
 
@@ -61,38 +68,22 @@ def chat_of(request: ResponsesRequest, earlier: list[Json], variables: frozenset
 def _add_messages(items: list[Json], name: str, found: list[Json]) -> None:
     """Adds the items' messages to `found`. The parts of one turn of the model become one message."""
     for at, item in enumerate(items):
-        place, last = f"{name}[{at}]", found[-1] if found else {}
-        kind = item.get("type", "message")
-        if kind == "message":
-            _add_message(item, place, last, found)
-        elif kind == "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            text = "".join(part["text"] for part in parts_of(parts, f"{place}.content"))
-            found.append({"role": "assistant", "content": [], "reasoning_content": text})
-        elif kind == "function_call":
-            if last.get("role") != "assistant":
-                last = {"role": "assistant", "content": []}
-                found.append(last)
-            namespace = _string(item, "namespace", place) if item.get("namespace") is not None else None
-            name_of_it = known_as(_string(item, "name", place), namespace)
-            function = {"name": name_of_it, "arguments": _string(item, "arguments", place)}
-            call = {"id": _string(item, "call_id", place), "type": "function", "function": function}
-            last.setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            content = parts_of(item.get("output"), f"{place}.output", takes_images=True)
-            found.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": content})
-        else:
-            raise RequestError(
-                f"{place}: an item of type {reprlib.repr(kind)} is not supported here; leave it out", param="input"
-            )
+        place = f"{name}[{at}]"
+        match read_as(ITEMS.check(kind_of(item), place), item, place):
+            case MessageItem() as message:
+                _add_message(message, place, found)
+            case ReasoningItem() as reasoning:
+                found.append(_reasoning(reasoning, place))
+            case FunctionCallItem() as call:
+                _add_call(call, found)
+            case FunctionOutputItem() as answer:
+                content = parts_of(answer.output, f"{place}.output", takes_images=True)
+                found.append({"role": "tool", "tool_call_id": answer.call_id, "content": content})
 
 
-def _add_message(item: Json, place: str, last: Json, found: list[Json]) -> None:
-    given = item.get("role")
-    role = ROLES.get(given) if isinstance(given, str) else None
-    if role is None:
-        raise RequestError(f"{place}.role: {reprlib.repr(given)}; expected one of {', '.join(ROLES)}", param="input")
-    content = parts_of(item.get("content"), f"{place}.content", takes_images=role == "user")
+def _add_message(item: MessageItem, place: str, found: list[Json]) -> None:
+    role, last = ROLES[item.role], found[-1] if found else {}
+    content = parts_of(item.content, f"{place}.content", takes_images=role == "user")
     follows_reasoning = role == "assistant" and "reasoning_content" in last and not last["content"]
     if last.get("role") == role and not last.get("tool_calls") and (role == "system" or follows_reasoning):
         last["content"] += content
@@ -100,11 +91,22 @@ def _add_message(item: Json, place: str, last: Json, found: list[Json]) -> None:
         found.append({"role": role, "content": content})
 
 
-def _string(item: Json, name: str, place: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"{place}.{name}: must be a string", param="input")
-    return value
+def _reasoning(item: ReasoningItem, place: str) -> Json:
+    if item.encrypted_content and not item.content and not item.summary:
+        raise RequestError(
+            f"{place}.encrypted_content: cannot be read here; leave the item out, or send its content", param="input"
+        )
+    name = "content" if item.content else "summary"
+    text = "".join(part["text"] for part in parts_of(getattr(item, name) or [], f"{place}.{name}"))
+    return {"role": "assistant", "content": [], "reasoning_content": text}
+
+
+def _add_call(item: FunctionCallItem, found: list[Json]) -> None:
+    if not found or found[-1]["role"] != "assistant":
+        found.append({"role": "assistant", "content": []})
+    function = {"name": known_as(item.name, item.namespace), "arguments": item.arguments}
+    call = {"id": item.call_id, "type": "function", "function": function}
+    found[-1].setdefault("tool_calls", []).append(call)
 
 
 def _tools(request: ResponsesRequest) -> Json:

@@ -5,15 +5,14 @@ Every refusal is a RequestError that names the item.
 
 from __future__ import annotations
 
-import reprlib
 import secrets
 from typing import Any
 
 from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.responses_kinds import PARTS, InputImagePart, RefusalPart, TextPart, kind_of
 from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 
 Json = dict[str, Any]
-TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
@@ -45,21 +44,13 @@ def without_logprobs(items: list[Json]) -> list[Json]:
 
 
 def _listed(item: Json) -> Json:
-    kind = item.get("type", "message")
-    own = item.get("id")
+    kind, own = kind_of(item), item.get("id")
     named = {"type": kind, "id": own if isinstance(own, str) else f"{PREFIXES[kind]}_{secrets.token_hex(24)}"}
     if kind != "message":
-        return (
-            {"status": "completed", "summary": [], **item, **named}
-            if kind == "reasoning"
-            else {
-                "status": "completed",
-                **item,
-                **named,
-            }
-        )
+        more: Json = {"summary": []} if kind == "reasoning" else {}
+        return {"status": "completed", **more, **item, **named}
     is_ours = item["role"] == "assistant"
-    more: Json = {"annotations": [], "logprobs": []} if is_ours else {}
+    more = {"annotations": [], "logprobs": []} if is_ours else {}
     parts = [
         {"type": "input_image", "detail": "auto", "image_url": part["image_url"]["url"]}
         if part["type"] == "image_url"
@@ -75,30 +66,20 @@ def parts_of(content: Any, place: str, takes_images: bool = False) -> list[Json]
         return text_parts(content)
     if not isinstance(content, list):
         raise RequestError(f"{place}: must be a string or a list of parts", param="input")
-    found = []
-    for at, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "input_image" and takes_images:
-            found.append(_image(part, f"{place}[{at}]"))
-            continue
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if kind not in (*TEXT_PARTS, "refusal"):
-            raise RequestError(
-                f"{place}[{at}]: a part of type {reprlib.repr(kind)} is not supported here; send its text",
-                param="input",
-            )
-        if not isinstance(text, str):
-            raise RequestError(f"{place}[{at}].text: must be a string", param="input")
-        found += text_parts(text)
-    return found
+    return [part for at, each in enumerate(content) for part in _part(each, f"{place}[{at}]", takes_images)]
 
 
-def _image(part: Json, place: str) -> Json:
-    """Returns an image as chats have it. `place` is kept for errors that are found when it is read."""
-    url = part.get("image_url")
-    if not isinstance(url, str):
-        raise RequestError(f"{place}.image_url: must be a string; files are not kept here", param="input")
-    return {"type": "image_url", "image_url": {"url": url}, "place": place}
+def _part(part: Any, place: str, takes_images: bool) -> list[Json]:
+    match PARTS.read(part, place):
+        case TextPart(text=text) | RefusalPart(refusal=text):
+            return text_parts(text)
+        case InputImagePart(image_url=url) if (
+            takes_images
+        ):  # the place is kept for errors that are found when it is read
+            return [{"type": "image_url", "image_url": {"url": url}, "place": place}]
+        case other:
+            way_out = "images go into messages of the user and outputs of calls"
+            raise PARTS.refusal(getattr(other, "type", None), place, way_out)
 
 
 def text_parts(text: str) -> list[Json]:

@@ -12,11 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pd_cluster.service.schema.chat_protocol import MAX_DESCRIPTION_NUM_CHARS, MAX_TOOLS, Effort, Name
 from pd_cluster.service.schema.protocol import FAIL_FAST, MAX_SALT_NUM_CHARS, NumLogprobs, SessionId
+from pd_cluster.service.schema.responses_kinds import ITEMS
 from pd_cluster.types import INT32_MAX
 
 MAX_METADATA = 16
 
-Items = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+Items = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True), ITEMS]
 Value = Annotated[str, Field(max_length=512)]
 
 

@@ -1,0 +1,108 @@
+"""The types of blocks in /v1/messages. Knows nothing of chats."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
+
+from pd_cluster.service.schema.kinds import DirectCaller, Kinds, TypedFields, unless_empty
+
+Harmless = Any  # a field that says nothing about the answer
+NOT_RUN = "this server runs no tools; leave it out, or send its text"
+NO_TOOLSET = unless_empty("the client's own tools are in no set; leave it out")
+
+
+class TextBlock(TypedFields):
+    type: Literal["text"]
+    text: str
+    citations: Annotated[Any, AfterValidator(unless_empty("nothing is cited here; leave them out"))] = None
+    cache_control: Harmless = None
+
+
+class Base64Source(TypedFields):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlSource(TypedFields):
+    type: Literal["url"]
+    url: str
+
+
+SOURCES = Kinds(
+    "a source",
+    {"base64": Base64Source, "url": UrlSource},
+    {"file": "files are not kept here; send the image as base64 or by its url"},
+    way_out="send the image as base64 or by its url",
+)
+
+
+class Transformations(TypedFields):
+    """Images are scaled to what the model takes in any case."""
+
+    oversized_image: Literal["downsize"] | None = None
+
+
+class ImageBlock(TypedFields):
+    type: Literal["image"]
+    source: Annotated[Any, SOURCES]
+    transformations: Transformations | None = None
+    cache_control: Harmless = None
+
+
+class ThinkingBlock(TypedFields):
+    """Signatures are not checked."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Harmless = None
+
+
+class ToolUseBlock(TypedFields):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: DirectCaller | None = None
+    toolset_name: Annotated[Any, AfterValidator(NO_TOOLSET)] = None
+    cache_control: Harmless = None
+
+
+OF_OTHERS = {
+    **dict.fromkeys(("document", "search_result"), "documents are not read here; send its text"),
+    **dict.fromkeys(("server_tool_use", "web_search_tool_result", "web_fetch_tool_result"), NOT_RUN),
+    **dict.fromkeys(("code_execution_tool_result", "bash_code_execution_tool_result"), NOT_RUN),
+    **dict.fromkeys(("text_editor_code_execution_tool_result", "tool_search_tool_result"), NOT_RUN),
+    **dict.fromkeys(("advisor_tool_result", "mcp_tool_use", "mcp_tool_result", "mcp_tool_listing"), NOT_RUN),
+    **dict.fromkeys(("tool_addition", "tool_removal", "tool_reference"), "the model has all of tools; leave it out"),
+    "browser_state": "send it as text",
+    "redacted_thinking": "nobody can read it here; leave it out",
+    "compaction": "nothing is compacted here; send the messages that it stands for, or a summary as text",
+    "container_upload": "files are not kept here; send its text",
+    "fallback": "no other model answers here; leave it out",
+}
+
+
+class ToolResultBlock(TypedFields):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[Any, Kinds("a block", {"text": TextBlock, "image": ImageBlock}, OF_OTHERS)] = ""
+    is_error: bool | None = None
+    toolset_name: Annotated[Any, AfterValidator(NO_TOOLSET)] = None
+    cache_control: Harmless = None
+
+
+BLOCKS = Kinds(
+    "a block",
+    {
+        "text": TextBlock,
+        "image": ImageBlock,
+        "thinking": ThinkingBlock,
+        "tool_use": ToolUseBlock,
+        "tool_result": ToolResultBlock,
+    },
+    OF_OTHERS,
+    way_out="send its text",
+)

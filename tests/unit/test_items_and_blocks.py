@@ -1,0 +1,183 @@
+"""What items of /v1/responses and blocks of /v1/messages ask for has an effect, or is refused by its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.messages_chat import chat_of as chat_of_messages
+from pd_cluster.service.schema.messages_protocol import MessagesPrompt
+from pd_cluster.service.schema.parse import checked
+from pd_cluster.service.schema.responses_chat import chat_of as chat_of_response
+from pd_cluster.service.schema.responses_items import items_of, listed
+from pd_cluster.service.schema.responses_protocol import ResponsesRequest
+
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "a"}
+USE = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": "a"}
+TEXT = {"type": "text", "text": "a"}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a/b.png"}}
+PROGRAM = {"type": "program", "caller_id": "p"}
+
+
+def messages_of_response(*items: Any) -> list[dict[str, Any]]:
+    request = checked({"input": [*items]}, ResponsesRequest, has_own_names=True)
+    chat = chat_of_response(request, [], frozenset())
+    return [message.model_dump(exclude_unset=True) for message in chat.messages]
+
+
+def messages_of_turn(role: str, *blocks: Any, **fields: Any) -> list[dict[str, Any]]:
+    turns = [{"role": role, "content": [*blocks], **fields}, {"role": "user", "content": "b"}]
+    request = checked({"messages": turns}, MessagesPrompt, has_own_names=True)
+    chat = chat_of_messages(request, frozenset(), False)
+    return [message.model_dump(exclude_unset=True) for message in chat.messages]
+
+
+def part(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": kind, **fields}]}
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ({"type": "item_reference", "id": "rs_1"}, "an item of type 'item_reference' .*previous_response_id"),
+        ({"id": "rs_1"}, "an item of type 'item_reference'"),
+        ({"id": "rs_1", "type": None}, "an item of type 'item_reference'"),
+        ({"type": "web_search_call", "id": "w", "action": {}}, "an item of type 'web_search_call' .*runs no tools"),
+        ({"type": "compaction", "encrypted_content": "x"}, "an item of type 'compaction' .*or a summary"),
+        ({"type": "reasoning", "summary": [], "encrypted_content": "x"}, ".encrypted_content: cannot be read here"),
+        ({"type": "made_up"}, "an item of type 'made_up' is not supported here; leave it out"),
+        ({"type": ["message"]}, "an item of type"),
+        ({"role": "nobody", "content": "a"}, ".role: 'nobody'"),
+        ({"role": "user"}, ".content: must be a string or a list of parts"),
+        (part("input_file", file_id="f"), r".content\[0\]: a part of type 'input_file' .*send its text"),
+        (part("input_image", file_id="f"), r".content\[0\].file_id: 'f': files are not kept here"),
+        (part("input_image"), r".content\[0\].image_url: "),
+        (part("input_text"), r".content\[0\].text: "),
+        (part("input_text", text=5), r".content\[0\].text: 5: "),
+        (part("output_text", text="a", annotations=[{"type": "url_citation"}]), r".content\[0\].annotations: no tool"),
+        (
+            {"role": "assistant", "content": [{"type": "input_image", "image_url": "u"}]},
+            r".content\[0\]: .*of the user",
+        ),
+        ({"role": "user", "content": ["a"]}, r".content\[0\]: a part of type None"),
+        ({**CALL, "async": True}, ".async: True"),
+        ({**CALL, "caller": PROGRAM}, ".caller.type: 'program'"),
+        ({**CALL, "arguments": {}}, ".arguments: "),
+        ({**OUTPUT, "caller": PROGRAM}, ".caller.type: 'program'"),
+        ({**OUTPUT, "call_id": None}, ".call_id: None"),
+        ({**OUTPUT, "output": [{"type": "input_file"}]}, r".output\[0\]: a part of type 'input_file'"),
+    ],
+)
+def test_an_item_that_asks_for_more_is_refused(item: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=rf"^input\[1\](: )?{said}") as caught:
+        messages_of_response({"role": "user", "content": "a"}, item)
+    assert caught.value.param == "input"
+
+
+def test_what_items_say_beside_changes_nothing() -> None:
+    ids = {"id": "i", "status": "completed"}
+    plain = [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}, CALL, OUTPUT]
+    shown = {"type": "input_text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    more = [
+        {**ids, "type": "message", "role": "user", "content": [shown], "phase": None},
+        {**CALL, **ids, "caller": {"type": "direct"}, "async": False, "namespace": None},
+        {**OUTPUT, **ids, "caller": {"type": "direct"}, "name": "f", "namespace": None},
+    ]
+    assert messages_of_response(*more) == messages_of_response(*plain)
+    said = [{"type": "output_text", "text": "a", "annotations": [], "logprobs": [{"token": "a"}]}]
+    told = [{"role": "assistant", "content": said, "phase": "final_answer"}]
+    assert messages_of_response(*told) == messages_of_response({"role": "assistant", "content": "a"})
+
+
+def test_reasoning_that_can_be_read_is() -> None:
+    """Its text, else its summary; what is encrypted beside it says the same."""
+    text, summary = [{"type": "reasoning_text", "text": "t"}], [{"type": "summary_text", "text": "s"}]
+    for fields, wanted in (({"content": text, "summary": summary}, "t"), ({"content": None, "summary": summary}, "s")):
+        (found,) = messages_of_response({"type": "reasoning", "encrypted_content": "x", **fields})
+        assert found["reasoning_content"] == wanted
+    assert messages_of_response({"type": "reasoning", "summary": []})[0]["reasoning_content"] == ""
+
+
+def test_items_without_a_type_are_listed_with_it() -> None:
+    request = checked({"input": [{"role": "user", "content": "a", "type": None}]}, ResponsesRequest)
+    (found,) = listed(items_of(request))
+    assert (found["type"], found["content"]) == ("message", [{"type": "input_text", "text": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("role", "block", "said"),
+    [
+        (
+            "assistant",
+            {"type": "redacted_thinking", "data": "x"},
+            ": a block of type 'redacted_thinking' .*leave it out",
+        ),
+        ("user", {"type": "document", "source": {}}, ": a block of type 'document' .*send its text"),
+        ("assistant", {"type": "server_tool_use"}, ": a block of type 'server_tool_use' .*runs no tools"),
+        ("user", {"type": "made_up"}, ": a block of type 'made_up' is not supported here; send its text"),
+        ("user", {"type": "thinking", "thinking": "a"}, ": a block of type 'thinking' .*another place"),
+        ("assistant", IMAGE, ": a block of type 'image' .*another place"),
+        ("system", IMAGE, ": a block of type 'image' .*another place"),
+        ("assistant", RESULT, ": a block of type 'tool_result' .*another place"),
+        ("user", {**IMAGE, "source": {"type": "file", "file_id": "f"}}, ".source: a source of type 'file' .*not kept"),
+        (
+            "user",
+            {**IMAGE, "transformations": {"oversized_image": "error"}},
+            ".transformations.oversized_image: 'error'",
+        ),
+        ("assistant", {**TEXT, "citations": [{"type": "char_location"}]}, ".citations: nothing is cited here"),
+        (
+            "assistant",
+            {**USE, "caller": {"type": "code_execution_20250825"}},
+            ".caller.type: 'code_execution_20250825'",
+        ),
+        ("assistant", {**USE, "toolset_name": "computer"}, ".toolset_name: "),
+        (
+            "user",
+            {**RESULT, "content": [{"type": "tool_reference"}]},
+            r".content\[0\]: a block of type 'tool_reference'",
+        ),
+        ("user", {**RESULT, "content": [{"type": "document"}]}, r".content\[0\]: a block of type 'document'"),
+        ("user", {**RESULT, "content": [RESULT]}, r".content\[0\]: a block of type 'tool_result'"),
+        ("user", {**RESULT, "content": 5}, ".content: must be"),
+    ],
+)
+def test_a_block_that_asks_for_more_is_refused(role: str, block: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=rf"^messages\[0\].content\[1\]{said}") as caught:
+        messages_of_turn(role, TEXT, block)
+    assert caught.value.param == "messages"
+
+
+def test_what_blocks_say_beside_changes_nothing() -> None:
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    for role, plain, more in (
+        ("user", TEXT, {"citations": None}),
+        ("user", IMAGE, {"transformations": {"oversized_image": "downsize"}}),
+        ("user", RESULT, {"toolset_name": None, "is_error": False}),
+        ("assistant", USE, {"caller": {"type": "direct"}, "toolset_name": None}),
+        ("assistant", {"type": "thinking", "thinking": "a"}, {"signature": "x"}),
+    ):
+        assert messages_of_turn(role, {**plain, **cached, **more}) == messages_of_turn(role, plain)
+
+
+@pytest.mark.parametrize(("field", "given"), [("clear_at", "next_user_message"), ("output_config", {"effort": "low"})])
+def test_a_turns_own_settings_are_refused(field: str, given: Any) -> None:
+    with pytest.raises(RequestError, match=rf"^messages\.0\.{field}: "):
+        messages_of_turn("system", TEXT, **{field: given})
+    assert messages_of_turn("system", TEXT, clear_at="never", output_config={})
+
+
+def test_vllms_fields_of_messages_are_those_of_a_chat() -> None:
+    turns = [{"role": "user", "content": "a"}]
+    given = {"cache_salt": "s", "chat_template_kwargs": {"enable_thinking": False, "lang": "de"}}
+    wanted = {"messages": turns, **given, "thinking": {"type": "disabled"}}
+    request = checked(wanted, MessagesPrompt, has_own_names=True)
+    chat = chat_of_messages(request, frozenset({"enable_thinking"}), True)
+    assert (chat.cache_salt, chat.chat_template_kwargs) == ("s", given["chat_template_kwargs"])
+    for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs"):
+        with pytest.raises(RequestError, match=name):
+            checked({"messages": turns, name: {"a": 1}}, MessagesPrompt, has_own_names=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+from pd_cluster.client.trust import reason_of, trusted
 from pd_cluster.cluster.members.credentials import find_admin_token
 from pd_cluster.errors import PdClusterError, Unauthorized
 
@@ -27,14 +27,6 @@ class Admin:
         """The token; empty if no file is named. Raises ConfigError for a file that cannot be used."""
         return find_admin_token(self.env, self.token_file)
 
-    def _trusted(self) -> ssl.SSLContext:
-        """Trusts the system's certificates, or those of SSL_CERT_FILE. Raises PdClusterError."""
-        file = self.env.get("SSL_CERT_FILE") or None
-        try:
-            return ssl.create_default_context(cafile=file)
-        except OSError as error:
-            raise PdClusterError(f"SSL_CERT_FILE {file}: cannot be used: {error}") from None
-
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         """Returns the response, whatever its status; a request with a body is a command. Raises PdClusterError if none
         comes.
@@ -47,13 +39,12 @@ class Admin:
                 timeout=ANSWER_TIMEOUT_S,
                 trust_env=False,
                 headers=headers,
-                verify=url.startswith("https:") and self._trusted(),
+                verify=url.startswith("https:") and trusted(self.env),
             ) as client:
                 return await (client.get(url) if body is None else client.post(url, json=body))
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            reason = str(error) or type(error).__name__
             raise PdClusterError(
-                f"no scheduler answers at {url}: {reason}; give its admin address with --admin "
+                f"no scheduler answers at {url}: {reason_of(error)}; give its admin address with --admin "
                 f"(by default the public port + 1, on the scheduler's own host)"
             ) from None
 

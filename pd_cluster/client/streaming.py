@@ -21,6 +21,8 @@ from typing import Any
 
 import httpx
 
+from pd_cluster.client.trust import reason_of, trusted
+
 REQUEST_DEADLINE_S = 120.0
 CONNECT_TIMEOUT_S = 5.0
 MAX_EVENT_NBYTES = 16 << 20
@@ -209,7 +211,7 @@ async def measure(
     except TimeoutError:
         recorder.fail(f"not finished within {deadline_s:g} s")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        recorder.fail(f"{url}: {str(error) or type(error).__name__}")
+        recorder.fail(f"{url}: {reason_of(error)}")
     return recorder.finish(time.monotonic(), status, served_by, retry_after)
 
 
@@ -274,7 +276,11 @@ def key_header(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def make_client(concurrency: int = 1) -> httpx.AsyncClient:
-    """Makes a client without proxies and without a read timeout: `measure` has one deadline for the whole request."""
+    """Makes a client without proxies and without a read timeout: `measure` has one deadline for the whole request.
+
+    Raises PdClusterError for an SSL_CERT_FILE that cannot be used.
+    """
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
     limits = httpx.Limits(max_connections=concurrency + 2, max_keepalive_connections=concurrency + 2)
-    return httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, headers=key_header(os.environ))
+    headers, verify = key_header(os.environ), trusted(os.environ)
+    return httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, headers=headers, verify=verify)

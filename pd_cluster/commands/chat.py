@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import mimetypes
 import sys
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 
 from pd_cluster.client.streaming import Sample, make_client, measure
+from pd_cluster.client.trust import reason_of
 from pd_cluster.errors import ConfigError, PdClusterError
 
 HELP = (
@@ -56,7 +58,7 @@ class Chat:
             answer = await client.get(f"{self._url}/v1/models", timeout=CONNECT_TIMEOUT_S)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise PdClusterError(
-                f"no server answers at {self._url}: {str(error) or type(error).__name__}; give its public address with "
+                f"no server answers at {self._url}: {reason_of(error)}; give its public address with "
                 f"--url, or start one: `pd-cluster up`"
             ) from None
         self.model = self.model or _first_model(answer)
@@ -114,6 +116,14 @@ def data_url(file: str) -> str:
         raise ConfigError(f"--image {file}: cannot be read: {error.strerror}") from None
 
 
+def print_text(text: str) -> None:
+    """Prints a model's text as it is; on a terminal without control characters, which could rewrite the screen."""
+    if sys.stdout.isatty():
+        text = "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
+
+
 def run(url: str, model: str, question: str, images: list[str], system: str, options: dict[str, Any]) -> None:
     """Asks one question, or as many as stdin has lines. Raises PdClusterError for a question that failed, unless a
     person can ask again, and KeyboardInterrupt unless an answer was stopped so.
@@ -122,7 +132,7 @@ def run(url: str, model: str, question: str, images: list[str], system: str, opt
     def note(line: str) -> None:
         print(f"[{line}]", file=sys.stderr, flush=True)
 
-    chat = Chat(url, model, options, system, lambda text: print(text, end="", flush=True), note)
+    chat = Chat(url, model, options, system, print_text, note)
     for file in images:
         chat.show(file)
     client = make_client()

@@ -123,11 +123,9 @@ def up(
 
     port = port or _free_port(schedulers)
     model, arguments = _model_and_flags(model, arguments or [], adapter)
-    given = [*([f"--model={model}"] if model else []), f"--host={host}", f"--port={port}", *arguments]
-    _check_flags(context, [*given, *choice_of_model(try_unlisted or (), language_model_only)])
+    arguments += choice_of_model(try_unlisted or (), language_model_only)
     flags, keys = split_keys(normalize(arguments))
     flags, metrics_keys = split_values(flags, "--metrics-key")
-    flags += choice_of_model(try_unlisted or (), language_model_only)
     launch = Launch(
         model=model,
         num_prefill=prefill,
@@ -142,6 +140,7 @@ def up(
         openai=use_openai(os.environ),
         restart=restart,
         arguments=[*flags, *(SPAWN for _ in range(spawn))],
+        in_effect=_checked(context, model, [f"--host={host}", f"--port={port}", *arguments]),
         api_keys=keys,
         metrics_key=metrics_keys[-1] if metrics_keys else "",
     )
@@ -234,16 +233,21 @@ def _model_and_flags(model: str, arguments: list[str], adapter: bool) -> tuple[s
     return model.removeprefix("hf:"), arguments
 
 
-def _check_flags(context: typer.Context, argv: list[str]) -> None:
-    """Reads the flags as each instance will. Raises ConfigError, and click's errors for values of another type."""
+def _checked(context: typer.Context, model: str, argv: list[str]) -> list[str]:
+    """Reads the flags as each instance will, and returns them with those of their --config file.
+
+    `model`: "" where no flag shall name it. Raises ConfigError, and click's errors for values of another type.
+    """
     from pd_cluster.commands.launch_check import check_launch
 
     group = context.parent.command if context.parent is not None else None
     assert isinstance(group, typer.core.TyperGroup)
     command = group.commands["serve"]
-    each = command.make_context("serve", expanded(argv, _serve_flags()), context.parent)
+    flags = expanded([f"--model={model}", *argv] if model else argv, _serve_flags())
+    each = command.make_context("serve", list(flags), context.parent)
     _warn_extras(each)
     check_launch(ServeOptions(**{k: v for k, v in each.params.items() if k != "help_all"}), dict(os.environ))
+    return flags
 
 
 def _warn_extras(context: Any) -> list[str]:

@@ -28,6 +28,7 @@ from pd_cluster.client.instances import Entries, Traffic, fetch_settled, links_o
 from pd_cluster.client.streaming import Sample, make_client, measure
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
+from pd_cluster.commands.chat import print_text
 from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
 from pd_cluster.settings.adapters import SHIPPED_ADAPTER, SHIPPED_ADAPTER_FLAGS
 from pd_cluster.settings.engine import SHIPPED_MODEL, SHIPPED_VISION_MODEL
@@ -200,7 +201,7 @@ async def _ask_and_show(launch: Launch, asked: Question) -> None:
     await _ask(launch.url, WARM_UP_TOKENS, lambda text: None, QUESTION)  # the first request pays for lazy loading
     before = Traffic.of(await fetch_settled(launch.admin_url))
     print(f"\n> {asked.text}", flush=True)
-    sample = await _ask(launch.url, MAX_TOKENS, _print_text, asked.content)
+    sample = await _ask(launch.url, MAX_TOKENS, print_text, asked.content)
     print(flush=True)
     _check(sample)
     entries = await fetch_settled(launch.admin_url)
@@ -210,7 +211,7 @@ async def _ask_and_show(launch: Launch, asked: Question) -> None:
 async def _ask_adapter(launch: Launch, adapter: str) -> None:
     """Asks the same of an adapter, and prints. Raises GenerationError without an answer."""
     print(f"> {QUESTION} (of the model {adapter}, a LoRA adapter)", flush=True)
-    sample = await _ask(launch.url, MAX_TOKENS, _print_text, QUESTION, adapter)
+    sample = await _ask(launch.url, MAX_TOKENS, print_text, QUESTION, adapter)
     print("\n", flush=True)
     _check(sample)
 
@@ -233,13 +234,6 @@ async def _ask(
         if sample.status == 400 and isinstance(content, str):
             sample = await measure(client, f"{url}/v1/completions", {**body, "prompt": content}, on_text)
     return sample
-
-
-def _print_text(text: str) -> None:
-    """Prints text without control characters, which an untrained model may produce."""
-    encoding = sys.stdout.encoding or "utf-8"
-    shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
-    print(shown.encode(encoding, "replace").decode(encoding), end="", flush=True)
 
 
 async def _room(client: httpx.AsyncClient, url: str) -> int:

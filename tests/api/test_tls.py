@@ -13,6 +13,7 @@ import pytest
 from pd_cluster.api.front import doorman
 from pd_cluster.client.admin import Admin
 from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.commands.chat import run as chat
 from pd_cluster.errors import ConfigError, PdClusterError
 from pd_cluster.net.tls import TlsFiles, load
 from pd_cluster.settings.http import Tls
@@ -142,7 +143,9 @@ def test_up_asks_its_scheduler_over_tls() -> None:
         _ = Launch(arguments=["--ssl-certfile=c.pem", "--ssl-cert-reqs", "2"]).url
 
 
-def test_a_cluster_with_two_api_processes(certificates: dict[str, Certificate], model: Path, tmp_path: Path) -> None:
+def test_a_cluster_with_two_api_processes(
+    certificates: dict[str, Certificate], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = certificates["first"]
     flags = [f"--ssl-certfile={first.certfile}", f"--ssl-keyfile={first.keyfile}", "--api-workers=2"]
     cluster = LiveCluster(tmp_path, model, arguments=[*FLAGS, *flags])
@@ -156,4 +159,8 @@ def test_a_cluster_with_two_api_processes(certificates: dict[str, Certificate], 
         assert asyncio.run(asked.ask("/instances")).status_code == 200
         with pytest.raises(PdClusterError, match="certificate"):
             asyncio.run(Admin(cluster.admin_url).ask("/instances"))
+        with pytest.raises(PdClusterError, match="SSL_CERT_FILE can name a file"):
+            chat(cluster.url, "", "hello", [], "", {"max_tokens": 2})
+        monkeypatch.setenv("SSL_CERT_FILE", str(first.certfile))
+        chat(cluster.url, "", "hello", [], "", {"max_tokens": 2})
         cluster.assert_home()

@@ -192,4 +192,6 @@ def test_settings_are_shown_without_keys(steered: Steered) -> None:
     shown = answer.json()["settings"]
     assert (shown["max_model_len"], shown["num_blocks"]) == (16384, 3200)
     assert shown["request_timeout"] == 600
+    assert shown["scheduling_policy"] == "fcfs", "as it is written"
+    assert {"mm_processor_cache_gb", "resume_window", "max_log_len", "max_lora_rank"} <= set(shown), "of every group"
     assert "sk-hidden" not in answer.text

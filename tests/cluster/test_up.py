@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import queue
@@ -293,6 +294,30 @@ def test_a_value_of_another_type_is_said_once(up: Callable[..., Up]) -> None:
         cluster.await_line("never said")
     assert sum("--max-logprobs" in line for line in cluster.lines) == 1
     assert cluster.process.wait(WAIT_S) == 2
+
+
+@pytest.mark.slow
+def test_a_unix_socket_in_the_public_ports_place(up: Callable[..., Up], tmp_path: Path) -> None:
+    """It says when it is ready, where the API is, and where the admin port is, which has a number of its own here.
+
+    A file of flags is read as the instances read it.
+    """
+    path, (port, admin) = tmp_path / "api.sock", (free_port_pair(), free_port_pair())
+    (tmp_path / "flags.yaml").write_text(f"uds: {path}\nadmin_port: {admin}\n")
+    cluster = up(port, "--", f"--config={tmp_path / 'flags.yaml'}")
+    cluster.await_line(f"^ready after .* OpenAI API at the Unix socket {path}, admin at http://127.0.0.1:{admin}$")
+    session_of(cluster.await_line("^dashboard: .*")[0]).close()
+    command = cluster.await_line("^try: (curl .*)")[1]
+    done = subprocess.run(["sh", "-c", f"{command} -sS"], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert "error" not in done.stdout
+    assert json.loads(done.stdout)["choices"]
+    cluster.process.send_signal(signal.SIGINT)
+    assert cluster.process.wait(WAIT_S) == 0
+
+
+def test_schedulers_do_not_share_a_unix_socket(up: Callable[..., Up]) -> None:
+    cluster = up(free_port_pair(), "--schedulers=2", "--", "--uds=x.sock")
+    cluster.await_line("^pd-cluster: --uds: not with --schedulers")
 
 
 def test_a_taken_port(up: Callable[..., Up]) -> None:

@@ -76,6 +76,8 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:
             self.server.left.put(None)
             return
+        if question == "tricks":
+            self._event("\x1b[2J\tfine\u200d")
         self._event(f"{len(question)} characters")
         self.wfile.write(b"data: [DONE]\n\n")
 
@@ -142,6 +144,11 @@ def test_a_person_edits_lines_stops_an_answer_and_goes_on(server: Server, termin
     assert f"{len(long.strip())} characters" in terminal.read_until(f"]\r\n{PROMPT}")
     terminal.type("é中🙂\x7f\x7f\r")  # each byte by itself; erased by characters
     assert "1 characters" in terminal.read_until(f"]\r\n{PROMPT}")
+    terminal.type("tricks\r")
+    assert "\ufffd[2J\t" in terminal.read_until("fine\u200d"), "shown, and not obeyed"
+    terminal.read_until(f"]\r\n{PROMPT}")
+    terminal.type("/new\r")
+    terminal.read_until(PROMPT)
     terminal.type("talk\r")
     terminal.read_until("and on and on")
     terminal.type("\x03")
@@ -149,10 +156,9 @@ def test_a_person_edits_lines_stops_an_answer_and_goes_on(server: Server, termin
     server.left.get(timeout=WAIT_S)
     terminal.type("die\r")
     assert "half an ans" in terminal.read_until(f"]\r\n{PROMPT}")
-    terminal.type("\x1b[A\x1b[A\x1b[A\r")  # the line before the last three
+    terminal.type("\x1b[A\x1b[A\x1b[A\x1b[A\x1b[A\r")  # the fifth line from the last
     assert "1 characters" in terminal.read_until(f"]\r\n{PROMPT}")
-    said = [each["content"] for each in server.asked[-1]["messages"]]
-    assert [each[:12] for each in said] == ["a long line ", "5999 charact", "é", "1 characters", "é"]
+    assert [each["content"] for each in server.asked[-1]["messages"]] == ["é"], "what failed is forgotten"
     assert {each["model"] for each in server.asked} == {"the-first"}
     terminal.type("unfinished\x03")
     assert terminal.process.wait(WAIT_S) == 130

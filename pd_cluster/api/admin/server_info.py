@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -12,17 +13,15 @@ from pd_cluster.settings.setting import declared
 
 
 def info_of(config: ApiConfig) -> dict[str, Any]:
-    """Returns settings by their names, as they are in effect for all that serves requests."""
-    http, engine = config.http, config.engine
-    groups: tuple[msgspec.Struct | None, ...] = (
-        *(engine, engine.adapters, config.timeouts, config.routing, config, config.chat),
-        *(http, http.connections, http.tls, http.responses),
-    )
-    shown = {
-        each.name: msgspec.to_builtins(getattr(group, each.field))
-        for group in groups
-        if group is not None
-        for each in declared(type(group))
-        if not each.setting.is_secret
-    }
-    return {"version": __version__, "is_openai": config.is_openai, "settings": dict(sorted(shown.items()))}
+    """Returns settings by their names, as they are written, for all that serves requests."""
+    return {"version": __version__, "is_openai": config.is_openai, "settings": dict(sorted(_shown(config)))}
+
+
+def _shown(group: msgspec.Struct) -> Iterator[tuple[str, Any]]:
+    """Yields the settings of a struct and of all structs in it."""
+    for each in declared(type(group)):
+        if not each.setting.is_secret:
+            yield each.name, msgspec.to_builtins(each.write(getattr(group, each.field)))
+    for field in msgspec.structs.fields(group):
+        if isinstance(value := getattr(group, field.name), msgspec.Struct):
+            yield from _shown(value)

@@ -14,7 +14,10 @@ SPAWN = "--spawn"  # a flag of `pd-cluster serve`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A cluster to start. `arguments` are flags of `pd-cluster serve` for every instance."""
+    """A cluster to start. `arguments` are flags of `pd-cluster serve` for every instance.
+
+    `in_effect` has those of their --config file, too; a secret in that file must not get into a command line.
+    """
 
     model: str = ""
     num_prefill: int = 1
@@ -27,6 +30,7 @@ class Launch:
     served_model_names: list[str] = field(default_factory=list)
     restart: str = "on-failure"
     arguments: list[str] = field(default_factory=list)
+    in_effect: list[str] = field(default_factory=list, repr=False)
     openai: bool = True
     api_keys: list[str] = field(default_factory=list, repr=False)
     metrics_key: str = field(default="", repr=False)
@@ -61,12 +65,17 @@ class Launch:
 
     def _value_of(self, wanted: str) -> str:
         """Returns a flag's value among the arguments; "" if absent."""
-        found = ""
-        for flag, following in itertools.zip_longest(self.arguments, self.arguments[1:], fillvalue=""):
+        found, flags = "", self.in_effect or self.arguments
+        for flag, following in itertools.zip_longest(flags, flags[1:], fillvalue=""):
             name, equals, value = flag.partition("=")
             if name == wanted:
                 found = value if equals else following
         return found
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self.api_keys or self.key_file or self._value_of("--api-key"))
 
     @property
     def key_file(self) -> str:
@@ -77,6 +86,11 @@ class Launch:
     def admin_port(self) -> str:
         """The admin port among the arguments; "" if there is none."""
         return self._value_of("--admin-port")
+
+    @property
+    def uds(self) -> str:
+        """The path of the Unix socket in the public port's place; "" if there is none."""
+        return self._value_of("--uds")
 
     @property
     def join_port(self) -> str:
@@ -111,4 +125,4 @@ class Launch:
 
     @property
     def admin_url(self) -> str:
-        return f"{self.scheme}://127.0.0.1:{self.port + 1}"
+        return f"{self.scheme}://127.0.0.1:{self.admin_port or self.port + 1}"

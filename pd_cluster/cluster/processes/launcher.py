@@ -139,6 +139,8 @@ class Cluster:
             raise ConfigError(
                 "--encode: not with --schedulers, because encoders do not report each scheduler's share of their work"
             )
+        if launch.num_schedulers > 1 and launch.uds:
+            raise ConfigError("--uds: not with --schedulers, which would all listen at that one path")
         if launch.lease_flag:
             raise ConfigError(f"{launch.lease_flag}: not with `up`, which gives it to each of --schedulers N")
         if launch.restart not in ("on-failure", "no"):
@@ -156,7 +158,7 @@ class Cluster:
 
     async def start(self) -> None:
         """Starts every process. Raises ConfigError if a port is taken."""
-        for port in range(self.launch.port, self.launch.port_of(self.launch.num_schedulers)):
+        for port in range(self.launch.port + bool(self.launch.uds), self.launch.port_of(self.launch.num_schedulers)):
             _check_free(self.launch.host, port)
         self._preloader = LaunchPreloader(self.launch)
         members = plan_cluster(self.launch, self._folder)
@@ -172,12 +174,14 @@ class Cluster:
 
         deadline_s = time.monotonic() + timeout_s
         # The certificate names the host that clients use, not this address, and the request carries no secret.
-        async with httpx.AsyncClient(timeout=5, trust_env=False, verify=False) as client:
+        way = httpx.AsyncHTTPTransport(uds=self.launch.uds or None, verify=False, trust_env=False)
+        encoders = httpx.AsyncClient(timeout=5, trust_env=False, verify=False)
+        async with httpx.AsyncClient(timeout=5, transport=way) as schedulers, encoders:
             while time.monotonic() < deadline_s:
                 self.raise_failure()
                 with contextlib.suppress(httpx.HTTPError):
-                    urls = [*self.launch.urls, *self._encoder_urls]
-                    answers = [await client.get(f"{url}/health") for url in urls]
+                    answers = [await schedulers.get(f"{url}/health") for url in self.launch.urls]
+                    answers += [await encoders.get(f"{url}/health") for url in self._encoder_urls]
                     if all(answer.status_code == 200 for answer in answers):
                         self._was_ready = True
                         return
@@ -380,17 +384,23 @@ def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
     model = launch.served_model_names[0] if launch.served_model_names else launch.model
     body = '{"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0, "max_tokens": 32'
     body += f', "model": "{model}"}}' if model else "}"
-    key = " -H 'Authorization: Bearer KEY'" if launch.api_keys or launch.key_file else ""
+    key = " -H 'Authorization: Bearer KEY'" if launch.has_keys else ""
     pids = " ".join(str(cluster.pid_of(name)) for name in launch.scheduler_names)
     again = f"{launch.key_file} is read again at: kill -HUP {pids}\n" if launch.key_file else ""
     others = f"other schedulers: {', '.join(launch.urls[1:])}; each one's admin port is the next\n" * (
         launch.num_schedulers > 1
     )
+    address, asking = f"{launch.url}/v1", f"curl {launch.url}"
+    if launch.uds:
+        address, asking = (
+            f"the Unix socket {launch.uds}",
+            f"curl --unix-socket {launch.uds} {launch.scheme}://localhost",
+        )
     say(
         f"ready after {took_s:.1f} s: {f'{launch.num_encode} encode, ' * (launch.num_encode > 0)}"
         f"{launch.num_prefill} prefill, {launch.num_decode} decode, "
-        f"OpenAI API at {launch.url}/v1, admin at {launch.admin_url}\n"
+        f"OpenAI API at {address}, admin at {launch.admin_url}\n"
         f"{others}admin token: {cluster.admin_token_file}\n{again}"
         f"dashboard: {link}\n"
-        f"try: curl {launch.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+        f"try: {asking}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     )

@@ -56,6 +56,8 @@ class Chat:
         """
         try:
             answer = await client.get(f"{self._url}/v1/models", timeout=CONNECT_TIMEOUT_S)
+        except httpx.ReadTimeout:  # it is there, and busy
+            return
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise PdClusterError(
                 f"no server answers at {self._url}: {reason_of(error)}; give its public address with "
@@ -70,13 +72,13 @@ class Chat:
         except UnicodeEncodeError:
             raise ConfigError(NOT_UTF8) from None
         images = [{"type": "image_url", "image_url": {"url": url}} for url in self._images]
+        self._images.clear()
         content: Any = [*images, {"type": "text", "text": text}] if images else text
         body = {"messages": [*self._system, *self._said, {"role": "user", "content": content}], **self._options}
         if self.model:
             body["model"] = self.model
         address = f"{self._url}/v1/chat/completions"
         sample = await measure(client, address, body, self._say, deadline_s=ANSWER_DEADLINE_S, resumes=True)
-        self._images.clear()
         if sample.text:
             self._say("\n")
         if sample.error is None:

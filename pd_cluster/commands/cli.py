@@ -272,7 +272,7 @@ def _own_flags_of_up(command: Any, argv: list[str]) -> list[str]:
         name, equals, value = word.partition("=")
         flag = ALIASES.get(name, name).replace("_", "-")
         if flag in of_instances or (flag not in own and flag.startswith("--") and foreign(flag.partition(".")[0])):
-            shown = name if flag in SECRET_FLAGS else word
+            shown = name if flag.partition(".")[0] in SECRET_FLAGS else word
             raise ConfigError(
                 f"{flag} is a flag of `pd-cluster serve`; give it after --, as in `pd-cluster up -- {shown}`"
             )

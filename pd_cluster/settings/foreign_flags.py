@@ -149,8 +149,8 @@ FAMILIES = (
     ),
     Family(
         "prompts share a step in order",
-        accepted="--[no-]long-prefill-token-threshold-adaptive",
-        refused="--max-num-partial-prefills=1 --max-long-partial-prefills=1 --long-prefill-token-threshold=0",
+        accepted="--max-num-partial-prefills --max-long-partial-prefills --long-prefill-token-threshold "
+        "--[no-]long-prefill-token-threshold-adaptive",
     ),
     Family("the scheduler does not delay", accepted="--scheduler-delay-factor --prefill-schedule-interval"),
     Family(

@@ -96,7 +96,9 @@ def _put(found: dict[str, Any], flag: str, path: str, written: str) -> None:
         if not isinstance(found, dict):
             raise ConfigError(f"{flag}: {key} has a value of its own; give the one or the other")
     if last.endswith("+"):
-        found[last[:-1]] = [*found.get(last[:-1], []), *map(_value, written.split(","))]
+        if not isinstance(before := found.get(last[:-1], []), list):
+            raise ConfigError(f"{flag}: {last[:-1]} has a value of its own; give the one or the other")
+        found[last[:-1]] = [*before, *map(_value, written.split(","))]
     else:
         found[last] = _value(written)
 

@@ -33,17 +33,11 @@ class TypedFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class DirectCaller(TypedFields):
-    """Says that the model itself made a call, not a program of its own."""
-
-    type: Literal["direct"]
-
-
 def unless_empty(way_out: str) -> Callable[[Any], Any]:
     """Returns a validator that refuses all but null and what is empty. `way_out`: why, and what to do instead."""
 
     def check(value: Any) -> Any:
-        if value:
+        if any(value.values()) if isinstance(value, Mapping) else value:
             raise PydanticCustomError("unserved", "{way_out}", {"way_out": way_out})
         return value
 

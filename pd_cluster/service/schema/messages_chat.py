@@ -19,6 +19,7 @@ from pd_cluster.service.schema.messages_kinds import (
     SOURCES,
     Base64Source,
     ImageBlock,
+    RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -33,7 +34,7 @@ Json = dict[str, Any]
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TAKEN: dict[str, tuple[type[TypedFields], ...]] = {  # the blocks of a turn, by its role
     "user": (TextBlock, ImageBlock, ToolResultBlock),
-    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
     "system": (TextBlock,),
 }
 ITS_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # a chat's names -> this API's

@@ -6,16 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from pd_cluster.service.schema.kinds import DirectCaller, Harmless, Kinds, TypedFields, unless_empty
+from pd_cluster.service.schema.kinds import Harmless, Kinds, TypedFields, unless_empty
 
 NOT_RUN = "this server runs no tools; leave it out, or send its text"
 NO_TOOLSET = unless_empty("the client's own tools are in no set; leave it out")
 
 
 class TextBlock(TypedFields):
+    """`citations` say where a text came from that another server wrote."""
+
     type: Literal["text"]
     text: str
-    citations: Annotated[Any, AfterValidator(unless_empty("nothing is cited here; leave them out"))] = None
+    citations: Harmless = None
     cache_control: Harmless = None
 
 
@@ -59,12 +61,21 @@ class ThinkingBlock(TypedFields):
     signature: Harmless = None
 
 
+class RedactedThinkingBlock(TypedFields):
+    """Another server's, which nobody can read here. Clients must send it back as it came."""
+
+    type: Literal["redacted_thinking"]
+    data: Harmless = None
+
+
 class ToolUseBlock(TypedFields):
+    """`caller`: who made this call, which is over."""
+
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    caller: DirectCaller | None = None
+    caller: Harmless = None
     toolset_name: Annotated[Any, AfterValidator(NO_TOOLSET)] = None
     cache_control: Harmless = None
 
@@ -77,7 +88,6 @@ OF_OTHERS = {
     **dict.fromkeys(("advisor_tool_result", "mcp_tool_use", "mcp_tool_result", "mcp_tool_listing"), NOT_RUN),
     **dict.fromkeys(("tool_addition", "tool_removal", "tool_reference"), "the model has all of tools; leave it out"),
     "browser_state": "send it as text",
-    "redacted_thinking": "nobody can read it here; leave it out",
     "compaction": "nothing is compacted here; send the messages that it stands for, or a summary as text",
     "container_upload": "files are not kept here; send its text",
     "fallback": "no other model answers here; leave it out",
@@ -102,6 +112,7 @@ BLOCKS = Kinds(
         "text": TextBlock,
         "image": ImageBlock,
         "thinking": ThinkingBlock,
+        "redacted_thinking": RedactedThinkingBlock,
         "tool_use": ToolUseBlock,
         "tool_result": ToolResultBlock,
     },

@@ -72,8 +72,9 @@ def _add_messages(items: list[Json], name: str, found: list[Json]) -> None:
         match read_as(ITEMS.check(kind_of(item), place), item, place):
             case MessageItem() as message:
                 _add_message(message, place, found)
-            case ReasoningItem() as reasoning:
-                found.append(_reasoning(reasoning, place))
+            case ReasoningItem(content=content, summary=summary, encrypted_content=hidden) as reasoning:
+                if content or summary or not hidden:
+                    found.append(_reasoning(reasoning, place))
             case FunctionCallItem() as call:
                 _add_call(call, found)
             case FunctionOutputItem() as answer:
@@ -92,10 +93,6 @@ def _add_message(item: MessageItem, place: str, found: list[Json]) -> None:
 
 
 def _reasoning(item: ReasoningItem, place: str) -> Json:
-    if item.encrypted_content and not item.content and not item.summary:
-        raise RequestError(
-            f"{place}.encrypted_content: cannot be read here; leave the item out, or send its content", param="input"
-        )
     name = "content" if item.content else "summary"
     text = "".join(part["text"] for part in parts_of(getattr(item, name) or [], f"{place}.{name}"))
     return {"role": "assistant", "content": [], "reasoning_content": text}

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from pd_cluster.service.schema.kinds import DirectCaller, Harmless, Kinds, Off, TypedFields, unless_empty
+from pd_cluster.service.schema.kinds import Harmless, Kinds, Off, TypedFields, unless_empty
 
 NOT_RUN = "this server runs no tools; leave it out, or send what came of it as a message"
 NOT_A_FUNCTION = "only functions are called here; send a function_call or a function_call_output"
@@ -17,7 +17,7 @@ NO_FILES = "files are not kept or read here; send its text"
 class TextPart(TypedFields):
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
-    annotations: Annotated[Any, AfterValidator(unless_empty("no tool makes them here; leave them out"))] = None
+    annotations: Harmless = None  # say where a text came from that another server wrote
     logprobs: Harmless = None
     prompt_cache_breakpoint: Harmless = None  # prompts are cached in any case
 
@@ -58,12 +58,15 @@ class MessageItem(TypedFields):
 
 
 class ReasoningItem(TypedFields):
-    """`encrypted_content` is another server's: what it hides may be readable beside it."""
+    """`encrypted_content` is another server's: what it hides may be readable beside it, or is left out.
+
+    Clients send it back at every turn, so a conversation that began elsewhere can go on here.
+    """
 
     type: Literal["reasoning"]
     summary: Annotated[Any, PARTS] = None
     content: Annotated[Any, PARTS] = None
-    encrypted_content: str | None = None
+    encrypted_content: Harmless = None
     id: Harmless = None
     status: Harmless = None
 
@@ -74,7 +77,7 @@ class FunctionCallItem(TypedFields):
     arguments: str
     call_id: str
     namespace: str | None = None
-    caller: DirectCaller | None = None
+    caller: Harmless = None  # of a call that is over
     is_async: Off | None = Field(default=None, alias="async")
     id: Harmless = None
     status: Harmless = None
@@ -88,7 +91,7 @@ class FunctionOutputItem(TypedFields):
     output: Annotated[Any, PARTS] = None
     name: Harmless = None
     namespace: Harmless = None
-    caller: DirectCaller | None = None
+    caller: Harmless = None
     id: Harmless = None
     status: Harmless = None
 

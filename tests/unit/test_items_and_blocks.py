@@ -84,7 +84,9 @@ def test_what_items_say_beside_changes_nothing() -> None:
         {**OUTPUT, **ids, "caller": PROGRAM, "name": "f", "namespace": None},
     ]
     assert messages_of_response(*more) == messages_of_response(*plain)
-    said = [{"type": "output_text", "text": "a", "annotations": [{"type": "url_citation"}], "logprobs": [{"token": "a"}]}]
+    said = [
+        {"type": "output_text", "text": "a", "annotations": [{"type": "url_citation"}], "logprobs": [{"token": "a"}]}
+    ]
     told = [{"role": "assistant", "content": said, "phase": "final_answer"}]
     assert messages_of_response(*told) == messages_of_response({"role": "assistant", "content": "a"})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import stat
 from pathlib import Path
@@ -21,7 +22,7 @@ from pd_cluster.commands.check import found_in
 from pd_cluster.commands.collect_env import collect
 from pd_cluster.commands.status import problem_lines
 from pd_cluster.commands.top import Looks, plain_line, screen
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import ConfigError, PdClusterError
 from pd_cluster.settings.log_files import MAX_FILE_NBYTES, LogFile, file_of
 from pd_cluster.settings.redaction import HIDDEN, redacted, shown_value
 from ranktable_tools import generate
@@ -198,6 +199,52 @@ def test_a_chat_remembers_answers_and_forgets_failures(monkeypatch: pytest.Monke
     assert [message["role"] for message in third["messages"]] == ["system", "user", "assistant", "user"]
     assert third["messages"][-1]["content"] == "and 1 more?"
     assert (third["model"], third["temperature"]) == ("m", 0.0)
+
+
+def test_a_stopped_question_takes_its_picture_with_it(tmp_path: Path) -> None:
+    """As by Ctrl-C, which cancels the request."""
+    picture = tmp_path / "a.png"
+    picture.write_bytes(b"\x89PNG")
+    bodies: list[dict[str, Any]] = []
+    began = asyncio.Event()
+
+    async def hang(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(await request.aread()))
+        began.set()
+        await asyncio.sleep(60)
+        raise AssertionError("never cancelled")
+
+    async def test() -> None:
+        chat = Chat("http://x", "m", {}, "", lambda text: None, lambda text: None)
+        async with httpx.AsyncClient(transport=httpx.MockTransport(hang)) as client:
+            chat.show(str(picture))
+            for text in ("what is this?", "hello"):
+                began.clear()
+                asking = asyncio.create_task(chat.ask(client, text))
+                await asyncio.wait_for(began.wait(), 60)
+                asking.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asking
+
+    asyncio.run(test())
+    assert [type(body["messages"][-1]["content"]) for body in bodies] == [list, str]
+
+
+@pytest.mark.parametrize("error", [httpx.ReadTimeout("slow"), httpx.ConnectError("refused")])
+def test_a_server_that_is_slow_is_there(error: httpx.TransportError) -> None:
+    async def answer(request: httpx.Request) -> httpx.Response:
+        raise error
+
+    async def test() -> None:
+        chat = Chat("http://x", "", {}, "", lambda text: None, lambda text: None)
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            await chat.find_server(client)
+
+    if isinstance(error, httpx.ReadTimeout):
+        asyncio.run(test())
+    else:
+        with pytest.raises(PdClusterError, match="no server answers at http://x: refused"):
+            asyncio.run(test())
 
 
 def test_timings_and_bad_pictures() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -111,5 +112,8 @@ def test_pairs_that_may_differ(checkpoint: Checkpoints, tmp_path: Path) -> None:
                 found = cluster.complete(prompt, MAX_TOKENS, ignore_eos=True)
                 assert len(found) == MAX_TOKENS
                 assert found[0] in (plain[0], narrow[0])
+        rng = random.Random(3)
+        jobs = [partial(cluster.complete, random_prompt(rng, 40), MAX_TOKENS) for _ in range(8)]
+        assert not in_parallel(jobs, concurrency=4)  # what runs at once is on both
         cluster.assert_home()
         assert all(cluster.instance(name)["kv_received_nbytes"] for name in unlike)

@@ -157,7 +157,7 @@ def test_in_responses_and_messages(cluster: LiveCluster, model: Path) -> None:
     bad = message({"type": "base64", "media_type": kind, "data": "AAAA"}, system="Be brief.")
     assert bad.status_code == 400
     assert bad.json()["error"]["message"].startswith("messages[0].content[1]")
-    assert "must be of type base64 or url" in message({"type": "file", "file_id": "f"}).text
+    assert "send the image as base64 or by its url" in message({"type": "file", "file_id": "f"}).text
 
 
 def test_videos(cluster: LiveCluster, model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -116,6 +117,16 @@ class Terminal:
                 seen += os.read(self._fd, 1)
         return seen.decode()
 
+    def interrupt(self) -> None:
+        """Presses Ctrl-C until the program ends: Python misses one that comes between two keys that it reads."""
+        until_s = time.monotonic() + WAIT_S
+        while self.process.poll() is None:
+            assert time.monotonic() < until_s
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                self.type("\x03")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -160,8 +171,9 @@ def test_a_person_edits_lines_stops_an_answer_and_goes_on(server: Server, termin
     assert "1 characters" in terminal.read_until(f"]\r\n{PROMPT}")
     assert [each["content"] for each in server.asked[-1]["messages"]] == ["é"], "what failed is forgotten"
     assert {each["model"] for each in server.asked} == {"the-first"}
-    terminal.type("unfinished\x03")
-    assert terminal.process.wait(WAIT_S) == 130
+    terminal.type("unfinished")
+    terminal.interrupt()
+    assert terminal.process.returncode == 130
 
 
 def test_an_answer_may_take_as_long_as_the_server_allows() -> None:

@@ -339,7 +339,7 @@ def compiler(folder: Path, does: str) -> str:
 def test_a_source_that_changes_while_it_is_compiled_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was compiled is the new source, or part of it; the name says the old one."""
+    """The compiler has read the new source, or part of it, and the file's name would say the old one."""
     source, changed = tmp_path / "kernels.c", tmp_path / "changed"
     source.write_text("int number(void) { return 1; }\n")
     changed.write_text("int number(void) { return 2; }\n")

@@ -103,7 +103,7 @@ def test_homes_of_a_host_are_disjoint() -> None:
 
 @needs_two_cores
 def test_weights_belong_on_the_memory_of_the_home(tmp_path: Path) -> None:
-    """Of two memories one; both, where a home has cores of both."""
+    """A model is read into one of two memories, or into both if the home has cores of both."""
     cores = sorted(ALL)
     half = len(cores) // 2
     folder = make_machine(tmp_path, {core: (at // half, at // half, at) for at, core in enumerate(cores)})

@@ -1,4 +1,4 @@
-"""What items of /v1/responses and blocks of /v1/messages ask for has an effect, or is refused by its place."""
+"""Fields of items in /v1/responses and of blocks in /v1/messages have an effect, or are refused by their place."""
 
 from __future__ import annotations
 

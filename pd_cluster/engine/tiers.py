@@ -192,10 +192,10 @@ class EngineTiers:
             if (orders := lower.take_orders()) and self._orders is not None:
                 self._orders.order(kind, orders)
 
-    def clear(self) -> None:
-        """Discards what this instance has written, except in a store that others share."""
+    def clear(self, is_external: bool = False) -> None:
+        """Discards what this instance has written; a store that others share is emptied only if `is_external`."""
         for lower in self._lower.values():
-            if not lower.is_asked:
+            if is_external or not lower.is_asked:
                 lower.clear()
         self.flush()
 

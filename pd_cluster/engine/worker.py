@@ -380,8 +380,8 @@ class Worker:
                 self.legs.abort(conn, body)
             case wire.WantedAdapters() if conn in self._schedulers:
                 self.adapters.read(conn, body)
-            case wire.ResetCache() if conn in self._schedulers:
-                self.tiers.clear()  # first: what a tier keeps is news again
+            case wire.ResetCache(is_external) if conn in self._schedulers:
+                self.tiers.clear(is_external)  # first: what a tier keeps is news again
                 self.core.scheduler.blocks.forget()
             case wire.Release() | wire.Find() | wire.Attach() if conn in self._schedulers:
                 self.legs.records.read(conn, body)

@@ -264,12 +264,11 @@ class LowerTier:
         self._generation += 1
 
     def clear(self) -> None:
-        """Forgets every content, and has the instance's own store emptied."""
+        """Forgets every content, and has the store emptied."""
         self._changed.update(self._index)
         self._index.clear()
         self._generation += 1
-        if self._capacity:
-            self._orders.append(Clear())
+        self._orders.append(Clear())
 
     def _begin(self, order: Write | Fetch | Look) -> int:
         """Orders a job, whose number is the next one; returns it."""

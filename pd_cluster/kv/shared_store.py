@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import redis
@@ -25,6 +26,7 @@ CALL_TIMEOUT_S = 0.5  # connecting, and each answer
 FAILURES = 3  # in a row that open the breaker
 FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
 GET_BLOCKS = 4  # in one call, whose answer is in memory at once
+CLEAR_KEYS = 1000  # in one call
 
 
 class Breaker:
@@ -122,7 +124,15 @@ class SharedStore:
         self._try(lambda: self._client.delete(*keys), 0)
 
     def clear(self) -> None:
-        """Does nothing: others use the store, too."""
+        """Removes every block of every instance that uses the store; entries of other programs stay."""
+
+        def ask() -> int:
+            keys = list(islice(found, CLEAR_KEYS))
+            return len(keys) if not keys or self._client.unlink(*keys) is not None else 0
+
+        found = self._client.scan_iter(match=f"{PREFIX}*", count=CLEAR_KEYS)
+        while self._try(ask, 0):
+            pass
 
     def _keys(self, content: bytes) -> list[str]:
         return [PREFIX + name for name in self._seal.names(content)]

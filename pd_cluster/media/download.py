@@ -1,4 +1,4 @@
-"""Downloads from hosts that an operator allows, and from no address inside of a network.
+"""Downloads from hosts that an operator allows, and from no address inside of a network unless it is itself allowed.
 
 The name is resolved once, every address that it has is checked, and the connection goes to the address that was
 checked: a name that changes its address meanwhile gains nothing. Redirects are checked in the same way. Proxies of the
@@ -16,6 +16,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Collection
 from typing import NamedTuple
 from urllib.parse import urljoin, urlsplit
 
@@ -36,7 +37,10 @@ OF_CLOUDS = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24")
 
 
 class Downloads(NamedTuple):
-    """`domains`: hosts, by name, or ANY_HOST. `refused`: addresses of the cluster itself, which may be public ones."""
+    """`domains`: hosts by name or by address, or ANY_HOST, which stands for public addresses.
+
+    `refused`: addresses of the cluster itself, which may be public ones.
+    """
 
     domains: tuple[str, ...]
     refused: tuple[str, ...]
@@ -78,17 +82,34 @@ def target_of(url: str, domains: tuple[str, ...]) -> MediaTarget:
         host, port = (parts.hostname or "").lower().rstrip("."), parts.port
     except ValueError:
         raise wrong from None
-    if parts.scheme not in PORTS or "@" in parts.netloc or not HOST.fullmatch(host):
+    if parts.scheme not in PORTS or "@" in parts.netloc or not (HOST.fullmatch(host) or _is_bracketed(parts.netloc)):
         raise wrong
-    if ANY_HOST not in domains and host not in {domain.lower() for domain in domains}:
+    host = next(iter(addresses_in((host,))), host)
+    if ANY_HOST not in domains and host not in {domain.lower() for domain in domains} | addresses_in(domains):
         raise RequestError(f"{host}: not among the hosts of the server's --allowed-media-domains")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return MediaTarget(parts.scheme, host, PORTS[parts.scheme] if port is None else port, path)
 
 
-def may_connect(address: str, refused: tuple[str, ...]) -> bool:
-    """Whether an address is a public one, and none of the cluster's."""
+def _is_bracketed(netloc: str) -> bool:
+    """Whether the host is an address of IPv6 without a scope; urlsplit has checked its form."""
+    return netloc.startswith("[") and "%" not in netloc
+
+
+def addresses_in(domains: tuple[str, ...]) -> set[str]:
+    """Returns the addresses among hosts, each in its one canonical form."""
+    found = set()
+    for domain in domains:
+        with contextlib.suppress(ValueError):
+            found.add(str(ipaddress.ip_address(domain.strip("[]"))))
+    return found
+
+
+def may_connect(address: str, refused: tuple[str, ...], allowed: Collection[str] = ()) -> bool:
+    """Whether an address is a public one or among `allowed`, and none of the cluster's."""
     found = ipaddress.ip_address(address.partition("%")[0])
+    if str(found) in allowed:
+        return str(found) not in refused
     if any(found in network for network in (*TRANSLATED, *OF_CLOUDS)):
         return False
     if isinstance(found, ipaddress.IPv6Address) and found not in UNICAST:
@@ -96,12 +117,13 @@ def may_connect(address: str, refused: tuple[str, ...]) -> bool:
     return found.is_global and not found.is_multicast and str(found) not in refused
 
 
-def _address_of(target: MediaTarget, refused: tuple[str, ...]) -> str:
+def _address_of(target: MediaTarget, downloads: Downloads) -> str:
     """Resolves a host. Raises RequestError if any of its addresses may not be connected to."""
+    allowed = addresses_in(downloads.domains)
     entries = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
     addresses = [str(entry[4][0]) for entry in entries]
-    if not addresses or not all(may_connect(address, refused) for address in addresses):
-        raise RequestError(f"{target.host}: its address is not a public one, and is never connected to")
+    if not addresses or not all(may_connect(address, downloads.refused, allowed) for address in addresses):
+        raise RequestError(f"{target.host}: its address is not a public one, and not itself in --allowed-media-domains")
     return addresses[0]
 
 
@@ -126,7 +148,7 @@ class _Connection(http.client.HTTPConnection):
 
 def _get(target: MediaTarget, downloads: Downloads, until_s: float) -> tuple[bytes, str | None]:
     """Returns the body, or where else it is. Raises RequestError, OSError and HTTPException."""
-    connection = _Connection(target, _address_of(target, downloads.refused), until_s)
+    connection = _Connection(target, _address_of(target, downloads), until_s)
     late = threading.Timer(_left(until_s), connection.end)  # headers come in pieces, each with the socket's own timeout
     late.daemon = True
     late.start()

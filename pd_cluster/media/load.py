@@ -15,7 +15,7 @@ from PIL import Image as Pictures
 from pd_cluster.errors import RequestError
 from pd_cluster.media.download import ANY_HOST, Downloads, downloaded
 from pd_cluster.media.fetch import MAX_FILE_NBYTES, Places, fetched
-from pd_cluster.media.pictures import FORMATS, MAX_PIXELS, in_own_words
+from pd_cluster.media.pictures import FORMATS, MAX_PIXELS, decode, in_own_words
 
 
 def load_image(image_url: str | os.PathLike[str] | Pictures.Image, **_: Any) -> Pictures.Image:
@@ -30,7 +30,7 @@ def load_image(image_url: str | os.PathLike[str] | Pictures.Image, **_: Any) -> 
         picture = Pictures.open(io.BytesIO(data), formats=FORMATS)
         if picture.width * picture.height > MAX_PIXELS:
             raise RequestError(f"a picture has at most {MAX_PIXELS} pixels; give a smaller one")
-        picture.load()
+        decode(picture)
         return picture
 
 

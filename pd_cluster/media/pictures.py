@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from msgspec import structs
 from PIL import Image as Pictures
 from PIL import ImageOps, UnidentifiedImageError
@@ -31,7 +32,6 @@ def prepared(data: bytes, rules: ImageRules) -> tuple[Image, bytes]:
     with in_own_words():
         picture = Pictures.open(io.BytesIO(data), formats=FORMATS)
         check_size(picture, rules)
-        picture.load()
         return fitted(picture, rules)
 
 
@@ -57,6 +57,7 @@ def fitted(picture: Pictures.Image, rules: ImageRules) -> tuple[Image, bytes]:
     """
     check_size(picture, rules)
     with in_own_words():
+        decode(picture)
         upright = in_color(ImageOps.exif_transpose(picture))
         image, views = rules.sized(upright.height, upright.width)
         image = structs.replace(image, pixels=b"".join(_pixels(upright, view, rules.resample) for view in views))
@@ -87,18 +88,42 @@ def digest_of(image: Image) -> bytes:
     return hashlib.sha256(kind + sides + image.pixels).digest()
 
 
+def decode(picture: Pictures.Image) -> None:
+    """Decodes the picture, and gives its transparent color the scale of the decoded numbers; Pillow keeps the file's.
+
+    PNG, section 11.3.2.1: the color has the file's bit depth (1, 2, 4, 8 or 16).
+    """
+    key = picture.info.get("transparency")
+    tile = getattr(picture, "tile", None)  # empty once it is decoded
+    form = str(tile[0][3]) if tile else ""
+    picture.load()
+    if isinstance(key, int) and (factor := {"L;2": 85, "L;4": 17}.get(form)):
+        picture.info["transparency"] = key * factor
+    elif isinstance(key, tuple) and ("16" in form or max(key) > 255):
+        picture.info["transparency"] = tuple(value >> 8 for value in key)
+
+
 def in_color(picture: Pictures.Image) -> Pictures.Image:
-    """Returns the picture in RGB."""
-    if picture.mode == "RGB":
-        return picture
-    if picture.mode in HAVE_ALPHA or "transparency" in picture.info:
+    """Returns the decoded picture in RGB, on white where it is transparent."""
+    is_wide, key = picture.mode.startswith("I;16") or picture.mode in WIDE, picture.info.get("transparency")
+    if picture.mode in HAVE_ALPHA or (key is not None and not is_wide):
         picture = picture.convert("RGBA")
         white = Pictures.new("RGBA", picture.size, (255, 255, 255, 255))
         return Pictures.alpha_composite(white, picture).convert("RGB")
-    if picture.mode.startswith("I;16") or picture.mode in WIDE:
-        scale = 1 / 256 if picture.mode.startswith("I;16") or _is_wide(picture) else 1.0
-        picture = picture.convert("F").point(lambda value: value * scale).convert("L")
-    return picture.convert("RGB")
+    if is_wide:
+        return _gray(picture, key).convert("RGB")
+    return picture if picture.mode == "RGB" else picture.convert("RGB")
+
+
+def _gray(picture: Pictures.Image, key: object) -> Pictures.Image:
+    """Returns a picture of wide gray values with 8 bits; those equal to `key` are white."""
+    values = picture.convert("F")
+    scale = 1 / 256 if picture.mode.startswith("I;16") or _is_wide(picture) else 1.0
+    gray = values.point(lambda value: value * scale).convert("L")
+    if not isinstance(key, int):
+        return gray
+    is_clear = (np.asarray(values) == key).astype(np.uint8) * 255
+    return Pictures.composite(Pictures.new("L", gray.size, 255), gray, Pictures.fromarray(is_clear))
 
 
 def _is_wide(picture: Pictures.Image) -> bool:

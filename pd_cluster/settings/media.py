@@ -105,7 +105,7 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         MEDIA(
             "Hosts from which http(s) URLs of images and videos are fetched, or * for all with public addresses; by "
-            "default none.",
+            "default none. Other addresses (10.0.0.5) only where they are listed themselves.",
             name="allowed_media_domains",
             metavar="HOST",
             form=TEXTS,

@@ -194,7 +194,12 @@ class AdapterStates(Message, frozen=True):
 
 
 class ResetCache(Message, frozen=True):
-    """The receiver forgets which blocks hold which prefix; `num_cache_resets` of its load says when it has."""
+    """The receiver forgets which blocks hold which prefix; `num_cache_resets` of its load says when it has.
+
+    `is_external`: it has the store that instances share emptied, too.
+    """
+
+    is_external: bool = False
 
 
 class Sleep(Message, frozen=True):

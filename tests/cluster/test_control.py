@@ -89,7 +89,7 @@ def test_an_empty_cache_is_computed_again(steered: Steered) -> None:
 
     first = ask()
     assert ask() == (first[0], 96)
-    assert steered.command("/reset_prefix_cache") == {"success": True}
+    assert steered.command("/reset_prefix_cache?reset_external=true") == {"success": True}
     steered.wait_until("nothing is cached", lambda: steered.num_cached() == [0, 0])
     assert ask() == (first[0], 0)
     assert ask() == (first[0], 96)

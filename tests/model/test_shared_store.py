@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from pd_cluster.kv.tier_orders import LowerKind
 from pd_cluster.kv.tier_thread import Store
 from tests.support.engines import assert_same, random_prompt
 from tests.support.key_value_server import KeyValueServer
-from tests.support.tiers import SECRET, TieredEngine
+from tests.support.tiers import SECRET, WAIT_S, TieredEngine
 
 pytestmark = pytest.mark.slow  # a server that may have to be downloaded
 
@@ -65,6 +66,27 @@ def test_what_one_instance_has_computed_another_loads(
         assert_same(checkpoint("llama"), prompt, tokens, 4)
     assert fetched(other) >= 2 * NUM_FULL
     assert other.core.scheduler.num_tier_hit_tokens == fetched(other) * BLOCK
+
+
+def test_a_reset_empties_the_store_only_if_it_is_to(start: Callable[..., TieredEngine], server: KeyValueServer) -> None:
+    """It removes the blocks of every instance, and nothing of another program."""
+    engine, other, prompts = start(), start(), prompts_of(9)
+    tokens = [engine.ask(prompt) for prompt in prompts]
+    engine.settle()
+    server.client.set("other", b"stays")
+    before = set(server.client.keys())
+    assert len(before) > NUM_FULL
+    engine.tiers.clear()
+    for prompt in prompts_of(10):
+        engine.ask(prompt)
+    engine.settle()
+    assert before < set(server.client.keys())
+    other.tiers.clear(is_external=True)
+    stop_s = time.monotonic() + WAIT_S
+    while server.client.keys() != [b"other"]:
+        assert time.monotonic() < stop_s, server.client.dbsize()
+        time.sleep(0.02)
+    assert [engine.ask(prompt) for prompt in prompts] == tokens
 
 
 def test_the_store_is_told_nothing_of_prompts_and_salts_meet_nowhere(

@@ -52,7 +52,8 @@ def test_public_addresses() -> None:
         (f"http://{HOST}/a b", "not a plain"),
         (f"http://{HOST}:x/", "not a plain"),
         (f"http://{HOST}:99999/", "not a plain"),
-        ("http://[::1]/", "not a plain"),
+        ("http://[::1]/", "::1: not among the hosts"),
+        ("http://[fe80::1%25eth0]/", "not a plain"),
         ("http:///a", "not a plain"),
         (f"gopher://{HOST}/a", "not a plain"),
         (f"http://sub.{HOST}/", "not among the hosts"),
@@ -65,7 +66,12 @@ def test_urls_that_are_refused(url: str, said: str) -> None:
 
 def test_any_host_has_a_public_address_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert target_of("http://other.example/a", (ANY_HOST,)).host == "other.example"
-    for host, said in (("127.0.0.1", "not a public one"), ("::1", "not a plain"), ("a.example", "not a public one")):
+    for host, said in (
+        ("127.0.0.1", "not a public one"),
+        ("::1", "not a plain"),
+        ("[::1]", "not a public one"),
+        ("a.example", "not a public one"),
+    ):
         resolve(monkeypatch, ["127.0.0.1"])
         with pytest.raises(RequestError, match=said):
             downloaded(f"http://{host}/a", Downloads((ANY_HOST,), (), 1000))
@@ -112,17 +118,25 @@ class Server(BaseHTTPRequestHandler):
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A server that counts as public, under HOST's name."""
+    resolve(monkeypatch, ["127.0.0.1"])
+    monkeypatch.setattr(download, "may_connect", lambda address, refused, allowed: address == "127.0.0.1")
+    with serving() as port:
+        yield port
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[int]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     server.slow = threading.Event()  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
-    resolve(monkeypatch, ["127.0.0.1"])
-    monkeypatch.setattr(download, "may_connect", lambda address, refused: address == "127.0.0.1")
-    yield server.server_address[1]
-    server.slow.set()  # type: ignore[attr-defined]
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+    try:
+        yield server.server_address[1]
+    finally:
+        server.slow.set()  # type: ignore[attr-defined]
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, addresses: list[str]) -> list[str]:
@@ -179,6 +193,21 @@ def test_a_name_with_a_private_address(monkeypatch: pytest.MonkeyPatch, addresse
     with pytest.raises(RequestError, match="its address is not a public one"):
         downloaded(f"http://{HOST}/a", DOWNLOADS)
     assert asked == [HOST]
+
+
+def test_an_address_that_is_itself_allowed() -> None:
+    """It is none of the cluster's own, and other addresses stay refused, also where a redirect leads to them."""
+    with serving() as port:
+        url = f"http://127.0.0.1:{port}/a"
+        for domains in (("127.0.0.1",), (ANY_HOST, "127.0.0.1")):
+            assert downloaded(url, Downloads(domains, (), 1000)) == b"127.0.0.1:"
+        for domains, refused in (((ANY_HOST,), ()), (("127.0.0.1",), ("127.0.0.1",)), ((ANY_HOST, "10.0.0.5"), ())):
+            with pytest.raises(RequestError, match="its address is not a public one"):
+                downloaded(url, Downloads(domains, refused, 1000))
+        with pytest.raises(RequestError, match=r"10.0.0.5: its address is not a public one"):
+            downloaded(f"http://127.0.0.1:{port}/to/http://10.0.0.5/", Downloads((ANY_HOST, "127.0.0.1"), (), 1000))
+    assert may_connect("fd00::1", (), {"fd00::1"})
+    assert target_of("http://[FD00:0::1]:8/a", ("fd00::1",)) == ("http", "fd00::1", 8, "/a")
 
 
 def test_the_address_that_was_checked_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import struct
 import tracemalloc
 import zlib
@@ -15,7 +16,7 @@ from PIL import Image as Pictures
 from pd_cluster.errors import RequestError
 from pd_cluster.media.fetch import Places, fetched
 from pd_cluster.media.kinds.qwen import GridRules
-from pd_cluster.media.pictures import FORMATS, digest_of, fitted, in_color, prepared
+from pd_cluster.media.pictures import FORMATS, decode, digest_of, fitted, in_color, prepared
 from pd_cluster.types import Image
 from tests.support.pictures import file_of, png_of_size
 
@@ -65,6 +66,42 @@ def test_modes_become_color(mode: str) -> None:
 def test_what_is_transparent_is_white(mode: str) -> None:
     clear = Pictures.new("RGBA", (16, 16), (0, 0, 0, 0)).convert(mode)
     assert in_color(clear).getpixel((0, 0)) == (255, 255, 255)
+
+
+def png(bits: int, color: int, values: bytes, clear: tuple[int, ...]) -> bytes:
+    """Returns a PNG of two pixels with a transparent color: `color` 0 is gray, 2 is RGB (PNG, section 11)."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", 2, 1, bits, color, 0, 0, 0)
+    data = chunk(b"IHDR", head) + chunk(b"tRNS", struct.pack(f">{len(clear)}H", *clear))
+    return b"\x89PNG\r\n\x1a\n" + data + chunk(b"IDAT", zlib.compress(b"\0" + values)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("bits", "color", "values", "clear", "second"),
+    [
+        (8, 2, bytes([10, 20, 30, 200, 100, 50]), (10, 20, 30), (200, 100, 50)),
+        (16, 2, struct.pack(">6H", 2561, 5120, 7680, 51200, 25600, 12800), (2561, 5120, 7680), (200, 100, 50)),
+        (16, 2, struct.pack(">6H", 1, 2, 3, 51200, 25600, 12800), (1, 2, 3), (200, 100, 50)),
+        (16, 0, struct.pack(">2H", 1000, 51200), (1000,), (200, 200, 200)),
+        (16, 0, struct.pack(">2H", 60000, 51200), (60000,), (200, 200, 200)),
+        (8, 0, bytes([7, 8]), (7,), (8, 8, 8)),
+        (4, 0, bytes([0x12]), (1,), (34, 34, 34)),
+        (2, 0, bytes([0b01100000]), (1,), (170, 170, 170)),
+        (1, 0, bytes([0]), (1,), (0, 0, 0)),
+    ],
+)
+def test_the_transparent_color_of_a_png_is_white(
+    bits: int, color: int, values: bytes, clear: tuple[int, ...], second: tuple[int, ...]
+) -> None:
+    """At every depth, for a file that is decoded here and for a picture that its caller has opened."""
+    opened = Pictures.open(io.BytesIO(png(bits, color, values, clear)))
+    decode(opened)
+    decode(opened)  # a second time changes nothing
+    first = (255, 255, 255) if bits > 1 else (0, 0, 0)
+    assert [in_color(opened).getpixel((x, 0)) for x in (0, 1)] == [first, second]
 
 
 @pytest.mark.parametrize(

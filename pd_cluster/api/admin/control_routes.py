@@ -36,10 +36,9 @@ def control_routes(control: Control, shown: Mapping[str, Any]) -> APIRouter:
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache(http: Request) -> dict[str, Any]:
         asked = _asked(http, "reset_running_requests", "reset_external")
-        for name in asked:
-            if _switch(asked, name, default=False):
-                raise RequestError(f"{name}: requests under way keep their blocks; POST /pause ends them first", name)
-        await control.reset_caches()
+        if _switch(asked, name := "reset_running_requests", default=False):
+            raise RequestError(f"{name}: requests under way keep their blocks; POST /pause ends them first", name)
+        await control.reset_caches(_switch(asked, "reset_external", default=False))
         return {"success": True}
 
     @routes.post("/abort_requests")

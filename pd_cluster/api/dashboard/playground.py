@@ -90,7 +90,12 @@ async def _forward(public: PublicPort, path: str, body: bytes, request: Request)
             await answer.aclose()
             await client.aclose()
         return _copied(answer)
-    shown = {**HEADERS, "Cache-Control": "no-store", SERVED_BY: answer.headers.get(SERVED_BY, "")}
+    shown = {
+        **HEADERS,
+        "Cache-Control": "no-store",
+        "X-Accel-Buffering": "no",
+        SERVED_BY: answer.headers.get(SERVED_BY, ""),
+    }
     return StreamingResponse(_parts(client, answer), headers=shown, media_type="text/event-stream")
 
 

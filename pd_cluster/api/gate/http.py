@@ -159,6 +159,7 @@ class EventStream(Response):
         self.status_code, self.background = 200, None
         self.raw_headers = [
             (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # nginx passes each event on at once
             (b"content-type", f"{media_type}{CHARSET if media_type.startswith('text/') else ''}".encode()),
         ]
         if headers:

@@ -117,18 +117,20 @@ class Control:
             gate: Gate = "asleep" if self.is_asleep else "paused" if self.is_paused else "open"
             await self._serving.steer(gate, names)
 
-    async def reset_caches(self) -> None:
+    async def reset_caches(self, is_external: bool = False) -> None:
         """Empties the prefix caches of all instances. Requests under way keep their blocks, which nobody finds.
+
+        `is_external`: the store that instances share is emptied too, for every cluster that uses it.
 
         Raises DeadlineExceeded if an instance does not answer in time.
         """
         async with self._one_at_a_time:
-            await self._reset_caches()
+            await self._reset_caches(is_external)
 
-    async def _reset_caches(self) -> None:
+    async def _reset_caches(self, is_external: bool = False) -> None:
         asked = {i.name: (i.conn, i.load.num_cache_resets) for i in self._roster.instances if i.is_ready}
         for conn, _ in asked.values():
-            self._post.send(conn, wire.ResetCache())
+            self._post.send(conn, wire.ResetCache(is_external))
 
         def lacking() -> list[str]:
             """Returns those that have not said that theirs is empty; an instance that is gone has lost its cache."""

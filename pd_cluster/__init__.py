@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .offline.async_llm import AsyncEngineArgs, AsyncLLMEngine, EngineArgs
     from .offline.llm import LLM
     from .offline.lmdeploy.async_engine import AsyncEngine
     from .offline.lmdeploy.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         GuidedDecodingParams,
         GuidedDecodingRequest,
         LLMGuidedOptions,
+        RequestOutputKind,
         SamplingParams,
         StructuredOutputsParams,
     )
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {  # name -> its module, imported on first use: processes that do not need it stay light
+    "AsyncEngineArgs": "offline.async_llm",
+    "AsyncLLMEngine": "offline.async_llm",
+    "EngineArgs": "offline.async_llm",
     "LLM": "offline.llm",
     "LoRARequest": "offline.lora",
     "PromptAdapterRequest": "offline.lora",
@@ -45,6 +50,7 @@ _MODULES = {  # name -> its module, imported on first use: processes that do not
     "GuidedDecodingParams": "offline.sampling",
     "GuidedDecodingRequest": "offline.sampling",
     "LLMGuidedOptions": "offline.sampling",
+    "RequestOutputKind": "offline.sampling",
     "SamplingParams": "offline.sampling",
     "StructuredOutputsParams": "offline.sampling",
     "AsyncEngine": "offline.lmdeploy.async_engine",
@@ -57,17 +63,16 @@ _MODULES = {  # name -> its module, imported on first use: processes that do not
     "VisionConfig": "offline.lmdeploy.vision_config",
     "pipeline": "offline.lmdeploy.pipeline",
 }
-_NOT_HERE = dict.fromkeys(  # names that other packages' documents point to -> where to go here
-    ("AsyncLLMEngine", "AsyncLLM"),
-    "the cluster serves online (`pd-cluster up MODEL`, and any OpenAI client), LLM offline, and AsyncEngine in asyncio",
-)
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
     "ChatTemplateConfig",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EngineArgs",
     "GenOut",
     "GenerationConfig",
     "GuidedDecodingParams",
@@ -81,6 +86,7 @@ __all__ = [
     "PytorchEngineConfig",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "Response",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -91,8 +97,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NOT_HERE:
-        raise ImportError(f"{__name__} has no {name}: {_NOT_HERE[name]}", name=__name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

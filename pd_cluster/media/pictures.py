@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from msgspec import structs
 from PIL import Image as Pictures
 from PIL import ImageOps, UnidentifiedImageError
@@ -122,6 +121,8 @@ def _gray(picture: Pictures.Image, key: object) -> Pictures.Image:
     gray = values.point(lambda value: value * scale).convert("L")
     if not isinstance(key, int):
         return gray
+    import numpy as np  # a scheduler that meets no such picture stays without it
+
     is_clear = (np.asarray(values) == key).astype(np.uint8) * 255
     return Pictures.composite(Pictures.new("L", gray.size, 255), gray, Pictures.fromarray(is_clear))
 

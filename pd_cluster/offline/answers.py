@@ -72,18 +72,18 @@ async def answers(
 async def answer(service: TextService, ask: Ask, batch: str = "") -> RequestOutput:
     arrival, generation = Instant(), None
     try:
-        generation = await _begun(service, ask)
+        generation = await begun(service, ask)
         generation.client_id, generation.received_s = ask.request_id, arrival.monotonic_s
         generation.amend(batch=batch)
         pieces = await service.complete([generation])
-        return _answered(service, ask, generation, pieces, arrival)
+        return answered(service, ask, generation, pieces, arrival)
     except Exception as error:  # as in the API: an error affects only its own request
         if not isinstance(error, PdClusterError):
             log.error("%s: unexpected error", ask.request_id, exc_info=error)
         return _failed(ask, error, generation, arrival)
 
 
-def _answered(
+def answered(
     service: TextService, ask: Ask, generation: Generation, pieces: list[Piece], arrival: Instant
 ) -> RequestOutput:
     return RequestOutput(
@@ -101,7 +101,7 @@ def _answered(
 # ---- the beginning
 
 
-async def _begun(service: TextService, ask: Ask) -> Generation:
+async def begun(service: TextService, ask: Ask) -> Generation:
     """Starts a generation, cut to the context's room where more was requested. Raises PdClusterError."""
     request = ask.request
     if ask.most_together is not None:

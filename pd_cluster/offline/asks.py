@@ -44,6 +44,13 @@ def with_adapters(asks: list[Ask], requests: Sequence[LoRARequest | None], varia
     return [replace(ask, lora_request=request, variant=variant) for ask, request, variant in pairs]
 
 
+def named(ask: Ask, request_id: str, priority: int) -> Ask:
+    """Returns the ask under its caller's name. Raises RequestError."""
+    given = {"prompt": "", "priority": priority}
+    request = ask.request.model_copy(update={"priority": checked(given, CompletionRequest).priority})
+    return replace(ask, request_id=request_id, request=request)
+
+
 def asks_for_prompts(
     prompts: list[Prompt],
     params: list[SamplingParams],

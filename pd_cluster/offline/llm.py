@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.answers import answers
 from pd_cluster.offline.arguments import config_of, in_python_names
-from pd_cluster.offline.asks import Ask, asks_for_chats, asks_for_prompts, check_have_text, with_adapters
+from pd_cluster.offline.asks import Ask, asks_for_chats, asks_for_prompts, check_have_text, named, with_adapters
+from pd_cluster.offline.growing import growing
 from pd_cluster.offline.lora import LoRARequest, PromptAdapterRequest, paired_lora, paired_prompt_adapters
 from pd_cluster.offline.outputs import RequestOutput
 from pd_cluster.offline.pooling import (
@@ -159,6 +160,29 @@ class LLM:
         variants = self._offline.adapters.variants(adapters, paired_prompt_adapters(prompt_adapter_request, len(read)))
         return self._answered(with_adapters(asks, adapters, variants), use_tqdm)
 
+    def stream(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Returns one prompt's outputs as it grows, for the engine's own event loop: see AsyncLLMEngine.
+
+        Raises RequestError for all that does not depend on the model.
+        """
+        read = read_prompts(prompt, None)
+        if len(read) != 1:
+            raise RequestError(f"prompt: {len(read)} prompts; give one for each request", param="prompt")
+        if not isinstance(sampling_params, SamplingParams):
+            raise RequestError(f"sampling_params: {sampling_params!r}; expected SamplingParams", "sampling_params")
+        asks = asks_for_prompts(read, [sampling_params], {}, self._new_seed, self._has_text)
+        adapters, prompt_adapters = paired_lora(lora_request, 1), paired_prompt_adapters(prompt_adapter_request, 1)
+        (ask,) = with_adapters(asks, adapters, self._offline.adapters.variants(adapters, prompt_adapters))
+        return growing(self._offline.service, named(ask, request_id, priority), sampling_params.output_kind)
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
@@ -253,6 +277,18 @@ class LLM:
         """The number of KV cache blocks of each instance."""
         instances = self._offline.service.router.membership.instances
         return [instance.info.num_blocks for instance in instances if instance.info is not None]
+
+    def get_tokenizer(self) -> Any:
+        """Returns the tokenizer as transformers has it. Raises ModelError."""
+        from pd_cluster.model.tokenizer import transformers_tokenizer  # imports transformers, which few callers need
+
+        checkpoint = self._offline.checkpoint
+        return transformers_tokenizer(checkpoint.tokenizer_path or checkpoint.path)
+
+    @property
+    def offline(self) -> Offline:
+        """The engine behind it, for classes of other names over it."""
+        return self._offline
 
     def close(self) -> None:
         """Ends the engine; further calls do nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pd_cluster.offline.lora import LoRARequest
@@ -107,3 +107,8 @@ class RequestOutput:
     error_msg: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     lora_request: LoRARequest | None = None
+
+    def without_text(self) -> RequestOutput:
+        """Returns it with answers that have no tokens."""
+        outputs = [replace(each, text="", token_ids=[], logprobs=None) for each in self.outputs]
+        return replace(self, outputs=CompletionOutputs(outputs))

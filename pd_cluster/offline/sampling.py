@@ -9,6 +9,7 @@ import dataclasses
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypedDict
 
 import msgspec
@@ -82,6 +83,14 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
 
 
+class RequestOutputKind(Enum):
+    """The content of each output of a stream: everything so far, the new part, or the whole at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """vLLM's and FastDeploy's parameters. The defaults are those of HTTP: the model's own, or none.
@@ -90,6 +99,8 @@ class SamplingParams:
     and so does this one with `max_tokens_includes_prompt=True`. Either way an answer ends where the context does
     (`max_model_len`), and a larger number is not an error. The default is 16 for `generate` and all the context's room
     for `chat`, as over HTTP; None is all the room in both.
+
+    `output_kind` is that of AsyncLLMEngine's outputs; `LLM` returns whole ones.
 
     A value is checked when it is used, before any work, and a wrong one raises RequestError with the parameter's name.
     """
@@ -130,11 +141,12 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     extra_args: dict[str, Any] | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields of a completion request. Raises RequestError for values that no request can have."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del given["max_tokens_includes_prompt"]
+        del given["max_tokens_includes_prompt"], given["output_kind"]
         guided = given.pop("guided_decoding")
         if guided is not None:
             given |= guided_fields("guided_decoding", guided)

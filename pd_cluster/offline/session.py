@@ -98,6 +98,10 @@ class Offline:
         assert self._parts.service is not None  # otherwise the constructor has raised
         return self._parts.service
 
+    @property
+    def is_closed(self) -> bool:
+        return self._loop.is_closed
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Returns the result of `work`. Ctrl-C cancels it. Raises Closed after the end, and in a fork."""
         self._check_process(work)

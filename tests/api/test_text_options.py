@@ -218,6 +218,19 @@ def test_of_two_stop_strings_the_first_to_come_ends_the_text(cluster: LiveCluste
             assert ask(cluster, **fields).text == wanted
 
 
+@pytest.mark.parametrize("path", ["v1/completions", "v1/chat/completions", "v1/responses", "v1/messages"])
+def test_proxies_do_not_hold_a_stream_back(cluster: LiveCluster, path: str) -> None:
+    """nginx collects an answer unless this header forbids it."""
+    words = {"v1/completions": "prompt", "v1/responses": "input"}.get(path)
+    asked: Any = {words: PROMPT} if words else {"messages": [{"role": "user", "content": PROMPT}]}
+    limit = "max_output_tokens" if path == "v1/responses" else "max_tokens"
+    with cluster.client.stream(
+        "POST", f"{cluster.url}/{path}", json={**asked, "model": "tiny", limit: 2, "stream": True}
+    ) as answer:
+        answer.read()
+    assert (answer.status_code, answer.headers["x-accel-buffering"]) == (200, "no")
+
+
 def test_a_streamed_stop_string_never_leaks(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> None:
     stop = stop_string_of(greedy, tokenizer)
     expected = greedy.text[: greedy.text.index(stop)]

@@ -154,6 +154,13 @@ def test_a_generator_of_a_session(pipe: AsyncEngine) -> None:
     pipe.stop_session(5)
     pipe.end_session(5)
 
+    async def end() -> None:
+        """As LMDeploy's first version has them."""
+        await pipe.stop_session(5)
+        await pipe.end_session(5)
+
+    asyncio.run(end())
+
 
 @pytest.mark.parametrize("top_k", [1, 40])
 def test_n_answers(pipe: AsyncEngine, top_k: int) -> None:

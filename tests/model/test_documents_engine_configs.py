@@ -211,8 +211,10 @@ def test_a_step_has_no_more_tokens_than_asked_for(opened: Open, name: str) -> No
 
 @of(*TURBOMIND)
 def test_hugging_face_weights_are_read(opened: Open, reference: list[list[int]], kind: Any) -> None:
-    with opened(backend_config=small(kind, model_format="hf")) as (pipe, _):
-        assert [each.token_ids for each in ask(pipe, TEXTS)] == reference
+    """Also where the document's name of a model's family is given, and bits for a KV cache that has no codes."""
+    for fields in ({"model_format": "hf"}, {"model_format": "llama", "kv_bits": 4}):
+        with opened(backend_config=small(kind, **fields)) as (pipe, _):
+            assert [each.token_ids for each in ask(pipe, TEXTS)] == reference
 
 
 @of(*TURBOMIND)
@@ -291,8 +293,8 @@ def test_log_level_is_what_is_logged(path: Path, caplog: pytest.LogCaptureFixtur
     [
         (TurbomindEngineConfig(quant_policy=42), "quant_policy 42: expected 0"),
         (turbomind.EngineConfig(kv_bits=2), "kv_bits 2: the KV cache has codes of 4 or 8 bits"),
-        (turbomind.EngineConfig(kv_bits=4), "kv_bits 4: only with quant_policy=4, not 0"),
-        *((kind(model_format=each), f"model_format '{each}': ") for kind in TURBOMIND for each in ("llama", "int4")),
+        (turbomind.EngineConfig(kv_bits=4, quant_policy=8), "kv_bits 4: only with quant_policy=4, not 8"),
+        *((kind(model_format="int4"), "model_format 'int4': ") for kind in TURBOMIND),
         (PytorchEngineConfig(adapters={"a": "/a"}), "/a: no such folder"),
     ],
 )

@@ -248,10 +248,3 @@ def test_remote_code_is_refused_with_a_warning(path: Path, caplog: pytest.LogCap
     with LLM(str(path), trust_remote_code=True, max_model_len=64, num_blocks=16):
         pass
     assert "trust_remote_code has no effect: code from a model folder is never run" in caplog.messages
-
-
-def test_there_is_no_online_class() -> None:
-    with pytest.raises(
-        ImportError, match=r"^pd_cluster has no AsyncLLMEngine: the cluster serves online \(`pd-cluster up "
-    ):
-        from pd_cluster import AsyncLLMEngine  # type: ignore[attr-defined]  # noqa: F401

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pd_cluster import AsyncEngine, ChatTemplateConfig, pipeline
-from pd_cluster.errors import ConfigError, RequestError
+from pd_cluster.errors import Closed, ConfigError, RequestError
 from pd_cluster.messages import GenerationConfig, GenOut, Response, TurbomindEngineConfig
 from pd_cluster.settings.engine import SHIPPED_MODEL
 from tests.support.checkpoints import make_tokenizer, reference_greedy
@@ -204,6 +204,44 @@ def test_step_goes_back_in_the_conversation(pipe: AsyncEngine) -> None:
     second = turn(pipe, "What is 3 + 4?", 4, sequence_start=False, sequence_end=False)
     found = turn(pipe, ASKED, 4, sequence_start=False, step=second.history_token_len)
     assert found.token_ids == one(pipe, [user(NAME), said(first.response), user(ASKED)]).token_ids
+
+
+def test_chat_remembers_what_was_said(pipe: AsyncEngine) -> None:
+    """LMDeploy's `pipe.chat`: each answer is that to the whole conversation as one prompt."""
+    session = pipe.chat(NAME, gen_config=CONFIG)
+    assert session.response is not None
+    first = one(pipe, NAME)
+    assert (session.response.text, session.response.token_ids) == (first.text, first.token_ids)
+    assert pipe.chat(ASKED, session, CONFIG) is session
+    whole = one(pipe, [user(NAME), said(first.text), user(ASKED)])
+    assert session.response.token_ids == whole.token_ids
+    assert session.history == [(NAME, first.text), (ASKED, whole.text)]
+    assert str(session) == f"USER:\n{NAME}\nASSISTANT:\n{first.text}\nUSER:\n{ASKED}\nASSISTANT:\n{whole.text}\n"
+    session.close()
+    session.close()
+    with pytest.raises(Closed, match="is closed"):
+        pipe.chat("hi", session)
+
+
+def test_a_chat_is_streamed_and_left(pipe: AsyncEngine) -> None:
+    long = GenerationConfig(max_new_tokens=1500, ignore_eos=True)
+    with pipe.session(CONFIG) as session:
+        pipe.chat(NAME, session, stream_response=True)
+        with pytest.raises(RequestError, match="has not been read to the end"):
+            pipe.chat(ASKED, session)
+        parts = list(session)
+        assert len(parts) > 1
+        assert "".join(part.text for part in parts) == one(pipe, NAME).text
+        assert not list(session.generator)
+        stream = session(ASKED, long)
+        assert isinstance(stream, Iterator)
+        first = next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        assert session.history[1] == (ASKED, first.text)
+        assert pipe.chat("hi", session, CONFIG).history[2][1]
+    with pytest.raises(RequestError, match="adapter_name"):
+        pipe.chat("hi", adapter_name="none")
+    assert one(pipe, "hi").finish_reason == "stop"
 
 
 def test_end_session_forgets_a_session(pipe: AsyncEngine) -> None:

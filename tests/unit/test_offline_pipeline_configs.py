@@ -159,6 +159,8 @@ def test_blocks_on_the_host_are_room_to_swap_to() -> None:
         (turbomind.EngineConfig(max_prefill_iters=3), "max_prefill_iters=3"),
         (turbomind.EngineConfig(use_context_fmha=0), "use_context_fmha=0"),
         (turbomind.EngineConfig(group_size=64), "group_size=64"),
+        (turbomind.EngineConfig(kv_bits=4), "kv_bits=4"),
+        (TurbomindEngineConfig(model_format="llama"), "model_format='llama'"),
     ],
 )
 def test_what_cannot_matter_is_told(config: Any, told: str) -> None:
@@ -171,12 +173,11 @@ def test_what_cannot_matter_is_told(config: Any, told: str) -> None:
     [
         (turbomind.EngineConfig(quant_policy=17), "EngineConfig.quant_policy 17: expected 0"),
         (TurbomindEngineConfig(quant_policy=True), "TurbomindEngineConfig.quant_policy True"),
-        (turbomind.EngineConfig(kv_bits=4), "EngineConfig.kv_bits 4: only with quant_policy=4"),
+        (turbomind.EngineConfig(kv_bits=4, quant_policy=8), "EngineConfig.kv_bits 4: only with quant_policy=4"),
         (TurbomindEngineConfig(rope_scaling_factor=0.5), "rope_scaling_factor 0.5: must be a number of at least 1"),
         (turbomind.EngineConfig(use_dynamic_ntk=3), "use_dynamic_ntk 3: must be True or False"),  # type: ignore[arg-type]
         (TurbomindEngineConfig(use_logn_attn=None), "use_logn_attn None: must be True or False"),  # type: ignore[arg-type]
-        (turbomind.EngineConfig(model_format="llama"), "model_format 'llama': weights are read as Hugging Face"),
-        (turbomind.EngineConfig(model_format="what"), "model_format 'what'"),
+        (turbomind.EngineConfig(model_format="what"), "model_format 'what': weights are safetensors in the layout"),
         (PytorchEngineConfig(adapters={"a": 5}), "PytorchEngineConfig.adapters .*: expected a dict from names"),
         (PytorchEngineConfig(revision=5), "revision 5: must be a text"),  # type: ignore[arg-type]
         (PytorchEngineConfig(eviction_type="swap"), "eviction_type 'swap': expected recompute or copy"),

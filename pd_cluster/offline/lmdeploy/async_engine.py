@@ -11,11 +11,12 @@ from concurrent.futures import Future
 from typing import Any, Literal, Self
 
 from pd_cluster.errors import RequestError
+from pd_cluster.offline.bridge import Stopped, bridged
 from pd_cluster.offline.lmdeploy.answering import Job, answers, begin, joined, whole_answers
-from pd_cluster.offline.lmdeploy.bridge import Stopped, bridged
 from pd_cluster.offline.lmdeploy.calls import Call, Old, distinct, options_of
+from pd_cluster.offline.lmdeploy.chat_session import ChatSession
 from pd_cluster.offline.lmdeploy.engine_configs import BackendConfig
-from pd_cluster.offline.lmdeploy.generator import SessionGenerator
+from pd_cluster.offline.lmdeploy.generator import Done, SessionGenerator
 from pd_cluster.offline.lmdeploy.messages import GenerationConfig, GenOut, Response, request_of
 from pd_cluster.offline.lmdeploy.prompts import Prompt, as_prompt, prompt_of, prompts_of
 from pd_cluster.offline.lmdeploy.sessions import Session, Sessions
@@ -254,13 +255,46 @@ class AsyncEngine:
         if not is_streamed:
             yield _out(joined(parts), num_before)
 
-    def stop_session(self, session_id: int) -> None:
-        """Ends the current answer; its text so far stays in the session."""
+    def stop_session(self, session_id: int) -> Done:
+        """Ends the current answer; its text so far stays in the session. The result may be awaited."""
         self._sessions.stop(session_id)
+        return Done()
 
-    def end_session(self, session_id: int) -> None:
-        """Ends the session's answer, then forgets the session."""
+    def end_session(self, session_id: int) -> Done:
+        """Ends the session's answer, then forgets the session. The result may be awaited."""
         self._sessions.end(session_id)
+        return Done()
+
+    def session(self, gen_config: GenerationConfig | None = None) -> ChatSession:
+        """Begins a conversation for `chat`; usable in `with`, which ends it."""
+        return ChatSession(self, self._sessions.new_id(), gen_config)
+
+    def chat(
+        self,
+        prompt: Any,
+        session: ChatSession | None = None,
+        gen_config: GenerationConfig | None = None,
+        stream_response: bool = False,
+        adapter_name: str | None = None,
+        do_preprocess: bool = True,
+        **options: Any,
+    ) -> ChatSession:
+        """Says `prompt` in a conversation, a new one by default, and returns it: `session.response` is the answer.
+
+        With `stream_response`, iterating over the result yields the answer's parts instead. Leaving it ends the answer,
+        whose text so far stays. `options`: further ones of `Call`. Raises RequestError, without any change.
+        """
+        session = self.session() if session is None else session
+        call = {"adapter_name": adapter_name, "do_preprocess": do_preprocess, **options}
+        session.say(prompt, gen_config, call)
+        if not stream_response:
+            for _ in session:
+                pass
+        return session
+
+    def steps(self, items: AsyncGenerator[GenOut, None]) -> Iterator[GenOut]:
+        """Yields a turn's steps as this thread asks for them."""
+        return self._offline.iterate(items)
 
     async def get_generator(self, stop: bool, session_id: int) -> SessionGenerator:
         """Returns the session's generator once earlier turns have ended. `stop` ends them early."""

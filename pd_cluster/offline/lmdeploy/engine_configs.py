@@ -27,14 +27,14 @@ FLOAT32 = ("float32", "float")
 EVICTIONS = {"recompute": "recompute", "copy": "swap"}
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu", "npu": "npu", "auto": "auto"}
 
-AWQ = "awq"  # of model_format
+AWQ, LLAMA = "awq", "llama"  # of model_format
 KV_CACHE_DTYPES = {0: "auto", 4: "int8", 8: "int8", 16: "fp8_e4m3"}  # of quant_policy, with kv_bits 8
 NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "quant_policy": ((0, 4, 8, 16), "expected 0 (none), 4 or 8 (int8) or 16 (fp8)"),
     "kv_bits": ((4, 8), "the KV cache has codes of 4 or 8 bits"),
     "model_format": (
-        (None, "", "hf", AWQ),
-        "weights are read as Hugging Face safetensors (hf, awq); converted ones are not loaded",
+        (None, "", "hf", AWQ, LLAMA),
+        "weights are safetensors in the layout that their folder shows (hf, llama, awq); converted ones are not loaded",
     ),
     "custom_module_map": ((None, {}), "foreign modules are not loaded"),
 }
@@ -179,6 +179,10 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
     given = asdict(config)
     refuse(owner, given, NOT_HERE)
     remarks = idle(given, WITHOUT_EFFECT)
+    if given.get("model_format") == LLAMA:
+        remarks.append("model_format='llama' (a folder's own files show their layout)")
+    if given.get("kv_bits") == 4 and not given["quant_policy"]:
+        remarks.append("kv_bits=4 (quant_policy 0 quantizes nothing)")
     fields: dict[str, Any] = {
         "generation_config": "vllm",  # GenerationConfig has a default for everything
         "revision": _text(owner, "revision", given.get("revision")),
@@ -206,7 +210,7 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
 def _kv_cache_dtype(owner: str, given: dict[str, Any]) -> str:
     """Returns the pool's dtype. `quant_policy` 4 means 8 bits in the documents and 4 bits in later versions."""
     policy, bits = given["quant_policy"], given.get("kv_bits", 8)
-    if bits == 4:
+    if bits == 4 and policy:
         if policy != 4:
             raise ConfigError(f"{owner}.kv_bits 4: only with quant_policy=4, not {policy}")
         return "int4"

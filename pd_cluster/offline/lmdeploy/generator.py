@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from pd_cluster.offline.lmdeploy.messages import GenOut
+
+
+class Done:
+    """The result of a call that has had its effect; LMDeploy's first version awaits it, later ones do not."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()
 
 
 class Owner(Protocol):
@@ -15,9 +22,9 @@ class Owner(Protocol):
 
     def generate(self, messages: Any, session_id: int, **options: Any) -> AsyncGenerator[GenOut, None]: ...
 
-    def stop_session(self, session_id: int) -> None: ...
+    def stop_session(self, session_id: int) -> Done: ...
 
-    def end_session(self, session_id: int) -> None: ...
+    def end_session(self, session_id: int) -> Done: ...
 
     def turn(self, session_id: int) -> Future[None] | None: ...
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import reprlib
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.lmdeploy.prompts import Message, Prompt
+
+FIRST_OWN_ID = 1 << 32  # of sessions without an id of their caller's
 
 
 @dataclass(slots=True)
@@ -90,6 +93,11 @@ class Session:
 class Sessions:
     def __init__(self) -> None:
         self._known: dict[int, Session] = {}
+        self._next_ids = count(FIRST_OWN_ID)
+
+    def new_id(self) -> int:
+        """Returns an id that no session has."""
+        return next(new for new in self._next_ids if new not in self._known)
 
     def begin(self, session_id: int, sequence_start: bool, step: int) -> Session:
         """Returns the session of the next turn. Raises RequestError, without any change."""

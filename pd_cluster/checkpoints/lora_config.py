@@ -11,6 +11,7 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import msgspec
 from pd_cluster.errors import ModelError
 
 MOST_PATTERNS = 1024
-PATTERN = re.compile(r"\^?(?:[A-Za-z0-9_]|\\?\.|\\d\+){1,256}")  # names of modules, "." and "\d+": no backtracking
+# Names of modules, "." for itself and "\d+" for a whole number: no digit may follow one, so it has one way to match.
+PATTERN = re.compile(r"\^?(?:[A-Za-z0-9_]|\\?\.|\\d\+(?![0-9]|\\d)){1,256}")
 HARMLESS_INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # training began from the base as it is
 # Fields without an effect on what is computed, or with one only through tensors and fields that are read here.
 NO_EFFECT = (
@@ -74,7 +76,14 @@ def modules_to_save(file: Path, data: bytes) -> list[str]:
 
 def _matching(pattern: Mapping[str, float], module: str, default: float) -> float:
     """Returns the value of the first key that matches the end of a module's name, from a dot on, or all of it."""
-    return next((value for key, value in pattern.items() if re.match(rf"(?:.*\.)?(?:{key})$", module)), default)
+    return next((value for key, value in pattern.items() if _ending(key).fullmatch(module)), default)
+
+
+@lru_cache(4 * MOST_PATTERNS)
+def _ending(key: str) -> re.Pattern[str]:
+    """Returns the expression of a key that PATTERN accepts; a match costs a step for each character and each dot."""
+    body = re.sub(r"\\?\.", r"\\.", key.removeprefix("^")).replace(r"\d+", r"\d++")
+    return re.compile(body if key.startswith("^") else rf"(?:.*\.)?{body}")
 
 
 def read_settings(file: Path, data: bytes) -> LoraSettings:
@@ -134,8 +143,8 @@ def _pattern(file: Path, given: Mapping[str, Any], name: str) -> list[tuple[str,
     for key in pattern:
         if PATTERN.fullmatch(key) is None:
             raise ModelError(
-                f"{file}: {name} {reprlib.repr(key)}: expected the end of a module's name, with \\d+ for any number; "
-                f"write one key for each module"
+                f"{file}: {name} {reprlib.repr(key)}: expected the end of a module's name, with \\d+ for a whole "
+                f"number; write one key for each module"
             )
     return list(pattern.items())
 

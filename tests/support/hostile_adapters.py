@@ -87,6 +87,15 @@ def with_a_slow_expression(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {"(a+)+" * 9 + "$": 2}}))
 
 
+def with_an_expression_of_numbers(folder: Path) -> None:
+    """A name of 40 digits has more ways to be cut into 30 numbers than there is time."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {r"\d+" * 30 + "x": 2}}))
+    save_file(
+        {name: torch.ones(4, 64) for name in (f"{'1' * 40}.lora_{side}.weight" for side in "AB")}, folder / WEIGHTS_FILE
+    )
+
+
 HOSTILE: list[tuple[Callable[[Path], None], str]] = [
     (with_nan, r"-0: .*q_proj: .*NaN or infinity"),
     (with_the_wrong_shape, r"-0: .*q_proj: .* do not fit"),
@@ -101,4 +110,5 @@ HOSTILE: list[tuple[Callable[[Path], None], str]] = [
     (with_a_link_to_elsewhere, r"leads out of its folder"),
     (with_too_high_a_rank, r"above --max-lora-rank 16"),
     (with_a_slow_expression, r"rank_pattern"),
+    (with_an_expression_of_numbers, r"rank_pattern"),
 ]

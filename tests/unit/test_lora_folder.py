@@ -69,6 +69,9 @@ def test_forms_of_names(tmp_path: Path, form: str, prefix: str) -> None:
         ({"alpha_pattern": {"proj": 1}}, 4, 2.0),  # not the end of a name from a dot on
         ({"alpha_pattern": {r"layers.\d+.self_attn.q_proj": 1, "q_proj": 2}}, 4, 0.25),  # the first that matches
         ({"alpha_pattern": {r"^model.layers.0.self_attn.q_proj": 1}}, 4, 0.25),
+        ({"alpha_pattern": {r"model\.layers\.\d+\.self_attn\.q_proj": 1}}, 4, 0.25),
+        ({"alpha_pattern": {"self.attn.q_proj": 1}}, 4, 2.0),  # a dot is a dot
+        ({"alpha_pattern": {r"^layers.\d+.self_attn.q_proj": 1}}, 4, 2.0),
         ({"r": 2, "rank_pattern": {"self_attn.q_proj": 4}}, 4, 2.0),
     ],
 )
@@ -127,6 +130,8 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
         ({"lora_alpha": 1e300}, "lora_alpha 1e\\+300"),
         ({"use_rslora": 1}, "use_rslora 1: expected true or false"),
         ({"rank_pattern": {"(a+)+b": 2}}, "rank_pattern '\\(a\\+\\)\\+b'"),
+        ({"rank_pattern": {r"\d+" * 40 + "x": 2}}, "rank_pattern .*with .* for a whole number"),
+        ({"rank_pattern": {r"layers.\d+1": 2}}, "rank_pattern .*with .* for a whole number"),
         ({"rank_pattern": {"a" * 400: 2}}, "rank_pattern 'aaa"),
         ({"rank_pattern": {f"m{i}": 2 for i in range(2000)}}, "rank_pattern: expected an object with at most 1024"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern q_proj 0"),

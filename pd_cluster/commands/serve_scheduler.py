@@ -111,7 +111,7 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
             raise ConfigError(f"{named}: there is no /v1/responses with USE_OPENAI=0; leave it out")
         from pd_cluster.service.response_store import ResponseStore
 
-        ResponseStore(http.responses)  # raises for a folder that cannot be used, before anything listens
+        ResponseStore(http.responses).close()  # raises for a folder that cannot be used, before anything listens
     resume = options.read(ResumeSettings)
     if resume.window_s and not openai:
         named = f"{called('resume_window')} {resume.window_s:g}"

@@ -1,34 +1,54 @@
-"""Responses that are kept for their clients: one file each, in a folder that all API processes of a host share.
+"""Responses that are kept for their clients: an SQLite database in a folder that all API processes of a host share.
 
-A file is found by its owner and its id only: another owner's id is as unknown as a made-up one. Knows nothing of HTTP,
-nor of what a response means.
+A response is found by its owner and its id only: another owner's id is as unknown as a made-up one. Knows nothing of
+HTTP, nor of what a response means.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import re
+import sqlite3
 import stat
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
 from pd_cluster.errors import ConfigError, RequestNotFound, called
 from pd_cluster.settings.kept_responses import KeptResponses
-from ranktable_tools.files import write_private
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
 ID = re.compile(r"resp_[0-9a-f]{48}")
-LOCK = ".lock"  # held while files are written or removed
-SWEEP_PERIOD_S = 60.0
+FILE = "responses.sqlite3"
+NUM_THREADS = 4
+BUSY_TIMEOUT_S = 10.0  # for another process's write
+MOST_EXPIRED = 64  # removed by one call, so that none takes long
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (owner BLOB, id TEXT, made_s REAL, nbytes INTEGER, body BLOB);
+CREATE UNIQUE INDEX IF NOT EXISTS by_id ON responses (owner, id);
+CREATE INDEX IF NOT EXISTS by_age ON responses (owner, made_s);
+CREATE INDEX IF NOT EXISTS by_time ON responses (made_s);
+CREATE TABLE IF NOT EXISTS owners (owner BLOB PRIMARY KEY, nbytes INTEGER) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses BEGIN
+    INSERT INTO owners VALUES (NEW.owner, NEW.nbytes) ON CONFLICT DO UPDATE SET nbytes = nbytes + NEW.nbytes;
+END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses BEGIN
+    UPDATE owners SET nbytes = nbytes - OLD.nbytes WHERE owner = OLD.owner;
+    DELETE FROM owners WHERE owner = OLD.owner AND nbytes <= 0;
+END;
+"""
 
 Json = dict[str, Any]
 
@@ -44,111 +64,116 @@ class Kept(msgspec.Struct):
         return [*self.items, *self.response["output"]]
 
 
-class _File(NamedTuple):
-    made_s: float
-    nbytes: int
-    path: Path
-
-
 class ResponseStore:
-    """Every method works on files, so callers run it on a thread.
+    """`keep`, `find` and `remove` wait for the disk: an event loop calls them through `on_thread`.
 
-    A response is gone `ttl_s` after it was kept. Files are removed whenever the store is used, and once a minute at
-    most for all owners.
+    A call costs the same however many responses there are. A response is gone `ttl_s` after it was kept; each `keep`
+    removes some of those that have expired, of all owners.
     """
 
-    def __init__(self, config: KeptResponses) -> None:
+    def __init__(self, config: KeptResponses, clock: Callable[[], float] = time.time) -> None:
         """Makes the folder, or takes it over. Raises ConfigError if it is not this user's alone."""
-        self._config = config
-        self._folder = Path(config.folder)
-        self._next_sweep_s = 0.0
+        self._config, self._clock = config, clock
+        self.file = Path(config.folder) / FILE
+        self._local = threading.local()  # a connection for each thread
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "responses")
         named = f"{called('response_store')} {config.folder}"
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = self._folder.stat()
-            with self._locked():
-                self._sweep()
+            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self.file.parent.stat()
+            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+                raise ConfigError(f"{named}: others can open it; give a folder of mode 0700 that this user owns")
+            os.close(os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            self._connection.executescript(SCHEMA)
+            while self._expire():
+                pass
         except OSError as error:
             raise ConfigError(f"{named}: cannot be used: {error.strerror or error}; give another folder") from None
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise ConfigError(f"{named}: others can open it; give a folder of mode 0700 that this user owns")
+        except sqlite3.Error as error:
+            raise ConfigError(f"{named}: {FILE} cannot be used: {error}; remove it, or give another folder") from None
+
+    async def on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Returns the call's result; it runs on a thread of the store's own, and so delays nothing else."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
 
     def keep(self, owner: str, kept: Kept) -> bool:
         """Keeps a response under its id. Returns False if it has no room or cannot be written."""
-        body = msgspec.json.encode(kept).decode()
-        most_nbytes = self._config.tenant_mib << 20
-        if len(body.encode()) > most_nbytes:
+        body, most_nbytes, key = msgspec.json.encode(kept), self._config.tenant_mib << 20, _key(owner)
+        if len(body) > most_nbytes:
             return False
+        row = (key, kept.response["id"], self._clock(), len(body), body)
         try:
-            folder = self._folder_of(owner)
-            with self._locked():
-                folder.mkdir(mode=0o700, exist_ok=True)
-                write_private(folder / kept.response["id"], body)
-                self._make_room(folder, most_nbytes)
-                self._sweep()
-        except OSError as error:
-            log.error("a response cannot be kept in %s: %s", self._folder, error.strerror or error)
+            with self._writing() as connection:
+                connection.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
+                self._make_room(connection, key, most_nbytes)
+            self._expire()
+        except sqlite3.Error as error:
+            log.error("a response cannot be kept in %s: %s", self.file, error)
             return False
         return True
 
     def find(self, owner: str, response_id: str) -> Kept:
         """Raises RequestNotFound for any id that is not a live one of this owner."""
-        path = self._path(owner, response_id)
-        try:
-            if path.stat().st_mtime + self._config.ttl_s > time.time():
-                return msgspec.json.decode(path.read_bytes(), type=Kept)
-        except (OSError, msgspec.MsgspecError):
-            pass
+        asked = "SELECT body FROM responses WHERE owner = ? AND id = ? AND made_s > ?"
+        since_s = self._clock() - self._config.ttl_s
+        with contextlib.suppress(sqlite3.Error, msgspec.MsgspecError):
+            row = self._connection.execute(asked, (_key(owner), response_id, since_s)).fetchone()
+            if row is not None:
+                return msgspec.json.decode(row[0], type=Kept)
         raise not_found(response_id)
 
     def remove(self, owner: str, response_id: str) -> None:
         """Raises RequestNotFound like `find`."""
         self.find(owner, response_id)
-        try:
-            with self._locked():
-                self._path(owner, response_id).unlink()
-        except OSError:
-            raise not_found(response_id) from None
+        with contextlib.suppress(sqlite3.Error), self._writing() as connection:
+            asked = "DELETE FROM responses WHERE owner = ? AND id = ?"
+            if connection.execute(asked, (_key(owner), response_id)).rowcount:
+                return
+        raise not_found(response_id)
 
-    def _path(self, owner: str, response_id: str) -> Path:
-        """Returns the file of an id, which is checked before it becomes part of a path. Raises RequestNotFound."""
-        if not ID.fullmatch(response_id):
-            raise not_found(response_id)
-        return self._folder_of(owner) / response_id
+    def close(self) -> None:
+        """Ends the calling thread's use of the file."""
+        self._connection.close()
+        del self._local.connection
 
-    def _folder_of(self, owner: str) -> Path:
-        return self._folder / hashlib.sha256(owner.encode()).hexdigest()
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        """This thread's own. Raises sqlite3.Error."""
+        found: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if found is None:
+            found = sqlite3.connect(self.file, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+            found.execute("PRAGMA journal_mode = WAL")  # readers do not wait for writers
+            found.execute("PRAGMA synchronous = NORMAL")
+            found.execute("PRAGMA secure_delete = ON")  # a removed text is not left in the file
+            self._local.connection = found
+        return found
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction, or nothing of it. Raises sqlite3.Error."""
+        connection = self._connection
+        connection.execute("BEGIN IMMEDIATE")
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+            yield connection
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.rollback()
+            raise
 
-    def _make_room(self, folder: Path, most_nbytes: int) -> None:
-        """Removes an owner's oldest files until the rest has room."""
-        files = sorted(_files(folder))
-        nbytes = sum(file.nbytes for file in files)
-        for file in files:
-            if nbytes <= most_nbytes:
-                return
-            file.path.unlink(missing_ok=True)
-            nbytes -= file.nbytes
+    def _make_room(self, connection: sqlite3.Connection, key: bytes, most_nbytes: int) -> None:
+        """Removes an owner's oldest responses until the rest has room."""
+        oldest = "SELECT rowid FROM responses WHERE owner = ? ORDER BY made_s, rowid LIMIT 1"
+        while connection.execute("SELECT nbytes FROM owners WHERE owner = ?", (key,)).fetchone()[0] > most_nbytes:
+            connection.execute(f"DELETE FROM responses WHERE rowid = ({oldest})", (key,))
 
-    def _sweep(self) -> None:
-        """Removes what has expired, of all owners."""
-        now_s = time.time()
-        if now_s < self._next_sweep_s:
-            return
-        self._next_sweep_s = now_s + min(SWEEP_PERIOD_S, self._config.ttl_s)
-        for folder in self._folder.iterdir():
-            if folder.is_dir() and not folder.is_symlink():
-                for file in _files(folder):
-                    if file.made_s + self._config.ttl_s <= now_s:
-                        file.path.unlink(missing_ok=True)
+    def _expire(self) -> int:
+        """Removes some of what has expired, of all owners; returns how many. Raises sqlite3.Error."""
+        expired = "SELECT rowid FROM responses WHERE made_s <= ? ORDER BY made_s LIMIT ?"
+        bounds = (self._clock() - self._config.ttl_s, MOST_EXPIRED)
+        if self._connection.execute(expired, bounds).fetchone() is None:
+            return 0
+        with self._writing() as connection:
+            return connection.execute(f"DELETE FROM responses WHERE rowid IN ({expired})", bounds).rowcount
 
 
 def not_found(response_id: str) -> RequestNotFound:
@@ -158,9 +183,5 @@ def not_found(response_id: str) -> RequestNotFound:
     )
 
 
-def _files(folder: Path) -> Iterator[_File]:
-    """Yields the files; leftovers of writes that were cut off, too, which have other names."""
-    for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found = path.lstat()
-            yield _File(found.st_mtime, found.st_size, path)
+def _key(owner: str) -> bytes:
+    return hashlib.sha256(owner.encode()).digest()

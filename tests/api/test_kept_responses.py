@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from pydantic import TypeAdapter
 
 from tests.api.conftest import FLAGS
 from tests.support.cluster import LiveCluster
+from tests.support.kept import bodies_in, ids_in
 
 ITEMS: TypeAdapter[Any] = TypeAdapter(list[ResponseItem])
 KEYS = {"one": "sk-of-one", "two": "sk-of-two"}
@@ -44,8 +44,8 @@ def one(keeping: LiveCluster) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def kept_files(cluster: LiveCluster) -> list[Path]:
-    return sorted(path for path in (cluster.folder / "kept").rglob("resp_*"))
+def kept_ids(cluster: LiveCluster) -> list[str]:
+    return ids_in(cluster.folder / "kept")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -125,17 +125,17 @@ def test_another_tenants_response_is_unknown_everywhere(keeping: LiveCluster, on
 
 
 def test_store_false_keeps_nothing(keeping: LiveCluster, one: openai.OpenAI) -> None:
-    before = kept_files(keeping)
+    before = kept_ids(keeping)
     made = one.responses.create(**HELLO, store=False)
     list(one.responses.create(**HELLO, store=False, stream=True))
     assert made.model_extra == {"store": False}
     with pytest.raises(openai.NotFoundError):
         one.responses.retrieve(made.id)
-    assert kept_files(keeping) == before
+    assert kept_ids(keeping) == before
 
 
 def test_a_refused_request_and_a_client_that_leaves_keep_nothing(keeping: LiveCluster, one: openai.OpenAI) -> None:
-    before = kept_files(keeping)
+    before = kept_ids(keeping)
     with pytest.raises(openai.BadRequestError):
         one.responses.create(**{**HELLO, "max_output_tokens": 0})
     long: Any = {**HELLO, "max_output_tokens": 200, "extra_body": {"ignore_eos": True}, "stream": True}
@@ -143,9 +143,9 @@ def test_a_refused_request_and_a_client_that_leaves_keep_nothing(keeping: LiveCl
         with one.responses.create(**long) as stream:
             next(iter(stream))
         keeping.assert_home()
-        if kept_files(keeping) == before:
+        if kept_ids(keeping) == before:
             return
-        before = kept_files(keeping)
+        before = kept_ids(keeping)
     raise AssertionError("ten answers were kept whose clients had left")
 
 
@@ -168,6 +168,5 @@ def test_lists_that_are_none(keeping: LiveCluster, one: openai.OpenAI, query: st
 
 def test_files_hold_what_was_answered(keeping: LiveCluster, one: openai.OpenAI) -> None:
     made = one.responses.create(**HELLO, metadata={"a": "b"})
-    (path,) = (path for path in kept_files(keeping) if path.name == made.id)
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert json.loads(path.read_text())["response"]["metadata"] == {"a": "b"}
+    assert bodies_in(keeping.folder / "kept")[made.id]["response"]["metadata"] == {"a": "b"}
+    assert {path.stat().st_mode & 0o777 for path in (keeping.folder / "kept").iterdir()} == {0o600}

@@ -31,6 +31,7 @@ from pd_cluster.settings.kept_responses import KeptResponses
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.types import FinishReason, Logprobs, Order, PromptOutput, TokenOutput
 from tests.support.checkpoints import EOS_ID, TEMPLATE, make_tokenizer
+from tests.support.kept import full_disk, ids_in
 from tests.support.public_port import Answer, ask, make_app
 from tests.support.router_world import FakeMembership
 
@@ -79,8 +80,8 @@ def events_of(answer: Answer) -> list[dict[str, Any]]:
     return [json.loads(event.partition("\ndata: ")[2]) for event in events]
 
 
-def kept(folder: Path) -> list[Path]:
-    return list((folder / "kept").rglob("resp_*"))
+def kept(folder: Path) -> list[str]:
+    return ids_in(folder / "kept")
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -131,16 +132,13 @@ def test_a_response_is_kept_before_its_client_learns_of_it(tmp_path: Path, reaso
     assert len(kept(tmp_path)) == 2
 
 
-def test_a_disk_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_is_told(tmp_path: Path) -> None:
     app = app_of(tmp_path, Script([A, B], "stop"))
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pd_cluster.service.response_store.write_private", full)
     body = BODIES["/v1/responses"]
-    assert ask(app, "POST", "/v1/responses", [], body).json()["store"] is False
-    events = events_of(ask(app, "POST", "/v1/responses", [], {**body, "stream": True}))
+    with full_disk():
+        assert ask(app, "POST", "/v1/responses", [], body).json()["store"] is False
+        events = events_of(ask(app, "POST", "/v1/responses", [], {**body, "stream": True}))
     assert events[-1]["response"]["store"] is False
     assert kept(tmp_path) == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -53,7 +52,7 @@ def response_routes(service: TextService, store: ResponseStore | None) -> APIRou
             def keep_now() -> bool:
                 return store.keep(owner, Kept(answer.whole(), [*earlier, *listed(items_of(request))]))
 
-            if not await asyncio.to_thread(keep_now):
+            if not await store.on_thread(keep_now):
                 answer.is_not_stored()
 
         return await send(http, service, answer, keep)
@@ -104,7 +103,7 @@ def kept_response_routes(service: TextService, store: ResponseStore | None) -> A
         response_id = _id_of(http)
         await _find(http, service, store, response_id)
         assert store is not None, "found without a store"
-        await asyncio.to_thread(store.remove, owner_of(http), response_id)
+        await store.on_thread(store.remove, owner_of(http), response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @routes.post(ONE + "/cancel")
@@ -144,7 +143,7 @@ async def _find(http: Request, service: TextService, store: ResponseStore | None
     """Returns a response of the caller's own, of a model that it may use. Raises RequestNotFound."""
     if store is None:
         raise not_found(response_id)
-    kept = await asyncio.to_thread(store.find, owner_of(http), response_id)
+    kept = await store.on_thread(store.find, owner_of(http), response_id)
     try:
         service.names.check(kept.response["model"], caller_of(http))
     except ModelNotFound:

@@ -1,0 +1,36 @@
+"""What a folder of kept responses has, read past the store, and a disk that takes no byte more."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pd_cluster.service.response_store import FILE
+
+
+def bodies_in(folder: Path) -> dict[str, Any]:
+    """Returns the bodies by their ids."""
+    if not (folder / FILE).exists():
+        return {}
+    with contextlib.closing(sqlite3.connect(folder / FILE)) as connection:
+        return {name: json.loads(body) for name, body in connection.execute("SELECT id, body FROM responses")}
+
+
+def ids_in(folder: Path) -> list[str]:
+    return sorted(bodies_in(folder))
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process grows: each write fails (RLIMIT_FSIZE; Python ignores its signal)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

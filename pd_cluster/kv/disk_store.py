@@ -1,7 +1,8 @@
 """Sealed blocks as files: one rank's share of an instance's blocks, in a folder of its own.
 
 Files are written beside their place and renamed. Nothing is synchronised to the disk: what a crash of the host loses or
-tears is noticed by its length or its seal, and is computed again. Knows nothing of tokens, or of what other ranks have.
+tears is noticed by its length or its seal, and is computed again. Every folder and file is opened by its name in a
+folder that is open already, and no link is followed. Knows nothing of tokens, or of what other ranks have.
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ from pd_cluster.kv.seal import NAME_LENGTH, Seal
 log = logging.getLogger(__name__)
 
 NAME = re.compile(rf"[0-9a-f]{{{NAME_LENGTH}}}")
+SHARD = re.compile("[0-9a-f]{2}")  # a folder of the files whose names begin so
 UNFINISHED = re.compile(rf"[0-9a-f]{{{NAME_LENGTH}}}\.tmp")
 LOCK_WAIT_S = 10.0  # for a predecessor that is about to end
 PAUSE_S = 0.05
+TOLD_EVERY_S = 60.0  # that blocks cannot be written
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in a file's place keeps nobody waiting
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # other errors say nothing about the file
 
 
@@ -35,12 +41,15 @@ class DiskStore:
     def __init__(self, root: Path, place: str, seal: Seal) -> None:
         """Opens or makes `root`/`place`. Raises ConfigError: it is not a folder of this user's alone, or is in use."""
         self._seal = seal
-        self._folder = root / place
+        self._path = root / place
         self.num_bad = 0
-        _make_private(root)
-        for folder in (*reversed([p for p in self._folder.parents if root in p.parents]), self._folder):
-            _make_private(folder)
-        self._lock = _locked(self._folder)
+        self._told_s = float("-inf")
+        self._folder = _private_folder(root, place)
+        try:
+            self._lock = _locked(self._folder, self._path)
+        except BaseException:
+            os.close(self._folder)
+            raise
         self._name_of: dict[bytes, str] = {}
 
     def read_index(self) -> list[bytes]:
@@ -49,45 +58,35 @@ class DiskStore:
         Removes files that are not whole, or that no secret here has named.
         """
         found: list[tuple[float, bytes]] = []
-        for entry in self._entries():
-            if not (NAME.fullmatch(entry.name) or UNFINISHED.fullmatch(entry.name)):
-                continue  # not ours
-            known = entry.stat(follow_symlinks=False)
-            content = self._seal.content_of(entry.name) if NAME.fullmatch(entry.name) else None
-            is_whole = stat.S_ISREG(known.st_mode) and known.st_size == self._seal.sealed_nbytes
-            if content is None or not is_whole or content in self._name_of:
-                self.num_bad += content is not None and not is_whole
-                _remove(Path(entry.path))
-                continue
-            found.append((known.st_mtime, content))
-            self._name_of[content] = entry.name
+        for shard in sorted(name for name in os.listdir(self._folder) if SHARD.fullmatch(name)):
+            with contextlib.suppress(OSError), self._shard(shard) as folder:
+                for name in os.listdir(folder):
+                    if NAME.fullmatch(name) or UNFINISHED.fullmatch(name):  # others are not ours
+                        self._look(folder, name, found)
         return [content for _, content in sorted(found)]
 
-    def _entries(self) -> Iterator[os.DirEntry[str]]:
-        for folder in list(os.scandir(self._folder)):
-            if len(folder.name) == 2 and folder.is_dir(follow_symlinks=False):
-                yield from list(os.scandir(folder.path))
+    def _look(self, folder: int, name: str, found: list[tuple[float, bytes]]) -> None:
+        """Adds a file's time and content to `found`, or removes the file. Raises OSError."""
+        known = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        content = self._seal.content_of(name) if NAME.fullmatch(name) else None
+        is_whole = self._is_whole(known)
+        if content is None or not is_whole or content in self._name_of:
+            self.num_bad += content is not None and not is_whole
+            _remove(folder, name)
+            return
+        found.append((known.st_mtime, content))
+        self._name_of[content] = name
 
     def put(self, content: bytes, block: memoryview) -> bool:
         """Writes a block; False: it could not be written, as on a full disk."""
         name = self._seal.names(content)[0]
-        path = self._path(name)
-        unfinished = path.with_name(f"{name}.tmp")
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            _remove(unfinished)
-            file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                with memoryview(self._seal.seal(content, block)) as sealed:
-                    at = 0
-                    while at < len(sealed):
-                        at += os.write(file, sealed[at:])
-            finally:
-                os.close(file)
-            os.rename(unfinished, path)
+            with self._shard(name[:2], makes=True) as folder, memoryview(self._seal.seal(content, block)) as sealed:
+                _write(folder, name, sealed)
         except OSError as error:
-            log.debug("%s: %s", path, error)
-            _remove(unfinished)
+            if time.monotonic() > self._told_s + TOLD_EVERY_S:
+                self._told_s = time.monotonic()
+                log.warning("--kv-disk-cache %s: blocks cannot be written: %s", self._path, error.strerror)
             return False
         self._name_of[content] = name
         return True
@@ -100,11 +99,9 @@ class DiskStore:
         name = self._name_of.get(content)
         if name is None:
             return False
-        path = self._path(name)
         try:
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            with os.fdopen(file, "rb", buffering=0) as stream:
-                sealed = stream.readall() if os.fstat(file).st_size == self._seal.sealed_nbytes else b""
+            with self._shard(name[:2]) as folder:
+                sealed = self._read(folder, name)
         except OSError as error:
             if error.errno not in GONE:
                 raise
@@ -112,17 +109,29 @@ class DiskStore:
             return False
         if not self._seal.open(content, name, sealed, into):
             self.num_bad += 1
-            log.warning("a block in %s is not what was written there; it is removed", self._folder)
+            log.warning("a block in %s is not what was written there; it is removed", self._path)
             self.discard([content])
             return False
-        with contextlib.suppress(OSError):
-            os.utime(path)
         return True
+
+    def _read(self, folder: int, name: str) -> bytes:
+        """Returns a whole file's bytes, and marks it as used; b"" for anything else. Raises OSError."""
+        file = os.open(name, READ, dir_fd=folder)
+        with os.fdopen(file, "rb", buffering=0) as stream:
+            if not self._is_whole(os.fstat(file)):
+                return b""
+            with contextlib.suppress(OSError):
+                os.utime(file)
+            return stream.readall()
+
+    def _is_whole(self, known: os.stat_result) -> bool:
+        return stat.S_ISREG(known.st_mode) and known.st_size == self._seal.sealed_nbytes
 
     def discard(self, contents: list[bytes]) -> None:
         for content in contents:
             if (name := self._name_of.pop(content, None)) is not None:
-                _remove(self._path(name))
+                with contextlib.suppress(OSError), self._shard(name[:2]) as folder:
+                    _remove(folder, name)
 
     def clear(self) -> None:
         self.discard(list(self._name_of))
@@ -139,25 +148,51 @@ class DiskStore:
 
     def close(self) -> None:
         os.close(self._lock)
+        os.close(self._folder)
 
-    def _path(self, name: str) -> Path:
-        return self._folder / name[:2] / name
+    @contextlib.contextmanager
+    def _shard(self, name: str, makes: bool = False) -> Iterator[int]:
+        """Opens one of the folders that hold the files. Raises OSError."""
+        if makes:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self._folder)
+        folder = os.open(name, FOLDER, dir_fd=self._folder)
+        try:
+            yield folder
+        finally:
+            os.close(folder)
 
 
-def _make_private(folder: Path) -> None:
-    """Makes a folder for this user alone, or checks that it is one. Raises ConfigError."""
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        known = os.lstat(folder)
-    except OSError as error:
-        raise ConfigError(f"--kv-disk-cache {folder}: {error.strerror}") from None
-    if not stat.S_ISDIR(known.st_mode) or known.st_uid != os.getuid() or known.st_mode & 0o077:
-        raise ConfigError(f"--kv-disk-cache {folder}: must be a folder of this user's with mode 0700")
+def _private_folder(root: Path, place: str) -> int:
+    """Opens `root`/`place` part by part, making what is missing. Raises ConfigError."""
+    path = Path()
+    folder: int | None = None
+    for part in (str(root), *Path(place).parts):
+        path, above = path / part, folder
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(part, 0o700, dir_fd=above)
+            folder = os.open(part, FOLDER, dir_fd=above)
+        except OSError as error:
+            told = "must be a folder" if error.errno in (errno.ENOTDIR, errno.ELOOP) else error.strerror
+            raise ConfigError(f"--kv-disk-cache {path}: {told}") from None
+        finally:
+            if above is not None:
+                os.close(above)
+        known = os.fstat(folder)
+        if known.st_uid != os.getuid() or known.st_mode & 0o077:
+            os.close(folder)
+            raise ConfigError(f"--kv-disk-cache {path}: must be a folder of this user's with mode 0700")
+    assert folder is not None
+    return folder
 
 
-def _locked(folder: Path) -> int:
+def _locked(folder: int, path: Path) -> int:
     """Returns the descriptor that keeps others from the folder. Raises ConfigError."""
-    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        file = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    except OSError as error:
+        raise ConfigError(f"--kv-disk-cache {path}: its file lock cannot be opened: {error.strerror}") from None
     stop_s = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
@@ -166,10 +201,28 @@ def _locked(folder: Path) -> int:
         except OSError:
             if time.monotonic() > stop_s:
                 os.close(file)
-                raise ConfigError(f"--kv-disk-cache {folder}: another process uses it") from None
+                raise ConfigError(f"--kv-disk-cache {path}: another process uses it") from None
             time.sleep(PAUSE_S)
 
 
-def _remove(path: Path) -> None:
+def _write(folder: int, name: str, sealed: memoryview) -> None:
+    """Writes a file beside its place and renames it. Raises OSError, and then leaves nothing."""
+    unfinished = f"{name}.tmp"
+    _remove(folder, unfinished)
+    try:
+        file = os.open(unfinished, CREATE, 0o600, dir_fd=folder)
+        try:
+            at = 0
+            while at < len(sealed):
+                at += os.write(file, sealed[at:])
+        finally:
+            os.close(file)
+        os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError:
+        _remove(folder, unfinished)
+        raise
+
+
+def _remove(folder: int, name: str) -> None:
     with contextlib.suppress(OSError):
-        path.unlink()
+        os.unlink(name, dir_fd=folder)

@@ -106,7 +106,7 @@ def test_no_descriptors_are_no_reason_to_remove_a_file(tmp_path: Path, monkeypat
     store, content, real = DiskStore(tmp_path / "cache", "p", Seal([SECRET], b"", 8)), b"c" * 32, os.open
     assert store.put(content, memoryview(b"12345678"))
 
-    def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
+    def refuse(*_: object, **__: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("pd_cluster.kv.disk_store.os.open", refuse)
@@ -131,7 +131,7 @@ def test_salts_share_nothing_on_disk(engines: Callable[..., TieredEngine]) -> No
     assert engine.lower["disk"].counts.num_fetched == NUM_FULL
 
 
-@pytest.mark.parametrize("spoil", ["cut", "flip", "swap", "empty", "link", "gone", "header"])
+@pytest.mark.parametrize("spoil", ["cut", "flip", "swap", "empty", "link", "gone", "header", "pipe"])
 def test_a_spoilt_file_is_never_used(
     engines: Callable[..., TieredEngine], checkpoint: Checkpoints, tmp_path: Path, spoil: str
 ) -> None:
@@ -161,6 +161,8 @@ def test_a_spoilt_file_is_never_used(
             path.unlink()
             if spoil == "link":
                 path.symlink_to("/dev/zero")
+            elif spoil == "pipe":
+                os.mkfifo(path)
     for prompt in prompts:
         assert_same(checkpoint("llama"), prompt, engine.ask(prompt), 4)
     engine.settle()
@@ -219,7 +221,39 @@ def test_the_least_recently_used_files_make_room(engines: Callable[..., TieredEn
     assert len(files_of(tmp_path)) == len(engine.lower["disk"])
 
 
-def test_a_full_disk_is_a_miss(engines: Callable[..., TieredEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["before", "while it runs"])
+def test_links_in_the_place_of_folders_lead_nowhere(
+    engines: Callable[..., TieredEngine], tmp_path: Path, when: str
+) -> None:
+    """Nothing is written, read or removed behind them."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    victim = elsewhere / ("f" * 96)
+    victim.write_text("stays")
+    engine = engines()
+    for prompt in prompts_of(11):
+        engine.ask(prompt)
+    engine.settle()
+    place = files_of(tmp_path)[0].parent.parent
+
+    def link() -> None:
+        for shard in (f"{number:02x}" for number in range(256)):
+            shutil.rmtree(place / shard, ignore_errors=True)
+            (place / shard).symlink_to(elsewhere)
+
+    if when == "before":
+        engine = engines(link)
+    else:
+        link()
+    for prompt in prompts_of(12) + prompts_of(11):
+        engine.ask(prompt)
+    engine.settle()
+    assert list(elsewhere.iterdir()) == [victim]
+
+
+def test_a_full_disk_is_a_miss(
+    engines: Callable[..., TieredEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     real, written = os.write, [0]
 
     def write(file: int, data: bytes) -> int:
@@ -235,6 +269,8 @@ def test_a_full_disk_is_a_miss(engines: Callable[..., TieredEngine], monkeypatch
     assert engine.lower["disk"].counts.num_failed > 0
     assert [engine.ask(prompt) for prompt in prompts] == first
     engine.settle()
+    told = [message for message in caplog.messages if "blocks cannot be written: No space left on device" in message]
+    assert len(told) == 1
 
 
 def test_a_reset_forgets_the_files_and_a_sleep_does_not(engines: Callable[..., TieredEngine], tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""torch.distributed transports: a process group of two ranks per link, P is rank 0 and sends, D is rank 1 and receives.
+"""Transports over pairs: a group of two ranks per link, P is rank 0 and sends, D is rank 1 and receives (pair.py).
 
 The two meet by keys that travel over the link's own connection (meeting.py): no outsider takes part. Payloads land in
 staging buffers and are copied to their blocks from there; a timeout ends the link, so that late bytes never reach a
-reused block. Over gloo the staging is host memory, wherever the pools are; over NCCL and HCCL it is on the devices, and
-payloads have no checksum: the host would have to fetch them to hash them.
+reused block. Over gloo and CURVE the staging is host memory, wherever the pools are; over NCCL and HCCL it is on the
+devices, and payloads have no checksum: the host would have to fetch them to hash them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.meeting import Meeting
 from pd_cluster.transport.pair import (
     BACKENDS,
+    IN_HOST_MEMORY,
     RECEIVER,
     SENDER,
     Backend,
@@ -69,7 +70,7 @@ class DistSender:
         self.max_payload_nbytes = _most(backend)
         self.meeting = Meeting(connect_s, post)
         self._pool = pool
-        self._checksum = checksum if backend == "gloo" else Checksum(is_on=False)
+        self._checksum = checksum if backend in IN_HOST_MEMORY else Checksum(is_on=False)
         self._wants_int8 = wants_int8
         self._bind_host = bind_host
         self._connect_s = connect_s
@@ -82,12 +83,12 @@ class DistSender:
         self._under_way: deque[tuple[Any, torch.Tensor]] = deque()  # the work, and the bytes that it reads
 
     def offer(self) -> TransportOffer:
-        uuid = "" if self._backend == "gloo" else devices.uuid(self._pool.device)
+        uuid = "" if self._backend in IN_HOST_MEMORY else devices.uuid(self._pool.device)
         return GroupOffer(self._group_name, self._backend, uuid).offer(self.name)
 
     def open(self, peer: KVLayout) -> None:
         route = Route(self._pool.layout, peer, self._wants_int8)
-        self._staging = Staging(self._pool, route, self._copies, in_host_memory=self._backend == "gloo")
+        self._staging = Staging(self._pool, route, self._copies, in_host_memory=self._backend in IN_HOST_MEMORY)
         self._staging.warm()
         name, host, device = self._group_name, self._bind_host, self._pool.device
         self._group = make_group(self._backend, self.meeting, name, SENDER, host, self._connect_s, device)
@@ -132,7 +133,7 @@ class DistReceiver:
         self.name: TransportName = offer.transport
         self.meeting = Meeting(connect_s, post)
         self._offer = decode_offer(offer, GroupOffer)
-        self._backend: Backend = next((each for each in BACKENDS if each == self._offer.backend), "gloo")
+        self._backend = _backend_of(self.name)
         self._pool = pool
         self._checksum = checksum
         self._route = Route(peer, pool.layout, wants_int8)
@@ -140,7 +141,7 @@ class DistReceiver:
         self._connect_s = connect_s
         self._transfer_s = transfer_s
         self.copies = Copies(pool.device, transfer_s)
-        self._staging = Staging(pool, self._route, self.copies, in_host_memory=self._backend == "gloo")
+        self._staging = Staging(pool, self._route, self.copies, in_host_memory=self._backend in IN_HOST_MEMORY)
         self._free = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_UNDER_WAY)]
         self._announced: deque[tuple[int, KVChunk]] = deque()  # waiting for a free buffer
         # sequence, work (None once done), buffer, the payload's part of it
@@ -149,7 +150,7 @@ class DistReceiver:
         self.precision = self._route.precision
 
     def open(self) -> None:
-        if problem := _why_no_pair(self._offer, self._pool.device):
+        if problem := _why_no_pair(self.name, self._offer, self._pool.device):
             raise LinkError(problem)
         self._staging.warm()
         name, host, device = self._offer.address, self._bind_host, self._pool.device
@@ -185,7 +186,7 @@ class DistReceiver:
     def _take(self, payload: torch.Tensor, chunk: KVChunk, into: list[int]) -> None:
         if chunk.nbytes != self._route.payload_nbytes(chunk.piece):
             raise TransferFailed(f"{chunk.nbytes} bytes came for {self._route.payload_nbytes(chunk.piece)}")
-        if self._backend == "gloo" and chunk.checksum and self._checksum.of(payload) != chunk.checksum:
+        if self._backend in IN_HOST_MEMORY and chunk.checksum and self._checksum.of(payload) != chunk.checksum:
             raise TransferFailed("checksum of a KV chunk is wrong")
         self._staging.unpack(payload, chunk.piece, into)
 
@@ -213,11 +214,15 @@ class DistReceiver:
             self._under_way.append((sequence, work, buffer, payload))
 
 
-def _why_no_pair(offer: GroupOffer, device: Device) -> str:
+def _backend_of(name: TransportName) -> Backend:
+    return next((each for each in BACKENDS if each == name), "gloo")
+
+
+def _why_no_pair(name: TransportName, offer: GroupOffer, device: Device) -> str:
     """Returns why a process with its pool on this device cannot be the other end, or ""."""
     backend, uuid = offer.backend, offer.device_uuid
-    if backend not in BACKENDS:
-        return f"the prefill instance sends with {backend!r}, this one receives with {', '.join(BACKENDS)}"
+    if backend != _backend_of(name):
+        return f"the prefill instance sends with {backend!r} over {name}, this one receives with {_backend_of(name)}"
     if backend not in device_group.BACKENDS:
         return ""
     if problem := device_group.why_none(backend, device):
@@ -228,7 +233,7 @@ def _why_no_pair(offer: GroupOffer, device: Device) -> str:
 
 
 def _most(backend: Backend) -> int:
-    return MAX_PAYLOAD_NBYTES if backend == "gloo" else MAX_DEVICE_PAYLOAD_NBYTES
+    return MAX_PAYLOAD_NBYTES if backend in IN_HOST_MEMORY else MAX_DEVICE_PAYLOAD_NBYTES
 
 
 def _tag(sequence: int) -> int:
@@ -239,7 +244,7 @@ def why_not(name: TransportName, own: Device, peer: TransportOffer | None = None
     """See table.Transport."""
     if name in device_group.BACKENDS and (problem := device_group.why_none(name, own)):
         return problem
-    return _why_no_pair(decode_offer(peer, GroupOffer), own) if peer is not None else ""
+    return _why_no_pair(name, decode_offer(peer, GroupOffer), own) if peer is not None else ""
 
 
 def ends(name: TransportName, place: LinkContext) -> DistEnds:
@@ -248,7 +253,7 @@ def ends(name: TransportName, place: LinkContext) -> DistEnds:
 
 class DistEnds:
     def __init__(self, name: TransportName, place: LinkContext) -> None:
-        self._backend: Backend = next((each for each in BACKENDS if each == name), "gloo")
+        self._backend = _backend_of(name)
         self._place = place
 
     def sender(self, checksum: Checksum, post: PostKey) -> KVSender:

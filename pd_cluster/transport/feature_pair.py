@@ -1,8 +1,8 @@
-"""Features of images between hosts: a gloo pair of an encoder, which sends, and a prefill instance, which receives.
+"""Features of images between hosts: a pair of an encoder, which sends, and a prefill instance, which receives.
 
 The two meet by keys that travel over their connection (meeting.py): no outsider takes part. Payloads come in the order
 in which that connection announces them, in pieces; any fault or timeout ends the pair, so that none is taken for
-another. Their content is in the clear, and checked against the announced checksum.
+another. Their content is checked against the announced checksum; gloo sends it in the clear.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import torch
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import LinkError, first_line
 from pd_cluster.transport.base import buffer_of
-from pd_cluster.transport.features import Sealed
+from pd_cluster.transport.features import PAIRS, FeaturePlace, Sealed
 from pd_cluster.transport.meeting import Meeting
-from pd_cluster.transport.pair import RECEIVER, SENDER, make_group
+from pd_cluster.transport.pair import RECEIVER, SENDER, close_group, make_group
+from pd_cluster.wire import TransportName
 
 PIECE_NBYTES = 8 << 20
 
@@ -38,16 +39,16 @@ class PairSender:
     def __init__(
         self,
         name: str,
-        host: str,
-        connect_s: float,
-        transfer_s: float,
+        transport: TransportName,
+        place: FeaturePlace,
         post: Callable[[str, bytes], None],
         failed: Callable[[str], None],
     ) -> None:
         self.name = name
-        self.meeting = Meeting(connect_s, post)
+        self.transport = transport
+        self.meeting = Meeting(place.connect_s, post)
         self.sent_nbytes = 0
-        self._host, self._connect_s, self._transfer_s = host, connect_s, transfer_s
+        self._place = place
         self._failed = failed
         self._files: queue.SimpleQueue[Sealed | None] = queue.SimpleQueue()
         self._is_closed = threading.Event()
@@ -74,8 +75,9 @@ class PairSender:
         self._files.put(None)
 
     def _run(self) -> None:
+        group: Any = None
         try:
-            group = make_group("gloo", self.meeting, self.name, SENDER, self._host, self._connect_s, CPU)
+            group = _make(self.name, self.transport, self.meeting, SENDER, self._place)
             while (file := self._files.get()) is not None and not self._is_closed.is_set():
                 try:
                     self._send(group, file)
@@ -87,6 +89,7 @@ class PairSender:
             if not self._is_closed.is_set():
                 self._failed(first_line(error))
         finally:
+            close_group(group)
             self._drop()
 
     def _send(self, group: Any, file: Sealed) -> None:
@@ -95,7 +98,7 @@ class PairSender:
             piece = buffer[:length]
             if os.preadv(file.fd, [buffer_of(piece)], at) != length:
                 raise OSError("a file of features is cut short")
-            group.send([piece], RECEIVER, 0).wait(timedelta(seconds=self._transfer_s))
+            group.send([piece], RECEIVER, 0).wait(timedelta(seconds=self._place.transfer_s))
 
     def _drop(self) -> None:
         while True:
@@ -110,10 +113,10 @@ class PairSender:
 class PairReceiver:
     """The prefill instance's end, used by one thread."""
 
-    def __init__(self, name: str, meeting: Meeting, host: str, connect_s: float, transfer_s: float) -> None:
+    def __init__(self, name: str, transport: TransportName, meeting: Meeting, place: FeaturePlace) -> None:
         """Waits until the other end is there. Raises LinkError."""
-        self._timeout = timedelta(seconds=transfer_s)
-        self._group = make_group("gloo", meeting, name, RECEIVER, host, connect_s, CPU)
+        self._timeout = timedelta(seconds=place.transfer_s)
+        self._group = _make(name, transport, meeting, RECEIVER, place)
 
     def receive(self, nbytes: int) -> torch.Tensor:
         """Returns the bytes of the next payload. Raises LinkError: the pair is unusable."""
@@ -124,3 +127,13 @@ class PairReceiver:
         except RuntimeError as error:
             raise LinkError(f"receiving features failed: {first_line(error)}", retry=True) from error
         return payload
+
+    def close(self) -> None:
+        close_group(self._group)
+
+
+def _make(name: str, transport: TransportName, meeting: Meeting, rank: int, place: FeaturePlace) -> Any:
+    """Raises LinkError."""
+    if transport not in PAIRS:
+        raise LinkError(f"features cannot come over {transport!r}")
+    return make_group(PAIRS[transport], meeting, name, rank, place.host, place.connect_s, CPU)

@@ -13,10 +13,9 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.errors import LinkError
-from pd_cluster.transport.base import Checksum
 from pd_cluster.transport.events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
 from pd_cluster.transport.feature_pair import PairReceiver
-from pd_cluster.transport.features import DIST, SHM, fetch, reach
+from pd_cluster.transport.features import SHM, FeaturePlace, fetch, reach
 from pd_cluster.transport.meeting import Meeting
 
 log = logging.getLogger(__name__)
@@ -36,16 +35,6 @@ class Shape:
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class FeaturePlace:
-    """Where this process receives, and how long it waits."""
-
-    host: str
-    connect_s: float
-    transfer_s: float
-    checksum: Checksum
-
-
 class FeatureReader:
     """Reads in order; `report` gets an event for each item, and first how the encoder is reached, or why not.
 
@@ -60,7 +49,7 @@ class FeatureReader:
         post: Callable[[wire.Body], None],
         report: Callable[[FeatureEvent], None],
     ) -> None:
-        self.meeting = Meeting(place.connect_s, lambda key, value: post(wire.LinkValue(DIST, key, value)))
+        self.meeting = Meeting(place.connect_s, lambda key, value: post(wire.LinkValue(answer.transport, key, value)))
         self._conn, self._answer, self._place, self._post, self._report = conn, answer, place, post, report
         self._wanted: queue.SimpleQueue[tuple[wire.EncodeDone, Shape | None] | None] = queue.SimpleQueue()
         self._is_closed = threading.Event()
@@ -90,6 +79,9 @@ class FeatureReader:
         except Exception as error:  # no link may look as if it were up without its thread
             log.exception("the link to an encoder has failed")
             self._tell(EncoderUnreached(self._conn, f"the link has failed: {error}", True))
+        finally:
+            if self._pair is not None:
+                self._pair.close()
 
     def _open(self) -> wire.TransportName:
         """Returns how features come. Raises LinkError."""
@@ -102,8 +94,8 @@ class FeatureReader:
                 if error.retry or not group:
                     raise
         self._post(wire.EncoderMeet())
-        self._pair = PairReceiver(group, self.meeting, place.host, place.connect_s, place.transfer_s)
-        return DIST
+        self._pair = PairReceiver(group, self._answer.transport, self.meeting, place)
+        return self._answer.transport
 
     def _fetch(self, done: wire.EncodeDone, shape: Shape) -> None:
         place = self._place

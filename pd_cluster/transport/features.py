@@ -19,11 +19,12 @@ import torch
 from pd_cluster.errors import LinkError
 from pd_cluster.transport import unix
 from pd_cluster.transport.base import Checksum, buffer_of
+from pd_cluster.transport.pair import Backend
 from pd_cluster.transport.table import allowed
 from pd_cluster.wire import TOKEN_NBYTES, TransportName
 
 SHM: TransportName = "shm"
-DIST: TransportName = "dist"
+PAIRS: dict[TransportName, Backend] = {"dist": "gloo", "curve": "curve"}  # between hosts, in order of preference
 
 NOBODYS = bytes(TOKEN_NBYTES)  # a token that asks only whether the socket can be reached
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -32,10 +33,20 @@ WHAT = "socket for features"
 
 
 def ways(kv_transport: str) -> list[TransportName]:
-    """Returns how features may travel under a --kv-transport: within a host, and between hosts over gloo."""
+    """Returns how features may travel under a --kv-transport: within a host, and between hosts over a pair."""
     rows = [each for each in allowed(kv_transport) if each.choice]
     found = [SHM] if any(each.is_same_host for each in rows) else []
-    return found + ([DIST] if any(each.name == DIST for each in rows) else [])
+    return found + [name for name in PAIRS if any(each.name == name for each in rows)]
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturePlace:
+    """Where this process sends or receives, and how long it waits."""
+
+    host: str
+    connect_s: float
+    transfer_s: float
+    checksum: Checksum
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Process groups of two ranks, P's and D's end of one link: built directly, no global world, one direction.
 
-gloo moves host memory, NCCL and HCCL device memory. All have the same interface: `send` and `recv` return work whose
-`wait(timeout)` returns when the host may use or reuse the bytes, or raises RuntimeError: then the pair is unusable.
+gloo and CURVE (curve_pair.py) move host memory, NCCL and HCCL device memory. All have the same interface: `send` and
+`recv` return work whose `wait(timeout)` returns when the host may use or reuse the bytes, or raises RuntimeError: then
+the pair is unusable.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from pd_cluster.devices import group as device_group
 from pd_cluster.devices.device import Device
 from pd_cluster.devices.streams import poll
 from pd_cluster.errors import LinkError, first_line
+from pd_cluster.transport.curve_pair import CurveReceiver, CurveSender
 from pd_cluster.transport.meeting import Meeting
 
-Backend = Literal["gloo", "nccl", "hccl"]
+Backend = Literal["gloo", "curve", "nccl", "hccl"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 SENDER, RECEIVER = 0, 1
+IN_HOST_MEMORY: tuple[Backend, ...] = ("gloo", "curve")
 FAILED = "failed"  # a key of a pair: one end has failed
 
 
@@ -35,6 +38,10 @@ def make_group(
         if backend == "gloo":
             with meeting.held():
                 return _gloo(PrefixStore(name, meeting.store), rank, host, connect_s)
+        if backend == "curve":
+            with meeting.held():
+                store = PrefixStore(name, meeting.store)
+                return CurveSender(store, connect_s) if rank == SENDER else CurveReceiver(store, host, connect_s)
         return DevicePair(meeting, name, rank, connect_s, device)
     except RuntimeError as error:
         raise LinkError(f"the {backend} pair did not come up: {first_line(error)}", retry=True) from error
@@ -42,7 +49,7 @@ def make_group(
 
 def close_group(group: Any) -> None:
     """Closes a pair; a gloo group ends with its last reference."""
-    if isinstance(group, DevicePair):
+    if isinstance(group, (DevicePair, CurveSender, CurveReceiver)):
         group.close()
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 AUTO = "auto"  # the --kv-transport that allows all
 MEMORY_NBYTES_PER_S = 4e9
 GLOO_NBYTES_PER_S = 1e9  # docs/benchmarks/kv.md, rounded down
+CURVE_NBYTES_PER_S = 2.5e8  # one core encrypts as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,16 @@ TABLE = (
         help="NCCL, HCCL or gloo",
         title="torch.distributed",
         needs_trust=True,
+    ),
+    Transport(
+        "curve",
+        "dist",
+        "curve",
+        KINDS,
+        is_same_host=False,
+        nbytes_per_s=CURVE_NBYTES_PER_S,
+        help="encrypted, between any hosts",
+        title="encrypted over ZeroMQ",
     ),
     Transport(
         "nixl",

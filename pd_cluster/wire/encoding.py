@@ -26,12 +26,13 @@ class EncoderOpen(Message, frozen=True):
 class EncoderAnswer(Message, frozen=True):
     """`problem`: why the two cannot be a pair; otherwise how features travel.
 
-    `address` names the socket that hands them out on the same host, `group` a pair over gloo; "": not allowed.
+    `address` names the socket that hands them out on the same host, `group` a pair over `transport`; "": not allowed.
     """
 
     problem: str = ""
     address: ShortText = ""
     group: ShortText = ""
+    transport: TransportName = ""
 
 
 class EncoderMeet(Message, frozen=True):

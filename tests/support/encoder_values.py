@@ -10,7 +10,7 @@ from pd_cluster import wire
 from pd_cluster.engine.encode.encoder_links import EncoderTerms
 from pd_cluster.numerics import Numerics
 from pd_cluster.transport.base import Checksum
-from pd_cluster.transport.feature_reader import FeaturePlace
+from pd_cluster.transport.features import FeaturePlace
 from pd_cluster.types import Image, LinkState, Order, Sampling, Span
 
 PLACE = FeaturePlace("127.0.0.1", 5.0, 30.0, Checksum())

@@ -11,7 +11,10 @@ from ranktable_tools import cli as tables
 from tests.unit.test_link_rests import Net
 
 HOSTS = {"p0": "10.0.0.1", "d0": "10.0.0.2"}
-WHY = "KV cache would go from host to host over gloo ({}, {}), checked but not secret: give --trust-network to all"
+WHY = (
+    "KV cache would go from host to host over gloo ({}, {}), checked but not secret: give all workers --kv-transport "
+    "auto or curve, which is encrypted, or --trust-network if nobody else can reach that network"
+)
 
 
 def state(net: Net) -> str:
@@ -36,6 +39,7 @@ def test_gloo_does_not_leave_its_host(trusting: tuple[str, ...], refused_by: tup
         ("dist", {"p0": "127.0.0.1", "d0": "localhost"}, ()),
         ("dist", {"p0": "127.0.0.1", "d0": "127.0.0.2"}, ()),
         ("dist", {"p0": "FD00::1", "d0": "fd00:0::1"}, ()),
+        ("curve", HOSTS, ()),
         ("nccl", HOSTS, ()),
         ("hccl", HOSTS, ()),
         ("nixl", HOSTS, ()),
@@ -50,11 +54,12 @@ def test_one_host_and_other_transports_are_untouched(
 @pytest.mark.parametrize(
     ("flags", "is_refused"),
     [
-        ([], True),
+        ([], False),
         (["--kv-transport=dist"], True),
+        (["--kv-transport=curve"], False),
         (["--kv-transport=shm"], False),
         (["--kv-transport=nixl"], False),
-        (["--trust-network"], False),
+        (["--kv-transport=dist", "--trust-network"], False),
     ],
 )
 def test_a_worker_on_a_cpu_says_so_when_it_starts(
@@ -64,7 +69,7 @@ def test_a_worker_on_a_cpu_says_so_when_it_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Otherwise an old command line would start a cluster whose links are all refused."""
+    """Otherwise a cluster would start whose links are all refused."""
     for address, role in (("10.0.0.1", "prefill"), ("10.0.0.2", "decode")):
         own = ["--api-server"] if role == "prefill" else []
         given = [f"--{role}-server-list", "0", *own, "--server-ip", address, "--device", "cpu"]

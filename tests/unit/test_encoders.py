@@ -143,7 +143,8 @@ def test_wrong_features_are_refused() -> None:
     assert not found.value.retry
 
 
-def test_features_over_a_pair_come_in_order_and_are_checked() -> None:
+@pytest.mark.parametrize("transport", ["dist", "curve"])
+def test_features_over_a_pair_come_in_order_and_are_checked(transport: str) -> None:
     """Both ends are the real ones; only the connection between them is two calls."""
     events: queue.SimpleQueue[FeatureEvent] = queue.SimpleQueue()
     failures: list[str] = []
@@ -158,12 +159,12 @@ def test_features_over_a_pair_come_in_order_and_are_checked() -> None:
                 sender.meeting.put(body.key, body.value)
 
     sender = PairSender(
-        "group", "127.0.0.1", 5.0, 30.0, lambda key, value: made.result(30).meeting.put(key, value), failures.append
+        "group", transport, PLACE, lambda key, value: made.result(30).meeting.put(key, value), failures.append
     )
-    reader = FeatureReader("c", wire.EncoderAnswer("", "", "group"), PLACE, post, events.put)
+    reader = FeatureReader("c", wire.EncoderAnswer("", "", "group", transport), PLACE, post, events.put)
     made.set_result(reader)
     try:
-        assert events.get(timeout=30) == EncoderReached("c", "dist")
+        assert events.get(timeout=30) == EncoderReached("c", transport)
         for number, (features, is_wanted, is_right) in enumerate(
             ((FEATURES, True, True), (large, False, True), (large, True, True), (FEATURES, True, False))
         ):
@@ -220,7 +221,7 @@ def test_a_socket_of_another_host_leaves_the_pair_or_nothing() -> None:
         events: queue.SimpleQueue[FeatureEvent] = queue.SimpleQueue()
         sent: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
         place = replace(PLACE, connect_s=0.1)
-        reader = FeatureReader("c", wire.EncoderAnswer("", "nowhere", group), place, sent.put, events.put)
+        reader = FeatureReader("c", wire.EncoderAnswer("", "nowhere", group, "dist"), place, sent.put, events.put)
         if group:
             assert sent.get(timeout=30) == wire.EncoderMeet()
         event = events.get(timeout=30)  # nobody comes to the pair
@@ -231,10 +232,11 @@ def test_a_socket_of_another_host_leaves_the_pair_or_nothing() -> None:
 
 def test_which_transports_leave_a_way() -> None:
     assert {choice: ways(choice) for choice in CHOICES} == {
-        "auto": ["shm", "dist"],
+        "auto": ["shm", "dist", "curve"],
         "ipc": ["shm"],
         "shm": ["shm"],
         "dist": ["dist"],
+        "curve": ["curve"],
         "nixl": [],
     }
 

@@ -201,7 +201,7 @@ def test_a_pool_that_may_grow_is_not_offered_and_the_next_transport_serves(
     with pytest.raises(LinkError, match=f"{name}=max_split_size_mb:64.*take expandable_segments out"):
         ExportServer(put_on(random_pool(1), 0, kind), MemfdMemory())
     link = Link("auto", devices=(1, 0), kind=kind)
-    assert [offer.transport for offer in link.send.offers] == ["local", group, "dist"]
+    assert [offer.transport for offer in link.send.offers] == ["local", group, "dist", "curve"]
     assert "KV cache is not offered over ipc" in caplog.text
     assert link.await_ready().transport == group
     link.close()
@@ -251,10 +251,22 @@ def test_pools_on_two_devices_are_not_local(gpu: FakeModule) -> None:
 
 
 def test_each_device_has_its_transports(gpu: FakeModule) -> None:
-    names: tuple[wire.TransportName, ...] = ("local", "ipc", "shm", "nccl", "hccl", "dist")
-    assert [name for name in names if not BY_NAME[name].why_not(CPU)] == ["local", "shm", "dist"]
-    assert [name for name in names if not BY_NAME[name].why_not(Device("cuda"))] == ["local", "ipc", "nccl", "dist"]
-    assert [name for name in names if not BY_NAME[name].why_not(Device("npu"))] == ["local", "ipc", "hccl", "dist"]
+    names: tuple[wire.TransportName, ...] = ("local", "ipc", "shm", "nccl", "hccl", "dist", "curve")
+    assert [name for name in names if not BY_NAME[name].why_not(CPU)] == ["local", "shm", "dist", "curve"]
+    assert [name for name in names if not BY_NAME[name].why_not(Device("cuda"))] == [
+        "local",
+        "ipc",
+        "nccl",
+        "dist",
+        "curve",
+    ]
+    assert [name for name in names if not BY_NAME[name].why_not(Device("npu"))] == [
+        "local",
+        "ipc",
+        "hccl",
+        "dist",
+        "curve",
+    ]
     assert BY_NAME["hccl"].why_not(Device("cuda")) == "torch has no HCCL for cuda:0 here"
     assert tuple(each.name for each in allowed("auto")) == names
     assert tuple(each.name for each in allowed("dist")) == ("nccl", "hccl", "dist")

@@ -135,7 +135,7 @@ def test_a_payload_of_another_length_than_its_piece_is_refused() -> None:
 
 def test_transports_that_were_not_chosen_are_closed() -> None:
     link = Link("auto")
-    assert {offer.transport for offer in link.send.offers} == {"local", "shm", "dist"}
+    assert {offer.transport for offer in link.send.offers} == {"local", "shm", "dist", "curve"}
     assert link.await_ready().transport == "local"
     link.send.settle()
     link.transfer([1, 2], [7, 8])

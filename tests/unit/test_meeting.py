@@ -91,7 +91,7 @@ def test_a_pair_that_nobody_has_opened_listens_nowhere() -> None:
     before = listening_ports()
     link = Link("auto")
     assert link.await_ready().transport == "local"
-    assert {offer.transport for offer in link.send.offers} == {"local", "shm", "dist"}
+    assert {offer.transport for offer in link.send.offers} == {"local", "shm", "dist", "curve"}
     assert listening_ports() == before
     link.close()
 

@@ -19,7 +19,7 @@ from pd_cluster.numerics import Numerics
 from pd_cluster.reports import RankReport
 from pd_cluster.settings.config import WorkerConfig
 from pd_cluster.transport.base import Checksum
-from pd_cluster.transport.feature_reader import FeaturePlace
+from pd_cluster.transport.features import FeaturePlace
 
 
 def terms_of(config: WorkerConfig, model_identity: str, numerics: Numerics) -> EncoderTerms:

@@ -16,8 +16,8 @@ from pd_cluster.net.admission import peer_key
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.events import EncoderReached, EncoderUnreached, FeatureEvent
-from pd_cluster.transport.feature_reader import FeaturePlace, FeatureReader, Shape
-from pd_cluster.transport.features import DIST, SHM, ways
+from pd_cluster.transport.feature_reader import FeatureReader, Shape
+from pd_cluster.transport.features import PAIRS, SHM, FeaturePlace, ways
 from pd_cluster.transport.table import AUTO, without_secrecy
 from pd_cluster.types import LinkState
 
@@ -52,8 +52,8 @@ class EncoderTerms:
                 return f"the encoder has --{flag} {mine}, the prefill instance --{flag} {its}; start both with the same"
         if not set(self.ways) & set(asked.transports):
             return (
-                f"features travel over {SHM} or {DIST}, and no --kv-transport allows one at both ends (the encoder's "
-                f"is {self.kv_transport}); leave it out, or do without encoders"
+                f"features travel over {' or '.join((SHM, *PAIRS))}, and no --kv-transport allows one at both ends "
+                f"(the encoder's is {self.kv_transport}); leave it out, or do without encoders"
             )
         return ""
 
@@ -140,11 +140,9 @@ class EncoderLinks:
     def on_opened(self, conn: str) -> None:
         if (link := self._by_conn(conn)) is None:
             return
-        terms = self._terms
-        problem = terms.crossing.problem(peer_key(link.info.name, link.info.epoch))
-        ways = [each for each in terms.ways if not (problem and without_secrecy(each))]
+        terms, ways = self._terms, self._ways_to(link)
         if terms.ways and not ways:
-            self._refuse(link, problem)
+            self._refuse(link, terms.crossing.problem(peer_key(link.info.name, link.info.epoch)))
             return
         self._post.send(conn, wire.EncoderOpen(terms.model_identity, terms.numerics, ways))
 
@@ -158,6 +156,9 @@ class EncoderLinks:
             return
         if answer.problem:
             self._refuse(link, answer.problem)
+            return
+        if answer.group and answer.transport not in self._ways_to(link):
+            self._refuse(link, f"the encoder chose {answer.transport!r:.40}, which this instance does not allow")
             return
         post = partial(self._post.send, conn)
         self._readers[conn] = FeatureReader(conn, answer, self._terms.place, post, self._report)
@@ -173,10 +174,15 @@ class EncoderLinks:
             self._retry(link, event.reason)
         else:
             way_out = self._terms.crossing.problem(peer_key(link.info.name, link.info.epoch))
-            way_out = way_out or f"on another host, both need a --kv-transport that allows {DIST}"
+            way_out = way_out or f"on another host, both need a --kv-transport that allows {' or '.join(PAIRS)}"
             self._refuse(link, f"{event.reason}; {way_out}")
 
     # ---- inside
+
+    def _ways_to(self, link: _Link) -> list[wire.TransportName]:
+        """Returns how features may come from this encoder."""
+        problem = self._terms.crossing.problem(peer_key(link.info.name, link.info.epoch))
+        return [each for each in self._terms.ways if not (problem and without_secrecy(each))]
 
     def _by_conn(self, conn: str) -> _Link | None:
         return next((link for link in self._links.values() if link.conn == conn), None) if conn else None

@@ -25,7 +25,7 @@ from pd_cluster.engine.sleep import EngineSleep
 from pd_cluster.model.vision.tower import Tower
 from pd_cluster.transport.events import LinkFailed
 from pd_cluster.transport.feature_pair import PairSender
-from pd_cluster.transport.features import DIST, NOBODYS, SHM, FeatureServer, Sealed
+from pd_cluster.transport.features import NOBODYS, PAIRS, SHM, FeatureServer, Sealed
 from pd_cluster.types import Image, LinkState
 
 log = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ class EncodeWorker:
 
     def _link_over(self, conn: str) -> LinkState:
         pair = self._pairs.get(conn)
-        return LinkState("up", (DIST,) if pair is not None and pair.is_open else (SHM,))
+        return LinkState("up", (pair.transport,) if pair is not None and pair.is_open else (SHM,))
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -275,18 +275,18 @@ class EncodeWorker:
             return
         self._part(conn)
         self._peers[conn] = peer
-        common, place, group = set(self._terms.ways) & set(asked.transports), self._terms.place, ""
-        if DIST in common:
+        common, group = set(self._terms.ways) & set(asked.transports), ""
+        over = next((each for each in PAIRS if each in common), "")
+        if over:
             group = secrets.token_hex(16)
             self._pairs[conn] = PairSender(
                 group,
-                place.host,
-                place.connect_s,
-                place.transfer_s,
-                lambda key, value: self._post.send(conn, wire.LinkValue(DIST, key, value)),
+                over,
+                self._terms.place,
+                lambda key, value: self._post.send(conn, wire.LinkValue(over, key, value)),
                 lambda reason: self.inbox.put(LinkFailed(conn, reason)),
             )
-        self._post.send(conn, wire.EncoderAnswer("", self._server.name if SHM in common else "", group))
+        self._post.send(conn, wire.EncoderAnswer("", self._server.name if SHM in common else "", group, over))
 
     def meet(self, conn: str, value: wire.LinkValue) -> None:
         """Called on the mailbox's thread."""

@@ -54,8 +54,9 @@ class Crossing:
 
 
 def why_not(own: str, other: str) -> str:
-    """Returns why gloo is not used between two hosts."""
+    """Returns why gloo is not used between two hosts, and the way out."""
     return (
-        f"KV cache would go from host to host over gloo ({own}, {other}), checked but not secret: give "
-        f"{called('trust_network')} to all workers if nobody else can reach that network"
+        f"KV cache would go from host to host over gloo ({own}, {other}), checked but not secret: give all workers "
+        f"{called('kv_transport')} auto or curve, which is encrypted, or {called('trust_network')} if nobody else can "
+        f"reach that network"
     )

@@ -17,6 +17,7 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.devices.streams import poll
+from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StopEngine
 from pd_cluster.engine.handover.in_links import InLinks
 from pd_cluster.engine.handover.links import LocalLanes, PeerProgress, Side
@@ -47,6 +48,7 @@ from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.events import Landed, LandFault, LinkEvent, LinkFailed
 from pd_cluster.transport.factory import Transports
+from pd_cluster.transport.table import AUTO
 from pd_cluster.types import TokenOutput
 from ranktable_tools.curve import public_key
 
@@ -96,7 +98,9 @@ class LinkEnd(ABC):
         self.mailbox = Mailbox(config.name, self.epoch, kind, config.credentials, TIMEOUTS)
         self.port = self.mailbox.bind(begin.host, config.kv_port_range)
         own = peer_key(config.name, self.epoch)
-        self.side = Side(own, secret, "", Numerics(), LAYOUT, pool.num_blocks, pool.probe_seed, options)
+        # What moves is not secret, so a transport that is asked for by name may cross to another host.
+        crossing = Crossing(own, trusts_network=begin.kv_transport != AUTO)
+        self.side = Side(own, secret, "", Numerics(), LAYOUT, pool.num_blocks, pool.probe_seed, options, crossing)
         self.lanes = LocalLanes(self.side, Transports(config, pool), self.mailbox.send)
 
     def _wait(self, done: Callable[[], bool], take: Callable[[Event], None], what: str) -> None:
@@ -153,6 +157,7 @@ class SendingEnd(LinkEnd):
         self._links = OutLinks(self.side, post, lanes, self.report, self._on_down, progress, time.monotonic, TIMEOUTS)
         self._peer = peer_key(send.name, send.epoch)
         self._is_credited = self._is_confirmed = self.was_connected = False
+        self._own = wire.PeerInfo(begin.name, self.epoch, "prefill", begin.host, self.port, self.mailbox.public_key)
         self._host = send.host or begin.host
         self.mailbox.start(self)
 
@@ -162,6 +167,7 @@ class SendingEnd(LinkEnd):
         info = wire.PeerInfo(
             name=send.name, epoch=send.epoch, role="decode", host=self._host, control_port=send.port, public_key=key
         )
+        self.side.crossing.hear([self._own, info])
         self._links.set_peers([info])
         self._wait(lambda: bool(self._links.link_to(self._peer) or self._reason()), self._take, "the link")
         if reason := self._reason():

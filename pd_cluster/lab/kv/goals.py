@@ -20,6 +20,7 @@ Round = Mapping[str, float]
 SHARES: dict[TransportName, tuple[float, float]] = {
     "shm": (0.85, 0.60),
     "dist": (0.90, 0.80),
+    "curve": (0.20, 0.20),
     "nixl": (0.85, 0.60),
 }  # off, on
 LEAST_MIB = 16  # smaller transfers have no goal

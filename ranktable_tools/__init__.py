@@ -4,9 +4,10 @@
 faults. Needs the standard library only, and nothing of pd_cluster.
 """
 
-from ranktable_tools.check import check, parse_node_ports, permission_warnings
+from ranktable_tools.check import check, permission_warnings
 from ranktable_tools.gen import Generated, generate, write
 from ranktable_tools.merge import merge
+from ranktable_tools.ports import parse_node_ports
 from ranktable_tools.schema import (
     Device,
     Fault,

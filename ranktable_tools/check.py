@@ -6,18 +6,17 @@ Reads files only: instances check at their start whether devices and ports exist
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ranktable_tools.errors import Fault, RankTableError
 from ranktable_tools.files import actual_path, is_private, read_json
-from ranktable_tools.hosts import host_key
+from ranktable_tools.ports import Given, port_faults
 from ranktable_tools.rules import device_conflicts, entries, gaps
 from ranktable_tools.schema import load_local, locate, parse_global
 from ranktable_tools.tables import RankTable
 
-_NODE_PORTS = "NODE_PORTS"
+_NO_PORTS = Given()
 
 
 def check(
@@ -25,10 +24,11 @@ def check(
     local_paths: Sequence[Path] = (),
     node_ports: str | Sequence[int] | None = None,
     tensor_parallel_size: int | None = None,
+    given: Given = _NO_PORTS,
 ) -> list[Fault]:
     """Returns all faults, the global table's own first; empty means fine. Never raises RankTableError.
 
-    `node_ports`: in the environment variable's form (`8088,8089`), or as numbers.
+    `node_ports`: in the environment variable's form (`8088,8089`), or as numbers. `given`: the other ports.
     """
     try:
         table = parse_global(read_json(global_path), str(actual_path(global_path)))
@@ -36,8 +36,7 @@ def check(
         return [error.fault]
     faults = [*device_conflicts(entries(table)), *gaps(table)]
     faults += _local_faults(table, local_paths)
-    if node_ports is not None:
-        faults += _port_faults(table, node_ports)
+    faults += port_faults(table, node_ports, given)
     if tensor_parallel_size is not None:
         faults += _size_faults(table, tensor_parallel_size)
     return faults
@@ -53,18 +52,6 @@ def permission_warnings(paths: Sequence[Path]) -> list[str]:
     ]
 
 
-def parse_node_ports(text: str) -> list[int]:
-    """Parses `8088,8089` to [8088, 8089]. Raises RankTableError whose file is NODE_PORTS."""
-    ports = []
-    for index, part in enumerate(text.split(",")):
-        if not re.fullmatch(r"\s*[0-9]{1,5}\s*", part, flags=re.ASCII) or not 1 <= int(part) <= 65535:
-            raise RankTableError(
-                _NODE_PORTS, f"[{index}]", part, "a port from 1 to 65535", "write it as NODE_PORTS=8088,8089"
-            )
-        ports.append(int(part))
-    return ports
-
-
 def _local_faults(table: RankTable, local_paths: Sequence[Path]) -> Iterator[Fault]:
     """Checks that every local table is an entry of the global one, and that no two are the same entry."""
     taken: dict[tuple[str, int], Path] = {}  # (role, index) -> local table
@@ -78,28 +65,6 @@ def _local_faults(table: RankTable, local_paths: Sequence[Path]) -> Iterator[Fau
             expected = f"an instance of its own ({taken[place]} is this one)"
             yield Fault(str(path), "server_list[0]", f"{place[0]} {place[1]}", expected)
         taken.setdefault(place, path)
-
-
-def _port_faults(table: RankTable, node_ports: str | Sequence[int]) -> Iterator[Fault]:
-    """Checks that each instance has one port, prefill first; two instances of one host never share one."""
-    try:
-        text = node_ports if isinstance(node_ports, str) else ",".join(map(str, node_ports))
-        ports = parse_node_ports(text)
-    except RankTableError as error:
-        yield error.fault
-        return
-    if len(ports) != len(table.instances):
-        expected = (
-            f"{len(table.instances)} ports: {table.file} has {len(table.prefill)} prefill, "
-            f"{len(table.decode)} decode instances"
-        )
-        yield Fault(_NODE_PORTS, "count", f"{len(ports)} ports", expected)
-    owners: dict[tuple[str, int], int] = {}  # (host, port) -> index in NODE_PORTS
-    for index, (server, port) in enumerate(zip(table.instances, ports)):
-        owner = owners.setdefault((host_key(server.server_ip), port), index)
-        if owner != index:
-            expected = f"a port that no other instance of {server.server_ip} uses ([{owner}] does)"
-            yield Fault(_NODE_PORTS, f"[{index}]", port, expected)
 
 
 def _size_faults(table: RankTable, tensor_parallel_size: int) -> Iterator[Fault]:

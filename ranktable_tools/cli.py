@@ -18,9 +18,10 @@ from ranktable_tools.errors import RankTableError
 from ranktable_tools.files import PRIVATE, Access, write_file
 from ranktable_tools.foreign import foreign_fields
 from ranktable_tools.gen import generate, write
-from ranktable_tools.hosts import HOST_EXPECTED, is_host
+from ranktable_tools.hosts import HOST_EXPECTED, is_shared_host
 from ranktable_tools.keys import where_to_copy, write_keys
 from ranktable_tools.merge import MERGED_NAME, merge
+from ranktable_tools.ports import NODE_PORTS, Given, outgoing_warnings, parse_node_ports, scheduler_ports
 from ranktable_tools.readers import group_id_of
 from ranktable_tools.schema import load_global
 from ranktable_tools.show import render
@@ -165,12 +166,16 @@ def _check_parser() -> _Parser:
         prog="pd-ranktable check",
         description="Find every fault of the tables that are about to serve.",
         example="save_dir/global_ranktable_10.0.0.18.json --local save_dir/local_ranktable_10.0.0.18_*.json"
-        " --node-ports 8088,8089 --tensor-parallel-size 2",
+        " --node-ports 8088,8089 --port 9000 --tensor-parallel-size 2",
     )
     parser.add_argument("table", type=Path, metavar="GLOBAL_TABLE")
     parser.option("--local", type=Path, nargs="*", action="extend", default=[], metavar="FILE")
     parser.option("--node-ports", metavar="PORT,PORT", help="NODE_PORTS: prefill first, as `show` numbers them")
     parser.option("--tensor-parallel-size", type=int, metavar="N", help="devices of each instance")
+    parser.option("--port", type=_port, help="the scheduler's public port")
+    parser.option("--admin-port", type=_port, metavar="PORT", help="the scheduler's admin port (default: --port + 1)")
+    parser.option("--join-port", type=_port, metavar="PORT", help="the scheduler's port for workers in no table")
+    parser.option("--kv-port-range", type=_port_range, metavar="FIRST-LAST", help="the instances' control sockets")
     parser.set_defaults(**{_COMMAND: _check})
     return parser
 
@@ -198,7 +203,9 @@ def _add_gen_options(parser: _Parser) -> None:
             help=f"device ids of each {role} instance on this machine, instances separated by spaces",
         )
     parser.option("--api-server", action="store_true", help="the scheduler runs here: on one machine only")
-    parser.option("--server-ip", type=_host, help="this machine's address (default: the default route's)")
+    parser.option(
+        "--server-ip", type=_host, help="this machine's address (default: the default route's, or its only one)"
+    )
     parser.option("--device", choices=("auto", "npu", "gpu", "cpu"), default="auto", help="default: auto")
     parser.option(
         "--device-ip",
@@ -270,9 +277,23 @@ def _instance(text: str) -> list[int]:
 
 
 def _host(text: str) -> str:
-    if not is_host(text):
+    if not is_shared_host(text):
         raise argparse.ArgumentTypeError(f"{text!r}: expected {HOST_EXPECTED}")
     return text
+
+
+def _port(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a port from 1 to 65535")
+    return int(text)
+
+
+def _port_range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    found = _port(first), _port(last or first)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected FIRST-LAST, such as 7000-7010")
+    return found
 
 
 def _device_ip(text: str) -> tuple[int, str]:
@@ -319,10 +340,19 @@ def _detected_kind() -> probe.DeviceKind:
 
 
 def _default_server_ip() -> str:
+    """Raises RankTableError where several addresses may be meant."""
     address = probe.default_server_ip()
-    if address is None:
-        print("note: no default route, so --server-ip is 127.0.0.1: one machine only", file=sys.stderr)
-    return address or "127.0.0.1"
+    if address is not None:
+        return address
+    found = probe.global_addresses()
+    if len(found) > 1:
+        expected = "one of them: there is no default route to choose by"
+        raise RankTableError("gen", "--server-ip", " ".join(found), expected, f"give --server-ip {found[0]}, say")
+    if found:
+        print(f"note: no default route, so --server-ip is {found[0]}, the only address", file=sys.stderr)
+        return found[0]
+    print("note: this machine has no address, so --server-ip is 127.0.0.1: one machine only", file=sys.stderr)
+    return "127.0.0.1"
 
 
 def _merge(args: argparse.Namespace) -> int:
@@ -343,7 +373,10 @@ def _keys(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     for warning in permission_warnings([args.table, *args.local]):
         print(f"warning: {warning}", file=sys.stderr)
-    faults = check(args.table, args.local, args.node_ports, args.tensor_parallel_size)
+    given = Given(scheduler_ports(args.port, args.admin_port, args.join_port), args.kv_port_range)
+    faults = check(args.table, args.local, args.node_ports, args.tensor_parallel_size, given)
+    for warning in () if faults else outgoing_warnings(_named_ports(args.node_ports, given)):
+        print(f"warning: {warning}", file=sys.stderr)
     for fault in faults:
         print(fault)
     if not faults:
@@ -353,6 +386,14 @@ def _check(args: argparse.Namespace) -> int:
             print(f"note: fields of other programs, which mean nothing here: {kept}", file=sys.stderr)
         print(f"ok: 1 scheduler, {len(table.prefill)} prefill, {len(table.decode)} decode")
     return 1 if faults else 0
+
+
+def _named_ports(node_ports: str | None, given: Given) -> dict[str, int]:
+    ports = [] if node_ports is None else parse_node_ports(node_ports)
+    named = {f"{NODE_PORTS}: [{index}]": port for index, port in enumerate(ports)}
+    named.update(given.scheduler)
+    named.update({} if given.kv_range is None else {"--kv-port-range": given.kv_range[1]})
+    return named
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ranktable_tools import probe, vnpu
 from ranktable_tools.errors import RankTableError
 from ranktable_tools.files import PRIVATE, Access, write_file
-from ranktable_tools.hosts import HOST_EXPECTED, in_file_name, is_host
+from ranktable_tools.hosts import HOST_EXPECTED, in_file_name, is_shared_host
 from ranktable_tools.npu import Npu
 from ranktable_tools.probe import DeviceKind
 from ranktable_tools.rules import device_conflicts, entries
@@ -51,7 +51,7 @@ def generate(
     Missing `device_ips` are requested from the machine. If NPUs have a super_device_id, all tables are of version 1.2,
     as in HCCL. Raises RankTableError.
     """
-    if not is_host(server_ip):
+    if not is_shared_host(server_ip):
         raise RankTableError(_ARGUMENTS, "--server-ip", server_ip, HOST_EXPECTED)
     _refuse_wrong_ids(prefill, decode)
     if device_kind == "npu":
@@ -119,7 +119,7 @@ def _devices(
     for device_id, address in given.items():
         if device_id not in used:
             raise RankTableError(_ARGUMENTS, "--device-ip", device_id, "a device of an instance")
-        if not is_host(address):
+        if not is_shared_host(address):
             raise RankTableError(_ARGUMENTS, f"--device-ip {device_id}", address, HOST_EXPECTED)
     return probe.find_devices(kind, used, server_ip, given) if used else {}
 

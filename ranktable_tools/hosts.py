@@ -6,14 +6,17 @@ import ipaddress
 import re
 from typing import Final
 
-HOST_EXPECTED: Final = "an IPv4 or IPv6 address, a host name or 'localhost'"
+HOST_EXPECTED: Final = (
+    "the IPv4 or IPv6 address of one machine (not link-local IPv6, whose scope differs between hosts), a host name or "
+    "'localhost'"
+)
 
 _SAFE: Final = re.compile(r"[0-9A-Za-z.:%_-]{1,253}")
 _LABEL: Final = re.compile(r"[0-9A-Za-z_]([0-9A-Za-z_-]{0,61}[0-9A-Za-z_])?")
 
 
 def is_ip(text: str) -> bool:
-    """Returns whether this is an address of one machine: not `0.0.0.0`, not a multicast group."""
+    """Returns whether this is an address of one machine: not `0.0.0.0`, a multicast group or a reserved address."""
     if not _SAFE.fullmatch(text):  # an IPv6 scope, which becomes part of a file name, could hold a slash
         return False
     try:
@@ -21,7 +24,9 @@ def is_ip(text: str) -> bool:
         address = _address(text)
     except ValueError:
         return False
-    return not (address.is_unspecified or address.is_multicast)
+    if address.is_loopback:
+        return True
+    return not (address.is_unspecified or address.is_multicast or address.is_reserved or _is_this_network(address))
 
 
 def is_host(text: str) -> bool:
@@ -32,6 +37,16 @@ def is_host(text: str) -> bool:
         return False
     labels = text.split(".")
     return all(_LABEL.fullmatch(label) for label in labels) and not labels[-1].isdigit()
+
+
+def is_shared_host(text: str) -> bool:
+    """Returns whether this is an address or a name that means the same on every host: not link-local IPv6."""
+    return is_host(text) and not (":" in text and is_link_local(text))
+
+
+def is_link_local(text: str) -> bool:
+    """Returns whether this is an address that holds on one link only."""
+    return is_ip(text) and _address(text).is_link_local
 
 
 def is_loopback(host: str) -> bool:
@@ -46,26 +61,41 @@ def bracketed(host: str) -> str:
 
 
 def host_key(host: str) -> str:
-    """Returns equal keys for spellings of one host: `localhost` and `127.0.0.1`, `FE80::1` and `fe80:0::1`."""
+    """Returns equal keys for spellings of one host.
+
+    `localhost` and `127.0.0.1`, `FD00::1` and `fd00:0::1`, `::ffff:10.0.0.1` and `10.0.0.1`.
+    """
     if host.lower() == "localhost":
         return "127.0.0.1"
     _, percent, scope = host.partition("%")
     return f"{_address(host)}{percent}{scope}" if is_ip(host) else host.lower()
 
 
+def machine_key(host: str) -> str:
+    """Returns equal keys for addresses that are known to be of one machine: those of one host, and all loopback's."""
+    return host_key("localhost" if is_loopback(host) else host)
+
+
 def is_one_host(one: str, other: str) -> bool:
     """Returns whether two addresses are known to be of one host."""
-    return host_key(one) == host_key(other) or (is_loopback(one) and is_loopback(other))
+    return machine_key(one) == machine_key(other)
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Parses the address without its scope, which Python 3.8 does not support. Raises ValueError."""
+    """Parses the address without its scope, which Python 3.8 does not support. Raises ValueError.
+
+    An IPv4 address in IPv6's form is the IPv4 one.
+    """
     bare, percent, scope = text.partition("%")
-    if not percent:
-        return ipaddress.ip_address(bare)
-    if not scope or "%" in scope:
+    if percent and (not scope or "%" in scope):
         raise ValueError(text)
-    return ipaddress.IPv6Address(bare)
+    address = ipaddress.IPv6Address(bare) if percent else ipaddress.ip_address(bare)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return address if mapped is None else mapped
+
+
+def _is_this_network(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return address.version == 4 and int(address) >> 24 == 0  # 0.0.0.0/8 (RFC 1122)
 
 
 def in_file_name(host: str) -> str:

@@ -8,7 +8,14 @@ from pathlib import Path
 
 from ranktable_tools.errors import RankTableError
 from ranktable_tools.foreign import together
-from ranktable_tools.rules import Entry, device_conflicts, entries, unreachable_hosts
+from ranktable_tools.rules import (
+    Entry,
+    device_conflicts,
+    entries,
+    num_super_pods,
+    super_pod_faults,
+    unreachable_hosts,
+)
 from ranktable_tools.schema import load_global
 from ranktable_tools.tables import ROLES, RankTable, server_group
 
@@ -27,7 +34,8 @@ def merge(paths: Sequence[Path], note: Callable[[str], None] = lambda _: None) -
     tables = [load_global(path) for path in paths]
     found = [entry for table in tables for entry in entries(table)]
     _refuse_wrong_schedulers(found, paths)
-    for fault in (*device_conflicts(found), *unreachable_hosts(found)):
+    pods = sum(map(num_super_pods, tables))
+    for fault in (*device_conflicts(found), *unreachable_hosts(found), *super_pod_faults(found, pods)):
         raise fault.error()
     groups = []
     for at, role in enumerate(ROLES):

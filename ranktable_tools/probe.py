@@ -5,10 +5,13 @@ The parsers are pure functions of a program's text; the rest runs the programs, 
 
 from __future__ import annotations
 
+import array
+import fcntl
 import glob
 import re
 import shutil
 import socket
+import struct
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,12 +19,15 @@ from typing import Final, Literal
 
 from ranktable_tools import vnpu
 from ranktable_tools.errors import RankTableError
-from ranktable_tools.hosts import is_ip
+from ranktable_tools.hosts import is_ip, is_link_local, is_loopback
 from ranktable_tools.npu import Npu, Run, find_npus
 
 DeviceKind = Literal["npu", "gpu", "cpu"]
 
 _PROGRAM_TIMEOUT_S: Final = 10.0
+_SIOCGIFCONF: Final = 0x8912  # netdevice(7)
+_MOST_ADDRESSES: Final = 256
+_IF_INET6: Final = Path("/proc/net/if_inet6")
 _ELSEWHERE: Final = (
     (socket.AF_INET, ("198.51.100.1", 9)),  # documentation addresses (RFC 5737, RFC 3849): nothing is sent
     (socket.AF_INET6, ("2001:db8::1", 9)),
@@ -66,6 +72,33 @@ def default_server_ip() -> str | None:
         if is_ip(address):
             return address
     return None
+
+
+def global_addresses() -> list[str]:
+    """Returns this machine's addresses that other hosts may reach: IPv4's, or IPv6's if there are none."""
+    return _ipv4_addresses() or _ipv6_addresses()
+
+
+def _ipv4_addresses() -> list[str]:
+    size = 40  # of a struct ifreq on 64-bit machines: a name of 16 bytes, then a struct sockaddr_in
+    buffer = array.array("B", bytes(_MOST_ADDRESSES * size))
+    request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])  # a struct ifconf
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            nbytes = struct.unpack("iL", fcntl.ioctl(probe, _SIOCGIFCONF, request))[0]
+    except OSError:
+        return []
+    found = [socket.inet_ntoa(buffer[at + 20 : at + 24].tobytes()) for at in range(0, nbytes, size)]
+    return [each for each in dict.fromkeys(found) if is_ip(each) and not is_loopback(each) and not is_link_local(each)]
+
+
+def _ipv6_addresses() -> list[str]:
+    try:
+        rows = [line.split() for line in _IF_INET6.read_text().splitlines()]
+    except OSError:
+        return []
+    found = [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows]
+    return [each for each in dict.fromkeys(found) if is_ip(each) and not is_loopback(each) and not is_link_local(each)]
 
 
 def find_devices(

@@ -17,7 +17,7 @@ from ranktable_tools.errors import Fault as Fault
 from ranktable_tools.errors import RankTableError as RankTableError
 from ranktable_tools.files import actual_path, read_json
 from ranktable_tools.files import read_bytes as read_bytes
-from ranktable_tools.hosts import HOST_EXPECTED, host_key, is_host
+from ranktable_tools.hosts import HOST_EXPECTED, host_key, is_shared_host
 from ranktable_tools.reader import JsonObject
 from ranktable_tools.rules import Entry, device_conflicts, entries
 from ranktable_tools.tables import ROLES as ROLES
@@ -101,7 +101,7 @@ def _group(group: JsonObject, role: Role) -> ServerGroup:
 
 def _server(entry: JsonObject, role: Role) -> Server:
     server_id = entry.text("server_id", _is_name, "a host's name or address")
-    server_ip = entry.text("server_ip", is_host, HOST_EXPECTED)
+    server_ip = entry.text("server_ip", is_shared_host, HOST_EXPECTED)
     listed = entry.members.get("device", MISSING)
     if role == "scheduler":
         if listed not in (MISSING, []):
@@ -122,7 +122,7 @@ def _device(device: JsonObject) -> Device:
         super_device_id = device.text("super_device_id", _is_number, _NUMBER_EXPECTED)
     return Device(
         device.text("device_id", _is_number, _NUMBER_EXPECTED),
-        device.text("device_ip", is_host, HOST_EXPECTED),
+        device.text("device_ip", is_shared_host, HOST_EXPECTED),
         device.text("rank_id", _is_number, _NUMBER_EXPECTED),
         super_device_id,
         device.foreign,

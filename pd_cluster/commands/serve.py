@@ -16,9 +16,7 @@ import msgspec
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.members.credentials import credentials_of
-from pd_cluster.cluster.members.place import (
-    Place,
-)
+from pd_cluster.cluster.members.place import Place, check_ports
 from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT
 from pd_cluster.cluster.processes.rank_process import environment_of
 from pd_cluster.commands.serve_scheduler import run_scheduler
@@ -43,6 +41,7 @@ from pd_cluster.settings.routing import ConnectionLimits
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.table import allowed
 from pd_cluster.wire import Join
+from ranktable_tools.ports import Given, outgoing_warnings
 
 if TYPE_CHECKING:
     from pd_cluster.api.worker_app import Registering
@@ -87,6 +86,7 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
             f"{called('role')} encode: {checkpoint.path} takes no images here, so nothing is to be encoded"
         )
     _check_crossing(start)
+    _check_ports(start)
     handover = _own_events(start, credentials)
     check_tiers(handover, engine.kv_host_cache_gib)
     from pd_cluster.api.front.server import bind
@@ -127,6 +127,14 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
         listener = bind(start.process.host, start.process.port)
         limits = start.options.read(ConnectionLimits)
         asyncio.run(run_worker(config, listener, limits, preloader, _registering(start, config)))
+
+
+def _check_ports(start: Start) -> None:
+    """Raises ConfigError where another of this host's processes may find its port taken."""
+    own, ports = {"--port": start.process.port}, start.handover.kv_port_range
+    check_ports(start.place, Given(worker=own, kv_range=(ports.first, ports.last) if ports.last else None))
+    for warning in outgoing_warnings({**own, **({"--kv-port-range": ports.last} if ports.last else {})}):
+        log.warning("%s", warning)
 
 
 def _check_crossing(start: Start) -> None:

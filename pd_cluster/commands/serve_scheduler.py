@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pd_cluster.cluster.members.credentials import admin_token_of, credentials_of
 from pd_cluster.cluster.members.place import (
     Place,
+    check_ports,
     find_place,
     node_ports,
     use_openai,
@@ -28,6 +29,7 @@ from pd_cluster.settings.routing import AdminSettings, EntranceSettings
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.text.given_template import with_source
 from ranktable_tools.hosts import bracketed, is_loopback
+from ranktable_tools.ports import Given, outgoing_warnings, scheduler_ports
 
 if TYPE_CHECKING:
     from pd_cluster.api.scheduler_app import Extras, Lease
@@ -40,11 +42,12 @@ FOLDER_LEASE_S, KUBERNETES_LEASE_S = 1.5, 15.0
 def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]) -> None:
     """Serves until a signal. Raises ConfigError, and OSError for a port that cannot be bound."""
     options, place, files = start.options, start.place, start.files
-    ports = node_ports(env, place) if place.table.file else []
+    entrance, admin = options.read(EntranceSettings), options.read(AdminSettings)
+    given = _own_ports(start, entrance, admin)
+    ports = node_ports(env, place, given) if place.table.file else []
     if start.join.join_port is not None and files.derives:
         raise ConfigError("--join-port: workers in no table cannot derive a secret; drop --derive-secret")
     token = admin_token_of(place, files)
-    entrance, admin = options.read(EntranceSettings), options.read(AdminSettings)
     config = _api_config(start, env)
     check_public_dashboard(config.http, start.process.host, entrance)
     if entrance.scheduler_lease:
@@ -72,13 +75,13 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
         listeners = bind_path(entrance.uds, entrance.api_workers)
     else:
         listeners = bind_several(host, port, entrance.api_workers)
-    admin_port = admin.admin_port if admin.admin_port is not None else port + 1
+    admin_port = given.scheduler["--admin-port"]
     admin_listener = bind(admin.admin_host, admin_port, "--admin-port")
     public = entrance.uds or f"{host}:{port}"
     log.info("serving at %s, admin at %s:%d", public, admin.admin_host, admin_port)
     tables = Tables(
         lambda: find_place(env) if place.table.file else place,
-        lambda place: _ports_of_file(env, place),
+        lambda place: _ports_of_file(env, place, given),
         lambda place: credentials_of(place, files),
     )
     tls = http.tls is not None
@@ -192,6 +195,19 @@ def check_alone(entrance: EntranceSettings, timeouts: Timeouts) -> None:
             raise ConfigError(f"{called(name)} {given:g}: only with {called('scheduler_lease')}")
 
 
-def _ports_of_file(env: Mapping[str, str], place: Place) -> list[int] | None:
+def _own_ports(start: Start, entrance: EntranceSettings, admin: AdminSettings) -> Given:
+    """Raises ConfigError for ports that cannot all be listened at."""
+    port, join_port = start.process.port, start.join.join_port
+    ports = scheduler_ports(port, admin.admin_port, join_port)
+    if entrance.uds:
+        del ports["--port"]
+    given = Given(ports)
+    check_ports(start.place, given)
+    for warning in outgoing_warnings(ports):
+        log.warning("%s", warning)
+    return given
+
+
+def _ports_of_file(env: Mapping[str, str], place: Place, given: Given) -> list[int] | None:
     """Reads NODE_PORTS_FILE; NODE_PORTS does not change while a process runs. Raises ConfigError."""
-    return node_ports(env, place) if env.get("NODE_PORTS_FILE", "").strip() else None
+    return node_ports(env, place, given) if env.get("NODE_PORTS_FILE", "").strip() else None

@@ -15,7 +15,7 @@ from pd_cluster.settings.kv_events import EVENTS, KVEventsConfig
 from pd_cluster.settings.logs import LogFormat, Logs
 from pd_cluster.settings.setting import CHOICES, POSITIVE, Form, Panel, Scope, Setting, at_least, finite, within
 from pd_cluster.wire import KVOptions, KVWireDtype
-from ranktable_tools.hosts import bracketed, is_host
+from ranktable_tools.hosts import bracketed, is_shared_host
 
 BASIC = partial(Setting, panel=Panel.BASIC, scope=Scope.SERVER)
 KV = partial(Setting, panel=Panel.KV, scope=Scope.WORKERS)
@@ -227,7 +227,7 @@ def _addresses(name: str, written: str) -> tuple[tuple[str, int], ...]:
     for each in written.split(","):
         host, _, port = each.strip().rpartition(":")
         host = host[1:-1] if host.startswith("[") and host.endswith("]") else host if ":" not in host else ""
-        if not is_host(host) or not port.isdecimal() or not 0 < int(port) < 65536:
+        if not is_shared_host(host) or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ConfigError(
                 f"{called(name)} {each.strip()!r}: expected HOST:PORT, such as scheduler.pd.svc:9002 or [fd00::1]:9002"
             )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ranktable_tools import cli, load_global, probe
+from ranktable_tools import cli, load_global, ports, probe
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pd_ranktable_tools.py"
 GEN = ["--prefill-server-list", "4,5", "--decode-server-list", "6,7", "--api-server"]
@@ -151,13 +151,60 @@ def test_options_of_the_other_mode_have_no_effect(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err == "note: --api-server has no effect in --mode merge\n"
 
 
-def test_without_a_route_the_address_is_loopback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("addresses", "taken", "said"),
+    [
+        ([], "127.0.0.1", "note: this machine has no address, so --server-ip is 127.0.0.1: one machine only\n"),
+        (["10.0.0.5"], "10.0.0.5", "note: no default route, so --server-ip is 10.0.0.5, the only address\n"),
+        (["10.0.0.5", "10.9.0.5"], "", "--server-ip: found '10.0.0.5 10.9.0.5', expected one of them"),
+    ],
+)
+def test_the_address_without_a_default_route(
+    addresses: list[str],
+    taken: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(probe, "default_server_ip", lambda: None)
-    assert cli.main(["gen", "--api-server", "--save-dir", str(tmp_path)]) == 0
-    assert capsys.readouterr().err.startswith("note: ")
-    assert (tmp_path / "local_ranktable_127.0.0.1_host.json").exists()
+    monkeypatch.setattr(probe, "global_addresses", lambda: addresses)
+    assert cli.main(["gen", "--api-server", "--save-dir", str(tmp_path)]) == (not taken)
+    assert said in capsys.readouterr().err
+    assert (tmp_path / f"local_ranktable_{taken}_host.json").exists() == bool(taken)
+
+
+def test_check_knows_the_schedulers_ports_and_the_kernels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["gen", *GEN, *CPU, "--save-dir", str(tmp_path)]) == 0
+    table = str(tmp_path / "global_ranktable_10.0.0.18.json")
+    capsys.readouterr()
+    assert cli.main(["check", table, "--node-ports", "8088,9001", "--port", "9000"]) == 1
+    said = capsys.readouterr().out
+    assert said == (
+        "NODE_PORTS: [1]: found 9001, expected a port that the scheduler of 10.0.0.18 does not use (--admin-port 9001 "
+        "does)\n"
+    )
+    assert cli.main(["check", table, "--node-ports", "8088,9001", "--port", "9000", "--admin-port", "9100"]) == 0
+    kernel = tmp_path / "ipv4"
+    kernel.mkdir()
+    (kernel / "ip_local_port_range").write_text("32768\t60999\n")
+    (kernel / "ip_local_reserved_ports").write_text("40000,41000-41010\n")
+    monkeypatch.setattr(ports, "KERNEL", kernel)
+    capsys.readouterr()
+    assert cli.main(["check", table, "--node-ports", "40000,50000", "--port", "32767"]) == 0
+    said = capsys.readouterr().err
+    assert [line.partition(": found ")[::2] for line in said.splitlines()] == [
+        (
+            f"warning: {name}",
+            f"{port}, which an outgoing connection may hold when its server starts: this host's are "
+            f"from 32768 to 60999 ({kernel}/ip_local_port_range); choose a port below 32768",
+        )
+        for name, port in (("NODE_PORTS: [1]", 50000), ("--admin-port", 32768))
+    ]
+    (kernel / "ip_local_reserved_ports").unlink()
+    assert cli.main(["check", table, "--node-ports", "40000,50000"]) == 0, "what cannot be read warns of nothing"
 
 
 @pytest.mark.parametrize("command", ["gen", "merge", "check", "show"])

@@ -122,6 +122,10 @@ def test_a_super_device_id_survives_gen_merge_load_show(machine: Machine, capsys
     other = ["gen", "--device", "cpu", "--server-ip", "10.0.0.19", "--decode-server-list", "0"]
     assert cli.main([*other, "--save-dir", str(machine.folder)]) == 0
     second = machine.folder / "global_ranktable_10.0.0.19.json"
+    mixed = ["merge", "--global-ranktable-list", str(second), str(first), f"--save-dir={machine.folder}"]
+    assert cli.main(mixed) == 1
+    assert ".device[0].super_device_id: found nothing, expected one for every device" in capsys.readouterr().err
+    second.write_text(second.read_text().replace('"rank_id": "0"', '"rank_id": "0", "super_device_id": "7"'))
     assert cli.main(["merge", "--global-ranktable-list", str(second), str(first), f"--save-dir={machine.folder}"]) == 0
     merged = machine.folder / "global_ranktable_merge.json"
     table = load_global(merged)
@@ -138,7 +142,7 @@ def test_a_super_device_id_survives_gen_merge_load_show(machine: Machine, capsys
     shown = capsys.readouterr().out.splitlines()
     assert shown[1].endswith("super device ids")
     assert shown[3].split()[-1] == "17301508,17367045"
-    assert shown[4].split()[-1] == "-"
+    assert shown[4].split()[-1] == "7"
 
 
 def test_addresses_by_hand_keep_the_super_device_ids(machine: Machine) -> None:

@@ -93,7 +93,7 @@ def test_version_1_2_keeps_super_device_id() -> None:
     assert table.to_dict() == value
 
 
-@pytest.mark.parametrize("address", ["fe80::1%eth0", "2001:db8::5", "10.0.0.1", "localhost", "node-3.cluster"])
+@pytest.mark.parametrize("address", ["169.254.7.1", "fd00::1", "10.0.0.1", "localhost", "node-3.cluster"])
 def test_addresses_and_names(address: str) -> None:
     value = document()
     value["server_group_list"][0]["server_list"][0]["server_ip"] = address
@@ -102,7 +102,11 @@ def test_addresses_and_names(address: str) -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["10.**.**.18", "0.0,0,0", "10.0.0.300", "0.0.0.0", "::", "224.0.0.1", "a b", "fe80::1%../x", ""],
+    [
+        *("10.**.**.18", "0.0,0,0", "10.0.0.300", "a b", "fe80::1%../x", ""),
+        *("0.0.0.0", "0.1.2.3", "::", "224.0.0.1", "255.255.255.255", "240.0.0.1", "ff02::1", "4000::1"),
+        *("::ffff:224.0.0.1", "::ffff:255.255.255.255", "::10.0.0.1", "fe80::1", "fe80::1%eth0"),
+    ],
 )
 def test_what_is_no_address(address: str) -> None:
     value = document()

@@ -16,7 +16,8 @@ from typing import Literal
 
 from pd_cluster.errors import ConfigError, called
 from ranktable_tools import RankTable, Role, Server, check, load_global, load_local, locate, parse_node_ports
-from ranktable_tools.hosts import host_key, is_loopback, is_one_host
+from ranktable_tools.hosts import is_one_host, machine_key
+from ranktable_tools.ports import Given, port_faults
 from ranktable_tools.schema import RankTableError
 from ranktable_tools.tables import ROLES, Device, server_group
 
@@ -65,8 +66,8 @@ class Place:
     @property
     def num_local_ranks(self) -> int:
         """The number of devices of the table's workers on this host, including this one: one rank process each."""
-        here = host_key(self.server.server_ip)
-        return sum(len(server.device) for server in self.table.instances if host_key(server.server_ip) == here)
+        here = machine_key(self.server.server_ip)
+        return sum(len(server.device) for server in self.table.instances if machine_key(server.server_ip) == here)
 
     def paired_tp_sizes(self, kv_transport: str, most: int = 0) -> tuple[int, ...]:
         """Returns the devices of each instance of the table that this one may exchange KV cache with over a pair.
@@ -75,16 +76,16 @@ class Place:
         `most` open links, 0 for any number, they are the largest, and one more that is being closed.
         """
         others = self.table.decode if self.role == "prefill" else self.table.prefill
-        here = "" if kv_transport == "dist" else host_key(self.server.server_ip)
-        sizes = tuple(len(server.device) for server in others if host_key(server.server_ip) != here)
+        here = "" if kv_transport in ("dist", "curve") else machine_key(self.server.server_ip)
+        sizes = tuple(len(server.device) for server in others if machine_key(server.server_ip) != here)
         return sizes if not most or len(sizes) <= most + 1 else tuple(sorted(sizes, reverse=True)[: most + 1])
 
     @property
     def number_here(self) -> int:
         """Counts the instances of the table on this host that come before this one."""
-        here = host_key(self.server.server_ip)
+        here = machine_key(self.server.server_ip)
         before = self.table.instances[: self.names.index(self.name)] if self.name in self.names else ()
-        return sum(1 for each in before if host_key(each.server_ip) == here)
+        return sum(1 for each in before if machine_key(each.server_ip) == here)
 
     @property
     def other_hosts(self) -> tuple[str, ...]:
@@ -96,9 +97,9 @@ class Place:
     @property
     def first_local_rank(self) -> int:
         """The number of devices of the instances before this one, on this host."""
-        here = host_key(self.server.server_ip)
+        here = machine_key(self.server.server_ip)
         before = self.table.instances[: self.names.index(self.name)]
-        return sum(len(server.device) for server in before if host_key(server.server_ip) == here)
+        return sum(len(server.device) for server in before if machine_key(server.server_ip) == here)
 
     @property
     def spans_hosts(self) -> bool:
@@ -112,7 +113,7 @@ class Place:
 
 def spans_hosts(table: RankTable) -> bool:
     servers = [s for s in (table.scheduler, *table.instances) if s is not None]
-    return len({host_key(s.server_ip) for s in servers}) > 1 and not all(is_loopback(s.server_ip) for s in servers)
+    return len({machine_key(s.server_ip) for s in servers}) > 1
 
 
 def digest_of(table: RankTable) -> bytes:
@@ -151,8 +152,17 @@ def table_path(env: Mapping[str, str]) -> Path:
     return _variable(env, "GLOBAL_RANK_TABLE_FILE_PATH")
 
 
-def node_ports(env: Mapping[str, str], place: Place) -> list[int]:
-    """Returns NODE_PORTS, or NODE_PORTS_FILE's content: a port per instance of the global table. Raises ConfigError."""
+def check_ports(place: Place, given: Given) -> None:
+    """Raises ConfigError for ports of one process, or of this table's, that cannot all be listened at."""
+    for fault in port_faults(place.table, None, given):
+        raise ConfigError(str(fault))
+
+
+def node_ports(env: Mapping[str, str], place: Place, given: Given | None = None) -> list[int]:
+    """Returns NODE_PORTS, or NODE_PORTS_FILE's content: a port per instance of the global table. Raises ConfigError.
+
+    `given`: the scheduler's own ports, which no instance of its host may have.
+    """
     file = env.get("NODE_PORTS_FILE", "").strip()
     text = (_read_ports(file) if file else env.get("NODE_PORTS", "")).strip()
     if not text:
@@ -160,7 +170,7 @@ def node_ports(env: Mapping[str, str], place: Place) -> list[int]:
             "NODE_PORTS is not set: the scheduler needs the workers' ports in the order of the global rank table, "
             "prefill first, such as NODE_PORTS=8088,8089"
         )
-    faults = check(Path(place.table.file), node_ports=text)
+    faults = check(Path(place.table.file), node_ports=text, given=given or Given())
     if faults:
         raise ConfigError(str(faults[0]))
     return parse_node_ports(text)

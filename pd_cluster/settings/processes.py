@@ -290,8 +290,8 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     trusts_network: Annotated[
         bool,
         KV(
-            "Let KV cache go over gloo to other hosts, where it is checked but not secret: only over a network that "
-            "nobody else can reach.",
+            "Let KV cache go over gloo to other hosts, faster than encrypted, but checked only and not secret: only "
+            "over a network that nobody else can reach.",
             name="trust_network",
             after="kv_transport",
         ),
@@ -302,7 +302,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_open_links: Annotated[
         int,
         KV(
-            "The most links over pairs of NCCL, HCCL or gloo that an instance keeps open; further ones are opened when "
+            "The most links over pairs of NCCL, HCCL, gloo or curve that an instance keeps open; further ones are opened when "
             "a transfer needs them. 0: all stay open.",
             after="kv_port_range",
             checks=(at_least(0),),

@@ -298,15 +298,13 @@ def test_sleep_roles_and_a_drain(model: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_between_hosts_and_a_cut_cable(model: Path, tmp_path: Path) -> None:
-    """An encoder on another host hands features over by gloo; one that is cut off costs a wait and no token."""
+    """An encoder on another host hands features over encrypted; one that is cut off costs a wait and no token."""
     try:
         with Network(["left", "right"]) as network, network.visit():
             where = {"prefill-0": "left", "decode-0": "left", "encode-0": "right"}
-            with SpreadCluster(
-                network, where, tmp_path, model, arguments=[*FLAGS, *ROOM, "--trust-network"]
-            ) as cluster:
+            with SpreadCluster(network, where, tmp_path, model, arguments=[*FLAGS, *ROOM]) as cluster:
                 links = cluster.instance("prefill-0")["links"]
-                assert sorted(links.values()) == ["up (dist)", "up (shm)"]
+                assert sorted(links.values()) == ["up (curve)", "up (shm)"]
                 assert_exact(cluster, model)
                 counted(cluster, "images_from_encoders", "prefill-0", 5)
                 stop_rank(cluster, signal.SIGSTOP)

@@ -78,7 +78,7 @@ def test_every_pair_exchanges_blocks(network: Network, tables: Path) -> None:
         own = network.addresses[host]
         sent = [line for line in said[host] if line.startswith("ok ")]
         form = (
-            rf"ok +KV: {name} -> decode-0 \({own} -> {right}\): [0-9]+\.[0-9] GB/s over dist; {right} compares the "
+            rf"ok +KV: {name} -> decode-0 \({own} -> {right}\): [0-9]+\.[0-9] GB/s over curve; {right} compares the "
             r"bytes; the slowest of 2 lanes"
         )
         assert len(sent) == 1, said[host]

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.checkpoints import EOS_ID
+from tests.support.checkpoints import EOS_ID, reference_greedy
 from tests.support.netns import HUB, CannotMakeNamespaces, Network
 from tests.support.start_servers import (
     HOST,
@@ -164,9 +164,11 @@ def test_sigterm_ends_every_instance(deployed: Servers) -> None:
 
 
 class TwoMachines(Servers):
-    """The document's deployment over two machines: prefill and scheduler on the first, decode on the second.
+    """The document's deployment over two machines, with its numbers: prefill and scheduler on the first, decode on the
+    second.
 
-    Each has a folder of its own, in which its operator runs the document's lines.
+    Each has a folder of its own, in which its operator runs the document's lines, and one address, but no default
+    route.
     """
 
     said: list[str]  # by `merge`
@@ -175,43 +177,50 @@ class TwoMachines(Servers):
         self.network = network
         self.first, self.second = (network.addresses[name] for name in (HUB, "second"))
         self.folders = {self.first: folder / "first", self.second: folder / "second"}
-        super().__init__(folder, model)
+        super().__init__(folder, model, ("4,5", "6,7"), Shape(2, 4096, 4096))
+        self.prefill, self.decode, self.public, self.admin = 8088, 8089, 9000, 9001  # namespaces have all ports free
 
     def make_tables(self) -> None:
         """Step 5: `gen` on each, both global tables to the first, `merge` there, and what it says to copy."""
         for address, instances in (
-            (self.first, ["--prefill-server-list", "0", "--api-server"]),
-            (self.second, ["--decode-server-list", "0"]),
+            (self.first, ["--prefill-server-list", self.devices[0], "--api-server"]),
+            (self.second, ["--decode-server-list", self.devices[1]]),
         ):
             self.folders[address].mkdir()
-            self.tool(address, "gen", *instances, "--server-ip", address, "--device", "cpu")
+            self.tool(address, "gen", *instances, "--save-dir", ".")
         parts = [f"global_ranktable_{address}.json" for address in self.folders]
         shutil.copy(self.folders[self.second] / parts[1], self.folders[self.first])
-        self.said = self.tool(self.first, "merge", "--global-ranktable-list", *parts)
+        self.said = self.tool(self.first, "merge", "--global-ranktable-list", *parts, "--save-dir", ".")
         shutil.copy(self.folders[self.first] / "global_ranktable_merge.json", self.folders[self.second])
 
     def tool(self, address: str, mode: str, *options: str) -> list[str]:
         command = [sys.executable, str(ROOT / "scripts" / "pd_ranktable_tools.py"), "--mode", mode, *options]
-        folder = self.folders[address]
+        host = "second" if address == self.second else HUB
         return subprocess.run(
-            command, cwd=folder, check=True, timeout=60, capture_output=True, text=True
+            self.network.inside(host, command),
+            cwd=self.folders[address],
+            check=True,
+            timeout=60,
+            capture_output=True,
+            text=True,
         ).stdout.splitlines()
 
     def environment(self, table: str, **changes: str | None) -> dict[str, str]:
-        address = self.second if table == "decode" else self.first
+        address = self.second if table == "67" else self.first
         tables = {
             "GLOBAL_RANK_TABLE_FILE_PATH": "global_ranktable_merge.json",
-            "RANK_TABLE_FILE_PATH": f"local_rank_table_{address}_{'host' if table == 'host' else '0'}.json",
+            "RANK_TABLE_FILE_PATH": f"local_rank_table_{address}_{table}.json",
         }
         return super().environment(table, **tables, **changes)
 
-    def start_all(self) -> None:
-        self.start("prefill", "prefill", self.prefill, [f"--host={self.first}", "--trust-network"])
-        self.start("decode", "decode", self.decode, [f"--host={self.second}", "--trust-network"])
-        self.start_scheduler()
+    def start(self, name: str, table: str, port: int, flags: Sequence[str] = (), **changes: str | None) -> None:
+        super().start(name, table, port, ["--host=0.0.0.0", *flags], **changes)  # the last one counts
+
+    def start_scheduler(self, flags: Sequence[str] = (), **changes: str | None) -> None:
+        self.start("scheduler", "host", self.public, flags, **changes)
 
     def where(self, table: str) -> tuple[Path, Callable[[Sequence[str]], list[str]]]:
-        if table == "decode":
+        if table == "67":
             return self.folders[self.second], partial(self.network.inside, "second")
         return self.folders[self.first], partial(self.network.inside, HUB)
 
@@ -226,38 +235,37 @@ def network() -> Iterator[Network]:
 
 
 @pytest.mark.slow
-def test_the_documents_two_machines(network: Network, tmp_path: Path, checkpoint: Checkpoints) -> None:
-    """The test differs from the document in two things: a copy of cluster.secret on the second machine, and
-    --trust-network, because these machines have no NPUs.
-    """
-    with TwoMachines(network, tmp_path, checkpoint("llama")) as servers:
+def test_the_documents_two_machines(network: Network, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+    """The document's lines as they are, and one more: a copy of cluster.secret on the second machine."""
+    model = checkpoint("llama", max_position_embeddings=4096)
+    with TwoMachines(network, tmp_path, model) as servers:
         assert servers.said[-2:] == [
             f"copy global_ranktable_merge.json and cluster.secret to {servers.first}, {servers.second}, into one "
             f"folder each, readable for nobody else",
             f"copy scheduler.key and admin.token to {servers.first} alone, into the same folder",
         ]
         first, second = servers.folders.values()
-        servers.start("decode", "decode", servers.decode, [f"--host={servers.second}"])
+        servers.start("decode", "67", servers.decode)
         assert servers.error_of("decode").startswith("cluster.secret: no such file; `pd-ranktable gen` or `merge` ")
-        servers.start("decode", "decode", servers.decode, ["--derive-secret"])
+        servers.start("decode", "67", servers.decode, ["--derive-secret"])
         assert f"has several hosts ({servers.first}, {servers.second})" in servers.error_of("decode")
         shutil.copy(first / "cluster.secret", second)
         assert not [name for name in ("scheduler.key", "admin.token") if (second / name).exists()]
-        servers.start("decode", "decode", servers.decode, [f"--host={servers.second}"])
-        assert servers.error_of("decode").startswith(
-            f"KV cache would go from host to host over gloo ({servers.second}, {servers.first}), checked but not secret"
+        servers.start("prefill", "45", servers.prefill, ["--kv-transport=dist"])
+        assert servers.error_of("prefill").startswith(
+            f"KV cache would go from host to host over gloo ({servers.first}, {servers.second}), checked but not secret"
         )
-        servers.start_all()
+        servers.start_workers()
+        servers.start_scheduler()
         with network.visit():
             servers.await_health(servers.public)
-            answer = curl(
-                servers.public,
-                "/v1/completions",
-                {"model": "tiny", "prompt": "hello", "max_tokens": 4, "ignore_eos": True},
-            )
-            assert answer["usage"]["completion_tokens"] == 4
+            for prompt in ([5, 6, 7, 8] * 40, [9, 3, 11], [5, 6, 7, 8] * 40):
+                body = {"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+                answer = curl(servers.public, "/v1/completions", {**body, "return_token_ids": True})
+                assert answer["choices"][0]["token_ids"] == reference_greedy(model, prompt, 24)
             instances = httpx.get(f"http://{HOST}:{servers.admin}/instances", trust_env=False).json()["instances"]
             assert [each["host"] for each in instances] == [servers.first, servers.second]
+            assert list(instances[0]["links"].values()) == ["up (curve)"]
         command = [
             sys.executable,
             "-m",

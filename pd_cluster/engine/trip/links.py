@@ -98,7 +98,7 @@ class LinkEnd(ABC):
         self.mailbox = Mailbox(config.name, self.epoch, kind, config.credentials, TIMEOUTS)
         self.port = self.mailbox.bind(begin.host, config.kv_port_range)
         own = peer_key(config.name, self.epoch)
-        # What moves is not secret, so a transport that is asked for by name may cross to another host.
+        # The blocks are not secret, so a transport that is asked for by name may cross to another host.
         crossing = Crossing(own, trusts_network=begin.kv_transport != AUTO)
         self.side = Side(own, secret, "", Numerics(), LAYOUT, pool.num_blocks, pool.probe_seed, options, crossing)
         self.lanes = LocalLanes(self.side, Transports(config, pool), self.mailbox.send)

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pd_cluster.checkpoints import internlm
 from pd_cluster.checkpoints.architectures import MULTIMODAL, Config, defaults_of, is_native, text_part, why_not
 from pd_cluster.checkpoints.hub import resolve_model
 from pd_cluster.checkpoints.json_files import read_json
+from pd_cluster.checkpoints.layouts import Layout, WeightFolder, translated
 from pd_cluster.checkpoints.quantized import Quantization, asked, at_load, quantization_of
+from pd_cluster.checkpoints.sentencepiece import files_of, is_made
 from pd_cluster.checkpoints.vision import IMAGE_TYPES, VisionPart
 from pd_cluster.checkpoints.weight_files import (
     QUANTIZERS_FIELDS,
     QUANTIZERS_FILES,
     quantized,
     text_name,
-    weight_files,
     weights_digest,
 )
 from pd_cluster.errors import ModelError, called
@@ -54,9 +54,9 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model*")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder with config.json, tokenizer.json and *.safetensors.
+    """A folder with config.json, a tokenizer and *.safetensors.
 
-    `config` is config.json with the overrides applied; `tokenizer_path` is the folder of tokenizer.json; None: no text.
+    `config` is config.json with the overrides applied; `tokenizer_path` is the folder of the tokenizer; None: no text.
     `identity` is a digest of the config, the tokenizer, the weights' headers, a sample of each weight file, and whether
     only the text model is served: two processes with the same identity and the same Numerics can exchange KV cache.
     """
@@ -70,11 +70,12 @@ class Checkpoint:
     generation_folder: Path | None = None  # the source of generation_config, if it is another folder
     part_of: str = ""  # the whole model's model_type, if the text model of a multimodal folder is loaded by itself
     is_unproven: bool = False  # its type is not listed, and --try-unlisted allows it
-    is_translated: bool = False  # its files use another architecture's names; `config` uses this one's
+    layout: Layout | None = None  # of its tensors, if it is not transformers'; `config` is in transformers' form
     quantization: Quantization | None = None  # of the files
     takes_adapters: bool = False  # LoRA adapters can be loaded beside the model's layers
     vision: VisionPart | None = None  # how it reads pictures; None: its prompts are texts
     head_scheme: str = ""  # that quantizes the output layer at load
+    whole: dict[str, Any] | None = None  # the whole config.json in transformers' form, if the file has another one
 
     @classmethod
     def open(cls, model: str) -> Checkpoint:
@@ -89,9 +90,7 @@ class Checkpoint:
         overrides = engine.hf_overrides
         file = path / "config.json"
         whole = read_json(file)
-        if is_translated := whole.get("model_type") in internlm.TYPES:
-            rotary = {name: value for name, value in overrides.items() if name == "rotary"}
-            whole = internlm.as_llama(overridden(whole, rotary))
+        whole, layout = translated(path, whole, overrides)
         config, part_of = overridden(whole, overrides), ""
         takes_images = _takes_images(file, whole, engine)
         is_part = takes_images or (engine.language_model_only and not _is_listed(whole))
@@ -101,16 +100,17 @@ class Checkpoint:
         if is_unproven:
             config = _unlisted(file, config, whole, engine.try_unlisted, part_of)
         quantization = quantization_of(path, whole) or quantization_of(path, config)
-        if is_translated and (quantization is not None or engine.quantization is not None):
-            raise quantized(str(path), "InternLM's")
+        if layout is not None and quantization is not None:
+            raise quantized(str(path), f"{layout.name} layout")
         config = {name: value for name, value in config.items() if name not in QUANTIZERS_FIELDS}
         _check_numbers(file, config)
         own, folder = _generation_config(path, engine.generation_config)
-        names_of = _names_of(part_of, is_translated)
+        weights = WeightFolder(path, layout)
+        names_of = _names_of(part_of, weights)
         is_plain = (lambda key: bool(names_of(key))) if quantization is None else (lambda key: False)
         quantization = asked(path, engine.quantization, quantization)
         vision = VisionPart.of(path, whole) if takes_images else None
-        identity = _identity(path, tokenizer_path, part_of, is_plain, () if vision is None else vision.files)
+        identity = _identity(weights, tokenizer_path, part_of, is_plain, () if vision is None else vision.files)
         return cls(
             path,
             config,
@@ -121,11 +121,12 @@ class Checkpoint:
             folder,
             part_of,
             is_unproven,
-            is_translated,
+            layout,
             quantization,
             engine.adapters.enable_lora,
             vision,
             at_load(engine.quantize_head or ""),
+            None if layout is None else whole,
         )
 
     @property
@@ -134,7 +135,11 @@ class Checkpoint:
 
     def names_of(self, key: str) -> tuple[str, ...]:
         """Returns the names in transformers' model of a tensor in the files; none if it is not read."""
-        return _names_of(self.part_of, self.is_translated)(key)
+        return _names_of(self.part_of, self.weights)(key)
+
+    @property
+    def weights(self) -> WeightFolder:
+        return WeightFolder(self.path, self.layout)
 
     @property
     def rope(self) -> RopeScaling:
@@ -205,10 +210,10 @@ def _takes_images(file: Path, whole: dict[str, Any], engine: EngineConfig) -> bo
     return takes and not engine.language_model_only
 
 
-def _names_of(part_of: str, is_translated: bool) -> Callable[[str], tuple[str, ...]]:
-    if is_translated:
-        return internlm.llama_names
-    return (lambda key: (text_name(key),) if text_name(key) else ()) if part_of else (lambda key: (key,))
+def _names_of(part_of: str, weights: WeightFolder) -> Callable[[str], tuple[str, ...]]:
+    if part_of:
+        return lambda key: tuple(filter(None, map(text_name, weights.names(key))))
+    return weights.names
 
 
 def _check_numbers(file: Path, config: dict[str, Any]) -> None:
@@ -231,7 +236,7 @@ def _tokenizer_path(engine: EngineConfig, path: Path) -> Path | None:
         found = resolve_model(name, revision, place, called("tokenizer"), needs_weights=False, revision_flag=its_flag)
     elif revision not in ("", engine.revision):
         found = resolve_model(engine.model, revision, place, needs_weights=False, revision_flag=its_flag)
-    has_none = engine.skip_tokenizer_init and not (found / "tokenizer.json").exists()
+    has_none = engine.skip_tokenizer_init and not ((found / "tokenizer.json").exists() or is_made(found))
     return None if has_none else found
 
 
@@ -303,7 +308,7 @@ def _generation_config(path: Path, given: str) -> tuple[dict[str, Any], Path | N
 
 
 def _identity(
-    path: Path,
+    folder: WeightFolder,
     tokenizer_path: Path | None,
     part_of: str,
     is_plain: Callable[[str], bool],
@@ -312,9 +317,10 @@ def _identity(
     """`of_images`: files that say how pictures are read, if they are."""
     served = b"with images" if of_images else b"language model only" if part_of else b""
     digest = hashlib.sha256(served)
+    path = folder.path
     files = [path / "config.json", *of_images]
     if tokenizer_path is not None:
-        files.append(tokenizer_path / "tokenizer.json")
+        files += files_of(tokenizer_path)
     for file in files:
         if not file.exists():
             raise ModelError(
@@ -323,9 +329,9 @@ def _identity(
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     for file in sorted(each for pattern in QUANTIZERS_FILES for each in path.glob(pattern)):
         digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
-    weights = sorted({*path.glob("*.safetensors"), *weight_files(path)})
+    weights = sorted({*path.glob("*.safetensors"), *folder.files()})
     if not weights:
         raise ModelError(f"{path}: no *.safetensors file; other weight formats are not loaded")
     for file in weights:
-        digest.update(weights_digest(file, is_plain))
+        digest.update(weights_digest(file, is_plain, folder.dtype))
     return digest.hexdigest()[:32]

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from pd_cluster.checkpoints.sentencepiece import is_made
 from pd_cluster.checkpoints.weight_files import INDEX
 from pd_cluster.errors import ModelError, called
 
@@ -80,7 +81,7 @@ def _cached(model: str, revision: str, download_dir: str, patterns: tuple[str, .
 def _is_whole(path: Path, needs_weights: bool) -> bool:
     """Returns whether no file is missing that an interrupted download would leave out."""
     if not needs_weights:
-        return (path / "tokenizer.json").exists()
+        return (path / "tokenizer.json").exists() or is_made(path)
     if not (path / "config.json").exists():
         return False
     index = path / INDEX

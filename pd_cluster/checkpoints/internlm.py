@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pd_cluster.checkpoints.tensor_place import TensorPlace
+from pd_cluster.errors import ModelError
+
 TYPES = ("internlm", "internlm2")
 LEFT_OUT = ("architectures", "auto_map", "attn_implementation", "rotary", "bias", "pretraining_tp")
 # InternLM2's names in a layer -> Llama's; `attention.wqkv` becomes three of them.
@@ -53,3 +56,24 @@ def llama_names(key: str) -> tuple[str, ...]:
     if name == PACKED:
         return tuple(f"{head}.layers.{number}.self_attn.{each}_proj.{kind}" for each in "qkv")
     return (f"{head}.layers.{number}.{RENAMED.get(name, name)}.{kind}",)
+
+
+def places(key: str, shape: tuple[int, ...], num_heads: Any, num_kv_heads: Any) -> tuple[TensorPlace, ...]:
+    """Returns a Llama's tensors in a stored one of this shape. Raises ModelError for a shape that does not fit.
+
+    A packed one has [(num_heads + 2 * num_kv_heads) * head_dim, …], stored by groups: each KV head has the queries that
+    share it, its key, its value.
+    """
+    names = llama_names(key)
+    if len(names) < 2:
+        return tuple(TensorPlace(name) for name in names)
+    share = num_heads // num_kv_heads
+    unit, rest = divmod(shape[0], (share + 2) * num_kv_heads)
+    if rest:
+        raise ModelError(f"{key}: {shape[0]} outputs are not those of {num_heads} heads and {num_kv_heads} KV heads")
+    first = [group * (share + 2) * unit for group in range(num_kv_heads)]
+    ends = (0, share * unit), (share * unit, (share + 1) * unit), ((share + 1) * unit, (share + 2) * unit)
+    return tuple(
+        TensorPlace(name, tuple((at + start, at + stop) for at in first))
+        for name, (start, stop) in zip(names, ends, strict=True)
+    )

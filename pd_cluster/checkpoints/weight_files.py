@@ -95,14 +95,14 @@ def text_name(key: str) -> str:
     return found["head"] or f"model.{found['rest'].removeprefix('model.')}"
 
 
-def weights_digest(file: Path, is_plain: Callable[[str], bool]) -> bytes:
+def weights_digest(file: Path, is_plain: Callable[[str], bool], meaning: Callable[[str], str] = str) -> bytes:
     """Digests the header and samples (start, middle, end of the data) of one file.
 
-    `is_plain`: whether the model reads a tensor as numbers, by its name. Raises ModelError: incomplete, or such a
-    tensor is recognizably quantized.
+    `is_plain`: whether the model reads a tensor as numbers, by its name. `meaning`: of the header's dtypes. Raises
+    ModelError: incomplete, or such a tensor is recognizably quantized.
     """
     prefix, header, dtypes, size = _read_header(file)
-    for name, dtype in dtypes.items():
+    for name, dtype in ((name, meaning(dtype)) for name, dtype in dtypes.items()):
         last = name.rpartition(".")[2]
         is_code = dtype.startswith(("F8", "F6", "F4")) or (last in NUMBERS and dtype not in PLAIN_DTYPES)
         if is_plain(name) and (is_code or last in QUANTIZERS_TENSORS):

@@ -5,15 +5,18 @@ A tensor that no module takes is an error, because it may be what the others hav
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.checkpoints.weight_files import BUFFERS, PLAIN_DTYPES, WAY_OUT, quantized, stored_dtypes, weight_files
+from pd_cluster.checkpoints.weight_files import BUFFERS, PLAIN_DTYPES, WAY_OUT, quantized
 from pd_cluster.errors import ModelError
 from pd_cluster.model.forms import is_in_other_form
 from pd_cluster.model.trial import check_fields
+
+log = logging.getLogger(__name__)
 
 # Buffers of floats that earlier versions of transformers saved in each layer, and modules compute today.
 ROTARY = re.compile(r"(?:^|\.)rotary_emb\.(?:(?:original_)?inv_freq|(?:cos|sin)_cached)$")
@@ -25,16 +28,14 @@ NUM_FURTHER_LAYERS = "num_nextn_predict_layers"
 
 def check_stored(checkpoint: Checkpoint) -> None:
     """Checks the dtypes of all tensors that are read, before any is. Raises ModelError that names file and tensor."""
-    for file in weight_files(checkpoint.path):
-        for key, dtype in stored_dtypes(file).items():
-            names = checkpoint.names_of(key)
-            if (
-                names
-                and dtype not in PLAIN_DTYPES
-                and not BUFFERS.search(key)
-                and not any(map(is_in_other_form, names))
-            ):
-                raise quantized(f"{file}: {key} ({dtype})")
+    num_spare = 0
+    for file, key, dtype, _ in checkpoint.weights.stored():
+        names = checkpoint.names_of(key)
+        num_spare += checkpoint.layout is not None and checkpoint.layout.is_spare(key)
+        if names and dtype not in PLAIN_DTYPES and not BUFFERS.search(key) and not any(map(is_in_other_form, names)):
+            raise quantized(f"{file}: {key} ({dtype})")
+    if num_spare:
+        log.info("%s: %d tensors of layers that predict further tokens are left out", checkpoint.path, num_spare)
 
 
 def check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> None:
@@ -79,8 +80,7 @@ def _may_be_left(checkpoint: Checkpoint, key: str) -> bool:
 
 def _file_of(checkpoint: Checkpoint, name: str) -> Path:
     """Returns the file of a tensor by its name in the model; the folder if transformers had renamed it."""
-    for file in weight_files(checkpoint.path):
-        for key in stored_dtypes(file):
-            if any(name == each or name.endswith(f".{each}") for each in checkpoint.names_of(key)):
-                return file
+    for file, key, *_ in checkpoint.weights.stored():
+        if any(name == each or name.endswith(f".{each}") for each in checkpoint.names_of(key)):
+            return file
     return checkpoint.path

@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.layouts import WeightFolder
 from pd_cluster.checkpoints.weight_files import text_name
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.errors import ConfigError, ModelError, called
@@ -224,7 +224,7 @@ def adapters_of(checkpoint: Checkpoint, share: Share | None) -> Adapters:
         return text_name(key) or key
 
     names = name_of if checkpoint.part_of else str
-    weights = Weights(name_of=names, stored=lambda name: stored_weight(checkpoint.path, name, names))
+    weights = Weights(name_of=names, stored=lambda name: stored_weight(checkpoint.weights, name, names))
     if share is not None:
         plan, rank = share.plan, share.group.rank
         cut = partial(plan.cut, rank=rank)
@@ -232,7 +232,7 @@ def adapters_of(checkpoint: Checkpoint, share: Share | None) -> Adapters:
     return Adapters(weights)
 
 
-def stored_weight(folder: Path, module: str, name_of: Callable[[str], str]) -> torch.Tensor | None:
+def stored_weight(folder: WeightFolder, module: str, name_of: Callable[[str], str]) -> torch.Tensor | None:
     """Returns the weight of an embedding or output layer as the files have it; a tied one has the embedding's."""
     last = module.rpartition(".")[2]
     names = [module, *(HEADS if last in HEADS else ()), *(EMBEDDINGS if last in (*HEADS, *EMBEDDINGS) else ())]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +25,12 @@ from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.fit import check_loaded, check_stored
 from pd_cluster.model.forms import HeldWeights, hold, is_in_other_form
-from pd_cluster.model.internlm import read_as_llama
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.shard import has_head, names, read_named, read_shard, read_text_part, read_whole
 from pd_cluster.model.quantized_files import read_quantized
 from pd_cluster.model.unfilled import Unfilled
 from pd_cluster.model.vision import experts
+from pd_cluster.model.vision.whole_config import whole_config
 from pd_cluster.numerics import overridden
 
 TURNED_EXPERTS = ("qwen3_vl_moe",)  # published with inputs before outputs, saved by transformers as other models
@@ -43,11 +42,11 @@ def config_of(checkpoint: Checkpoint) -> Any:
     Raises ModelError for invalid values.
     """
     overrides = checkpoint.overrides
-    is_as_written = not (checkpoint.part_of or overrides or checkpoint.is_translated or checkpoint.quantization)
+    is_as_written = not (checkpoint.part_of or overrides or checkpoint.layout or checkpoint.quantization)
     if is_as_written:
         return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
     try:
-        settings = text_settings(checkpoint.path, overrides) if checkpoint.part_of else checkpoint.config
+        settings = text_settings(checkpoint) if checkpoint.part_of else checkpoint.config
         return CONFIG_MAPPING[checkpoint.model_type].from_dict(settings)
     except Exception as error:  # also huggingface_hub's errors for values of another type
         given = f"{called('hf_overrides')} {checkpoint.hf_overrides}"
@@ -55,9 +54,9 @@ def config_of(checkpoint: Checkpoint) -> Any:
         raise ModelError(f"{place}: {' '.join(str(error).split())}") from error
 
 
-def text_settings(folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+def text_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns the config of a multimodal folder's text model in transformers' form."""
-    whole: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    whole = whole_config(checkpoint)
     text = whole.text_config
     left_out = ("model_type", *QUANTIZERS_FIELDS)
     own = {name: value for name, value in text.to_dict().items() if name not in left_out}
@@ -67,8 +66,8 @@ def text_settings(folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
         own |= plain_fields(text.model_type, own)
     # Models differ in which of the two configs counts; untied output layers have weights in the files.
     is_tied = any(getattr(config, "tie_word_embeddings", False) for config in (whole, text))
-    own["tie_word_embeddings"] = is_tied and not has_head(folder)
-    return overridden(own, overrides)
+    own["tie_word_embeddings"] = is_tied and not has_head(checkpoint.weights)
+    return overridden(own, checkpoint.overrides)
 
 
 def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share | None = None) -> torch.nn.Module:
@@ -137,20 +136,17 @@ def _read_weights(checkpoint: Checkpoint, share: Share | None, dtype: torch.dtyp
             )
         plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
         name_of = text_name if checkpoint.part_of else str
-        return read_quantized(checkpoint.path, checkpoint.quantization, name_of, dtype, plan, rank)
-    if checkpoint.is_translated:
-        plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
-        return read_as_llama(checkpoint.path, checkpoint.config, plan, rank)
+        return read_quantized(checkpoint.weights, checkpoint.quantization, name_of, dtype, plan, rank)
     if checkpoint.part_of == experts.WHOLE_TYPE:
         plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
-        return experts.as_text_model(read_named(checkpoint.path, experts.texts_name(checkpoint), plan, rank))
+        return experts.as_text_model(read_named(checkpoint.weights, experts.texts_name(checkpoint), plan, rank))
     if share is not None:
         width = expert_width(checkpoint)
-        return read_shard(checkpoint.path, share.plan, share.group.rank, bool(checkpoint.part_of), width)
+        return read_shard(checkpoint.weights, share.plan, share.group.rank, bool(checkpoint.part_of), width)
     if checkpoint.part_of:
-        return read_text_part(checkpoint.path, expert_width(checkpoint))
-    if any(map(is_in_other_form, names(checkpoint.path))):
-        return read_whole(checkpoint.path)
+        return read_text_part(checkpoint.weights, expert_width(checkpoint))
+    if checkpoint.layout is not None or any(map(is_in_other_form, names(checkpoint.weights))):
+        return read_whole(checkpoint.weights)
     return None
 
 

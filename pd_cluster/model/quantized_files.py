@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
+from pd_cluster.checkpoints.layouts import WeightFolder
 from pd_cluster.checkpoints.quantized import ASCEND, Quantization
-from pd_cluster.checkpoints.weight_files import QUANTIZERS_TENSORS, weight_files
+from pd_cluster.checkpoints.weight_files import QUANTIZERS_TENSORS
 from pd_cluster.errors import ModelError
 from pd_cluster.model.known_forms import form_of
 from pd_cluster.model.layers.weight import Tensors
@@ -28,6 +28,7 @@ from pd_cluster.model.parallel.shard import take
 from pd_cluster.model.quantized.decode import WEIGHTS, decoded
 from pd_cluster.model.quantized.encode import encoded
 from pd_cluster.model.quantized.tensors import MORE_PRECISE, Parts
+from pd_cluster.model.stored import opened
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ Rename = Callable[[str], str]
 
 
 def read_quantized(
-    folder: Path, found: Quantization, name_of: Rename, dtype: torch.dtype, plan: ParallelPlan | None, rank: int
+    folder: WeightFolder, found: Quantization, name_of: Rename, dtype: torch.dtype, plan: ParallelPlan | None, rank: int
 ) -> Weights:
     """Maps names to this rank's weights: quantized layers as parts of a form, others as they are.
 
@@ -80,7 +81,7 @@ def read_quantized(
             parts = numbers(parts, dtype)
         _keep_parts(weights, path, parts, name_of, plan, rank)
     if not num_quantized and found.at_load:
-        raise ModelError(f"{found.place}: {folder} has no linear layer that could be quantized; leave it out")
+        raise ModelError(f"{found.place}: {folder.path} has no linear layer that could be quantized; leave it out")
     if not num_quantized and not num_scales:
         raise ModelError(f"{found.place}: {found.method}, but no tensor is quantized; remove that")
     if num_quantized:
@@ -147,17 +148,17 @@ def _has_codes(tensors: Tensors) -> bool:
     return any(part in WEIGHTS and tensor.dtype not in PLAIN for part, tensor in tensors.items())
 
 
-def _layers(folder: Path) -> Iterator[tuple[str, Tensors, Path]]:
+def _layers(folder: WeightFolder) -> Iterator[tuple[str, Tensors, Path]]:
     """Yields the tensors of each module, by the last part of their names, and a file that has some of them.
 
     Raises ModelError.
     """
     with ExitStack() as stack:
         places: dict[str, dict[str, tuple[Any, str, Path]]] = defaultdict(dict)
-        for file in weight_files(folder):
+        for file in folder.files():
             try:
-                opened = stack.enter_context(safe_open(file, framework="pt"))
-                keys = list(opened.keys())
+                stream = stack.enter_context(opened(file, folder))
+                keys = list(stream.keys())
             except (OSError, RuntimeError, ValueError) as error:
                 raise ModelError(f"{file}: cannot be read: {error}") from error
             for key in keys:
@@ -168,11 +169,11 @@ def _layers(folder: Path) -> Iterator[tuple[str, Tensors, Path]]:
                 if part in places[path]:
                     other = places[path][part][2]
                     raise ModelError(f"{file}: {key} is in {other.name}, too; remove the file that is left from before")
-                places[path][part] = (opened, key, file)
+                places[path][part] = (stream, key, file)
         for path, parts in places.items():
             *_, file = next(iter(parts.values()))
             try:
-                tensors = {part: opened.get_tensor(key) for part, (opened, key, _) in parts.items()}
+                tensors = {part: stream.get_tensor(key) for part, (stream, key, _) in parts.items()}
             except (OSError, RuntimeError, ValueError) as error:
                 raise ModelError(f"{file}: {path}: cannot be read: {error}") from error
             yield path, tensors, file

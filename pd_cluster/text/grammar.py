@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pd_cluster.checkpoints.sentencepiece import tokenizer_text
 from pd_cluster.errors import GuideError
 from pd_cluster.text.thinking_budget import BudgetTree, Marks, ThinkingBudget
 from pd_cluster.types import Guide
@@ -52,11 +53,13 @@ class Compiler:
     """One model's tokenizer in the library's form, shared by all guides and threads."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """`vocab_size` is the model's: ids that the tokenizer lacks never follow. Raises GuideError."""
+        """`tokenizer_file`: a folder's tokenizer.json, which may be made from another one. `vocab_size` is the model's:
+        ids that the tokenizer lacks never follow. Raises GuideError.
+        """
         ends = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
         if not ends:
             raise GuideError("the model names no end-of-sequence token, so no guided output could end")
-        text = tokenizer_file.read_text("utf-8")
+        text = tokenizer_text(tokenizer_file)
         try:
             tokenizer = llguidance.LLTokenizer(text, eos_token=ends)
             if tokenizer.vocab_size < vocab_size:

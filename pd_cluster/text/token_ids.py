@@ -6,16 +6,19 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as RustTokenizer
 
+from pd_cluster.checkpoints.sentencepiece import tokenizer_text
 from pd_cluster.errors import ModelError
 
 
 def token_ids_of(folder: Path, text: str) -> list[int]:
-    """Encodes `text` with the folder's tokenizer.json and the special tokens that it adds. Raises ModelError."""
+    """Encodes `text` with the folder's tokenizer and the special tokens that it adds. Raises ModelError."""
     try:
-        tokenizer = RustTokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer = RustTokenizer.from_str(tokenizer_text(folder / "tokenizer.json"))
         tokenizer.no_truncation()  # which folders have from their authors' training
         tokenizer.no_padding()
         ids: list[int] = tokenizer.encode(text).ids
+    except ModelError:
+        raise
     except Exception as error:  # the library raises no narrower type
         raise ModelError(f"{folder}/tokenizer.json: cannot be read: {error}") from None
     return ids

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
 from pd_cluster.checkpoints.json_files import read_json
+from pd_cluster.checkpoints.sentencepiece import tokenizer_text
 from pd_cluster.errors import ModelError, called
 from pd_cluster.text.chat_template import ChatTemplate
 from pd_cluster.text.control_tokens import ControlTokens, PromptText, control_texts
@@ -36,7 +37,9 @@ class Tokenizer:
         try:
             self._rust = RustTokenizer(BPE())
             if path is not None:
-                self._rust = RustTokenizer.from_file(str(path / "tokenizer.json"))
+                self._rust = RustTokenizer.from_str(tokenizer_text(path / "tokenizer.json"))
+        except ModelError:
+            raise
         except Exception as error:
             raise ModelError(f"{path}/tokenizer.json: cannot be read: {error}") from None
         self._rust.no_truncation()

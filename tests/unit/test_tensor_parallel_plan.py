@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from pd_cluster.checkpoints.layouts import WeightFolder
 from pd_cluster.checkpoints.weight_files import weight_files
 from pd_cluster.errors import ModelError
 from pd_cluster.model.known_forms import FORMS
@@ -33,7 +34,7 @@ LAYER = "model.layers.0"
 def read_all(tmp_path: Path, config: Any, key: str, shape: tuple[int, ...], size: int) -> list[torch.Tensor]:
     """Returns each rank's part of a tensor whose elements are all different."""
     save_file({key: torch.arange(torch.Size(shape).numel()).view(shape)}, tmp_path / "model.safetensors")
-    return [read_shard(tmp_path, ParallelPlan(config, size), rank)[key] for rank in range(size)]
+    return [read_shard(WeightFolder(tmp_path), ParallelPlan(config, size), rank)[key] for rank in range(size)]
 
 
 def whole(shape: tuple[int, ...]) -> torch.Tensor:

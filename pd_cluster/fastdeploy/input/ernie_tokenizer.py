@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import msgspec
 
+from pd_cluster.checkpoints import paddle
 from pd_cluster.checkpoints.hub import resolve_model
 from pd_cluster.checkpoints.json_files import read_json
 from pd_cluster.checkpoints.vision import IMAGE_TYPES
@@ -26,7 +27,7 @@ class ErnieBotTokenizer:
         """Opens a model's folder, or a hub's model. Raises ModelError."""
         folder = resolve_model(str(path), revision, needs_weights=False)
         file = folder / "config.json"
-        model_type = read_json(file).get("model_type") if file.exists() else None
+        model_type = paddle.model_type_of(read_json(file)) if file.exists() else None
         return cls(Tokenizer(folder), model_type in IMAGE_TYPES)
 
     @property

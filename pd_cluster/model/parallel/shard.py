@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
-from pd_cluster.checkpoints.weight_files import text_name, weight_files
+from pd_cluster.checkpoints.layouts import WeightFolder
+from pd_cluster.checkpoints.weight_files import text_name
 from pd_cluster.errors import ModelError
 from pd_cluster.model.parallel.plan import FUSED_EXPERTS, WHOLE, Cut, ParallelPlan
+from pd_cluster.model.stored import opened
 
 Cutter = Callable[[str, tuple[int, ...]], Cut]
 
 
 def read_shard(
-    folder: Path, plan: ParallelPlan, rank: int, is_text_part: bool = False, expert_width: int = 0
+    folder: WeightFolder, plan: ParallelPlan, rank: int, is_text_part: bool = False, expert_width: int = 0
 ) -> dict[str, torch.Tensor]:
     """Maps names to this rank's shares. Raises ModelError.
 
@@ -29,18 +30,18 @@ def read_shard(
     return _read(folder, lambda key, shape: plan.cut(key, shape, rank), names, expert_width)
 
 
-def read_text_part(folder: Path, expert_width: int = 0) -> dict[str, torch.Tensor]:
+def read_text_part(folder: WeightFolder, expert_width: int = 0) -> dict[str, torch.Tensor]:
     """Maps names to weights of the text model in a multimodal folder. Raises ModelError."""
     return _read(folder, lambda key, shape: WHOLE, text_name, expert_width)
 
 
-def read_whole(folder: Path) -> dict[str, torch.Tensor]:
+def read_whole(folder: WeightFolder) -> dict[str, torch.Tensor]:
     """Maps names to all weights. Raises ModelError."""
     return _read(folder, lambda key, shape: WHOLE, str)
 
 
 def read_named(
-    folder: Path, name_of: Callable[[str], str], plan: ParallelPlan | None = None, rank: int = 0
+    folder: WeightFolder, name_of: Callable[[str], str], plan: ParallelPlan | None = None, rank: int = 0
 ) -> dict[str, torch.Tensor]:
     """Maps names to the weights that `name_of` names, "" leaves one out; this rank's shares of them by a plan.
 
@@ -49,30 +50,32 @@ def read_named(
     return _read(folder, lambda key, shape: WHOLE if plan is None else plan.cut(key, shape, rank), name_of)
 
 
-def has_head(folder: Path) -> bool:
+def has_head(folder: WeightFolder) -> bool:
     """Whether a multimodal folder has weights of its text model's output layer. Raises ModelError."""
     return any(text_name(key).startswith("lm_head.") for key in names(folder))
 
 
-def names(folder: Path) -> Iterator[str]:
+def names(folder: WeightFolder) -> Iterator[str]:
     """Yields the names of all tensors. Raises ModelError."""
-    for file in weight_files(folder):
-        yield from _names(file)
+    for file in folder.files():
+        yield from _names(file, folder)
 
 
-def _names(file: Path) -> list[str]:
+def _names(file: Path, folder: WeightFolder) -> list[str]:
     try:
-        with safe_open(file, framework="pt") as stream:
+        with opened(file, folder) as stream:
             return list(stream.keys())
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"{file}: cannot be read: {error}") from error
 
 
-def _read(folder: Path, cut: Cutter, name_of: Callable[[str], str], expert_width: int = 0) -> dict[str, torch.Tensor]:
+def _read(
+    folder: WeightFolder, cut: Cutter, name_of: Callable[[str], str], expert_width: int = 0
+) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
-    for file in weight_files(folder):
+    for file in folder.files():
         try:
-            with safe_open(file, framework="pt") as stream:
+            with opened(file, folder) as stream:
                 for key in stream.keys():  # noqa: SIM118  (not a dict)
                     if not (name := name_of(key)):
                         continue

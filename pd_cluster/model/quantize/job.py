@@ -64,7 +64,7 @@ class QuantizeJob:
         if checkpoint.quantization is not None:
             raise ModelError(f"{checkpoint.quantization.place}: the model is quantized already; give its plain folder")
         partial = self._partial()
-        with Files(self.model) as files:
+        with Files(checkpoint.weights) as files:
             layers: dict[int, list[str]] = defaultdict(list)
             rest: list[str] = []
             for name in files:
@@ -91,7 +91,8 @@ class QuantizeJob:
                 tensors = {name: files[name] for name in rest}
                 with self._writing():
                     save_file(tensors, partial / "rest.safetensors", {"format": "pt"})
-        self._finish(partial, scheme.config(["lm_head", *sorted(ignored)]))
+        config = checkpoint.whole or read_json(self.model / "config.json")
+        self._finish(partial, {**config, "quantization_config": scheme.config(["lm_head", *sorted(ignored)])})
         return len(chosen)
 
     def _partial(self) -> Path:
@@ -134,7 +135,7 @@ class QuantizeJob:
             found |= {f"{name.removesuffix('weight')}{part}": each.contiguous() for part, each in stored.items()}
         return found
 
-    def _finish(self, partial: Path, quantization_config: dict[str, Any]) -> None:
+    def _finish(self, partial: Path, config: dict[str, Any]) -> None:
         parts = sorted(partial.glob("*.safetensors"))
         places: dict[str, str] = {}
         for number, part in enumerate(parts, 1):
@@ -149,8 +150,6 @@ class QuantizeJob:
         for file in self.model.iterdir():
             if file.is_file() and not file.name.endswith(NOT_COPIED) and file.name != "config.json":
                 self._copy(file, self.out / file.name)
-        config = read_json(self.model / "config.json")
-        config["quantization_config"] = quantization_config
         with self._writing():
             (self.out / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
             shutil.rmtree(partial)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.checkpoints.weight_files import weight_files
+from pd_cluster.checkpoints.layouts import WeightFolder
 from pd_cluster.errors import ModelError
 from pd_cluster.model.modules import config_of
+from pd_cluster.model.stored import opened
 
 LAYERS = "model.layers"
 Hidden = list[torch.Tensor]  # [1, num_tokens, hidden_size] of each sample
@@ -23,19 +22,19 @@ Hidden = list[torch.Tensor]  # [1, num_tokens, hidden_size] of each sample
 class Files:
     """The tensors of a folder by their names. Used as a context."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: WeightFolder) -> None:
         self._folder = folder
         self._stack = ExitStack()
         self._places: dict[str, Any] = {}
 
     def __enter__(self) -> Files:
         try:
-            for file in weight_files(self._folder):
-                opened = self._stack.enter_context(safe_open(file, framework="pt"))
-                self._places |= dict.fromkeys(opened.keys(), opened)
+            for file in self._folder.files():
+                stream = self._stack.enter_context(opened(file, self._folder))
+                self._places |= dict.fromkeys(stream.keys(), stream)
         except (OSError, RuntimeError, ValueError) as error:
             self._stack.close()
-            raise ModelError(f"{self._folder}: cannot be read: {error}") from error
+            raise ModelError(f"{self._folder.path}: cannot be read: {error}") from error
         return self
 
     def __exit__(self, *_: object) -> None:

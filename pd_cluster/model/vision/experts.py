@@ -88,7 +88,7 @@ def put_experts(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: 
         is_own = (expert is not None and int(expert["index"]) >= num_experts) or name.endswith(BIAS)
         return name if is_own or (router is not None and router["of_pictures"]) else ""
 
-    weights = read_named(checkpoint.path, name_of)
+    weights = read_named(checkpoint.weights, name_of)
     for index, layer in enumerate(model.model.layers):
         if not hasattr(layer.mlp, "experts"):
             continue

@@ -10,19 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.vision import VisionPart
-from pd_cluster.checkpoints.weight_files import PLAIN_DTYPES, quantized, stored_dtypes, text_name, weight_files
+from pd_cluster.checkpoints.weight_files import PLAIN_DTYPES, quantized, text_name
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ModelError
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.parallel.shard import read_named
 from pd_cluster.model.vision.classes import CLASSES, class_of
 from pd_cluster.model.vision.tower import Tower
+from pd_cluster.model.vision.whole_config import whole_config
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: Device, num_k
     assert part is not None
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    config: Any = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+    config = whole_config(checkpoint)
     num_deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
     if num_deep >= (num_layers := int(checkpoint.config["num_hidden_layers"])):
         raise ModelError(
@@ -84,7 +84,7 @@ def _load(checkpoint: Checkpoint, kind: Any, config: Any, name_of: Callable[[str
         found: tuple[Any, Any] = kind.from_pretrained(
             None,
             config=config,
-            state_dict=read_named(checkpoint.path, name_of),
+            state_dict=read_named(checkpoint.weights, name_of),
             dtype=torch.float32,
             attn_implementation="sdpa",
             local_files_only=True,
@@ -115,7 +115,6 @@ def _others_name(key: str) -> str:
 
 
 def _check_stored(checkpoint: Checkpoint, name_of: Callable[[str], str]) -> None:
-    for file in weight_files(checkpoint.path):
-        for key, dtype in stored_dtypes(file).items():
-            if name_of(key) and dtype not in PLAIN_DTYPES:
-                raise quantized(f"{file}: {key} ({dtype})")
+    for each in checkpoint.weights.stored():
+        if any(map(name_of, each.names)) and each.dtype not in PLAIN_DTYPES:
+            raise quantized(f"{each.file}: {each.key} ({each.dtype})")

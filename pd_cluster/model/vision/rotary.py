@@ -6,12 +6,12 @@ import copy
 from typing import Any
 
 import torch
-from transformers.models.auto.configuration_auto import AutoConfig
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ModelError
 from pd_cluster.model.vision.classes import CLASSES, class_of
+from pd_cluster.model.vision.whole_config import whole_config
 
 
 class SectionsRotaryEmbedding(torch.nn.Module):
@@ -44,7 +44,7 @@ def put_sections(model: Any, checkpoint: Checkpoint, device: Device) -> None:
             f"{checkpoint.path / 'config.json'}: rope_type {checkpoint.rope.kind}: its frequencies follow a request's "
             f"tokens, and pictures have positions of their own; give another rope_type"
         )
-    whole: Any = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+    whole = whole_config(checkpoint)
     sections = {name: value for name, value in whole.text_config.rope_parameters.items() if "mrope" in name}
     config = copy.deepcopy(model.config)
     config.rope_parameters = {**config.rope_parameters, **sections}

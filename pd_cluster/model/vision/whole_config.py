@@ -1,0 +1,16 @@
+"""transformers' config of a whole multimodal model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+
+
+def whole_config(checkpoint: Checkpoint) -> Any:
+    """Returns that of the folder's config.json, from its form in transformers where it has another one."""
+    if (whole := checkpoint.whole) is not None:
+        return CONFIG_MAPPING[str(whole["model_type"])].from_dict(whole)
+    return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)

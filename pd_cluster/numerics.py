@@ -30,7 +30,8 @@ KEY_ORDER = f"the order of features in keys, which follows from the kind of devi
 BF16_WAY = f"the way of products in bfloat16, which follows from the processor ({called('dtype')} float32 has none),"
 WHOLE_ROWS, LONG_SPANS = "codes of whole rows", "sums of up to 256 inputs"
 CODES_WAY = f"the way of quantized products, which follows from the version (same {called('quantization')}: upgrade),"
-DYNAMIC, LONGROPE = "dynamic", "longrope"
+DYNAMIC, LONGROPE, YARN, LINEAR = "dynamic", "longrope", "yarn", "linear"
+ALREADY_STRETCHED = ("gemma3", "gemma3_text")  # model types whose max_position_embeddings count a factor already
 ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta")
 UNBOUNDED = 1 << 30  # tokens; the base grows with any length
 ROPE_NAMES = {"dynamic": DYNAMIC, "longrope": LONGROPE, "su": LONGROPE}  # "su": longrope's first name
@@ -66,6 +67,9 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
                 f"config.json: rope_parameters.{kinds[0]}: longrope of one kind of layers alone is not supported"
             )
         kind, trained = _kind_of(given), int(config.get("max_position_embeddings") or 0)
+        if kind == DYNAMIC and given.get("alpha"):  # Hunyuan's: a fixed base, at every length
+            float(given["alpha"])
+            return cls()
         if kind == DYNAMIC:
             float(given.get("factor") or 1.0)
             return cls(kind=kind, reach=trained, most=UNBOUNDED)
@@ -80,6 +84,39 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
         if num_tokens <= self.reach or not self.kind:
             return 0
         return num_tokens if self.kind == DYNAMIC else self.reach + 1
+
+
+class Stretch(msgspec.Struct, frozen=True, kw_only=True):
+    """Positions that are rotated more slowly, alike in every request: by YaRN, or linearly.
+
+    `reach`: how many the model then has. As in vLLM, it is the factor times YaRN's original positions, or the config's.
+    """
+
+    kind: str
+    reach: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Stretch | None:
+        """Reads a config.json; None: positions are not stretched. Raises ModelError for a factor that is no number."""
+        rope = config.get("rope_parameters") or config.get("rope_scaling")
+        if not isinstance(rope, dict) or not isinstance(positions := config.get("max_position_embeddings"), int):
+            return None
+        of_kinds = [each for each in rope.values() if isinstance(each, dict)]
+        for given in of_kinds or [rope]:
+            kind = str(given.get("rope_type", given.get("type")))
+            is_stretched = kind == YARN or (kind == LINEAR and not of_kinds)
+            if not is_stretched or config.get("model_type") in ALREADY_STRETCHED or given.get("factor") is None:
+                continue
+            name, factor = "original_max_position_embeddings", given["factor"]
+            original = (config.get(name) or given.get(name) or positions) if kind == YARN else positions
+            is_number = isinstance(factor, int | float) and not isinstance(factor, bool) and isinstance(original, int)
+            if not is_number or not 1 <= factor < UNBOUNDED:
+                shown = reprlib.repr(given)
+                raise ModelError(
+                    f"config.json: rope_scaling {shown}: factor must be a number of at least 1, and {name} whole"
+                )
+            return cls(kind=kind, reach=int(original * factor))
+        return None
 
 
 class Numerics(msgspec.Struct, frozen=True, kw_only=True):

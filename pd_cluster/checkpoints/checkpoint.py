@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from pd_cluster.checkpoints.weight_files import (
     weights_digest,
 )
 from pd_cluster.errors import ModelError, called
-from pd_cluster.numerics import RopeScaling, canonical, overridden
+from pd_cluster.numerics import RopeScaling, Stretch, canonical, overridden
 from pd_cluster.settings.engine import EngineConfig
 
 log = logging.getLogger(__name__)
@@ -169,6 +170,15 @@ class Checkpoint:
         return (self.generation_folder or self.path) / GENERATION_FILE
 
     @property
+    def stretch(self) -> Stretch | None:
+        return Stretch.of(self.config)
+
+    @property
+    def trained_positions(self) -> int:
+        """Tokens of a sequence before positions are stretched."""
+        return _position_limit({**self.config, "rope_parameters": None, "rope_scaling": None})[1]
+
+    @property
     def max_position_embeddings(self) -> int:
         """Tokens that a sequence can have by default."""
         return _position_limit(self.config)[1]
@@ -186,12 +196,16 @@ class Checkpoint:
         If positions depend on a request's length, `wanted` may exceed the trained length.
         """
         name, limit = _position_limit(self.config)
+        if self.stretch is not None:
+            name = f"{self.stretch.kind}'s positions times factor,"
         if wanted is not None and wanted < 1:
             raise ModelError(f"{called('max_model_len')} {wanted}: must be at least 1")
         most = max(limit, self.rope.most)
         if wanted is not None and wanted > most:
             raise ModelError(
-                f"{called('max_model_len')} {wanted}: {self.path / 'config.json'} has {name} {most}; use at most that"
+                f"{called('max_model_len')} {wanted}: {self.path / 'config.json'} has {name} {most}; use at most that, "
+                f"or stretch rotary positions, if the model is made for that: {called('rope_scaling')} "
+                f'{{"rope_type": "yarn", "factor": {math.ceil(wanted / self.trained_positions)}.0}}'
             )
         if wanted is None and most > limit:
             log.info("a context of %d tokens; with --max-model-len this model takes more", limit)
@@ -224,6 +238,7 @@ def _check_numbers(file: Path, config: dict[str, Any]) -> None:
             place = f"{file} (or {called('hf_overrides')})"
             raise ModelError(f"{place}: {name} {value!r}: must be a whole number of at least 1")
     RopeScaling.of(config)
+    Stretch.of(config)
 
 
 def _tokenizer_path(engine: EngineConfig, path: Path) -> Path | None:
@@ -283,9 +298,12 @@ def _position_limit(config: dict[str, Any]) -> tuple[str, int]:
     """Returns the field that bounds a sequence's length, and its value.
 
     With longrope the bound is the original length: a longer context changes all positions of every longer request.
+    Positions that are stretched by a factor reach as much further.
     """
     name = next((name for name in POSITION_FIELDS if config.get(name)), "no length:")
     limit = int(config.get(name) or DEFAULT_POSITIONS.get(config["model_type"], 2048))
+    if (stretch := Stretch.of(config)) is not None:
+        return name, stretch.reach
     reach = RopeScaling.of(config).reach
     return name, min(limit, reach) if reach else limit
 

@@ -258,7 +258,7 @@ def check_rows(model: torch.nn.Module, checkpoint: Checkpoint, logn: LogN | None
 
 def logn_of(checkpoint: Checkpoint) -> LogN | None:
     """Returns log-n attention if an override enables it."""
-    return LogN(checkpoint.max_position_embeddings) if checkpoint.overrides.get(USE_LOGN) else None
+    return LogN(checkpoint.trained_positions) if checkpoint.overrides.get(USE_LOGN) else None
 
 
 def change_of(logits: torch.Tensor, expected: torch.Tensor, dtype: str) -> float:

@@ -16,9 +16,10 @@ import pytest
 import torch
 import transformers
 
+from pd_cluster.errors import ModelError
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import make_checkpoint
-from tests.support.engines import generate, make_core, random_prompt, run
+from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run
 
 TRAINED = 48
 MAX_LEN = 160
@@ -165,3 +166,41 @@ def test_log_n_attention(tmp_path: Path, architecture: str) -> None:
         logits = whole_pass(model.eval(), prompt + output, length)[len(prompt) - 1 : -1]
     assert output == logits.argmax(-1).tolist()
     assert output != generate(plain, [prompt], greedy(20))[0]
+
+
+# ---- positions that are stretched alike for all requests
+
+
+STRETCHED = {
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("kind", STRETCHED)
+def test_a_stretch_lengthens_the_context(tmp_path: Path, kind: str) -> None:
+    """From config.json, and as an override of a folder that has none, beyond the positions that it was trained with."""
+    rope = {"rope_theta": 10000.0, **STRETCHED[kind]}
+    sizes: dict[str, Any] = {"max_position_embeddings": TRAINED, "hidden_size": 256, "head_dim": 128}
+    written = make_checkpoint(tmp_path / "written", "llama", rope_parameters=rope, **sizes)
+    plain = make_checkpoint(tmp_path / "plain", "llama", **sizes)
+    prompts = [random_prompt(random.Random(4), length) for length in (10, 100)]
+    for folder, overrides in ((written, {}), (plain, {"rope_scaling": STRETCHED[kind]})):
+        core = make_core(folder, num_blocks=64, hf_overrides=overrides)
+        assert core.runner.max_model_len == 4 * TRAINED  # type: ignore[attr-defined]
+        assert_all_same(written, prompts, generate(core, prompts, greedy(40)), 40)
+
+
+def test_what_has_no_rotary_embedding_is_not_stretched(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "opt")
+    with pytest.raises(ModelError, match="rope_type yarn: model_type opt has no rotary embedding of that kind"):
+        make_core(folder, num_blocks=64, hf_overrides={"rope_scaling": STRETCHED["yarn"]})
+
+
+@pytest.mark.parametrize("architecture", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
+def test_hunyuan_s_alpha_fixes_the_base(tmp_path: Path, architecture: str) -> None:
+    """Its rope is called dynamic, and is the same at every length, also beyond the trained one."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
+    folder = make_checkpoint(tmp_path, architecture, rope_parameters=rope, max_position_embeddings=MAX_LEN)
+    prompts = [random_prompt(random.Random(4), length) for length in (10, 100)]
+    assert_all_same(folder, prompts, generate(make_core(folder, num_blocks=64), prompts, greedy(20)), 20)

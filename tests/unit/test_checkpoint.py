@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,8 @@ def test_the_context(folder: Path) -> None:
             opened.max_model_len(wanted)
 
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 
 
@@ -154,6 +157,14 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]
             64,
         ),
         ({"max_position_embeddings": 64, "rope_parameters": {"full_attention": {"rope_type": "linear"}}}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": YARN}, 128),
+        ({"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 256),
+        ({"max_position_embeddings": 64, "rope_parameters": {"full_attention": YARN, "sliding_attention": {}}}, 128),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 4.0}}, 256),
+        ({"model_type": "gemma3_text", "max_position_embeddings": 64, "rope_scaling": LINEAR}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {**YARN, "rope_type": "llama3"}}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "alpha": 1000.0}}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, 64),
     ],
 )
 def test_how_long_a_sequence_can_be(folder: Path, config: dict[str, Any], expected: int) -> None:
@@ -164,6 +175,23 @@ def test_how_long_a_sequence_can_be(folder: Path, config: dict[str, Any], expect
     assert opened.max_model_len(most) == most
     with pytest.raises(ModelError, match=f"{most}; use at most that"):
         opened.max_model_len(most + 1)
+
+
+def test_a_stretch_that_is_asked_for_lengthens_the_context(folder: Path) -> None:
+    """The refusal of a longer one names it, with a factor that reaches far enough."""
+    with pytest.raises(ModelError) as refused:
+        Checkpoint.open(str(folder)).max_model_len(1500)
+    found = re.search(r"--rope-scaling (\{.*\})$", str(refused.value))
+    assert found is not None
+    scaling = json.loads(found[1])
+    assert scaling == {"rope_type": "yarn", "factor": 3.0}
+    asked = Checkpoint.of(EngineConfig(model=str(folder), hf_overrides={"rope_scaling": scaling}))
+    assert asked.max_model_len(1500) == 1500
+    assert asked.max_model_len(None) == 3 * 512
+    for factor in ("4", 0.5, True):
+        overrides = {"rope_scaling": {"rope_type": "yarn", "factor": factor}}
+        with pytest.raises(ModelError, match="factor must be a number of at least 1"):
+            Checkpoint.of(EngineConfig(model=str(folder), hf_overrides=overrides))
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,10 @@ class EngineLimits:
             return "a request needs a prompt token and max_tokens of at least 1"
         if request.most_tokens > self.max_model_len:
             most = "" if request.pooling is not None else f" and max_tokens {sampling.max_tokens}"
-            return f"{len(prompt)} prompt tokens{most} exceed max_model_len {self.max_model_len}"
+            return (
+                f"{len(prompt)} prompt tokens{most} exceed max_model_len {self.max_model_len}; use fewer, or start the "
+                f"server with a larger --max-model-len"
+            )
         per_token = 0 if sampling.prompt_logprobs is None else sampling.prompt_logprobs + 1
         if len(prompt) * per_token > MAX_LOGPROB_ENTRIES:
             return f"prompt_logprobs {sampling.prompt_logprobs} for {len(prompt)} tokens are too many to tell"

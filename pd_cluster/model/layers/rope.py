@@ -111,7 +111,7 @@ def rope_limit_of(model: torch.nn.Module, checkpoint: Checkpoint, has_logn: bool
     """Returns the rotary positions, or rows of a table of positions, that requests may choose for their tokens.
 
     transformers' modules of rotary embeddings and such tables take any that they are given. `model` is loaded, and not
-    yet fused.
+    yet fused. Raises ModelError for positions that it cannot stretch.
     """
     name, why_not = f"model_type {checkpoint.model_type}", ""
     rotaries = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
@@ -124,8 +124,18 @@ def rope_limit_of(model: torch.nn.Module, checkpoint: Checkpoint, has_logn: bool
         why_not = f"{USE_LOGN} takes its factors from a request's number of tokens"
     elif not rotaries and not has_table:
         why_not = f"{name} has neither a rotary embedding nor a table of positions"
+    if checkpoint.stretch is not None and not any(checkpoint.stretch.kind in _kinds(each) for each in rotaries):
+        raise ModelError(
+            f"rope_type {checkpoint.stretch.kind}: {name} has no rotary embedding of that kind; leave it out"
+        )
     num_rows = 3 if rotaries and all(hasattr(module, "mrope_section") for module in rotaries) else 1
     return RopeLimit(num_rows, checkpoint.max_position_embeddings, why_not)
+
+
+def _kinds(rotary: Any) -> tuple[str, ...]:
+    """Returns the rope types of a rotary embedding; it may have one for each kind of layer."""
+    found = getattr(rotary, "rope_type", "")
+    return tuple(found.values()) if isinstance(found, dict) else (str(found),)
 
 
 def put_lengths(model: torch.nn.Module, rope: RopeScaling) -> None:

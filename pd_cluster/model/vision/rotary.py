@@ -23,6 +23,7 @@ class SectionsRotaryEmbedding(torch.nn.Module):
         self._pairs_neighbours = pairs_neighbours
         self._one, self._three = (one,), (three,)  # not among its modules: loaders look for rotary embeddings there
         self.mrope_section = three.mrope_section
+        self.rope_type = getattr(three, "rope_type", "")
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`position_ids`: [1, num_tokens], or [3, 1, num_tokens]."""

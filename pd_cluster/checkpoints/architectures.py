@@ -201,6 +201,12 @@ def _class_defaults(classes: Mapping[str, ast.ClassDef], name: str) -> dict[str,
     return found
 
 
+def null_fields(config: Config) -> str:
+    """Returns a hint to follow an error that a null may have caused; "" if the config has none."""
+    names = [name for name, value in _fields(config) if value is None]
+    return f"; config.json has null for {', '.join(names)}: leave out, or give values" if names else ""
+
+
 def _fields(config: Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields every field; nested ones are named like `rope_parameters.rope_type`."""
     for name, value in config.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -10,19 +9,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pd_cluster.checkpoints.architectures import MULTIMODAL, Config, defaults_of, is_native, text_part, why_not
+from pd_cluster.checkpoints.architectures import (
+    MULTIMODAL,
+    Config,
+    defaults_of,
+    is_native,
+    null_fields,
+    text_part,
+    why_not,
+)
 from pd_cluster.checkpoints.hub import resolve_model
+from pd_cluster.checkpoints.identity import identity_of
 from pd_cluster.checkpoints.json_files import read_json
 from pd_cluster.checkpoints.layouts import Layout, WeightFolder, translated
 from pd_cluster.checkpoints.quantized import Quantization, asked, at_load, quantization_of
-from pd_cluster.checkpoints.sentencepiece import files_of, is_made
+from pd_cluster.checkpoints.sentencepiece import is_made
 from pd_cluster.checkpoints.vision import IMAGE_TYPES, VisionPart
 from pd_cluster.checkpoints.weight_files import (
     QUANTIZERS_FIELDS,
-    QUANTIZERS_FILES,
     quantized,
     text_name,
-    weights_digest,
 )
 from pd_cluster.errors import ModelError, called
 from pd_cluster.numerics import RopeScaling, Stretch, canonical, overridden
@@ -50,6 +56,7 @@ NUMBERS = (
     *("max_position_embeddings", "n_positions", "original_max_position_embeddings", "vocab_size", "hidden_size"),
     *("num_hidden_layers", "num_attention_heads"),
 )
+ALWAYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")  # of NUMBERS: never null
 ADAPTER_FILES = ("adapter_config.json", "adapter_model*")
 
 
@@ -95,7 +102,7 @@ class Checkpoint:
         config, part_of = overridden(whole, overrides), ""
         takes_images = _takes_images(file, whole, engine)
         is_part = takes_images or (engine.language_model_only and not _is_listed(whole))
-        if is_part and (text := text_part(whole)) is not None:
+        if is_part and (text := _text_part(file, whole)) is not None:
             config, part_of = overridden(text, overrides), str(whole.get("model_type"))
         is_unproven = not _is_listed(config)
         if is_unproven:
@@ -111,7 +118,7 @@ class Checkpoint:
         is_plain = (lambda key: bool(names_of(key))) if quantization is None else (lambda key: False)
         quantization = asked(path, engine.quantization, quantization)
         vision = VisionPart.of(path, whole) if takes_images else None
-        identity = _identity(weights, tokenizer_path, part_of, is_plain, () if vision is None else vision.files)
+        identity = identity_of(weights, tokenizer_path, part_of, is_plain, () if vision is None else vision.files)
         return cls(
             path,
             config,
@@ -215,13 +222,23 @@ class Checkpoint:
 def _takes_images(file: Path, whole: dict[str, Any], engine: EngineConfig) -> bool:
     """Whether the whole of a multimodal model is to be served. Raises ModelError where that is asked for in vain."""
     model_type = whole.get("model_type")
-    takes = isinstance(model_type, str) and model_type in IMAGE_TYPES and text_part(whole) is not None
+    if isinstance(model_type, str) and model_type in IMAGE_TYPES and not isinstance(whole.get("vision_config"), dict):
+        raise ModelError(f"{file}: vision_config {whole.get('vision_config')!r}: must be an object; copy it again")
+    takes = isinstance(model_type, str) and model_type in IMAGE_TYPES and _text_part(file, whole) is not None
     if engine.enable_mm and not takes:
         raise ModelError(
             f"{called('enable_mm')}: {file}: model_type {model_type!r} takes no images here; those that do are "
             f"{', '.join(IMAGE_TYPES)}; leave it out"
         )
     return takes and not engine.language_model_only
+
+
+def _text_part(file: Path, whole: dict[str, Any]) -> dict[str, Any] | None:
+    """Raises ModelError for a field that the text model cannot be derived from."""
+    try:
+        return text_part(whole)
+    except (TypeError, ValueError, LookupError, AttributeError, ZeroDivisionError) as error:
+        raise ModelError(f"{file}: text_config: {error!r}{null_fields(whole)}") from None
 
 
 def _names_of(part_of: str, weights: WeightFolder) -> Callable[[str], tuple[str, ...]]:
@@ -234,7 +251,9 @@ def _check_numbers(file: Path, config: dict[str, Any]) -> None:
     """Raises ModelError for fields that must be numbers and are not."""
     for name in NUMBERS:
         value = config.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is None and not (name in ALWAYS and name in config):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             place = f"{file} (or {called('hf_overrides')})"
             raise ModelError(f"{place}: {name} {value!r}: must be a whole number of at least 1")
     RopeScaling.of(config)
@@ -266,7 +285,7 @@ def _unlisted(
     model_type = config.get("model_type")
     flag = f"{called('try_unlisted')} {model_type}: " if model_type in try_unlisted else ""
     place = f"{flag}{file}: {'text_config: ' if part_of else ''}model_type {model_type!r}"
-    text = None if part_of else text_part(whole)
+    text = None if part_of else _text_part(file, whole)
     if text is not None and _is_listed(text):
         way_out = f"{called('language_model_only')} serves its {text['model_type']} alone"
         raise ModelError(f"{place} {MULTIMODAL}; {way_out}")
@@ -323,33 +342,3 @@ def _generation_config(path: Path, given: str) -> tuple[dict[str, Any], Path | N
     # Answers must end: a file without eos_token_id keeps the model's.
     ends = {"eos_token_id": own["eos_token_id"]} if "eos_token_id" in own else {}
     return ends | read_json(folder / GENERATION_FILE), folder
-
-
-def _identity(
-    folder: WeightFolder,
-    tokenizer_path: Path | None,
-    part_of: str,
-    is_plain: Callable[[str], bool],
-    of_images: Sequence[Path] = (),
-) -> str:
-    """`of_images`: files that say how pictures are read, if they are."""
-    served = b"with images" if of_images else b"language model only" if part_of else b""
-    digest = hashlib.sha256(served)
-    path = folder.path
-    files = [path / "config.json", *of_images]
-    if tokenizer_path is not None:
-        files += files_of(tokenizer_path)
-    for file in files:
-        if not file.exists():
-            raise ModelError(
-                f"{file}: missing; make it with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
-            )
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    for file in sorted(each for pattern in QUANTIZERS_FILES for each in path.glob(pattern)):
-        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
-    weights = sorted({*path.glob("*.safetensors"), *folder.files()})
-    if not weights:
-        raise ModelError(f"{path}: no *.safetensors file; other weight formats are not loaded")
-    for file in weights:
-        digest.update(weights_digest(file, is_plain, folder.dtype))
-    return digest.hexdigest()[:32]

@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "Ernie4_5_VLMoeForConditionalGeneration": PICTURES,
 }
 OLD_TYPES = {"ernie4_5_moe_vl": PICTURES}  # -> transformers'
-# What only Paddle's training and kernels read.
+# Fields that only Paddle's training and kernels read.
 TRAINING = re.compile(
     r"fuse_.*|fused_.*|use_(?:rmsnorm|fast_ln|flash_attention|recompute.*|sparse_.*|var_len.*)|moe_.*(?:loss|lambda).*"
     r"|moe_(?:capacity|gate|use_.*|dropout_prob|multimodal_.*|dense_experts_token_type_id|group.*)|global_aux_loss"
@@ -121,7 +121,7 @@ def _ends(config: Mapping[str, Any], name: str, choose: Any) -> int:
 
 
 class Sizes(NamedTuple):
-    """What tells the parts of stored tensors apart. `hidden_size`, heads: of the text model."""
+    """Sizes that tell the parts of stored tensors apart. `hidden_size`, heads: of the text model."""
 
     takes_pictures: bool
     is_tied: bool

@@ -170,7 +170,9 @@ def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization
         place = replace(found, place=f"{found.place}.config_groups.{name}")
         if not isinstance(group, dict):
             raise _refused(place, f"{reprlib.repr(group)} is not a scheme", "write its weights and input_activations")
-        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+        weights, inputs = group.get("weights"), group.get("input_activations") or {}
+        if weights is None:  # as in vLLM, its layers are not quantized
+            continue
         sizes.add(_whole(place, weights, "group_size", -1))
         if (block := weights.get("block_structure")) is not None:
             blocks.add(_block(place, block, "block_structure"))

@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from pd_cluster.checkpoints.architectures import PLAIN_TYPES, plain_fields
+from pd_cluster.checkpoints.architectures import PLAIN_TYPES, null_fields, plain_fields
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, text_name
 from pd_cluster.devices.device import Device
@@ -43,15 +43,15 @@ def config_of(checkpoint: Checkpoint) -> Any:
     """
     overrides = checkpoint.overrides
     is_as_written = not (checkpoint.part_of or overrides or checkpoint.layout or checkpoint.quantization)
-    if is_as_written:
-        return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
     try:
+        if is_as_written:
+            return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
         settings = text_settings(checkpoint) if checkpoint.part_of else checkpoint.config
         return CONFIG_MAPPING[checkpoint.model_type].from_dict(settings)
     except Exception as error:  # also huggingface_hub's errors for values of another type
         given = f"{called('hf_overrides')} {checkpoint.hf_overrides}"
         place = given if overrides else str(checkpoint.path / "config.json")
-        raise ModelError(f"{place}: {' '.join(str(error).split())}") from error
+        raise ModelError(f"{place}: {' '.join(str(error).split())}{null_fields(checkpoint.config)}") from error
 
 
 def text_settings(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -77,8 +77,6 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
         transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.path}
-    if checkpoint.overrides:
-        source["config"] = config_of(checkpoint)
     architecture: Any = AutoModelForCausalLM
     held = HeldWeights()
     if checkpoint.quantization is None:
@@ -89,6 +87,8 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
         architecture = AutoModelForCausalLM._model_mapping[type(local)]
         held = hold(weights, architecture, local, TORCH_DTYPES[dtype], share)
         source = {"pretrained_model_name_or_path": None, "config": local, "state_dict": weights}
+    else:
+        source["config"] = config_of(checkpoint)
     try:
         with Unfilled() if _is_quick(checkpoint, device) else nullcontext():
             model, info = architecture.from_pretrained(
@@ -104,13 +104,14 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
             )
     except torch.OutOfMemoryError as error:
         raise _too_large(checkpoint, dtype, device) from error
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, LookupError, ImportError, TypeError, AttributeError) as error:
         if error.args == (sdpa.NAME,):
             raise ModelError(
                 f"{checkpoint.path}: {checkpoint.config['model_type']} has attention functions of its own instead of "
                 f"those that transformers lets others register; this architecture cannot be served"
             ) from error
-        raise ModelError(f"{checkpoint.path}: cannot load the model: {error}") from error
+        hint = null_fields(checkpoint.config)
+        raise ModelError(f"{checkpoint.path}: cannot load the model: {' '.join(str(error).split())}{hint}") from error
     check_loaded(checkpoint, model, info)
     held.install(model)
     if share is not None:

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support import public_host
 from tests.support.certificates import make_certificate
+from tests.support.paddle_layout import as_paddle, with_sentence_pieces
 from tests.support.picture_kinds import make_kind
 from tests.support.pictures import file_of, picture
 
@@ -138,6 +139,17 @@ with open(OUT, "w") as file:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_kind(tmp_path_factory.mktemp("model"), "ernie4_5_vl_moe", max_position_embeddings=32768)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("program", [CHAT, GENERATE], ids=["chat", "generate"])
+def test_an_example_with_a_folder_as_paddle_has_it(tmp_path: Path, path: Path, program: str) -> None:
+    paddle = as_paddle(path, tmp_path / "baidu/ERNIE-4.5-VL-28B-A3B-Paddle", num_files=2)
+    found, _ = run(tmp_path, with_sentence_pieces(paddle), program)
+    assert found["error"] is None
+    assert found["text"]
+    assert found["prompt"].count(300) == 12
 
 
 @pytest.mark.slow

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ from tests.model.test_picture_kinds import SETTINGS, answer_all, expected_of, pr
 from tests.support.adapters import make_adapter, merged
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt
-from tests.support.paddle_layout import as_paddle, in_bfloat16
+from tests.support.paddle_layout import as_paddle, in_bfloat16, with_sentence_pieces
 from tests.support.picture_kinds import make_kind
 from tests.support.ranks import ranks
 
@@ -218,3 +221,72 @@ def test_a_config_of_another_model_is_refused(twins: Twins, tmp_path: Path) -> N
     file.write_text(json.dumps({**json.loads(file.read_bytes()), "num_attention_heads": 5}))
     with pytest.raises(ModelError, match=r"qkv_proj\.\w+: 128 outputs are no 5 \+ 2 \+ 2 equal parts"):
         make_core(paddle, num_blocks=8)
+
+
+EXAMPLES = {
+    "experts": """
+from pd_cluster.fastdeploy import LLM, SamplingParams
+prompts = [
+    "User: 帮我写一篇关于深圳文心公园的500字游记和赏析。\\nAssistant: 好的。"
+]
+# 采样参数
+sampling_params = SamplingParams(top_p=0.95, max_tokens=6400)
+# 加载模型
+llm = LLM(model="baidu/ERNIE-4.5-21B-A3B-Base-Paddle", tensor_parallel_size=1, max_model_len=8192)
+# 批量进行推理(llm内部基于资源情况进行请求排队、动态插入处理)
+outputs = llm.generate(prompts, sampling_params)
+# 输出结果
+for output in outputs:
+    prompt = output.prompt
+    generated_text = output.outputs.text
+""",
+    "tied": """
+from pd_cluster.fastdeploy import LLM, SamplingParams
+msg1=[
+    {"role": "system", "content": "I'm a helpful AI assistant."},
+    {"role": "user", "content": "把李白的静夜思改写为现代诗"},
+]
+msg2 = [
+    {"role": "system", "content": "I'm a helpful AI assistant."},
+    {"role": "user", "content": "Write me a poem about large language model."},
+]
+messages = [msg1, msg2]
+# 采样参数
+sampling_params = SamplingParams(top_p=0.95, max_tokens=6400)
+# 加载模型
+llm = LLM(model="baidu/ERNIE-4.5-0.3B-Paddle", tensor_parallel_size=1, max_model_len=8192)
+# 批量进行推理(llm内部基于资源情况进行请求排队、动态插入处理)
+outputs = llm.chat(messages, sampling_params)
+# 输出结果
+for output in outputs:
+    prompt = output.prompt
+    generated_text = output.outputs.text
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_document_s_examples(tmp_path: Path, name: str) -> None:
+    """As they are typed but for the package's name; a folder stands where the hub's name is looked for."""
+    architecture, changes = MODELS[name]
+    own = in_bfloat16(make_checkpoint(tmp_path / "pt", architecture, max_position_embeddings=8192, **changes))
+    program = EXAMPLES[name]
+    model = program.partition('model="')[2].partition('"')[0]
+    with_sentence_pieces(as_paddle(own, tmp_path / model))
+    shown = (
+        f"{program}assert all(each.error_msg is None and each.outputs.text for each in outputs), outputs\nllm.close()\n"
+    )
+    (tmp_path / "example.py").write_text(shown.replace(f'"{model}"', f'"./{model}"'), "utf-8")
+    where = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "example.py"],
+        cwd=tmp_path,
+        env=where,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

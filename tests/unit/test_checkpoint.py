@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pd_cluster.checkpoints.checkpoint import SUPPORTED_MODEL_TYPES, Checkpoint
+from pd_cluster.checkpoints.quantized import quantization_of
 from pd_cluster.checkpoints.weight_files import SAMPLE_NBYTES
 from pd_cluster.errors import ModelError
 from pd_cluster.settings.engine import EngineConfig
@@ -362,6 +363,19 @@ def test_settings_that_are_not_supported_are_named(folder: Path, settings: dict[
     found = fault(folder)
     assert found.startswith(f"{folder / 'config.json'}: quantization_config")
     assert f": {said}" in found
+
+
+@pytest.mark.parametrize("group", [{"weights": None}, {"weights": None, "input_activations": {"num_bits": 8}}, {}])
+def test_a_group_without_weights_quantizes_none(folder: Path, group: dict[str, Any]) -> None:
+    settings = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"], **group}}}
+    found = quantization_of(folder, {"quantization_config": settings})
+    assert found is not None
+    assert (found.kinds, found.has_int8_activations, found.input_parts) == ((), False, ())
+    one = {"group_1": {"weights": {"num_bits": 4, "type": "int"}}}
+    both = {**settings, "config_groups": {**settings["config_groups"], **one}}  # type: ignore[dict-item]
+    found = quantization_of(folder, {"quantization_config": both})
+    assert found is not None
+    assert found.kinds == ("int4",)
 
 
 def test_a_quantizer_s_file_is_part_of_the_identity(folder: Path) -> None:

@@ -7,10 +7,17 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.errors import ModelError
 
 
 def whole_config(checkpoint: Checkpoint) -> Any:
-    """Returns that of the folder's config.json, from its form in transformers where it has another one."""
-    if (whole := checkpoint.whole) is not None:
-        return CONFIG_MAPPING[str(whole["model_type"])].from_dict(whole)
-    return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+    """Returns that of the folder's config.json, from its form in transformers where it has another one.
+
+    Raises ModelError for invalid values.
+    """
+    try:
+        if (whole := checkpoint.whole) is not None:
+            return CONFIG_MAPPING[str(whole["model_type"])].from_dict(whole)
+        return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+    except Exception as error:  # also huggingface_hub's errors for values of another type
+        raise ModelError(f"{checkpoint.path / 'config.json'}: {' '.join(str(error).split())}") from error

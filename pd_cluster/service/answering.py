@@ -33,8 +33,7 @@ class Answering:
         if generation.is_prompt_only:
             await self._learn_of_prompt(generation)
             for sequence in generation.sequences:
-                sequence.finish_reason = "length"
-                yield generation.piece_of(sequence, "")
+                yield generation.piece_of(sequence, sequence.end("length"))
             return
         if generation.order.batch and not generation.has_stops:
             async with contextlib.aclosing(self._whole(generation)) as pieces:

@@ -67,6 +67,11 @@ class Generation:
         return ids[num_virtual:] if num_virtual else ids
 
     @property
+    def prompt_text(self) -> str:
+        """The text of the prompt's tokens as the request shows tokens, in front of each answer's."""
+        return self.sequences[0].detokenizer.prompt_text(self.prompt_token_ids)
+
+    @property
     def num_virtual_tokens(self) -> int:
         return num_virtual_tokens(self.order.variant)
 
@@ -78,6 +83,12 @@ class Generation:
     @property
     def sampling(self) -> Sampling:
         return self.order.sampling
+
+    def resume(self, order: Order) -> None:
+        """Takes the order of a request that was sent before, perhaps by another process."""
+        self.order = order
+        for sequence in self.sequences:
+            sequence.detokenizer.follow(self.prompt_token_ids)
 
     def amend(self, **fields: Any) -> None:
         """Changes the order of a request that has not been sent yet."""

@@ -136,7 +136,7 @@ class Intake:
         wanted = sampling.max_tokens
         seed = request.own_seed if request.own_seed is not None else self._seeds.getrandbits(63)
         sampling = msgspec.structs.replace(sampling, seed=seed)
-        sequences = self._sequences(request, sampling, shared.markers)
+        sequences = self._sequences(request, sampling, shared.markers, token_ids)
         if wanted == 0:  # the engine computes at least one token, which is not shown
             sampling = msgspec.structs.replace(sampling, n=1, max_tokens=1, min_tokens=0, beam_width=0)
         order = Order(
@@ -186,18 +186,21 @@ class Intake:
         return self.limits.check(request, sampling, num_tokens, shared.num_prompts)
 
     def _sequences(
-        self, request: GenerationRequest, sampling: Sampling, markers: Collection[str]
+        self, request: GenerationRequest, sampling: Sampling, markers: Collection[str], token_ids: list[int]
     ) -> list[TextSequence]:
+        """`token_ids`: the prompt's."""
         skips, spaces = request.skip_special_tokens is not False, request.spaces_between_special_tokens is not False
         include, stops = bool(request.include_stop_str_in_output), request.stops
         told = frozenset(sampling.stop_token_ids) - (frozenset() if sampling.ignore_eos else self.limits.eos_token_ids)
+        detokenizer = self._tokenizer.detokenizer(skips, markers, spaces)
+        detokenizer.follow(token_ids)
         return [
             TextSequence(
                 index,
-                self._tokenizer.detokenizer(skips, markers, spaces),
+                detokenizer.copy(),
                 StopStrings(stops, include),
                 sampling.min_tokens,
-                shows_stop_token=include or not skips,
+                shows_stop_token=include,
                 stop_token_ids=told,
             )
             for index in range(sampling.n)

@@ -88,7 +88,7 @@ class Resumption:
         written = msgspec.msgpack.encode(recipe)
         generation.kept = KeptStream(wire.Keep(ticket.digest, self._window_s, self._room_nbytes, written), place)
         if place is not None and place.found.order is not None:
-            generation.order = place.found.order
+            generation.resume(place.found.order)
 
     def recipe_of(self, place: RecordPlace) -> Recipe:
         return msgspec.msgpack.decode(place.found.recipe, type=Recipe)

@@ -72,6 +72,11 @@ class TextSequence:
             text += self.stops.finish()
         return text
 
+    def end(self, finish_reason: FinishReason) -> str:
+        """Ends without a token. Returns the text that the prompt leaves unfinished."""
+        self.finish_reason = finish_reason
+        return self.detokenizer.finish()
+
     def add_all(self, tokens: list[TokenOutput]) -> str:
         """Returns the texts of `add` for all, joined. No stop string may end the answer within these tokens."""
         if tokens[0].logprobs is not None:  # logprobs record how much text was before each

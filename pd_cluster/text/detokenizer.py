@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from types import MappingProxyType
+from typing import Self
 
 from tokenizers import Tokenizer as RustTokenizer
+
+from pd_cluster.text.left_context import NO_CONTEXT, LeftContext
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
 NO_TOKENS: Mapping[int, str] = MappingProxyType({})
@@ -15,7 +19,7 @@ MAX_PENDING_TOKENS = 64  # without one complete character; after that the bytes 
 class Detokenizer:
     """Takes token ids and returns text as soon as it is certain; the sum equals decoding all at once.
 
-    A token's text depends on its neighbours (a character may take several, a leading space may be dropped), so every
+    Behind a prompt, the prompt's text and the sum equal decoding the prompt and the tokens at once. A token's text depends on its neighbours (a character may take several, a leading space may be dropped), so every
     token is decoded after those before it. Byte-fallback tokenizers may take back a character that was already shown
     when invalid bytes follow; it stays as shown.
     """
@@ -26,21 +30,52 @@ class Detokenizer:
         skip_special_tokens: bool,
         dropped: frozenset[int] = frozenset(),
         joined: Mapping[int, str] = NO_TOKENS,
-        is_additive: bool = False,
+        context: LeftContext = NO_CONTEXT,
     ) -> None:
-        """`dropped` ids are not shown; those in `joined` are shown as that text where they are adjacent.
-
-        `is_additive`: a token's bytes do not depend on its neighbours.
-        """
+        """`dropped` ids are not shown; those in `joined` are shown as that text where they are adjacent."""
         self._rust = rust
         self._skip = skip_special_tokens
         self._dropped = dropped
         self._joined = joined
-        self._takes_many = is_additive and not dropped and not joined
+        self._context = context
+        self._takes_many = context.is_additive and not dropped and not joined
         self._last_id = -1
         self._shown: list[int] = []  # the tokens of the text returned last
         self._shown_text = ""  # their text alone
         self._pending: list[int] = []
+
+    def copy(self) -> Self:
+        made = copy(self)
+        made._pending = [*self._pending]
+        return made
+
+    def follow(self, prompt_token_ids: list[int]) -> None:
+        """Begins again, with the text behind a prompt.
+
+        A character that the prompt's last token leaves unfinished is part of that text.
+        """
+        self._last_id = prompt_token_ids[-1] if prompt_token_ids else -1
+        self._shown, self._shown_text, self._pending = [], "", []
+        prompt = self._context.prompt(prompt_token_ids, self._hidden)
+        if self._context.is_additive and not prompt.has_more:
+            return
+        tail = prompt._replace(certain=self._context.tail(prompt.certain, self._text_of))
+        self._shown_text = tail.text(self._text_of)
+        self._shown, self._pending = self._visible(tail.certain), self._visible(tail.begun)
+
+    def prompt_text(self, prompt_token_ids: list[int]) -> str:
+        """Returns the text in front of that which `follow` begins."""
+        return self._context.prompt(prompt_token_ids, self._hidden).text(self._text_of)
+
+    def offsets(self, prompt_token_ids: list[int]) -> list[int]:
+        """Returns how many characters of the prompt's text are before each token."""
+        fresh = self.copy()
+        fresh.follow([])
+        found, num_chars = [], 0
+        for token_id in prompt_token_ids:
+            found.append(num_chars)
+            num_chars += len(fresh.add(token_id))
+        return found
 
     def add(self, token_id: int) -> str:
         """Returns new text; "" while a character is incomplete."""
@@ -83,6 +118,18 @@ class Detokenizer:
         self._shown, self._pending = self._pending, []
         self._shown_text = self._decode(self._shown)
         return new
+
+    @property
+    def _hidden(self) -> frozenset[int]:
+        return self._context.special_ids if self._skip else self._dropped
+
+    def _visible(self, token_ids: list[int]) -> list[int]:
+        return [each for each in token_ids if each not in self._dropped] if self._dropped else token_ids
+
+    def _text_of(self, token_ids: list[int]) -> str:
+        """Decodes any number of tokens. A batch of one: `decode` would hold the interpreter's lock."""
+        (text,) = self._rust.decode_batch([self._visible(token_ids)], skip_special_tokens=self._skip)
+        return str(text)
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._rust.decode(token_ids, skip_special_tokens=self._skip)

@@ -21,6 +21,7 @@ from pd_cluster.errors import ModelError, called
 from pd_cluster.text.chat_template import ChatTemplate
 from pd_cluster.text.control_tokens import ControlTokens, PromptText, control_texts
 from pd_cluster.text.detokenizer import NO_TOKENS, Detokenizer
+from pd_cluster.text.left_context import LeftContext
 from pd_cluster.text.renamed_tokens import RenamedTokens
 
 
@@ -49,6 +50,7 @@ class Tokenizer:
         self._added = {i: token.content for i, token in added.items()}
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._decoder_types = _decoder_types(self._rust)
+        self._context = LeftContext(self._decoder_types, self.token_bytes, self._special_ids)
         vocabulary = self._rust.get_vocab(with_added_tokens=True)
         self.max_chars_per_token = max(map(len, vocabulary), default=1)
         # One int object per id, shared by all prompts: a running request then needs 8 bytes a token instead of 40.
@@ -99,6 +101,15 @@ class Tokenizer:
         own = self._ids
         return [own[token_id] for token_id in encoding.ids]
 
+    def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Returns how many characters of the text are before each of its tokens."""
+        (encoding,) = self._rust.encode_batch([text], add_special_tokens=add_special_tokens)
+        found, end = [], 0
+        for first, stop in encoding.offsets:  # added tokens have (0, 0); a first space may be left out
+            found.append(min(first, end) if first < stop else end)
+            end = max(end, stop)
+        return found
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         # A batch of one, for the same reason.
         (text,) = self._rust.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
@@ -117,6 +128,10 @@ class Tokenizer:
             if plain and len(plain) == len(spaced) and plain[0] != spaced[0]:
                 found[spaced] = None
         return tuple(ids for ids in found if ids)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token has no text, unless special tokens are shown."""
+        return token_id in self._special_ids
 
     def token_name(self, token_id: int) -> str:
         """Returns a token as the vocabulary writes it; "" for ids without any."""
@@ -141,13 +156,12 @@ class Tokenizer:
         self, skip_special_tokens: bool = True, kept: Collection[str] = (), spaces_between: bool = True
     ) -> Detokenizer:
         """`kept` are special tokens that are shown anyway; `spaces_between` applies to consecutive special tokens."""
-        is_additive = self._decoder_types == {"ByteLevel"}
         if not skip_special_tokens:
             joined = NO_TOKENS if spaces_between else self._added
-            return Detokenizer(self._rust, False, joined=joined, is_additive=is_additive)
+            return Detokenizer(self._rust, False, joined=joined, context=self._context)
         shown = {i for i in self._special_ids if self._added[i] in kept} if kept else None
         dropped = self._special_ids - shown if shown else frozenset()
-        return Detokenizer(self._rust, not shown, dropped, is_additive=is_additive)
+        return Detokenizer(self._rust, not shown, dropped, context=self._context)
 
 
 def _bytes_of_characters() -> dict[str, bytes]:

@@ -290,8 +290,9 @@ def test_special_tokens_are_shown_when_asked_for(
     prompt, answer = ending
     shown = ask(cluster, prompt, skip_special_tokens=False)
     assert shown.token_ids == answer.token_ids
-    assert shown.text == tokenizer.decode(answer.token_ids, skip_special_tokens=False)
-    assert shown.text.endswith("<eos>")
+    assert shown.text == tokenizer.decode(answer.token_ids[:-1], skip_special_tokens=False)
+    kept = ask(cluster, prompt, skip_special_tokens=False, include_stop_str_in_output=True)
+    assert kept.text == shown.text + "<eos>" == tokenizer.decode(answer.token_ids, skip_special_tokens=False)
     longer = ask(cluster, prompt, skip_special_tokens=False, ignore_eos=True)
     assert "<eos>" in longer.text
     assert longer.text == tokenizer.decode(longer.token_ids, skip_special_tokens=False)

@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from pd_cluster.errors import ModelError, RequestError
 from pd_cluster.settings.engine import SHIPPED_MODEL
 from pd_cluster.text.detokenizer import Detokenizer
+from pd_cluster.text.left_context import LeftContext
 from pd_cluster.text.stop_strings import StopStrings
 from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
@@ -99,7 +100,7 @@ def test_pieces_sum_to_decoding_all_at_once(token_ids: list[int], skip: bool) ->
     places=st.lists(st.integers(0, 150), max_size=5),
 )
 def test_many_tokens_at_once_give_what_each_of_them_gives(token_ids: list[int], skip: bool, places: list[int]) -> None:
-    one_by_one, together = (Detokenizer(RUST, skip, is_additive=True) for _ in range(2))
+    one_by_one, together = (Detokenizer(RUST, skip, context=LeftContext({"ByteLevel"})) for _ in range(2))
     cuts = sorted({0, len(token_ids), *(min(place, len(token_ids)) for place in places)})
     for start, stop in itertools.pairwise(cuts):
         part = token_ids[start:stop]

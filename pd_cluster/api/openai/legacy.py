@@ -23,7 +23,7 @@ from pd_cluster.api.gate.http import (
 )
 from pd_cluster.api.openai.request_names import named
 from pd_cluster.errors import PdClusterError
-from pd_cluster.service.answers.logprobs import LogprobsFormat
+from pd_cluster.service.answers.logprobs import LogprobsFormat, behind
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.limits import check_streamed_texts
 from pd_cluster.service.schema.parse import parse
@@ -50,7 +50,7 @@ def legacy_routes(service: TextService) -> APIRouter:
         generation.amend(session=generation.order.session or session_of(http))
         headers = {"x-request-id": generation.client_id}  # the bodies have no place for it
         is_whole = isinstance(request.prompt, str) and request.truncate_prompt_tokens is None
-        prompt = str(request.prompt) if is_whole else service.tokenizer.decode(generation.prompt_token_ids)
+        prompt = str(request.prompt) if is_whole else generation.prompt_text
         if request.stream:
             check_streamed_texts(len(generation.sequences), len(prompt), generation.sampling.max_tokens)
             frames = _frames(service, request, generation, prompt)
@@ -61,7 +61,7 @@ def legacy_routes(service: TextService) -> APIRouter:
         return await json_response(
             lambda: {
                 "text": [prompt + piece.text for piece in pieces],
-                **_besides_text(service, request, generation, pieces),
+                **_besides_text(service, request, generation, pieces, len(prompt)),
             },
             large=request.logprobs is not None or request.prompt_logprobs is not None,
             headers=headers,
@@ -88,7 +88,7 @@ async def _frames(
                 frame: dict[str, Any] = {"text": texts}
                 if all(sequence.finish_reason is not None for sequence in generation.sequences):
                     whole = [joined(each) for each in pieces]
-                    frame |= _besides_text(service, request, generation, whole)
+                    frame |= _besides_text(service, request, generation, whole, len(prompt))
                 begun = True
                 yield msgspec.json.encode(frame) + b"\0"
     except PdClusterError as error:
@@ -98,9 +98,12 @@ async def _frames(
 
 
 def _besides_text(
-    service: TextService, request: GenerateRequest, generation: Generation, pieces: list[Piece]
+    service: TextService, request: GenerateRequest, generation: Generation, pieces: list[Piece], num_before: int
 ) -> dict[str, Any]:
-    """Returns the requested extras in the shapes of /v1/completions: one entry per text, and one for the prompt."""
+    """Returns the requested extras in the shapes of /v1/completions: one entry per text, and one for the prompt.
+
+    `num_before`: characters of a text before the answer.
+    """
     as_ids = request.return_tokens_as_token_ids
     form = LogprobsFormat(service.tokenizer, service.shows_token_ids if as_ids is None else as_ids)
     found: dict[str, Any] = {}
@@ -108,7 +111,7 @@ def _besides_text(
         found["token_ids"] = [piece.token_ids for piece in pieces]
         found["prompt_token_ids"] = generation.prompt_token_ids
     if request.logprobs is not None:
-        found["logprobs"] = [form.completion(piece.logprobs) for piece in pieces]
+        found["logprobs"] = [form.completion(behind(piece.logprobs, num_before)) for piece in pieces]
     if request.prompt_logprobs is not None:
         found["prompt_logprobs"] = form.prompt(generation.prompt_token_ids, generation.prompt_logprobs)
     return found

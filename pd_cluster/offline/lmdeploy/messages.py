@@ -205,7 +205,7 @@ def _stops(words: list[str], tokenizer: Tokenizer) -> tuple[list[str], list[int]
     token_ids = []
     for word in words:
         found = tokenizer.encode(word, add_special_tokens=False)
-        if word and len(found) == 1 and not tokenizer.decode(found):
+        if word and len(found) == 1 and tokenizer.is_special(found[0]):
             token_ids += found
         else:
             texts[word] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from pd_cluster.service.answers.answers import Answer
-from pd_cluster.service.answers.logprobs import prompt_entries
+from pd_cluster.service.answers.logprobs import behind
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.schema.protocol import CompletionRequest
 from pd_cluster.service.sequence import Piece, TokenLogprobs
@@ -21,12 +21,15 @@ class CompletionAnswer(Answer):
     ) -> None:
         super().__init__(request, model, service, generations)
         self._echo = bool(request.echo)
+        self._has_special = request.add_special_tokens is not False
+        self._given: list[str | None] = [None] * len(generations)  # prompts that are echoed as they were given
         self._echoed = [""] * len(generations)
         if request.echo:
             is_cut = request.truncate_prompt_tokens is not None
+            self._given = [None if is_cut or not isinstance(each, str) else each for each in request.prompts()]
             self._echoed = [
-                prompt if isinstance(prompt, str) and not is_cut else self._tokenizer.decode(each.prompt_token_ids)
-                for prompt, each in zip(request.prompts(), generations, strict=True)
+                each.prompt_text if given is None else given
+                for given, each in zip(self._given, generations, strict=True)
             ]
         self._of_prompts: dict[int, list[TokenLogprobs]] = {}  # prompt -> its own logprobs, as far as they are echoed
 
@@ -44,8 +47,7 @@ class CompletionAnswer(Answer):
     def _logprobs(self, piece: Piece, is_whole: bool = False) -> dict[str, Any] | None:
         if not self.wanted.logprobs:
             return None
-        num_before = len(self._echoed_in(piece.index))
-        shifted = [entry._replace(text_offset=entry.text_offset + num_before) for entry in piece.logprobs]
+        shifted = behind(piece.logprobs, len(self._echoed_in(piece.index)))
         return self._format.completion([*(self._prompt(piece.index) if is_whole else []), *shifted])
 
     def _echoed_in(self, choice: int) -> str:
@@ -59,8 +61,16 @@ class CompletionAnswer(Answer):
         if at not in self._of_prompts:
             generation = self.generations[at]
             ids, found = generation.prompt_token_ids, generation.prompt_logprobs
-            self._of_prompts[at] = prompt_entries(self._tokenizer, ids, found)
+            offsets = self._prompt_offsets(at)
+            self._of_prompts[at] = [TokenLogprobs(*each) for each in zip(ids, found, offsets, strict=False)]
         return self._of_prompts[at]
+
+    def _prompt_offsets(self, at: int) -> list[int]:
+        """Returns how many characters of the echoed text are before each token of a prompt."""
+        generation, given = self.generations[at], self._given[at]
+        if given is not None and given != generation.prompt_text:  # such as one with special tokens
+            return self._tokenizer.offsets(given, self._has_special)
+        return generation.sequences[0].detokenizer.offsets(generation.prompt_token_ids)
 
     def _whole(self, piece: Piece) -> dict[str, Any]:
         return {"text": self._echoed_in(piece.index) + piece.text}

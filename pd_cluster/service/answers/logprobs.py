@@ -93,14 +93,9 @@ class LogprobsFormat:
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
-def prompt_entries(tokenizer: Tokenizer, token_ids: list[int], found: list[Logprobs | None]) -> list[TokenLogprobs]:
-    """Returns a prompt's logprobs with its tokens' offsets in the prompt's text, for `echo`."""
-    detokenizer = tokenizer.detokenizer()
-    entries, num_chars = [], 0
-    for token_id, logprobs in zip(token_ids, found, strict=False):
-        entries.append(TokenLogprobs(token_id, logprobs, num_chars))
-        num_chars += len(detokenizer.add(token_id))
-    return entries
+def behind(entries: list[TokenLogprobs], num_chars: int) -> list[TokenLogprobs]:
+    """Returns an answer's logprobs with their offsets in a text that has so many characters before the answer."""
+    return [entry._replace(text_offset=entry.text_offset + num_chars) for entry in entries]
 
 
 def finite(logprob: float) -> float:

@@ -1,0 +1,90 @@
+"""The tokens of a prompt that the text behind it depends on: decoders drop the first space of a text, put one between
+words, and need all bytes of a character. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+MIN_NUM_TOKENS = 8  # enough for the bytes of a character, each of which may be a token
+MOST_UNFINISHED_NBYTES = 3  # of a character in UTF-8
+
+
+class Prompt(NamedTuple):
+    """A prompt's tokens: those whose text is certain, and those that begin its last character.
+
+    `has_more`: the last certain token ends with bytes that begin that character; its text ends with U+FFFD for them.
+    """
+
+    certain: list[int]
+    begun: list[int]
+    has_more: bool
+
+    def text(self, decode: Callable[[list[int]], str]) -> str:
+        """Returns the text without a character that the next token may complete."""
+        text = decode(self.certain)
+        return text[:-1] if self.has_more else text
+
+
+class LeftContext:
+    """One tokenizer's decoder, as far as texts depend on the tokens before them."""
+
+    def __init__(
+        self,
+        decoder_types: Collection[str] = (),
+        token_bytes: Callable[[int], bytes] | None = None,
+        special_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`token_bytes` returns the bytes of one token by itself; None: a token never has a part of a character."""
+        self.is_additive = set(decoder_types) == {"ByteLevel"}  # a token's bytes do not depend on its neighbours
+        self.special_ids = special_ids
+        self._has_byte_tokens = "ByteFallback" in decoder_types  # each byte of a character is a token
+        self._token_bytes = token_bytes if self._has_byte_tokens or "ByteLevel" in decoder_types else None
+
+    def prompt(self, token_ids: list[int], hidden: Collection[int]) -> Prompt:
+        """`hidden` tokens have no text."""
+        firsts = self._begun(token_ids, hidden)
+        if not firsts or not self._has_byte_tokens:
+            return Prompt(token_ids, [], bool(firsts))
+        # If a byte of a run of byte tokens is missing, all of them decode to U+FFFD.
+        return Prompt(token_ids[: firsts[0]], token_ids[firsts[0] :], False)
+
+    def _begun(self, token_ids: list[int], hidden: Collection[int]) -> list[int]:
+        """Returns the index of the token of each byte that begins a character at the end of a prompt."""
+        if self._token_bytes is None:
+            return []
+        raw, places = b"", list[int]()
+        for at in range(len(token_ids) - 1, -1, -1):
+            if len(raw) >= MOST_UNFINISHED_NBYTES:
+                break
+            if token_ids[at] not in hidden:
+                own = self._token_bytes(token_ids[at])
+                raw, places = own + raw, [at] * len(own) + places
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(raw)
+        return places[len(raw) - len(decoder.getstate()[0]) :]
+
+    def tail(self, token_ids: list[int], decode: Callable[[list[int]], str]) -> list[int]:
+        """Returns the last tokens, behind which any token has the text that it has behind all of them."""
+        size = MIN_NUM_TOKENS
+        while size < len(token_ids):
+            start = len(token_ids) - size
+            while start < len(token_ids) and self._continues(token_ids[start]):
+                start += 1
+            tail = token_ids[start:]
+            if decode(tail).strip():  # what is dropped at the beginning of a text is dropped in front of this
+                return tail
+            size *= 2
+        return list(token_ids)
+
+    def _continues(self, token_id: int) -> bool:
+        """Returns whether this is a later byte of a character, without whose first byte it has another text."""
+        if not self._has_byte_tokens or self._token_bytes is None:
+            return False
+        raw = self._token_bytes(token_id)
+        return len(raw) == 1 and 0x80 <= raw[0] < 0xC0
+
+
+NO_CONTEXT = LeftContext()

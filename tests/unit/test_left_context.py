@@ -1,0 +1,66 @@
+"""An answer's text behind its prompt's: together they are the decoded whole, for every kind of tokenizer."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as RustTokenizer
+
+from pd_cluster.text.tokenizer import Tokenizer
+from tests.support.tokenizer_kinds import FIRST_BYTE, KINDS
+
+TEXTS = ("日本語", "😀😀 x", "é", "\ufffd", "a\ufffd\ufffd ")
+NUM_CASES = 400
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[RustTokenizer, Tokenizer]:
+    folder = tmp_path_factory.mktemp(request.param)
+    rust = KINDS[request.param]()
+    rust.save(str(folder / "tokenizer.json"))
+    return rust, Tokenizer(folder)
+
+
+@cache
+def bytes_of(rust: RustTokenizer, text: str) -> list[int]:
+    """The tokens of a text's bytes, where there are any."""
+    if rust.token_to_id("<0x00>") is not None:
+        return [FIRST_BYTE + byte for byte in text.encode()]
+    return rust.encode(text, add_special_tokens=False).ids
+
+
+def drawn(rust: RustTokenizer, rng: random.Random) -> list[int]:
+    """Returns tokens of whole characters: spaces, words, special tokens, and characters of several tokens."""
+    has_bytes = rust.token_to_id("<0x00>") is not None
+    others = [i for i in range(rust.get_vocab_size()) if not (has_bytes and FIRST_BYTE <= i < FIRST_BYTE + 256)]
+    if rust.token_to_id("Ġ") is not None:
+        others = [i for i in others if "\ufffd" not in rust.decode([i], skip_special_tokens=False)]
+    found: list[int] = []
+    for _ in range(rng.randrange(25)):
+        found += bytes_of(rust, rng.choice(TEXTS)) if rng.random() < 0.3 else [rng.choice(others)]
+        found += [rng.choice((1, 2))] * rng.choice((0, 0, 0, 1, 12))
+    return found
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_the_texts_of_prompt_and_answer_are_the_decoded_whole(
+    kind: tuple[RustTokenizer, Tokenizer], skip: bool
+) -> None:
+    rust, tokenizer = kind
+    rng = random.Random(7)
+    for _ in range(NUM_CASES):
+        token_ids = drawn(rust, rng)
+        at = rng.randint(0, len(token_ids))
+        prompt, answer = token_ids[:at], token_ids[at:]
+        detokenizer = tokenizer.detokenizer(skip)
+        detokenizer.follow(prompt)
+        shown = detokenizer.prompt_text(prompt)
+        one_by_one, at_once = detokenizer.copy(), detokenizer
+        text = "".join(map(one_by_one.add, answer)) + one_by_one.finish()
+        assert shown + text == rust.decode(token_ids, skip_special_tokens=skip), (prompt, answer)
+        assert at_once.add_all(answer) + at_once.finish() == text
+
+

@@ -19,9 +19,10 @@ MAX_PENDING_TOKENS = 64  # without one complete character; after that the bytes 
 class Detokenizer:
     """Takes token ids and returns text as soon as it is certain; the sum equals decoding all at once.
 
-    Behind a prompt, the prompt's text and the sum equal decoding the prompt and the tokens at once. A token's text depends on its neighbours (a character may take several, a leading space may be dropped), so every
-    token is decoded after those before it. Byte-fallback tokenizers may take back a character that was already shown
-    when invalid bytes follow; it stays as shown.
+    A token's text depends on its neighbours (a character may take several, a leading space may be dropped), so every
+    token is decoded after those before it, and the first after the prompt's last ones: the prompt's text and the sum
+    equal decoding all of their tokens at once. Byte-fallback tokenizers may take back a character that was already
+    shown when invalid bytes follow; it stays as shown.
     """
 
     def __init__(

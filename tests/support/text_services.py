@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from tokenizers import Tokenizer as RustTokenizer
+
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.sampling_defaults import sampling_defaults
 from pd_cluster.cluster.routing.router import Router
@@ -23,9 +25,9 @@ LIMIT = 10_000
 Services = Callable[..., tuple[TextService, Playback]]
 
 
-def services_in(folder: Path) -> Services:
+def services_in(folder: Path, rust: RustTokenizer = RUST) -> Services:
     """Returns a function: given a text, a service whose model says that text, and the router behind it."""
-    RUST.save(str(folder / "tokenizer.json"))
+    rust.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
     def build(
@@ -34,7 +36,7 @@ def services_in(folder: Path) -> Services:
         generation_config: dict[str, Any] | None = None,
         requires_model: bool = False,
     ) -> Any:
-        router = Playback(RUST.encode(text).ids)
+        router = Playback(rust.encode(text, add_special_tokens=False).ids)
         config = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}
         checkpoint = Checkpoint(folder, config, generation_config or {}, "", folder)
         service = TextService(

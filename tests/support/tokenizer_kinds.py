@@ -85,7 +85,9 @@ def word_piece() -> RustTokenizer:
 
 def word_ends() -> RustTokenizer:
     """GPT-1's kind: </w> is a space, but not at the end of a text."""
-    tokenizer = RustTokenizer(models.BPE(vocab=_vocab([*SPECIAL, *WORDS, *(word + "</w>" for word in WORDS)]), merges=[]))
+    tokenizer = RustTokenizer(
+        models.BPE(vocab=_vocab([*SPECIAL, *WORDS, *(word + "</w>" for word in WORDS)]), merges=[])
+    )
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.BPEDecoder()
     return _with_special(tokenizer)
 

@@ -292,7 +292,8 @@ def test_logprobs_of_a_completion(post: Post, script: Script) -> None:
 def test_logprobs_of_the_plain_api(post: Post, script: Script) -> None:
     script.lines = LINES
     data = post("/generate", **COMPLETION, logprobs=2).json()
-    assert data == {"text": ["hiaé"], "logprobs": [COMPLETION_LOGPROBS]}
+    in_text = COMPLETION_LOGPROBS | {"text_offset": [2, 3, 3, 4]}  # the text begins with the prompt
+    assert data == {"text": ["hiaé"], "logprobs": [in_text]}
     *frames, _ = post("/generate", **COMPLETION, logprobs=2, stream=True).content.split(b"\0")
     assert json.loads(frames[-1]) == data
     assert all("logprobs" not in json.loads(frame) for frame in frames[:-1])

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
 
+from pd_cluster.messages import GenerationConfig
+from pd_cluster.offline.lmdeploy.messages import request_of
 from pd_cluster.text.tokenizer import Tokenizer
+from tests.support.text_services import completion, services_in, whole
 from tests.support.tokenizer_kinds import FIRST_BYTE, KINDS
 
 TEXTS = ("日本語", "😀😀 x", "é", "\ufffd", "a\ufffd\ufffd ")
-NUM_CASES = 400
+NUM_CASES = 200
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -64,3 +67,27 @@ def test_the_texts_of_prompt_and_answer_are_the_decoded_whole(
         assert at_once.add_all(answer) + at_once.finish() == text
 
 
+def test_a_resumed_answer_follows_the_prompt_that_was_sent(tmp_path: Path) -> None:
+    """A template may name the date, so that the prompt made anew differs from that of the order."""
+    service, _ = services_in(tmp_path, KINDS["llama2"]())("world")
+    sent, other = completion(service, "Hello"), completion(service, [1])
+    assert [piece.text for piece in whole(service, completion(service, [1]))] == ["world"]
+    other.resume(sent.order)
+    assert [piece.text for piece in whole(service, other)] == [" world"]
+
+
+def test_every_sequence_has_its_own_text(tmp_path: Path) -> None:
+    """The prompt ends inside a character."""
+    rust = KINDS["llama2"]()
+    service, router = services_in(tmp_path, rust)()
+    *begun, last = bytes_of(rust, "日")
+    router.token_ids = [last]
+    pieces = whole(service, completion(service, [*rust.encode("x").ids, *begun], n=3))
+    assert [piece.text for piece in pieces] == ["日"] * 3
+
+
+def test_a_stop_word_of_spaces_is_text(tmp_path: Path) -> None:
+    """One space alone decodes to nothing, as a special token does."""
+    KINDS["unigram"]().save(str(tmp_path / "tokenizer.json"))
+    request = request_of(GenerationConfig(stop_words=[" ", "</s>"]), Tokenizer(tmp_path))
+    assert (request.stops, request.stop_token_ids) == ([" "], [2])

@@ -193,7 +193,8 @@ class Intake:
         include, stops = bool(request.include_stop_str_in_output), request.stops
         told = frozenset(sampling.stop_token_ids) - (frozenset() if sampling.ignore_eos else self.limits.eos_token_ids)
         detokenizer = self._tokenizer.detokenizer(skips, markers, spaces)
-        detokenizer.follow(token_ids)
+        if self._tokenizer.has_text:
+            detokenizer.follow(token_ids)
         return [
             TextSequence(
                 index,

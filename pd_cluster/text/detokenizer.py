@@ -60,9 +60,9 @@ class Detokenizer:
         prompt = self._context.prompt(prompt_token_ids, self._hidden)
         if self._context.is_additive and not prompt.has_more:
             return
-        tail = prompt._replace(certain=self._context.tail(prompt.certain, self._text_of))
+        tail = prompt._replace(certain=self._context.tail(prompt.certain, self._hidden, self._text_of))
         self._shown_text = tail.text(self._text_of)
-        self._shown, self._pending = self._visible(tail.certain), self._visible(tail.begun)
+        self._shown, self._pending = tail.certain, self._visible(tail.begun)
 
     def prompt_text(self, prompt_token_ids: list[int]) -> str:
         """Returns the text in front of that which `follow` begins."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 MIN_NUM_TOKENS = 8  # enough for the bytes of a character, each of which may be a token
+ENOUGH_BLANK_TOKENS = 1024  # no decoder drops so many spaces
+MOST_TOKENS_OF_CHARACTER = 64  # with hidden tokens between its bytes
 MOST_UNFINISHED_NBYTES = 3  # of a character in UTF-8
 
 
@@ -56,7 +58,7 @@ class LeftContext:
         if self._token_bytes is None:
             return []
         raw, places = b"", list[int]()
-        for at in range(len(token_ids) - 1, -1, -1):
+        for at in range(len(token_ids) - 1, max(len(token_ids) - MOST_TOKENS_OF_CHARACTER, 0) - 1, -1):
             if len(raw) >= MOST_UNFINISHED_NBYTES:
                 break
             if token_ids[at] not in hidden:
@@ -66,18 +68,19 @@ class LeftContext:
         decoder.decode(raw)
         return places[len(raw) - len(decoder.getstate()[0]) :]
 
-    def tail(self, token_ids: list[int], decode: Callable[[list[int]], str]) -> list[int]:
-        """Returns the last tokens, behind which any token has the text that it has behind all of them."""
+    def tail(self, token_ids: list[int], hidden: Collection[int], decode: Callable[[list[int]], str]) -> list[int]:
+        """Returns the last tokens with text, behind which any token has the text that it has behind all of them."""
         size = MIN_NUM_TOKENS
         while size < len(token_ids):
             start = len(token_ids) - size
             while start < len(token_ids) and self._continues(token_ids[start]):
                 start += 1
-            tail = token_ids[start:]
-            if decode(tail).strip():  # what is dropped at the beginning of a text is dropped in front of this
-                return tail
+            tail = [token_id for token_id in token_ids[start:] if token_id not in hidden]
+            text = decode(tail)
+            if text.strip() or (text and size >= ENOUGH_BLANK_TOKENS):
+                return tail  # what is dropped at the beginning of a text is dropped in front of this
             size *= 2
-        return list(token_ids)
+        return [token_id for token_id in token_ids if token_id not in hidden]
 
     def _continues(self, token_id: int) -> bool:
         """Returns whether this is a later byte of a character, without whose first byte it has another text."""

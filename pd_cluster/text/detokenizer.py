@@ -13,6 +13,7 @@ from pd_cluster.text.left_context import NO_CONTEXT, LeftContext
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
 NO_TOKENS: Mapping[int, str] = MappingProxyType({})
+FEW_TOKENS = 1024  # decoded without starting a thread
 MAX_PENDING_TOKENS = 64  # without one complete character; after that the bytes are shown as they are
 
 
@@ -128,8 +129,11 @@ class Detokenizer:
         return [each for each in token_ids if each not in self._dropped] if self._dropped else token_ids
 
     def _text_of(self, token_ids: list[int]) -> str:
-        """Decodes any number of tokens. A batch of one: `decode` would hold the interpreter's lock."""
-        (text,) = self._rust.decode_batch([self._visible(token_ids)], skip_special_tokens=self._skip)
+        """Decodes any number of tokens, many of them without the interpreter's lock."""
+        shown = self._visible(token_ids)
+        if len(shown) <= FEW_TOKENS:
+            return self._decode(shown)
+        (text,) = self._rust.decode_batch([shown], skip_special_tokens=self._skip)
         return str(text)
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -34,6 +34,7 @@ class Gathered:
         self._schemas = schemas
         self._most_calls = most_calls
         self._num_seen = 0
+        self.is_cut = False  # the text has ended within the latest call
         self._unwrapped: Unwrapped | None = None
         self._blanks: list[str] = []  # leading blanks of the current stretch of content
         self._has_text = False  # whether that stretch has anything but blanks
@@ -41,6 +42,10 @@ class Gathered:
     def schema_of(self, name: str) -> Mapping[str, Any]:
         """Returns the schema of a tool's arguments; empty for a tool that the request does not have."""
         return self._schemas.get(name, NO_SCHEMAS)
+
+    def has_tool(self, name: str) -> bool:
+        """Returns whether a call of this name is one of the request's tools, as far as they are known."""
+        return bool(name) and (not self._schemas or name in self._schemas)
 
     @property
     def num_seen(self) -> int:
@@ -83,6 +88,10 @@ class Gathered:
         """Adds text to the arguments of the latest call."""
         if self._num_seen == self.num_calls:
             self._parts.append(CallArguments(self._num_seen - 1, text))
+
+    def cut(self) -> None:
+        """Says that the text has ended within the latest call."""
+        self.is_cut = True
 
     def end(self) -> None:
         """Ends the reply. A reply of nothing but blanks is content."""
@@ -130,6 +139,7 @@ class _Call:
         self._is_whole = False
         self.name = ""
         self.has_arguments = False
+        self.has_others = False  # members that no call has
 
     @property
     def outcome(self) -> Outcome:
@@ -164,8 +174,8 @@ class _Call:
 def read_call(stream: TextStream, out: Gathered, needs_arguments: bool = False) -> Steps[Outcome]:
     """Reads `{"name": "…", "arguments": {…}}`; members may have any order, and unknown ones are skipped.
 
-    Arguments may be called parameters, may be a string that holds an object, and may be missing unless
-    `needs_arguments`. If this is not a call, the text taken is in the stream, provided that it `keep`s.
+    Arguments may be called parameters, may be a string that holds an object, and may be missing, unless
+    `needs_arguments`, from an object of nothing but a name, an id and a type. If this is not a call, the text taken is in the stream, provided that it `keep`s.
     """
     call = _Call(stream, out)
     if not (yield from take_sign(stream, "{")):
@@ -173,7 +183,8 @@ def read_call(stream: TextStream, out: Gathered, needs_arguments: bool = False) 
     while (yield from _member(stream, call)):
         if (yield from take_sign(stream, ",")):
             continue
-        if (yield from take_sign(stream, "}")) and call.name and not call.has_arguments and not needs_arguments:
+        is_bare = bool(call.name) and not (call.has_arguments or call.has_others or needs_arguments)
+        if (yield from take_sign(stream, "}")) and is_bare:
             call.begin_arguments()
             call.arguments("{}")
             call.end_arguments()
@@ -197,6 +208,7 @@ def _member(stream: TextStream, call: _Call) -> Steps[bool]:
         if is_whole:
             call.end_arguments()
         return is_whole
+    call.has_others = call.has_others or key not in ("id", "type", "index")
     return (yield from scan_value(stream, ignore))
 
 

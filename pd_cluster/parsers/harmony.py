@@ -4,7 +4,8 @@
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
 
 Commentary without a recipient is content: the model means it for the user. Messages of one kind are joined by newlines.
-A header that the end of the reply cuts short is not shown. The model stops after a call, so guides permit one.
+A header that the end of the reply cuts short is not shown, unless it names a function or has other words
+than a header. Text behind the arguments of a call is content. The model stops after a call, so guides permit one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ FUNCTIONS, TO = "functions.", "to="
 
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_HEADER_WORDS = ("assistant", "tool", "user", "system", "developer", *CHANNEL_NAMES, "json", "code")
+_HEADER_WORD = re.compile(rf"\s*(?:{'|'.join(map(re.escape, (*MARKS, *_HEADER_WORDS)))})")
+_TOO_MUCH = re.compile(r"[\s}]*")
 
 
 class Channels(Thinking):
@@ -106,7 +110,7 @@ def read_channels(stream: TextStream, out: Gathered, start: Start, reads_calls: 
         recipient = (_RECIPIENT.findall(header) or [""])[-1]
         is_function = recipient.startswith(FUNCTIONS) or (recipient != "" and channel != "analysis")
         if is_function and reads_calls:
-            yield from _call(stream, out, recipient.removeprefix(FUNCTIONS))
+            yield from _call(stream, out, recipient.removeprefix(FUNCTIONS), content)
         elif channel == "analysis":
             yield from _body(stream, Trimmed(reasoning.next()).add)
         else:
@@ -124,29 +128,42 @@ def _header(stream: TextStream) -> Steps[str | None]:
         stream.put_back()
         return None
     pieces: list[str] = []
-    if (yield from stream.short_until(MESSAGE, MAX_HEADER_NUM_CHARS, pieces.append)):
+    end = yield from stream.short_until((MESSAGE, *ENDS), MAX_HEADER_NUM_CHARS, pieces.append)
+    if end == MESSAGE:
         stream.take(len(MESSAGE))
         stream.kept()
         return "".join(pieces)
+    stream.put_back()
     if mark == TO:
-        stream.put_back()
         return None
-    stream.kept()
-    if (yield from stream.ends_within(MAX_HEADER_NUM_CHARS + len(MESSAGE))):
-        stream.take(MAX_HEADER_NUM_CHARS + len(MESSAGE))
-        return ""
+    if not end and (yield from stream.ends_within(MAX_HEADER_NUM_CHARS + len(MESSAGE))):
+        stream.keep()
+        yield from stream.until((), ignore)
+        rest = stream.kept()
+        if _is_cut_header(rest):
+            return ""
+        stream.add(rest)
+    yield from stream.blanks()
     stream.take(len(mark))
     return None
 
 
-def _body(stream: TextStream, emit: Emit) -> Steps[None]:
-    """Takes a message's text and the mark that ends it."""
+def _is_cut_header(text: str) -> bool:
+    at = 0
+    while word := _HEADER_WORD.match(text, at):
+        at = word.end()
+    return any(each.startswith(text[at:].lstrip()) for each in (*MARKS, *_HEADER_WORDS))
+
+
+def _body(stream: TextStream, emit: Emit) -> Steps[str]:
+    """Takes a message's text and the mark that ends it. Returns the mark behind the text."""
     marker = yield from stream.until((*ENDS, START, CHANNEL), emit)
     if marker in ENDS:
         stream.take(len(marker))
+    return marker
 
 
-def _call(stream: TextStream, out: Gathered, name: str) -> Steps[None]:
+def _call(stream: TextStream, out: Gathered, name: str, content: _Joined) -> Steps[None]:
     yield from stream.blanks()
     out.begin(name)
     is_whole = False
@@ -155,7 +172,11 @@ def _call(stream: TextStream, out: Gathered, name: str) -> Steps[None]:
     elif (yield from _ends_here(stream)):
         out.arguments("{}")
         is_whole = True
-    yield from _body(stream, ignore if is_whole else out.arguments)
+    if is_whole:
+        yield from stream.run(_TOO_MUCH)
+        yield from _body(stream, content.next())
+    elif not (yield from _body(stream, out.arguments)):
+        out.cut()
 
 
 def _ends_here(stream: TextStream) -> Steps[bool]:

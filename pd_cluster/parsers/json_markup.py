@@ -1,7 +1,8 @@
 """Calls as JSON between markers: whole objects, arrays of objects, or a name and then its arguments.
 
-Each is a description of a model's markup. Text that looks like a call and is none is content, as it was written. If a
-call's arguments stop being valid JSON, the call keeps the rest, up to the closing marker or the end.
+Each is a description of a model's markup. Text that looks like a call and is none is content, as it was written, and so
+is text behind a call that never ends. If a call's arguments stop being valid JSON, the call keeps the rest, up to the
+closing marker, the next call's or the end. A pair of markers with nothing in it is nothing.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pd_cluster.parsers.calls import Gathered, read_call
+from pd_cluster.parsers.calls import Gathered
 from pd_cluster.parsers.json_scan import scan_value
 from pd_cluster.parsers.nodes import BLANK, FREE, MAX_CALLS, Node, Tool, array_schema, call_schema, object_of
-from pd_cluster.parsers.stream import Steps, TextStream, ignore
-from pd_cluster.parsers.tools import read_array_of
+from pd_cluster.parsers.stream import Steps, TextStream
+from pd_cluster.parsers.tools import close_calls, read_objects, read_torn
 
 MAX_NAME_NUM_CHARS = 256  # with what stands around it
 _CLEAN_NAME = re.compile(r"[^\s{}\"<>|]+")
@@ -43,38 +44,26 @@ class JsonCalls:
 
     def read(self, stream: TextStream, out: Gathered) -> Steps[None]:
         starts = (self.begin, *self.begins)
+        ends = tuple(text for text in (self.end, *(() if self.is_word else starts)) if text)
         while begin := (yield from stream.until(starts, out.content)):
             stream.keep()
             stream.take(len(begin))
             if not self.is_word:
                 yield from stream.blanks()
-            elif (yield from stream.peek()) != "[":
-                out.content(stream.kept())
-                continue
-            num_seen = out.num_seen
-            if self.is_array and (yield from stream.peek()) == "[":
-                yield from read_array_of(stream, out, (self.end,) if self.end else ())
-                is_call = out.num_seen > num_seen
-            else:
-                is_call = yield from self._read_one(stream, out)
-            if is_call and self.end and (yield from self._after(stream)):
+            if self.end and (yield from stream.begins(self.end)):
                 stream.take(len(self.end))
+                stream.kept()
+                continue
+            if not (yield from self._objects(stream, out, ends)):
+                out.content(stream.take(len(begin)))
+            elif self.end:
+                yield from close_calls(stream, out, self.end, starts)
 
-    def _read_one(self, stream: TextStream, out: Gathered) -> Steps[bool]:
-        match (yield from read_call(stream, out)):
-            case "none":
-                out.content(stream.kept())
-                return False
-            case "torn":
-                yield from stream.until((self.end,) if self.end else (), out.arguments)
-            case "whole":
-                if self.end:
-                    yield from stream.until((self.end, self.begin, *self.begins), ignore)
-        return True
-
-    def _after(self, stream: TextStream) -> Steps[bool]:
-        """Returns whether the end marker comes next."""
-        return (yield from stream.begins_after_blanks(self.end))
+    def _objects(self, stream: TextStream, out: Gathered, ends: Sequence[str]) -> Steps[bool]:
+        if self.is_word and (yield from stream.peek()) != "[":
+            stream.put_back()
+            return False
+        return (yield from read_objects(stream, out, ends))
 
     def calls(self, given: Sequence[Tool], most: int) -> Node:
         if self.is_array:
@@ -135,37 +124,42 @@ class NamedCalls:
         while marker := (yield from stream.until(starts + closings, out.content)):
             stream.keep()
             stream.take(len(marker))
-            if marker == self.closing and out.num_seen:
+            if (marker == self.closing and out.num_seen) or (yield from self._is_empty(stream, marker)):
                 stream.kept()
-                continue
-            if marker == self.opening:
-                yield from stream.blanks()
-                if not (yield from stream.begins(self.begin)):
-                    out.content(stream.kept())
-                    continue
-                stream.take(len(self.begin))
-            elif marker == self.closing:
-                out.content(stream.kept())
-                continue
-            if (yield from self._read_one(stream, out)):
-                yield from stream.until((self.end, *starts, *closings), ignore)
-            if (yield from stream.begins(self.end)):
-                stream.take(len(self.end))
+            elif not (yield from self._read_one(stream, out, marker, (*starts, *closings))):
+                stream.put_back()
+                out.content(stream.take(len(marker)))
 
-    def _read_one(self, stream: TextStream, out: Gathered) -> Steps[bool]:
-        """Returns whether a call was read whole; the stream then stands behind its arguments."""
+    def _is_empty(self, stream: TextStream, marker: str) -> Steps[bool]:
+        """Takes the marker that closes this one, if nothing but blanks is between them."""
+        if marker == self.closing:
+            return False
+        yield from stream.blanks()
+        end = self.closing if marker == self.opening else self.end
+        is_empty = yield from stream.begins(end)
+        stream.take(len(end) if is_empty else 0)
+        return is_empty
+
+    def _read_one(self, stream: TextStream, out: Gathered, marker: str, others: Sequence[str]) -> Steps[bool]:
+        """Reads the first call of a section, or one that stands alone. Returns whether it is one."""
+        if marker != self.begin:
+            if marker == self.closing or not (yield from stream.begins(self.begin)):
+                return False
+            stream.take(len(self.begin))
         name = yield from self._name(stream)
         if name:
             yield from stream.blanks()
         if not name or (yield from stream.peek()) != "{":
-            out.content(stream.kept())
             return False
         stream.kept()
         out.begin(name)
         if (yield from scan_value(stream, out.arguments)):
-            return True
-        yield from stream.until((self.end,), out.arguments)
-        return False
+            if self.fence:
+                yield from stream.take_after_blanks(self.fence)
+            yield from close_calls(stream, out, self.end, others)
+        elif (yield from read_torn(stream, out, (self.end, *others))) == self.end:
+            stream.take(len(self.end))
+        return True
 
     def _name(self, stream: TextStream) -> Steps[str]:
         """Takes the text up to the separator, and with it. Returns the name in it; "" if there is none."""

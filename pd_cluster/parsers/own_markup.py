@@ -9,11 +9,11 @@ from pd_cluster.parsers.calls import Gathered
 from pd_cluster.parsers.nodes import BLANK, FREE, MAX_CALLS, Node, Tool, array_schema, call_schema, object_of
 from pd_cluster.parsers.stream import Steps, TextStream
 
-_NO_OBJECT: Node = ["pattern", r"[ \t\r\n]*([^ \t\r\n{<](.|\n)*|<([^|](.|\n)*)?)?"]
+_NAME_IN_TEXT = '{"name": "'
 
 
 class Llama3Calls:
-    """`{"name": …, "parameters": …}` as the whole reply, or several."""
+    """`{"name": …, "parameters": …}`, or several."""
 
     markers: tuple[str, ...] = (tools.PYTHON_TAG,)
 
@@ -27,7 +27,11 @@ class Llama3Calls:
         return ["seq", tag, call, more] if most > 1 else ["seq", tag, call]
 
     def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
-        return ["any", self.calls(given, most or MAX_CALLS), _NO_OBJECT]
+        named: list[Node] = [
+            ["seq", ["text", f'{tool.name}", "parameters": '], ["json", object_of(tool)], ["text", "}"]] for tool in given
+        ]
+        within: Node = ["seq", ["until", _NAME_IN_TEXT], ["any", *named]]
+        return ["any", self.calls(given, most or MAX_CALLS), ["seq", ["repeat", 0, most, within], FREE]]
 
 
 class MistralCalls:

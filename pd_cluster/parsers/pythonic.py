@@ -18,6 +18,7 @@ from pd_cluster.parsers.json_scan import take_sign
 from pd_cluster.parsers.nodes import MAX_CALLS, Node, Tool
 from pd_cluster.parsers.stream import Steps, TextStream
 from pd_cluster.parsers.tool_schema import must_be_plain, schema_of
+from pd_cluster.parsers.tools import read_torn
 
 MAX_DEPTH = 64  # of brackets in one value
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
@@ -46,25 +47,32 @@ class PythonicCalls:
     def read(self, stream: TextStream, out: Gathered) -> Steps[None]:
         stream.keep()
         yield from stream.blanks()
-        if self.begin and (yield from stream.begins(self.begin)):
+        is_marked = self.begin != "" and (yield from stream.begins(self.begin))
+        if is_marked:
             stream.take(len(self.begin))
         is_open = yield from take_sign(stream, "[")
+        if is_marked and is_open and (yield from take_sign(stream, "]")):
+            stream.kept()  # a list of no calls
+        else:
+            yield from self._read_list(stream, out, is_open)
+        if self.end and out.num_seen + is_marked and (yield from stream.begins_after_blanks(self.end)):
+            stream.take(len(self.end))
+        yield from stream.until((), out.content)
+
+    def _read_list(self, stream: TextStream, out: Gathered, is_open: bool) -> Steps[None]:
+        """Reads the calls after the bracket that opens their list, if there is one."""
         while is_open:
             num_seen = out.num_seen
             if not (yield from _read_call(stream, out)):
-                if out.num_seen > num_seen:  # torn
-                    yield from stream.until((self.end,) if self.end else (), out.arguments)
-                    return
+                if out.num_seen > num_seen:
+                    yield from read_torn(stream, out, (self.end,) if self.end else ())
                 break
             stream.keep()
             is_open = yield from take_sign(stream, ",")
         if out.num_seen and not is_open and (yield from take_sign(stream, "]")):
             stream.kept()
-            if self.end and (yield from stream.begins_after_blanks(self.end)):
-                stream.take(len(self.end))
-        else:
-            out.content(stream.kept())
-        yield from stream.until((), out.content)
+        elif left := stream.kept():
+            out.content(left)
 
     # ---- guides
 
@@ -134,9 +142,12 @@ def _read_call(stream: TextStream, out: Gathered) -> Steps[bool]:
         if shown is None:
             return False
         comma = ", "
+        stream.keep()
         key = (yield from _key(stream)) if (yield from take_sign(stream, ",")) else ""
         if key is None or (not key and not (yield from take_sign(stream, ")"))):
+            out.arguments(stream.kept())
             return False
+        stream.kept()
         out.arguments("" if key else "}")
     return True
 

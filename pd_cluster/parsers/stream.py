@@ -65,6 +65,13 @@ class TextStream:
                 return False
             yield
 
+    def comes_or_is_cut(self, text: str) -> Steps[bool]:
+        """Takes this text, or as much of it as there is before the end. Returns False if another one comes."""
+        if not (yield from self.begins(text)) and not text.startswith(self._text[self._at :]):
+            return False
+        self.take(len(text))
+        return True
+
     def take(self, num_chars: int) -> str:
         """Takes this many characters; the reader has made sure that they are there."""
         taken = self._text[self._at : self._at + num_chars]
@@ -144,6 +151,23 @@ class TextStream:
             self.put_back()
         return found
 
+    def take_after_blanks(self, text: str) -> Steps[bool]:
+        """Takes this text, or its beginning at the end of everything, with the blanks before it; nothing if it does not
+        come. Ends a `keep`.
+        """
+        return (yield from self.take_after_run(BLANK_RUN, text))
+
+    def take_after_run(self, pattern: re.Pattern[str], text: str) -> Steps[bool]:
+        """Does as `take_after_blanks`, after a run of this pattern instead of blanks."""
+        self.keep()
+        yield from self.run(pattern)
+        is_next = yield from self.comes_or_is_cut(text)
+        if is_next:
+            self.kept()
+        else:
+            self.put_back()
+        return is_next
+
     def keep(self) -> None:
         """Starts remembering the text taken."""
         self._kept = []
@@ -155,8 +179,16 @@ class TextStream:
 
     def put_back(self) -> None:
         """Returns the text taken since `keep` to the stream."""
-        self.add("")
-        self._text = self.kept() + self._text
+        kept = self.kept()
+        if len(kept) > self._at:  # some of it is no longer at hand
+            self._text, self._at = kept + self._text[self._at :], 0
+        else:
+            self._at -= len(kept)
+
+
+def without_cut(text: str, markers: Sequence[str]) -> str:
+    """Returns the text without the beginning of a marker at its end."""
+    return text[: len(text) - max((_overlap(text, 0, marker) for marker in markers), default=0)]
 
 
 def _overlap(text: str, start: int, marker: str) -> int:

@@ -1,8 +1,8 @@
 """Readers of calls whose markup no description covers: Llama 3, Mistral, and arrays without any markup.
 
 Text that looks like a call and is none is content, as it was written. If a call's arguments stop being valid JSON, the
-call keeps the rest, up to the closing marker or the end, so clients see what the model wrote. Knows nothing of
-reasoning, nor of which tools exist.
+call keeps the rest, up to a closing marker, the next call's or the end, so clients see what the model wrote. Knows
+nothing of reasoning, nor of which tools exist.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from pd_cluster.parsers.calls import Gathered, read_call
 from pd_cluster.parsers.json_scan import scan_value, take_sign
-from pd_cluster.parsers.stream import BLANK_RUN, BLANKS, Steps, TextStream
+from pd_cluster.parsers.stream import BLANKS, Steps, TextStream
 
 Reader = Callable[[TextStream, Gathered], Steps[None]]
 
@@ -21,6 +21,8 @@ TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 _NAME = re.compile(r"[\w.-]*")
 _BETWEEN = re.compile(f"[{BLANKS};]*")
+_BETWEEN_OBJECTS = re.compile(rf"[{BLANKS};,}}]*")
+_TOO_MUCH = re.compile(rf"[{BLANKS};,}}\]]*")
 
 
 def read_content(stream: TextStream, out: Gathered) -> Steps[None]:
@@ -29,32 +31,37 @@ def read_content(stream: TextStream, out: Gathered) -> Steps[None]:
 
 
 def read_llama3(stream: TextStream, out: Gathered) -> Steps[None]:
-    """Reads `{"name": …, "parameters": …}` as the whole reply, or several, separated by `;` or blanks; otherwise
-    content.
-    """
-    outcome = "whole"
-    while outcome == "whole":
+    """Reads `{"name": …, "parameters": …}`, or several, separated by `;` or blanks, and content around them."""
+    while (yield from stream.until((PYTHON_TAG, "{"), out.content)):
         stream.keep()
-        yield from stream.run(_BETWEEN if out.num_seen else BLANK_RUN)
-        if (yield from stream.begins(PYTHON_TAG)):
-            stream.take(len(PYTHON_TAG))
-        outcome = yield from read_call(stream, out, needs_arguments=True)
-    if outcome == "none":
+        while (yield from _read_llama3_call(stream, out)):
+            stream.keep()
+            yield from stream.run(_BETWEEN)
         left = stream.kept()
         is_over = not (yield from stream.peek()) and not left.strip(BLANKS + ";")
-        if not is_over or not out.num_seen:
+        if left and not (is_over and out.num_seen):
             out.content(left)
-    yield from stream.until((), out.arguments if outcome == "torn" else out.content)
+
+
+def _read_llama3_call(stream: TextStream, out: Gathered) -> Steps[bool]:
+    if (yield from stream.begins(PYTHON_TAG)):
+        stream.take(len(PYTHON_TAG))
+    outcome = yield from read_call(stream, out, needs_arguments=True)
+    if outcome == "torn":
+        yield from read_torn(stream, out, ())
+    return outcome == "whole"
 
 
 def read_mistral(stream: TextStream, out: Gathered) -> Steps[None]:
-    """Reads `[TOOL_CALLS]` and an array of calls, or, from newer models, one call's name and arguments."""
+    """Reads `[TOOL_CALLS]` and calls as objects, or, from newer models, one call's name and arguments."""
     while (yield from stream.until((TOOL_CALLS,), out.content)):
         stream.keep()
         stream.take(len(TOOL_CALLS))
         yield from stream.blanks()
-        if (yield from stream.peek()) == "[":
-            yield from read_array_of(stream, out, (TOOL_CALLS,))
+        char = yield from stream.peek()
+        if char and char in "[{":
+            if not (yield from read_objects(stream, out, (TOOL_CALLS,))):
+                out.content(stream.take(len(TOOL_CALLS)))
         else:
             yield from _read_named(stream, out)
 
@@ -62,28 +69,61 @@ def read_mistral(stream: TextStream, out: Gathered) -> Steps[None]:
 def read_array(stream: TextStream, out: Gathered) -> Steps[None]:
     """Reads `[{"name": …, "parameters": …}, …]`, the form that guides impose on models without markup of their own."""
     stream.keep()
-    yield from read_array_of(stream, out, ())
+    yield from read_objects(stream, out, (), is_marked=False)
     yield from stream.until((), out.content)
 
 
-def read_array_of(stream: TextStream, out: Gathered, ends: Sequence[str]) -> Steps[None]:
-    """Reads an array. The text that the stream keeps is content if no call follows. A torn call extends to one of
-    `ends`.
+def read_objects(stream: TextStream, out: Gathered, ends: Sequence[str], is_marked: bool = True) -> Steps[bool]:
+    """Reads calls as objects: one, several, or an array of them. The stream must keep its text.
+
+    Returns whether there was a call, or `is_marked` and an array of none; otherwise the text is put back. A torn call
+    extends to one of `ends`.
     """
-    is_open = yield from take_sign(stream, "[")
-    while is_open:
-        match (yield from read_call(stream, out)):
-            case "none":
-                break
-            case "torn":
-                yield from stream.until(ends, out.arguments)
-                return
-        stream.keep()
-        is_open = yield from take_sign(stream, ",")
-    if out.num_seen and not is_open and (yield from take_sign(stream, "]")):
+    num_seen = out.num_seen
+    is_array = yield from take_sign(stream, "[")
+    if is_array and is_marked and (yield from take_sign(stream, "]")):
         stream.kept()
-    else:
-        out.content(stream.kept())
+        return True
+    while True:
+        outcome = yield from read_call(stream, out)
+        if outcome == "torn":
+            yield from read_torn(stream, out, ends)
+            return True
+        if outcome == "none":
+            break
+        stream.keep()
+        yield from stream.run(_BETWEEN_OBJECTS)
+        char = yield from stream.peek()
+        if is_array and char == "]":
+            stream.take(1)
+            stream.kept()
+            return True
+        if char != "{":
+            break
+    stream.put_back()
+    return out.num_seen > num_seen
+
+
+def read_torn(stream: TextStream, out: Gathered, ends: Sequence[str]) -> Steps[str]:
+    """Reads the rest of a torn call, which is text of its arguments. Returns the end that comes next."""
+    marker = yield from stream.until(ends, out.arguments)
+    if not marker:
+        out.cut()
+    return marker
+
+
+def close_calls(stream: TextStream, out: Gathered, end: str, starts: Sequence[str]) -> Steps[str]:
+    """Takes the marker behind calls. Text before it is content, unless it only closes what is not open.
+
+    Returns which of `starts` comes before it; "" for none.
+    """
+    if (yield from stream.take_after_run(_TOO_MUCH, end)):
+        return ""
+    marker = yield from stream.until((end, *starts), out.content)
+    if marker != end:
+        return marker
+    stream.take(len(end))
+    return ""
 
 
 def _read_named(stream: TextStream, out: Gathered) -> Steps[None]:
@@ -104,4 +144,4 @@ def _read_named(stream: TextStream, out: Gathered) -> Steps[None]:
     stream.kept()
     out.begin("".join(name))
     if not (yield from scan_value(stream, out.arguments)):
-        yield from stream.until((TOOL_CALLS,), out.arguments)
+        yield from read_torn(stream, out, (TOOL_CALLS,))

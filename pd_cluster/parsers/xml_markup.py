@@ -1,8 +1,9 @@
 """Calls whose arguments are parameters between tags, as Qwen3-Coder, GLM, Seed-OSS and MiniMax write them.
 
 A parameter's text is a string if its schema says so, and is then passed on as it comes, as JSON; any other is read
-whole, and is JSON if it is a value of one of its schema's types, otherwise a string. A call that never ends has no
-closing brace, so clients see that it is incomplete.
+whole, and is JSON if it is a value of one of its schema's types, otherwise a string (values.py). A value without its
+end marker ends where the next parameter begins or the call ends. Text between parameters is content behind the call. A
+call that never ends has no closing brace, so clients see that it is incomplete.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pd_cluster.parsers.calls import Gathered
 from pd_cluster.parsers.nodes import BLANK, FREE, Node, Tool
 from pd_cluster.parsers.schema_types import Types, plain_texts, resolved, types_of
-from pd_cluster.parsers.stream import Emit, Steps, TextStream, ignore
+from pd_cluster.parsers.stream import BLANKS, Emit, Steps, TextStream, ignore, without_cut
 from pd_cluster.parsers.tool_schema import REMARKS, must_be_plain, refused, schema_of
+from pd_cluster.parsers.tools import close_calls
+from pd_cluster.parsers.values import TextValue, value_of
 
 MAX_NAME_NUM_CHARS = 256
-PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 FOLLOWED_IN_TEXT = {"type", "enum", "const", "minLength", "maxLength", "pattern", "format", "default", "examples"}
 
 
@@ -56,34 +58,52 @@ class XmlCalls:
             if marker == self.begin:
                 stream.take(len(marker))
                 yield from stream.blanks()
-            is_whole = yield from self._read_one(stream, out)
-            while is_whole and self.is_section and (yield from stream.begins_after_blanks(self.name[0])):
-                stream.keep()
-                is_whole = yield from self._read_one(stream, out)
-            if is_whole and (yield from stream.begins_after_blanks(self.end)):
-                stream.take(len(self.end))
+                if (yield from stream.begins(self.end)):
+                    stream.take(len(self.end))
+                    stream.kept()
+                    continue
+            if not (yield from self._read_one(stream, out)):
+                out.content(stream.take(len(marker)))
+            elif marker == self.begin:
+                yield from self._read_more(stream, out)
+            else:
+                yield from stream.take_after_blanks(self.end)
+
+    def _read_more(self, stream: TextStream, out: Gathered) -> Steps[None]:
+        """Reads up to the end of what `begin` has opened: perhaps more calls."""
+        starts = tuple(text for text in (self.begin, self.name[0]) if text)
+        while (marker := (yield from close_calls(stream, out, self.end, starts))) and marker != self.begin:
+            stream.keep()
+            if not (yield from self._read_one(stream, out)):
+                out.content(stream.take(len(marker)))
 
     def _read_one(self, stream: TextStream, out: Gathered) -> Steps[bool]:
-        """Returns whether a call was read to its end."""
+        """Reads one call. Returns False if there is none; then what the stream keeps is put back."""
         name = yield from self._name(stream)
         if not name:
-            out.content(stream.kept())
+            stream.put_back()
             return False
         stream.kept()
+        call = _Call(name, out)
         out.begin(name)
         out.arguments("{")
-        ends = tuple(text for text in (self.close, self.end) if text)
-        comma = ""
-        while (marker := (yield from stream.until((self.key[0], *ends), ignore))) == self.key[0]:
-            if not (yield from self._parameter(stream, out, name, comma)):
-                return False
-            comma = ", "
-        if not marker:
-            return False
-        out.arguments("}")
-        if marker == self.close:
+        while (marker := (yield from stream.until(self._tags, call.between.append))) == self.key[0]:
+            yield from self._parameter(stream, call)
+        if marker:
+            out.arguments("}")
+        else:
+            out.cut()
+        if marker and marker == self.close:
             stream.take(len(marker))
+        between = "".join(call.between)
+        if text := (between if marker else without_cut(between, self._tags)).strip(BLANKS):
+            out.content(text)
         return True
+
+    @property
+    def _tags(self) -> tuple[str, ...]:
+        """Returns what may follow within a call, or end it."""
+        return tuple(text for text in (self.key[0], self.close, self.end, self.begin, self.name[0]) if text)
 
     def _name(self, stream: TextStream) -> Steps[str]:
         """Takes the name and the texts around it; "" if there is none."""
@@ -99,36 +119,88 @@ class XmlCalls:
         name = "".join(pieces).strip()
         return name if name and not re.search(r"[\s<>{}\"]", name) else ""
 
-    def _parameter(self, stream: TextStream, out: Gathered, name: str, comma: str) -> Steps[bool]:
-        """Reads one parameter. Returns whether it is complete."""
-        stream.take(len(self.key[0]))
-        key: list[str] = []
-        if not (yield from stream.short_until(self.key[1], MAX_NAME_NUM_CHARS, key.append)):
-            return False
-        stream.take(len(self.key[1]))
-        if self.value[0]:
-            if not (yield from stream.begins_after_blanks(self.value[0])):
-                return False
-            stream.take(len(self.value[0]))
-        written = "".join(key).strip()
-        out.arguments(f"{comma}{json.dumps(written, ensure_ascii=False)}: ")
-        types = types_of(out.schema_of(name), written)
-        end = self.value[1]
+    def _parameter(self, stream: TextStream, call: _Call) -> Steps[None]:
+        """Reads one parameter. Its key alone is text between parameters, or at the end of everything torn arguments."""
+        stream.keep()
+        key = yield from self._key(stream)
+        if key is None:
+            is_over = not (yield from stream.peek())
+            stream.put_back()
+            before = stream.take(len(self.key[0]))
+            if is_over:
+                yield from stream.until((), lambda text: call.torn_key(without_cut(text, self.key[1:])))
+            else:
+                call.between.append(before)
+            return
+        stream.kept()
+        types = call.begin_value(key)
         if types == {"string"}:
-            out.arguments('"')
-            text = _Lines(self.line, lambda piece: out.arguments(json.dumps(piece, ensure_ascii=False)[1:-1]))
-            is_whole = bool((yield from stream.until((end,), text.add)))
-            if is_whole:
-                text.end()
-                out.arguments('"')
+            call.out.arguments('"')
+            text = TextValue(self.line, call.add_text)
+            end = yield from self._value_end(stream, call, text.add)
+            if end == "closed":
+                text.close()
+            call.out.arguments('"' if end else "")
         else:
             pieces: list[str] = []
-            is_whole = bool((yield from stream.until((end,), pieces.append)))
+            end = yield from self._value_end(stream, call, pieces.append)
             shown = "".join(pieces)
-            out.arguments(value_of(shown, types, self.line) if is_whole else shown.strip())
-        if is_whole:
-            stream.take(len(end))
-        return is_whole
+            call.out.arguments(value_of(shown, types, self.line) if end else shown.strip())
+
+    def _key(self, stream: TextStream) -> Steps[str | None]:
+        """Takes a parameter's text up to its value; None if this is none."""
+        stream.take(len(self.key[0]))
+        pieces: list[str] = []
+        if not (yield from stream.short_until(self.key[1], MAX_NAME_NUM_CHARS, pieces.append)):
+            if (yield from stream.ends_within(MAX_NAME_NUM_CHARS)):
+                yield from stream.until((), ignore)
+            return None
+        key = "".join(pieces).strip()
+        if not key or re.search(r"[<>\n]", key):
+            return None
+        stream.take(len(self.key[1]))
+        if self.value[0]:
+            yield from stream.blanks()
+            if not (yield from stream.comes_or_is_cut(self.value[0])):
+                return None
+        return key
+
+    def _value_end(self, stream: TextStream, call: _Call, emit: Emit) -> Steps[Literal["closed", "open", ""]]:
+        """Takes a value's text. Returns whether its end marker follows, or a tag that shows that it is missing; "" at
+        the end.
+        """
+        closing = self.value[1]
+        while marker := (yield from stream.until((closing, *self._tags), emit)):
+            if marker == closing:
+                stream.take(len(closing))
+                return "closed"
+            stream.keep()
+            ends = yield from self._ends_value(stream, marker, call)
+            stream.put_back()
+            if ends:
+                return "open"
+            emit(stream.take(len(marker)))
+        return ""
+
+    def _ends_value(self, stream: TextStream, marker: str, call: _Call) -> Steps[bool]:
+        """Returns whether a tag within a value is one of the call's, and not text of the value: it leads to a parameter
+        or a call that there can be, or to the end of this one.
+        """
+        if marker == self.key[0]:
+            key = yield from self._key(stream)
+            return key is not None and call.may_have(key)
+        if marker in (self.close, self.end):
+            stream.take(len(marker))
+            yield from stream.blanks()
+            following = (self.begin, *((self.end, self.name[0]) if marker == self.close else ()))
+            for tag in filter(None, following):
+                if (yield from stream.begins(tag)):
+                    return True
+            return not (yield from stream.peek())
+        if marker == self.begin:
+            stream.take(len(marker))
+            yield from stream.blanks()
+        return call.out.has_tool((yield from self._name(stream)))
 
     # ---- guides
 
@@ -204,58 +276,30 @@ class XmlCalls:
         return [*line, ["until", f"{self.line}{self.value[1]}"]] if self.line else [["until", self.value[1]]]
 
 
-class _Lines:
-    """Emits text without one newline at each end, if `line` is one."""
+class _Call:
+    """The call that is being read. `between`: text that is in none of its parameters."""
 
-    def __init__(self, line: str, emit: Emit) -> None:
-        self._line, self._emit = line, emit
-        self._is_first, self._held = True, ""
+    def __init__(self, name: str, out: Gathered) -> None:
+        self.out = out
+        self.between: list[str] = []
+        self._schema = out.schema_of(name)
+        self._keys: set[str] = set()
 
-    def add(self, text: str) -> None:
-        if self._line and self._is_first and text:
-            self._is_first = False
-            text = text.removeprefix(self._line)
-        text = self._held + text
-        self._held = self._line if self._line and text.endswith(self._line) else ""
-        if shown := text.removesuffix(self._held):
-            self._emit(shown)
+    def may_have(self, key: str) -> bool:
+        """Returns whether a parameter of this name may follow."""
+        known = self._schema.get("properties")
+        return key not in self._keys and (not isinstance(known, dict) or not known or key in known)
 
-    def end(self) -> None:
-        """Drops the newline that was held back."""
+    def begin_value(self, key: str) -> Types:
+        """Writes a parameter's name. Returns its types."""
+        comma = ", " if self._keys else ""
+        self._keys.add(key)
+        self.out.arguments(f"{comma}{json.dumps(key, ensure_ascii=False)}: ")
+        return types_of(self._schema, key)
 
+    def torn_key(self, text: str) -> None:
+        """Writes the beginning of a parameter's name."""
+        self.out.arguments(("," if self._keys else "") + json.dumps(text.strip(), ensure_ascii=False)[:-1])
 
-def value_of(text: str, types: Types, line: str) -> str:
-    """Returns a parameter's JSON text. `types`: those that its schema allows; empty: not known."""
-    shown = text.strip()
-    shown = PYTHON_NAMES.get(shown, shown)
-    try:
-        value = json.loads(shown, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        value = None
-        is_json = False
-    else:
-        is_json = not types or bool(_kinds(value) & types)
-    if is_json:
-        return shown
-    return json.dumps(text.removeprefix(line).removesuffix(line) if line else text, ensure_ascii=False)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(name)
-
-
-def _kinds(value: Any) -> set[str]:
-    match value:
-        case bool():
-            return {"boolean"}
-        case None:
-            return {"null"}
-        case int():
-            return {"integer", "number"}
-        case float():
-            return {"number", "integer"} if value.is_integer() else {"number"}
-        case str():
-            return {"string"}
-        case list():
-            return {"array"}
-    return {"object"}
+    def add_text(self, text: str) -> None:
+        self.out.arguments(json.dumps(text, ensure_ascii=False)[1:-1])

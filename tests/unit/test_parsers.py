@@ -51,6 +51,7 @@ def call(index: int, name: str, arguments: str = "{}") -> list[Part]:
 
 # ---- tool calls, format by format
 
+BOTH = [*call(0, "f"), *call(1, "g")]
 HERMES = [
     ("Hello.", [Content("Hello.")]),
     ("", []),
@@ -87,6 +88,26 @@ HERMES = [
     ('<tool_call>{"name":"f","arguments":{}}<tool_call>{"name":"g","arguments":{}}', [*call(0, "f"), *call(1, "g")]),
     ('<tool_call>{"name":"f","arguments":{}}</tool_ca', call(0, "f")),
     ('<tool_call><tool_call>{"name":"f","arguments":{}}', [Content("<tool_call>"), *call(0, "f")]),
+    ('<tool_call>{"name":"f","arguments":{}}\nI asked.', [*call(0, "f"), Content("\nI asked.")]),
+    ('<tool_call>{"name":"f","arguments":{}} so</tool_call>.', [*call(0, "f"), Content(" so.")]),
+    *(
+        (f'<tool_call>{before}{{"name":"f","arguments":{{}}}}{between}{{"name":"g","arguments":{{}}}}{after}', BOTH)
+        for before, between, after in (("", "\n", "</tool_call>"), ("[", ",", "]</tool_call>"), ("", "}, ", "\n"))
+    ),
+    (
+        '<tool_call>{"name":"f","arguments":{}}, {"a":1}</tool_call>',
+        [*call(0, "f"), Content(', {"a":1}')],
+    ),
+    (
+        '<tool_call>{"name":"f","arguments":{"a" <tool_call>{"name":"g","arguments":{}}</tool_call>',
+        [*call(0, "f", '{"a" '), *call(1, "g")],
+    ),
+    (
+        '<tool_call>{"name": "f", "argu<tool_call>{"name":"g","arguments":{}}</tool_call>',
+        [Content('<tool_call>{"name": "f", "argu'), *call(0, "g")],
+    ),
+    ("<tool_call></tool_call>", []),
+    ("So.\n<tool_call>\n</tool_call>", [Content("So.\n")]),
     *(
         (text, [Content(text)])
         for text in (
@@ -117,11 +138,12 @@ LLAMA3 = [
     ('{"name":"f","parameters":{}} done', [*call(0, "f"), Content(" done")]),
     ('{"name":"f","parameters":{}};{"a":1}', [*call(0, "f"), Content(';{"a":1}')]),
     ('{"name":"f","parameters":{"a":tru}} ; x', call(0, "f", '{"a":tru}} ; x')),
+    ('So {: {"name": "f", "parameters": {}} done', [Content("So {: "), *call(0, "f"), Content(" done")]),
+    ('So.<|python_tag|>{"name":"f","parameters":{}}', [Content("So."), *call(0, "f")]),
     *(
         (text, [Content(text)])
         for text in (
             "Hello {",
-            'So: {"name": "f", "parameters": {}}',
             '{"name": "Bob"}',
             '{"name": "Bob", "parameters": 3}',
             '{"answer": [1, 2]}\n',
@@ -145,11 +167,17 @@ MISTRAL = [
     ("[TOOL_CALLS]f{oops}[TOOL_CALLS]g{}", [*call(0, "f", "{oops}"), *call(1, "g")]),
     ('[TOOL_CALLS][{"name":"f","arguments":{oops', call(0, "f", "{oops")),
     ('[TOOL_CALLS][{"name":"f","arguments":{}}', call(0, "f")),
+    ('[TOOL_CALLS]{"name":"f","arguments":{}}', call(0, "f")),
+    (
+        '[TOOL_CALLS] {"name":"f","arguments":{}}, {"name":"g","arguments":{}} so',
+        [*call(0, "f"), *call(1, "g"), Content(" so")],
+    ),
+    ("[TOOL_CALLS][]", []),
+    ("Hm.[TOOL_CALLS][ ] so", [Content("Hm. so")]),
     *(
         (text, [Content(text)])
         for text in (
             "[TOOL_CALLS]",
-            "[TOOL_CALLS][]",
             "[TOOL_CALLS] so I",
             "[TOOL_CALLS]f g{}",
             "a [TOOL_",
@@ -247,7 +275,7 @@ def test_what_a_call_said_is_not_remembered() -> None:
 
 def test_no_more_is_held_back_than_could_become_a_marker() -> None:
     text = "a < b <t <tool_c [TOOL </thin <<tool_call"
-    for parser, longest in (("hermes", "<tool_call"), ("mistral", "[TOOL_CALLS"), ("llama3_json", "")):
+    for parser, longest in (("hermes", "<tool_call"), ("mistral", "[TOOL_CALLS"), ("llama3_json", "<|python_ta")):
         reader = ReplyFormat(parser, "qwen3").reader("auto", "")
         shown = ""
         for at, letter in enumerate(text):

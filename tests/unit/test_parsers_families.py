@@ -19,6 +19,7 @@ WEATHER = Tool(
         "properties": {
             "city": {"type": "string"},
             "days": {"type": "integer"},
+            "share": {"type": "float"},
             "flag": {"type": ["boolean", "null"]},
             "any": {"anyOf": [{"type": "string"}, {"type": "null"}]},
             "list": {"$ref": "#/$defs/list"},
@@ -58,6 +59,12 @@ KIMI = [
         f"<|tool_call_end|>{SECTION_END}",
         [Content("I look."), *call(0, "f", '{"a": [1]}'), *call(1, "g-x.y")],
     ),
+    (f"{SECTION}{SECTION_END} so", [Content(" so")]),
+    (
+        f"{SECTION}<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{{}} so <|tool_call_begin|>functions.g:1"
+        f"<|tool_call_argument_begin|>{{oops{SECTION_END}.",
+        [*call(0, "f"), Content(" so "), *call(1, "g", "{oops"), Content(".")],
+    ),
     (f"{SECTION}<|tool_call_begin|>functions.f:0", [Content(f"{SECTION}<|tool_call_begin|>functions.f:0")]),
 ]
 QWEN = [
@@ -80,6 +87,44 @@ QWEN = [
     ("<tool_call>\n<function=f>\n<parameter=days>\n12", call(0, "f", '{"days": 12')),
     ("<tool_call>\n<function=f>\n</tool_call>so", [*call(0, "f"), Content("so")]),
     ("<tool_call>hello</tool_call>", [Content("<tool_call>hello</tool_call>")]),
+    ("<tool_call>\n\n</tool_call> so", [Content(" so")]),
+    (  # end markers that are missing: of values, of calls, of both
+        "<tool_call>\n<function=f>\n<parameter=city>\nBonn\n<parameter=days>\n3\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        [*call(0, "f", '{"city": "Bonn", "days": 3}'), *call(1, "g")],
+    ),
+    (
+        "<tool_call>\n<function=f>\n<parameter=days>\n3\n</tool_call>\n<tool_call>\n<function=f>\n<parameter=city>\n"
+        "Bonn\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        [*call(0, "f", '{"days": 3}'), *call(1, "f", '{"city": "Bonn"}'), *call(2, "g")],
+    ),
+    (  # two calls between one pair of markers, and text where none belongs
+        "<tool_call>\n<function=f>\nso\n<parameter=days>\n3\n</parameter>\n</function>\nand\n<function=g>\n"
+        "</function>\n</tool_call>",
+        [*call(0, "f", '{"days": 3}'), Content("so\nand\n"), *call(1, "g")],
+    ),
+    (  # tags that are text of a value
+        "<tool_call>\n<function=f>\n<parameter=city>\n<parameter=x>\n<tool> </function>.<function=y>\n"
+        "</parameter>\n</function>\n</tool_call>",
+        call(0, "f", '{"city": "<parameter=x>\\n<tool> </function>.<function=y>"}'),
+    ),
+    *(  # other spellings of values that the schema wants
+        (f"<tool_call><function=f><parameter={key}>{text}</parameter></function></tool_call>", call(0, "f", shown))
+        for key, text, shown in (
+            ("flag", "TRUE", '{"flag": true}'),
+            ("flag", "none", '{"flag": null}'),
+            ("flag", "yes", '{"flag": "yes"}'),
+            ("days", "+3", '{"days": 3}'),
+            ("days", '"3"', '{"days": 3}'),
+            ("share", ".5", '{"share": 0.5}'),
+            ("share", "5.", '{"share": 5.0}'),
+            ("share", "-.5e1", '{"share": -5.0}'),
+            ("list", "['a', True]", '{"list": ["a", true]}'),
+            ("city", ".5", '{"city": ".5"}'),
+            ("any", "TRUE", '{"any": "TRUE"}'),
+            ("free", ".5", '{"free": ".5"}'),
+        )
+    ),
     ("<function=a b>", [Content("<function=a b>")]),
     ("<function=", [Content("<function=")]),
 ]
@@ -100,6 +145,13 @@ GLM = [
         call(0, "f", '{"list": [1], "any": null}'),
     ),
     ("<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Ber", call(0, "f", '{"city": "Ber')),
+    (
+        "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Bonn\n<arg_key>days</arg_key><arg_value>3</tool_call>\n"
+        "<tool_call>g</tool_call>",
+        [*call(0, "f", '{"city": "Bonn", "days": 3}'), *call(1, "g")],
+    ),
+    ("<tool_call>f\n<tool_call>g</tool_call>", [Content("<tool_call>f\n"), *call(0, "g")]),
+    ("<tool_call>f\n<arg_key>ci", call(0, "f", '{"ci')),
     ("<tool_call>\n{}</tool_call>", [Content("<tool_call>\n{}</tool_call>")]),
 ]
 MINIMAX = [
@@ -109,6 +161,11 @@ MINIMAX = [
         [*call(0, "f", '{"city": "San \\"F\\"", "list": [1]}'), *call(1, "g")],
     ),
     ("<minimax:tool_call>so", [Content("<minimax:tool_call>so")]),
+    (
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="city">Bonn\n<parameter name="days">3</invoke>\n'
+        '<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+        [*call(0, "f", '{"city": "Bonn", "days": 3}'), *call(1, "g")],
+    ),
 ]
 ONE, TWO = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {}}'
 BOTH = [*call(0, "f", '{"a": 1}'), *call(1, "g")]
@@ -141,7 +198,7 @@ TORN = [
     ("[f(days=2", '{"days": 2'),
     ("[f(days=x), g()] so", '{"days": x), g()] so'),
     ("[f(days={1}), g()]", '{"days": {1}), g()]'),
-    ("[f(days=1, 2)]", '{"days": 1)]'),
+    ("[f(days=1, 2)]", '{"days": 1, 2)]'),
     (f"[f(days={'[' * 500}", f'{{"days": {"[" * 500}'),
 ]
 CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
@@ -158,7 +215,8 @@ CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
     "hunyuan_a13b": [
         (f"a<tool_calls>[{ONE}, {TWO}]</tool_calls>", [Content("a"), *BOTH]),
         (f"<tool_calls>[{ONE}]</tool_calls> b", [*BOTH[:2], Content(" b")]),
-        ("<tool_calls>[]</tool_calls>", [Content("<tool_calls>[]</tool_calls>")]),
+        ("<tool_calls>[]</tool_calls>", []),
+        (f"<tool_calls>{ONE}, {TWO}</tool_calls>", BOTH),
     ],
     "internlm": [
         (
@@ -174,6 +232,11 @@ CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
         (f"<|python_start|>{LISTED}<|python_end|> so", [*LISTED_PARTS, Content(" so")]),
         *PYTHONIC,
         ("<|python_start|>so", [Content("<|python_start|>so")]),
+        ("<|python_start|>[]<|python_end|> so", [Content(" so")]),
+        (
+            "<|python_start|>[f(days=x)]<|python_end|> so",
+            [CallBegin(0, "f"), CallArguments(0, '{"days": x)]'), Content(" so")],
+        ),
     ],
     "phi4_mini": [
         (f"functools[{ONE}, {TWO}]", BOTH),
@@ -327,7 +390,8 @@ def test_calls_within_an_answer() -> None:
 def test_arguments_are_json() -> None:
     for parser, cases in CASES.items():
         for text, parts in cases:
-            if parts is None or text.endswith(("lin", "12", "Ber", '"a": "')):
+            torn = text.endswith(("lin", "12", "Ber", "ci", '"a": "')) or "oops" in text or "=x)" in text
+            if parts is None or torn:
                 continue
             for part in read(ReplyFormat(parser), [text]):
                 if isinstance(part, CallArguments):

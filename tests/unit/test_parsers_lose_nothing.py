@@ -1,0 +1,124 @@
+"""Whatever a model writes appears as content, reasoning, or a call, in every format, also where its markup is damaged.
+
+Texts have words such as `w3x` wherever a model puts its own: around calls, in names, keys and values, between
+parameters. A word that a damaged text still has must be in one of the parts.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pd_cluster.parsers.parts import CallBegin, Part
+from pd_cluster.parsers.reply import ReplyFormat, Tool
+from pd_cluster.parsers.table import FORMATS
+from tests.unit.test_parsers import joined
+
+NUM_DAMAGED = 150  # of each kind, for each format
+WORD = re.compile(r"w[0-9]+x")
+BORDER = re.compile(r"(?<=[<>{}\[\](),:=|\"'`\s｜])|(?=[<>{}\[\](),:=|\"'`\s｜])")
+PIECE = re.compile(r"</?[^<>\s]*>?|[{}\[\](),:=\"'`]|w[0-9]+x|\S+")
+TOOLS = [Tool("w1x", {"type": "object", "properties": {"w2x": {"type": "string"}, "w4x": {"type": "integer"}}})]
+ARGUMENTS = '{"w2x": "w3x </b> w5x", "w4x": [5, "w6x"]}'
+
+
+def tagged(form: str, key: str, close: str, newline: str = "\n") -> str:
+    """A call with two parameters. `form` has a place for them, `key` for a parameter's name."""
+    parameters = "\n".join(
+        f"{key.format(name)}{newline}{value}{newline}{close}" for name, value in (("w2x", "w3x </b> w5x"), ("w4x", "w6x"))
+    )
+    return form.format(f"\n{parameters}\n")
+
+
+QWEN = tagged("<function=w1x>{}</function>", "<parameter={}>", "</parameter>")
+GLM = tagged("w1x{}", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "")
+MINIMAX = tagged('<invoke name="w1x">{}</invoke>', '<parameter name="{}">', "</parameter>", "")
+OBJECT = f'{{"name": "w1x", "arguments": {ARGUMENTS}}}'
+V3 = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>w1x\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>"
+V31 = f"<｜tool▁call▁begin｜>w1x<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
+KIMI = f"<|tool_call_begin|>functions.w1x:0<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>"
+PYTHON = """[w1x(w2x='w3x (w5x', w4x=[5, "w6x"]), w1x()]"""
+HERMES = f"<tool_call>\n{OBJECT}\n</tool_call>\n<tool_call>\n{OBJECT}\n</tool_call>"
+QWEN_XML = f"<tool_call>\n{QWEN}\n</tool_call>\n<tool_call>\n{QWEN}\n</tool_call>"
+CALLS = {  # as the models' cards have them
+    "deepseek_v3": f"<｜tool▁calls▁begin｜>{V3}\n{V3}<｜tool▁calls▁end｜>",
+    "deepseek_v31": f"<｜tool▁calls▁begin｜>{V31}{V31}<｜tool▁calls▁end｜>",
+    "glm45": f"<tool_call>{GLM}</tool_call>\n<tool_call>{GLM}</tool_call>",
+    "granite": f"<|tool_call|>[{OBJECT}, {OBJECT}]",
+    "hermes": HERMES,
+    "hunyuan_a13b": f"<tool_calls>[{OBJECT}, {OBJECT}]</tool_calls>",
+    "internlm": f"<|action_start|><|plugin|>{OBJECT}<|action_end|>",
+    "kimi_k2": f"<|tool_calls_section_begin|>{KIMI}{KIMI}<|tool_calls_section_end|>",
+    "llama3_json": f"{OBJECT}; {OBJECT}",
+    "llama4_pythonic": f"<|python_start|>{PYTHON}<|python_end|>",
+    "minimax_m2": f"<minimax:tool_call>\n{MINIMAX}\n{MINIMAX}\n</minimax:tool_call>",
+    "mistral": f"[TOOL_CALLS] [{OBJECT}, {OBJECT}]",
+    "openai": f"<|channel|>commentary to=functions.w1x <|constrain|>json<|message|>{ARGUMENTS}<|call|>",
+    "phi4_mini": f"functools[{OBJECT}, {OBJECT}]",
+    "pythonic": PYTHON,
+    "qwen3_coder": QWEN_XML,
+    "seed_oss": QWEN_XML.replace("tool_call>", "seed:tool_call>").replace("</seed:", "</seed:"),
+}
+CALLS |= {"glm47": CALLS["glm45"], "granite4": HERMES, "qwen3": HERMES, "qwen3_xml": QWEN_XML}
+REASONING = {"openai": "openai_gptoss"}
+
+
+def parts_of(form: ReplyFormat, pieces: list[str]) -> list[Part]:
+    reader = form.reader("auto", "", None, TOOLS)
+    return joined([*(part for piece in pieces for part in reader.feed(piece)), *reader.finish()])
+
+
+def around(parser: str, calls: str) -> str:
+    if parser == "openai":
+        thought = "<|channel|>analysis<|message|>w7x.<|end|><|start|>assistant"
+        return f"{thought}{calls}<|start|>assistant<|channel|>final<|message|>w9x."
+    before = "" if "pythonic" in parser else "w8x. "
+    return f"<think>w7x</think>\n\n{before}{calls}\nw9x."
+
+
+def cut_short(text: str, rng: random.Random) -> Iterator[str]:
+    yield from (text[:at] for at in rng.sample(range(len(text)), min(NUM_DAMAGED, len(text))))
+
+
+def with_a_piece_missing(text: str, rng: random.Random) -> Iterator[str]:
+    found = list(PIECE.finditer(text))
+    for piece in rng.sample(found, min(NUM_DAMAGED, len(found))):
+        yield text[: piece.start()] + text[piece.end() :]
+
+
+def with_a_word_more(text: str, rng: random.Random) -> Iterator[str]:
+    """Not within a header of gpt-oss's, which is markup up to <|message|>."""
+    places = [at.start() for at in BORDER.finditer(text)]
+    headers = [range(at.start() + 1, at.end()) for at in re.finditer(r"<\|(channel|start)\|>.*?<\|message\|>", text)]
+    places = [at for at in places if not any(at in header for header in headers)]
+    for at in rng.sample(places, min(NUM_DAMAGED, len(places))):
+        yield f"{text[:at]} w10x {text[at:]}"
+
+
+def with_two_pieces_missing(text: str, rng: random.Random) -> Iterator[str]:
+    for once in with_a_piece_missing(text, rng):
+        yield next(with_a_piece_missing(once, rng))
+
+
+def test_every_format_is_tried() -> None:
+    assert set(CALLS) == set(FORMATS)
+
+
+@pytest.mark.parametrize(
+    "damaged", [cut_short, with_a_piece_missing, with_two_pieces_missing, with_a_word_more], ids=lambda each: each.__name__
+)
+@pytest.mark.parametrize("parser", CALLS)
+def test_no_word_is_lost(parser: str, damaged: Callable[[str, random.Random], Iterator[str]]) -> None:
+    rng = random.Random(parser)
+    form = ReplyFormat(parser, REASONING.get(parser, "qwen3"))
+    text = around(parser, CALLS[parser])
+    assert sum(isinstance(part, CallBegin) for part in parts_of(form, [text])) == text.count("w2x") or "pythonic" in parser
+    for each in (text, *damaged(text, rng)):
+        at = rng.randint(0, len(each))
+        parts = parts_of(form, [each[:at], each[at:]])
+        assert parts == parts_of(form, [each])
+        shown = " ".join(str(field) for part in parts for field in part)
+        assert sorted(WORD.findall(each)) == sorted(WORD.findall(shown)), each

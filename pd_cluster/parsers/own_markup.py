@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from pd_cluster.parsers import tools
@@ -9,7 +10,7 @@ from pd_cluster.parsers.calls import Gathered
 from pd_cluster.parsers.nodes import BLANK, FREE, MAX_CALLS, Node, Tool, array_schema, call_schema, object_of
 from pd_cluster.parsers.stream import Steps, TextStream
 
-_NAME_IN_TEXT = '{"name": "'
+_NO_OBJECT: Node = ["pattern", r"[ \t\r\n]*([^ \t\r\n{<]|<[^|])"]  # the beginning of a reply that has text first
 
 
 class Llama3Calls:
@@ -28,10 +29,13 @@ class Llama3Calls:
 
     def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
         named: list[Node] = [
-            ["seq", ["text", f'{tool.name}", "parameters": '], ["json", object_of(tool)], ["text", "}"]] for tool in given
+            ["seq", ["pattern", rf' ?"{re.escape(tool.name)}", ?"parameters": ?'], ["json", object_of(tool)]]
+            for tool in given
         ]
-        within: Node = ["seq", ["until", _NAME_IN_TEXT], ["any", *named]]
-        return ["any", self.calls(given, most or MAX_CALLS), ["seq", ["repeat", 0, most, within], FREE]]
+        called: Node = ["seq", ["until", tools.NAME_IN_TEXT], ["any", *named], ["text", "}"]]
+        tagged: Node = ["seq", ["until", tools.PYTHON_TAG], ["json", call_schema(given, "parameters")]]
+        within: Node = ["seq", _NO_OBJECT, ["repeat", 0, most, ["any", called, tagged]], FREE]
+        return ["any", self.calls(given, most or MAX_CALLS), within, ["pattern", r"[ \t\r\n]*<?"]]
 
 
 class MistralCalls:

@@ -17,6 +17,7 @@ from pd_cluster.parsers.stream import BLANKS, Steps, TextStream
 Reader = Callable[[TextStream, Gathered], Steps[None]]
 
 PYTHON_TAG = "<|python_tag|>"
+NAME_IN_TEXT = '{"name":'
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 _NAME = re.compile(r"[\w.-]*")
@@ -31,16 +32,28 @@ def read_content(stream: TextStream, out: Gathered) -> Steps[None]:
 
 
 def read_llama3(stream: TextStream, out: Gathered) -> Steps[None]:
-    """Reads `{"name": …, "parameters": …}`, or several, separated by `;` or blanks, and content around them."""
-    while (yield from stream.until((PYTHON_TAG, "{"), out.content)):
+    """Reads `{"name": …, "parameters": …}`, or several, separated by `;` or blanks, and content around them.
+
+    Within text, only a call that begins just so, or with its tag, is one.
+    """
+    stream.keep()
+    yield from stream.blanks()
+    yield from _read_llama3_calls(stream, out, within_text=False)
+    while (yield from stream.until((PYTHON_TAG, NAME_IN_TEXT), out.content)):
         stream.keep()
-        while (yield from _read_llama3_call(stream, out)):
-            stream.keep()
-            yield from stream.run(_BETWEEN)
-        left = stream.kept()
-        is_over = not (yield from stream.peek()) and not left.strip(BLANKS + ";")
-        if left and not (is_over and out.num_seen):
-            out.content(left)
+        yield from _read_llama3_calls(stream, out, within_text=True)
+
+
+def _read_llama3_calls(stream: TextStream, out: Gathered, within_text: bool) -> Steps[None]:
+    while (yield from _read_llama3_call(stream, out)):
+        stream.keep()
+        yield from stream.run(_BETWEEN)
+        if within_text and not (yield from stream.begins(PYTHON_TAG)) and not (yield from stream.begins(NAME_IN_TEXT)):
+            break
+    left = stream.kept()
+    is_over = not (yield from stream.peek()) and not left.strip(BLANKS + ";")
+    if left and not (is_over and out.num_seen):
+        out.content(left)
 
 
 def _read_llama3_call(stream: TextStream, out: Gathered) -> Steps[bool]:

@@ -28,7 +28,8 @@ ARGUMENTS = '{"w2x": "w3x </b> w5x", "w4x": [5, "w6x"]}'
 def tagged(form: str, key: str, close: str, newline: str = "\n") -> str:
     """A call with two parameters. `form` has a place for them, `key` for a parameter's name."""
     parameters = "\n".join(
-        f"{key.format(name)}{newline}{value}{newline}{close}" for name, value in (("w2x", "w3x </b> w5x"), ("w4x", "w6x"))
+        f"{key.format(name)}{newline}{value}{newline}{close}"
+        for name, value in (("w2x", "w3x </b> w5x"), ("w4x", "w6x"))
     )
     return form.format(f"\n{parameters}\n")
 
@@ -108,14 +109,18 @@ def test_every_format_is_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    "damaged", [cut_short, with_a_piece_missing, with_two_pieces_missing, with_a_word_more], ids=lambda each: each.__name__
+    "damaged",
+    [cut_short, with_a_piece_missing, with_two_pieces_missing, with_a_word_more],
+    ids=lambda each: each.__name__,
 )
 @pytest.mark.parametrize("parser", CALLS)
 def test_no_word_is_lost(parser: str, damaged: Callable[[str, random.Random], Iterator[str]]) -> None:
     rng = random.Random(parser)
     form = ReplyFormat(parser, REASONING.get(parser, "qwen3"))
     text = around(parser, CALLS[parser])
-    assert sum(isinstance(part, CallBegin) for part in parts_of(form, [text])) == text.count("w2x") or "pythonic" in parser
+    assert (
+        sum(isinstance(part, CallBegin) for part in parts_of(form, [text])) == text.count("w2x") or "pythonic" in parser
+    )
     for each in (text, *damaged(text, rng)):
         at = rng.randint(0, len(each))
         parts = parts_of(form, [each[:at], each[at:]])

@@ -275,15 +275,18 @@ def test_newer_mistral_calls(world: World) -> None:
 def test_free_text_around_calls_that_keep_to_strict_schemas(world: World, parser: str) -> None:
     guide = ReplyFormat(parser).guide(TOOLS, "auto", "")
     call = CALLS[parser]
-    before = "" if parser == "llama3_json" else "Let me see {2 < 3}.\n"
+    before = "Let me see {2 < 3}.\n"
     assert world.verdict(guide, "Let me see {2 < 3}.\n") == "whole"
     assert world.verdict(guide, before + call % GOOD) == "whole"
     assert world.verdict(guide, before + call % BAD).endswith('"b": ')
     other = call.replace("add", "add_all") % '{"a": 5, "more": [{}]}'
     assert world.verdict(guide, before + other) == "whole"  # it is not strict
-    if parser != "llama3_json":
-        assert world.verdict(guide, f"{before}{call % GOOD} and {call % GOOD} so.") == "whole"
-        assert world.verdict(guide, f"{before}{call % GOOD} and {call % BAD}").endswith('"b": ')
+    assert world.verdict(guide, f"{before}{call % GOOD} and {call % GOOD} so.") == "whole"
+    assert world.verdict(guide, f"{before}{call % GOOD} and {call % BAD}").endswith('"b": ')
+    if parser == "llama3_json":
+        assert world.verdict(guide, call % BAD).endswith('"b": ')
+        assert world.verdict(guide, f"{before}<|python_tag|>{call % GOOD}") == "whole"
+        assert world.verdict(guide, f"{before}<|python_tag|>{call % BAD}").endswith('"b": ')
 
 
 @pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1"])

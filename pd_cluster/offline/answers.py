@@ -179,8 +179,7 @@ def _output(service: TextService, ask: Ask, generation: Generation, piece: Piece
         output.text = message["content"] or ""
         output.reasoning_content = message["reasoning_content"]
         output.tool_calls = message.get("tool_calls", [])
-        if text.ends_in_calls and piece.finish_reason == "stop":
-            output.finish_reason = "tool_calls"
+        output.finish_reason = text.finish_reason(piece)
     return output
 
 

@@ -175,7 +175,8 @@ def read_call(stream: TextStream, out: Gathered, needs_arguments: bool = False) 
     """Reads `{"name": "…", "arguments": {…}}`; members may have any order, and unknown ones are skipped.
 
     Arguments may be called parameters, may be a string that holds an object, and may be missing, unless
-    `needs_arguments`, from an object of nothing but a name, an id and a type. If this is not a call, the text taken is in the stream, provided that it `keep`s.
+    `needs_arguments`, from an object of nothing but a name, an id and a type. If this
+    is not a call, the text taken is in the stream, provided that it `keep`s.
     """
     call = _Call(stream, out)
     if not (yield from take_sign(stream, "{")):

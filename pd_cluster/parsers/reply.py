@@ -125,11 +125,14 @@ class ReplyFormat:
         """Returns the mark that a reply which continues this content stands behind."""
         return (self._thinking or NONE).after(content)
 
-    def call_id(self, draw: Callable[[int], bytes] = secrets.token_bytes) -> str:
-        """Returns a new id. Mistral's chat templates accept only nine letters and digits.
+    def call_id(self, name: str, number: int, draw: Callable[[int], bytes] = secrets.token_bytes) -> str:
+        """Returns a new call's id. `number`: of earlier calls in the conversation. `draw` returns so many random bytes.
 
-        `draw` returns so many random bytes.
+        Mistral's chat templates accept only nine letters and digits. Those of Kimi K2 write nothing of a call but its
+        id and its arguments.
         """
+        if self.tool_parser == "kimi_k2":
+            return f"functions.{name}:{number}"
         if self.tool_parser == "mistral":
             characters = string.ascii_letters + string.digits
             return "".join(characters[int.from_bytes(draw(8), "big") % len(characters)] for _ in range(9))
@@ -181,6 +184,11 @@ class ReplyReader:
     @property
     def num_calls(self) -> int:
         return self._out.num_calls
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the text has ended within a call."""
+        return self._out.is_cut
 
     def _read(self, thinking: Thinking, start: Start, read_content: tools.Reader) -> Steps[None]:
         yield from reasoning.read_reasoning(self._stream, thinking, start, self._out.reasoning)

@@ -8,8 +8,6 @@ from typing import Any
 Types = frozenset[str]
 ANY: Types = frozenset()
 MAX_DEPTH = 8  # of references and alternatives
-OTHER_NAMES = {"float": "number", "double": "number", "int": "integer", "bool": "boolean", "str": "string"}
-OTHER_NAMES |= {"dict": "object", "list": "array"}  # types that frameworks write, which JSON schema does not have
 PYTHON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
@@ -26,9 +24,9 @@ def _types(given: Any, root: Mapping[str, Any], depth: int) -> Types:
         return ANY
     named = schema.get("type")
     if isinstance(named, str):
-        return frozenset([OTHER_NAMES.get(named, named)])
+        return frozenset([named])
     if isinstance(named, list):
-        return frozenset(OTHER_NAMES.get(each, each) for each in map(str, named))
+        return frozenset(map(str, named))
     fixed = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(fixed, list):
         return frozenset("null" if value is None else PYTHON_TYPES.get(type(value), "object") for value in fixed)

@@ -76,7 +76,8 @@ class Chats:
         if plan.reads:
             form, (tools, choice, most_calls, _) = self._form, plan.asked
             generation.new_reader = lambda: form.reader(choice, plan.end, most_calls, tools)
-            generation.new_call_id = form.call_id
+            num_earlier = sum(message.num_calls for message in request.messages)
+            generation.new_call_id = lambda name, index, **how: form.call_id(name, num_earlier + index, **how)
             generation.calls_finish = choice in ("auto", "required")
         return generation
 

@@ -31,7 +31,7 @@ def _nothing() -> None:
     """Ignores the event."""
 
 
-def _no_calls() -> str:
+def _no_calls(name: str, index: int) -> str:
     raise AssertionError("an answer without a reader makes no calls")
 
 
@@ -46,7 +46,7 @@ class Generation:
     every_token: bool = False  # a piece for each token, even when there is no text yet
     is_prompt_only: bool = False  # max_tokens 0, with echo
     new_reader: Callable[[], ReplyReader] | None = None  # for a choice's text, where it is more than content
-    new_call_id: Callable[..., str] = _no_calls
+    new_call_id: Callable[..., str] = _no_calls  # of a call's name and its number in the choice
     calls_finish: bool = False  # a choice that makes calls reports it in its finish_reason
     prompt: PromptOutput | None = None  # known no later than the first piece
     served_by: list[str] = field(default_factory=list)
@@ -97,8 +97,12 @@ class Generation:
     @property
     def usage(self) -> dict[str, Any]:
         """Counts the sequences that are answered; cached tokens are included once they are known."""
+        return self.usage_after(None)
+
+    def usage_after(self, num_tokens: int | None) -> dict[str, Any]:
+        """Returns the usage with so many tokens of output; None: all that there are."""
         num_prompt = len(self.prompt_token_ids)
-        num_output = sum(sequence.num_tokens for sequence in self.sequences)
+        num_output = sum(each.num_tokens for each in self.sequences) if num_tokens is None else num_tokens
         usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,

@@ -72,7 +72,7 @@ class Ticket:
 
     def fix_call_ids(self, generation: Generation) -> None:
         """Makes the ids of calls those of every other reader, before an answer is made of the generation."""
-        generation.new_call_id = partial(generation.new_call_id, self.draws())
+        generation.new_call_id = partial(generation.new_call_id, draw=self.draws())
 
 
 class Resumption:

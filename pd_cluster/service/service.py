@@ -54,7 +54,7 @@ class ServiceConfig:
     """The settings of a text service.
 
     `shows_token_ids`: logprobs name tokens by their ids unless a request chooses. `sampling_defaults`: the result of
-    sampling_defaults.py. `requires_model`: a request must name one. `forces_usage`: every stream ends with its usage.
+    sampling_defaults.py. `requires_model`: a request must name one. `forces_usage`: in all chunks of streams.
     `stream_interval`: tokens of a choice in each piece of a stream. `has_compact_json`: guided JSON has no blanks
     between its parts, unless a request says which. `adapters`: the digest of each, by its name;
     `max_loras` 0: there are none. `shows_load`: to clients that ask how busy the cluster is. `shows_tokenizer`: to

@@ -114,7 +114,11 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = False
     forces_usage: Annotated[
-        bool, SERVER("End every stream with its usage, asked for or not.", name="enable_force_include_usage")
+        bool,
+        SERVER(
+            "Give usage in every chunk of a stream, asked for or not.",
+            name="enable_force_include_usage",
+        ),
     ] = False
     shows_tokenizer: Annotated[
         bool,

@@ -7,6 +7,7 @@ Nothing here limits how long a template runs: a template sent by a client is ren
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from datetime import datetime
@@ -25,6 +26,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 # Errors that a template's expressions may raise on messages that it was not written for.
 TEMPLATE_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 MAX_ERROR_NUM_CHARS = 300  # templates can raise errors with text of their own
+_CONTENT_IS_NONE = re.compile(r"""content(["']\])?\s*(is(\s+not)?|==|!=)\s*none""", re.IGNORECASE)
 REASONING = ("reasoning", "reasoning_content")  # names of the same field of a message; templates know one or the other
 
 
@@ -92,6 +94,11 @@ def _cut_at(text: str, mark: str) -> str:
             param="continue_final_message",
         )
     return before.rstrip()
+
+
+def checks_none(source: str) -> bool:
+    """Returns whether a template tells messages without content by its being None."""
+    return _CONTENT_IS_NONE.search(source) is not None
 
 
 def with_both_reasonings(message: dict[str, Any]) -> dict[str, Any]:

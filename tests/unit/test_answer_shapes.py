@@ -120,7 +120,7 @@ def test_choices_of_a_chat(post: Post, script: Script) -> None:
     assert data["choices"] == [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": "abe", "tool_calls": []},
+            "message": {"role": "assistant", "content": "abe"},
             "logprobs": None,
             "token_ids": None,
             "finish_reason": "length",
@@ -128,7 +128,7 @@ def test_choices_of_a_chat(post: Post, script: Script) -> None:
         },
         {
             "index": 1,
-            "message": {"role": "assistant", "content": "c", "tool_calls": []},
+            "message": {"role": "assistant", "content": "c"},
             "logprobs": None,
             "token_ids": None,
             "finish_reason": "stop",

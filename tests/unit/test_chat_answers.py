@@ -32,7 +32,7 @@ TEMPLATE = (
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": name}} for name in ("look", "wait")]
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "ä"}}\n</tool_call>'
 SECOND = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
-NO_REASONING = {"reasoning": None, "reasoning_content": None, "tool_calls": []}
+NO_REASONING = {"reasoning": None, "reasoning_content": None}
 THOUGHT = "<think>\nhm\n</think>\n\n"
 
 Service = Callable[..., tuple[TextService, Playback]]
@@ -131,6 +131,49 @@ def test_as_many_calls_as_were_asked_for(make: Service) -> None:
     service, _ = make(CALL + SECOND)
     (choice,) = answers(service, tools=TOOLS, parallel_tool_calls=False, n=1)
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["look"]
+
+
+def test_a_call_that_a_stop_cuts_is_none(make: Service) -> None:
+    async def reason(stop: str) -> str:
+        service, _ = make('<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>')
+        hello = [{"role": "user", "content": "hello"}]
+        request = ChatCompletionRequest(messages=hello, tools=TOOLS, tool_choice="required", stop=[stop])  # type: ignore[arg-type]
+        answer = ChatAnswer(request, "x", service, await service.chat(request))
+        (choice,) = answer.whole(await service.complete(answer.generations))["choices"]
+        return str(choice["finish_reason"])
+
+    assert asyncio.run(reason("at")) == "stop"
+    assert asyncio.run(reason("</tool_call>")) == "tool_calls"
+
+
+def test_kimi_s_calls_count_over_the_conversation(make: Service) -> None:
+    text = "".join(
+        f"<|tool_call_begin|>functions.{name}:7<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        for name in ("look", "wait")
+    )
+    service, _ = make(text, tools="kimi_k2", reasoning="")
+    (choice,) = answers(service, tools=TOOLS, n=1)
+    assert [call["id"] for call in choice["message"]["tool_calls"]] == ["functions.look:0", "functions.wait:1"]
+    earlier = {"role": "assistant", "tool_calls": choice["message"]["tool_calls"]}
+    (choice,) = answers(service, tools=TOOLS, n=1, messages=[{"role": "user", "content": "hello"}, earlier])
+    assert [call["id"] for call in choice["message"]["tool_calls"]] == ["functions.look:2", "functions.wait:3"]
+
+
+def test_usage_in_every_chunk_begins_at_none(make: Service) -> None:
+    service, _ = make("abc")
+    fields = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+
+    async def counts(**more: Any) -> list[int | None]:
+        request = ChatCompletionRequest(**fields, **more)
+        answer = ChatAnswer(request, "x", service, await service.chat(request))
+        events = b"".join([answer.events(piece) async for piece in service.pieces(answer.generations)])
+        usages = [json.loads(line[6:]).get("usage") for line in events.decode().splitlines() if line]
+        return [usage and usage["completion_tokens"] for usage in usages]
+
+    asked = asyncio.run(counts(stream_options={"include_usage": True, "continuous_usage_stats": True}))
+    assert asked[0] == 0
+    assert asked[1:] == sorted({*asked[1:]} - {0, None})
+    assert not any(asyncio.run(counts()))
 
 
 def test_no_calls_unless_there_are_tools(make: Service) -> None:

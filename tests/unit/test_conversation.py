@@ -23,7 +23,7 @@ from pd_cluster.service.schema.responses_chat import chat_of as chat_of_response
 from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 from pd_cluster.service.schema.tool_fields import NO_TOOLS, AskedTools, tools_of
 from pd_cluster.settings.requests import ChatConfig
-from pd_cluster.text.chat_template import ChatTemplate
+from pd_cluster.text.chat_template import ChatTemplate, checks_none
 
 HELLO = {"role": "user", "content": "hello"}
 SOURCE = (
@@ -47,7 +47,8 @@ def request_of(*messages: dict[str, Any], **fields: Any) -> ChatCompletionReques
 
 
 def rendered(*messages: dict[str, Any], template: ChatTemplate = TEMPLATE, **fields: Any) -> str:
-    return conversation_of(request_of(*messages, **fields), template.variables).render(template)
+    request, has_none = request_of(*messages, **fields), checks_none(template.source)
+    return conversation_of(request, template.variables, checks_none=has_none).render(template)
 
 
 def refused(*messages: dict[str, Any], template: ChatTemplate = TEMPLATE, **fields: Any) -> RequestError:
@@ -115,6 +116,24 @@ def test_no_calls_are_no_field() -> None:
     )
     assert rendered({"role": "assistant", "content": "a", "tool_calls": []}, template=template) == "False"
     assert rendered({"role": "assistant", "tool_calls": [CALL]}, template=template) == "callsTrue"
+
+
+def test_calls_without_content_have_an_empty_one_of_the_template_s_form() -> None:
+    called = {"role": "assistant", "tool_calls": [CALL]}
+    looping = ChatTemplate("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}.{% endfor %}")
+    assert rendered(called, template=looping) == "."
+    in_parts = ChatConfig(content_format="openai")
+    for config, empty in ((ChatConfig(), ""), (in_parts, [])):
+        assert conversation_of(request_of(called), frozenset(), config).messages[0]["content"] == empty
+
+
+def test_further_fields_of_parts_reach_templates_of_parts() -> None:
+    part = {"type": "text", "text": "x", "lang": "fr"}
+    request = request_of({"role": "user", "content": [part, {"type": "text", "text": "y"}]})
+    config = ChatConfig(content_format="openai")
+    template = ChatTemplate("{% for part in messages[0].content %}{{ part.text }}{{ part.lang }};{% endfor %}")
+    assert conversation_of(request, frozenset(), config).render(template) == "xfr;y;"
+    assert conversation_of(request, frozenset()).messages[0]["content"] == "x\ny"
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])

@@ -432,9 +432,14 @@ def test_markers_are_those_of_the_two_parsers() -> None:
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
 def test_ids_of_calls_are_new_and_of_the_models_own_shape(parser: str) -> None:
     shape = "[a-zA-Z0-9]{9}" if parser == "mistral" else "call_[0-9a-f]{24}"
-    ids = {ReplyFormat(parser).call_id() for _ in range(100)}
+    ids = {ReplyFormat(parser).call_id("f", at) for at in range(100)}
     assert len(ids) == 100
     assert all(re.fullmatch(shape, each) for each in ids)
+
+
+def test_ids_of_kimi_s_calls_are_all_that_its_template_writes_of_them() -> None:
+    form = ReplyFormat("kimi_k2")
+    assert [form.call_id("f", 0), form.call_id("g-x.y", 12)] == ["functions.f:0", "functions.g-x.y:12"]
 
 
 def test_unknown_parsers_are_refused_with_the_nearest_name() -> None:

@@ -19,7 +19,7 @@ WEATHER = Tool(
         "properties": {
             "city": {"type": "string"},
             "days": {"type": "integer"},
-            "share": {"type": "float"},
+            "share": {"type": "number"},
             "flag": {"type": ["boolean", "null"]},
             "any": {"anyOf": [{"type": "string"}, {"type": "null"}]},
             "list": {"$ref": "#/$defs/list"},

@@ -28,9 +28,9 @@ def test_a_token_is_bound_to_its_tenant_and_draws_the_same_ids() -> None:
     assert Ticket.of(ticket.token, "one") == ticket
     assert Ticket.of(ticket.token, "other").digest != ticket.digest
     form = ReplyFormat("mistral", "", {})
-    ids = [[form.call_id(draw) for _ in range(3)] for draw in (ticket.draws(), ticket.draws())]
+    ids = [[form.call_id("f", 0, draw) for _ in range(3)] for draw in (ticket.draws(), ticket.draws())]
     assert ids[0] == ids[1]
-    assert len({*ids[0], form.call_id(), form.call_id()}) == 5
+    assert len({*ids[0], form.call_id("f", 0), form.call_id("f", 0)}) == 5
     assert all(len(each) == 9 and each.isalnum() for each in ids[0])
 
 

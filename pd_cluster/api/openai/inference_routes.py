@@ -29,6 +29,7 @@ from pd_cluster.api.openai.pooling_routes import pooling_routes
 from pd_cluster.api.openai.request_names import named
 from pd_cluster.errors import RequestError
 from pd_cluster.service.answers.chat_answer import ChatAnswer
+from pd_cluster.service.answers.completion_answer import CompletionAnswer
 from pd_cluster.service.answers.tokens_answer import TokensAnswer
 from pd_cluster.service.generation import Generation, added_up
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
@@ -112,7 +113,7 @@ def render_routes(service: TextService) -> APIRouter:
             raise RequestError(
                 "messages: token ids alone cannot carry images; send them to /v1/chat/completions", param="messages"
             )
-        answer = rendered(request, generation.prompt_token_ids, generation.sampling, name)
+        answer = rendered(request, generation.prompt_token_ids, generation.sampling, name, ChatAnswer.prefix)
         return await json_response(lambda: answer, large=False)
 
     @routes.post("/v1/completions/render")
@@ -123,7 +124,8 @@ def render_routes(service: TextService) -> APIRouter:
             field = "echo" if request.echo else "max_tokens"
             raise RequestError(f"{field}: has no form in sampling_params; leave it out", param=field)
         generations = await service.completions(named(request, http), caller=caller_of(http))
-        answers = [rendered(request, each.prompt_token_ids, each.sampling, name) for each in generations]
+        prefix = CompletionAnswer.prefix
+        answers = [rendered(request, each.prompt_token_ids, each.sampling, name, prefix) for each in generations]
         return await json_response(lambda: answers, large=len(answers) > FEW_CHATS)
 
     return routes

@@ -15,6 +15,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.service.prompts.conversation import conversation_of
 from pd_cluster.service.schema.chat_protocol import ChatFields
 from pd_cluster.service.schema.parse import parse
+from pd_cluster.text.chat_template import checks_none
 from pd_cluster.text.tokenizer import Tokenizer
 
 
@@ -58,7 +59,9 @@ class ErnieBotTokenizer:
             request = parse(msgspec.json.encode(body), ChatFields)
         except (TypeError, ValueError) as error:  # values that JSON cannot express
             raise RequestError(f"conversation: {error}", param="messages") from None
-        text = conversation_of(request, template.variables, takes_images=self._takes_images).render(template)
+        text = conversation_of(
+            request, template.variables, takes_images=self._takes_images, checks_none=checks_none(template.source)
+        ).render(template)
         return self._tokenizer.encode(text, False) if tokenize else text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

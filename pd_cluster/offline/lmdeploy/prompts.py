@@ -24,6 +24,7 @@ from pd_cluster.service.prompts.guarded_prompt import Guard
 from pd_cluster.service.prompts.pictures import GIVEN
 from pd_cluster.service.schema.chat_protocol import ChatFields
 from pd_cluster.service.schema.parse import parse
+from pd_cluster.text.chat_template import checks_none
 from pd_cluster.text.control_tokens import PromptText
 from pd_cluster.text.tokenizer import Tokenizer
 
@@ -172,7 +173,9 @@ async def encoded(
     pictures = tuple(
         objects.get(each.url, AskedVideo(each.url) if each.kind == "video" else each.url) for each in media
     )
-    conversation = conversation_of(request, template.variables, takes_images=takes_images)
+    conversation = conversation_of(
+        request, template.variables, takes_images=takes_images, checks_none=checks_none(template.source)
+    )
     text = await asyncio.to_thread(rendered, conversation, template, guard)
     text = text if spelled is None else spelled(text, pictures)
     special = way.template is not None  # a folder's own template writes the beginning of a sequence, LMDeploy's do not

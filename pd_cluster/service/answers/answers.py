@@ -37,7 +37,7 @@ class Wanted(NamedTuple):
         return cls(
             bool(request.stream),
             request.include_usage or forces_usage,
-            request.include_usage_so_far,
+            request.include_usage_so_far or forces_usage,
             bool(request.return_token_ids),
             request.num_logprobs is not None,
             request.prompt_logprobs is not None,
@@ -182,9 +182,11 @@ class Answer(ABC):
         """Returns the usage of the whole answer."""
         return usage_of(self.generations)
 
-    def _chunk(self, choice: dict[str, Any], prompt_ids: dict[str, Any] | None = None) -> bytes:
-        """`prompt_ids`: of the prompt, in a choice's first chunk."""
-        so_far = self._generation_of(choice["index"]).usage if self.wanted.usage_so_far else None
+    def _chunk(
+        self, choice: dict[str, Any], prompt_ids: dict[str, Any] | None = None, num_tokens: int | None = None
+    ) -> bytes:
+        """`prompt_ids`: of the prompt, in a choice's first chunk. `num_tokens`: in its usage; None: all so far."""
+        so_far = self._generation_of(choice["index"]).usage_after(num_tokens) if self.wanted.usage_so_far else None
         usage = {"usage": so_far} if self.wanted.usage else {}
         choice, ids = self._with_prompt_ids(choice, prompt_ids or {})
         return event({**self._head(self.chunk_object), "choices": [choice], **ids, **usage})

@@ -90,8 +90,8 @@ class BlockReader:
 
     def _changes(self, part: Part, tokens: Sequence[TokenLogprobs]) -> Iterator[BlockChange]:
         match part:
-            case CallBegin(_, name):
-                yield from self._begin("call", self._new_call_id(), name)
+            case CallBegin(index, name):
+                yield from self._begin("call", self._new_call_id(name, index), name)
                 return
             case Reasoning(text):
                 kind: Kind = "reasoning"

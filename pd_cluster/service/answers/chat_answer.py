@@ -46,8 +46,12 @@ class ChatAnswer(Answer):
 
     def _opening(self, choice: int) -> bytes:
         ids = self._first_prompt_ids(choice)
-        opening = self._chunk(self._choice(choice, {"delta": {"role": self._role, "content": ""}}), ids)
-        return opening + (self._chunk(self._choice(choice, self._delta(self._echoed))) if self._echoed else b"")
+        deltas = [
+            {"delta": {"role": self._role, "content": ""}},
+            *([self._delta(self._echoed)] if self._echoed else []),
+        ]
+        chunks = [self._choice(choice, delta) for delta in deltas]
+        return b"".join(self._chunk(chunk, ids if not at else None, 0) for at, chunk in enumerate(chunks))
 
     def _text_chunk(self, piece: Piece) -> bytes:
         if not self._texts:
@@ -65,14 +69,13 @@ class ChatAnswer(Answer):
         return self._chunk(self._choice(piece.index, {"delta": before})) + self._end(piece, {"delta": rest})
 
     def _finish_reason(self, piece: Piece) -> str | None:
-        makes_calls = bool(self._texts) and self._texts[piece.index].ends_in_calls
-        return "tool_calls" if makes_calls and piece.finish_reason == "stop" else piece.finish_reason
+        return self._texts[piece.index].finish_reason(piece) if self._texts else piece.finish_reason
 
     def _logprobs(self, piece: Piece, is_whole: bool = False) -> dict[str, Any] | None:
         return self._format.chat(piece.logprobs) if self.wanted.logprobs else None
 
     def _whole(self, piece: Piece) -> dict[str, Any]:
-        content: dict[str, Any] = {"content": piece.text, "tool_calls": []}
+        content: dict[str, Any] = {"content": piece.text}
         if self._texts:
             content = self._texts[piece.index].message(piece.text)
         if self._echoed:

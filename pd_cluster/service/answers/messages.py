@@ -6,6 +6,7 @@ from typing import Any
 
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pd_cluster.service.generation import Generation
+from pd_cluster.service.sequence import Piece
 
 
 class ChoiceText:
@@ -19,10 +20,11 @@ class ChoiceText:
         self._shows_reasoning = shows_reasoning
         self.reasoning = ""  # so far, whether it is shown or not
 
-    @property
-    def ends_in_calls(self) -> bool:
-        """Whether the finish_reason reports calls."""
-        return self._calls_finish and self._reader.num_calls > 0
+    def finish_reason(self, piece: Piece) -> str | None:
+        """Returns what the last piece's text ended with: calls, unless a stop of the request has cut the last one."""
+        is_cut = piece.stop_reason is not None and self._reader.is_cut
+        makes_calls = self._calls_finish and self._reader.num_calls > 0 and not is_cut
+        return "tool_calls" if makes_calls and piece.finish_reason == "stop" else piece.finish_reason
 
     def read(self, text: str) -> dict[str, Any]:
         """Returns the delta for new text; empty while nothing is certain."""
@@ -43,7 +45,7 @@ class ChoiceText:
             "reasoning": None,
             "reasoning_content": None,
         }  # clients read them without checking that they exist
-        return {"content": content, **unknown, **message, "tool_calls": calls}
+        return {"content": content, **unknown, **message, **({"tool_calls": calls} if calls else {})}
 
     def _delta(self, parts: list[Part]) -> dict[str, Any]:
         content = "".join(part.text for part in parts if isinstance(part, Content))
@@ -55,7 +57,7 @@ class ChoiceText:
                 function = {"name": part.name, "arguments": ""}
                 calls[part.index] = {
                     "index": part.index,
-                    "id": self._new_call_id(),
+                    "id": self._new_call_id(part.name, part.index),
                     "type": "function",
                     "function": function,
                 }

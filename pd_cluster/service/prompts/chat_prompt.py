@@ -18,7 +18,7 @@ from pd_cluster.service.prompts.guarded_prompt import Guard
 from pd_cluster.service.prompts.template_child import Rendered, RenderJob
 from pd_cluster.service.schema.chat_protocol import ChatFields
 from pd_cluster.settings.requests import ChatConfig
-from pd_cluster.text.chat_template import ChatTemplate
+from pd_cluster.text.chat_template import ChatTemplate, checks_none
 from pd_cluster.text.control_tokens import PromptText
 
 LONG_NBYTES = 4096  # longer conversations are rendered on a thread, so that no stream waits for them
@@ -70,7 +70,10 @@ class ChatPrompts:
             return await self._render_own(request.chat_template, request, check, guard)
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
-        conversation = conversation_of(request, self._template.variables, self._config, self._takes_images)
+        template = self._template
+        conversation = conversation_of(
+            request, template.variables, self._config, self._takes_images, checks_none(template.source)
+        )
         check(conversation.num_chars)
         if conversation.nbytes <= LONG_NBYTES:
             return rendered(conversation, self._template, guard)
@@ -93,7 +96,7 @@ class ChatPrompts:
                 param="chat_template",
             )
         known = (await self._ask(self._children, source)).variables
-        conversation = conversation_of(request, known, self._config, self._takes_images)
+        conversation = conversation_of(request, known, self._config, self._takes_images, checks_none(source))
         check(conversation.num_chars)
         rendering = _steps(conversation, guard)
         wanted = next(rendering)

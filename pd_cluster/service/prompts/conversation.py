@@ -51,11 +51,20 @@ def conversation_of(
     known: frozenset[str],
     config: ChatConfig = AS_GIVEN,
     takes_images: bool = False,
+    checks_none: bool = False,
 ) -> Conversation:
-    """`known` are the template's variables: anything that it has no place for is refused. Raises RequestError."""
+    """`known` are the template's variables: anything that it has no place for is refused. Raises RequestError.
+
+    `checks_none`: the template knows messages with calls by having None as their content; others get an empty one.
+    """
+    in_parts = config.content_format == "openai"
     continues = bool(request.continue_final_message)
     given_messages = enumerate(request.messages)
-    messages = [_for_template(message.to_template(at, takes_images), at) for at, message in given_messages]
+    messages = [_for_template(message.to_template(at, takes_images, in_parts), at) for at, message in given_messages]
+    if not checks_none:
+        messages = [
+            {**each, "content": [] if in_parts else ""} if each["content"] is None else each for each in messages
+        ]
     if continues and request.opens_answer:
         raise RequestError(
             "continue_final_message: an answer cannot both continue the last message and begin anew; leave out "
@@ -77,7 +86,7 @@ def conversation_of(
             raise RequestError(f"{name}: this model's chat template has no place for them", param=name)
     variables |= {name: value for name, value in given.items() if value}
     variables |= _effort(request.reasoning_effort, known)
-    if config.content_format == "openai":
+    if in_parts:
         messages = [_in_parts(message) for message in messages]
     return Conversation(messages, variables, request.opens_answer, continues)
 

@@ -44,6 +44,11 @@ class ChatMessage(BaseModel):
     function_call: Annotated[Any, AfterValidator(unless_empty("calls are sent in tool_calls"))] = None
 
     @property
+    def num_calls(self) -> int:
+        calls = (self.model_extra or {}).get("tool_calls")
+        return len(calls) if isinstance(calls, list) else 0
+
+    @property
     def text(self) -> str:
         """The content's text parts, as the template gets them if `to_template` accepts the others."""
         if self.content is None or isinstance(self.content, str):
@@ -64,8 +69,9 @@ class ChatMessage(BaseModel):
                 found.append(Medium(place, url, kind, uuid))
         return found
 
-    def to_template(self, index: int, takes_images: bool = False) -> dict[str, Any]:
-        """Returns the message for chat templates: texts joined, or a list of parts if there are media among them.
+    def to_template(self, index: int, takes_images: bool = False, in_parts: bool = False) -> dict[str, Any]:
+        """Returns the message for chat templates: texts joined, or a list of parts if there are media among them or
+        they stay `in_parts`, then with all their fields.
 
         Raises RequestError for other parts.
         """
@@ -75,14 +81,17 @@ class ChatMessage(BaseModel):
         said = self.content if self.content is not None else self.refusal
         message["content"] = said if said is not None or message.get("tool_calls") else ""
         if isinstance(self.content, list):
-            parts = self._parts(index, takes_images)
-            has_media = any(part["type"] in MEDIA for part in parts)
-            message["content"] = parts if has_media else "\n".join(part["text"] for part in parts)
+            parts = self._parts(index, takes_images, in_parts)
+            stay = in_parts or any(part["type"] in MEDIA for part in parts)
+            message["content"] = parts if stay else "\n".join(part["text"] for part in parts)
         return message
 
-    def _parts(self, index: int, takes_images: bool) -> list[dict[str, str]]:
-        """Returns the parts of a list of them, as templates know them. Raises RequestError."""
-        found: list[dict[str, str]] = []
+    def _parts(self, index: int, takes_images: bool, with_fields: bool = False) -> list[dict[str, Any]]:
+        """Returns the parts of a list of them, as templates know them. `with_fields`: texts keep further ones.
+
+        Raises RequestError.
+        """
+        found: list[dict[str, Any]] = []
         for at, part in enumerate(self.content or ()):
             if isinstance(part, str):
                 found.append({"type": "text", "text": part})
@@ -92,7 +101,10 @@ class ChatMessage(BaseModel):
             if takes_images and (medium := _medium(part)) is not None:
                 found.append({"type": medium[0]})
             elif kind in TEXT_PARTS and isinstance(text, str):
-                found.append({"type": "text", "text": text})
+                more = (
+                    {name: value for name, value in part.items() if name not in (kind, "place")} if with_fields else {}
+                )
+                found.append({**more, "type": "text", "text": text})
             else:
                 raise _no_part(kind, _own_place(part) or f"messages[{index}].content[{at}]", takes_images)
         return found

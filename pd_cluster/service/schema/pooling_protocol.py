@@ -92,7 +92,7 @@ class EmbeddingRequest(PoolingRequest):
 
 
 class ScoreRequest(PoolingRequest):
-    """vLLM's scores: of a text beside others, or of texts by pairs, under any of three pairs of names."""
+    """vLLM's scores: of a text beside others, or of texts by pairs, under any of four pairs of names."""
 
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = OF_PAIRS
 
@@ -100,13 +100,19 @@ class ScoreRequest(PoolingRequest):
     text_2: str | Texts | None = None
     queries: str | Texts | None = None
     documents: str | Texts | None = None
+    items: str | Texts | None = None
     data_1: str | Texts | None = None
     data_2: str | Texts | None = None
     instruction: str | None = None
 
     def pairs(self) -> tuple[list[tuple[str, str]], tuple[str, str]]:
         """Returns (query, document) of each pair, and the names of the two fields. Raises RequestError."""
-        names = [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")]
+        second = "documents" if self.items is None else "items"
+        names = [("text_1", "text_2"), ("queries", second), ("data_1", "data_2")]
+        if self.items is not None and self.documents is not None:
+            raise RequestError(
+                "items: another name of documents, which are given, too; give one of them", param="items"
+            )
         given = [pair for pair in names if any(getattr(self, name) is not None for name in pair)]
         if len(given) != 1:
             which = " and ".join(f"{one}, {two}" for one, two in given) or "none"

@@ -6,6 +6,8 @@ from typing import Any
 
 # Formats that describe a text's purpose but do not constrain it; pydantic writes some of them.
 REMARKS = frozenset({"password", "binary", "path", "file-path", "directory-path"})
+OTHER_NAMES = {"float": "number", "double": "number", "int": "integer", "bool": "boolean", "str": "string"}
+OTHER_NAMES |= {"dict": "object", "list": "array"}  # of types, as programs have them that write schemas
 OF_SCHEMA = (
     *("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"),
     *("contains", "propertyNames", "not", "if", "then", "else"),
@@ -15,12 +17,19 @@ OF_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "
 
 
 def without_remarks(schema: Any) -> Any:
-    """Removes formats that constrain nothing. Values, such as a `const`, are not schemas and stay unchanged."""
+    """Removes formats that constrain nothing, and gives types their names in JSON schemas.
+
+    Values, such as a `const`, are not schemas and stay unchanged.
+    """
     if not isinstance(schema, dict):
         return schema
     found = dict(schema)
     if isinstance(found.get("format"), str) and found["format"] in REMARKS:
         del found["format"]
+    if isinstance(kind := found.get("type"), str) and kind in OTHER_NAMES:
+        found["type"] = OTHER_NAMES[kind]
+    elif isinstance(kind, list):
+        found["type"] = [OTHER_NAMES.get(each, each) if isinstance(each, str) else each for each in kind]
     for name in OF_SCHEMA:
         if isinstance(found.get(name), dict):
             found[name] = without_remarks(found[name])

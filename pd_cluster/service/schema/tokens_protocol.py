@@ -5,6 +5,7 @@ A request of tokens becomes a completion with the same parameters, so that all o
 
 from __future__ import annotations
 
+import secrets
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -130,8 +131,12 @@ class BatchChatRequest(ChatCompletionRequest):
         return [self.model_copy(update={"messages": each}) for each in self.messages]
 
 
-def rendered(request: GenerationRequest, token_ids: list[int], sampling: Sampling, name: str) -> dict[str, Any]:
+def rendered(
+    request: GenerationRequest, token_ids: list[int], sampling: Sampling, name: str, prefix: str
+) -> dict[str, Any]:
     """Returns the body of /inference/v1/generate with which this prompt is answered as the request would be.
+
+    It gets an id that begins with `prefix` if the request has none.
 
     Raises RequestError for a guide that has no form there.
     """
@@ -142,7 +147,7 @@ def rendered(request: GenerationRequest, token_ids: list[int], sampling: Samplin
     if sampling.guide is not None:
         params["structured_outputs"] = structured_outputs_of(sampling.guide)
     return {
-        "request_id": request.request_id,
+        "request_id": request.request_id or f"{prefix}-{secrets.token_hex(12)}",
         "token_ids": token_ids,
         "features": None,
         "sampling_params": params,

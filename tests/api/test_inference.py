@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
@@ -126,6 +127,7 @@ def test_a_rendered_chat_is_answered_as_the_chat_is(cluster: LiveCluster, more: 
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "temperature": 0, **more}
     rendered = right(post(cluster, "/v1/chat/completions/render", **body))
     assert rendered["token_ids"] == right(post(cluster, "/tokenize", messages=HELLO))["tokens"]
+    assert re.fullmatch("chatcmpl-[0-9a-f]{24}", rendered["request_id"])
     answer = right(post(cluster, "/inference/v1/generate", **rendered))
     expected = right(post(cluster, "/v1/chat/completions", **body, return_token_ids=True))
     assert answer["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
@@ -136,6 +138,7 @@ def test_a_rendered_chat_is_answered_as_the_chat_is(cluster: LiveCluster, more: 
 def test_a_rendered_completion_is_answered_as_it_is(cluster: LiveCluster) -> None:
     body = {"prompt": ["one", "two, three"], "max_tokens": 6, "logprobs": 1, **GREEDY}
     rendered = right(post(cluster, "/v1/completions/render", **body))
+    assert len({each["request_id"] for each in rendered if each["request_id"].startswith("cmpl-")}) == 2
     expected = right(post(cluster, "/v1/completions", **body, return_token_ids=True))["choices"]
     for each, choice in zip(rendered, expected, strict=True):
         assert each["token_ids"] == choice["prompt_token_ids"]

@@ -200,6 +200,17 @@ def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+def test_types_of_programs_are_types_of_schemas() -> None:
+    given = {"properties": {"a": {"type": "float"}, "b": {"type": ["int", "null"]}, "c": {"const": {"type": "float"}}}}
+    function = {**tool("f")["function"], "parameters": given}
+    (found,) = asked(tools=[{"type": "function", "function": function}]).tools
+    assert found.parameters["properties"] == {
+        "a": {"type": "number"},
+        "b": {"type": ["integer", "null"]},
+        "c": {"const": {"type": "float"}},
+    }
+
+
 def test_which_tools_may_be_called() -> None:
     two = [tool("a"), tool("b")]
     both = [Tool("a", {}), Tool("b", {})]

@@ -215,6 +215,18 @@ def test_rendered_requests_of_vllm_are_read() -> None:
         parse(json.dumps(guided).encode(), TokensRequest).completion()
 
 
+def test_items_are_documents_of_another_name() -> None:
+    asked = parse_pooling(b'{"queries": "a", "items": ["b", "c"]}', ScoreRequest)
+    assert asked.pairs() == ([("a", "b"), ("a", "c")], ("queries", "items"))
+    for wrong in (
+        b'{"queries": "a", "items": "b", "documents": "b"}',
+        b'{"items": "b"}',
+        b'{"queries": "a", "items": []}',
+    ):
+        with pytest.raises(RequestError, match="items|queries"):
+            parse_pooling(wrong, ScoreRequest).pairs()
+
+
 @pytest.mark.parametrize(
     ("name", "neutral", "wrong"),
     [("max_tokens_per_query", 0, 9), ("max_tokens_per_doc", 0, 9), ("padding", "do_not_pad", "x")],

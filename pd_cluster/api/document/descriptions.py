@@ -23,6 +23,7 @@ DESCRIPTIONS = {
     "normalize": "false leaves vectors as long as they are; otherwise their length is 1.",
     "use_activation": "false: as normalize, and for scores the difference of two logits instead of a probability.",
     "queries": "A query, or one for each document; other names: text_1, data_1.",
+    "items": "Another name of the documents beside queries.",
     "instruction": "What the judging model is told to look for.",
     "top_n": "Answer with so many of the best; 0 and null: all.",
     "return_documents": "false leaves the texts out of the answer.",

@@ -60,14 +60,14 @@ class PayloadReceiver:
 
     def accept(self, timeout_s: float) -> None:
         """Waits until the other end has connected; nobody else is admitted from then on. Raises PayloadError."""
-        if not self._monitor.poll(1000 * timeout_s):
+        if not self._monitor.poll(int(1000 * timeout_s)):
             raise PayloadError(f"the other end did not connect within {timeout_s:g} s")
         self._authenticator.stop()  # without it ZAP_ENFORCE_DOMAIN refuses all; an unbind would close the connection
         self._socket.disable_monitor()
 
     def receive(self, nbytes: int, tag: int, timeout_s: float) -> memoryview:
         """Returns the next payload, which must be this one. Raises PayloadError."""
-        if not self._socket.poll(1000 * timeout_s):
+        if not self._socket.poll(int(1000 * timeout_s)):
             raise PayloadError(f"nothing came within {timeout_s:g} s")
         frames = self._socket.recv_multipart(copy=False)
         if len(frames) != 2 or frames[0].bytes != tag.to_bytes(TAG_NBYTES, "big"):
@@ -109,7 +109,7 @@ class PayloadSender:
             socket.connect(f"tcp://{bracketed(host)}:{port}")
         except zmq.ZMQError as error:
             raise PayloadError(f"cannot connect to {host}:{port}: {error}") from error
-        if not self._monitor.poll(1000 * timeout_s):
+        if not self._monitor.poll(int(1000 * timeout_s)):
             raise PayloadError(f"the other end did not answer within {timeout_s:g} s")
         if next_event(self._monitor) != zmq.EVENT_HANDSHAKE_SUCCEEDED:
             raise PayloadError("the other end did not let this one connect")
@@ -118,7 +118,7 @@ class PayloadSender:
         """Sends a payload, which must not change until it has left. Raises PayloadError."""
         self.check()
         try:
-            parts = [tag.to_bytes(TAG_NBYTES, "big"), payload]
+            parts: list[Any] = [tag.to_bytes(TAG_NBYTES, "big"), payload]
             return PayloadUnderWay(self, self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False, track=True))
         except zmq.ZMQError as error:
             raise PayloadError(f"the connection was closed: {error}") from error

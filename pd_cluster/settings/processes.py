@@ -302,8 +302,8 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_open_links: Annotated[
         int,
         KV(
-            "The most links over pairs of NCCL, HCCL, gloo or curve that an instance keeps open; further ones are opened when "
-            "a transfer needs them. 0: all stay open.",
+            "The most links over pairs of NCCL, HCCL, gloo or curve that an instance keeps open; further ones are "
+            "opened when a transfer needs them. 0: all stay open.",
             after="kv_port_range",
             checks=(at_least(0),),
         ),

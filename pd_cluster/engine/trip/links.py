@@ -157,7 +157,10 @@ class SendingEnd(LinkEnd):
         self._links = OutLinks(self.side, post, lanes, self.report, self._on_down, progress, time.monotonic, TIMEOUTS)
         self._peer = peer_key(send.name, send.epoch)
         self._is_credited = self._is_confirmed = self.was_connected = False
-        self._own = wire.PeerInfo(begin.name, self.epoch, "prefill", begin.host, self.port, self.mailbox.public_key)
+        key = self.mailbox.public_key
+        self._own = wire.PeerInfo(
+            name=begin.name, epoch=self.epoch, role="prefill", host=begin.host, control_port=self.port, public_key=key
+        )
         self._host = send.host or begin.host
         self.mailbox.start(self)
 

@@ -223,7 +223,7 @@ def test_items_are_documents_of_another_name() -> None:
         b'{"items": "b"}',
         b'{"queries": "a", "items": []}',
     ):
-        with pytest.raises(RequestError, match="items|queries"):
+        with pytest.raises(RequestError, match=r"items|queries"):
             parse_pooling(wrong, ScoreRequest).pairs()
 
 

@@ -171,7 +171,7 @@ def test_offline(offline: Offline, folder: Path) -> None:
     body = {"model": "tiny", "prompt": "Hello", **WORLD}
     line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
     written: list[bytes] = []
-    offline.run(Batch(offline.service, written.append).run(iter([entry_of(1, json.dumps(line).encode())])))
+    offline.run(Batch(offline.service, written.append, 1).run(iter([entry_of(1, json.dumps(line).encode())])))
     assert json.loads(written[0])["response"]["body"]["choices"][0]["text"] == " world world"
 
 

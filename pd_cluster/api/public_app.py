@@ -31,9 +31,8 @@ from pd_cluster.api.openai.legacy import legacy_routes
 from pd_cluster.api.openai.routes import api_routes
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.entrance import ASLEEP, Entrance
-from pd_cluster.cluster.routing.policy import check_served, refused_links, why_unavailable
+from pd_cluster.cluster.routing.policy import is_served, refused_links, why_unavailable
 from pd_cluster.cluster.tenancy.tenants import TenantCounts, with_names
-from pd_cluster.errors import Unavailable
 from pd_cluster.service.response_store import ResponseStore
 from pd_cluster.service.service import TextService
 from pd_cluster.settings.http import HttpConfig
@@ -93,7 +92,7 @@ def _common_routes(entrance: Entrance, instances: list[Instance], drain: Drain) 
     @routes.api_route("/ping", methods=[*LOOKING, "POST"])
     @routes.api_route("/health", methods=LOOKING)
     async def health(request: Request) -> Response:
-        status, body = health_of(instances)
+        status, body = health_of(instances, entrance.awaits_pair)
         if entrance.is_asleep and status == 200:  # instances, as this process knows them, may lag
             status, body = 503, {**body, "status": "unavailable", "reason": ASLEEP}
         if drain.is_draining:
@@ -168,16 +167,14 @@ def _put_in_front(
         app.add_middleware(RootPath, root_path=http.root_path)
 
 
-def health_of(instances: list[Instance]) -> tuple[int, dict[str, Any]]:
+def health_of(instances: list[Instance], awaits_pair: bool) -> tuple[int, dict[str, Any]]:
     """Returns 200 when a request can be served, `degraded` if an instance or link is missing; otherwise 503."""
     body: dict[str, Any] = {
         "status": "ok",
         "instances": {i.name: i.shown_state if not i.reason else f"{i.state}: {i.reason}" for i in instances},
         "links": refused_links(instances),
     }
-    try:
-        check_served(instances)
-    except Unavailable:
+    if awaits_pair or not is_served(instances):
         return 503, {**body, "status": "unavailable", "reason": why_unavailable(instances)}
     if body["links"] or not all(instance.takes_requests for instance in instances):
         body["status"] = "degraded"

@@ -207,7 +207,7 @@ class LocalEngine:
 class _OneInstance(Roster):
     def arrive(self, info: InstanceInfo) -> None:
         (instance,) = self.instances
-        instance.info, instance.conn, instance.was_linked = info, NAME, True
+        instance.info, instance.conn = info, NAME
         self._by_conn[NAME] = instance
         self.on_opened(NAME)
 

@@ -69,7 +69,7 @@ class ElasticWorld:
         return [each.name for each in self.membership.instances]
 
     def make_ready(self, instance: Instance) -> None:
-        instance.state, instance.conn, instance.was_linked = "ready", f"to-{instance.name}", True
+        instance.state, instance.conn = "ready", f"to-{instance.name}"
         self.membership._by_conn[instance.conn] = instance
 
     def link(self) -> None:

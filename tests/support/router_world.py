@@ -122,9 +122,7 @@ def info_of(name: str, role: Role, **fields: Any) -> InstanceInfo:
 
 def ready(name: str) -> Instance:
     role: Role = "prefill" if name.startswith("prefill") else "decode"
-    return Instance(
-        name, role, "127.0.0.1", 1, ["0"], state="ready", conn=f"to-{name}", was_linked=True, heard_s=INFINITY
-    )
+    return Instance(name, role, "127.0.0.1", 1, ["0"], state="ready", conn=f"to-{name}", heard_s=INFINITY)
 
 
 def token(

@@ -142,7 +142,8 @@ class Servers:
             for name, process in self.processes.items():
                 assert process.poll() is None, f"{name} ended with code {process.returncode}\n{self.logs()}"
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"http://{HOST}:{port}/health", timeout=5, trust_env=False).status_code == 200:
+                answer = httpx.get(f"http://{HOST}:{port}/health", timeout=5, trust_env=False)
+                if answer.json()["status"] in ("ok", "ready"):
                     return
             time.sleep(POLL_S)
         pytest.fail(f"no 200 from port {port} within {START_TIMEOUT_S:g} s\n{self.logs()}")

@@ -49,7 +49,7 @@ PROMPT = list(range(1000))
 def instance(name: str, ahead: int = 0, epoch: int = 0, **load: Any) -> Instance:
     role: Role = "prefill" if name.startswith("prefill") else "decode"
     info = info_of(name, role, epoch=epoch, model_identity="model", layout=LAYOUT)
-    made = Instance(name, role, "127.0.0.1", 1, ["0"], state="ready", info=info, was_linked=True)
+    made = Instance(name, role, "127.0.0.1", 1, ["0"], state="ready", info=info)
     made.outstanding_tokens = ahead
     made.load = wire.Load(**load)
     return made

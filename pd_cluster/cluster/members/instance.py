@@ -38,7 +38,6 @@ class Instance:
     heard_s: float = float("-inf")  # when it last reported that it is alive, likewise
     load: Load = field(default_factory=Load)
     num_heartbeats: int = 0
-    was_linked: bool = False  # it was part of a pair, in this or an earlier life
     outstanding_tokens: int = 0  # sent by this scheduler and not seen finished
     others_tokens: int = 0  # sent by other API processes, as last reported
     num_outstanding: int = 0

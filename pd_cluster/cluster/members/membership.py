@@ -72,7 +72,7 @@ class Membership(Roster):
         self._hosts = place.hosts  # includes those of leaving instances
         self._timeouts = timeouts
         self._model_identity, self._hf_overrides = model_identity, hf_overrides
-        self._was_ready = False  # once the cluster has served, a stranger at a port must not end it
+        self._swapped: set[str] = set()  # in whose places other workers of the table answered last
         self._joined: set[str] = set()  # at run time
         self._paused_until: dict[str, float] = {}  # by name, of those whose node is not admitted
         self._refused: dict[str, tuple[int, str]] = {}  # name -> epoch of a life with other keys, and the reason
@@ -149,6 +149,7 @@ class Membership(Roster):
             await asyncio.sleep(POLL_S if instance.state != "failed" else SLOW_POLL_S)
 
     async def _ask(self, instance: Instance, client: httpx.AsyncClient) -> None:
+        self._swapped.discard(instance.name)
         if not instance.port:
             way_out = f"pd-cluster instances add {instance.name} --port PORT"
             self.set_state(instance, "unreachable", f"its port is not known; {way_out}")
@@ -169,8 +170,8 @@ class Membership(Roster):
             return
         instance.info = info
         reason = self._misplaced(instance, info)
-        if reason and not self._was_ready and instance.name not in self._joined:
-            raise ConfigError(reason)
+        if reason:
+            self._check_ports(instance, info, reason)
         reason = reason or self._problem(instance, info)
         if reason:
             self.set_state(instance, "failed", reason)
@@ -209,12 +210,29 @@ class Membership(Roster):
         its = f"the port of {instance.name} (devices {','.join(instance.device_ids)} of {instance.host})"
         if instance.name in self._joined:
             return f"{here}, and it must be {its}; pd-cluster instances add {instance.name} --port PORT"
-        ports = ",".join(str(i.port) for i in self.instances if i.name not in self._joined)
-        index = [i for i in self.instances if i.name not in self._joined].index(instance)
+        ports = ",".join(str(i.port) for i in self._of_start)
+        index = self._of_start.index(instance)
         return (
             f"NODE_PORTS={ports}: [{index}] must be {its}, but {here}; list the ports in the order of the global "
             f"rank table, prefill first"
         )
+
+    @property
+    def _of_start(self) -> list[Instance]:
+        """Those of the table and of NODE_PORTS as they were at the start."""
+        return [instance for instance in self.instances if instance.name not in self._joined]
+
+    def _check_ports(self, instance: Instance, info: InstanceInfo, reason: str) -> None:
+        """Raises ConfigError if NODE_PORTS is certainly wrong: every worker of the table answers in another's place.
+
+        A stranger at a port, where a worker may have died, only fails that instance.
+        """
+        of_start = self._of_start
+        places = {(*each.device_ids, host_key(self._hosts[each.name])) for each in of_start}
+        if instance in of_start and (*info.device_ids, host_key(info.server_ip)) in places:
+            self._swapped.add(instance.name)
+            if self._swapped.issuperset(each.name for each in of_start):
+                raise ConfigError(reason)
 
     def _problem(self, instance: Instance, info: InstanceInfo) -> str:
         epoch, why = self._refused.get(instance.name, (0, ""))
@@ -299,7 +317,6 @@ class Membership(Roster):
         return "failed", why
 
     def _has_come(self, instance: Instance) -> None:
-        self._was_ready = True
         self.tell_peers()
 
     def _has_gone(self, instance: Instance) -> None:

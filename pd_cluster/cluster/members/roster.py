@@ -84,7 +84,6 @@ class Roster:
             instance.num_sequences_then = instance.num_sequences
             instance.heard_s = asyncio.get_running_loop().time()
             instance.num_heartbeats += 1
-            self._note_links(instance)
             self.wake()
 
     def on_cache_keys(self, conn: str, news: wire.CacheKeys) -> None:
@@ -126,11 +125,6 @@ class Roster:
 
     def _has_gone(self, instance: Instance) -> None:
         """Called when it stops being ready, after its requests were notified."""
-
-    def _note_links(self, prefill: Instance) -> None:
-        for decode in self.instances:
-            if decode.role == "decode" and prefill.linked_to(decode):
-                prefill.was_linked = decode.was_linked = True
 
     # ---- waiting
 

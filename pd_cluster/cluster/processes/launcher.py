@@ -169,7 +169,7 @@ class Cluster:
             self._tasks.append(asyncio.create_task(self._supervise(member, process)))
 
     async def wait_ready(self, timeout_s: float = 300.0) -> None:
-        """Waits until the scheduler answers /health with 200. Raises ConfigError if a process ends first."""
+        """Waits until every instance and link serves. Raises ConfigError if a process ends first."""
         import httpx  # at module level every process started here would import it, too
 
         deadline_s = time.monotonic() + timeout_s
@@ -179,10 +179,10 @@ class Cluster:
         async with httpx.AsyncClient(timeout=5, transport=way) as schedulers, encoders:
             while time.monotonic() < deadline_s:
                 self.raise_failure()
-                with contextlib.suppress(httpx.HTTPError):
+                with contextlib.suppress(httpx.HTTPError, ValueError):
                     answers = [await schedulers.get(f"{url}/health") for url in self.launch.urls]
                     answers += [await encoders.get(f"{url}/health") for url in self._encoder_urls]
-                    if all(answer.status_code == 200 for answer in answers):
+                    if all(answer.json()["status"] in ("ok", "ready") for answer in answers):
                         self._was_ready = True
                         return
                 await asyncio.sleep(READY_POLL_S)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from pd_cluster.cluster.members.roster import Members
 from pd_cluster.cluster.routing.fair_queue import Client, QueueEntry
-from pd_cluster.cluster.routing.policy import Pair, Policy, RoutingRequest
+from pd_cluster.cluster.routing.policy import Pair, Policy, RoutingRequest, awaits_pair, is_served, why_unavailable
 from pd_cluster.cluster.routing.predict import Goals, check_goals, within_tpot
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.cluster.routing.waiting_room import Party, WaitingRoom
@@ -34,6 +34,7 @@ ANYBODY = Visitor()
 SHUTTING_DOWN = "the server is shutting down"
 ASLEEP = "the cluster is asleep, until an operator wakes it up (POST /wake_up at the admin port)"
 ASLEEP_RETRY_S = 10
+SETTLE_POLL_S = 0.1  # while the first pair is awaited, which may stop being expected without any news
 
 
 class Entrance:
@@ -56,6 +57,7 @@ class Entrance:
         self._roster = roster
         self._choose, self._stats, self._goals, self._together_s = choose, stats, goals, together_s
         self._lost_s = -math.inf  # when an instance was last lost
+        self._has_settled = False  # this process has begun to serve
         self._closed = asyncio.Event()  # set when this process stops: all waits end
         self._gate: Gate = "open"
         self._resumed = asyncio.Event()
@@ -68,6 +70,16 @@ class Entrance:
     @property
     def num_waiting(self) -> int:
         return self.waiting.num_waiting if self.waiting is not None else 0
+
+    @property
+    def awaits_pair(self) -> bool:
+        """Whether no pair has been up yet, and one is expected in a moment."""
+        if self._has_settled:
+            return False
+        instances = self._roster.instances
+        is_early = awaits_pair(instances, asyncio.get_running_loop().time(), self._together_s)
+        self._has_settled = not is_early and is_served(instances)
+        return is_early
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -133,10 +145,15 @@ class Entrance:
             except Unavailable as error:
                 if (closed := self._why_closed()) is not None:
                     raise closed from None
+                until_s = self._lost_s + self._together_s
+                if is_early := self.awaits_pair:
+                    until_s = max(until_s, asyncio.get_running_loop().time() + SETTLE_POLL_S)
                 try:
-                    async with asyncio.timeout_at(self._lost_s + self._together_s):
+                    async with asyncio.timeout_at(until_s):
                         await self.change()
                 except TimeoutError:
+                    if is_early:
+                        continue
                     self._stats.refused("unavailable")
                     raise error from None
 
@@ -173,6 +190,8 @@ class Entrance:
 
     def _admit(self, ask: RoutingRequest, waited_s: float) -> Pair:
         instances = within_tpot(self._goals, self._roster.instances)
+        if self.awaits_pair and not ask.is_pooling:
+            raise Unavailable(why_unavailable(instances))
         prefill, decode = self._choose(instances, ask)
         try:
             check_goals(self._goals, instances, prefill, decode, ask.num_uncached(prefill), waited_s)

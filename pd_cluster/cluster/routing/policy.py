@@ -97,8 +97,8 @@ def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     if prefill is decode:
         return prefill, decode
     split_s = ttft_s[prefill.key] + predict_transfer_s(prefill, decode, uncached[decode.key])
-    able = [i for i in instances if i.role == "decode" and i.takes_requests and i.was_linked]
-    local = min((i for i in able if uncached[i.key] <= MAX_LOCAL_TOKENS), key=lambda i: ttft_s[i.key], default=None)
+    able = [decode for _, decode in linked_pairs(instances) if uncached[decode.key] <= MAX_LOCAL_TOKENS]
+    local = min(able, key=lambda i: ttft_s[i.key], default=None)
     return (local, local) if local is not None and ttft_s[local.key] < split_s else (prefill, decode)
 
 
@@ -148,14 +148,34 @@ def for_all_kinds(choose: Policy) -> Policy:
 def alone(instances: Sequence[Instance]) -> Pair:
     """Chooses one instance for both legs: a decode instance if there is any, with the fewest tokens ahead.
 
-    Only instances that have been part of a pair count: a cluster that never had one has a fault that must show. Raises
-    Unavailable.
+    One that is part of a pair now comes before the others. What instances were before does not count, so a restart of
+    this process changes nothing. Raises Unavailable.
     """
-    found = [i for i in instances if i.takes_requests and i.was_linked]
+    found = [i for i in instances if i.takes_requests and i.role != "encode"]
     if not found:
         raise Unavailable(why_unavailable(instances))
-    chosen = min(found, key=lambda i: (i.role != "decode", i.tokens_ahead))
+    paired = {instance.key for pair in linked_pairs(instances) for instance in pair}
+    chosen = min(found, key=lambda i: (i.key not in paired, i.role != "decode", i.tokens_ahead))
     return chosen, chosen
+
+
+def awaits_pair(instances: Sequence[Instance], now_s: float, together_s: float) -> bool:
+    """Whether the first pair is expected soon: nothing is to be computed by one instance alone meanwhile.
+
+    That is, for at most `together_s` after the first of these instances was reached, another one has not been asked or
+    loads, or a link opens.
+    """
+    takers = [i for i in instances if i.takes_requests and i.role != "encode"]
+    if not takers or now_s - min(i.ready_s for i in takers) >= together_s or linked_pairs(instances):
+        return False
+    if any(i.role != "encode" and _is_arriving(i) for i in instances):
+        return True
+    prefills, decodes = ([i for i in takers if i.role == role] for role in ("prefill", "decode"))
+    return any(prefill.link_to(decode).phase == "opening" for prefill in prefills for decode in decodes)
+
+
+def _is_arriving(instance: Instance) -> bool:
+    return instance.state in ("loading", "connecting") or (instance.state == "unreachable" and not instance.reason)
 
 
 def linked_pairs(instances: Sequence[Instance]) -> list[Pair]:
@@ -168,10 +188,9 @@ def linked_pairs(instances: Sequence[Instance]) -> list[Pair]:
     ]
 
 
-def check_served(instances: Sequence[Instance]) -> None:
-    """Raises Unavailable when no request could be served."""
-    if not linked_pairs(instances):
-        alone(instances)
+def is_served(instances: Sequence[Instance]) -> bool:
+    """Whether a request could be served, if only by one instance."""
+    return any(instance.takes_requests and instance.role != "encode" for instance in instances)
 
 
 def why_unavailable(instances: Sequence[Instance]) -> str:

@@ -1,0 +1,158 @@
+"""A restart of any one process never makes a cluster serve less than before, in whatever state it is.
+
+Each state is reached, and seen to serve, before each restart. Whoever was dead stays dead meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_join import Joined, member_of
+from tests.support.clips import make_seer
+from tests.support.cluster import LiveCluster
+from tests.support.engines import assert_same
+
+Checkpoints = Callable[..., Path]
+PROMPT, NUM_TOKENS = [5, 6, 7, 8, 9, 10], 6
+
+
+def serves(cluster: LiveCluster) -> bool:
+    return cluster.health()[0] == 200
+
+
+def restart_each(cluster: LiveCluster, model: Path) -> None:
+    """Restarts every process that lives, one after the other; after each, the cluster must serve as before."""
+    assert_serves(cluster, model, "before")
+    for name in [name for name, process in cluster.processes.items() if process.poll() is None]:
+        cluster.kill(name)
+        cluster.await_exit(name)
+        cluster.start_member(name)
+        assert_serves(cluster, model, f"after a restart of {name}")
+
+
+def assert_serves(cluster: LiveCluster, model: Path, when: str) -> None:
+    cluster.wait_until(f"it serves {when}", lambda: serves(cluster), 60)
+    assert_same(model, PROMPT, cluster.complete(PROMPT, NUM_TOKENS), NUM_TOKENS)
+
+
+def kill(cluster: LiveCluster, *names: str) -> None:
+    for name in names:
+        cluster.kill(name)
+        cluster.await_exit(name)
+
+
+DEGRADED = {
+    "prefill dead": (1, 1, ["prefill-0"]),
+    "decode dead": (1, 1, ["decode-0"]),
+    "one of two prefill dead": (2, 1, ["prefill-1"]),
+    "both decode dead": (1, 2, ["decode-0", "decode-1"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", DEGRADED)
+def test_with_a_table(checkpoint: Checkpoints, tmp_path: Path, state: str) -> None:
+    num_prefill, num_decode, dead = DEGRADED[state]
+    model = checkpoint("llama")
+    with LiveCluster(tmp_path, model, num_prefill, num_decode) as cluster:
+        kill(cluster, *dead)
+        restart_each(cluster, model)
+
+
+def test_the_scheduler_restarts_while_prefill_is_dead(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Then decode, then the scheduler again: neither knows anything of the pair that there once was."""
+    model = checkpoint("llama")
+    with LiveCluster(tmp_path, model) as cluster:
+        kill(cluster, "prefill-0")
+        restart_each(cluster, model)
+        kill(cluster, "scheduler")
+        cluster.start_member("scheduler")
+        assert_serves(cluster, model, "after another restart of the scheduler")
+        assert cluster.health()[1]["status"] == "degraded"
+        cluster.start_member("prefill-0")
+        cluster.await_ready()
+
+
+@pytest.mark.slow
+def test_a_stranger_at_the_port_of_the_dead(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """A worker of another table has taken the port: that fails one instance, and no restart of the scheduler."""
+    model = checkpoint("llama")
+    with LiveCluster(tmp_path, model, num_decode=2) as cluster:
+        kill(cluster, "prefill-0")
+        member = cluster.members["prefill-0"]
+        flags = [each for each in member.command if each.startswith("--secret-file")]
+        flags += ["--join=127.0.0.1:9", "--instance-name=stranger"]
+        cluster.members["stranger"] = member_of(cluster, "stranger", "prefill", member.port, *flags)
+        cluster.start_member("stranger")
+        cluster.wait_until(
+            "the stranger is seen", lambda: "answers stranger" in str(cluster.health()[1].get("instances")), 60
+        )
+        restart_each(cluster, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", ["prefill", "decode"])
+def test_workers_that_join(checkpoint: Checkpoints, tmp_path: Path, dead: str) -> None:
+    model = checkpoint("llama")
+    cluster = Joined(tmp_path, model)
+    try:
+        cluster.start()
+        cluster.await_whole()
+        (name,) = [each for each in cluster.workers if each.startswith(dead)]
+        kill(cluster, name)
+        restart_each(cluster, model)
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.slow
+def test_two_schedulers(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    model = checkpoint("llama")
+    with LiveCluster(tmp_path, model, num_schedulers=2) as cluster:
+        kill(cluster, "prefill-0")
+        restart_each(cluster, model)
+
+
+@pytest.mark.slow
+def test_an_encoder_is_dead(tmp_path: Path) -> None:
+    """Prefill instances compute images themselves, as they do where there is no encoder."""
+    with LiveCluster(tmp_path, make_seer(tmp_path / "model", "qwen3_vl", max_position_embeddings=4096), num_encode=1) as cluster:
+        kill(cluster, cluster.launch.encoder_names[0])
+        for name in ("scheduler", "prefill-0", "decode-0"):
+            kill(cluster, name)
+            cluster.start_member(name)
+            cluster.wait_until(f"it serves after a restart of {name}", lambda: serves(cluster), 60)
+            assert cluster.complete(PROMPT, NUM_TOKENS)
+
+
+@pytest.mark.slow
+def test_after_a_change_of_roles(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Every prefill instance decodes now, by command; the roles of the table come back with the scheduler."""
+    model = checkpoint("llama")
+    with LiveCluster(tmp_path, model, num_prefill=2) as cluster:
+        token = (tmp_path / "admin.token").read_text().strip()
+        answer = cluster.client.post(
+            f"{cluster.admin_url}/instances/prefill-1/role",
+            json={"role": "decode"},
+            headers={"Authorization": f"Bearer {token}"},
+        )
+        assert answer.status_code in (200, 202), answer.text
+        cluster.wait_until("its role is another", lambda: cluster.instance("prefill-1")["role"] == "decode")
+        kill(cluster, "prefill-0", "decode-0")
+        restart_each(cluster, model)
+
+
+@pytest.mark.slow
+def test_after_a_drain(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    model = checkpoint("llama")
+    with LiveCluster(tmp_path, model, num_decode=2) as cluster:
+        token = (tmp_path / "admin.token").read_text().strip()
+        answer = cluster.client.post(
+            f"{cluster.admin_url}/instances/decode-1/drain", json={}, headers={"Authorization": f"Bearer {token}"}
+        )
+        assert answer.status_code in (200, 202), answer.text
+        kill(cluster, "prefill-0")
+        restart_each(cluster, model)

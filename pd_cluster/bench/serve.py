@@ -27,7 +27,6 @@ from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.cluster.processes.ports import free_port_pair
 from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
-from pd_cluster.settings.engine import SHIPPED_MODEL
 from pd_cluster.tables import (
     Report,
     Result,
@@ -123,7 +122,6 @@ async def started_cluster(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
 @contextlib.asynccontextmanager
 async def own_cluster(bench: ServeBench) -> AsyncIterator[Cluster]:
     """Yields a ready cluster, which is stopped afterwards. Raises PdClusterError."""
-    Checkpoint.open(bench.model or str(SHIPPED_MODEL))  # fails at once, in one line, for a wrong model
     launch = Launch(
         model=bench.model,
         num_prefill=bench.prefill,
@@ -133,9 +131,10 @@ async def own_cluster(bench: ServeBench) -> AsyncIterator[Cluster]:
         arguments=[*bench.flags, *bench.more_flags],
         restart="no",  # a cluster that lost an instance would give wrong figures
     )
+    Checkpoint.open(launch.model_folder)  # fails at once, in one line, for a wrong model
     lines: deque[str] = deque(maxlen=50)
     cluster = Cluster(launch, lines.append)
-    print(f"starting {bench.prefill} prefill, {bench.decode} decode and the scheduler …", flush=True)
+    print(f"starting {bench.prefill} prefill, {bench.decode} decode and the scheduler …{launch.remark}", flush=True)
     started_s = time.monotonic()
     try:
         await cluster.start()

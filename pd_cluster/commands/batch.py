@@ -17,7 +17,7 @@ from pd_cluster.settings.setting import Declared, Panel
 
 # The settings that apply here, and how their help differs from that of `serve`.
 SETTINGS = {
-    "model": "Model folder; default: the model that the project ships.",
+    "model": "Model folder, or a hub's model; must be given.",
     "served_model_name": "What requests call the model.",
     "max_model_len": "",
     "num_blocks": "",

@@ -9,6 +9,7 @@ import typer
 
 from pd_cluster.commands import bench_steps
 from pd_cluster.commands.quality import quality
+from pd_cluster.commands.signature import given_model
 from pd_cluster.errors import ConfigError
 
 LAB = "pd_cluster.lab"  # not in wheels
@@ -47,7 +48,7 @@ app.command("quality")(quality)
 def serve(
     url: Annotated[str, typer.Option(help="A running server; default: start a cluster for the measurement.")] = "",
     admin: Annotated[str, typer.Option(help="Its admin address; default: the port above the server's.")] = "",
-    model: Annotated[str, typer.Option(help="Model folder for a cluster that is started.")] = "",
+    model: Annotated[str, typer.Option(callback=given_model, help="Model folder for a cluster that is started.")] = "",
     prefill: int = 1,
     decode: int = 1,
     num_requests: Annotated[int, typer.Option(min=1)] = 32,
@@ -86,7 +87,7 @@ def serve(
 
 @app.command("routing")
 def routing(
-    model: Annotated[str, typer.Option(help="Model folder; default: one that is made for it.")] = "",
+    model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: one that is made for it.")] = "",
     prefill: Annotated[int, typer.Option(min=1)] = 2,
     decode: Annotated[int, typer.Option(min=1)] = 2,
     policies: Annotated[
@@ -125,7 +126,7 @@ def routing(
 
 @app.command("tenants")
 def tenants(
-    model: Annotated[str, typer.Option(help="Model folder; default: one that is made for it.")] = "",
+    model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: one that is made for it.")] = "",
     tenants: Annotated[int, typer.Option(min=1)] = 8,
     requests: Annotated[int, typer.Option(min=1, help="Of each tenant.")] = 8,
     system_len: Annotated[int, typer.Option(min=1, help="Tokens of the system prompt that all have.")] = 512,
@@ -227,7 +228,7 @@ def guided(
 
 @app.command("faults")
 def faults(
-    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
+    model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: the model that the project ships.")] = "",
     faults: Annotated[
         str,
         typer.Option(help="Some of those that an unknown name lists, with commas; default: all."),
@@ -247,7 +248,7 @@ def faults(
 
 @app.command("soak")
 def soak(
-    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
+    model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: the model that the project ships.")] = "",
     minutes: Annotated[float, typer.Option(help="Of load, after a quiet run.")] = 30.0,
     kv_transport: Annotated[str, typer.Option(help="shm or dist.")] = "shm",
     faults: Annotated[str, typer.Option(help="To draw from, with commas; an unknown name lists them.")] = "",
@@ -342,7 +343,7 @@ def start(
 
 @app.command("offline")
 def offline(
-    model: Annotated[str, typer.Option(help="Model folder; default: one of 14 million random weights.")] = "",
+    model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: one of 14 million random weights.")] = "",
     num_requests: Annotated[int, typer.Option(min=1)] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="How often each contender runs, in turn.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="Threads of one process; prefill and decode share them.")] = 2,

@@ -26,9 +26,10 @@ from pd_cluster.commands.instances import app as instances_app
 from pd_cluster.commands.keys import app as keys_app
 from pd_cluster.commands.looking import JSON, LOOKING
 from pd_cluster.commands.quantize import quantize
-from pd_cluster.commands.signature import HELP_ALL, BriefHelp, shorten_help, takes
+from pd_cluster.commands.signature import EMPTY_MODEL, HELP_ALL, BriefHelp, given_model, shorten_help, takes
 from pd_cluster.errors import KEEPS_MARKS, ConfigError, PdClusterError, flag_of
 from pd_cluster.settings.adapters import SHIPPED_ADAPTER_FLAGS
+from pd_cluster.settings.engine import SHIPPED_MODEL
 from pd_cluster.settings.flag_file import expanded
 from pd_cluster.settings.flags import ALIASES, choice_of_model, judge, normalize, split_keys, split_values
 from pd_cluster.settings.foreign_flags import FOREIGN, foreign
@@ -89,7 +90,7 @@ def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, *
 @app.command(rich_help_panel=SERVE)
 def up(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Default: the shipped one.")] = "",
+    model: Annotated[str, typer.Option(callback=given_model, help="Default: the shipped one.")] = "",
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
     encode: Annotated[int, typer.Option(min=0, help="Instances for images alone.")] = 0,
@@ -126,6 +127,7 @@ def up(
     arguments += choice_of_model(try_unlisted or (), language_model_only)
     flags, keys = split_keys(normalize(arguments))
     flags, metrics_keys = split_values(flags, "--metrics-key")
+    model, in_effect = _checked(context, model, [f"--host={host}", f"--port={port}", *arguments])
     launch = Launch(
         model=model,
         num_prefill=prefill,
@@ -140,10 +142,12 @@ def up(
         openai=use_openai(os.environ),
         restart=restart,
         arguments=[*flags, *(SPAWN for _ in range(spawn))],
-        in_effect=_checked(context, model, [f"--host={host}", f"--port={port}", *arguments]),
+        in_effect=in_effect,
         api_keys=keys,
         metrics_key=metrics_keys[-1] if metrics_keys else "",
     )
+    if launch.remark:
+        typer.echo(launch.remark.strip())
     raise typer.Exit(_run(launch))
 
 
@@ -227,16 +231,19 @@ def _model_and_flags(model: str, arguments: list[str], adapter: bool) -> tuple[s
         if model:
             raise ConfigError(f"--model {model}, and {first!r} as a model, too; give one of them")
         model = first
+        if not model:
+            raise ConfigError(EMPTY_MODEL)
     if adapter and model:
         raise ConfigError(f"--adapter: the adapter is for the model that the project ships; leave out {model}")
     arguments = [*(SHIPPED_ADAPTER_FLAGS if adapter else ()), *arguments]
     return model.removeprefix("hf:"), arguments
 
 
-def _checked(context: typer.Context, model: str, argv: list[str]) -> list[str]:
-    """Reads the flags as each instance will, and returns them with those of their --config file.
+def _checked(context: typer.Context, model: str, argv: list[str]) -> tuple[str, list[str]]:
+    """Reads the flags as each instance will; returns the model, and the flags with those of their --config file.
 
-    `model`: "" where no flag shall name it. Raises ConfigError, and click's errors for values of another type.
+    `model`: "" where no flag of `up` names it. Then a flag, the file or a variable of the instances may; the result is
+    "" if none does. Raises ConfigError, and click's errors for values of another type.
     """
     from pd_cluster.commands.launch_check import check_launch
 
@@ -246,8 +253,10 @@ def _checked(context: typer.Context, model: str, argv: list[str]) -> list[str]:
     flags = expanded([f"--model={model}", *argv] if model else argv, _serve_flags())
     each = command.make_context("serve", list(flags), context.parent)
     _warn_extras(each)
-    check_launch(ServeOptions(**{k: v for k, v in each.params.items() if k != "help_all"}), dict(os.environ))
-    return flags
+    given = {name: value for name, value in each.params.items() if name != "help_all"}
+    given_model(each, given["model"])
+    check_launch(ServeOptions(**{**given, "model": given["model"] or str(SHIPPED_MODEL)}), dict(os.environ))
+    return given["model"], flags
 
 
 def _warn_extras(context: Any) -> list[str]:

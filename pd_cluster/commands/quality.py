@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pd_cluster.commands.signature import given_model
+
 if TYPE_CHECKING:
     from pd_cluster.offline.quality import Samples
 
@@ -14,7 +16,9 @@ NUM_SAMPLES, NUM_TOKENS = 16, 256
 
 
 def quality(
-    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
+    model: Annotated[
+        str, typer.Option(callback=given_model, help="Model folder; default: the model that the project ships.")
+    ] = "",
     kv_cache_dtype: Annotated[str, typer.Option(help="KV cache dtypes to compare, with commas.")] = "",
     quantization: Annotated[str, typer.Option(help="Schemes of weights at load to compare, with commas.")] = "",
     quantize_head: Annotated[str, typer.Option(help="Schemes of the output layer to compare, with commas.")] = "",

@@ -29,9 +29,10 @@ from pd_cluster.client.streaming import Sample, make_client, measure
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.commands.chat import print_text
+from pd_cluster.commands.signature import given_model
 from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
 from pd_cluster.settings.adapters import SHIPPED_ADAPTER, SHIPPED_ADAPTER_FLAGS
-from pd_cluster.settings.engine import SHIPPED_MODEL, SHIPPED_VISION_MODEL
+from pd_cluster.settings.engine import SHIPPED_VISION_MODEL
 from pd_cluster.tables import human_nbytes, print_table
 from pd_cluster.transport.table import BY_NAME
 
@@ -48,7 +49,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
 def quickstart(
-    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
+    model: Annotated[
+        str, typer.Option(callback=given_model, help="Model folder; default: the model that the project ships.")
+    ] = "",
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
     port: Annotated[int, typer.Option(help="Public port; the admin port is the next one.")] = 9000,
@@ -136,7 +139,7 @@ class Lines:
 
 async def _until_signal(launch: Launch, asked: Question, once: bool, verbose: bool) -> None:
     """Runs everything; SIGINT and SIGTERM end it, a second one at once. It always ends all processes."""
-    Checkpoint.open(launch.model or str(SHIPPED_MODEL))  # a wrong model is one line, before anything starts
+    Checkpoint.open(launch.model_folder)  # a wrong model is one line, before anything starts
     lines = Lines(verbose)
     cluster = Cluster(launch, lines.say)
     stopping, hurried = asyncio.Event(), asyncio.Event()
@@ -172,7 +175,7 @@ async def _work(cluster: Cluster, lines: Lines, asked: Question, once: bool) -> 
     launch = cluster.launch
     started_s = time.monotonic()
     await cluster.start()
-    print(f"starting {launch.num_prefill} prefill, {launch.num_decode} decode and the scheduler …", flush=True)
+    print(f"starting {launch.num_prefill} prefill, {launch.num_decode} decode and the scheduler …{launch.remark}", flush=True)
     try:
         await cluster.wait_ready()
         print(f"ready after {time.monotonic() - started_s:.1f} s", flush=True)

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from pd_cluster.errors import flag_of
+from pd_cluster.errors import ConfigError, flag_of
 from pd_cluster.settings.setting import CHOICES, Declared, Panel
 
 Command = Callable[..., None]
+EMPTY_MODEL = "--model: empty; give a model's folder, or leave it out for the small model that the project ships"
 SHOWS_ALL = "pd_cluster.help_all"  # in a context's meta
 CLAUSE_END = re.compile(r"[.;:] |, which ")
 LEAST_NUM_CHARS = {".": 12, ";": 20, ",": 20, ":": 24}
@@ -23,6 +24,14 @@ WIDER = {
     Panel.REQUESTS.value: Panel.SCHEDULER.value,
     Panel.HTTP.value: Panel.SCHEDULER.value,
 }
+
+
+def given_model(context: typer.Context, model: str) -> str:
+    """Returns the value of --model. Raises ConfigError if an empty one was given, as by a variable that is not set."""
+    source = context.get_parameter_source("model")
+    if not model and source is not None and source.name == "COMMANDLINE":
+        raise ConfigError(EMPTY_MODEL)
+    return model
 
 
 def takes(

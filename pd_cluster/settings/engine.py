@@ -57,7 +57,18 @@ ONE = (at_least(1),)
 SOME_SPEEDUPS = Check(lambda names: set(names) <= set(CUDA_SPEEDUPS), f"expected some of {', '.join(CUDA_SPEEDUPS)}")
 GIB = (finite("must be a number of GiB"),)
 NAME = Form(str, lambda name, written: None if written in ("None", "none") else written, lambda value: value)
-MODEL = Form(str, lambda name, written: written or str(SHIPPED_MODEL), str)
+
+
+def _model(name: str, written: str) -> str:
+    if not written:
+        raise ConfigError(
+            f"{called(name)}: empty or missing; give a model's folder, or a hub's model. Only `pd-cluster up` serves "
+            f"the small model that the project ships without being given one"
+        )
+    return written
+
+
+MODEL = Form(str, _model, str)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +77,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str,
         Setting(
-            "Model folder, or a hub's model; default: the model that the project ships.",
+            "Model folder, or a hub's model; must be given.",
             Panel.BASIC,
             Scope.ENGINE,
             default="",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pd_cluster.engine.start.preloader import forks_are_safe
 from pd_cluster.errors import ConfigError
+from pd_cluster.settings.engine import SHIPPED_MODEL
 
 SPAWN = "--spawn"  # a flag of `pd-cluster serve`
 
@@ -16,7 +17,8 @@ SPAWN = "--spawn"  # a flag of `pd-cluster serve`
 class Launch:
     """A cluster to start. `arguments` are flags of `pd-cluster serve` for every instance.
 
-    `in_effect` has those of their --config file, too; a secret in that file must not get into a command line.
+    `in_effect` has those of their --config file, too; a secret in that file must not get into a command line. `model`:
+    "" for the one that the project ships.
     """
 
     model: str = ""
@@ -34,6 +36,16 @@ class Launch:
     openai: bool = True
     api_keys: list[str] = field(default_factory=list, repr=False)
     metrics_key: str = field(default="", repr=False)
+
+    @property
+    def model_folder(self) -> str:
+        """The model as each instance receives it."""
+        return self.model or str(SHIPPED_MODEL)
+
+    @property
+    def remark(self) -> str:
+        """Says that the model is nobody's choice; "" if it was given."""
+        return "" if self.model else f" no --model: {SHIPPED_MODEL.name}, the small model that the project ships"
 
     @property
     def worker_names(self) -> list[str]:

@@ -8,7 +8,6 @@ from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.rank_process import environment
 from pd_cluster.devices.device import num_threads_for
 from pd_cluster.engine.start.preloader import VARIABLE, Preloader
-from pd_cluster.settings.engine import SHIPPED_MODEL
 
 DIE_WITH_PARENT = "PD_CLUSTER_DIE_WITH_PARENT"  # the parent's pid: `serve` ends when that process does
 
@@ -53,4 +52,4 @@ class LaunchPreloader:
             self._own.close()
         num_threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or num_threads_for(self._launch.num_ranks)
         env = {**environment(num_threads, os.environ), DIE_WITH_PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        self._own = Preloader.start(env, self._launch.model or str(SHIPPED_MODEL))
+        self._own = Preloader.start(env, self._launch.model_folder)

@@ -122,8 +122,7 @@ def _encoders(launch: Launch, ports: Sequence[int], join: str, env: Mapping[str,
 
 def _command(launch: Launch, host: str, port: int, *own: str) -> list[str]:
     names = [f"--served-model-name={name}" for name in launch.served_model_names]
-    model = [f"--model={launch.model}"] if launch.model else []
-    flags = [f"--host={host}", f"--port={port}", *own, *model, *names, *launch.arguments]
+    flags = [f"--host={host}", f"--port={port}", *own, f"--model={launch.model_folder}", *names, *launch.arguments]
     return [sys.executable, "-m", "pd_cluster", "serve", *flags]
 
 

@@ -11,7 +11,7 @@ labels:
 {{- end }}
 
 {{- define "pd.modelPath" -}}
-{{- if ne .Values.model.source "builtin" }}/model{{ end }}
+{{- if eq .Values.model.source "builtin" }}/opt/pd-cluster/pd_cluster/models/tiny-chat{{ else }}/model{{ end }}
 {{- end }}
 
 {{/* The pods of this cluster in a NetworkPolicy. */}}

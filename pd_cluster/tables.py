@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from pd_cluster import host
 from pd_cluster.errors import ConfigError
 
 Better = Literal["higher", "lower"]
@@ -152,8 +153,7 @@ def percentiles(name: str, values: Sequence[float], unit: str, percents: Sequenc
 
 def machine() -> str:
     """Returns one line with this process's cores, CPU model, memory and versions."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    cores, memory_gib = host.num_cores(), host.memory().limit / (1 << 30)
     versions = f"torch {_version('torch')}, python {platform.python_version()}"
     return f"{cores} cores, {_cpu_model()}, {memory_gib:.0f} GiB, {platform.system()}, {versions}"
 

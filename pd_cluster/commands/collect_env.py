@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pd_cluster import __version__
+from pd_cluster import __version__, host
 from pd_cluster.settings.redaction import shown_value
 from pd_cluster.tables import commit, machine
 
@@ -42,8 +42,9 @@ def collect(env: Mapping[str, str]) -> dict[str, Any]:
         "compiler": shutil.which("gcc") or shutil.which("cc") or "none",
         "shared memory": _free("/dev/shm"),
         "temporary files": _free(tempfile.gettempdir()),
-        "cgroup memory": _first_line("/sys/fs/cgroup/memory.max"),
-        "cgroup cpus": _first_line("/sys/fs/cgroup/cpu.max"),
+        "memory": str(host.memory()),
+        "cores": f"{host.num_cores()} (quota: {host.cores_quota():g})",
+        "open files": str(host.open_files()),
         "variables": {name: shown_value(name, env[name]) for name in sorted(env) if name.startswith(VARIABLES)},
     }
 
@@ -77,8 +78,3 @@ def _free(folder: str) -> str:
     return f"{folder}: {usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f}"
 
 
-def _first_line(file: str) -> str:
-    try:
-        return Path(file).read_text().splitlines()[0]
-    except (OSError, IndexError):
-        return "-"

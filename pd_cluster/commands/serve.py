@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pd_cluster import host
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.members.credentials import credentials_of
 from pd_cluster.cluster.members.place import Place, check_ports
@@ -23,7 +24,7 @@ from pd_cluster.commands.serve_scheduler import run_scheduler
 from pd_cluster.commands.serve_start import Start, start_of
 from pd_cluster.devices import hccl
 from pd_cluster.devices.cores import ledger_name
-from pd_cluster.devices.device import check_name, num_cores_here, num_threads_for
+from pd_cluster.devices.device import check_name, num_threads_for
 from pd_cluster.engine.handover.crossing import why_not
 from pd_cluster.engine.start.preloader import Preloader, forks_are_safe, has_no_driver
 from pd_cluster.engine.start.process import die_with_parent
@@ -173,7 +174,7 @@ def _shared_cores(start: Start, num_threads: int) -> SharedCores | None:
         ledger=ledger,
         first=place.first_local_rank,
         num_ranks=place.num_local_ranks,
-        num_cores=num_cores_here(),
+        num_cores=host.num_cores(),
         lending=process.lend_cores,
         binding=process.bind_cores,
     )
@@ -188,7 +189,9 @@ def _why_not_shared(start: Start, num_threads: int) -> str:
         return "one rank has this host to itself"
     if not has_no_driver(start.engine.device):
         return f"{called('device')} {start.engine.device} may compute elsewhere"
-    return "" if num_cores_here() > 1 else "there is one core"
+    if (quota := host.cores_quota()) < (num_cores := len(host.cores())):
+        return f"the control group may use {num_cores} cores for the time of {quota:g}"
+    return "" if num_cores > 1 else "there is one core"
 
 
 def _registering(start: Start, config: WorkerConfig) -> Callable[[], Registering] | None:

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pd_cluster import host
+
 log = logging.getLogger(__name__)
 
 FLOCK = struct.Struct("hhqqixxxx")  # struct flock: type, whence, start, len, pid
@@ -33,7 +35,7 @@ def ledger_name() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
     spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "cgroup")]
     group = Path("/proc/self/cgroup").read_text("utf-8")
-    where = repr((boot, spaces, group, sorted(os.sched_getaffinity(0))))
+    where = repr((boot, spaces, group, sorted(host.cores())))
     return f"cores-{hashlib.sha256(where.encode()).hexdigest()[:16]}"
 
 

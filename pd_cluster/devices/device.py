@@ -7,7 +7,6 @@ it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import glob
 import importlib
@@ -15,17 +14,11 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from pd_cluster import host
 from pd_cluster.devices.kinds import BY_KIND, DeviceKind, Kind
 from pd_cluster.errors import ConfigError, called, first_line
-
-# (limit, use) of this process's control group as seen in containers, versions 2 and 1
-CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 
 NPU_FILES = "/dev/davinci[0-9]*"
 NPU_VISIBILITY = "ASCEND_RT_VISIBLE_DEVICES"
@@ -303,22 +296,10 @@ def has_triton() -> bool:
 
 
 def available_nbytes(device: Device) -> int:
-    """Returns the memory available to new allocations; on CPU the host's, within this process's control group."""
-    if device.is_accelerator:
-        return memory(device).free
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines())
-    available = int(fields["MemAvailable"].split()[0]) << 10
-    for limit, used in CGROUP_FILES:
-        with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
-            available = min(available, int(Path(limit).read_text("ascii")) - int(Path(used).read_text("ascii")))
-    return max(0, available)
+    """Returns the memory available to new allocations; on CPU the host's, within this process's control groups."""
+    return memory(device).free if device.is_accelerator else host.memory().available
 
 
 def num_threads_for(num_local_ranks: int) -> int:
     """Returns the compute threads of one rank process when that many share this host's cores."""
-    return max(1, num_cores_here() // max(1, num_local_ranks))
-
-
-def num_cores_here() -> int:
-    """Returns the cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
+    return max(1, host.num_cores() // max(1, num_local_ranks))

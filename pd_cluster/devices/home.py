@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from pd_cluster import host
+
 log = logging.getLogger(__name__)
 
 CPUS = Path("/sys/devices/system/cpu")
@@ -96,7 +98,7 @@ class Home:
         own = next((name for name in OWN_BINDINGS if env.get(name, "").lower() not in ("", "false")), "")
         if own:
             raise CannotBind(f"{own} is set, which binds threads itself")
-        allowed = frozenset(os.sched_getaffinity(0))
+        allowed = host.cores()
         if (num_cores := len(allowed) // size) < 1:
             raise CannotBind(f"{size} ranks share {len(allowed)} cores")
         nodes = {core: _node(core, folder) for core in allowed}

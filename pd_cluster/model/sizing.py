@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from pd_cluster.devices.device import Device, available_nbytes, memory, reserved_nbytes
+from pd_cluster import host
+from pd_cluster.devices.device import Device, memory, reserved_nbytes
 from pd_cluster.errors import ConfigError, called, told
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS
@@ -14,6 +15,7 @@ log = logging.getLogger(__name__)
 
 STEP_TOKENS, LARGE_STEP_TOKENS = 2048, 8192  # defaults; the help text of the setting names them
 DEFAULT_KV_CACHE_NBYTES = 1 << 30
+DEFAULT_SHARE = 0.5  # of a host's free memory, for the pools of all its ranks; the rest is for steps and other programs
 GIB = 1 << 30
 DEFAULT_UTILIZATION = 0.9  # of an accelerator
 UNSEEN_NBYTES = 1 << 30  # of an accelerator: the driver's context, libraries' workspaces, graphs
@@ -38,30 +40,60 @@ def num_pool_blocks(
     `peak_nbytes`: the memory that the weights and the largest step take on an accelerator.
     """
     per_request = layout.num_blocks_for(max_model_len)
+    free = None if device.is_accelerator else host.memory()
     if config.num_blocks is not None:
         num_blocks, flag = config.num_blocks, f"{called('num_blocks')} {config.num_blocks}"
     elif config.kv_cache_memory_gib is not None:
         num_blocks = int(config.kv_cache_memory_gib * GIB) // layout.block_nbytes
         flag = f"{called('kv_cache_memory')} {config.kv_cache_memory_gib:g}"
-    elif device.is_accelerator:
+    elif free is None:
         share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
         num_blocks = _left_nbytes(device, share, peak_nbytes) // layout.block_nbytes
         taken = f"of which weights and steps take {peak_nbytes / GIB:.1f} GiB"
         flag = f"{called('gpu_memory_utilization')} {share:g}, {taken}"
     elif config.gpu_memory_utilization is not None:
-        share = config.gpu_memory_utilization / max(1, config.num_local_ranks)
-        num_blocks = int(available_nbytes(device) * share) // layout.block_nbytes
-        flag = f"{called('gpu_memory_utilization')} {config.gpu_memory_utilization:g}"
+        share = config.gpu_memory_utilization
+        num_blocks = _host_share(free, share, config.num_local_ranks) // layout.block_nbytes
+        flag = f"{called('gpu_memory_utilization')} {share:g}, {_shared(free, config)}"
     else:
-        enough = per_request * config.max_num_seqs
-        return max(per_request, min(enough, DEFAULT_KV_CACHE_NBYTES // layout.block_nbytes))
+        enough = max(per_request, DEFAULT_KV_CACHE_NBYTES // layout.block_nbytes)
+        fitting = _host_share(free, DEFAULT_SHARE, config.num_local_ranks) // layout.block_nbytes
+        num_blocks = min(per_request * config.max_num_seqs, enough, fitting)
+        flag = f"{_shared(free, config)}, of which {DEFAULT_SHARE:.0%} is for KV caches"
+    if free is not None:
+        _check_fits(num_blocks * layout.block_nbytes, free, config.num_local_ranks, flag)
     num_blocks = _within_indices(num_blocks, layout, device, config.num_blocks is not None)
     if num_blocks < per_request:
         raise ConfigError(
             f"{flag}: {num_blocks} blocks of {layout.block_size} tokens cannot hold one request of "
-            f"{called('max_model_len')} {max_model_len} ({per_request} blocks); raise the one or lower the other"
+            f"{called('max_model_len')} {max_model_len} ({per_request} blocks); give more memory, or lower "
+            f"{called('max_model_len')}"
         )
     return num_blocks
+
+
+def _host_share(free: host.HostMemory, share: float, num_ranks: int) -> int:
+    """Returns the bytes of a rank's pool, of `num_ranks` that share a host's memory and start in any order.
+
+    Others may have loaded nothing yet, and then take as much as this rank has taken by now. A pool takes its memory as
+    it is used, so what is free now does not tell who has a pool already: each takes its equal part.
+    """
+    others_nbytes = (max(1, num_ranks) - 1) * host.own_nbytes()
+    return int(max(0, free.available - others_nbytes) * share) // max(1, num_ranks)
+
+
+def _check_fits(nbytes: int, free: host.HostMemory, num_ranks: int, flag: str) -> None:
+    """Raises ConfigError if pools of this size cannot be: this one by what is free, all of the host by its limit."""
+    if nbytes > free.available or nbytes * max(1, num_ranks) > free.limit:
+        ranks = f", of {num_ranks} ranks" * (num_ranks > 1)
+        raise ConfigError(
+            f"{flag}: a KV pool of {nbytes / GIB:.2f} GiB{ranks}, and free are {free}; ask for less, or raise that limit"
+        )
+
+
+def _shared(free: host.HostMemory, config: EngineConfig) -> str:
+    ranks = f", for {config.num_local_ranks} ranks" if config.num_local_ranks > 1 else ""
+    return f"{free} are free{ranks}"
 
 
 def _within_indices(num_blocks: int, layout: KVLayout, device: Device, is_asked_for: bool) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pd_cluster import host
 from pd_cluster.devices import device as devices
 from pd_cluster.devices.device import Device, MemoryInfo, available_nbytes, pinned_nbytes
 from pd_cluster.errors import ConfigError
@@ -29,7 +30,8 @@ def config(**settings: Any) -> EngineConfig:
 
 
 def num_blocks(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> int:
-    monkeypatch.setattr(sizing, "available_nbytes", lambda device: 8 * GIB)
+    monkeypatch.setattr(host, "memory", lambda: host.HostMemory(8 * GIB, 16 * GIB, "this host"))
+    monkeypatch.setattr(host, "own_nbytes", lambda: 0)
     return sizing.num_pool_blocks(config(**settings), LAYOUT, 1000, CPU)
 
 
@@ -41,6 +43,20 @@ def test_the_first_flag_of_three_that_is_given_decides(monkeypatch: pytest.Monke
     assert num_blocks(monkeypatch, gpu_memory_utilization=0.5, num_local_ranks=4) == of_a_gib
     assert num_blocks(monkeypatch, max_num_seqs=3) == 3 * 250
     assert num_blocks(monkeypatch, max_num_seqs=10**6) == of_a_gib
+    assert num_blocks(monkeypatch, max_num_seqs=10**6, num_local_ranks=8) == of_a_gib // 2
+
+
+def test_pools_that_do_not_fit_a_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by itself, by what is free; those of all ranks together, by the limit. Others may still load as much."""
+    for settings in ({"kv_cache_memory_gib": 9.0}, {"kv_cache_memory_gib": 5.0, "num_local_ranks": 4}):
+        with pytest.raises(ConfigError, match=r"GiB.*8\.00 GiB of the 16\.00 GiB of this host; ask for less"):
+            num_blocks(monkeypatch, **settings)
+    monkeypatch.setattr(host, "memory", lambda: host.HostMemory(GIB, 2 * GIB, "the control group /x"))
+    monkeypatch.setattr(host, "own_nbytes", lambda: GIB // 2)
+    ours = sizing.num_pool_blocks(config(num_local_ranks=2), LAYOUT, 1000, CPU)
+    assert ours * LAYOUT.block_nbytes <= GIB // 8
+    with pytest.raises(ConfigError, match=r"^1\.00 GiB of .* free, for 3 ranks.*cannot hold one request"):
+        sizing.num_pool_blocks(config(num_local_ranks=3), LAYOUT, 1000, CPU)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pd_cluster import host
 from pd_cluster.cluster.members.place import TABLE_VARIABLES
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT, LaunchPreloader
@@ -36,6 +37,7 @@ from ranktable_tools.hosts import bracketed
 from ranktable_tools.keys import ADMIN_TOKEN_FILE, write_keys
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # before the second start in a row, and the longest
+MOST_KILLED_FOR_MEMORY = 3  # deaths of a process in a row, after which it is not started again
 LONG_LIFE_S = 30.0  # after which a death counts as the first again
 READY_POLL_S = 0.03
 STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ctrl-C ends the wait
@@ -110,8 +112,8 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
 
 def _encoders(launch: Launch, ports: Sequence[int], join: str, env: Mapping[str, str], secret: str) -> list[Member]:
     """`join`: the port at which workers register with the scheduler."""
-    host = "127.0.0.1" if launch.host in ("0.0.0.0", "") else launch.host
-    own = [secret, "--role=encode", f"--join={bracketed(host)}:{join}", "--advertise-host=127.0.0.1"]
+    address = "127.0.0.1" if launch.host in ("0.0.0.0", "") else launch.host
+    own = [secret, "--role=encode", f"--join={bracketed(address)}:{join}", "--advertise-host=127.0.0.1"]
     threads = os.environ.get("OMP_NUM_THREADS") or str(num_threads_for(launch.num_ranks))
     env = {**env, **dict.fromkeys(TABLE_VARIABLES, ""), "OMP_NUM_THREADS": threads}
     return [
@@ -120,9 +122,9 @@ def _encoders(launch: Launch, ports: Sequence[int], join: str, env: Mapping[str,
     ]
 
 
-def _command(launch: Launch, host: str, port: int, *own: str) -> list[str]:
+def _command(launch: Launch, address: str, port: int, *own: str) -> list[str]:
     names = [f"--served-model-name={name}" for name in launch.served_model_names]
-    flags = [f"--host={host}", f"--port={port}", *own, f"--model={launch.model_folder}", *names, *launch.arguments]
+    flags = [f"--host={address}", f"--port={port}", *own, f"--model={launch.model_folder}", *names, *launch.arguments]
     return [sys.executable, "-m", "pd_cluster", "serve", *flags]
 
 
@@ -153,6 +155,7 @@ class Cluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._was_ready = False
+        self._num_killed = host.num_killed_for_memory()  # of those, each is the cause of one death at most
         self._encoder_urls: list[str] = []
 
     async def start(self) -> None:
@@ -256,17 +259,25 @@ class Cluster:
 
     async def _supervise(self, member: Member, process: asyncio.subprocess.Process) -> None:
         """Prints a process's lines; reports its death, and restarts it."""
-        backoff_s = 0.0
+        backoff_s, num_for_memory = 0.0, 0
         while True:
             started_s = time.monotonic()
             last = await self._copy_lines(member.name, process)
             code = await process.wait()
             if self._stopping.is_set():
                 return
+            is_for_memory = self._was_killed_for_memory()
+            why = f", and the kernel has killed a process for lack of memory: {host.memory()} are free" * is_for_memory
             if not self._was_ready:
-                raise ConfigError(f"{member.name} could not start (exit code {code}): {last}")
-            self._say(f"{member.name} (pid {process.pid}) died with exit code {code}; the cluster is degraded")
-            if self.launch.restart == "no":
+                raise ConfigError(f"{member.name} could not start (exit code {code}): {last}{why}")
+            self._say(f"{member.name} (pid {process.pid}) died with exit code {code}{why}; the cluster is degraded")
+            num_for_memory = num_for_memory + 1 if is_for_memory else 0
+            if num_for_memory == MOST_KILLED_FOR_MEMORY:
+                self._say(
+                    f"{member.name} is not started again: it was killed for lack of memory {num_for_memory} times in a "
+                    f"row. Give more memory, fewer instances or a smaller KV pool (--kv-cache-memory, --max-model-len)"
+                )
+            if self.launch.restart == "no" or num_for_memory == MOST_KILLED_FOR_MEMORY:
                 if member.is_scheduler and not self._has_scheduler:
                     raise ConfigError("the scheduler died")
                 return
@@ -278,6 +289,11 @@ class Cluster:
                 return
             process = await self._spawn(member)
             self._say(f"{member.name} was started again (pid {process.pid})")
+
+    def _was_killed_for_memory(self) -> bool:
+        """Whether the kernel has killed a process for lack of memory since the last death: this one, as far as known."""
+        before, self._num_killed = self._num_killed, host.num_killed_for_memory()
+        return self._num_killed > before
 
     @property
     def _has_scheduler(self) -> bool:
@@ -314,14 +330,14 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
         return b"(a line that was too long)\n"
 
 
-def _check_free(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _check_free(address: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind((address, port))
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"--port: cannot listen at {host}:{port}: {listening_fault(error)}") from None
+            raise ConfigError(f"--port: cannot listen at {address}:{port}: {listening_fault(error)}") from None
 
 
 Watch = Callable[[Cluster], Awaitable[None]]

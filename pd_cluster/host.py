@@ -42,9 +42,10 @@ class _Files(NamedTuple):
     total: str
 
 
-FILES = {2: _Files(("memory.max", "memory.high"), "memory.current", ""), 1: _Files(
-    ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
-)}
+FILES = {
+    2: _Files(("memory.max", "memory.high"), "memory.current", ""),
+    1: _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),
+}
 
 
 def memory(root: Path = ROOT) -> HostMemory:

@@ -87,7 +87,9 @@ def serve(
 
 @app.command("routing")
 def routing(
-    model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: one that is made for it.")] = "",
+    model: Annotated[
+        str, typer.Option(callback=given_model, help="Model folder; default: one that is made for it.")
+    ] = "",
     prefill: Annotated[int, typer.Option(min=1)] = 2,
     decode: Annotated[int, typer.Option(min=1)] = 2,
     policies: Annotated[
@@ -126,7 +128,9 @@ def routing(
 
 @app.command("tenants")
 def tenants(
-    model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: one that is made for it.")] = "",
+    model: Annotated[
+        str, typer.Option(callback=given_model, help="Model folder; default: one that is made for it.")
+    ] = "",
     tenants: Annotated[int, typer.Option(min=1)] = 8,
     requests: Annotated[int, typer.Option(min=1, help="Of each tenant.")] = 8,
     system_len: Annotated[int, typer.Option(min=1, help="Tokens of the system prompt that all have.")] = 512,
@@ -228,7 +232,9 @@ def guided(
 
 @app.command("faults")
 def faults(
-    model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: the model that the project ships.")] = "",
+    model: Annotated[
+        str, typer.Option(callback=given_model, help="Model folder; default: the model that the project ships.")
+    ] = "",
     faults: Annotated[
         str,
         typer.Option(help="Some of those that an unknown name lists, with commas; default: all."),
@@ -248,7 +254,9 @@ def faults(
 
 @app.command("soak")
 def soak(
-    model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: the model that the project ships.")] = "",
+    model: Annotated[
+        str, typer.Option(callback=given_model, help="Model folder; default: the model that the project ships.")
+    ] = "",
     minutes: Annotated[float, typer.Option(help="Of load, after a quiet run.")] = 30.0,
     kv_transport: Annotated[str, typer.Option(help="shm or dist.")] = "shm",
     faults: Annotated[str, typer.Option(help="To draw from, with commas; an unknown name lists them.")] = "",
@@ -343,7 +351,9 @@ def start(
 
 @app.command("offline")
 def offline(
-    model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: one of 14 million random weights.")] = "",
+    model: Annotated[
+        str, typer.Option(callback=given_model, help="Model folder; default: one of 14 million random weights.")
+    ] = "",
     num_requests: Annotated[int, typer.Option(min=1)] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="How often each contender runs, in turn.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="Threads of one process; prefill and decode share them.")] = 2,

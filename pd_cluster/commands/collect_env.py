@@ -76,5 +76,3 @@ def _free(folder: str) -> str:
     except OSError as error:
         return f"{folder}: {error.strerror}"
     return f"{folder}: {usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f}"
-
-

@@ -175,7 +175,10 @@ async def _work(cluster: Cluster, lines: Lines, asked: Question, once: bool) -> 
     launch = cluster.launch
     started_s = time.monotonic()
     await cluster.start()
-    print(f"starting {launch.num_prefill} prefill, {launch.num_decode} decode and the scheduler …{launch.remark}", flush=True)
+    print(
+        f"starting {launch.num_prefill} prefill, {launch.num_decode} decode and the scheduler …{launch.remark}",
+        flush=True,
+    )
     try:
         await cluster.wait_ready()
         print(f"ready after {time.monotonic() - started_s:.1f} s", flush=True)

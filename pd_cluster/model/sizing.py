@@ -87,7 +87,7 @@ def _check_fits(nbytes: int, free: host.HostMemory, num_ranks: int, flag: str) -
     if nbytes > free.available or nbytes * max(1, num_ranks) > free.limit:
         ranks = f", of {num_ranks} ranks" * (num_ranks > 1)
         raise ConfigError(
-            f"{flag}: a KV pool of {nbytes / GIB:.2f} GiB{ranks}, and free are {free}; ask for less, or raise that limit"
+            f"{flag}: a KV pool of {nbytes / GIB:.2f} GiB{ranks}; free: {free}. Ask for less, or raise that limit"
         )
 
 

@@ -119,7 +119,9 @@ def test_two_schedulers(checkpoint: Checkpoints, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_encoder_is_dead(tmp_path: Path) -> None:
     """Prefill instances compute images themselves, as they do where there is no encoder."""
-    with LiveCluster(tmp_path, make_seer(tmp_path / "model", "qwen3_vl", max_position_embeddings=4096), num_encode=1) as cluster:
+    with LiveCluster(
+        tmp_path, make_seer(tmp_path / "model", "qwen3_vl", max_position_embeddings=4096), num_encode=1
+    ) as cluster:
         kill(cluster, cluster.launch.encoder_names[0])
         for name in ("scheduler", "prefill-0", "decode-0"):
             kill(cluster, name)

@@ -188,7 +188,7 @@ def test_the_guide_s_start_line_works_in_the_image_s_layout(tmp_path: Path) -> N
     """It comes as far as `pd-cluster serve`, which reads the variables."""
     (tmp_path / "AscendCloud-LLM").mkdir()
     (tmp_path / GUIDE_TOOLS).symlink_to(ROOT / "scripts")
-    line = ["sh", f"{GUIDE_TOOLS}/PD_separate/start_servers.sh", "--tensor-parallel-size=2", "--port=8088"]
+    line = ["sh", f"{GUIDE_TOOLS}/PD_separate/start_servers.sh", "--model=/model", "--port=8088"]
     code, _, err = run(*line, env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
     assert code != 0
     assert err.startswith("pd-cluster: GLOBAL_RANK_TABLE_FILE_PATH is not set")

@@ -129,7 +129,7 @@ def test_a_file_that_is_not_there() -> None:
 
 def test_the_command_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
-    path.write_text("max-model-len: -3")
+    path.write_text("model: m\nmax-model-len: -3")
     env = {**os.environ, "NO_COLOR": "1"}
     command = [sys.executable, "-m", "pd_cluster", "serve", "--config", str(path), "--role", "scheduler"]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)

@@ -282,4 +282,4 @@ def test_a_template_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_the_file_is_read_by_who_needs_it_only(tmp_path: Path) -> None:
     """Workers get the same flags, and their hosts need not have the file."""
-    assert options(f"--chat-template={tmp_path / 'nothing'}").engine().block_size is None
+    assert options("--model=m", f"--chat-template={tmp_path / 'nothing'}").engine().block_size is None

@@ -238,7 +238,7 @@ def test_the_documents_flags_bound_the_steps(checkpoint: Checkpoints, num_batche
 def test_tensor_parallel_size_is_the_number_of_devices(tmp_path: Path, which: int) -> None:
     files = tables(tmp_path)
     env = {"GLOBAL_RANK_TABLE_FILE_PATH": str(files[0]), "RANK_TABLE_FILE_PATH": str(files[which])}
-    command = [sys.executable, "-m", "pd_cluster", "serve", "--tensor-parallel-size=1"]
+    command = [sys.executable, "-m", "pd_cluster", "serve", "--model=m", "--tensor-parallel-size=1"]
     done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.startswith("pd-cluster: --tensor-parallel-size 1: ")

@@ -25,7 +25,7 @@ JOIN = "127.0.0.1:9002"
 
 
 def place(env: dict[str, str] | None = None, **given: Any) -> Place:
-    return start_of(ServeOptions(**given), env or {}).place
+    return start_of(ServeOptions(model="m", **given), env or {}).place
 
 
 def fault(call: Callable[[], object]) -> str:
@@ -154,7 +154,7 @@ def test_files_that_nothing_names(role: Any, files: KeyFiles, told: str) -> None
 def test_every_role_checks_every_value(role: str, name: str, value: object, said: str) -> None:
     """Before it looks for its place, so that no instance loads a model for a cluster that cannot serve."""
     with pytest.raises(ConfigError, match=re.escape(said)):
-        start_of(ServeOptions(role=role, **{name: value}), {})
+        start_of(ServeOptions(model="m", role=role, **{name: value}), {})
 
 
 def test_a_worker_needs_no_file_of_the_scheduler() -> None:
@@ -163,6 +163,6 @@ def test_a_worker_needs_no_file_of_the_scheduler() -> None:
         "tool_call_parser": "own",
         "chat_template": "/on/another/host",
     }
-    ServeOptions(**given).check()
+    ServeOptions(model="m", **given).check()
     with pytest.raises(ConfigError, match="there is no such file"):
         ServeOptions(**given).chat()

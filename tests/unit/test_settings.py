@@ -98,10 +98,19 @@ def test_names_and_flags_are_not_shared() -> None:
 def test_defaults_obey_their_rules() -> None:
     """And what is written for a value is read as that value again."""
     for group in GROUPS:
-        made = ServeOptions().read(group)
+        made = ServeOptions(model="m").read(group)
         for each in declared(group):
             value = getattr(made, each.field)
             assert each.default is None or each.read(each.write(value)) == value, each.name
+
+
+@pytest.mark.parametrize("given", [{}, {"model": ""}])
+def test_a_model_must_be_given(given: dict[str, str]) -> None:
+    """An empty one comes from a variable that is not set: nothing is served in its place."""
+    with pytest.raises(ConfigError, match=r"^--model: empty or missing; give a model's folder"):
+        ServeOptions(**given).check()
+    with pytest.raises(ConfigError, match=r"^model: empty or missing"):
+        config_of({"model": ""})
 
 
 @pytest.mark.parametrize(
@@ -124,10 +133,6 @@ def test_options_do_not_show_secrets() -> None:
     assert secrets == {"api_key", "metrics_key", "kv_shared_cache"}
     shown = repr(ServeOptions(api_key=["sk-secret", "api=sk-secret"], metrics_key="sk-secret", port=7))
     assert shown == "ServeOptions(port=7)"
-
-
-def test_a_written_default_asks_for_the_shipped_model() -> None:
-    assert Path(ServeOptions().engine().model).name == "tiny-chat"
 
 
 def run(code: str, path: Path = ROOT) -> list[str]:
@@ -175,7 +180,7 @@ def test_a_new_setting_takes_one_file(tmp_path: Path) -> None:
         from pd_cluster.offline.session import _launch
         from pd_cluster.settings.options import ServeOptions
         from pd_cluster.settings.engine import SHIPPED_MODEL
-        print(ServeOptions(made_up=4).engine().made_up, ServeOptions().engine().made_up)
+        print(ServeOptions(model="m", made_up=4).engine().made_up, ServeOptions(model="m").engine().made_up)
         given = {"model": SHIPPED_MODEL, "made_up": 7}
         print(config_of(given).engine.made_up, *_launch(config_of(given, 1, 1)).arguments)
         try:

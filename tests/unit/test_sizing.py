@@ -49,7 +49,7 @@ def test_the_first_flag_of_three_that_is_given_decides(monkeypatch: pytest.Monke
 def test_pools_that_do_not_fit_a_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One by itself, by what is free; those of all ranks together, by the limit. Others may still load as much."""
     for settings in ({"kv_cache_memory_gib": 9.0}, {"kv_cache_memory_gib": 5.0, "num_local_ranks": 4}):
-        with pytest.raises(ConfigError, match=r"GiB.*8\.00 GiB of the 16\.00 GiB of this host; ask for less"):
+        with pytest.raises(ConfigError, match=r"GiB.*8\.00 GiB of the 16\.00 GiB of this host\. Ask for less"):
             num_blocks(monkeypatch, **settings)
     monkeypatch.setattr(host, "memory", lambda: host.HostMemory(GIB, 2 * GIB, "the control group /x"))
     monkeypatch.setattr(host, "own_nbytes", lambda: GIB // 2)

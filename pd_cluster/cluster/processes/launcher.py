@@ -291,7 +291,7 @@ class Cluster:
             self._say(f"{member.name} was started again (pid {process.pid})")
 
     def _was_killed_for_memory(self) -> bool:
-        """Whether the kernel has killed a process for lack of memory since the last death: this one, as far as known."""
+        """Whether the kernel has killed a process for lack of memory since the last death, probably this one."""
         before, self._num_killed = self._num_killed, host.num_killed_for_memory()
         return self._num_killed > before
 

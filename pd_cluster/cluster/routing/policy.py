@@ -148,7 +148,7 @@ def for_all_kinds(choose: Policy) -> Policy:
 def alone(instances: Sequence[Instance]) -> Pair:
     """Chooses one instance for both legs: a decode instance if there is any, with the fewest tokens ahead.
 
-    One that is part of a pair now comes before the others. What instances were before does not count, so a restart of
+    One that is part of a pair now comes before the others. The past of instances does not count, so a restart of
     this process changes nothing. Raises Unavailable.
     """
     found = [i for i in instances if i.takes_requests and i.role != "encode"]

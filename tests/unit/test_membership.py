@@ -8,6 +8,7 @@ import gzip
 from dataclasses import replace
 
 import httpx
+import msgspec
 import pytest
 
 from pd_cluster.cluster.members import membership as module
@@ -16,8 +17,10 @@ from pd_cluster.cluster.members.membership import MOST_INFO_NBYTES, Membership, 
 from pd_cluster.cluster.members.place import Place
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.timeouts import Timeouts
+from ranktable_tools import Server
 from ranktable_tools.tables import server_group
 from tests.support.elastic_world import Wires, place_of
+from tests.support.router_world import info_of
 
 
 def place_with(host: str) -> Place:
@@ -105,3 +108,33 @@ def test_an_answer_of_any_kind_ends_nothing_but_its_instance(head: str, part: by
 
     assert wanted in asyncio.run(asked())
     assert num_sent < 2 * MOST_INFO_NBYTES + (8 << 20), "the rest is not read; buffers of sockets may hold some"
+
+
+def test_a_stranger_at_a_port_fails_one_instance() -> None:
+    """A restart of the scheduler finds it there, too. All workers in each other's places are an error of NODE_PORTS."""
+    place = place_of(1, 2)
+    first, second, third = place.table.instances
+
+    async def ask(*answering: Server) -> list[tuple[str, str]]:
+        at_port = dict(zip((1, 2, 3), answering, strict=True))
+
+        def answer(request: httpx.Request) -> httpx.Response:
+            server = at_port[request.url.port or 0]
+            ids = [device.device_id for device in server.device]
+            info = info_of("x", "decode", server_ip=server.server_ip, device_ids=ids, state="loading")
+            return httpx.Response(200, stream=httpx.ByteStream(msgspec.json.encode(info)))
+
+        instances = instances_of(place, [1, 2, 3])
+        membership = Membership(place, instances, Wires(), Timeouts(), "model")
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            for instance in instances:
+                await membership._ask(instance, client)
+        return [(instance.state, instance.reason) for instance in instances]
+
+    stranger = replace(first, device=tuple(replace(each, device_id="77") for each in first.device))
+    (state, reason), *_ = asyncio.run(ask(stranger, second, third))
+    assert (state, "devices 77" in reason) == ("failed", True)
+    states = asyncio.run(ask(first, third, second))
+    assert [reason.startswith("NODE_PORTS=1,2,3: ") for _, reason in states] == [False, True, True]
+    with pytest.raises(ConfigError, match=r"^NODE_PORTS=1,2,3: .*list the ports in the order"):
+        asyncio.run(ask(second, third, first))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import time
@@ -58,6 +59,14 @@ def build_core(
 ) -> tuple[EngineCore, ModelRunner]:
     """Loads an engine without peers: it generates by itself, together with its followers if there are any."""
     runner = ModelRunner(config, group, device)
+    with contextlib.ExitStack() as undo:
+        undo.callback(runner.let_go)
+        core = _core_of(config, runner, followers)
+        undo.pop_all()
+    return core, runner
+
+
+def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Channel]) -> EngineCore:
     prefix = PrefixScope(runner.model_identity, runner.numerics) if config.enable_prefix_caching else None
     block_size, num_kept = runner.pool.layout.block_size, runner.swap.num_kept
     tier = HostTier(num_kept, runner.swap.num_blocks, LoadCost(block_size)) if num_kept and prefix is not None else None
@@ -73,7 +82,7 @@ def build_core(
         keeps_pictures=runner.tower is not None and runner.tower.rules.sees_whole,
     )
     guides = Guides(lambda: Compiler(runner.tokenizer_file, runner.vocab_size, runner.eos_token_ids))
-    return EngineCore(LeadRunner(runner, followers) if followers else runner, scheduler, guides=guides), runner
+    return EngineCore(LeadRunner(runner, followers) if followers else runner, scheduler, guides=guides)
 
 
 def limits_of(runner: ModelRunner) -> EngineLimits:

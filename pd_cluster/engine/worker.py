@@ -166,6 +166,7 @@ class Worker:
         finally:
             self.adapters.close()
             self.tiers.close()
+            self.core.guides.close()
             if self._kv_events is not None:
                 self._kv_events.close()
 

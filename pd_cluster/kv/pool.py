@@ -6,11 +6,13 @@ that has it, however that ended. On an accelerator it is allocated on the device
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
 import secrets
 import threading
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +34,7 @@ class KVPool:
     """`memory` has num_blocks + NUM_EXTRA_BLOCKS blocks; `num_blocks` counts those that requests can hold.
 
     The content of the probe block depends only on `probe_seed` and never changes: the probes of others land in a
-    separate block.
+    separate block. Usable in `with`.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: Device = CPU) -> None:
@@ -56,7 +58,11 @@ class KVPool:
                 raise ConfigError(f"{_described(layout, num_blocks)} cannot be had: {error}; give it less") from None
         self.probe_lock = threading.Lock()  # for the block where several links' probes land
         self.probe_seed = secrets.randbits(62)
-        self.put_block(self.probe_block, probe_content(layout, self.probe_seed))
+        try:
+            self.put_block(self.probe_block, probe_content(layout, self.probe_seed))
+        except BaseException:
+            self.close()
+            raise
 
     def _allocated(self) -> Memory:
         """Allocates on an accelerator."""
@@ -69,10 +75,14 @@ class KVPool:
         num_blocks = self.num_blocks + NUM_EXTRA_BLOCKS
         nbytes = self.layout.block_nbytes * num_blocks
         self.fd = os.memfd_create("pd-cluster-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, nbytes)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._map = mmap.mmap(self.fd, nbytes)
-        return view_blocks(self._map, self.layout, num_blocks)
+        try:
+            os.ftruncate(self.fd, nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._map = mmap.mmap(self.fd, nbytes)
+            return view_blocks(self._map, self.layout, num_blocks)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def data(self) -> torch.Tensor:
@@ -142,8 +152,26 @@ class KVPool:
             self._map.madvise(mmap.MADV_REMOVE, 0, nbytes)
 
     def close(self) -> None:
+        """Returns the memory to the system; further calls do nothing, and uses of `memory` raise AttributeError.
+
+        The pages go at once. A tensor that still views them reads zeros and keeps the mapping, so links of other
+        processes must be closed before.
+        """
+        if hasattr(self, "memory"):
+            del self.memory
+        if self._map is not None:
+            with contextlib.suppress(OSError):  # then the pages go with the last view
+                self._map.madvise(mmap.MADV_REMOVE)
+            self._map = None  # not closed: torch keeps it mapped for its views by a reference alone
         if self.fd >= 0:
             os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def way_of(device: Device) -> type[HostBlocks | DeviceBlocks | LayerMajor]:

@@ -70,11 +70,14 @@ def prove_same_logits(model: PlainCausalLM, pool: KVPool, dtype: str) -> None:
     """
     layout = replace(pool.layout, block_size=BLOCK_SIZE, dtype=dtype)
     token_ids = probe_token_ids(model.config.vocab_size)
-    small = KVPool(layout, num_blocks=2 * len(BLOCK_TABLES[0]), device=pool.device)
-    with torch.inference_mode(), refusal(model), _short_windows(model.model):
+    with (
+        KVPool(layout, num_blocks=2 * len(BLOCK_TABLES[0]), device=pool.device) as small,
+        torch.inference_mode(),
+        refusal(model),
+        _short_windows(model.model),
+    ):
         actual = _in_chunks(model, small, token_ids.tolist())
         expected = own_logits(model, token_ids.to(actual.device))
-    small.close()
     check_same(actual, expected, model, ROUNDED if model.rounds_activations else dtype)
 
 

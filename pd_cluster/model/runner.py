@@ -20,7 +20,7 @@ from pd_cluster.checkpoints.weight_files import num_weights
 from pd_cluster.devices.device import Device, resolve, use
 from pd_cluster.devices.group import buffers_nbytes
 from pd_cluster.devices.streams import capture, mark
-from pd_cluster.errors import ConfigError, ModelError, called
+from pd_cluster.errors import Closed, ConfigError, ModelError, called
 from pd_cluster.kv.layout import num_lanes
 from pd_cluster.kv.memory import Move
 from pd_cluster.kv.pool import KVPool
@@ -115,9 +115,19 @@ class ModelRunner:
         self.tokenizer_file = (checkpoint.tokenizer_path or checkpoint.path) / "tokenizer.json"
         dtype = resolve_dtype(config.dtype, checkpoint, device)
         self.max_num_batched_tokens = self.group.least(num_step_tokens(config, device))
-        with trial(checkpoint):
-            self._load(config, checkpoint, dtype, block_size)
-        coded = checkpoint.quantization
+        self._pool: KVPool | None = None
+        try:
+            with trial(checkpoint):
+                self._load(config, checkpoint, dtype, block_size)
+            self._prepare(config, checkpoint, dtype)
+            self.group.loaded()
+        except BaseException:
+            self._close_pool()
+            raise
+
+    def _prepare(self, config: EngineConfig, checkpoint: Checkpoint, dtype: str) -> None:
+        """Captures graphs, and names what changes the loaded model's numbers."""
+        device, coded = self.device, checkpoint.quantization
         self.numerics = Numerics(
             device=device.kind,
             dtype=dtype,
@@ -141,7 +151,18 @@ class ModelRunner:
         self.goes_ahead = device.is_accelerator and (self.group.size == 1 or spreads)
         self.threads = StepThreads()
         self._has_weights = True
-        self.group.loaded()
+
+    @property
+    def pool(self) -> KVPool:
+        """Raises Closed after `let_go`."""
+        if self._pool is None:
+            raise Closed("the KV pool is closed")
+        return self._pool
+
+    def _close_pool(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
 
     def _load(self, config: EngineConfig, checkpoint: Checkpoint, dtype: str, block_size: int) -> None:
         """Loads the model, allocates the pool and runs the proof. Raises ModelError for what must not be served."""
@@ -177,7 +198,7 @@ class ModelRunner:
             log.info("%.2f GiB are left to communicators, %d of them KV pairs", nbytes / 2**30, num_pairs)
         peak += nbytes
         num_blocks = num_pool_blocks(config, layout, self.max_model_len, device, peak)
-        self.pool = KVPool(layout, self.group.least(num_blocks), device)
+        self._pool = KVPool(layout, self.group.least(num_blocks), device)
         num_kept = self.group.least(num_host_cache_blocks(config, layout))
         self.tiers: dict[LowerKind, TierThread] = {}
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)), num_kept)
@@ -381,7 +402,8 @@ class ModelRunner:
         """Frees weights, adapters, graphs and the KV cache at once; this object is of no use afterwards."""
         self._graphs = self._adapted_graphs = self.prompt_graphs = self.tower = None
         self.held.let_go()
-        del self.model, self.pool, self.swap
+        del self.model, self.swap
+        self._close_pool()
         if not self.device.is_accelerator:
             give_freed_back()
 

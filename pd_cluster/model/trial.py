@@ -132,7 +132,6 @@ def _prove_length(
     """Compares the logits of tokens [first, num_tokens), and those of a short sequence in the same steps."""
     block_size = layout.block_size
     num_blocks = [-(-n // block_size) for n in (num_tokens, COMPANY)]
-    small = KVPool(layout, sum(num_blocks), device=device)
     blocks = list(reversed(range(sum(num_blocks))))
     ids = probe_token_ids(model.config.vocab_size, 2 * num_tokens)
     requests = [
@@ -141,7 +140,7 @@ def _prove_length(
     ]
     half = num_tokens // 2
     steps = [(half, 5), (num_tokens - half - 3, 4), (1, 1), (1, 1), (1, 1)]
-    with torch.inference_mode(), refusal(model):
+    with KVPool(layout, sum(num_blocks), device=device) as small, torch.inference_mode(), refusal(model):
         found = _in_chunks(model, small, requests, steps, (first, 0))
         for actual, request, start in zip(found, requests, (first, 0), strict=True):
             token_ids = torch.tensor([request.prompt_token_ids], device=actual.device)
@@ -149,7 +148,6 @@ def _prove_length(
             with _own_positions(model):
                 expected = own_logits(model, token_ids, rows)[0]
             check_same(actual, expected, model, layout.dtype, where)
-    small.close()
 
 
 @contextmanager

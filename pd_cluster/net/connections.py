@@ -117,6 +117,7 @@ class Connections:
             self.poller.unregister(connection.socket)
             self.poller.unregister(connection.monitor)
             connection.socket.disable_monitor()
+            connection.monitor.close(linger=0)
             connection.socket.close(linger=0)
         return True
 

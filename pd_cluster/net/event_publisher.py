@@ -101,7 +101,9 @@ class EventPublisher:
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Publishes what is queued, and ends."""
+        """Publishes what is queued, and ends; further calls do nothing. `publish` must not follow."""
+        if self._wake_fd < 0:
+            return
         self._stopping = True
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(timeout=5)
@@ -244,6 +246,7 @@ class EventPublisher:
             self._auth.stop()
         self._context.destroy(linger=0)
         os.close(self._wake_fd)
+        self._wake_fd = -1
 
 
 def public_text(key: bytes) -> str:

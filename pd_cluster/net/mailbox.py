@@ -74,6 +74,7 @@ class Mailbox:
         )
         self._commands: deque[Callable[[], object]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()  # the number of a closed descriptor may be another file's
         self._is_woken = False  # a wake that the thread has not noticed yet
         self._poller = self._connections.poller
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -83,8 +84,12 @@ class Mailbox:
         self._beaten_s, self._soon_s = -math.inf, math.inf  # the last heartbeat, and one that is wanted
         self._thread = threading.Thread(target=self._run, name="mailbox", daemon=True)
         self._auth = ThreadAuthenticator(self._context)
-        self._auth.start()
-        self._auth.configure_curve_callback(domain="*", credentials_provider=self)
+        try:
+            self._auth.start()
+            self._auth.configure_curve_callback(domain="*", credentials_provider=self)
+        except BaseException:
+            self.close()
+            raise
         logging.getLogger("zmq.auth").setLevel(logging.ERROR)
 
     # ---- any thread
@@ -156,12 +161,17 @@ class Mailbox:
             return self._connections.heard.wait_for(self._is_heard, timeout_s)
 
     def close(self) -> None:
+        """Ends the thread and all connections; further calls do nothing."""
         self._stopping = True
         self._wake()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
         self._auth.stop()
         self._context.destroy(linger=0)
+        with self._wake_lock:
+            if self._wake_fd >= 0 and not self._thread.is_alive():
+                os.close(self._wake_fd)
+                self._wake_fd = -1
 
     def _call(self, command: Callable[[], object]) -> None:
         self._commands.append(command)
@@ -170,8 +180,10 @@ class Mailbox:
     def _wake(self) -> None:
         if self._is_woken:  # the thread will still read the commands: it resets this before
             return
-        self._is_woken = True
-        os.eventfd_write(self._wake_fd, 1)
+        with self._wake_lock:
+            if self._wake_fd >= 0:  # otherwise it is closed
+                self._is_woken = True
+                os.eventfd_write(self._wake_fd, 1)
 
     # ---- the mailbox's thread
 

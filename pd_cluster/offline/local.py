@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -141,22 +142,24 @@ class LocalEngine:
             self._call(self._ended.set)
 
     def _work(self) -> None:
+        self._loaded.set_running_or_notify_cancel()  # nobody cancels it from now on
         try:
             worker, runner, info = self._load()
-        except PdClusterError as error:
-            self._loaded.set_exception(error)
-            return
         except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the model
             self._loaded.set_exception(error)
+            if isinstance(error, PdClusterError):
+                return
             raise
-        self._loaded.set_result(info)
         try:
+            self._loaded.set_result(info)
             worker.run()
             reason = "the engine was closed"
         except Exception as error:  # top of this thread
             log.exception("the engine has failed")
             reason = f"the engine has failed: {error}"
-        runner.let_go()  # the worker itself is freed by the next garbage collection
+        finally:
+            runner.let_go()  # the worker itself is freed by the next garbage collection
         self._call(self._roster.on_closed, NAME, reason)
 
     def _load(self) -> tuple[Worker, ModelRunner, InstanceInfo]:
@@ -182,25 +185,28 @@ class LocalEngine:
             timeouts=NO_TIMEOUTS,
         )
         core, runner = build_core(self._config)
-        worker = Worker(config, core, side_of(config, runner), limits_of(runner), self, _NoLanes(), self._inbox)
-        worker.take_adapters(runner.held, runner.held.named)
-        self._adapters = dict(runner.held.named)
-        self._inbox.put(ConnOpened(NAME, "scheduler@0", "scheduler"))
-        info = InstanceInfo(
-            name=NAME,
-            role="decode",
-            state="ready",
-            server_ip="",
-            device_ids=[],
-            epoch=1,
-            pid=0,
-            model_identity=runner.model_identity,
-            numerics=runner.numerics,
-            max_model_len=runner.max_model_len,
-            layout=runner.pool.layout.to_info(),
-            num_blocks=runner.pool.num_blocks,
-            max_num_seqs=self._config.max_num_seqs,
-        )
+        with contextlib.ExitStack() as undo:
+            undo.callback(runner.let_go)
+            worker = Worker(config, core, side_of(config, runner), limits_of(runner), self, _NoLanes(), self._inbox)
+            worker.take_adapters(runner.held, runner.held.named)
+            self._adapters = dict(runner.held.named)
+            self._inbox.put(ConnOpened(NAME, "scheduler@0", "scheduler"))
+            info = InstanceInfo(
+                name=NAME,
+                role="decode",
+                state="ready",
+                server_ip="",
+                device_ids=[],
+                epoch=1,
+                pid=0,
+                model_identity=runner.model_identity,
+                numerics=runner.numerics,
+                max_model_len=runner.max_model_len,
+                layout=runner.pool.layout.to_info(),
+                num_blocks=runner.pool.num_blocks,
+                max_num_seqs=self._config.max_num_seqs,
+            )
+            undo.pop_all()
         return worker, runner, info
 
 

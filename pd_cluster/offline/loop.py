@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pd_cluster.errors import Closed
@@ -18,6 +18,8 @@ END_TIMEOUT_S = 10.0  # for cancelled work to end
 class LoopThread:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._executor = ThreadPoolExecutor(thread_name_prefix=name)  # of blocking calls
+        self._loop.set_default_executor(self._executor)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._is_closed = False
@@ -50,6 +52,7 @@ class LoopThread:
 
     def _run(self) -> None:
         self._loop.run_forever()
+        self._executor.shutdown(cancel_futures=True)
         self._loop.close()
 
     def _check_open(self, work: Coroutine[Any, Any, Any]) -> None:

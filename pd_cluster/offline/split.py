@@ -24,6 +24,7 @@ from pd_cluster.cluster.members.place import find_place, node_ports
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launch_preloader import LaunchPreloader
 from pd_cluster.cluster.processes.launcher import Member, plan_cluster
+from pd_cluster.cluster.processes.ports import Reservations
 from pd_cluster.cluster.routing.policy import linked_pairs, why_unavailable
 from pd_cluster.errors import KEEPS_MARKS, ConfigError
 from pd_cluster.service.edge import Edge
@@ -46,22 +47,28 @@ class SplitCluster:
         self._config = config
         self._launch = launch
         self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-"))  # mode 0700
+        self._ports = Reservations()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._watching: asyncio.Task[None] | None = None
         self._working: list[asyncio.Task[None]] = []
         self._preloader: LaunchPreloader | None = None
         self._book: AdapterBook | None = None
-        self.edge: Edge[Membership]
+        self._edge: Edge[Membership] | None = None
+
+    @property
+    def edge(self) -> Edge[Membership]:
+        assert self._edge is not None  # there is one once it has started
+        return self._edge
 
     async def start(self) -> None:
         """Waits until a request can be handed over. Raises ConfigError when a process ends before that."""
         self._preloader = LaunchPreloader(self._launch)
-        *workers, scheduler = plan_cluster(self._launch, self._folder)
+        *workers, scheduler = plan_cluster(self._launch, self._folder, self._ports)
         for member in workers:
             self._spawn(member)
         place = find_place(scheduler.env)
         roster_of = partial(membership_of, place, node_ports(scheduler.env, place), self._config.timeouts)
-        self.edge = Edge(self._config, credentials_of(place, KeyFiles()), roster_of)
+        self._edge = Edge(self._config, credentials_of(place, KeyFiles()), roster_of)
         self.edge.start()
         if self._config.engine.adapters.are_wanted:
             self._book = self._adapter_book()
@@ -94,8 +101,6 @@ class SplitCluster:
             for task in self._working:
                 task.cancel()
             await asyncio.gather(*self._working, return_exceptions=True)
-            if self._working:
-                self.edge.mailbox.close()
             for _ in range(2):  # the second signal does not wait for requests
                 for process in self._running:
                     process.terminate()
@@ -104,8 +109,11 @@ class SplitCluster:
             for process in self._running:
                 process.kill()
                 process.wait()
+            if self._edge is not None:
+                self._edge.mailbox.close()
             if self._preloader is not None:
                 self._preloader.close()
+            self._ports.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @property

@@ -95,7 +95,7 @@ class Edge(Generic[RosterT]):
 
         `is_scheduler`: `index` is that of one of several schedulers.
         """
-        engine, routing, timeouts = config.engine, config.routing, config.timeouts
+        engine = config.engine
         self.config = config
         self._handle_secret = credentials.key  # of the scheduler, and so of all its API processes
         self.checkpoint = Checkpoint.of(engine)
@@ -110,11 +110,25 @@ class Edge(Generic[RosterT]):
         own = (engine.model, *config.served_model_names)
         self.adapters = digests_of(engine.adapters, own) if adapters is None else adapters
         name = "scheduler" if index is None else f"scheduler-{index}"
-        self.mailbox = Mailbox(name, secrets.randbits(62), "scheduler", credentials, timeouts)
-        self.roster = roster_of(self.mailbox, self.checkpoint)
-        self.router = Router(
+        self.mailbox = Mailbox(name, secrets.randbits(62), "scheduler", credentials, config.timeouts)
+        try:
+            self.roster, self.router = self._routed(roster_of, is_scheduler)
+            if is_scheduler:
+                self.roster.own_key = peer_key(name, self.mailbox.epoch)
+            self.handler = LoopHandler(asyncio.get_running_loop(), self.roster, self.router)
+        except BaseException:
+            self.mailbox.close()
+            raise
+
+    def _routed(
+        self, roster_of: Callable[[Mailbox, Checkpoint], RosterT], is_scheduler: bool
+    ) -> tuple[RosterT, Router]:
+        """Makes the list of instances, and the router over it."""
+        routing, timeouts = self.config.routing, self.config.timeouts
+        roster = roster_of(self.mailbox, self.checkpoint)
+        router = Router(
             self.mailbox.send,
-            self.roster,
+            roster,
             POLICIES[routing.policy],
             timeouts.request_timeout_s,
             replay_limits(routing.max_attempts, timeouts),
@@ -124,10 +138,8 @@ class Edge(Generic[RosterT]):
             shares_workers=is_scheduler,
             find_s=timeouts.connect_timeout_s,
         )
-        self.router.inlet.holds_first = routing.first_token == "with-decode"
-        if is_scheduler:
-            self.roster.own_key = peer_key(name, self.mailbox.epoch)
-        self.handler = LoopHandler(asyncio.get_running_loop(), self.roster, self.router)
+        router.inlet.holds_first = routing.first_token == "with-decode"
+        return roster, router
 
     def start(self) -> None:
         """Starts to receive messages from workers."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import queue
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +25,7 @@ from pd_cluster.net.sockets import KeyPair, receive
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
+from tests.support.held import held, more_than
 
 SECRET = b"s" * 32
 SCHEDULER = KeyPair.of(b"private key of the scheduler 32b")
@@ -366,3 +369,35 @@ def test_a_taken_port_range_is_a_clear_error(box: Callable[..., Box]) -> None:
     other = box("prefill-0", 8)
     with pytest.raises(ConfigError, match="--kv-port-range"):
         other.mailbox.bind("127.0.0.1", PortRange(server.port, server.port))
+
+
+def test_closed_it_holds_nothing_and_takes_no_orders() -> None:
+    before = held()
+    worker, scheduler = Box("w", 1, listen=True), Box("s", 2)
+    opened = [scheduler.connect_to(worker) for _ in range(2)]
+    for _ in opened:
+        scheduler.wait("opened")
+    scheduler.mailbox.disconnect(opened[0])
+    for box in (worker, scheduler):
+        box.mailbox.close()
+        box.mailbox.close()
+        box.mailbox.send(opened[1], wire.Abort("r", 1))
+    assert more_than(before) == Counter()
+
+
+def test_a_connection_that_is_given_up_holds_nothing() -> None:
+    worker, scheduler = Box("w", 1, listen=True), Box("s", 2)
+    try:
+        scheduler.connect_to(worker)
+        scheduler.wait("opened")
+        gc.disable()
+        before = held()
+        for _ in range(5):
+            conn = scheduler.connect_to(worker)
+            scheduler.wait("opened")
+            scheduler.mailbox.disconnect(conn)
+        assert more_than(before) == Counter()
+    finally:
+        gc.enable()
+        worker.mailbox.close()
+        scheduler.mailbox.close()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from pd_cluster.cluster.processes import ports
 from pd_cluster.errors import ConfigError
+from tests.support.held import held, more_than
 
 FEW = range(20_000, 20_040)
 OTHERS = """
@@ -24,7 +26,7 @@ input()
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "_candidates", lambda: iter(FEW))
-    monkeypatch.setattr(ports, "_chosen", [])  # given back with the test
+    monkeypatch.setattr(ports, "FOR_LIFE", ports.Reservations())  # given back with the test
 
 
 def test_what_another_process_has_chosen_is_not_chosen(few: None) -> None:
@@ -47,6 +49,18 @@ def test_what_somebody_listens_on_is_not_chosen(few: None) -> None:
         server.bind(("127.0.0.1", FEW[0]))
         server.listen()
         assert FEW[0] not in ports.free_ports(3)
+
+
+def test_a_port_is_free_again_when_its_reservation_ends(few: None) -> None:
+    reservations = ports.Reservations()
+    before = held()
+    first = ports.free_ports(len(FEW), reservations)
+    with pytest.raises(ConfigError, match="no 1 free ports"):
+        ports.free_ports(1)
+    reservations.close()
+    reservations.close()
+    assert more_than(before) == Counter()
+    assert set(ports.free_ports(len(FEW))) == set(first)
 
 
 def test_a_pair_is_two_neighbours(few: None) -> None:

@@ -261,8 +261,11 @@ class ApiProcesses:
             raise InstanceLost(f"API process {api.config.index} ended {MAX_DEATHS} times within {DEATHS_S:g} s")
 
     async def _start(self, api: _Api) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+        if api.writer is not None:  # of the one that has ended
+            api.writer.close()
         ours, theirs = socket.socketpair()
-        with theirs:
+        with contextlib.ExitStack() as undo, theirs:
+            undo.enter_context(ours)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -271,6 +274,7 @@ class ApiProcesses:
                 pass_fds=[theirs.fileno(), *_descriptors(api.config)],
                 stdin=asyncio.subprocess.DEVNULL,
             )
+            undo.pop_all()
         api.process = process
         reader, api.writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_NBYTES)
         api.writer.write(msgspec.json.encode(api.config) + b"\n")

@@ -25,7 +25,7 @@ from pd_cluster import host
 from pd_cluster.cluster.members.place import TABLE_VARIABLES
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT, LaunchPreloader
-from pd_cluster.cluster.processes.ports import free_ports
+from pd_cluster.cluster.processes.ports import Reservations, free_ports
 from pd_cluster.devices.device import num_threads_for
 from pd_cluster.errors import ConfigError, listening_fault
 from pd_cluster.settings.http import KEYS_VARIABLE, METRICS_KEY_VARIABLE
@@ -58,11 +58,11 @@ class Member:
     is_scheduler: bool = False
 
 
-def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
+def plan_cluster(launch: Launch, folder: Path, reservations: Reservations | None = None) -> list[Member]:
     """Writes the rank tables and their secrets into `folder`; returns the processes, schedulers last.
 
     Encoders are in no table: they register at a port of the scheduler. Existing secrets stay: the other processes must
-    recognize a restarted one. Raises ConfigError.
+    recognize a restarted one. `reservations` hold the workers' ports. Raises ConfigError.
     """
     num_workers = launch.num_prefill + launch.num_decode
     names = launch.worker_names
@@ -79,7 +79,7 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
     )
     write(generated, folder)
     secret, key, token = write_keys(folder, PRIVATE)
-    join_port, *free = free_ports(1 + num_workers + launch.num_encode)
+    join_port, *free = free_ports(1 + num_workers + launch.num_encode, reservations)
     ports = free[:num_workers]
     everywhere = {"PYTHONUNBUFFERED": "1", DIE_WITH_PARENT: str(os.getpid())}
     common = {
@@ -150,6 +150,7 @@ class Cluster:
         self._say = say
         self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-"))  # mode 0700
         self.admin_token_file = self._folder / ADMIN_TOKEN_FILE
+        self._ports = Reservations()
         self._preloader: LaunchPreloader | None = None
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -163,7 +164,7 @@ class Cluster:
         for port in range(self.launch.port + bool(self.launch.uds), self.launch.port_of(self.launch.num_schedulers)):
             _check_free(self.launch.host, port)
         self._preloader = LaunchPreloader(self.launch)
-        members = plan_cluster(self.launch, self._folder)
+        members = plan_cluster(self.launch, self._folder, self._ports)
         encoders = self.launch.encoder_names
         self._encoder_urls = [f"http://127.0.0.1:{each.port}" for each in members if each.name in encoders]
         for member in members:
@@ -238,6 +239,7 @@ class Cluster:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._ports.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _spawn(self, member: Member) -> asyncio.subprocess.Process:

@@ -17,19 +17,47 @@ FIRST, LAST = 10_000, 65_535
 OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LEAST_ROOM = 1000  # ports; if the kernel leaves fewer, any port will do
 
-_chosen: list[socket.socket] = []  # held as long as this process lives
+
+class Reservations:
+    """Ports that were chosen and that nobody else gets until `close`, which may be called again."""
+
+    def __init__(self) -> None:
+        self._claims: list[socket.socket] = []
+
+    def take(self, port: int) -> bool:
+        """Reserves a port if it is free now. Returns whether it was."""
+        with socket.socket() as probe:
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError:
+                return False
+            claim = socket.socket(socket.AF_UNIX)
+            try:
+                claim.bind(f"\0pd-cluster-port-{port}")
+            except OSError:
+                claim.close()
+                return False
+        self._claims.append(claim)
+        return True
+
+    def close(self) -> None:
+        while self._claims:
+            self._claims.pop().close()
 
 
-def free_ports(count: int) -> list[int]:
-    """Returns ports that are free now and that no other call, in any process, gets while this process lives.
+FOR_LIFE = Reservations()  # until this process ends
 
-    Raises ConfigError if there are too few.
+
+def free_ports(count: int, reservations: Reservations | None = None) -> list[int]:
+    """Returns ports that are free now and that no other call, in any process, gets while they are reserved.
+
+    `reservations` None: as long as this process lives. Raises ConfigError if there are too few.
     """
     ports: list[int] = []
     for port in _candidates():
         if len(ports) == count:
             break
-        if _take(port):
+        if (reservations or FOR_LIFE).take(port):
             ports.append(port)
     if len(ports) < count:
         raise ConfigError(f"this machine has no {count} free ports")
@@ -44,7 +72,7 @@ def free_port_pair() -> int:
 def free_port_row(count: int) -> int:
     """Returns the first of so many free ports that follow each other. Raises ConfigError."""
     for port in _candidates():
-        if port + count - 1 <= LAST and all(_take(each) for each in range(port, port + count)):
+        if port + count - 1 <= LAST and all(FOR_LIFE.take(each) for each in range(port, port + count)):
             return port
     raise ConfigError(f"this machine has no {count} neighbouring free ports")
 
@@ -63,19 +91,3 @@ def _first_outgoing() -> int:
         return int(OUTGOING.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return LAST + 1
-
-
-def _take(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("0.0.0.0", port))
-        except OSError:
-            return False
-        claim = socket.socket(socket.AF_UNIX)
-        try:
-            claim.bind(f"\0pd-cluster-port-{port}")
-        except OSError:
-            claim.close()
-            return False
-    _chosen.append(claim)
-    return True

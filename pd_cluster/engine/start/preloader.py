@@ -130,7 +130,8 @@ class Preloader:
     def start(cls, env: Mapping[str, str], model: str = "") -> Preloader:
         """Starts a preloader. `env` is a rank's; the files of `model`, a folder, are read ahead."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with contextlib.ExitStack() as undo, theirs:
+            undo.enter_context(ours)
             process = subprocess.Popen(
                 [sys.executable, "-m", "pd_cluster.engine.start.preload_process", str(theirs.fileno()), model],
                 pass_fds=[theirs.fileno()],
@@ -138,6 +139,7 @@ class Preloader:
                 env=dict(env),
                 start_new_session=True,  # Ctrl-C is for this process's parent
             )
+            undo.pop_all()
         return cls(ours, process)
 
     @classmethod

@@ -159,6 +159,15 @@ class Guides:
             self._compiler = self._load()
         return self._compiler.compile(guide)
 
+    def close(self) -> None:
+        """Ends the threads, without waiting for a guide that is being compiled; no other call may follow."""
+        for threads in (self._compiling, self._masking):
+            if threads is not None:
+                threads.shutdown(wait=False, cancel_futures=True)
+        self._compiling = self._masking = self._compiler = None  # the compiler has threads, too
+        self._compiled.clear()
+        self._states.clear()
+
     # ---- on the masks' thread
 
     def _make(self, requests: Sequence[Request]) -> dict[str, Mask]:

@@ -139,7 +139,8 @@ class Children:
     async def _start(self) -> _Child:
         """Starts a child that is ready for jobs."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with contextlib.ExitStack() as undo, theirs:
+            undo.enter_context(ours)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -148,6 +149,7 @@ class Children:
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
             )
+            undo.pop_all()
         child = _Child(process, *await asyncio.open_connection(sock=ours, limit=MAX_LINE_NBYTES))
         is_ready = False
         try:

@@ -46,6 +46,8 @@ class FairPool:
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # client -> its work; next turn first
         self._num_running = 0
         self._size_done = 0  # since memory was last given back
+        self._giving_back: threading.Timer | None = None
+        self._is_closed = False
 
     async def run(self, client: str, work: Callable[[], T], size: int = 0) -> T:
         """Returns or raises the outcome of `work`. Work whose caller is cancelled before its turn never runs."""
@@ -57,11 +59,14 @@ class FairPool:
         return result
 
     def close(self) -> None:
-        """Cancels waiting work, and does not wait for running work."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Cancels waiting work, and does not wait for running work; threads without any have ended on return."""
         with self._lock:
             jobs = [job for jobs in self._waiting.values() for job in jobs]
             self._waiting.clear()
+            is_idle, self._is_closed = not self._num_running, True
+            if self._giving_back is not None:
+                self._giving_back.cancel()
+        self._threads.shutdown(wait=is_idle, cancel_futures=True)
         for job in jobs:
             job.result.cancel()
 
@@ -97,13 +102,11 @@ class FairPool:
             self._num_running -= 1
             self._size_done += size
             is_idle = not self._waiting and not self._num_running
-            gives = is_idle and self._size_done >= LARGE
-            if gives:
+            if is_idle and self._size_done >= LARGE and not self._is_closed:
                 self._size_done = 0
-        if gives:
-            timer = threading.Timer(self._give_back_after_s, self._give_back)
-            timer.daemon = True
-            timer.start()
+                self._giving_back = threading.Timer(self._give_back_after_s, self._give_back)
+                self._giving_back.daemon = True
+                self._giving_back.start()
 
 
 def give_memory_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,6 +37,10 @@ def quantize(
 
     Layer by layer, on the CPU. Run it again after a Ctrl-C or a kill: it continues with the next layer.
     """
+    from pd_cluster.devices.spinning import PARKED
+
+    for name, value in PARKED.items():  # before torch is loaded
+        os.environ.setdefault(name, value)
     from pd_cluster.checkpoints.json_files import read_json
     from pd_cluster.model.quantize.job import QuantizeJob
     from pd_cluster.model.quantize.schemes import SCHEMES

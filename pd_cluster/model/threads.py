@@ -14,6 +14,7 @@ import torch
 
 from pd_cluster.devices.cores import CoreLedger
 from pd_cluster.devices.home import Home
+from pd_cluster.devices.spinning import Spinning
 from pd_cluster.model.borrowing import Borrowing
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ class StepThreads:
         self._ledger: CoreLedger | None = None
         self._home: Home | None = None
         self._borrowing: Borrowing | None = None
+        self._spinning: Spinning | None = None
 
     @property
     def may_change(self) -> bool:
@@ -42,6 +44,10 @@ class StepThreads:
     def settle(self, home: Home) -> None:
         """Steps from now on run in `home` while they use the rank's own share of cores."""
         self._home = home
+
+    def watch(self, spinning: Spinning) -> None:
+        """Steps from now on tell `spinning` when they have ended."""
+        self._spinning = spinning
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
         """Loads weights again, near the home."""
@@ -66,6 +72,8 @@ class StepThreads:
                 torch.set_num_threads(self._ledger.own_threads)
             if self._home is not None:
                 self._home.end()
+            if self._spinning is not None:
+                self._spinning.tick()
 
     def adjust(self) -> None:
         """Takes cores that are free and pay, and gives back those whose ranks compute again; called between layers."""

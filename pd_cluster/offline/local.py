@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import queue
 import threading
 import traceback
@@ -143,28 +144,30 @@ class LocalEngine:
 
     def _work(self) -> None:
         self._loaded.set_running_or_notify_cancel()  # nobody cancels it from now on
-        try:
-            worker, runner, info = self._load()
-        except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # they hold the model
-            self._loaded.set_exception(error)
-            if isinstance(error, PdClusterError):
-                return
-            raise
-        try:
+        with contextlib.ExitStack() as ending:  # the worker itself is freed by the next garbage collection
+            try:
+                worker, info = self._load(ending)
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # they hold the model
+                self._loaded.set_exception(error)
+                if isinstance(error, PdClusterError):
+                    return
+                raise
             self._loaded.set_result(info)
-            worker.run()
-            reason = "the engine was closed"
-        except Exception as error:  # top of this thread
-            log.exception("the engine has failed")
-            reason = f"the engine has failed: {error}"
-        finally:
-            runner.let_go()  # the worker itself is freed by the next garbage collection
+            try:
+                worker.run()
+                reason = "the engine was closed"
+            except Exception as error:  # top of this thread
+                log.exception("the engine has failed")
+                reason = f"the engine has failed: {error}"
         self._call(self._roster.on_closed, NAME, reason)
 
-    def _load(self) -> tuple[Worker, ModelRunner, InstanceInfo]:
+    def _load(self, ending: contextlib.ExitStack) -> tuple[Worker, InstanceInfo]:
+        """`ending` gets what must happen after the worker's end."""
         import torch
 
+        from pd_cluster.devices.device import num_cores_here
+        from pd_cluster.devices.spinning import Spinning
         from pd_cluster.engine.build import build_core, limits_of, side_of
         from pd_cluster.engine.handover.events import ConnOpened
         from pd_cluster.engine.worker import Worker
@@ -184,30 +187,36 @@ class LocalEngine:
             engine=self._config,
             timeouts=NO_TIMEOUTS,
         )
+        if "OMP_NUM_THREADS" not in os.environ:  # torch counts cores that a limit of this process takes away
+            torch.set_num_threads(min(torch.get_num_threads(), num_cores_here()))
+        if (spinning := Spinning.here(torch.get_num_threads())) is not None:
+            ending.callback(spinning.close)
         core, runner = build_core(self._config)
-        with contextlib.ExitStack() as undo:
-            undo.callback(runner.let_go)
-            worker = Worker(config, core, side_of(config, runner), limits_of(runner), self, _NoLanes(), self._inbox)
-            worker.take_adapters(runner.held, runner.held.named)
-            self._adapters = dict(runner.held.named)
-            self._inbox.put(ConnOpened(NAME, "scheduler@0", "scheduler"))
-            info = InstanceInfo(
-                name=NAME,
-                role="decode",
-                state="ready",
-                server_ip="",
-                device_ids=[],
-                epoch=1,
-                pid=0,
-                model_identity=runner.model_identity,
-                numerics=runner.numerics,
-                max_model_len=runner.max_model_len,
-                layout=runner.pool.layout.to_info(),
-                num_blocks=runner.pool.num_blocks,
-                max_num_seqs=self._config.max_num_seqs,
-            )
-            undo.pop_all()
-        return worker, runner, info
+        ending.callback(runner.let_go)
+        if spinning is not None:
+            runner.threads.watch(spinning)
+        worker = Worker(config, core, side_of(config, runner), limits_of(runner), self, _NoLanes(), self._inbox)
+        worker.take_adapters(runner.held, runner.held.named)
+        self._adapters = dict(runner.held.named)
+        self._inbox.put(ConnOpened(NAME, "scheduler@0", "scheduler"))
+        return worker, self._info_of(runner)
+
+    def _info_of(self, runner: ModelRunner) -> InstanceInfo:
+        return InstanceInfo(
+            name=NAME,
+            role="decode",
+            state="ready",
+            server_ip="",
+            device_ids=[],
+            epoch=1,
+            pid=0,
+            model_identity=runner.model_identity,
+            numerics=runner.numerics,
+            max_model_len=runner.max_model_len,
+            layout=runner.pool.layout.to_info(),
+            num_blocks=runner.pool.num_blocks,
+            max_num_seqs=self._config.max_num_seqs,
+        )
 
 
 class _OneInstance(Roster):

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from pd_cluster.devices.spinning import PARKED
 from pd_cluster.engine.start.preloader import FORK_TIMEOUT_S, VARIABLE, Fork, NotForked, Preloader
 from pd_cluster.reports import RankReport
 from pd_cluster.settings.config import WorkerConfig
@@ -26,12 +27,10 @@ log = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 5.0
 # Torch's stores resolve every address's name for their logs, and would wait for a silent name server.
 LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:1"}
-# A thread that waits for others gives its core up: ranks, and the processes of the host, often want the same cores.
-PARKED = {"OMP_WAIT_POLICY": "passive"}
 # Prevents `import torch` from importing torch_npu, which fails without its driver.
 DEFAULTS = {
     **LOOKUPS,
-    **PARKED,
+    **PARKED,  # ranks, and the processes of the host, often want the same cores
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     "OPENBLAS_NUM_THREADS": "1",  # numpy's threads idle here
 }

@@ -14,6 +14,7 @@ from types import TracebackType
 
 import msgspec
 
+from pd_cluster.devices.spinning import PARKED
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.model.parallel.group import Group, Rendezvous, join
@@ -82,7 +83,7 @@ class Followers:
                 [sys.executable, "-m", "pd_cluster.engine.start.process", str(child.fileno())],
                 pass_fds=[theirs.fileno(), child.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+                env={**PARKED, **os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
             )
         self._processes.append(process)
         parent.sendall(msgspec.json.encode(msgspec.structs.replace(self._config, ranks=place)) + b"\n")

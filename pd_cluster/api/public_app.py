@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -66,24 +64,13 @@ def public_app(
     for routes in api_routes(service, store) if openai else (legacy_routes(service),):
         add_routes(app, routes)
     add_routes(app, _common_routes(service.router.entrance, instances, drain))
-    name, adapters = shown_name(service), _adapters(service)
+    name, adapters = service.names.own[0], _adapters(service)
     add_routes(app, metrics_routes(service.router, instances, name, drain, totals, adapters, owner))
     return app
 
 
 def _adapters(service: TextService) -> AdapterNaming | None:
     return AdapterNaming(service.names.adapters, service.max_loras) if service.max_loras else None
-
-
-def shown_name(service: TextService) -> str:
-    """Returns the model's name for metrics."""
-    return short_name(service.names.own[0], service.names.model)
-
-
-def short_name(name: str, model: str) -> str:
-    """Returns the name; for a model without a served one, which is served under its path, the path's end."""
-    is_path = name == model and (Path(name).is_absolute() or Path(name).is_dir())
-    return Path(os.path.abspath(name)).name if is_path else name
 
 
 def _common_routes(entrance: Entrance, instances: list[Instance], drain: Drain) -> APIRouter:

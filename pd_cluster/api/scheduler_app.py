@@ -35,7 +35,7 @@ from pd_cluster.api.front.server import bind_unix, make_server, serve_until_sign
 from pd_cluster.api.gate.access import AdminAccess
 from pd_cluster.api.gate.drain import Drain
 from pd_cluster.api.gate.file_keys import FileKeys
-from pd_cluster.api.public_app import public_app, short_name
+from pd_cluster.api.public_app import public_app
 from pd_cluster.cluster.members.adapters import AdapterBook
 from pd_cluster.cluster.members.auto_role import AutoRole
 from pd_cluster.cluster.members.control import Control
@@ -204,8 +204,7 @@ class SchedulerServer:
 
     @property
     def _model_name(self) -> str:
-        model = self._config.engine.model
-        return short_name([*self._config.served_model_names, model][0], model)
+        return self._config.model_names[0]
 
     def _public_view(self) -> PublicView | None:
         if self._public_sessions is None:
@@ -254,7 +253,7 @@ class SchedulerServer:
             engine.adapters,
             root,
             self._edge.adapters,
-            (engine.model, *self._config.served_model_names),
+            (engine.model, *self._config.model_names),
             used,
             publish,
             self._config.timeouts.drain_timeout_s,

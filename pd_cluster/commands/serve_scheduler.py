@@ -67,7 +67,7 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
 
     http = config.http
     raise_descriptor_limit(http.connections)
-    served = [*(config.served_model_names or [start.engine.model]), *start.engine.adapters.paths]
+    served = [*config.model_names, start.engine.model, *start.engine.adapters.paths]
     may_grow, may_limit = bool(admin.lora_root), not entrance.scheduler_lease
     keys = KeyStore(http, served, may_grow=may_grow, may_limit=may_limit) if http.key_file else None
     host, port = start.process.host, start.process.port

@@ -52,7 +52,7 @@ class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill: int = 0
     decode: int = 0
     max_logprobs: int = RequestSettings().max_logprobs
-    served_model_names: tuple[str, ...] = ()  # names of the model for requests; none: its folder
+    served_model_names: tuple[str, ...] = ()  # names of the model for requests; none: the end of its path
     sampling_override: dict[str, int | float | None] = {}  # as in ApiConfig
     structured_outputs: StructuredOutputs = StructuredOutputs()
     arguments: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ class Offline:
         local = self._parts.backend = LocalEngine(config.engine)
         limit = self.checkpoint.max_model_len(config.engine.max_model_len)
         defaults = sampling_defaults(self.checkpoint, config.engine.generation_config, config.sampling_override)
-        names = digests_of(config.engine.adapters, (config.engine.model, *config.served_model_names))
+        names = digests_of(config.engine.adapters, (config.engine.model, *api.model_names))
         service = text_service(local.router, self.checkpoint, api, limit, config.engine.seed, defaults, names)
         await local.start()
         return service

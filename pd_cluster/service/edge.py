@@ -107,7 +107,7 @@ class Edge(Generic[RosterT]):
             log.info("requests that do not say otherwise have %s (--generation-config vllm: not the file's)", told)
         self._limit = self.checkpoint.max_model_len(engine.max_model_len)
         self._seed = engine.seed if engine.seed is None or not index else hash((engine.seed, index))
-        own = (engine.model, *config.served_model_names)
+        own = (engine.model, *config.model_names)
         self.adapters = digests_of(engine.adapters, own) if adapters is None else adapters
         name = "scheduler" if index is None else f"scheduler-{index}"
         self.mailbox = Mailbox(name, secrets.randbits(62), "scheduler", credentials, config.timeouts)

@@ -8,25 +8,27 @@ from collections.abc import Mapping, Sequence
 from pd_cluster.cluster.routing.timeline import FOLLOWER
 from pd_cluster.errors import ModelNotFound, RequestError
 from pd_cluster.service.caller import NOBODY, Caller
+from pd_cluster.settings.engine import model_name
 from pd_cluster.types.variants import num_virtual_tokens
 
 
 class ServedNames:
-    """`own`: the model's names to clients; none: its name on this machine. `adapters`: the digest of each, by its name,
-    as they are at any time. `is_required`: a request must name a model.
+    """`own`: the model's names to clients; none: the last part of its path, and the path means the same.
+    `adapters`: the digest of each, by its name, as they are at any time. `is_required`: a request must name a model.
     """
 
     def __init__(
         self, model: str, own: Sequence[str] = (), adapters: Mapping[str, str] | None = None, is_required: bool = False
     ) -> None:
         self.model = model
-        self.own = list(own) or [model]
+        self.own = list(own) or [model_name(model)]
+        self._alike = set() if own else {model, *self.own}  # a key for one of them is one for all
         self.adapters: Mapping[str, str] = adapters if adapters is not None else {}
         self._is_required = is_required
 
     def for_caller(self, caller: Caller) -> list[str]:
         """Returns the model's names that the caller may use."""
-        return [name for name in self.own if caller.may_use(name)]
+        return [name for name in self.own if self._may_use(name, caller)]
 
     def adapters_for(self, caller: Caller) -> list[str]:
         """Returns the names of adapters that the caller may use."""
@@ -58,8 +60,11 @@ class ServedNames:
         if not self.for_caller(caller):
             self.check(self.own[0], caller)
 
+    def _may_use(self, name: str, caller: Caller) -> bool:
+        return any(caller.may_use(each) for each in (self._alike if name in self._alike else (name,)))
+
     def _known(self, name: str | None, caller: Caller) -> str:
-        if name is not None and caller.may_use(name) and (name in self.own or name in self.adapters):
+        if name is not None and (name in self.own or name in self.adapters) and self._may_use(name, caller):
             return name
         own = self.for_caller(caller)
         names = own + self.adapters_for(caller)
@@ -69,7 +74,7 @@ class ServedNames:
             )
         if name is None and own:
             return own[0]
-        if name == self.model and caller.may_use(name):
+        if name == self.model and self._may_use(name, caller):
             return name
         raise ModelNotFound(
             f"the model {reprlib.repr(name)} does not exist here; this server has {', '.join(names) or 'none for you'}",

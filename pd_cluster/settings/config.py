@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from pd_cluster.reports import AdapterNames, Keys, Steer
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.engine import EngineConfig, model_name
 from pd_cluster.settings.http import HttpConfig
 from pd_cluster.settings.logs import Logs
 from pd_cluster.settings.media import MediaSettings
@@ -99,6 +99,11 @@ class ApiConfig(RequestSettings, frozen=True, kw_only=True):
     media: MediaSettings = MediaSettings()
     resume: ResumeSettings = ResumeSettings()
     http: HttpConfig = HttpConfig()
+
+    @property
+    def model_names(self) -> list[str]:
+        """Returns the model's names to clients, the one that answers have first."""
+        return self.served_model_names or [model_name(self.engine.model)]
 
 
 class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,6 +70,13 @@ def _model(name: str, written: str) -> str:
 
 
 MODEL = Form(str, _model, str)
+
+
+def model_name(model: str) -> str:
+    """Returns what clients call a model that was given no name: a folder's last part, a hub's name as it is."""
+    if not os.path.isabs(model) and not os.path.isdir(model):
+        return model
+    return os.path.basename(os.path.abspath(model)) or model
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

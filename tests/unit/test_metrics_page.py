@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from pd_cluster.api.admin import metric_tables as tables
 from pd_cluster.api.admin.metrics import AdapterNaming, metrics_of, metrics_routes
 from pd_cluster.api.gate.drain import Drain
-from pd_cluster.api.public_app import short_name
 from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Outcome, RequestStats, added
 from pd_cluster.cluster.tenancy.tenants import MAX_NAMED, with_names
 from pd_cluster.errors import Unavailable
@@ -137,16 +136,6 @@ def test_all_that_is_on_the_page_is_told_and_nothing_else() -> None:
     found = told(stats.snapshot())
     families = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in found}
     assert families == named
-
-
-def test_a_model_under_its_path_is_named_by_the_paths_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "models" / "tiny").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "models")
-    for path in (str(tmp_path / "models" / "tiny"), "../models/tiny", "tiny/", "./tiny/.", "/gone/tiny"):
-        assert short_name(path, path) == "tiny"
-    for name in ("org/tiny", "hf:org/tiny"):
-        assert short_name(name, name) == name
-    assert short_name("served/as", "tiny") == "served/as"
 
 
 def test_every_definition_is_on_the_page() -> None:

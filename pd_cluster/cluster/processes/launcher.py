@@ -28,6 +28,7 @@ from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT, Launc
 from pd_cluster.cluster.processes.ports import Reservations, free_ports
 from pd_cluster.devices.device import num_threads_for
 from pd_cluster.errors import ConfigError, listening_fault
+from pd_cluster.settings.engine import model_name
 from pd_cluster.settings.http import KEYS_VARIABLE, METRICS_KEY_VARIABLE
 from pd_cluster.settings.log_files import LogFile, folder_of
 from pd_cluster.settings.options import without_keys
@@ -398,7 +399,7 @@ async def run_until_signal(launch: Launch, say: Say = tell, watch: Watch | None 
 
 def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
     launch = cluster.launch
-    model = launch.served_model_names[0] if launch.served_model_names else launch.model
+    model = next(iter(launch.served_model_names), model_name(launch.model) if launch.model else "")
     body = '{"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0, "max_tokens": 32'
     body += f', "model": "{model}"}}' if model else "}"
     key = " -H 'Authorization: Bearer KEY'" if launch.has_keys else ""

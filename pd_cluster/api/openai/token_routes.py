@@ -71,9 +71,10 @@ def token_routes(service: TextService) -> APIRouter:
             )
 
         def answer() -> dict[str, Any]:
-            strs = [_text(service, token_id) for token_id in token_ids] if request.return_token_strs else None
-            most = service.max_model_len
-            return {"count": len(token_ids), "max_model_len": most, "tokens": token_ids, "token_strs": strs}
+            told = {"count": len(token_ids), "max_model_len": service.max_model_len, "tokens": token_ids}
+            if request.return_token_strs:
+                told["token_strs"] = [_text(service, token_id) for token_id in token_ids]
+            return told
 
         return await json_response(answer, large=len(token_ids) > FEW_TOKENS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,7 @@ class Wanted(NamedTuple):
     logprobs: bool
     prompt_logprobs: bool
     timings: bool
+    stop_reason: bool  # also where it is null
     kv_transfer_params: dict[str, Any] | None
 
     @classmethod
@@ -42,6 +43,7 @@ class Wanted(NamedTuple):
             request.num_logprobs is not None,
             request.prompt_logprobs is not None,
             bool(request.include_metrics),
+            bool(request.stop or request.stop_token_ids),
             request.kv_transfer_params,
         )
 
@@ -55,7 +57,6 @@ class Answer(ABC):
     prefix: str
     object: str
     chunk_object: str
-    nothing_of_prompt: ClassVar[dict[str, Any]] = {}  # a whole choice's fields if they were not asked for, as in vLLM
 
     def __init__(
         self, request: GenerationRequest, model: str, service: TextService, generations: list[Generation]
@@ -102,8 +103,7 @@ class Answer(ABC):
         logprobs = self._logprobs(piece, is_whole=True)
         content, reason = self._whole(piece), self._finish_reason(piece)
         choice = self._choice(piece.index, content, logprobs, piece.token_ids, reason)
-        nothing: dict[str, Any] = {"token_ids": None, **self.nothing_of_prompt}
-        return nothing | choice | {"stop_reason": piece.stop_reason} | self._prompt_ids(piece.index)
+        return choice | self._stop_reason(piece) | self._prompt_ids(piece.index)
 
     def _first_prompt_ids(self, choice: int) -> dict[str, Any]:
         """Returns the prompt's ids for a choice's first chunk."""
@@ -164,7 +164,7 @@ class Answer(ABC):
         return self._end(piece, self._delta(piece.text) if piece.text else self._no_delta())
 
     def _end(self, piece: Piece, content: dict[str, Any]) -> bytes:
-        return self._full_chunk(piece, content, finish_reason=self._finish_reason(piece), stop_reason=piece.stop_reason)
+        return self._full_chunk(piece, content, finish_reason=self._finish_reason(piece), **self._stop_reason(piece))
 
     def closing_chunk(self) -> bytes:
         """Returns the chunk after the last choice's end; b"" if there is nothing to tell."""
@@ -205,6 +205,10 @@ class Answer(ABC):
     ) -> dict[str, Any]:
         ids = {"token_ids": token_ids} if self.wanted.token_ids and token_ids is not None else {}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason, **ids}
+
+    def _stop_reason(self, piece: Piece) -> dict[str, Any]:
+        is_told = self.wanted.stop_reason or piece.stop_reason is not None
+        return {"stop_reason": piece.stop_reason} if is_told else {}
 
     def _finish_reason(self, piece: Piece) -> str | None:
         return piece.finish_reason

@@ -30,9 +30,7 @@ class ChatAnswer(Answer):
             self._texts = [ChoiceText(generation, shown) for _ in range(self._num_choices)]
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        nothing = {"prompt_logprobs": None, "prompt_token_ids": None}  # there, as in vLLM
-        answer = nothing | super().whole(pieces) | self._prompt_logprobs(self.generations[0])
-        return answer | self._prompt_ids(0)
+        return super().whole(pieces) | self._prompt_logprobs(self.generations[0]) | self._prompt_ids(0)
 
     def _usage(self) -> dict[str, Any]:
         usage = super()._usage()

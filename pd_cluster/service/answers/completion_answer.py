@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pd_cluster.service.answers.answers import Answer
 from pd_cluster.service.answers.logprobs import behind
@@ -14,7 +14,6 @@ from pd_cluster.service.service import TextService
 
 class CompletionAnswer(Answer):
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
-    nothing_of_prompt: ClassVar[dict[str, Any]] = {"prompt_logprobs": None, "prompt_token_ids": None}
 
     def __init__(
         self, request: CompletionRequest, model: str, service: TextService, generations: list[Generation]

@@ -24,20 +24,15 @@ class TokensAnswer(Answer):
         self._format = LogprobsFormat(service.tokenizer, as_token_ids=True)
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        found = {"prompt_logprobs": None, **self._prompt_logprobs(self.generations[0])}
+        found = self._prompt_logprobs(self.generations[0])
         answer = {"request_id": self.id, "model": self._model, "created": self._created, **found}
         choices = [self._whole_choice(piece) for piece in pieces]
-        return {
-            **answer,
-            "choices": choices,
-            "usage": self._usage(),
-            "kv_transfer_params": self.kv_handle,
-            **self._timings(),
-        }
+        handle = {"kv_transfer_params": self.kv_handle} if self.kv_handle is not None else {}
+        return {**answer, "choices": choices, "usage": self._usage(), **handle, **self._timings()}
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
         choice = self._choice(piece.index, {}, self._logprobs(piece), piece.token_ids, piece.finish_reason)
-        return choice | {"stop_reason": piece.stop_reason}
+        return choice | self._stop_reason(piece)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"request_id": self.id}

@@ -297,7 +297,7 @@ class Tokenized(BaseModel):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None = Field(description="Each token's text; U+FFFD for half a character.")
+    token_strs: list[str] | None = Field(default=None, description="Each token's text; U+FFFD for half a character.")
 
 
 class Detokenized(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -290,17 +291,23 @@ def _unlisted(
         way_out = f"{called('language_model_only')} serves its {text['model_type']} alone"
         raise ModelError(f"{place} {MULTIMODAL}; {way_out}")
     if reason := _why_never(config):
-        raise ModelError(f"{place} is not supported: it {reason}; supported are {', '.join(SUPPORTED_MODEL_TYPES)}")
+        raise ModelError(f"{place} is not supported: it {reason}; {_nearest(model_type)}")
     if not flag:
         raise ModelError(
             f"{place} is not supported: it is not listed, and no test compares it with transformers; "
             f"{called('try_unlisted')} {model_type} serves it as unproven, if a proof holds when it is loaded; "
-            f"supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
+            f"{_nearest(model_type)}"
         )
     filled = defaults_of(str(model_type)) | config
     if not any(filled.get(name) for name in POSITION_FIELDS):
         raise ModelError(f"{place} has no {' or '.join(POSITION_FIELDS)}: write how many tokens a sequence can have")
     return filled
+
+
+def _nearest(model_type: object) -> str:
+    """Returns the end of a refusal: the types with the most similar names, and where all are."""
+    near = difflib.get_close_matches(str(model_type), SUPPORTED_MODEL_TYPES, 3, 0.0)
+    return f"the nearest that are: {', '.join(near)}; docs/models.md lists all {len(SUPPORTED_MODEL_TYPES)}"
 
 
 def _why_never(config: Config) -> str | None:

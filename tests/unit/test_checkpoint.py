@@ -70,11 +70,18 @@ def test_a_name_that_is_not_in_the_cache(model: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("model_type", ["falcon", None, ["llama"], {}])
-def test_another_architecture_is_named_with_the_supported(folder: Path, model_type: object) -> None:
+def test_another_architecture_is_named_with_the_nearest_supported(folder: Path, model_type: object) -> None:
     make_folder(folder, model_type=model_type)
     message = fault(folder)
     assert repr(model_type) in message
-    assert ", ".join(SUPPORTED_MODEL_TYPES) in message
+    near, page = re.fullmatch(r".*; the nearest that are: (.*); docs/models\.md (.*)", message, re.DOTALL).groups()  # type: ignore[union-attr]
+    assert set(near.split(", ")) < set(SUPPORTED_MODEL_TYPES)
+    assert (near.count(", "), page) == (2, f"lists all {len(SUPPORTED_MODEL_TYPES)}")
+
+
+def test_the_nearest_is_the_right_one(folder: Path) -> None:
+    make_folder(folder, model_type="qwen3_next")
+    assert "the nearest that are: qwen3" in fault(folder)
 
 
 def test_a_model_of_more_than_text_is_told_what_to_do(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,12 @@ import httpx
 
 from pd_cluster.client.trust import reason_of, trusted
 from pd_cluster.cluster.members.credentials import find_admin_token
-from pd_cluster.errors import PdClusterError, Unauthorized
+from pd_cluster.cluster.processes.running import RunningCluster, running_clusters
+from pd_cluster.errors import ConfigError, PdClusterError, Unauthorized
 
 ANSWER_TIMEOUT_S = 5.0
+DEFAULT_ADMIN = "http://127.0.0.1:9001"
+DEFAULT_URL = "http://127.0.0.1:9000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,24 @@ class Admin:
     def token(self) -> str:
         """The token; empty if no file is named. Raises ConfigError for a file that cannot be used."""
         return find_admin_token(self.env, self.token_file)
+
+    @classmethod
+    def find(cls, url: str, token_file: str, env: Mapping[str, str]) -> Admin:
+        """Returns what was given; what was not is that of the cluster that `up` runs here. Raises ConfigError."""
+        if url and (token_file or env.get("GLOBAL_RANK_TABLE_FILE_PATH")):
+            return cls(url, token_file, env)
+        if not url and env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
+            return cls(DEFAULT_ADMIN, token_file, env)
+        found = [
+            each
+            for each in running_clusters(env)
+            if url.rstrip("/") in ("", each.admin) and token_file in ("", each.token_file)
+        ]
+        if len(found) > 1:
+            raise ConfigError(f"several clusters run here; choose one: {_listed(found, '--admin')}")
+        if not found:
+            return cls(url or DEFAULT_ADMIN, token_file, env)
+        return cls(found[0].admin, found[0].token_file, env)
 
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         """Returns the response, whatever its status; a request with a body is a command. Raises PdClusterError if none
@@ -47,6 +68,18 @@ class Admin:
                 f"no scheduler answers at {url}: {reason_of(error)}; give its admin address with --admin "
                 f"(by default the public port + 1, on the scheduler's own host)"
             ) from None
+
+
+def public_url(env: Mapping[str, str]) -> str:
+    """Returns the public address of the cluster that `up` runs here, or the usual one. Raises ConfigError."""
+    found = [each for each in running_clusters(env) if each.url]
+    if len(found) > 1:
+        raise ConfigError(f"several clusters run here; choose one: {_listed(found, '--url')}")
+    return found[0].url if found else DEFAULT_URL
+
+
+def _listed(clusters: Sequence[RunningCluster], flag: str) -> str:
+    return ", ".join(f"{flag} {each.admin if flag == '--admin' else each.url} ({each.model})" for each in clusters)
 
 
 def raise_unauthorized(response: httpx.Response) -> None:

@@ -21,7 +21,7 @@ from pd_cluster.cluster.routing.policy import POLICIES
 from pd_cluster.commands.batch import run_batch
 from pd_cluster.commands.bench import app as bench_app
 from pd_cluster.commands.endpoint_picker import endpoint_picker
-from pd_cluster.commands.instances import DEFAULT_ADMIN, NO_SECRET_FILE, TOKEN_FILE
+from pd_cluster.commands.instances import ADMIN, NO_SECRET_FILE, TOKEN_FILE
 from pd_cluster.commands.instances import app as instances_app
 from pd_cluster.commands.keys import app as keys_app
 from pd_cluster.commands.looking import JSON, LOOKING
@@ -156,7 +156,7 @@ def trace(
     request_id: Annotated[
         str, typer.Argument(metavar="ID", help="As its answer names it (cmpl-…, chatcmpl-…); default: list the last.")
     ] = "",
-    admin: Annotated[str, typer.Option(help="The scheduler's admin address.")] = DEFAULT_ADMIN,
+    admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
     secret_file: Annotated[str, NO_SECRET_FILE] = "",
     png: Annotated[str, typer.Option(help="Draw the timeline into this file too; needs matplotlib.")] = "",
@@ -166,7 +166,7 @@ def trace(
     from pd_cluster.client.admin import Admin
     from pd_cluster.commands.trace.command import run
 
-    run(request_id, Admin(admin, admin_token_file, os.environ), png, json)
+    run(request_id, Admin.find(admin, admin_token_file, os.environ), png, json)
 
 
 @app.command(rich_help_panel=SERVE)

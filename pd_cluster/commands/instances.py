@@ -15,11 +15,10 @@ from pd_cluster.errors import ConfigError
 if TYPE_CHECKING:
     from pd_cluster.client.operate import Command
 
-DEFAULT_ADMIN = "http://127.0.0.1:9001"
 TOKEN_FILE = typer.Option(
     "--admin-token-file",
     envvar=["PD_CLUSTER_ADMIN_TOKEN_FILE", "PD_CLUSTER_SERVE_ADMIN_TOKEN_FILE"],
-    help="The scheduler's admin token; default: admin.token beside the global rank table.",
+    help="The scheduler's admin token; default: that of `up`, or admin.token beside the global rank table.",
 )
 
 
@@ -33,7 +32,7 @@ def _refuse_secret_file(value: str) -> str:
 
 
 NO_SECRET_FILE = typer.Option("--secret-file", hidden=True, callback=_refuse_secret_file)
-ADMIN = typer.Option("--admin", help="The scheduler's admin address.")
+ADMIN = typer.Option("--admin", help="The scheduler's admin address; default: that of `up` here, or port 9001.")
 FORCE = typer.Option("--force", help="Also the last instance of its role that takes requests.")
 TIMEOUT = typer.Option(
     min=0.0, help="Seconds for what runs there; after that it goes on elsewhere. Default: the scheduler's."
@@ -46,7 +45,7 @@ app = typer.Typer(help="Show and change the instances of a running cluster.", in
 @app.callback()
 def instances(
     context: typer.Context,
-    admin: Annotated[str, ADMIN] = DEFAULT_ADMIN,
+    admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
     secret_file: Annotated[str, NO_SECRET_FILE] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
@@ -55,9 +54,9 @@ def instances(
     from pd_cluster.client.admin import Admin
     from pd_cluster.client.instances import show_instances
 
-    context.obj = Admin(admin, admin_token_file, os.environ)
+    context.obj = (admin, admin_token_file)
     if context.invoked_subcommand is None:
-        show_instances(context.obj, json)
+        show_instances(Admin.find(admin, admin_token_file, os.environ), json)
 
 
 @app.command()
@@ -148,6 +147,5 @@ def _command(context: typer.Context, name: str, url: str, token_file: str) -> Co
     from pd_cluster.client.admin import Admin
     from pd_cluster.client.operate import Command
 
-    outer: Admin = context.obj
-    admin = Admin(url or outer.url, token_file or outer.token_file, outer.env)
-    return Command(admin, name)
+    outer_url, outer_file = context.obj
+    return Command(Admin.find(url or outer_url, token_file or outer_file, os.environ), name)

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pd_cluster.commands.instances import ADMIN, DEFAULT_ADMIN, TOKEN_FILE
+from pd_cluster.commands.instances import ADMIN, TOKEN_FILE
 
 if TYPE_CHECKING:
     from pd_cluster.client.admin import Admin
 
-DEFAULT_URL = "http://127.0.0.1:9000"
 JSON = typer.Option("--json", help="Print JSON.")
 
 
 def status(
-    admin: Annotated[str, ADMIN] = DEFAULT_ADMIN,
+    admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
     json: Annotated[bool, JSON] = False,
 ) -> None:
@@ -30,7 +29,7 @@ def status(
 
 
 def top(
-    admin: Annotated[str, ADMIN] = DEFAULT_ADMIN,
+    admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
     period: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between looks.")] = 1.0,
     count: Annotated[int | None, typer.Option(min=1, help="End after so many looks; default: with Ctrl-C.")] = None,
@@ -49,7 +48,7 @@ def logs(
     instance: Annotated[str, typer.Argument(help="Such as decode-0, or scheduler; default: all.")] = "",
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=5000, help="Of the end of each log.")] = 100,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")] = False,
-    admin: Annotated[str, ADMIN] = DEFAULT_ADMIN,
+    admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
     json: Annotated[bool, typer.Option("--json", help="Print each line as an object.")] = False,
 ) -> None:
@@ -63,7 +62,7 @@ def logs(
 
 
 def dashboard(
-    admin: Annotated[str, ADMIN] = DEFAULT_ADMIN,
+    admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
     public: Annotated[
         bool, typer.Option("--public", help="A link to the public port's, which --public-dashboard opens.")
@@ -88,7 +87,7 @@ def chat(
     question: Annotated[
         str, typer.Argument(help="Ask this alone; default: a conversation, or each line of stdin.")
     ] = "",
-    url: Annotated[str, typer.Option(help="The public address.")] = DEFAULT_URL,
+    url: Annotated[str, typer.Option(help="The public address; default: that of `up` here, or port 9000.")] = "",
     model: Annotated[str, typer.Option(help="A served model or adapter; default: the first.")] = "",
     image: Annotated[list[str] | None, typer.Option(help="An image file for the first question.")] = None,
     system: Annotated[str, typer.Option(help="The system message.")] = "",
@@ -97,12 +96,13 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="Makes the answers repeatable.")] = None,
 ) -> None:
     """Chat with the served model: streamed, with its history and timings. The key comes from OPENAI_API_KEY."""
+    from pd_cluster.client.admin import public_url
     from pd_cluster.commands.chat import run
 
     given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     options = {name: value for name, value in given.items() if value is not None}
     try:
-        run(url, model, question, image or [], system, options)
+        run(url or public_url(os.environ), model, question, image or [], system, options)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -117,7 +117,7 @@ def collect_env(json: Annotated[bool, JSON] = False) -> None:
 def _admin(url: str, token_file: str) -> Admin:
     from pd_cluster.client.admin import Admin
 
-    return Admin(url, token_file, os.environ)
+    return Admin.find(url, token_file, os.environ)
 
 
 LOOKING = (status, top, logs, chat, dashboard, collect_env)

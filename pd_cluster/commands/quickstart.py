@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import mimetypes
 import re
@@ -146,7 +147,8 @@ async def _until_signal(launch: Launch, asked: Question, once: bool, verbose: bo
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: hurried.set() if stopping.is_set() else stopping.set())
-    working = asyncio.ensure_future(_work(cluster, lines, asked, once))
+    record = contextlib.ExitStack()
+    working = asyncio.ensure_future(_work(cluster, lines, asked, once, record))
     waiting = asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -157,6 +159,7 @@ async def _until_signal(launch: Launch, asked: Question, once: bool, verbose: bo
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
         lines.serving = False
+        record.close()
         await _stop(cluster, hurried)
         waiting.cancel()
 
@@ -171,10 +174,11 @@ async def _stop(cluster: Cluster, hurried: asyncio.Event) -> None:
     hurrying.cancel()
 
 
-async def _work(cluster: Cluster, lines: Lines, asked: Question, once: bool) -> None:
+async def _work(cluster: Cluster, lines: Lines, asked: Question, once: bool, record: contextlib.ExitStack) -> None:
     launch = cluster.launch
     started_s = time.monotonic()
     await cluster.start()
+    record.enter_context(cluster.recorded())
     print(
         f"starting {launch.num_prefill} prefill, {launch.num_decode} decode and the scheduler …{launch.remark}",
         flush=True,
@@ -291,7 +295,7 @@ def _invitation(launch: Launch, dashboard: str) -> str:
     return (
         f"serving OpenAI's API at {launch.url}/v1, admin at {launch.admin_url}; Ctrl-C stops everything\n"
         f"try: curl {launch.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
-        f"or:  pd-cluster chat --url {launch.url}; pd-cluster status --admin {launch.admin_url}\n"
+        "or:  pd-cluster chat; pd-cluster status\n"
         f"dashboard: {dashboard}"
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pd_cluster.engine.start.preloader import forks_are_safe
 from pd_cluster.errors import ConfigError
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.settings.engine import SHIPPED_MODEL, model_name
 
 SPAWN = "--spawn"  # a flag of `pd-cluster serve`
 
@@ -124,6 +124,11 @@ class Launch:
                 "`pd-cluster serve`, or give 1"
             )
         return "https" if self._value_of("--ssl-certfile") else "http"
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return next(iter(self.served_model_names), model_name(self.model or str(SHIPPED_MODEL)))
 
     @property
     def url(self) -> str:

@@ -26,9 +26,9 @@ from pd_cluster.cluster.members.place import TABLE_VARIABLES
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT, LaunchPreloader
 from pd_cluster.cluster.processes.ports import Reservations, free_ports
+from pd_cluster.cluster.processes.running import recorded
 from pd_cluster.devices.device import num_threads_for
 from pd_cluster.errors import ConfigError, listening_fault
-from pd_cluster.settings.engine import model_name
 from pd_cluster.settings.http import KEYS_VARIABLE, METRICS_KEY_VARIABLE
 from pd_cluster.settings.log_files import LogFile, folder_of
 from pd_cluster.settings.options import without_keys
@@ -196,7 +196,7 @@ class Cluster:
         """Returns a link that works once, for a minute, and how to get another."""
         import httpx
 
-        again = f"`pd-cluster dashboard --admin {self.launch.admin_url} --admin-token-file {self.admin_token_file}`"
+        again = f"`pd-cluster dashboard --admin {self.launch.admin_url}`"
         headers = {"Authorization": f"Bearer {self.admin_token_file.read_text().strip()}"}
         async with httpx.AsyncClient(timeout=5, trust_env=False, verify=False, headers=headers) as client:
             try:
@@ -204,6 +204,11 @@ class Cluster:
                 return f"{self.launch.admin_url}{made['path']} (once, within a minute; again: {again})"
             except (httpx.HTTPError, ValueError, KeyError):
                 return again
+
+    def recorded(self) -> contextlib.AbstractContextManager[None]:
+        """Lets this user's commands find the cluster while the context lasts."""
+        launch, url = self.launch, "" if self.launch.uds else self.launch.url
+        return recorded(os.environ, launch.admin_url, url, str(self.admin_token_file), launch.model_name)
 
     @property
     def has_served(self) -> bool:
@@ -365,8 +370,10 @@ async def run_until_signal(launch: Launch, say: Say = tell, watch: Watch | None 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: second.set() if signals.is_set() else signals.set())
     stopping = asyncio.ensure_future(signals.wait())
+    record = contextlib.ExitStack()
     try:
         await cluster.start()
+        record.enter_context(cluster.recorded())
         ready = asyncio.ensure_future(cluster.wait_ready())
         await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
@@ -387,6 +394,7 @@ async def run_until_signal(launch: Launch, say: Say = tell, watch: Watch | None 
         say("stopping")
         return 0
     finally:
+        record.close()
         ending = asyncio.ensure_future(cluster.stop(kill=not cluster.has_served))
         impatient = asyncio.ensure_future(second.wait())
         await asyncio.wait({ending, impatient}, return_when=asyncio.FIRST_COMPLETED)
@@ -399,9 +407,8 @@ async def run_until_signal(launch: Launch, say: Say = tell, watch: Watch | None 
 
 def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
     launch = cluster.launch
-    model = next(iter(launch.served_model_names), model_name(launch.model) if launch.model else "")
     body = '{"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0, "max_tokens": 32'
-    body += f', "model": "{model}"}}' if model else "}"
+    body += f', "model": "{launch.model_name}"}}' if launch.model or launch.served_model_names else "}"
     key = " -H 'Authorization: Bearer KEY'" if launch.has_keys else ""
     pids = " ".join(str(cluster.pid_of(name)) for name in launch.scheduler_names)
     again = f"{launch.key_file} is read again at: kill -HUP {pids}\n" if launch.key_file else ""

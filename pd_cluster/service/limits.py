@@ -98,7 +98,7 @@ class Limits(NamedTuple):
     def _check_something_is_left(self, sampling: Sampling) -> None:
         """Raises RequestError where every token is forbidden."""
         forbidden = {word[0] for word in sampling.bad_words if len(word) == 1}
-        if sampling.min_tokens:
+        if sampling.min_tokens and sampling.guide is None:  # within a guide's text no token is an end
             forbidden |= {*sampling.stop_token_ids, *self.eos_token_ids}
         if sampling.allowed_token_ids and forbidden.issuperset(sampling.allowed_token_ids):
             raise RequestError(

@@ -53,24 +53,28 @@ class Compiler:
     """One model's tokenizer in the library's form, shared by all guides and threads."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """`tokenizer_file`: a folder's tokenizer.json, which may be made from another one. `vocab_size` is the model's:
-        ids that the tokenizer lacks never follow. Raises GuideError.
+        """`tokenizer_file`: a folder's tokenizer.json, which may be made from another one. `vocab_size` is the model's: of
+        ids that the tokenizer lacks only ends may follow. Raises GuideError.
         """
-        ends = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
+        ends = sorted(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         if not ends:
             raise GuideError("the model names no end-of-sequence token, so no guided output could end")
         text = tokenizer_text(tokenizer_file)
+        file = json.loads(text)
+        known = _known_ends(file, ends)
         try:
-            tokenizer = llguidance.LLTokenizer(text, eos_token=ends)
-            if tokenizer.vocab_size < vocab_size:
-                tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
+            tokenizer = _tokenizer_of(text, vocab_size, known)
         except ValueError as error:
             raise GuideError(f"this model's tokenizer cannot be guided: {one_line(str(error))}") from None
         self._tokenizer = tokenizer
         self.num_words = (tokenizer.vocab_size + 31) // 32  # per mask; bits beyond the model's vocab_size are unused
         self.end_words = words_of(ends, self.num_words)
+        known_words = words_of(known, self.num_words)
+        self._ends = None if known == ends else (self.end_words, known_words & ~self.end_words)
         self._executor = llguidance.LLExecutor(1)
-        self._special = _special_tokens(json.loads(text), tokenizer)
+        self._special = _special_tokens(file, tokenizer)
+        self._own_texts = {token_id: text.encode() for text, token_id in self._special.items()}
+        self._inside: list[tuple[int, bytes]] | None = None  # made when a budget first ends within a character
         self._limits = llguidance.LLParserLimits(
             max_items_in_row=2000,
             initial_lexer_fuel=1_000_000,
@@ -94,7 +98,7 @@ class Compiler:
             raise GuideError(one_line(matcher.get_error()))
         if warnings := matcher.get_grammar_warnings():
             raise GuideError(one_line(warnings[0]))  # such as a keyword that would be ignored
-        return Matcher(matcher)
+        return Matcher(matcher, ends=self._ends)
 
     def _budgeted(self, guide: Guide) -> Matcher:
         """Returns a matcher that follows the guide inside, if there is one, and a budget. Raises GuideError."""
@@ -102,17 +106,29 @@ class Compiler:
             tree = msgspec.json.decode(guide.text, type=BudgetTree)
         except msgspec.DecodeError as error:
             raise GuideError(f"not a guide of kind budget: {one_line(str(error))}") from None
-        own = {token_id: text.encode() for text, token_id in self._special.items()}
         close = tree.closes[0]
         marks = Marks(
             tree.num_tokens,
             tuple(mark.encode() for mark in tree.opens),
             tuple(mark.encode() for mark in tree.closes),
             [self._special[close]] if close in self._special else self._tokenizer.tokenize_str(close),
-            lambda token_id: own[token_id] if token_id in own else bytes(self._tokenizer.decode_bytes([token_id])),
+            self._text_of,
+            self._continuing,
         )
         inner = None if tree.inner is None else self.compile(tree.inner)
-        return Matcher(inner._matcher if inner is not None else None, ThinkingBudget(marks, tree.starts == "reasoning"))
+        budget = ThinkingBudget(marks, tree.starts == "reasoning")
+        return Matcher(inner._matcher if inner is not None else None, budget, self._ends)
+
+    def _text_of(self, token_id: int) -> bytes:
+        own = self._own_texts.get(token_id)
+        return bytes(self._tokenizer.decode_bytes([token_id])) if own is None else own
+
+    def _continuing(self) -> list[tuple[int, bytes]]:
+        """Returns the tokens that begin within a character, with their bytes."""
+        if self._inside is None:
+            texts = ((token_id, self._text_of(token_id)) for token_id in range(self._tokenizer.vocab_size))
+            self._inside = [(token_id, text) for token_id, text in texts if 0x80 <= (text or b"a")[0] < 0xC0]
+        return self._inside
 
     def write_masks(self, matchers: Sequence[Matcher], table: Words) -> list[str]:
         """Calls `Matcher.write_mask` for each, into rows of [num_matchers, num_words]. Returns each one's error, or "".
@@ -123,21 +139,27 @@ class Compiler:
         if rows:
             self._executor.unsafe_compute_mask_ptr(rows, table.ctypes.data, table.strides[0], len(table))
         for at, each in enumerate(matchers):
-            if each.budget is not None:
-                each.limit(table[at])
+            each.limit(table[at])
         return [each.problem for each in matchers]
 
 
 class Matcher:
     """The progress of one output. An error is permanent. Without the library's matcher, anything may follow."""
 
-    def __init__(self, matcher: llguidance.LLMatcher | None, budget: ThinkingBudget | None = None) -> None:
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher | None,
+        budget: ThinkingBudget | None = None,
+        ends: tuple[Words, Words] | None = None,
+    ) -> None:
+        """`ends`: what a mask gets, and what it loses, where the output may end, if the library does not know all."""
         self._matcher = matcher
         self.budget = budget
+        self._ends = ends
 
     def copy(self) -> Matcher:
         matcher = self._matcher.deep_copy() if self._matcher is not None else None
-        return Matcher(matcher, self.budget.copy() if self.budget is not None else None)
+        return Matcher(matcher, self.budget.copy() if self.budget is not None else None, self._ends)
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Advances by these tokens. Raises GuideError for tokens that may not follow."""
@@ -155,15 +177,46 @@ class Matcher:
             raise GuideError(self.problem)
 
     def limit(self, words: Words) -> None:
-        """Takes tokens out of a mask that the library has written; fills one that it has not."""
+        """Mends a mask that the library has written: its ends, and a budget's; fills one that it has not."""
         if self._matcher is None:
             words[:] = ANYTHING
+        elif self._ends is not None and self.accepts:
+            words |= self._ends[0]
+            words &= ~self._ends[1]
         if self.budget is not None:
             self.budget.limit(words)
 
     @property
+    def accepts(self) -> bool:
+        """Whether the output so far fits the guide, so that an end token ends it; elsewhere such a token is text."""
+        return self._matcher is None or self._matcher.is_accepting()
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether a budget has left only the tokens that close the reasoning."""
+        return self.budget is not None and self.budget.is_used_up
+
+    @property
     def problem(self) -> str:
         return one_line(self._matcher.get_error()) if self._matcher is not None and self._matcher.is_error() else ""
+
+
+def _known_ends(file: dict[str, Any], ends: list[int]) -> list[int]:
+    """Returns the ends that the library may know. It takes an end for one even within text, so these are no text.
+
+    If all of the model's are text, or not in the tokenizer, this is another token that is not text.
+    """
+    added = file.get("added_tokens", [])
+    ids = {token["id"] for token in added if token.get("special") or re.fullmatch("<.*>", token["content"])}
+    return [token_id for token_id in ends if token_id in ids] or sorted(ids)[:1] or ends[:1]
+
+
+def _tokenizer_of(text: str, vocab_size: int, ends: list[int]) -> llguidance.LLTokenizer:
+    """Returns the tokenizer with at least the model's ids. Raises ValueError."""
+    try:
+        return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
+    except ValueError:  # the file has more ids than the model, or it cannot be read
+        return llguidance.LLTokenizer(text, eos_token=ends)
 
 
 def words_of(token_ids: Iterable[int], num_words: int) -> Words:

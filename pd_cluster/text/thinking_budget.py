@@ -1,10 +1,13 @@
 """How many tokens a reply's reasoning may have: after that many, only the mark that closes it may follow.
 
-Follows a sequence's tokens, and knows what each is as text. Knows nothing of other constraints.
+A character that those tokens have begun is completed before the mark: the reasoning stays text, and a grammar that
+follows the reply accepts the mark. Follows a sequence's tokens, and knows what each is as text. Knows nothing of other
+constraints.
 """
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -34,13 +37,17 @@ class BudgetTree(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """`close_ids`: the tokens of the mark that is written. `text_of` returns a token's bytes."""
+    """`close_ids`: the tokens of the mark that is written. `text_of` returns a token's bytes.
+
+    `continuing`: the tokens, with their bytes, that begin within a character.
+    """
 
     num_tokens: int
     opens: tuple[bytes, ...]
     closes: tuple[bytes, ...]
     close_ids: Sequence[int]
     text_of: Callable[[int], bytes]
+    continuing: Callable[[], Sequence[tuple[int, bytes]]]
 
 
 class ThinkingBudget:
@@ -51,23 +58,31 @@ class ThinkingBudget:
         self._is_inside = is_inside
         self._is_over = False
         self._num_inside = 0
+        self._num_closing = 0  # tokens of the closing mark that were written for the model
         self._tail = b""
 
     def copy(self) -> ThinkingBudget:
         made = ThinkingBudget(self._marks, self._is_inside)
-        made._is_over, made._num_inside, made._tail = self._is_over, self._num_inside, self._tail
+        made._is_over, made._num_inside, made._num_closing = self._is_over, self._num_inside, self._num_closing
+        made._tail = self._tail
         return made
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the reasoning goes on beyond the budget: only the closing mark may follow, or a character's rest."""
+        return self._is_inside and not self._is_over and self._num_inside >= self._marks.num_tokens
 
     def take(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             if self._is_over:
                 return
+            is_closing = self.is_used_up and not self._unfinished
             self._tail = (self._tail + self._marks.text_of(token_id))[-MOST_TAIL_NBYTES:]
             if self._is_inside:
                 self._num_inside += 1
-                num_forced = self._num_inside - self._marks.num_tokens
+                self._num_closing += is_closing
                 is_closed = any(close in self._tail for close in self._marks.closes)
-                self._is_over = is_closed or num_forced >= len(self._marks.close_ids)
+                self._is_over = is_closed or self._num_closing >= len(self._marks.close_ids)
             else:
                 self._look_for_opening()
 
@@ -78,11 +93,40 @@ class ThinkingBudget:
         elif not any(mark.startswith(begun) for mark in self._marks.opens):
             self._is_over = True  # the reply begins without reasoning
 
+    @property
+    def _unfinished(self) -> bytes:
+        """The first bytes of a character that ends the reasoning so far; b"" once the closing mark has begun."""
+        return b"" if self._num_closing else _unfinished(self._tail)
+
     def limit(self, words: NDArray[np.uint32]) -> None:
-        """Leaves only the closing mark's next token in a mask, if the budget is used up."""
-        num_forced = self._num_inside - self._marks.num_tokens
-        if self._is_over or not self._is_inside or num_forced < 0:
+        """If the budget is used up, leaves only the closing mark's next token in a mask, or a character's rest."""
+        if not self.is_used_up:
             return
-        token_id = self._marks.close_ids[num_forced]
+        if begun := self._unfinished:
+            rest = np.zeros_like(words)
+            for token_id, text in self._marks.continuing():
+                if _goes_on(begun, text):
+                    rest[token_id // 32] |= np.uint32(1 << token_id % 32)
+            if (rest & words).any():
+                words &= rest
+            return
+        token_id = self._marks.close_ids[self._num_closing]
         words[:] = 0
         words[token_id // 32] = np.uint32(1 << token_id % 32)
+
+
+def _unfinished(text: bytes) -> bytes:
+    """Returns the bytes at the text's end that a character may begin with."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(text)
+    return decoder.getstate()[0]
+
+
+def _goes_on(begun: bytes, text: bytes) -> bool:
+    """Whether the text completes the character, and begins no other at its end; or is some more of it."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        decoder.decode(begun + text)
+    except UnicodeDecodeError:
+        return False
+    return decoder.getstate()[0] in (b"", begun + text)

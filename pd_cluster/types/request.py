@@ -151,12 +151,15 @@ class Request:
         return self.wants_prompt_logprobs or (self.pooling is not None and self.pooling.kind == "mean")
 
     def finish_reason_after(
-        self, token_id: int, num_output_tokens: int, eos_token_ids: frozenset[int]
+        self, token_id: int, num_output_tokens: int, eos_token_ids: frozenset[int], may_end: bool = True
     ) -> FinishReason | None:
-        """Returns the reason if this token, the last of `num_output_tokens`, ends a sequence."""
-        if token_id in self.sampling.stop_token_ids:
+        """Returns the reason if this token, the last of `num_output_tokens`, ends a sequence.
+
+        `may_end`: an end or stop token is one here; within a guide's text it is text.
+        """
+        if may_end and token_id in self.sampling.stop_token_ids:
             return "stop"
-        if token_id in eos_token_ids and (not self.sampling.ignore_eos or self.sampling.guide is not None):
+        if may_end and token_id in eos_token_ids and (not self.sampling.ignore_eos or self.sampling.guide is not None):
             return "stop"  # a guide allows it when nothing else may follow
         return "length" if num_output_tokens >= self.sampling.max_tokens else None
 

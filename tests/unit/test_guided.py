@@ -256,7 +256,7 @@ def test_masks_go_with_everything_else() -> None:
             Request("e", Order([4], Sampling(temperature=2.0, min_tokens=9, allowed_token_ids=(8,)))),
             0,
             0,
-            Mask(words_of([3], 2), is_complete=True),
+            Mask(words_of([3], 2), accepts=True, is_forced=True),
         ),
     ]
     found = Sampler(TOY_VOCAB_SIZE, EOS).sample(logits, rows)

@@ -224,7 +224,8 @@ class EngineCore:
 
     def _token(self, row: SamplingRow, sampled: Sampled) -> TokenOutput:
         request = row.request
-        reason = request.finish_reason_after(sampled.token_id, row.position + 1, self.runner.eos_token_ids)
+        ends = self.runner.eos_token_ids
+        reason = request.finish_reason_after(sampled.token_id, row.position + 1, ends, row.may_end)
         return TokenOutput(
             request.request_id, request.attempt, row.index, row.position, sampled.token_id, reason, sampled.logprobs
         )

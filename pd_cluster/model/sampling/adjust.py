@@ -104,9 +104,12 @@ class Adjustment:
                 self._ids_seen[slot] = token_id
             self._counts[slot] += weight
 
-    def banned(self, request: Request, position: int) -> Ints:
-        """Returns the ids that bad_words and min_tokens forbid now; may hold duplicates."""
-        parts = [self.banned_anyway(position)]
+    def banned(self, request: Request, position: int, may_end: bool = True) -> Ints:
+        """Returns the ids that bad_words and min_tokens forbid now; may hold duplicates.
+
+        `may_end`: an end token is one here, and not the text of a guide.
+        """
+        parts = [self.banned_anyway(position, may_end)]
         if self.bad_words and request.num_tokens:
             end = request.num_tokens
             candidates, first = self.bad_words.get(request.token_ids(end - 1, end)[0], ()), request.num_virtual_tokens
@@ -118,9 +121,9 @@ class Adjustment:
             parts.append(np.array(found, dtype=np.int64))
         return np.concatenate(parts)
 
-    def banned_anyway(self, position: int) -> Ints:
+    def banned_anyway(self, position: int, may_end: bool = True) -> Ints:
         """Returns those of them that are forbidden whatever the preceding tokens."""
-        if position >= self.params.min_tokens:
+        if position >= self.params.min_tokens or not may_end:
             return self.always_banned
         return np.concatenate([self.always_banned, self.ends])
 

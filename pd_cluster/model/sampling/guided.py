@@ -29,12 +29,19 @@ UNREADY_WAIT_S = 0.05  # when there is nothing else to compute
 class Mask(NamedTuple):
     """Bit t % 32 of `words[t // 32]` tells whether token t may follow; if there is a `problem`, none may.
 
-    `is_complete`: the output fits its guide and cannot continue; only an end of sequence may follow.
+    `accepts`: the output fits its guide, so an end or stop token ends it; elsewhere such a token is text.
+    `is_forced`: the output cannot continue otherwise; a request's other constraints do not apply.
     """
 
     words: Words  # [num_words], at least one bit per token of the model; empty if there is a problem
-    is_complete: bool = False
+    accepts: bool = False
+    is_forced: bool = False
     problem: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether only an end may follow."""
+        return self.accepts and self.is_forced
 
 
 class Masks:
@@ -186,13 +193,16 @@ class Guides:
         problems = compiler.write_masks([matcher for _, matcher in following], table)
         going_on = table & ~compiler.end_words
         can_go_on: list[bool] = np.any(going_on, axis=1).tolist()
-        for at, (request, _) in enumerate(following):
+        can_end: list[bool] = np.any(table & compiler.end_words, axis=1).tolist()
+        for at, (request, matcher) in enumerate(following):
+            sampling = request.sampling
             if problems[at]:
                 masks[request.key] = _no_mask(problems[at])
-            elif not can_go_on[at]:
-                masks[request.key] = Mask(table[at], is_complete=True)
-            else:
-                masks[request.key] = Mask(going_on[at] if request.sampling.ignore_eos else table[at])
+                continue
+            accepts = (can_end[at] or bool(sampling.stop_token_ids)) and matcher.accepts
+            is_forced = matcher.is_forced or (accepts and not can_go_on[at])
+            goes_on = accepts and sampling.ignore_eos and can_go_on[at]
+            masks[request.key] = Mask(going_on[at] if goes_on else table[at], accepts, is_forced)
         return masks
 
     def _state_of(self, request: Request) -> _State:

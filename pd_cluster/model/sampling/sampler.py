@@ -71,9 +71,14 @@ class SamplingRow(NamedTuple):
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether the request's own masks and penalties apply; they do not if its guide only allows the end."""
-        is_complete = self.mask is not None and self.mask.is_complete
-        return not is_complete and adjusts(self.request.sampling, self.position)
+        """Whether the request's own masks and penalties apply; they do not if its guide allows nothing else."""
+        is_forced = self.mask is not None and self.mask.is_forced
+        return not is_forced and adjusts(self.request.sampling, self.position)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether an end or stop token ends the sequence here; a guide may have it as text."""
+        return self.mask is None or self.mask.accepts
 
 
 class Sampled(NamedTuple):
@@ -94,7 +99,8 @@ class Sampler:
         `at` gives the row of logits for each, if several use the same one.
 
         Never raises for any logits or parameters. If masks forbid every token, the most likely of the allowed_token_ids
-        is chosen, or of all if there are none; if one of the masks is a guide's, NO_TOKEN.
+        is chosen, or of all if there are none; if one of the masks is a guide's, an end where the output fits it, and
+        NO_TOKEN elsewhere.
         """
         num_rows = len(rows) if at is None else len(logits)
         assert logits.shape == (num_rows, self.vocab_size), f"{tuple(logits.shape)} for {num_rows} rows"
@@ -181,18 +187,22 @@ class Sampler:
         for i, row in enumerate(rows):
             if row.is_adjusted:
                 adjustment = adjustment_of(row.request, self.vocab_size, self.eos_token_ids)
-                edits.append(Edit(i, adjustment, adjustment.banned(row.request, row.position)))
+                edits.append(Edit(i, adjustment, adjustment.banned(row.request, row.position, row.may_end)))
         apply(logits, edits)
 
     def _fallback(self, line: Tensor, row: SamplingRow, stuck: set[int], at: int) -> int:
         """Returns the choice for a row with every token masked; `line` [vocab_size] holds the model's own logits.
 
-        A guided row has no choice: `at` is added to `stuck`, and the result is ignored.
+        An output that fits its guide ends. Any other guided row has no choice: `at` is added to `stuck`, and the result
+        is ignored.
         """
-        if row.mask is not None:
-            stuck.add(at)
-            return 0
-        return self._likeliest_allowed(line, row)
+        if row.mask is None:
+            return self._likeliest_allowed(line, row)
+        if row.mask.accepts:
+            ends = [token_id for token_id in sorted(self.eos_token_ids) if 0 <= token_id < self.vocab_size]
+            return int(ends[int(line[ends].argmax())])
+        stuck.add(at)
+        return 0
 
     def _likeliest_allowed(self, line: Tensor, row: SamplingRow) -> int:
         allowed = adjustment_of(row.request, self.vocab_size, self.eos_token_ids).allowed.tolist()

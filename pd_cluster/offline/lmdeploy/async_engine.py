@@ -249,7 +249,7 @@ class AsyncEngine:
             if parts and parts[-1].error is None and token_ids:
                 answer = joined(parts)
                 said = answer.token_ids
-                if said and said[-1] in self._offline.checkpoint.eos_token_ids:
+                if said and answer.finish_reason == "stop" and said[-1] in self._offline.checkpoint.eos_token_ids:
                     said = said[:-1]  # it would end the conversation
                 session.add(new, [*token_ids, *said], answer.text)
         if not is_streamed:

@@ -26,7 +26,7 @@ WIDER = {
 }
 
 
-def given_model(context: typer.Context, model: str) -> str:
+def given_model(context: Any, model: str) -> str:
     """Returns the value of --model. Raises ConfigError if an empty one was given, as by a variable that is not set."""
     source = context.get_parameter_source("model")
     if not model and source is not None and source.name == "COMMANDLINE":

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from pd_cluster import wire
+from pd_cluster import host, wire
 from pd_cluster.checkpoints.prompt_folder import AdapterFolder
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.roster import Roster
@@ -166,7 +166,6 @@ class LocalEngine:
         """`ending` gets what must happen after the worker's end."""
         import torch
 
-        from pd_cluster.devices.device import num_cores_here
         from pd_cluster.devices.spinning import Spinning
         from pd_cluster.engine.build import build_core, limits_of, side_of
         from pd_cluster.engine.handover.events import ConnOpened
@@ -188,7 +187,7 @@ class LocalEngine:
             timeouts=NO_TIMEOUTS,
         )
         if "OMP_NUM_THREADS" not in os.environ:  # torch counts cores that a limit of this process takes away
-            torch.set_num_threads(min(torch.get_num_threads(), num_cores_here()))
+            torch.set_num_threads(min(torch.get_num_threads(), host.num_cores()))
         if (spinning := Spinning.here(torch.get_num_threads())) is not None:
             ending.callback(spinning.close)
         core, runner = build_core(self._config)

@@ -53,8 +53,8 @@ class Compiler:
     """One model's tokenizer in the library's form, shared by all guides and threads."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """`tokenizer_file`: a folder's tokenizer.json, which may be made from another one. `vocab_size` is the model's: of
-        ids that the tokenizer lacks only ends may follow. Raises GuideError.
+        """`tokenizer_file`: a folder's tokenizer.json, which may be made from another one. `vocab_size` is the model's:
+        among ids that the tokenizer lacks, only ends may follow. Raises GuideError.
         """
         ends = sorted(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         if not ends:

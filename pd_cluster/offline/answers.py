@@ -174,8 +174,8 @@ def _output(service: TextService, ask: Ask, generation: Generation, piece: Piece
         shown = _token_logprobs(service, [e.token_id for e in told], [e.logprobs for e in told])
         output.logprobs = [each for each in shown if each is not None]
     if generation.new_reader is not None:
-        text = ChoiceText(generation, shows_reasoning=True)
-        message = text.message(piece.text)
+        text = ChoiceText(generation)
+        message, _ = text.message(piece)
         output.text = message["content"] or ""
         output.reasoning_content = message["reasoning_content"]
         output.tool_calls = message.get("tool_calls", [])

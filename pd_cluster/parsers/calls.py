@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pd_cluster.parsers.json_scan import StringDecoder, read_string, scan_string, scan_value, take_sign
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pd_cluster.parsers.reasoning import Unwrapped
-from pd_cluster.parsers.stream import BLANKS, Steps, TextStream, ignore
+from pd_cluster.parsers.stream import BLANKS, Emit, Steps, TextStream, ignore
 
 NO_SCHEMAS: Mapping[str, Any] = MappingProxyType({})
 ARGUMENTS = ("arguments", "parameters")
@@ -36,6 +36,7 @@ class Gathered:
         self._num_seen = 0
         self.is_cut = False  # the text has ended within the latest call
         self._unwrapped: Unwrapped | None = None
+        self._thought: Emit | None = None  # takes the text before the first call, if it is reasoning
         self._blanks: list[str] = []  # leading blanks of the current stretch of content
         self._has_text = False  # whether that stretch has anything but blanks
 
@@ -58,12 +59,18 @@ class Gathered:
     def reasoning(self, text: str) -> None:
         self._parts.append(Reasoning(text))
 
+    def think(self, thought: Emit) -> None:
+        """Gives the text before the first call to `thought`: it is reasoning that a call ends."""
+        self._thought = thought
+
     def unwrap(self, wraps: tuple[str, str]) -> None:
         """From now on content is shown without these texts around it."""
         self._unwrapped = Unwrapped(wraps, self._content)
 
     def content(self, text: str) -> None:
-        if self._unwrapped is not None:
+        if self._thought is not None and not self._num_seen:
+            self._thought(text)
+        elif self._unwrapped is not None:
             self._unwrapped.add(text)
         else:
             self._content(text)

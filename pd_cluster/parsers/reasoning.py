@@ -1,18 +1,19 @@
 """The thinking that comes before a reply's content, such as `<think>…</think>`.
 
 Blanks at both ends of the reasoning, and between it and the content, are markup and are not shown. Reasoning that never
-ends stays reasoning; later marks are content. Knows nothing of tools.
+ends stays reasoning, up to a call in it; later marks are content. Of tools it knows only the texts that begin calls.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from pd_cluster.parsers.nodes import BLANK, Node
-from pd_cluster.parsers.stream import BLANKS, Emit, Steps, TextStream
+from pd_cluster.parsers.stream import BLANKS, Emit, Steps, TextStream, ignore
 
 OPEN, CLOSE = "<think>", "</think>"
 MOST_BLANKS = 64  # before a text that closes the content, and belong to it
@@ -25,8 +26,8 @@ Start = Literal["reasoning", "perhaps", "content"]
 class Thinking:
     """How a kind of model marks its reasoning.
 
-    `unmarked`: how a reply starts if the prompt's end has no mark. `opens` and `closes`: the first of each is the one
-    that stands for it in a prompt; models write the others, too. `ends`: texts that end the reasoning and begin the
+    `unmarked`: how a reply starts if the generation prompt has no mark. `opens` and `closes`: the first of each is the
+    one that stands for it in a prompt; models write the others, too. `ends`: texts that end the reasoning and begin the
     content. `wraps`: the texts around the content, which are not shown.
     """
 
@@ -42,11 +43,14 @@ class Thinking:
         return (*self.opens, *self.closes, *self.ends, *(self.wraps or ()))
 
     def start_of(self, prompt_end: str) -> Start:
-        """Reads the start from the prompt's last mark, behind which only blanks stand."""
-        mark = self._last_mark.search(prompt_end)
+        """Reads the start from the last mark of the generation prompt, whatever text stands behind it."""
+        mark = self.last_mark(prompt_end)
         if mark is None:
             return self.unmarked
-        return "reasoning" if mark[1] in self.opens else "content"
+        return "reasoning" if mark[0] in self.opens else "content"
+
+    def last_mark(self, text: str) -> re.Match[str] | None:
+        return next(iter([*self._marks.finditer(text)][-1:]), None)
 
     def after(self, content: str) -> str:
         """Returns the mark that a reply which continues this content stands behind."""
@@ -89,18 +93,23 @@ class Thinking:
         return node
 
     @cached_property
-    def _last_mark(self) -> re.Pattern[str]:
-        marks = "|".join(re.escape(mark.strip(BLANKS)) for mark in (*self.opens, *self.closes))
-        return re.compile(rf"({marks})[{BLANKS}]*\Z")
+    def _marks(self) -> re.Pattern[str]:
+        return re.compile("|".join(re.escape(mark.strip(BLANKS)) for mark in (*self.opens, *self.closes)))
 
 
 NONE = Thinking("content")
 
 
-def read_reasoning(stream: TextStream, thinking: Thinking, start: Start, emit: Emit) -> Steps[None]:
-    """Takes everything before the content."""
+def read_reasoning(
+    stream: TextStream, thinking: Thinking, start: Start, emit: Emit, begins: Sequence[str] = ()
+) -> Steps[Emit | None]:
+    """Takes everything before the content. `begins`: texts that begin a call.
+
+    If reasoning with one of them is never closed, which the end of the reply decides, the stream stands before the
+    first of them; the result takes the text from there to the first call.
+    """
     if start == "content":
-        return
+        return None
     stream.keep()
     yield from stream.blanks()
     opened = yield from _opened(stream, thinking)
@@ -109,12 +118,22 @@ def read_reasoning(stream: TextStream, thinking: Thinking, start: Start, emit: E
         yield from stream.blanks()
     elif start == "perhaps":
         stream.put_back()
-        return
+        return None
     stream.kept()
-    marker = yield from stream.until((*thinking.closes, *thinking.ends), Trimmed(emit).add)
+    thought, ends = Trimmed(emit), (*thinking.closes, *thinking.ends)
+    begins = [text for text in begins if text not in ends]
+    marker = yield from stream.until((*ends, *begins), thought.add)
+    if marker in begins:
+        stream.keep()
+        marker = yield from stream.until(ends, ignore)
+        if not marker:
+            stream.put_back()
+            return thought.add
+        thought.add(stream.kept())
     if marker in thinking.closes:
         stream.take(len(marker))
         yield from stream.blanks()
+    return None
 
 
 def _opened(stream: TextStream, thinking: Thinking) -> Steps[str]:

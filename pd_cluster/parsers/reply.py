@@ -25,7 +25,7 @@ from pd_cluster.parsers.parts import Part
 from pd_cluster.parsers.reasoning import NONE, Start, Thinking
 from pd_cluster.parsers.reply_guides import ToolChoice
 from pd_cluster.parsers.stream import Steps, TextStream
-from pd_cluster.parsers.table import CHANNEL_CALLS, FORMATS, THINKING, UNMARKED
+from pd_cluster.parsers.table import CHANNEL_CALLS, FORMATS, THINKING, UNMARKED, begins_of
 from pd_cluster.types import Guide
 
 BUDGET = "thinking_token_budget"  # the field of a request
@@ -75,14 +75,15 @@ class ReplyFormat:
     def reader(
         self, choice: ToolChoice, prompt_end: str, most_calls: int | None = None, given: Sequence[Tool] = ()
     ) -> ReplyReader:
-        """Returns a reader for one reply. `prompt_end`: the text of the prompt's last tokens, special ones included."""
+        """Returns a reader for one reply. `prompt_end`: the generation prompt's text, or its last mark of reasoning."""
         schemas = {tool.name: tool.parameters for tool in given}
         start = self._start(prompt_end)
         if isinstance(self._thinking, Channels):
             reads_calls = choice in ("required", "named") or (choice == "auto" and bool(self.tool_parser))
             read = partial(read_channels, start=start, reads_calls=reads_calls)
             return ReplyReader(NONE, "content", read, most_calls)
-        return ReplyReader(self._thinking, start, self._content_reader(choice), most_calls, schemas)
+        begins = begins_of(self._calls) if self._calls is not None and choice != "none" else ()
+        return ReplyReader(self._thinking, start, self._content_reader(choice), most_calls, schemas, begins)
 
     def guide(
         self,
@@ -121,6 +122,11 @@ class ReplyFormat:
         }
         return Guide("budget", msgspec.json.encode(tree).decode())
 
+    def last_mark(self, text: str, start: int = 0) -> tuple[str, str]:
+        """Returns the last mark of reasoning that ends behind `start`, and the text behind it; "" where none does."""
+        mark = self._thinking.last_mark(text) if self._thinking is not None else None
+        return (mark[0], text[mark.end() :]) if mark is not None and mark.end() > start else ("", "")
+
     def mark_after(self, content: str) -> str:
         """Returns the mark that a reply which continues this content stands behind."""
         return (self._thinking or NONE).after(content)
@@ -157,11 +163,13 @@ class ReplyReader:
         read_content: tools.Reader,
         most_calls: int | None,
         schemas: Mapping[str, Mapping[str, Any]] = NO_SCHEMAS,
+        begins: Sequence[str] = (),
     ) -> None:
+        """`begins`: texts that begin a call, also where the reasoning never ends."""
         self._stream = TextStream()
         self._out = Gathered(most_calls, schemas)
         self.is_reasoning = True  # until the first character after any reasoning has been read
-        self._steps = self._read(thinking or NONE, start, read_content)
+        self._steps = self._read(thinking or NONE, start, begins, read_content)
 
     def feed(self, text: str) -> list[Part]:
         """Returns the parts that are certain so far."""
@@ -190,8 +198,10 @@ class ReplyReader:
         """Whether the text has ended within a call."""
         return self._out.is_cut
 
-    def _read(self, thinking: Thinking, start: Start, read_content: tools.Reader) -> Steps[None]:
-        yield from reasoning.read_reasoning(self._stream, thinking, start, self._out.reasoning)
+    def _read(self, thinking: Thinking, start: Start, begins: Sequence[str], read_content: tools.Reader) -> Steps[None]:
+        unclosed = yield from reasoning.read_reasoning(self._stream, thinking, start, self._out.reasoning, begins)
+        if unclosed is not None:
+            self._out.think(unclosed)
         if thinking.wraps is not None:
             self._out.unwrap(thinking.wraps)
         self.is_reasoning = False

@@ -29,6 +29,7 @@ class TextStream:
         self._text = ""
         self._at = 0  # everything before it was taken
         self._kept: list[str] | None = None
+        self._num_kept = 0  # characters of it
         self._is_ended = False
 
     # ---- for the writer
@@ -43,7 +44,7 @@ class TextStream:
     @property
     def num_held(self) -> int:
         """Characters at the end that the reader has not decided about."""
-        return len(self._text) - self._at + sum(map(len, self._kept or ()))
+        return len(self._text) - self._at + (self._num_kept if self._kept is not None else 0)
 
     # ---- for readers
 
@@ -78,6 +79,7 @@ class TextStream:
         self._at += len(taken)
         if self._kept is not None:
             self._kept.append(taken)
+            self._num_kept += len(taken)
         return taken
 
     def take_pair(self) -> Steps[str]:
@@ -170,7 +172,7 @@ class TextStream:
 
     def keep(self) -> None:
         """Starts remembering the text taken."""
-        self._kept = []
+        self._kept, self._num_kept = [], 0
 
     def kept(self) -> str:
         """Returns the text taken since `keep`, and forgets it."""

@@ -8,7 +8,23 @@ from pd_cluster.parsers.json_markup import JsonCalls, NamedCalls
 from pd_cluster.parsers.own_markup import ArrayCalls, Llama3Calls, MistralCalls
 from pd_cluster.parsers.pythonic import PythonicCalls
 from pd_cluster.parsers.reasoning import Thinking
+from pd_cluster.parsers.tools import TOOL_CALLS
 from pd_cluster.parsers.xml_markup import XmlCalls
+
+
+def begins_of(form: Format) -> tuple[str, ...]:
+    """Returns the texts that only a call begins with, as far as the format has such."""
+    match form:
+        case JsonCalls(begin=begin, begins=others, is_word=False):
+            return (begin, *others)
+        case NamedCalls(begin=begin, opening=opening):
+            return (opening, begin) if opening else (begin,)
+        case XmlCalls(begin=begin, name=name, lone=lone):
+            return (begin, name[0]) if lone else (begin,)
+        case MistralCalls():
+            return (TOOL_CALLS,)
+    return ()
+
 
 HERMES = JsonCalls("<tool_call>", "</tool_call>")
 QWEN_XML = XmlCalls(

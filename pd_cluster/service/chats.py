@@ -19,7 +19,7 @@ from pd_cluster.text.tokenizer import Tokenizer
 
 MESSAGE_NUM_CHARS = 8  # added by a template to each further message, at the least
 OF_TEXT = ("json_object", "json_schema")  # forms of an answer's text: calls alone have none, so clients may send both
-NUM_END_TOKENS = 16  # of a prompt, decoded to see whether an answer begins with reasoning
+NUM_END_TOKENS = 256  # of a prompt, decoded to see whether an answer begins with reasoning
 
 
 class _Plan(NamedTuple):
@@ -78,6 +78,9 @@ class Chats:
             generation.new_reader = lambda: form.reader(choice, plan.end, most_calls, tools)
             num_earlier = sum(message.num_calls for message in request.messages)
             generation.new_call_id = lambda name, index, **how: form.call_id(name, num_earlier + index, **how)
+            generation.hides_reasoning = request.include_reasoning is False and bool(form.reasoning_parser)
+            for sequence in generation.sequences:
+                sequence.keeps_places = generation.hides_reasoning and generation.every_token
             generation.calls_finish = choice in ("auto", "required")
         return generation
 
@@ -107,7 +110,7 @@ class Chats:
         if asked.choice in ("required", "named") and answer is not None and answer.field == "response_format":
             answer = None if (request.response_format or {}).get("type") in OF_TEXT else answer
         shown = await self.prompt(request, may_be_cut, caller, allows_control_tokens, pictures)
-        end = self._end_of(request, shown.prompt.token_ids)
+        end = await self._end_of(request, shown.prompt.token_ids)
         answered = answer.guide if answer else None
         guide = form.guide(asked.tools, asked.choice, end, asked.most_calls, answered, asked.are_some)
         field = "tools" if asked.tools or answer is None else answer.field
@@ -152,9 +155,26 @@ class Chats:
         salt = caller.own_salt(getattr(request, "cache_salt", None)) if sources else ""
         return await self._pictures.place(token_ids, sources, "messages", pictures, salt)
 
-    def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:
-        """Returns the prompt's end for a reader; a continued answer may have begun its reasoning long before."""
-        text = self._tokenizer.decode(token_ids[-NUM_END_TOKENS:], skip_special_tokens=False)
-        if not request.continue_final_message:
-            return text
-        return self._form.mark_after(request.messages[-1].text)
+    async def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:
+        """Returns the generation prompt's last mark of reasoning for a reader, "" if it has none.
+
+        A continued answer may have begun its reasoning long before.
+        """
+        form = self._form
+        if not form.reasoning_parser:
+            return ""
+        if request.continue_final_message:
+            return form.mark_after(request.messages[-1].text)
+        mark, behind = form.last_mark(self._tokenizer.decode(token_ids[-NUM_END_TOKENS:], skip_special_tokens=False))
+        if not behind.strip():
+            return mark
+        return await self._generation_mark(request) if request.opens_answer else ""
+
+    async def _generation_mark(self, request: ChatCompletionRequest) -> str:
+        """Renders the conversation with and without the generation prompt: other marks are text of its messages."""
+        whole, _ = await self._prompts.render(request)
+        without, _ = await self._prompts.render(request.model_copy(update={"add_generation_prompt": False}))
+        num_shared = min(len(whole), len(without))
+        if not whole.startswith(without):
+            num_shared = next((at for at in range(num_shared) if whole[at] != without[at]), num_shared)
+        return self._form.last_mark(whole, num_shared)[0]

@@ -47,6 +47,7 @@ class Generation:
     is_prompt_only: bool = False  # max_tokens 0, with echo
     new_reader: Callable[[], ReplyReader] | None = None  # for a choice's text, where it is more than content
     new_call_id: Callable[..., str] = _no_calls  # of a call's name and its number in the choice
+    hides_reasoning: bool = False  # in all that a client reads of it
     calls_finish: bool = False  # a choice that makes calls reports it in its finish_reason
     prompt: PromptOutput | None = None  # known no later than the first piece
     served_by: list[str] = field(default_factory=list)

@@ -13,7 +13,9 @@ from pd_cluster.types import FinishReason, Logprobs, TokenOutput
 
 
 class TokenLogprobs(NamedTuple):
-    """`logprobs` is None for a prompt's first token; `text_offset` counts characters of the text before the token."""
+    """`logprobs` is None for a prompt's first token, and where only places in the text are wanted; `text_offset` counts
+    characters of the text before the token.
+    """
 
     token_id: int
     logprobs: Logprobs | None
@@ -33,13 +35,17 @@ class Piece(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class TextSequence:
-    """`shows_stop_token` tells whether a token that ends the answer is part of its text."""
+    """`shows_stop_token` tells whether a token that ends the answer is part of its text.
+
+    `keeps_places`: its pieces say for each token where its text is, also without logprobs.
+    """
 
     index: int
     detokenizer: Detokenizer
     stops: StopStrings
     min_tokens: int = 0
     shows_stop_token: bool = False
+    keeps_places: bool = False
     num_tokens: int = 0
     num_chars: int = 0  # of text, whether shown or held back
     cumulative_logprob: float = 0.0
@@ -55,6 +61,7 @@ class TextSequence:
         self.token_ids.append(token.token_id)
         if token.logprobs is not None:
             self.cumulative_logprob += token.logprobs.logprob
+        if token.logprobs is not None or self.keeps_places:
             self.logprobs.append(TokenLogprobs(token.token_id, token.logprobs, self.num_chars))
         self.finish_reason = token.finish_reason
         is_hidden = token.finish_reason == "stop" and not self.shows_stop_token
@@ -79,7 +86,7 @@ class TextSequence:
 
     def add_all(self, tokens: list[TokenOutput]) -> str:
         """Returns the texts of `add` for all, joined. No stop string may end the answer within these tokens."""
-        if tokens[0].logprobs is not None:  # logprobs record how much text was before each
+        if tokens[0].logprobs is not None or self.keeps_places:  # they record how much text was before each
             return "".join(self.add(each) for token in tokens for each in token.apart())
         *before, last = tokens
         token_ids = [token_id for token in before for token_id in (*token.earlier, token.token_id)]

@@ -31,6 +31,7 @@ TEMPLATE = (
 )
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": name}} for name in ("look", "wait")]
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "ä"}}\n</tool_call>'
+XML_CALL = "<tool_call>\n<function=look>\n<parameter=at>\nä\n</parameter>\n</function>\n</tool_call>"
 SECOND = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
 NO_REASONING = {"reasoning": None, "reasoning_content": None}
 THOUGHT = "<think>\nhm\n</think>\n\n"
@@ -190,6 +191,105 @@ def test_reasoning_is_left_out_when_nobody_wants_it(make: Service) -> None:
     service, _ = make(THOUGHT + "So")
     (choice,) = answers(service, include_reasoning=False, n=1)
     assert choice["message"] == {"role": "assistant", "content": "So", **NO_REASONING}
+
+
+@pytest.mark.parametrize("reasoning", ["qwen3", "openai_gptoss"])
+def test_tokens_of_hidden_reasoning_are_hidden(make: Service, reasoning: str) -> None:
+    """Whole and streamed, with the ids of tokens, their logprobs or both; what is shown wrote the content."""
+    secret, shown = "see crêt\nof it", "So … <b> it is."
+    text = f"<think>\n{secret}\n</think>\n\n{shown}"
+    if reasoning == "openai_gptoss":
+        channel = "<|channel|>{}<|message|>{}"
+        text = f"{channel.format('analysis', secret)}<|end|><|start|>assistant{channel.format('final', shown)}"
+    for body in (text, text + CALL * (reasoning == "qwen3"), f"{text}<eos>"):
+        for fields in ({"return_token_ids": True}, {"logprobs": True}, {"return_token_ids": True, "logprobs": True}):
+            service, router = make(body, "openai" if reasoning == "openai_gptoss" else "hermes", reasoning)
+            router.logprobs = {0: -1.0, 1: -1.0}
+            router.last_reason = "stop" if body.endswith("<eos>") else "length"
+            for streams in (False, True):
+                lists = listed(service, streams, tools=TOOLS, include_reasoning=False, **fields)
+                assert {RUST.decode(token_ids) for token_ids in lists} == {shown}
+    service, router = make(text, "openai" if reasoning == "openai_gptoss" else "hermes", reasoning)
+    (ids,) = listed(service, False, return_token_ids=True, n=1)
+    assert ids == RUST.encode(text).ids
+
+
+def listed(service: TextService, streams: bool, **fields: Any) -> list[list[int]]:
+    """Returns all lists of tokens in the choices: their ids, and those by the texts of their logprobs."""
+
+    async def ask() -> list[dict[str, Any]]:
+        request = ChatCompletionRequest(
+            messages=[{"role": "user", "content": "hello"}], **{"n": 2, "seed": 1, **fields}
+        )
+        answer = ChatAnswer(request, "x", service, await service.chat(request))
+        if not streams:
+            return [answer.whole(await service.complete(answer.generations))]
+        events = b"".join([answer.events(piece) async for piece in service.pieces(answer.generations)])
+        return [json.loads(line.removeprefix(b"data: ")) for line in events.splitlines() if line]
+
+    found: dict[tuple[int, str], list[int]] = {}
+    for choice in (choice for answer in asyncio.run(ask()) for choice in answer["choices"]):
+        if "token_ids" in choice and choice["token_ids"] is not None:
+            found.setdefault((choice["index"], "ids"), []).extend(choice["token_ids"])
+        if choice["logprobs"] is not None:
+            raw = [bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]]
+            by_bytes = {service.tokenizer.token_bytes(at): at for at in range(VOCAB_SIZE)}
+            found.setdefault((choice["index"], "logprobs"), []).extend(by_bytes[each] for each in raw)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("content", ["hi", "a </think> <think> b"])
+@pytest.mark.parametrize(
+    ("generation_prompt", "is_reasoning"),
+    [
+        ("<|a|><think>\n</think>\nAnswer: ", False),
+        ("<|a|><think>Be brief.\n", True),
+        ("<think>Be brief.\n", True),
+        ("<|a|><think>\n", True),
+        ("<|a|><think>\n\n</think>\n\n", False),
+        ("<|a|><think>" + "Be brief. " * 20, True),
+    ],
+)
+@pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1"])
+def test_the_last_mark_of_the_generation_prompt_counts(
+    make: Service, content: str, generation_prompt: str, is_reasoning: bool, reasoning: str
+) -> None:
+    """Whatever text the template has behind it, whatever marks messages have, and for the reply's guide as well."""
+    ends = "{% if add_generation_prompt %}" + generation_prompt + "{% else %}<|end|>{% endif %}"
+    service, router = make("aaa</think>bbb", reasoning=reasoning, template="{{ messages[0].content }} " + ends)
+    (choice,) = answers(
+        service,
+        n=1,
+        messages=[{"role": "user", "content": content}],
+        structured_outputs={"regex": "b+"},
+    )
+    assert choice["message"]["reasoning"] == ("aaa" if is_reasoning else None)
+    assert choice["message"]["content"] == ("bbb" if is_reasoning else "aaa</think>bbb")
+    assert [sampling.guide.kind for sampling in router.requests] == (["reply"] * 2 if is_reasoning else ["regex"] * 2)
+
+
+@pytest.mark.parametrize("content", ["<think>", "I write <think> and </think>", "</think> is a mark"])
+def test_marks_in_messages_begin_no_reasoning(make: Service, content: str) -> None:
+    service, _ = make(
+        "aaa</think>bbb", template="{{ messages[0].content }}{% if add_generation_prompt %}<|a|>{% endif %}"
+    )
+    (choice,) = answers(service, n=1, messages=[{"role": "user", "content": content}])
+    assert choice["message"]["content"] == "aaa</think>bbb"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_call_in_reasoning_that_is_never_closed(make: Service, choice: str) -> None:
+    for parser, call in (("hermes", CALL), ("qwen3_coder", XML_CALL)):
+        service, router = make(f"<think>\nhm\n{call}", parser)
+        router.last_reason = "stop"
+        (found,) = answers(service, tools=TOOLS, tool_choice=choice, n=1)
+        assert found["message"]["reasoning"] == "hm"
+        assert [each["function"]["name"] for each in found["message"]["tool_calls"]] == ["look"]
+        assert json.loads(found["message"]["tool_calls"][0]["function"]["arguments"]) == {"at": "ä"}
+        assert found["finish_reason"] == "tool_calls"
+        service, _ = make(f"<think>\nhm\n{call}</think>so", parser)
+        (found,) = answers(service, tools=TOOLS, tool_choice=choice, n=1)
+        assert (found["message"]["content"], found["message"]["tool_calls"]) == ("so", [])
 
 
 @pytest.mark.parametrize("text", ["plain", "<think", "a <think>b</think>", ""])

@@ -12,7 +12,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pd_cluster.parsers.reply import ReplyFormat, ToolChoice
 from pd_cluster.parsers.stream import TextStream
-from pd_cluster.parsers.table import FORMATS
+from pd_cluster.parsers.table import FORMATS, begins_of
 
 TOOL_PARSERS = ("", "hermes", "llama3_json", "mistral", "qwen3")
 REASONING_PARSERS = ("", "deepseek_r1", "qwen3")
@@ -393,7 +393,9 @@ def test_no_character_is_looked_at_again_and_again(parser: str, text: str, monke
         ("qwen3", "<think>", "<think>Hm.</think>Hi", "Hm.", "Hi"),
         ("qwen3", "<think>\n\n</think>\n\n", "Hi</think>", "", "Hi</think>"),
         ("qwen3", "<think>a</think><think> ", "Hm.", "Hm.", ""),
-        ("qwen3", "<think> no", "Hi", "", "Hi"),
+        ("qwen3", "<think>Be brief.\n", "Hm.</think>Hi", "Hm.", "Hi"),
+        ("qwen3", "<think></think>\nAnswer: ", "Hi</think>", "", "Hi</think>"),
+        ("deepseek_r1", "<think></think>\nAnswer: ", "Hi</think>", "", "Hi</think>"),
         ("qwen3", "", "<think>Hm. </thin", "Hm. </thin", ""),
         ("qwen3", "", "<think>\n\n</think>\n\nHi <think>x</think>", "", "Hi <think>x</think>"),
         ("deepseek_r1", "", "Hm.</think>\n\nHi", "Hm.", "Hi"),
@@ -417,6 +419,44 @@ def test_calls_come_after_reasoning_and_not_within(parser: str, text: str, parts
     shown = read(ReplyFormat(parser), [text.lstrip(" \n")])
     for pieces in ([f"<think>{thought}</think>\n\n{text}"], list(f"<think>\n{thought}\n</think>{text}")):
         assert read(form, pieces) == [Reasoning(thought), *shown]
+
+
+@pytest.mark.parametrize(("parser", "text", "parts"), CASES)
+def test_a_call_ends_reasoning_that_is_never_closed(parser: str, text: str, parts: list[Part]) -> None:
+    """However the text is cut, and where a call's mark was mentioned before; without a call all of it is reasoning."""
+    begins = begins_of(FORMATS[parser]) if parser else ()
+    thought = f"I could {''.join(begins)} it.\n\n"
+    form, whole = ReplyFormat(parser, "qwen3"), f"<think>\n{thought}{text}"
+    at = next((at for at, part in enumerate(parts) if isinstance(part, CallBegin)), None)
+    if at is None or not begins:
+        expected: list[Part] = [Reasoning(f"{thought}{text}".strip(" \t\r\n"))]
+    else:
+        before = "".join(part[-1] for part in parts[:at])
+        expected = [Reasoning(f"{thought}{before}".strip(" \t\r\n")), *parts[at:]]
+    for pieces in ([whole], list(whole)):
+        assert read(form, pieces, "auto") == read(form, pieces, "required") == expected
+        assert read(form, pieces, "none") == [Reasoning(f"{thought}{text}".strip(" \t\r\n"))]
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "kimi_k2", "deepseek_v31", "minimax_m2", "seed_oss"])
+def test_calls_of_every_markup_end_reasoning_that_is_never_closed(parser: str) -> None:
+    form = ReplyFormat(parser, "deepseek_r1")
+    calls = {
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+        "glm45": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        "kimi_k2": '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        "seed_oss": "<seed:tool_call><function=f><parameter=a>1</parameter></function></seed:tool_call>",
+    }
+    for text in (f"so\n{calls[parser]}", f"<think>so {calls[parser]}\n"):
+        for pieces in ([text], list(text)):
+            assert read(form, pieces) == [Reasoning("so"), *call(0, "f", '{"a": 1}')]
+            closed = [*pieces, "</think>", "Hi"]
+            assert read(form, closed)[1:] == [Content("Hi")]
 
 
 # ---- special cases of formats

@@ -34,7 +34,7 @@ DESCRIPTIONS = {
     "min_p": "Draw among tokens that are at least this share as likely as the most likely one.",
     "seed": "Requests with the same seed and parameters get the same tokens. Default, and -1: a new one each time.",
     "stop": "Texts that end the answer, which is cut before them.",
-    "stop_token_ids": "Tokens that end the answer.",
+    "stop_token_ids": "Tokens that end the answer; a guided one where its guide accepts it.",
     "include_stop_str_in_output": "Leave the stop text in the answer.",
     "ignore_eos": "Go on when the model ends.",
     "n": "Answers to one prompt.",
@@ -74,7 +74,8 @@ DESCRIPTIONS = {
     "tool_choice": "none, auto (the default; needs --tool-call-parser), required, a function by its name, or "
     "allowed_tools: some of the tools, with auto or required.",
     "parallel_tool_calls": "false: one call at most.",
-    "include_reasoning": "false: leave out what a reasoning model writes before its answer.",
+    "include_reasoning": "false: leave out what a reasoning model writes before its answer; token_ids and logprobs "
+    "then have the content's tokens alone.",
     "thinking_token_budget": "Tokens of reasoning at most; then the model goes on to its answer. Needs a reasoning "
     "parser.",
     "reasoning_effort": "For models whose chat template knows it, else without effect; none switches thinking off.",

@@ -100,8 +100,8 @@ class Answer(ABC):
         return {**self._head(self.object), "choices": choices, "usage": self._usage(), **handle, **self._timings()}
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
-        logprobs = self._logprobs(piece, is_whole=True)
-        content, reason = self._whole(piece), self._finish_reason(piece)
+        content, piece = self._whole(piece)
+        logprobs, reason = self._logprobs(piece, is_whole=True), self._finish_reason(piece)
         choice = self._choice(piece.index, content, logprobs, piece.token_ids, reason)
         return choice | self._stop_reason(piece) | self._prompt_ids(piece.index)
 
@@ -222,8 +222,8 @@ class Answer(ABC):
         """Returns the logprobs field of a choice, in the whole answer or in a chunk."""
 
     @abstractmethod
-    def _whole(self, piece: Piece) -> dict[str, Any]:
-        """Returns the fields with all text of the answer's choice."""
+    def _whole(self, piece: Piece) -> tuple[dict[str, Any], Piece]:
+        """Returns the fields with all text of the answer's choice, and the piece as clients may see it."""
 
     @abstractmethod
     def _delta(self, text: str) -> dict[str, Any]:

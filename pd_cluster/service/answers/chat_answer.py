@@ -26,8 +26,7 @@ class ChatAnswer(Answer):
         self._echoed = last.text if request.echo and last.role == self._role else ""
         self._texts: list[ChoiceText] = []
         if generation.new_reader is not None:
-            shown = request.include_reasoning is not False
-            self._texts = [ChoiceText(generation, shown) for _ in range(self._num_choices)]
+            self._texts = [ChoiceText(generation) for _ in range(self._num_choices)]
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         return super().whole(pieces) | self._prompt_logprobs(self.generations[0]) | self._prompt_ids(0)
@@ -54,14 +53,16 @@ class ChatAnswer(Answer):
     def _text_chunk(self, piece: Piece) -> bytes:
         if not self._texts:
             return super()._text_chunk(piece)
-        delta = self._texts[piece.index].read(piece.text)
-        return self._full_chunk(piece, {"delta": delta}) if delta or self.shows_every_token else b""
+        delta, piece = self._texts[piece.index].read(piece)
+        has_tokens = self.shows_every_token and (piece.token_ids or piece.logprobs)
+        return self._full_chunk(piece, {"delta": delta}) if delta or has_tokens else b""
 
     def _last_chunk(self, piece: Piece) -> bytes:
         if not self._texts:
             return super()._last_chunk(piece)
         text = self._texts[piece.index]
-        before, rest = text.read(piece.text), text.finish()
+        before, piece = text.read(piece)
+        rest, piece = text.finish(piece)
         if not before or not rest:
             return self._end(piece, {"delta": before or rest})
         return self._chunk(self._choice(piece.index, {"delta": before})) + self._end(piece, {"delta": rest})
@@ -72,13 +73,13 @@ class ChatAnswer(Answer):
     def _logprobs(self, piece: Piece, is_whole: bool = False) -> dict[str, Any] | None:
         return self._format.chat(piece.logprobs) if self.wanted.logprobs else None
 
-    def _whole(self, piece: Piece) -> dict[str, Any]:
+    def _whole(self, piece: Piece) -> tuple[dict[str, Any], Piece]:
         content: dict[str, Any] = {"content": piece.text}
         if self._texts:
-            content = self._texts[piece.index].message(piece.text)
+            content, piece = self._texts[piece.index].message(piece)
         if self._echoed:
             content["content"] = self._echoed + (content["content"] or "")
-        return {"message": {"role": self._role, **content}}
+        return {"message": {"role": self._role, **content}}, piece
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}}

@@ -71,8 +71,8 @@ class CompletionAnswer(Answer):
             return self._tokenizer.offsets(given, self._has_special)
         return generation.sequences[0].detokenizer.offsets(generation.prompt_token_ids)
 
-    def _whole(self, piece: Piece) -> dict[str, Any]:
-        return {"text": self._echoed_in(piece.index) + piece.text}
+    def _whole(self, piece: Piece) -> tuple[dict[str, Any], Piece]:
+        return {"text": self._echoed_in(piece.index) + piece.text}, piece
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"text": text}

@@ -46,8 +46,8 @@ class TokensAnswer(Answer):
     def _logprobs(self, piece: Piece, is_whole: bool = False) -> dict[str, Any] | None:
         return self._format.chat(piece.logprobs) if self.wanted.logprobs else None
 
-    def _whole(self, piece: Piece) -> dict[str, Any]:
-        return {}
+    def _whole(self, piece: Piece) -> tuple[dict[str, Any], Piece]:
+        return {}, piece
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {}

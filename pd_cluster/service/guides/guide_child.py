@@ -44,7 +44,7 @@ def _walk(matcher: Matcher, compiler: Compiler, rng: random.Random) -> None:
     words = np.zeros(compiler.num_words, dtype=np.uint32)
     for _ in range(NUM_WALK_TOKENS):
         matcher.write_mask(words)
-        going_on = token_ids_of(words & ~compiler.end_words)
+        going_on = token_ids_of(words & ~compiler.end_words if matcher.accepts else words)
         if not len(going_on):
             return
         matcher.take([int(going_on[rng.randrange(len(going_on))])])

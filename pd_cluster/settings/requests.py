@@ -73,7 +73,7 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     served_model_names: Annotated[
         list[str],
         Setting(
-            "What clients call the model.",
+            "What clients call the model; default: its path's last part. The path is always a name of it.",
             Panel.BASIC,
             Scope.SERVER,
             name="served_model_name",

@@ -44,7 +44,7 @@ scrape_configs:
     static_configs: [{targets: ["10.0.0.18:9000"]}]
 ```
 
-`model_name` is the first `--served-model-name`; a model that is served under its path is named by the path's end.
+`model_name` is the first `--served-model-name`; a model without one is named by its path's end.
 
 `GET /load` is `{"server_load": N}`: requests that all API processes together are answering now.
 """

@@ -127,7 +127,7 @@ class Launch:
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """Returns the name that clients use for the model."""
         return next(iter(self.served_model_names), model_name(self.model or str(SHIPPED_MODEL)))
 
     @property

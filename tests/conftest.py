@@ -33,6 +33,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByClusters(config, log)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_clusters(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keeps the records of this session's clusters apart from those of others, which commands would find, too."""
+    os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))
+
+
 class Durations:
     """Records in pytest's cache how long each file took, for scripts/changed_tests.py."""
 

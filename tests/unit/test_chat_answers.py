@@ -289,7 +289,7 @@ def test_a_call_in_reasoning_that_is_never_closed(make: Service, choice: str) ->
         assert found["finish_reason"] == "tool_calls"
         service, _ = make(f"<think>\nhm\n{call}</think>so", parser)
         (found,) = answers(service, tools=TOOLS, tool_choice=choice, n=1)
-        assert (found["message"]["content"], found["message"]["tool_calls"]) == ("so", [])
+        assert (found["message"]["content"], "tool_calls" in found["message"]) == ("so", False)
 
 
 @pytest.mark.parametrize("text", ["plain", "<think", "a <think>b</think>", ""])

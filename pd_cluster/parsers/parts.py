@@ -1,4 +1,7 @@
-"""The parts of a reply, in the order in which they were written. Knows nothing of their markup."""
+"""The parts of a reply, in the order in which they were written. Knows nothing of their markup.
+
+A call's arguments go on behind content that a model has written among them.
+"""
 
 from __future__ import annotations
 

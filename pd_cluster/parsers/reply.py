@@ -194,6 +194,11 @@ class ReplyReader:
         return self._out.num_calls
 
     @property
+    def in_call(self) -> bool:
+        """Whether the latest call's arguments may go on, also if content has come behind them."""
+        return self._out.in_call
+
+    @property
     def is_cut(self) -> bool:
         """Whether the text has ended within a call."""
         return self._out.is_cut

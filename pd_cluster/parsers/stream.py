@@ -99,19 +99,21 @@ class TextStream:
     def blanks(self) -> Steps[None]:
         yield from self.run(BLANK_RUN)
 
-    def until(self, markers: Sequence[str], emit: Emit) -> Steps[str]:
+    def until(self, markers: Sequence[str], emit: Emit, drops_cut: bool = False) -> Steps[str]:
         """Takes the text before the first of the markers. Returns that marker, which is not taken; "" at the end.
 
-        No marker contains another. Only text that may still become a marker is held back.
+        No marker contains another. Only text that may still become a marker is held back. `drops_cut`: one that the end
+        cuts short is taken, and not emitted.
         """
         while True:
             found = [(at, marker) for marker in markers if (at := self._text.find(marker, self._at)) >= 0]
             end, marker = min(found) if found else (len(self._text), "")
-            if not found and not self._is_ended:
+            if not found and (drops_cut or not self._is_ended):
                 end -= max((_overlap(self._text, self._at, marker) for marker in markers), default=0)
             if end > self._at:
                 emit(self.take(end - self._at))
             if found or self._is_ended:
+                self.take(0 if found else len(self._text) - self._at)
                 return marker
             yield
 

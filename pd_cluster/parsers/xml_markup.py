@@ -2,7 +2,7 @@
 
 A parameter's text is a string if its schema says so, and is then passed on as it comes, as JSON; any other is read
 whole, and is JSON if it is a value of one of its schema's types, otherwise a string (values.py). A value without its
-end marker ends where the next parameter begins or the call ends. Text between parameters is content behind the call. A
+end marker ends where the next parameter begins or the call ends. Text between parameters is content. A
 call that never ends has no closing brace, so clients see that it is incomplete.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pd_cluster.parsers.calls import Gathered
 from pd_cluster.parsers.nodes import BLANK, FREE, Node, Tool
 from pd_cluster.parsers.schema_types import Types, plain_texts, resolved, types_of
-from pd_cluster.parsers.stream import BLANKS, Emit, Steps, TextStream, ignore, without_cut
+from pd_cluster.parsers.stream import Emit, Steps, TextStream, ignore, without_cut
 from pd_cluster.parsers.tool_schema import REMARKS, must_be_plain, refused, schema_of
 from pd_cluster.parsers.tools import close_calls
 from pd_cluster.parsers.values import TextValue, value_of
@@ -87,7 +87,8 @@ class XmlCalls:
         call = _Call(name, out)
         out.begin(name)
         out.arguments("{")
-        while (marker := (yield from stream.until(self._tags, call.between.append))) == self.key[0]:
+        out.in_call = True
+        while (marker := (yield from self._between(stream, out))) == self.key[0]:
             yield from self._parameter(stream, call)
         if marker:
             out.arguments("}")
@@ -95,10 +96,13 @@ class XmlCalls:
             out.cut()
         if marker and marker == self.close:
             stream.take(len(marker))
-        between = "".join(call.between)
-        if text := (between if marker else without_cut(between, self._tags)).strip(BLANKS):
-            out.content(text)
+        out.in_call = False
         return True
+
+    def _between(self, stream: TextStream, out: Gathered) -> Steps[str]:
+        """Takes text up to a tag of a call: content, but for blanks before it and a tag that the end cuts short."""
+        yield from stream.blanks()
+        return (yield from stream.until(self._tags, out.content, drops_cut=True))
 
     @property
     def _tags(self) -> tuple[str, ...]:
@@ -130,7 +134,7 @@ class XmlCalls:
             if is_over:
                 yield from stream.until((), lambda text: call.torn_key(without_cut(text, self.key[1:])))
             else:
-                call.between.append(before)
+                call.out.content(before)
             return
         stream.kept()
         types = call.begin_value(key)
@@ -277,11 +281,10 @@ class XmlCalls:
 
 
 class _Call:
-    """The call that is being read. `between`: text that is in none of its parameters."""
+    """The call that is being read."""
 
     def __init__(self, name: str, out: Gathered) -> None:
         self.out = out
-        self.between: list[str] = []
         self._schema = out.schema_of(name)
         self._keys: set[str] = set()
 

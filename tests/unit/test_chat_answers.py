@@ -13,6 +13,7 @@ import pytest
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import ConfigError, RequestError
+from pd_cluster.service.answers.blocks import BlockReader
 from pd_cluster.service.answers.chat_answer import ChatAnswer
 from pd_cluster.service.schema import protocol
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
@@ -145,6 +146,24 @@ def test_a_call_that_a_stop_cuts_is_none(make: Service) -> None:
 
     assert asyncio.run(reason("at")) == "stop"
     assert asyncio.run(reason("</tool_call>")) == "tool_calls"
+
+
+def test_text_among_a_call_s_arguments_follows_it_as_a_block(make: Service) -> None:
+    parameter = "<parameter=at>1</parameter>"
+    service, router = make(
+        f"<function=look>so{parameter}and</function>.<function=wait></function>", tools="qwen3_coder"
+    )
+    router.num_together = 3
+
+    async def blocks() -> list[tuple[str, str]]:
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": "hello"}], tools=TOOLS)  # type: ignore[list-item,arg-type]
+        generation = await service.chat(request)
+        reader = BlockReader(generation)
+        changes = [change async for piece in service.pieces([generation]) for change in reader.read(piece)]
+        assert [change.what for change in changes if change.what != "grows"] == ["begins", "ends"] * len(reader.blocks)
+        return [(block.kind, block.text) for block in reader.blocks]
+
+    assert asyncio.run(blocks()) == [("call", '{"at": 1}'), ("text", "soand."), ("call", "{}")]
 
 
 def test_kimi_s_calls_count_over_the_conversation(make: Service) -> None:

@@ -58,6 +58,7 @@ class BlockReader:
         self._shares = TokenShares(shows_stop_token) if generation.sampling.logprobs is not None else None
         self._has_reasoned = False
         self._num_reasoning_tokens = 0
+        self._later: list[tuple[Part, Sequence[TokenLogprobs]]] = []  # content among arguments, which follows its call
         self.blocks: list[Block] = []
 
     @property
@@ -85,8 +86,23 @@ class BlockReader:
     def _all_changes(self, parts: list[Part]) -> Iterator[BlockChange]:
         num_held = self._reader.num_held if self._reader is not None else 0
         tokens = self._shares.of(parts, num_held) if self._shares is not None else [()] * len(parts)
-        for part, its_tokens in zip(parts, tokens, strict=True):
+        in_call = self._reader is not None and self._reader.in_call
+        last = max((at for at, part in enumerate(parts) if isinstance(part, CallArguments)), default=-1)
+        for at, (part, its_tokens) in enumerate(zip(parts, tokens, strict=True)):
+            within = bool(self.blocks) and self.blocks[-1].kind == "call" and (in_call or at < last)
+            if isinstance(part, Content) and within:
+                self._later.append((part, its_tokens))
+                continue
+            if not isinstance(part, CallArguments):
+                yield from self._take_later()
             yield from self._changes(part, its_tokens)
+        if not in_call:
+            yield from self._take_later()
+
+    def _take_later(self) -> Iterator[BlockChange]:
+        later, self._later = self._later, []
+        for part, tokens in later:
+            yield from self._changes(part, tokens)
 
     def _changes(self, part: Part, tokens: Sequence[TokenLogprobs]) -> Iterator[BlockChange]:
         match part:

@@ -5,7 +5,6 @@ Knows nothing of weights or of pixels. The models are those of media/kinds/table
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 from msgspec import structs
 
 from pd_cluster.checkpoints.json_files import read_json
-from pd_cluster.checkpoints.sentencepiece import is_made, made_from
 from pd_cluster.errors import ModelError
 from pd_cluster.media.given import Given
 from pd_cluster.media.kinds.table import KINDS
@@ -86,8 +84,7 @@ def _object(file: Path) -> dict[str, Any]:
 
 def _token_id(folder: Path, text: str) -> int | None:
     """Returns the id of a folder's control token. Raises ModelError."""
-    text = made_from(folder) if is_made(folder) else ""
-    added = (json.loads(text) if text else read_json(folder / "tokenizer.json")).get("added_tokens")
+    added = read_json(folder / "tokenizer.json").get("added_tokens")
     for token in added if isinstance(added, list) else ():
         if isinstance(token, dict) and token.get("content") == text and isinstance(token.get("id"), int):
             return int(token["id"])

@@ -26,7 +26,15 @@ from pd_cluster.commands.instances import app as instances_app
 from pd_cluster.commands.keys import app as keys_app
 from pd_cluster.commands.looking import JSON, LOOKING
 from pd_cluster.commands.quantize import quantize
-from pd_cluster.commands.signature import EMPTY_MODEL, HELP_ALL, BriefHelp, given_model, shorten_help, takes
+from pd_cluster.commands.signature import (
+    EMPTY_MODEL,
+    HELP_ALL,
+    BriefHelp,
+    check_model,
+    given_model,
+    shorten_help,
+    takes,
+)
 from pd_cluster.errors import KEEPS_MARKS, ConfigError, PdClusterError, flag_of
 from pd_cluster.settings.adapters import SHIPPED_ADAPTER_FLAGS
 from pd_cluster.settings.engine import SHIPPED_MODEL
@@ -254,7 +262,7 @@ def _checked(context: typer.Context, model: str, argv: list[str]) -> tuple[str, 
     each = command.make_context("serve", list(flags), context.parent)
     _warn_extras(each)
     given = {name: value for name, value in each.params.items() if name != "help_all"}
-    given_model(each, given["model"])
+    check_model(each.get_parameter_source("model"), given["model"])
     check_launch(ServeOptions(**{**given, "model": given["model"] or str(SHIPPED_MODEL)}), dict(os.environ))
     return given["model"], flags
 

@@ -6,6 +6,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from enum import Enum
 from typing import Annotated, Any
 
 import typer
@@ -28,10 +29,14 @@ WIDER = {
 
 def given_model(context: Any, model: str) -> str:
     """Returns the value of --model. Raises ConfigError if an empty one was given, as by a variable that is not set."""
-    source = context.get_parameter_source("model")
+    check_model(context.get_parameter_source("model"), model)
+    return model
+
+
+def check_model(source: Enum | None, model: str) -> None:
+    """`source`: where the value is from. Raises ConfigError, as `given_model`."""
     if not model and source is not None and source.name == "COMMANDLINE":
         raise ConfigError(EMPTY_MODEL)
-    return model
 
 
 def takes(

@@ -5,9 +5,11 @@ Each state is reached, and seen to serve, before each restart. Whoever was dead 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.cluster.test_join import Joined, member_of
@@ -20,7 +22,12 @@ PROMPT, NUM_TOKENS = [5, 6, 7, 8, 9, 10], 6
 
 
 def serves(cluster: LiveCluster) -> bool:
-    return cluster.health()[0] == 200
+    """Whether a request is answered: /health may not know yet of a process that was killed just now."""
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    with contextlib.suppress(httpx.HTTPError):
+        is_answered = cluster.client.post(f"{cluster.url}/v1/completions", json=body).status_code == 200
+        return is_answered and cluster.health()[0] == 200
+    return False
 
 
 def restart_each(cluster: LiveCluster, model: Path) -> None:

@@ -273,18 +273,20 @@ def listed(service: TextService, streams: bool, **fields: Any) -> list[list[int]
 def test_the_last_mark_of_the_generation_prompt_counts(
     make: Service, content: str, generation_prompt: str, is_reasoning: bool, reasoning: str
 ) -> None:
-    """Whatever text the template has behind it, whatever marks messages have, and for the reply's guide as well."""
+    """Whatever text the template has behind it, and whatever marks messages have."""
     ends = "{% if add_generation_prompt %}" + generation_prompt + "{% else %}<|end|>{% endif %}"
-    service, router = make("aaa</think>bbb", reasoning=reasoning, template="{{ messages[0].content }} " + ends)
-    (choice,) = answers(
-        service,
-        n=1,
-        messages=[{"role": "user", "content": content}],
-        structured_outputs={"regex": "b+"},
-    )
+    service, _ = make("aaa</think>bbb", reasoning=reasoning, template="{{ messages[0].content }} " + ends)
+    (choice,) = answers(service, n=1, messages=[{"role": "user", "content": content}])
     assert choice["message"]["reasoning"] == ("aaa" if is_reasoning else None)
     assert choice["message"]["content"] == ("bbb" if is_reasoning else "aaa</think>bbb")
-    assert [sampling.guide.kind for sampling in router.requests] == (["reply"] * 2 if is_reasoning else ["regex"] * 2)
+
+
+@pytest.mark.parametrize(("mark", "kind"), [("<think>Be brief.\n", "reply"), ("<think></think>\nAnswer: ", "regex")])
+def test_a_guide_begins_behind_the_reasoning_that_the_prompt_began(make: Service, mark: str, kind: str) -> None:
+    template = "{{ messages[0].content }}{% if add_generation_prompt %}" + mark + "{% endif %}"
+    service, router = make("aaa</think>bbb", template=template)
+    answers(service, n=1, structured_outputs={"regex": "b+"})
+    assert {sampling.guide.kind for sampling in router.requests if sampling.guide is not None} == {kind}
 
 
 @pytest.mark.parametrize("content", ["<think>", "I write <think> and </think>", "</think> is a mark"])

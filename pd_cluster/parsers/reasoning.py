@@ -1,7 +1,7 @@
 """The thinking that comes before a reply's content, such as `<think>…</think>`.
 
 Blanks at both ends of the reasoning, and between it and the content, are markup and are not shown. Reasoning that never
-ends stays reasoning, up to a call in it; later marks are content. Of tools it knows only the texts that begin calls.
+ends stays reasoning, up to a call in it; later marks are content. Knows only the texts that begin calls of tools.
 """
 
 from __future__ import annotations

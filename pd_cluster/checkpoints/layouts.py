@@ -36,7 +36,7 @@ class Layout:
     is_spare: Callable[[str], bool] = lambda key: False
 
 
-class Stored(NamedTuple):
+class StoredPart(NamedTuple):
     """A tensor of a safetensors file, its dtype, and its names in the model."""
 
     file: Path
@@ -56,11 +56,11 @@ class WeightFolder:
         """Raises ModelError."""
         yield from weight_files(self.path)
 
-    def stored(self) -> Iterator[Stored]:
+    def stored(self) -> Iterator[StoredPart]:
         """Yields all tensors, by the headers alone. Raises ModelError."""
         for file in self.files():
             for key, dtype in stored_dtypes(file).items():
-                yield Stored(file, key, self.dtype(dtype), self.names(key))
+                yield StoredPart(file, key, self.dtype(dtype), self.names(key))
 
     def names(self, key: str) -> tuple[str, ...]:
         return (key,) if self.layout is None else self.layout.names(key)

@@ -29,7 +29,7 @@ SPECIAL_FIELDS = (
 )
 
 
-class Piece(NamedTuple):
+class SentencePiece(NamedTuple):
     text: str
     score: float
     kind: int
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 class SentencePieces(NamedTuple):
     """A SentencePiece model: pieces by id, and how texts are prepared."""
 
-    pieces: list[Piece]
+    pieces: list[SentencePiece]
     kind: int
     character_map: bytes
     adds_prefix: bool
@@ -49,7 +49,7 @@ class SentencePieces(NamedTuple):
         """Raises ModelError."""
         try:
             data = file.read_bytes()
-            pieces: list[Piece] = []
+            pieces: list[SentencePiece] = []
             trainer: dict[int, Any] = {}
             normalizer: dict[int, Any] = {}
             for number, value in _fields(data):
@@ -131,7 +131,7 @@ def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
-def _bpe(pieces: list[Piece]) -> dict[str, Any]:
+def _bpe(pieces: list[SentencePiece]) -> dict[str, Any]:
     """Merges are all ways to make a piece of two others; the piece with the highest score is made first."""
     ids = {piece.text: index for index, piece in enumerate(pieces)}
     can_merge = {piece.text for piece in pieces if piece.kind == NORMAL}
@@ -154,7 +154,7 @@ def _bpe(pieces: list[Piece]) -> dict[str, Any]:
     }
 
 
-def _unigram(pieces: list[Piece], file: Path, kind: int) -> dict[str, Any]:
+def _unigram(pieces: list[SentencePiece], file: Path, kind: int) -> dict[str, Any]:
     if kind != UNIGRAM:
         raise ModelError(f"{file}: SentencePiece model type {kind} is not supported; give a tokenizer.json")
     return {
@@ -197,9 +197,9 @@ def _special(config: Mapping[str, Any]) -> Iterator[str]:
                 yield content
 
 
-def _piece(data: bytes) -> Piece:
+def _piece(data: bytes) -> SentencePiece:
     values = dict(_fields(data))
-    return Piece(values[1].decode("utf-8"), values.get(2, 0.0), int(values.get(3, NORMAL)))
+    return SentencePiece(values[1].decode("utf-8"), values.get(2, 0.0), int(values.get(3, NORMAL)))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

@@ -154,8 +154,6 @@ def up(
         api_keys=keys,
         metrics_key=metrics_keys[-1] if metrics_keys else "",
     )
-    if launch.remark:
-        typer.echo(launch.remark.strip())
     raise typer.Exit(_run(launch))
 
 
@@ -217,6 +215,8 @@ app.command(rich_help_panel=OFFLINE)(quantize)
 
 def _run(launch: Launch) -> int:
     """Serves until a signal, with a table below the lines in a terminal. Returns the exit code."""
+    if launch.remark:
+        typer.echo(launch.remark.strip())
     if sys.stdout.isatty():
         from pd_cluster.commands.live import run_live
 

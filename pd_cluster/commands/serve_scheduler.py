@@ -70,11 +70,8 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
     served = [*config.model_names, start.engine.model, *start.engine.adapters.paths]
     may_grow, may_limit = bool(admin.lora_root), not entrance.scheduler_lease
     keys = KeyStore(http, served, may_grow=may_grow, may_limit=may_limit) if http.key_file else None
-    host, port = start.process.host, start.process.port
-    if entrance.uds:
-        listeners = bind_path(entrance.uds, entrance.api_workers)
-    else:
-        listeners = bind_several(host, port, entrance.api_workers)
+    host, port, num = start.process.host, start.process.port, entrance.api_workers
+    listeners = bind_path(entrance.uds, num) if entrance.uds else bind_several(host, port, num)
     admin_port = given.scheduler["--admin-port"]
     admin_listener = bind(admin.admin_host, admin_port, "--admin-port")
     public = entrance.uds or f"{host}:{port}"

@@ -84,7 +84,7 @@ class XmlCalls:
             stream.put_back()
             return False
         stream.kept()
-        call = _Call(name, out)
+        call = _TagCall(name, out)
         out.begin(name)
         out.arguments("{")
         out.in_call = True
@@ -123,7 +123,7 @@ class XmlCalls:
         name = "".join(pieces).strip()
         return name if name and not re.search(r"[\s<>{}\"]", name) else ""
 
-    def _parameter(self, stream: TextStream, call: _Call) -> Steps[None]:
+    def _parameter(self, stream: TextStream, call: _TagCall) -> Steps[None]:
         """Reads one parameter. Its key alone is text between parameters, or at the end of everything torn arguments."""
         stream.keep()
         key = yield from self._key(stream)
@@ -169,7 +169,7 @@ class XmlCalls:
                 return None
         return key
 
-    def _value_end(self, stream: TextStream, call: _Call, emit: Emit) -> Steps[Literal["closed", "open", ""]]:
+    def _value_end(self, stream: TextStream, call: _TagCall, emit: Emit) -> Steps[Literal["closed", "open", ""]]:
         """Takes a value's text. Returns whether its end marker follows, or a tag that shows that it is missing; "" at
         the end.
         """
@@ -186,7 +186,7 @@ class XmlCalls:
             emit(stream.take(len(marker)))
         return ""
 
-    def _ends_value(self, stream: TextStream, marker: str, call: _Call) -> Steps[bool]:
+    def _ends_value(self, stream: TextStream, marker: str, call: _TagCall) -> Steps[bool]:
         """Returns whether a tag within a value is one of the call's, and not text of the value: it leads to a parameter
         or a call that there can be, or to the end of this one.
         """
@@ -280,7 +280,7 @@ class XmlCalls:
         return [*line, ["until", f"{self.line}{self.value[1]}"]] if self.line else [["until", self.value[1]]]
 
 
-class _Call:
+class _TagCall:
     """The call that is being read."""
 
     def __init__(self, name: str, out: Gathered) -> None:

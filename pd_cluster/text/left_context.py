@@ -14,7 +14,7 @@ MOST_TOKENS_OF_CHARACTER = 64  # with hidden tokens between its bytes
 MOST_UNFINISHED_NBYTES = 3  # of a character in UTF-8
 
 
-class Prompt(NamedTuple):
+class PromptTail(NamedTuple):
     """A prompt's tokens: those whose text is certain, and those that begin its last character.
 
     `has_more`: the last certain token ends with bytes that begin that character; its text ends with U+FFFD for them.
@@ -45,13 +45,13 @@ class LeftContext:
         self._has_byte_tokens = "ByteFallback" in decoder_types  # each byte of a character is a token
         self._token_bytes = token_bytes if self._has_byte_tokens or "ByteLevel" in decoder_types else None
 
-    def prompt(self, token_ids: list[int], hidden: Collection[int]) -> Prompt:
+    def prompt(self, token_ids: list[int], hidden: Collection[int]) -> PromptTail:
         """`hidden` tokens have no text."""
         firsts = self._begun(token_ids, hidden)
         if not firsts or not self._has_byte_tokens:
-            return Prompt(token_ids, [], bool(firsts))
+            return PromptTail(token_ids, [], bool(firsts))
         # If a byte of a run of byte tokens is missing, all of them decode to U+FFFD.
-        return Prompt(token_ids[: firsts[0]], token_ids[firsts[0] :], False)
+        return PromptTail(token_ids[: firsts[0]], token_ids[firsts[0] :], False)
 
     def _begun(self, token_ids: list[int], hidden: Collection[int]) -> list[int]:
         """Returns the index of the token of each byte that begins a character at the end of a prompt."""

@@ -23,7 +23,7 @@ from ranktable_tools.hosts import is_ip
 SENDERS_KEY, RECEIVERS_KEY = "sender", "receiver"  # of a meeting
 
 
-class Listening(msgspec.Struct, frozen=True):
+class PairAddress(msgspec.Struct, frozen=True):
     """Where the receiver listens, and the public key of this pair by which it proves itself."""
 
     host: str
@@ -39,7 +39,7 @@ class CurveSender:
         keys = KeyPair.of(b"")
         store.set(SENDERS_KEY, keys.public)  # type: ignore[arg-type]  # torch takes bytes, too
         try:
-            found = msgspec.msgpack.decode(_await(store, RECEIVERS_KEY, connect_s), type=Listening)
+            found = msgspec.msgpack.decode(_await(store, RECEIVERS_KEY, connect_s), type=PairAddress)
         except msgspec.DecodeError as error:
             raise RuntimeError(f"the other end's address makes no sense: {error}") from error
         if not is_ip(found.host):
@@ -66,7 +66,7 @@ class CurveReceiver:
         """Blocks until the other end is there, at most twice `connect_s`. Raises RuntimeError."""
         self._socket = PayloadReceiver(host, _await(store, SENDERS_KEY, connect_s))
         try:
-            here = Listening(host, self._socket.port, self._socket.public_key)
+            here = PairAddress(host, self._socket.port, self._socket.public_key)
             store.set(RECEIVERS_KEY, msgspec.msgpack.encode(here))  # type: ignore[arg-type]  # as above
             self._socket.accept(connect_s)
         except RuntimeError:

@@ -182,7 +182,7 @@ def test_a_metrics_key_alone_closes_the_metrics_alone(make: Callable[..., Ask], 
 
 def test_metrics_show_no_path_of_the_model(tmp_path: Path) -> None:
     app, _ = make_app(tmp_path, HttpConfig(), served_model_names=())
-    assert ask(app, "GET", "/v1/models").json()["data"][0]["id"] == "/models/tiny"
+    assert ask(app, "GET", "/v1/models").json()["data"][0]["id"] == "tiny"
     metrics = ask(app, "GET", "/metrics").body
     assert b'model_name="tiny"' in metrics
     assert b"/models" not in metrics

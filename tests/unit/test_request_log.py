@@ -84,13 +84,13 @@ def test_whole_answers(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_outputs_without_requests_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^--enable-log-outputs: needs --enable-log-requests$"):
-        ServeOptions(enable_log_outputs=True).check()
+        ServeOptions(model="x", enable_log_outputs=True).check()
 
 
 @pytest.mark.parametrize("paths", ["health", "/a b", "/a?b"])
 def test_paths_that_are_none(paths: str) -> None:
     with pytest.raises(ConfigError, match="expected paths such as /health,/metrics"):
-        ServeOptions(disable_access_log_for_endpoints=paths).check()
+        ServeOptions(model="x", disable_access_log_for_endpoints=paths).check()
 
 
 @pytest.mark.parametrize(

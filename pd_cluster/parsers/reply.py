@@ -21,7 +21,7 @@ from pd_cluster.parsers.calls import NO_SCHEMAS, Gathered
 from pd_cluster.parsers.formats import Format
 from pd_cluster.parsers.harmony import MARKS, ChannelCalls, Channels, read_channels
 from pd_cluster.parsers.nodes import Tool
-from pd_cluster.parsers.parts import Part
+from pd_cluster.parsers.parts import CallBegin, Part
 from pd_cluster.parsers.reasoning import NONE, Start, Thinking
 from pd_cluster.parsers.reply_guides import ToolChoice
 from pd_cluster.parsers.stream import Steps, TextStream
@@ -167,7 +167,7 @@ class ReplyReader:
     ) -> None:
         """`begins`: texts that begin a call, also where the reasoning never ends."""
         self._stream = TextStream()
-        self._out = Gathered(most_calls, schemas)
+        self._out, self._schemas = Gathered(most_calls, schemas), schemas
         self.is_reasoning = True  # until the first character after any reasoning has been read
         self._steps = self._read(thinking or NONE, start, begins, read_content)
 
@@ -205,12 +205,28 @@ class ReplyReader:
 
     def _read(self, thinking: Thinking, start: Start, begins: Sequence[str], read_content: tools.Reader) -> Steps[None]:
         unclosed = yield from reasoning.read_reasoning(self._stream, thinking, start, self._out.reasoning, begins)
-        if unclosed is not None:
+        if unclosed is not None and self._calls_others(read_content):
+            unclosed(self._stream.take(self._stream.num_held))
+        elif unclosed is not None:
             self._out.think(unclosed)
         if thinking.wraps is not None:
             self._out.unwrap(thinking.wraps)
         self.is_reasoning = False
         yield from read_content(self._stream, self._out)
+
+    def _calls_others(self, read_content: tools.Reader) -> bool:
+        """Whether the rest of the text, all of which is there, calls a tool that was not given; no guide forbade it."""
+        if not self._schemas:
+            return False
+        self._stream.keep()
+        rest, trial, out = self._stream.take(self._stream.num_held), TextStream(), Gathered(None, self._schemas)
+        self._stream.put_back()
+        trial.add(rest)
+        trial.end()
+        for _ in read_content(trial, out):
+            pass
+        out.end()
+        return any(isinstance(part, CallBegin) and part.name not in self._schemas for part in out.take())
 
 
 def _must_be_known(setting: str, name: str, known: Iterable[str]) -> None:

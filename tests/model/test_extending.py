@@ -54,7 +54,7 @@ if __name__ == "__main__":
 """
 SETTING = """
 from pd_cluster.settings.options import ServeOptions
-print(ServeOptions(max_prefill_seqs=3).engine().max_prefill_seqs)
+print(ServeOptions(model="x", max_prefill_seqs=3).engine().max_prefill_seqs)
 """
 TRANSPORT = """
 import pd_cluster

@@ -14,7 +14,7 @@ from pd_cluster.engine.encode.encoders import MOST_ASKED_TOKENS, Encoders, Engin
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.events import EncoderReached, FeaturesRead
 from pd_cluster.types import Order
-from tests.support.encoder_values import FEATURES, OPENING, SHAPE, TERMS, A, B, C, Post, order_of
+from tests.support.encoder_values import FEATURES, SHAPE, TERMS, A, B, C, Post, order_of
 
 
 class Blocks(set[bytes]):
@@ -198,7 +198,8 @@ def test_a_refused_encoder_is_asked_for_nothing() -> None:
     info = wire.PeerInfo(name="encode-0", epoch=1, role="encode", host="h", control_port=1, public_key=b"")
     prefill.encoders.set_peers([info])
     prefill.encoders.links.on_opened("to encode-0")
-    assert prefill.post.take(wire.EncoderOpen) == [OPENING]
+    (opening,) = prefill.post.take(wire.EncoderOpen)
+    assert (opening.model_identity, opening.transports) == (OPENING.model_identity, ["shm", "dist", "curve"])
     prefill.encoders.read("to encode-0", wire.EncoderAnswer("the encoder serves another model"))
     state = prefill.encoders.links.states()["encode-0@1"]
     assert (state.phase, state.reason) == ("refused", "the encoder serves another model")

@@ -17,7 +17,7 @@ from pd_cluster.devices import hccl
 from pd_cluster.devices.device import CPU
 from pd_cluster.engine import build
 from pd_cluster.settings.config import Credentials, WorkerConfig
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.engine import SHIPPED_MODEL, EngineConfig
 from pd_cluster.settings.options import ServeOptions
 from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
@@ -302,7 +302,9 @@ def test_fast_collectives_reach_the_ranks(
     monkeypatch.setattr(serve, "WorkerConfig", made)
     env = tables(tmp_path, "npu", "10.0.0.18")
     local = next(tmp_path.glob("local_*_0.json"))
-    start = serve.start_of(ServeOptions(device="npu", **given), {**env, "RANK_TABLE_FILE_PATH": str(local)})
+    start = serve.start_of(
+        ServeOptions(model=str(SHIPPED_MODEL), device="npu", **given), {**env, "RANK_TABLE_FILE_PATH": str(local)}
+    )
     with pytest.raises(Made) as caught:
         serve._run_worker(start, Credentials(b""))
     assert caught.value.args[0].get("HCCL_DETERMINISTIC") == value

@@ -104,7 +104,7 @@ class AnswerMessage(BaseModel):
     content: str | None
     reasoning: str | None = Field(default=None, description="What the model wrote before its answer.")
     reasoning_content: str | None = Field(default=None, description="The same, under its older name.")
-    tool_calls: list[ToolCall]
+    tool_calls: list[ToolCall] | None = Field(default=None, description="Absent without calls.")
 
 
 class ChatChoice(BaseModel):

@@ -14,7 +14,7 @@ from pd_cluster.engine.encode.encoders import MOST_ASKED_TOKENS, Encoders, Engin
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.events import EncoderReached, FeaturesRead
 from pd_cluster.types import Order
-from tests.support.encoder_values import FEATURES, SHAPE, TERMS, A, B, C, Post, order_of
+from tests.support.encoder_values import FEATURES, OPENING, SHAPE, TERMS, A, B, C, Post, order_of
 
 
 class Blocks(set[bytes]):

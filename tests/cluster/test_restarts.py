@@ -1,6 +1,6 @@
 """A restart of any one process never makes a cluster serve less than before, in whatever state it is.
 
-Each state is reached, and seen to serve, before each restart. Whoever was dead stays dead meanwhile.
+Each state is reached, and seen to serve, before each restart. A dead process stays dead meanwhile.
 """
 
 from __future__ import annotations

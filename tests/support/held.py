@@ -1,4 +1,4 @@
-"""What a process holds of the system: shared memory, descriptors, threads, children, temporary folders."""
+"""A process's holdings: shared memory, descriptors, threads, children, temporary folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a folder of kept responses has, read past the store, and a disk that takes no byte more."""
+"""The contents of a folder of kept responses, read past the store, and a disk that takes no byte more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process may use of its host: control groups of both versions, at and below the root of their mounts."""
+"""The limits of a process on its host: control groups of both versions, at and below the root of their mounts."""
 
 from __future__ import annotations
 

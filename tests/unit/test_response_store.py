@@ -156,7 +156,7 @@ def test_a_removed_text_is_not_left_in_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_million_responses_cost_a_call_nothing(tmp_path: Path) -> None:
-    """Of one tenant, beside another's: calls take as long as those of an empty store, by CPU time."""
+    """One tenant's million beside another's calls: these take as long as in an empty store, by CPU time."""
 
     def cost_s(store: ResponseStore) -> float:
         started_s = time.thread_time()

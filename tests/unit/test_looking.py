@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from pd_cluster.api.admin.log_routes import read_lines
-from pd_cluster.client.overview import FINE, sparkline
+from pd_cluster.client.overview import FINE, seconds, sparkline
 from pd_cluster.client.streaming import Sample
 from pd_cluster.commands import chat as chat_module
 from pd_cluster.commands.chat import Chat, data_url, timings
@@ -272,3 +272,8 @@ def test_check_has_json_with_and_without_tables(tmp_path: Path) -> None:
     assert [(each["name"], each["port"]) for each in found["instances"]] == [("prefill-0", 8088), ("decode-0", 8089)]
     assert any("cluster.secret" in warning for warning in found["warnings"])
     json.dumps(found)
+
+
+def test_short_times_have_a_decimal() -> None:
+    shown = [seconds(value) for value in (None, 0.0004, 0.0123, 1.5)]
+    assert shown == ["-", "0.4 ms", "12 ms", "1.50 s"]

@@ -36,6 +36,7 @@ class Gathered:
         self._num_seen = 0
         self.is_cut = False  # the text has ended within the latest call
         self.in_call = False  # its arguments may go on behind content
+        self.is_damaged = False  # an end marker was missing
         self._unwrapped: Unwrapped | None = None
         self._thought: Emit | None = None  # takes the text before the first call, if it is reasoning
         self._blanks: list[str] = []  # leading blanks of the current stretch of content

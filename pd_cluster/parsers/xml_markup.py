@@ -80,7 +80,7 @@ class XmlCalls:
     def _read_one(self, stream: TextStream, out: Gathered) -> Steps[bool]:
         """Reads one call. Returns False if there is none; then what the stream keeps is put back."""
         name = yield from self._name(stream)
-        if not name:
+        if not name or (out.is_damaged and not out.has_tool(name)):
             stream.put_back()
             return False
         stream.kept()
@@ -182,6 +182,7 @@ class XmlCalls:
             ends = yield from self._ends_value(stream, marker, call)
             stream.put_back()
             if ends:
+                call.out.is_damaged = True  # a guide would read on: only tools that were given are called from here on
                 return "open"
             emit(stream.take(len(marker)))
         return ""

@@ -14,7 +14,7 @@ from pd_cluster.cluster.processes import ports
 from pd_cluster.errors import ConfigError
 from tests.support.held import held, more_than
 
-FEW = range(20_000, 20_040)
+FEW = range(64_000, 64_040)  # above all ports that servers of other tests or outgoing connections get
 OTHERS = """
 from pd_cluster.cluster.processes import ports
 ports._candidates = lambda: iter(range({start}, {stop}))

@@ -119,13 +119,16 @@ class Terminal:
 
     def interrupt(self) -> None:
         """Presses Ctrl-C until the program ends: Python misses one that comes between two keys that it reads."""
-        until_s = time.monotonic() + WAIT_S
+        seen, until_s, press_s = b"", time.monotonic() + WAIT_S, 0.0
         while self.process.poll() is None:
-            assert time.monotonic() < until_s
+            now_s = time.monotonic()
+            assert now_s < until_s, (seen, Path(f"/proc/{self.process.pid}/status").read_text())
             with contextlib.suppress(OSError):  # it has ended meanwhile
-                self.type("\x03")
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(1.0)
+                if now_s >= press_s:
+                    self.type("\x03")
+                    press_s = now_s + 1.0
+                if select.select([self._fd], [], [], 0.1)[0]:
+                    seen += os.read(self._fd, 4096)
 
     def close(self) -> None:
         self.process.kill()

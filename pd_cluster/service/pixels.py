@@ -17,6 +17,8 @@ from typing import cast
 from msgspec import structs
 
 from pd_cluster.errors import ConfigError, NoRoom
+from pd_cluster.service.helpers.byte_shares import ByteShares
+from pd_cluster.service.helpers.client_turns import current_client
 from pd_cluster.types import Image
 
 MAX_HELD_NBYTES = 2 << 30  # kept in case an instance is lost
@@ -27,8 +29,8 @@ class PixelBudget:
 
     def __init__(self, most: int = MAX_HELD_NBYTES, folder: str = "", most_in_files: int = 0) -> None:
         """Raises ConfigError for a folder in which no file can be made."""
-        self.nbytes = self.nbytes_in_files = 0
-        self._most, self._folder, self._most_in_files = most, folder, most_in_files if folder else 0
+        self._folder = folder
+        self.in_memory, self.in_files = _Shares(most), _Shares(most_in_files if folder else 0)
         if folder:
             try:
                 os.close(_nameless(folder))
@@ -36,18 +38,22 @@ class PixelBudget:
                 raise ConfigError(f"--media-spill-path {folder}: no file can be made there: {error.strerror}") from None
 
     def take(self, nbytes: int) -> PixelHold:
-        """Raises NoRoom if there is no room in memory."""
-        if self.nbytes + nbytes > self._most:
-            raise NoRoom(f"{self.nbytes} bytes of pictures are waiting for their answers; try again")
-        return PixelHold(self, nbytes)
+        """Raises NoRoom if there is no room in memory for the current client's."""
+        client, memory = current_client.get(), self.in_memory
+        if not memory.has_room(client, nbytes):
+            raise NoRoom(
+                f"{memory.taken_nbytes} bytes of pictures are waiting for their answers, {memory.of(client)} of them "
+                f"yours; try again"
+            )
+        return PixelHold(memory, client, nbytes)
 
     async def hold(self, images: Sequence[Image]) -> tuple[tuple[Image, ...], PixelHold]:
         """Returns the images, with pixels in memory or in a file, and their place. Raises NoRoom without room."""
         nbytes = sum(len(image.pixels) for image in images)
-        in_memory = self.nbytes + nbytes <= self._most
-        if in_memory or self.nbytes_in_files + nbytes > self._most_in_files:
+        client = current_client.get()
+        if self.in_memory.has_room(client, nbytes) or not self.in_files.has_room(client, nbytes):
             return tuple(images), self.take(nbytes)
-        held = PixelHold(self, nbytes, in_file=True)
+        held = PixelHold(self.in_files, client, nbytes)
         try:
             return await asyncio.to_thread(_in_file, images, self._folder), held
         except OSError as error:
@@ -55,26 +61,25 @@ class PixelBudget:
             raise NoRoom(f"pictures cannot be kept in a file: {error.strerror}; try again") from None
 
 
+class _Shares(ByteShares):
+    def has_room(self, client: str, nbytes: int) -> bool:
+        """A caller in this process, "", may have all."""
+        return super().has_room(client, nbytes + (0 if client else -self.of("")))
+
+
 class PixelHold:
     """Bytes of pictures that a prompt keeps until it is answered."""
 
-    def __init__(self, budget: PixelBudget, nbytes: int, in_file: bool = False) -> None:
-        self._budget: PixelBudget | None = budget
-        self._nbytes, self._in_file = nbytes, in_file
-        self._count(nbytes)
+    def __init__(self, shares: ByteShares, client: str, nbytes: int) -> None:
+        self._shares: ByteShares | None = shares
+        self._client, self._nbytes = client, nbytes
+        shares.take(client, nbytes)
 
     def release(self) -> None:
         """Further calls do nothing."""
-        if self._budget is not None:
-            self._count(-self._nbytes)
-            self._budget = None
-
-    def _count(self, nbytes: int) -> None:
-        assert self._budget is not None
-        if self._in_file:
-            self._budget.nbytes_in_files += nbytes
-        else:
-            self._budget.nbytes += nbytes
+        if self._shares is not None:
+            self._shares.give_back(self._client, self._nbytes)
+            self._shares = None
 
     def __del__(self) -> None:
         self.release()

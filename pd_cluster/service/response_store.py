@@ -17,13 +17,13 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
 from pd_cluster.errors import ConfigError, RequestNotFound, called
+from pd_cluster.service.helpers.fair_pool import FairPool
 from pd_cluster.settings.kept_responses import KeptResponses
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class ResponseStore:
         self._config, self._clock = config, clock
         self.file = Path(config.folder) / FILE
         self._local = threading.local()  # a connection for each thread
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "responses")
+        self._threads = FairPool(NUM_THREADS, name="responses")
         named = f"{called('response_store')} {config.folder}"
         try:
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ def test_memory_is_given_back_when_nothing_waits() -> None:
     run(use([LARGE // 2] * 6))
     assert given.get(timeout=DEADLINE_S) == 1
     run(use([10, 10]))
-    pool._threads.submit(lambda: None).result()  # the last piece has ended
+    pool.submit(lambda: None).result()  # the last piece has ended
     assert given.empty(), "given back for little work, or while work waited"
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from pd_cluster.errors import ConfigError, GuideError, RequestError, Unavailable
 from pd_cluster.service.guides.guide_check import GuideCheck
-from pd_cluster.service.helpers.children import MAX_SLOW, QUICK_S
+from pd_cluster.service.helpers.children import MAX_SLOW
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.guide_fields import MAX_SCHEMA_DEPTH, Asked, compact, guide_of
 from pd_cluster.service.schema.parse import parse
@@ -206,9 +206,8 @@ def test_a_verdict_is_found_once() -> None:
 
 def test_what_takes_too_long_is_killed_and_keeps_nobody_waiting() -> None:
     async def use(check: GuideCheck) -> None:
-        check.children._quick_s = check.children._timeout_s
         await asyncio.gather(*(check.check(Guide("regex", name)) for name in ("warm", "up")))  # a process for each
-        check.children._timeout_s, check.children._quick_s = 1.0, QUICK_S
+        check.children._timeout_s = 1.0
         start_s = time.monotonic()
         endless = asyncio.create_task(verdict(check, ENDLESS))
         await asyncio.sleep(0)
@@ -237,7 +236,7 @@ def test_slow_guides_do_not_keep_quick_ones_waiting() -> None:
             done, going_on = await asyncio.wait(going_on, timeout=30.0, return_when=asyncio.FIRST_COMPLETED)
             assert done, "more go on than there are places for"
             assert all(isinstance(task.exception(), Unavailable) for task in done)
-        assert check.children._num_slow == len(going_on) == MAX_SLOW
+        assert len(check.children._slow) == len(going_on) == MAX_SLOW
 
     with_check(use)
 

@@ -25,10 +25,12 @@ from pd_cluster.api.front.front_door import MAX_FIELDS, GuardedProtocol, probes_
 from pd_cluster.api.front.refusals import RefusalLog
 from pd_cluster.errors import ConfigError, called, listening_fault
 from pd_cluster.net.tls import TlsFiles
+from pd_cluster.service.helpers.fair_pool import FairPool
 from pd_cluster.settings.http import Tls
 from pd_cluster.settings.routing import ConnectionLimits
 
 BACKLOG = 2048
+NUM_FAIR_THREADS = 8  # for blocking calls; most wait for something
 DEFAULT_LIMITS = ConnectionLimits()
 CLOSE_TIMEOUT_S = 3  # for connections to close after the listener did
 TICKS_A_SECOND = 10  # uvicorn's rate
@@ -136,6 +138,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(FairPool(NUM_FAIR_THREADS, name="requests"))  # clients take turns
         doors = [
             Door(listener, self._protocol, self.doorman, self._refusals, self._tls, loop) for listener in sockets or ()
         ]

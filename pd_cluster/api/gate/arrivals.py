@@ -9,10 +9,12 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pd_cluster.api.gate.callers import ARRIVED, caller_of
+from pd_cluster.api.gate.callers import ARRIVED, caller_of, client_of
 from pd_cluster.cluster.routing.entrance import Entrance
 from pd_cluster.cluster.routing.fair_queue import Client
 from pd_cluster.errors import Overloaded
+from pd_cluster.service.helpers.byte_shares import ByteShares
+from pd_cluster.service.helpers.client_turns import current_client
 
 SCOPE = "pd_cluster.arrival"  # the key of a request's Arrival in its ASGI scope
 BODIES_NBYTES = 256 << 20  # for all bodies that are read and not yet with the router
@@ -21,28 +23,18 @@ CHARS_PER_TOKEN = 4  # a guess, until the text is tokenized
 UNTOLD_NBYTES = 1 << 10  # assumed for a body of undeclared length
 
 
-class BodyBudget:
+class BodyBudget(ByteShares):
     def __init__(self, total_nbytes: int | None = None) -> None:
-        self._total_nbytes = BODIES_NBYTES if total_nbytes is None else total_nbytes
-        self._of: dict[str, int] = {}  # client -> bytes
-        self.taken_nbytes = 0
+        super().__init__(BODIES_NBYTES if total_nbytes is None else total_nbytes)
 
     def take(self, client: str, nbytes: int) -> None:
-        """Takes memory for a body. Raises Overloaded: a client may have at most as much as it leaves for others."""
-        own, left = self._of.get(client, 0), self._total_nbytes - self.taken_nbytes
-        if own + nbytes > left:
+        """Takes memory for a body. Raises Overloaded if the client has no room for it."""
+        if not super().has_room(client, nbytes):
             raise Overloaded(
-                f"bodies of {self.taken_nbytes >> 20} MiB are under way, {own >> 20} MiB of them yours, and there is "
-                f"no room for {max(1, nbytes >> 20)} MiB more; send fewer at a time"
+                f"bodies of {self.taken_nbytes >> 20} MiB are under way, {self.of(client) >> 20} MiB of them yours, "
+                f"and there is no room for {max(1, nbytes >> 20)} MiB more; send fewer at a time"
             )
-        self._of[client] = own + nbytes
-        self.taken_nbytes += nbytes
-
-    def give_back(self, client: str, nbytes: int) -> None:
-        self.taken_nbytes -= nbytes
-        self._of[client] -= nbytes
-        if not self._of[client]:
-            del self._of[client]
+        super().take(client, nbytes)
 
 
 class Arrival:
@@ -87,6 +79,8 @@ class Arrivals:
         self._app, self._entrance, self._budget = app, entrance, budget or BodyBudget()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            current_client.set(client_of(scope))  # each request is a task, and a context, of its own
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return

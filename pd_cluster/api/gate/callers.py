@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import cast
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from pd_cluster.api.front.subscriber import subscriber_of
 from pd_cluster.cluster.routing.waiting_room import Party
@@ -45,11 +46,17 @@ def caller_of(http: Request) -> Caller:
     if isinstance(known, Caller):
         made = replace(known, patience_s=patience_s, arrived=arrived, party=party)
     else:
-        peer = http.scope.get("client")  # (host, port)
-        client = subscriber_of(peer[0]) if peer else NOBODY.client
-        made = Caller(client, patience_s=patience_s, arrived=arrived, party=party)
+        made = Caller(client_of(http.scope), patience_s=patience_s, arrived=arrived, party=party)
     http.scope[MADE] = (known, made)
     return made
+
+
+def client_of(scope: Scope) -> str:
+    """Returns the owner of the key; without keys, the peer's address; "" at a socket file."""
+    known, peer = scope.get(SCOPE), scope.get("client")  # (host, port)
+    if isinstance(known, Caller):
+        return known.client
+    return subscriber_of(peer[0]) if peer else NOBODY.client
 
 
 def owner_of(http: Request) -> str:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from pd_cluster.errors import GuideError, NoRoom
+from pd_cluster.errors import GuideError
 from pd_cluster.service.helpers.children import Broke, Children, TookTooLong
+from pd_cluster.service.helpers.client_turns import current_client
 from pd_cluster.types import Guide
 
-MAX_WAITING = 64
 MAX_VERDICTS = 4096
 
 
@@ -34,6 +35,12 @@ class CheckAnswer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+@dataclass(slots=True, eq=False)
+class _Check:
+    task: asyncio.Task[str]
+    num_waiting: int = 0
+
+
 class GuideCheck:
     """Separates good guides from bad ones. `num_checked` counts guides without a cached verdict."""
 
@@ -45,7 +52,7 @@ class GuideCheck:
             "pd_cluster.service.guides.guide_child", msgspec.json.encode(settings), timeout_s, "guide", _started
         )
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # digest of a guide -> its error, or ""
-        self._running: dict[bytes, asyncio.Task[str]] = {}
+        self._running: dict[tuple[str, bytes], _Check] = {}  # by client, too: each has its own turn
         self.num_checked = 0
 
     async def check(self, guide: Guide) -> None:
@@ -60,21 +67,26 @@ class GuideCheck:
             raise GuideError(error)
 
     async def close(self) -> None:
-        tasks = list(self._running.values())
+        tasks = [check.task for check in self._running.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.children.close()
 
     async def _new_verdict(self, key: bytes, guide: Guide) -> str:
-        """Shares one check among all who request the same guide; a caller that leaves does not stop it."""
-        task = self._running.get(key)
-        if task is None:
-            if len(self._running) >= MAX_WAITING:
-                raise NoRoom(f"{len(self._running)} guides are being checked; try again")
-            task = self._running[key] = asyncio.create_task(self._checked(key, guide))
-            task.add_done_callback(lambda _: self._running.pop(key))
-        return await asyncio.shield(task)
+        """Shares one check among a client's requests with the same guide; it ends when all of them have left."""
+        by = (current_client.get(), key)
+        check = self._running.get(by)
+        if check is None:
+            check = self._running[by] = _Check(asyncio.create_task(self._checked(key, guide)))
+            check.task.add_done_callback(lambda _: self._running.pop(by))
+        check.num_waiting += 1
+        try:
+            return await asyncio.shield(check.task)
+        finally:
+            check.num_waiting -= 1
+            if not check.num_waiting:
+                check.task.cancel()
 
     async def _checked(self, key: bytes, guide: Guide) -> str:
         """Checks a guide. Lack of time or memory may be temporary, so such a verdict is not kept."""

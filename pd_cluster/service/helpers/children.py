@@ -2,7 +2,8 @@
 
 A child is `python -m MODULE FD`; FD is one end of a socket pair. The child reads its settings, then one job per line;
 it writes a line when it is ready, and one per job, which may announce bytes that follow. Children are started on
-demand, reused, and killed when a job takes too long. Independent of what the jobs are.
+demand, reused, and killed when a job takes too long. Clients take turns (client_turns.py). Independent of what the jobs
+are.
 """
 
 from __future__ import annotations
@@ -10,17 +11,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from pd_cluster.errors import NoRoom, PdClusterError
+from pd_cluster.service.helpers.client_turns import ClientTurns, current_client
 
 log = logging.getLogger(__name__)
 
-MAX_CHILDREN = 2  # that run quick jobs at a time
+MAX_CHILDREN = 3  # that run quick jobs at a time
 MAX_SLOW = 2  # that continue slow jobs beside them
+MAX_WAITING = 64
 QUICK_S = 0.5
+SLOW_NICE = 10  # of a slow job's process: the engine's and quick jobs' come first
 START_TIMEOUT_S = 60.0  # to import, and to read a tokenizer
 MAX_LINE_NBYTES = 64 << 20
 BODY = b"#"  # begins a line that says how many bytes follow it
@@ -41,9 +48,10 @@ class Broke(PdClusterError):
 class Children:
     """`name` is what they check, for messages. `started` checks a new child's first line, and may raise.
 
-    Most jobs are quick. A slow one gives up its place after QUICK_S and continues beside the quick ones if not too many
-    do so already, so slow jobs do not delay quick ones. `num_killed` counts children that took too long, had no place
-    to continue, or broke.
+    Most jobs are quick. A slow one gives up its place after QUICK_S and continues beside the quick ones, so that they
+    do not wait for it. When `max_slow` do so already, the client that has most of them loses its latest one, if it
+    has at least two more than the newcomer's; otherwise the newcomer ends. A job whose client has left ends when it
+    turns out to be slow. `num_killed` counts children that took too long, had no place to continue, or broke.
     """
 
     def __init__(
@@ -53,104 +61,181 @@ class Children:
         timeout_s: float,
         name: str,
         started: Callable[[bytes], None] = _fine,
-        quick_s: float | None = QUICK_S,
+        max_slow: int = MAX_SLOW,
     ) -> None:
-        """`quick_s` None: every job keeps its place until its deadline, and others wait for it."""
         self._module = module
         self._settings = settings
         self._timeout_s = timeout_s
         self._name = name
         self._started = started
-        self._quick_s = timeout_s if quick_s is None else min(quick_s, timeout_s)
-        self._quick = asyncio.Semaphore(MAX_CHILDREN)
-        self._num_slow = 0
+        self._max_slow = max_slow
+        self._turns: ClientTurns[asyncio.Future[None]] = ClientTurns(MAX_CHILDREN, MAX_WAITING)
+        self._slow: list[_Job] = []
         self._idle: list[_Child] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self.num_killed = 0
 
-    async def ask(self, job: bytes) -> bytes:
+    async def ask(self, line: bytes) -> bytes:
         """Returns the answer's line. Raises TookTooLong, Broke, or NoRoom when no child was free in time."""
+        client = current_client.get()
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._quick.acquire()
+                await self._place(client)
         except TimeoutError:
             raise NoRoom(f"no {self._name} could be checked for {self._timeout_s:g} s; try again") from None
-        place = _Place(self._quick)
+        job = _Job(client, line)
+        self._spawn(self._run(job))
         try:
-            return await self._try(job, place)
+            return await asyncio.shield(job.answer)
         finally:
-            place.leave()
+            job.is_wanted = False
 
     async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         while self._idle:
             await self._idle.pop().kill()
 
-    async def _try(self, job: bytes, place: _Place) -> bytes:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---- places
+
+    async def _place(self, client: str) -> None:
+        """Waits for the client's turn. Raises NoRoom if too many of its jobs wait."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._turns.join(client, turn)
+        self._give_places()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave(client)
+            else:
+                self._turns.leave(client, turn)
+            raise
+
+    def _leave(self, client: str) -> None:
+        self._turns.ended(client)
+        self._give_places()
+
+    def _give_places(self) -> None:
+        while (found := self._turns.next()) is not None:
+            client, turn = found
+            if turn.done():  # its caller is leaving at this moment
+                self._turns.ended(client)
+            else:
+                turn.set_result(None)
+
+    # ---- a job
+
+    async def _run(self, job: _Job) -> None:
+        """Runs a job that has a place, whatever becomes of its caller."""
+        try:
+            answer = await self._try(job)
+        except asyncio.CancelledError:
+            job.fail(NoRoom(f"no {self._name} is checked any more"))
+            raise
+        except Exception as error:
+            job.fail(error)
+        else:
+            if not job.answer.done():
+                job.answer.set_result(answer)
+        finally:
+            self._gives_place_up(job)
+
+    def _gives_place_up(self, job: _Job) -> None:
+        if job.has_place:
+            job.has_place = False
+            self._leave(job.client)
+
+    async def _try(self, job: _Job) -> bytes:
         """Runs a job. An idle child may have broken earlier: then a new one repeats the job."""
         child = self._idle.pop() if self._idle else None
         if child is not None:
             with contextlib.suppress(ConnectionError, EOFError):
-                return await self._ask(child, job, place)
+                return await self._ask(child, job)
         child = await self._start()
         try:
-            return await self._ask(child, job, place)
+            return await self._ask(child, job)
         except (ConnectionError, EOFError):
             raise Broke(f"the process that checks a {self._name} ended") from None
 
-    async def _ask(self, child: _Child, job: bytes, place: _Place) -> bytes:
+    async def _ask(self, child: _Child, job: _Job) -> bytes:
         """Runs a job; the child is idle or dead afterwards. Raises EOFError or ConnectionError when it broke."""
         answer = b""
-        task = asyncio.ensure_future(child.exchange(job))
+        task = asyncio.ensure_future(child.exchange(job.line))
         try:
-            done, _ = await asyncio.wait({task}, timeout=self._quick_s)
-            if not done and self._quick_s == self._timeout_s:
-                raise self._too_long()
-            if not done:
-                answer = await self._go_on(task, place)
-            else:
-                answer = task.result()
+            done, _ = await asyncio.wait({task}, timeout=min(QUICK_S, self._timeout_s))
+            answer = task.result() if done else await self._go_on(task, child, job)
         finally:
             task.cancel()
             if not answer:
                 self.num_killed += 1
-                await child.kill()
-            elif len(self._idle) < MAX_CHILDREN:
+            if answer and len(self._idle) < MAX_CHILDREN and child.is_quick():
                 self._idle.append(child)
             else:
                 await child.kill()
         return answer
 
-    async def _go_on(self, task: asyncio.Future[bytes], place: _Place) -> bytes:
+    async def _go_on(self, task: asyncio.Future[bytes], child: _Child, job: _Job) -> bytes:
         """Waits until the deadline in a place for slow jobs. Raises TookTooLong, NoRoom."""
-        if self._num_slow >= MAX_SLOW:
-            raise NoRoom(f"{MAX_SLOW} slow {self._name}s are being checked; try again")
-        self._num_slow += 1
-        place.leave()
-        try:
-            await asyncio.wait({task}, timeout=max(0.0, self._timeout_s - self._quick_s))
-        finally:
-            self._num_slow -= 1
-        if not task.done():
-            raise self._too_long()
-        return task.result()
+        left_s = self._timeout_s - QUICK_S
+        if left_s > 0.0:
+            if not job.is_wanted or not self._may_be_slow(job.client):
+                raise NoRoom(f"{len(self._slow)} slow {self._name}s are being checked; try again")
+            self._slow.append(job)
+            child.be_nice()
+            self._gives_place_up(job)
+            self._spawn(self._restock())
+            try:
+                await asyncio.wait({task, job.answer}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._slow.remove(job)
+        if task.done():
+            return task.result()
+        if job.answer.done():
+            raise NoRoom(f"this {self._name} gave way to another client's")
+        raise TookTooLong(f"not ready after {self._timeout_s:g} s")
 
-    def _too_long(self) -> TookTooLong:
-        return TookTooLong(f"not ready after {self._timeout_s:g} s")
+    def _may_be_slow(self, client: str) -> bool:
+        """Whether there is a place for a slow job, which another client may have to give up."""
+        if len(self._slow) < self._max_slow:
+            return True
+        num_of = Counter(job.client for job in self._slow)
+        most = max(num_of, key=lambda each: num_of[each])
+        if num_of[most] < num_of[client] + 2:
+            return False
+        latest = next(job for job in reversed(self._slow) if job.client == most)
+        latest.fail(NoRoom(f"slow {self._name}s of others came; send fewer at a time, or try again"))
+        return True
+
+    # ---- processes
+
+    async def _restock(self) -> None:
+        """Starts a child for the next quick job in place of one that has become slow."""
+        if not self._idle:
+            with contextlib.suppress(PdClusterError):
+                self._idle.append(await self._start())
 
     async def _start(self) -> _Child:
         """Starts a child that is ready for jobs."""
         ours, theirs = socket.socketpair()
-        with contextlib.ExitStack() as undo, theirs:
-            undo.enter_context(ours)
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                self._module,
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-            )
-            undo.pop_all()
-        child = _Child(process, *await asyncio.open_connection(sock=ours, limit=MAX_LINE_NBYTES))
+        with theirs:
+            reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_NBYTES)
+            descriptor = theirs.fileno()
+            arguments = (sys.executable, "-m", self._module, str(descriptor))
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *arguments, pass_fds=[descriptor], stdin=asyncio.subprocess.DEVNULL
+                )
+            except BaseException:
+                writer.close()
+                raise
+        child = _Child(process, reader, writer)
         is_ready = False
         try:
             self._started(await asyncio.wait_for(child.exchange(self._settings), START_TIMEOUT_S))
@@ -164,16 +249,18 @@ class Children:
         return child
 
 
-class _Place:
-    """A place among the quick jobs, left once."""
+class _Job:
+    """`answer`: for its caller, who may have left (`is_wanted`). `has_place`: among the quick ones."""
 
-    def __init__(self, places: asyncio.Semaphore) -> None:
-        self._places: asyncio.Semaphore | None = places
+    def __init__(self, client: str, line: bytes) -> None:
+        self.client, self.line = client, line
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.is_wanted = self.has_place = True
 
-    def leave(self) -> None:
-        if self._places is not None:
-            self._places.release()
-            self._places = None
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+            self.answer.exception()  # nobody may be left to hear of it
 
 
 class _Child:
@@ -200,6 +287,19 @@ class _Child:
         if answer.startswith(BODY):  # and its number of bytes, which follow
             return answer + await self._reader.readexactly(min(int(answer[1:]), MAX_LINE_NBYTES))
         return answer
+
+    def be_nice(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, SLOW_NICE)
+
+    def is_quick(self) -> bool:
+        """Whether it has, or gets back, the priority for quick jobs, for which a process may lack the right."""
+        try:
+            if os.getpriority(os.PRIO_PROCESS, self._process.pid) >= SLOW_NICE:
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0))
+        except OSError:
+            return False
+        return True
 
     async def kill(self) -> None:
         self._writer.close()

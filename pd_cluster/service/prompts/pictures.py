@@ -34,6 +34,7 @@ MAX_NUMBERS_NBYTES = 6 << 20
 GIB = 1 << 30
 MAX_UUID_NUM_CHARS = 256
 TIMEOUTS_S = {IMAGES: 20.0, VIDEOS: 60.0}
+MAX_SLOW = 6  # pictures that are being fetched from slow servers, mostly
 GIVEN = "given:"  # the scheme of pictures that a caller in this process has as objects
 
 
@@ -111,7 +112,7 @@ class PictureIntake:
             module = "pd_cluster.service.prompts.picture_child"
             for kind, timeout_s in TIMEOUTS_S.items():
                 name = "picture" if kind == IMAGES else kind
-                self._children[kind] = Children(module, settings, timeout_s, name, quick_s=None)
+                self._children[kind] = Children(module, settings, timeout_s, name, max_slow=MAX_SLOW)
 
     async def close(self) -> None:
         for children in self._children.values():

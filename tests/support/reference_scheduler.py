@@ -137,6 +137,16 @@ class Reference:
     def seqs(self) -> int:
         return sum(1 for j in self.jobs.values() if j.status in ("running", "landing"))
 
+    def kept(self) -> int:
+        """For requests that begin."""
+        return max(1, self.max_seqs // 8)
+
+    def most_further(self) -> int:
+        return max(1, self.max_seqs - self.kept())
+
+    def further(self) -> int:
+        return sum(1 for j in self.jobs.values() if j.status in ("running", "landing") and j.order[-1])
+
     def room(self) -> int:
         return len(self.free()) + len(self.cached())
 
@@ -145,7 +155,9 @@ class Reference:
         slots = min(job.num_sequences, self.max_seqs - self.seqs())
         wanted = min(self.need(num_tokens) + slots - 1, len(self.pool)) - len(shared)
         fits = wanted + len(self.of("running")) <= self.room() - sum(1 for b in shared if not b.holders)
-        is_first = all(job.order[0] < other.order[0] for other in self.of("waiting")[:1])
+        begins = self.seqs() - self.further() < self.kept() or self.further() >= self.most_further()
+        before = [j for j in self.of("waiting") if not (begins and j.order[-1])]
+        is_first = all(job.order[0] < other.order[0] for other in before[:1])
         return is_first and self.seqs() < self.max_seqs and fits
 
     def land(self, job: Job, num_tokens: int) -> int:
@@ -166,8 +178,12 @@ class Reference:
             left = self.budget - sum(chunks.values())
             if left and job.status == "running" and self.grow(job, min(left, job.behind), chunks, preempted):
                 chunks[job.key] = min(left, job.behind)
-        while not preempted and self.of("waiting") and sum(chunks.values()) < self.budget:
-            job = self.of("waiting")[0]
+        while not preempted and sum(chunks.values()) < self.budget:
+            is_full = self.further() >= self.most_further()
+            able = [j for j in self.of("waiting") if not (is_full and j.order[-1])]
+            if not able:
+                break
+            job = able[0]
             if self.seqs() >= self.max_seqs or not self.enter(job):
                 break
             admitted.append(job.key)
@@ -227,7 +243,7 @@ class Reference:
         key = f"{job.key}/{index}"
         order = (*job.order[:-1], index)
         child = Job(key, order, list(job.tokens), job.prompt, job.salt, job.leg)
-        if self.seqs() >= self.max_seqs:
+        if self.seqs() >= self.max_seqs or self.further() >= self.most_further():
             self.jobs[key] = child
             return child
         child.status, child.computed, child.asked = "running", job.computed, job.asked

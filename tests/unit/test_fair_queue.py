@@ -158,8 +158,8 @@ def test_a_share_is_of_those_who_are_here_or_were_lately() -> None:
     world.serve()
     hog = world.send("hog", num_sequences=100)
     world.queue.begin(hog)
-    assert world.queue.share(world.now_s) == 50
-    assert world.queue.share(world.now_s + RECENT_S + 1) == 100
+    assert world.queue.sharing(world.now_s) == (2, 100)
+    assert world.queue.sharing(world.now_s + RECENT_S + 1) == (1, 100)
 
 
 def test_clients_that_are_gone_take_no_memory() -> None:

@@ -171,6 +171,30 @@ def test_nothing_lands_while_a_request_waits() -> None:
     assert not scheduler.can_land(landing, 8)
 
 
+def test_a_request_of_many_sequences_keeps_none_from_beginning() -> None:
+    """An eighth of the places is for requests that begin, however many further sequences run and wait."""
+    scheduler = make(num_blocks=400, block_size=4, max_num_seqs=16, budget=64)
+    many = request("many", 4, max_tokens=50)
+    scheduler.add(many)
+    step(scheduler)
+    further = [scheduler.fork(many, index) for index in range(1, 40)]
+    assert sum(each.status is Status.RUNNING for each in further) == scheduler.num_seqs - 1 == 14
+    lands = request("lands", 4, arrival_s=1.0)
+    assert scheduler.can_land(lands, 8)
+    scheduler.land(lands, 8)
+    assert not scheduler.can_land(request("no place is left", 4, arrival_s=1.0), 8)
+    scheduler.finish(lands)
+    scheduler.add(computes := request("computes here", 4, arrival_s=1.0))
+    scheduler.plan()
+    assert computes.status is Status.RUNNING, "it is behind 25 sequences that wait for a place of theirs"
+    assert scheduler.num_seqs == 16
+    scheduler.finish(further[0])
+    assert not scheduler.can_land(request("third", 4, arrival_s=1.0), 8), "those that begin have their eighth"
+    step(scheduler)
+    assert sum(each.status is Status.RUNNING for each in further) == 14, "the next further one has the free place"
+    scheduler.check()
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_traffic(seed: int) -> None:
     """Requests, landings and aborts in a small pool: the oldest always gets on, all end, every block comes home."""

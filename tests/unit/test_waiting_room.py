@@ -296,6 +296,28 @@ def test_the_last_places_are_for_who_has_few() -> None:
     run(test())
 
 
+def test_the_sequences_of_a_request_count_before_it_begins() -> None:
+    """A request of many has no more of the last places than so many requests."""
+
+    async def test() -> None:
+        hall = Hall()
+        await hall.visit("guest")
+        entry = await hall.room.turn("hog", 10, 3)
+        hall.room.begun(entry)
+        hall.instances[1].load = wire.Load(num_running=7)
+        many = asyncio.ensure_future(hall.room.turn("guest", 10, 60))
+        while not hall.room.num_waiting:
+            await asyncio.sleep(0)
+        assert not many.done(), "61 sequences would be more than its share"
+        few = await hall.room.turn("other", 10, 2)
+        hall.room.begun(few)
+        hall.instances[1].load = wire.Load(num_running=2)
+        hall.room.look()
+        hall.room.begun(await many)
+
+    run(test())
+
+
 def test_a_client_alone_has_all_places() -> None:
     async def test() -> None:
         hall = Hall()

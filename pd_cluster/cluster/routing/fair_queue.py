@@ -15,6 +15,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 RECENT_S = 30.0  # clients seen within this time count among those that share
 MAX_CLIENTS = 4096  # remembered without work in progress
@@ -63,6 +64,18 @@ class QueueEntry:
     priority: int = 0
     is_waiting: bool = False
     has_begun: bool = False
+
+
+class PlaceShares(NamedTuple):
+    """Clients that share the places, and the sequences that they have there."""
+
+    num_clients: int
+    num_sequences: int
+
+    def excess(self, entry: QueueEntry) -> int:
+        """Returns by how many sequences, times the number of clients, its client would have more than the average."""
+        own = entry.client.num_sequences + entry.num_sequences
+        return own * self.num_clients - (self.num_sequences + entry.num_sequences)
 
 
 class FairQueue:
@@ -132,10 +145,10 @@ class FairQueue:
         client.num_sequences -= entry.num_sequences
         client.num_begun -= 1
 
-    def share(self, now_s: float) -> float:
-        """Returns the average number of running sequences per client, over clients that are active or were recently."""
+    def sharing(self, now_s: float) -> PlaceShares:
+        """Counts the running sequences of clients that are active or were recently."""
         here = [each for each in self._clients.values() if not each.is_idle or now_s - each.seen_s <= RECENT_S]
-        return sum(each.num_sequences for each in here) / max(1, len(here))
+        return PlaceShares(max(1, len(here)), sum(each.num_sequences for each in here))
 
     def tokens_before(self, client: Client) -> int:
         """Counts the tokens that are served before a request that this client sends now.

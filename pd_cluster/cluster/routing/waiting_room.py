@@ -262,18 +262,19 @@ class WaitingRoom:
     def _who_may(self) -> Callable[[QueueEntry], bool] | None:
         """Returns a test for requests that may begin now; None: none may.
 
-        The last places are for clients with no more than their share. When all are taken, clients with less may still
-        have their prompts computed: one client that holds the places must not shut others out.
+        The last places are for clients that have no more than their share with the request's sequences, too. When all
+        are taken, clients that have less then may still have their prompts computed: one client that holds the places
+        must not shut others out.
         """
         room = room_of(self._instances())
         if self._is_paused or not room.for_prompts:
             return None
         if room.for_sequences and room.for_all:
             return lambda entry: True
-        share = self._queue.share(self._loop.time())
+        others = self._queue.sharing(self._loop.time())
         if room.for_sequences:
-            return lambda entry: entry.client.num_sequences <= share
-        return lambda entry: entry.client.num_sequences < share
+            return lambda entry: others.excess(entry) <= 0
+        return lambda entry: others.excess(entry) < 0
 
     async def _follow(self) -> None:
         """Checks again after every news of an instance, while any request waits."""

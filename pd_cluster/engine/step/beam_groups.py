@@ -81,7 +81,7 @@ def regroup(scheduler: StepScheduler, before: Sequence[Request], growths: Sequen
         scheduler.blocks.release(scheduler.held(beam.block_table))
         scheduler.swap.release(beam.swap_table)
         beam.block_table, beam.swap_table = [], []
-    num_places = max(0, scheduler.max_num_seqs - scheduler.num_seqs)
+    num_places = scheduler.places.num_free_for_group
     return [
         _go_on(scheduler, before[index] if index < len(before) else child, child, index < num_places)
         for index, child in enumerate(children)

@@ -11,6 +11,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 
 from pd_cluster.engine.step.holdings import Holdings
+from pd_cluster.engine.step.places import StepPlaces
 from pd_cluster.engine.step.plan import MAX_PROMPT_LOGPROB_TOKENS, Move, StepPlan, pooling_chunk_of, service_order
 from pd_cluster.engine.step.room import BlockRoom
 from pd_cluster.engine.step.tally import Tallied
@@ -61,6 +62,7 @@ class StepScheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.requests: dict[str, Request] = {}
+        self.places = StepPlaces(max_num_seqs, self.requests)
         self.waiting: list[Request] = []  # in order of service
         self.running: list[Request] = []
         self.preemptions = Tallied(PREEMPTIONS_BOUNDS)  # of sequences that ended
@@ -118,7 +120,7 @@ class StepScheduler:
         At the limit of running sequences it waits instead, and computes the prompt again or finds it in the prefix
         cache.
         """
-        runs = self.num_seqs < self.max_num_seqs
+        runs = self.places.num_free_for_further > 0
         child = sibling(parent, index=index, block_hashes=list(parent.block_hashes))
         self._take_in(child)
         if not runs:
@@ -179,7 +181,8 @@ class StepScheduler:
         self._begin_moves(plan.moves)
         budget = self.max_num_batched_tokens
         due = sorted(self.running, key=lambda r: (r.num_behind > 1, *service_order(r)))
-        turn = None if self._turns is None else self._turns.next([*due, *self.waiting[:1]])
+        first = self.places.next(self.waiting)
+        turn = None if self._turns is None else self._turns.next([*due, *self.waiting[first : first + 1]])
         for request in due:
             if not budget:
                 break
@@ -217,8 +220,9 @@ class StepScheduler:
                 return None
             plan.add(request, num_tokens)
             budget -= num_tokens
-        if self.waiting and budget and self.num_seqs - len(gone) < self.max_num_seqs:
-            first = self.waiting[0]
+        at = self.places.next(self.waiting)
+        if at < len(self.waiting) and budget and self.num_seqs - len(gone) < self.max_num_seqs:
+            first = self.waiting[at]
             cached = self._holdings.cached(first, first.num_tokens - 1)
             if self.room.num_missing(first, cached) is None:
                 return None if gone or self.room.parked(first) else plan
@@ -249,9 +253,7 @@ class StepScheduler:
 
         Each further sequence reserves room for a block, but never more than an empty pool has.
         """
-        if self.waiting and self.waiting[0].priority <= request.priority:
-            return False
-        if self.num_seqs >= self.max_num_seqs:
+        if not self.places.may_land(request, self.waiting):
             return False
         num_sequences = min(request.sampling.num_sequences, self.max_num_seqs - self.num_seqs)
         cached = self._holdings.cached(request, len(request.prompt_token_ids))
@@ -278,7 +280,7 @@ class StepScheduler:
     @property
     def num_seqs(self) -> int:
         """Counts sequences that take part in steps, or will once their KV has landed."""
-        return sum(1 for r in self.requests.values() if r.status in (Status.RUNNING, Status.LANDING))
+        return self.places.num_taken
 
     def check(self) -> None:
         """Checks that every block is free, cached or held by a counted request, and that lists and statuses agree.
@@ -335,10 +337,10 @@ class StepScheduler:
         num_leaving: int = 0,
         may_enter: Callable[[Request], bool] = lambda request: True,
     ) -> None:
-        """Admits those that wait, in order, up to the first that may not enter or finds no room."""
-        num_seqs = self.num_seqs - num_leaving if self.waiting else 0
-        while self.waiting and budget and may_enter(self.waiting[0]):
-            request = self.waiting[0]
+        """Admits those that wait and for which places are left, in order, up to the first that may not enter."""
+        num_seqs, at = self.num_seqs - num_leaving if self.waiting else 0, 0
+        while budget and (at := self.places.next(self.waiting, at)) < len(self.waiting) and may_enter(self.waiting[at]):
+            request = self.waiting[at]
             num_seqs += 1
             if num_seqs > self.max_num_seqs or not self._chunk(request, budget, plan):
                 return
@@ -346,7 +348,7 @@ class StepScheduler:
                 if not (victims := self.room.parked(request)):
                     return
                 self.room.preempt(max(victims, key=service_order), plan)
-            self.waiting.pop(0)
+            self.waiting.pop(at)
             request.status = Status.RUNNING
             self.running.append(request)
             if request.lacks_pixels:

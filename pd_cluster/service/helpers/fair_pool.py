@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _Task:
     work: Callable[[], Any]
     size: int
     result: Future[Any] = field(default_factory=Future)
@@ -46,19 +46,19 @@ class FairPool(ThreadPoolExecutor):
         self._give_back = give_back or give_memory_back
         self._give_back_after_s = give_back_after_s
         self._lock = threading.Lock()
-        self._clients: ClientTurns[_Job] = ClientTurns(num_threads)
+        self._clients: ClientTurns[_Task] = ClientTurns(num_threads)
         self._size_done = 0  # since memory was last given back
         self._giving_back: threading.Timer | None = None
         self._is_closed = False
 
     async def run(self, client: str, work: Callable[[], T], size: int = 0) -> T:
         """Returns or raises the outcome of `work`. Work whose caller is cancelled before its turn never runs."""
-        result: T = await asyncio.wrap_future(self._join(client, _Job(work, size)))
+        result: T = await asyncio.wrap_future(self._join(client, _Task(work, size)))
         return result
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Takes work of the current client, for `asyncio.to_thread` and the like."""
-        return cast("Future[T]", self._join(current_client.get(), _Job(partial(fn, *args, **kwargs), 0)))
+        return cast("Future[T]", self._join(current_client.get(), _Task(partial(fn, *args, **kwargs), 0)))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Ends it as ThreadPoolExecutor does; the work of a cancelled future never runs."""
@@ -77,7 +77,7 @@ class FairPool(ThreadPoolExecutor):
                 self._giving_back.cancel()
         self.shutdown(wait=is_idle, cancel_futures=True)
 
-    def _join(self, client: str, job: _Job) -> Future[Any]:
+    def _join(self, client: str, job: _Task) -> Future[Any]:
         with self._lock:
             self._clients.join(client, job)
         try:
@@ -103,7 +103,7 @@ class FairPool(ThreadPoolExecutor):
             self._ended(client, job.size)
             del turn, job
 
-    def _next(self) -> tuple[str, _Job] | None:
+    def _next(self) -> tuple[str, _Task] | None:
         with self._lock:
             return self._clients.next()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -226,22 +227,34 @@ class Records:
         return record if record is not None and record.attempt == request.attempt else None
 
     def _grow(self, record: Record, nbytes: int) -> None:
-        """Counts more bytes. For want of room, those without a reader go where that is enough, otherwise this one."""
+        """Counts more bytes. For want of room, the tenant that has the most of it loses records."""
         record.nbytes += nbytes
         self.nbytes += nbytes
-        room = record.keep.room_nbytes
-        if self.nbytes <= room:
-            return
-        alone = [each for each in self._by_name.values() if each.reader == NOBODY and each is not record]
-        if self.nbytes - sum(each.nbytes for each in alone) > room:
-            alone = [record]
-        for victim in sorted(alone, key=lambda each: each.expires_s):
-            if self.nbytes <= room:
-                return
+        while self.nbytes > record.keep.room_nbytes and self._by_name:
+            victim = self._victim(record)
             log.info("request %s cannot be resumed any more: no room (--resume-memory)", victim.request_id)
             self._forget(victim)
             if victim.reader == NOBODY:
                 self._legs.drop_if_it_runs(victim.leg_key)
+
+    def _victim(self, growing: Record) -> Record:
+        """Returns a record of the tenant with most bytes, its own tenant if that has as many.
+
+        Those without a reader go first, the first to expire before others; of its own tenant only where they are
+        enough, otherwise the growing one goes.
+        """
+        sizes: Counter[bytes] = Counter()
+        for each in self._by_name.values():
+            sizes[each.keep.owner] += each.nbytes
+        own = growing.keep.owner
+        owner = max(sizes, key=lambda each: (sizes[each], each == own))
+        its = [each for each in self._by_name.values() if each.keep.owner == owner]
+        alone = [each for each in its if each.reader == NOBODY and each is not growing]
+        if owner == own and self.nbytes - sum(each.nbytes for each in alone) > growing.keep.room_nbytes:
+            return growing
+        if alone:
+            return min(alone, key=lambda each: each.expires_s)
+        return max(its, key=lambda each: each.nbytes)
 
     def _forget(self, record: Record) -> None:
         if self._by_name.get(record.name) is record:

@@ -5,6 +5,7 @@ docs/protocol.md, "Streams that resume". Knows nothing of HTTP or of events' for
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import itertools
 import secrets
@@ -22,6 +23,7 @@ from pd_cluster.service.generation import Generation
 from pd_cluster.settings.resume import ResumeSettings
 
 TOKEN_NBYTES = 16
+OWNER_NBYTES = 8
 PURPOSE = b"pd-cluster stream "
 Kind = Literal["chat", "completions"]
 
@@ -50,16 +52,21 @@ class Recipe(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A client's right to resume one stream. `after`: the index of the last event that it has; -1: none."""
+    """A client's right to resume one stream. `after`: the index of the last event that it has; -1: none.
+
+    `owner` stands for the tenant of its API key, where tenants share room.
+    """
 
     token: str = field(repr=False)
     digest: bytes = field(repr=False)
     after: int = -1
+    owner: bytes = b""
 
     @classmethod
     def of(cls, token: str, owner: str, after: int = -1) -> Ticket:
         """`owner`: the tenant of the client's API key."""
-        return cls(token, hmac.digest(token.encode(), PURPOSE + owner.encode(), "sha256"), after)
+        digest = hmac.digest(token.encode(), PURPOSE + owner.encode(), "sha256")
+        return cls(token, digest, after, hashlib.sha256(PURPOSE + owner.encode()).digest()[:OWNER_NBYTES])
 
     @classmethod
     def new(cls, owner: str) -> Ticket:
@@ -86,7 +93,8 @@ class Resumption:
     def keep(self, generation: Generation, ticket: Ticket, recipe: Recipe, place: RecordPlace | None = None) -> None:
         """Has the generation's stream kept. `place`: where it was found, for one that resumes."""
         written = msgspec.msgpack.encode(recipe)
-        generation.kept = KeptStream(wire.Keep(ticket.digest, self._window_s, self._room_nbytes, written), place)
+        keep = wire.Keep(ticket.digest, self._window_s, self._room_nbytes, written, owner=ticket.owner)
+        generation.kept = KeptStream(keep, place)
         if place is not None and place.found.order is not None:
             generation.resume(place.found.order)
 

@@ -19,7 +19,8 @@ class Keep(msgspec.Struct, frozen=True):
     """Asks the instance that decodes for a record. `digest`: of the stream's token and the tenant of its API key.
 
     `window_s`: how long the record stays without a reader. `room_nbytes`: of all records there. `recipe`: what a
-    scheduler needs besides the order to write the same answer. `prompt` and `tokens`: of earlier attempts.
+    scheduler needs besides the order to write the same answer. `prompt` and `tokens`: of earlier attempts. `owner`:
+    stands for the tenant, among whom the room is shared.
     """
 
     digest: Digest
@@ -28,6 +29,7 @@ class Keep(msgspec.Struct, frozen=True):
     recipe: bytes
     prompt: PromptOutput | None = None
     tokens: list[TokenOutput] = []
+    owner: bytes = b""
 
     def __repr__(self) -> str:
         return "Keep(…)"

@@ -196,6 +196,25 @@ def test_room_is_made_by_those_without_readers_then_the_growing_one_is_forgotten
     assert world.legs.aborted == [(S, wire.Abort("r2", 0))]
 
 
+def test_a_tenants_streams_take_no_room_of_anothers(world: World) -> None:
+    """However many one has, with readers or without, the other's stay and new ones of it are kept."""
+    mine = world.open("mine", b"\xff" * 32, room=3000, owner=b"me")
+    world.records.note(mine, [token(position) for position in range(5)])
+    world.records.read(S, wire.Release("mine", 0, "go on"))  # parked, and the first to expire
+    for at in range(40):
+        world.now_s += 0.01
+        theirs = world.open(f"r{at}", bytes([at]) * 32, room=3000, owner=b"they")
+        world.records.note(theirs, [token(position) for position in range(3)])
+        if at % 2:
+            world.records.read(S, wire.Release(f"r{at}", 0, "go on"))
+        assert world.records.nbytes <= 3000
+        assert world.found(b"\xff" * 32).order is not None
+    new = world.open("new", b"\xfe" * 32, room=3000, owner=b"me")
+    world.records.note(new, [token(position) for position in range(3)])
+    assert world.found(b"\xfe" * 32).order is not None
+    assert world.found(b"\xff" * 32).order is not None
+
+
 def test_nobody_makes_room_where_it_would_not_be_enough(world: World) -> None:
     requests = [world.open(f"r{at}", bytes([at]) * 32, room=3000) for at in range(3)]
     world.records.read(S, wire.Release("r0", 0, "go on"))

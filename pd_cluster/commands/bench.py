@@ -304,13 +304,19 @@ def overload(
     ] = None,
     shapes: Annotated[str, typer.Option(help="What is short: prefill,decode; default: each once.")] = "",
     seed: Annotated[int, typer.Option(help="Of the requests and of when they come.")] = 0,
+    give_up: Annotated[
+        str,
+        typer.Option(help="Instead: 1 to 5 times the capacity, and clients that leave after so many seconds: 0,2,10."),
+    ] = "",
     quick: Annotated[bool, typer.Option(help="2 s each: does it all run?")] = False,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
     """Three times the capacity before made-up workers: what is served, how late, what is refused, and a hog's guest."""
+    from pd_cluster.lab.router import leaving_clients
     from pd_cluster.lab.router.overload import make_bench, run
 
-    _run(run(make_bench(seconds, max_queue_time, shapes, seed, quick), json))
+    bench = make_bench(seconds, max_queue_time, shapes, seed, quick)
+    _run(leaving_clients.run(bench, leaving_clients.give_up_times(give_up), json) if give_up else run(bench, json))
 
 
 @app.command("gpu")

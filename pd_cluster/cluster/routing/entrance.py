@@ -17,7 +17,7 @@ from pd_cluster.cluster.routing.fair_queue import Client, QueueEntry
 from pd_cluster.cluster.routing.policy import Pair, Policy, RoutingRequest, awaits_pair, is_served, why_unavailable
 from pd_cluster.cluster.routing.predict import Goals, check_goals, within_tpot
 from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.cluster.routing.waiting_room import Party, WaitingRoom
+from pd_cluster.cluster.routing.waiting_room import Ending, Party, WaitingRoom
 from pd_cluster.errors import Overloaded, PdClusterError, Unavailable
 from pd_cluster.reports import Gate
 
@@ -205,10 +205,10 @@ class Entrance:
         if entry is not None and self.waiting is not None:
             self.waiting.begun(entry)
 
-    def ended(self, entry: QueueEntry | None, num_tokens: int) -> None:
+    def ended(self, entry: QueueEntry | None, num_tokens: int, how: Ending = "failed") -> None:
         """Notes the end of a request. `num_tokens` counts its prompt and its answer."""
         if entry is not None and self.waiting is not None:
-            self.waiting.ended(entry, num_tokens)
+            self.waiting.ended(entry, num_tokens, how)
 
     def look(self) -> None:
         """Checks for room after an instance has finished some work."""

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pd_cluster.cluster.routing.leaving import LeaveTimes
+
 RECENT_S = 30.0  # clients seen within this time count among those that share
 MAX_CLIENTS = 4096  # remembered without work in progress
 
@@ -31,6 +33,7 @@ class Client:
     num_waiting_tokens: int = 0
     waiting: list[tuple[int, int, QueueEntry]] = field(default_factory=list)  # a heap: by priority, then by arrival
     seen_s: float = 0.0
+    leave_times: LeaveTimes = field(default_factory=LeaveTimes, repr=False)
 
     @property
     def is_idle(self) -> bool:
@@ -56,7 +59,7 @@ class Client:
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """A request. `num_tokens`: its expected tokens, prompt and answer."""
+    """A request. `num_tokens`: its expected tokens, prompt and answer. Times are of the caller's clock."""
 
     client: Client
     num_tokens: int
@@ -64,6 +67,8 @@ class QueueEntry:
     priority: int = 0
     is_waiting: bool = False
     has_begun: bool = False
+    arrived_s: float = 0.0
+    begun_s: float = 0.0
 
 
 class PlaceShares(NamedTuple):

@@ -32,6 +32,7 @@ from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.cluster.routing.steering import Steering
 from pd_cluster.cluster.routing.stream import Death, RequestStream, Setback, TokenSequence, ask_of
 from pd_cluster.cluster.routing.timeline import Timelines
+from pd_cluster.cluster.routing.waiting_room import Ending
 from pd_cluster.errors import (
     DeadlineExceeded,
     GenerationError,
@@ -268,7 +269,7 @@ class Router:
                 self._dispatch.abort(stream)
             else:
                 self._dispatch.release(stream, self._then(stream, sys.exception()))
-        self.entrance.ended(entry, stream.num_tokens)
+        self.entrance.ended(entry, stream.num_tokens, _how_ended(stream, sys.exception()))
         if is_read:
             self.steering.ended(stream)
         self.adapters.ends(stream.order.variant, has_begun=not is_first)
@@ -279,8 +280,11 @@ class Router:
         """Returns what becomes of a kept stream that is not read any more."""
         if stream.is_over:
             return "stop"
-        is_left = error is None or not isinstance(error, PdClusterError)  # its client is gone
-        return "go on" if is_left or self.entrance.is_closed else "forget"
+        if self.entrance.is_closed:
+            return "go on"
+        if _how_ended(stream, error) == "failed":
+            return "forget"
+        return "stop" if self.entrance.num_waiting else "go on"  # others need the instance; what is kept is enough
 
     # ---- streams that resume
 
@@ -340,3 +344,9 @@ class Router:
                 stream.deaths.append(Death(instance.key, lost_s))
                 error = InstanceLost(f"{instance.name} was lost while it served this request: {reason}")
                 self._endings.retreat(stream, error, "death")
+
+
+def _how_ended(stream: RequestStream, error: BaseException | None) -> Ending:
+    if stream.is_over:
+        return "answered"
+    return "failed" if isinstance(error, PdClusterError) else "left"  # its reader is gone

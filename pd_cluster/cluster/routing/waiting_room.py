@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.fair_queue import Client, FairQueue, QueueEntry
+from pd_cluster.cluster.routing.leaving import Leaving
 from pd_cluster.cluster.routing.room import room_of
 from pd_cluster.errors import Overloaded, PdClusterError
 
@@ -23,6 +24,8 @@ MEASURED_S = 10.0  # earlier events count for less than a third
 SAFE = 0.7  # limit on the expected wait, as a share of the allowed one: expectations are not exact
 MIN_MEASURED_S = 0.5  # of waiting, and so many requests, before a rate is trusted
 MIN_MEASURED = 8.0
+
+Ending = Literal["answered", "left", "failed"]  # "left": its client, before the end
 
 
 class AdmissionPace:
@@ -64,6 +67,16 @@ class Party:
         self.is_let_in = self.has_begun = False
 
 
+class WaitLimit(NamedTuple):
+    most_s: float
+    name: str
+
+
+class AwaitedTurn(NamedTuple):
+    came: asyncio.Future[None]
+    party: Party
+
+
 class WaitingRoom:
     """`changed` returns whenever there is news of an instance."""
 
@@ -85,7 +98,8 @@ class WaitingRoom:
         self._loop = asyncio.get_running_loop()
         self._queue = FairQueue()
         self._pace = AdmissionPace(self._loop.time())
-        self._turns: dict[QueueEntry, asyncio.Future[None]] = {}
+        self._leaving = Leaving()
+        self._turns: dict[QueueEntry, AwaitedTurn] = {}
         self._is_paused = False
         self._is_beginning = False  # a request's turn has come, but it has not been sent yet
         self._following: asyncio.Task[None] | None = None
@@ -103,14 +117,14 @@ class WaitingRoom:
     def arrives(self, name: str, num_tokens: int, patience_s: float = math.inf) -> Client:
         """Registers an arriving request; `departs` follows. Raises Overloaded when it would wait too long."""
         client = self._queue.client(name, self._loop.time())
-        self._check(client, patience_s)
+        self._check(client, num_tokens, patience_s)
         client.num_arriving_tokens += num_tokens
         return client
 
     def departs(self, client: Client, num_tokens: int) -> None:
         client.num_arriving_tokens -= num_tokens
 
-    def _check(self, client: Client, patience_s: float) -> None:
+    def _check(self, client: Client, num_tokens: int, patience_s: float) -> None:
         queue = self._queue
         if not queue.num_waiting:
             return
@@ -119,11 +133,11 @@ class WaitingRoom:
             raise Overloaded(f"{queue.num_waiting} requests wait already, and no more are taken", 1)
         if self._has_priorities or self._begins_at_once(client):
             return
-        wait_s, limit_s = self._expected_s(client), min(self._max_wait_s, patience_s)
-        if wait_s > SAFE * limit_s:
+        wait_s, limit = self._expected_s(client), self._limit(client, num_tokens, patience_s)
+        if wait_s > SAFE * limit.most_s:
             raise Overloaded(
-                f"the server is busy: a wait of {wait_s:.2g} s is expected, too much for {self._limit(patience_s)}",
-                _retry_s(wait_s, limit_s),
+                f"the server is busy: a wait of {wait_s:.2g} s is expected, too much for {limit.name}",
+                _retry_s(wait_s, limit.most_s),
             )
 
     def _begins_at_once(self, client: Client) -> bool:
@@ -136,9 +150,16 @@ class WaitingRoom:
         rate = self._measured()
         return self._queue.tokens_before(client) / rate if rate else 0.0
 
-    def _limit(self, patience_s: float) -> str:
-        name = self._limit_name if self._max_wait_s <= patience_s else "the client's own timeout"
-        return f"the {min(self._max_wait_s, patience_s):g} s of {name}"
+    def _limit(self, client: Client, num_tokens: int, patience_s: float) -> WaitLimit:
+        """Returns the shortest of a request's limits."""
+        found = WaitLimit(self._max_wait_s, f"the {self._max_wait_s:g} s of {self._limit_name}")
+        if patience_s < found.most_s:
+            found = WaitLimit(patience_s, f"the {patience_s:g} s of the client's own timeout")
+        most_s = self._leaving.most_wait_s(client.leave_times, num_tokens)
+        if most_s < found.most_s:
+            after_s = self._leaving.patience_s(client.leave_times)
+            found = WaitLimit(most_s, f"an answer within {after_s:.2g} s, after which clients have left lately")
+        return found
 
     # ---- a request whose tokens are known
 
@@ -147,12 +168,12 @@ class WaitingRoom:
         if self._queue.num_waiting or self._is_beginning or (may := self._who_may()) is None:
             return None
         now_s = self._loop.time()
-        entry = QueueEntry(self._queue.client(name, now_s), num_tokens, num_sequences, priority)
+        entry = QueueEntry(self._queue.client(name, now_s), num_tokens, num_sequences, priority, arrived_s=now_s)
         if not may(entry):
             return None
         self._is_beginning = party.has_begun = True
         self._pace.passed(now_s, waited=False)
-        self._queue.begin(entry)
+        self._begin(entry, now_s)
         return entry
 
     async def turn(
@@ -174,15 +195,16 @@ class WaitingRoom:
         if (entry := self.at_once(name, num_tokens, num_sequences, priority, party)) is not None:
             return entry
         client = self._queue.client(name, now_s)
-        entry = QueueEntry(client, num_tokens, num_sequences, priority)
+        entry = QueueEntry(client, num_tokens, num_sequences, priority, arrived_s=now_s if since_s is None else since_s)
         if not party.is_let_in:
-            self._check(client, patience_s)
+            self._check(client, num_tokens, patience_s)
             party.is_let_in = True
         self._measured()
         self._queue.join(entry)
-        turn = self._turns[entry] = self._loop.create_future()
-        limit_s = min(self._max_wait_s, patience_s)
-        left_s = limit_s - (now_s - since_s if since_s is not None else 0.0)
+        turn: asyncio.Future[None] = self._loop.create_future()
+        self._turns[entry] = AwaitedTurn(turn, party)
+        limit = self._limit(client, num_tokens, patience_s)
+        left_s = limit.most_s - (now_s - entry.arrived_s)
         if self._following is None:
             self._following = asyncio.ensure_future(self._follow())
         self.look()  # the requests before it may be unable to begin
@@ -191,12 +213,12 @@ class WaitingRoom:
             if not turn.done() and not party.has_begun:
                 why = "paused by its operator" if self._is_paused else "busy"
                 raise Overloaded(
-                    f"the server is {why}: it has waited for {self._limit(patience_s)}",
-                    _retry_s(self._expected_s(client), limit_s),
+                    f"the server is {why}: it has waited for {limit.name}",
+                    _retry_s(self._expected_s(client), limit.most_s),
                 )
             await turn
-        except BaseException:
-            self._gives_up(entry)
+        except BaseException as error:
+            self._gives_up(entry, has_left=isinstance(error, asyncio.CancelledError))
             raise
         party.has_begun = True
         return entry
@@ -206,22 +228,28 @@ class WaitingRoom:
         self._is_beginning = False
         self.look()
 
-    def ended(self, entry: QueueEntry, num_tokens: int) -> None:
+    def ended(self, entry: QueueEntry, num_tokens: int, how: Ending = "failed") -> None:
         """Ends a request; `num_tokens` is what it took. Also to be called for one that was never sent."""
         self._queue.end(entry, num_tokens)
+        if how == "failed":
+            return
+        now_s = self._loop.time()
+        self._leaving.note(entry.client.leave_times, now_s, now_s - entry.arrived_s, has_left=how == "left")
+        if how == "answered":
+            self._leaving.answers.note(now_s, now_s - entry.begun_s, entry.num_tokens)
 
     def look(self) -> None:
         """Lets the next request begin if there is room. To be called when an instance has finished some work."""
         if not self._queue.num_waiting or self._is_beginning or (may := self._who_may()) is None:
             return
-        entry = self._queue.next(may)
+        entry = self._next(may)
         if entry is None:
             return
         self._measured()
         self._pace.began(entry.num_tokens)
-        self._queue.begin(entry)
+        self._begin(entry, self._loop.time())
         self._is_beginning = True
-        turn = self._turns.pop(entry)
+        turn = self._turns.pop(entry).came
         if not turn.done():  # otherwise it is giving up at this moment, and will clean up itself
             turn.set_result(None)
 
@@ -236,8 +264,8 @@ class WaitingRoom:
         turns, self._turns = self._turns, {}
         for entry, turn in turns.items():
             self._queue.leave(entry)
-            if not turn.done():
-                turn.set_exception(error)
+            if not turn.came.done():
+                turn.came.set_exception(error)
 
     def pause(self, is_paused: bool) -> None:
         """While it is paused, no request begins."""
@@ -246,10 +274,30 @@ class WaitingRoom:
 
     # ----
 
-    def _gives_up(self, entry: QueueEntry) -> None:
+    def _begin(self, entry: QueueEntry, now_s: float) -> None:
+        entry.begun_s = now_s
+        self._queue.begin(entry)
+
+    def _next(self, may: Callable[[QueueEntry], bool]) -> QueueEntry | None:
+        """Returns the request whose turn it is. Those before it that would be answered too late are refused."""
+        while (entry := self._queue.next(may)) is not None:
+            limit = self._limit(entry.client, entry.num_tokens, math.inf)
+            turn, party = self._turns[entry]
+            if turn.done() or party.has_begun or self._loop.time() - entry.arrived_s <= limit.most_s:
+                return entry
+            self._queue.leave(entry)
+            del self._turns[entry]
+            retry_s = _retry_s(self._expected_s(entry.client), limit.most_s)
+            turn.set_exception(Overloaded(f"the server is busy: it has waited too long for {limit.name}", retry_s))
+        return None
+
+    def _gives_up(self, entry: QueueEntry, has_left: bool) -> None:
+        if has_left:
+            now_s = self._loop.time()
+            self._leaving.note(entry.client.leave_times, now_s, now_s - entry.arrived_s, has_left=True)
         turn = self._turns.pop(entry, None)
         if turn is not None:
-            turn.cancel()
+            turn.came.cancel()
         self._queue.leave(entry)
         if entry.has_begun:  # its turn had just come
             self.ended(entry, 0)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -183,7 +183,7 @@ async def _measure(bench: OverloadBench, shape: Shape, folder: Path) -> list[Run
             api_keys=list(KEYS),
         )
         with own_scheduler(folder, STEP_S, launch, shape.pace) as target:
-            found = await _run(bench, shape, name, target, loads)
+            found = await run_loads(bench, shape, name, target, loads)
         runs.append(found[-1])
         for each in found:
             print(_line(each), flush=True)
@@ -192,10 +192,18 @@ async def _measure(bench: OverloadBench, shape: Shape, folder: Path) -> list[Run
     return runs
 
 
-async def _run(
-    bench: OverloadBench, shape: Shape, name: str, target: Target, loads: Mapping[str, tuple[float, int]]
+async def run_loads(
+    bench: OverloadBench,
+    shape: Shape,
+    name: str,
+    target: Target,
+    loads: Mapping[str, tuple[float, int]],
+    timeout_s: float = CLIENT_TIMEOUT_S,
 ) -> list[Run]:
-    """Returns a run for each key; the last key's is the one that counts."""
+    """Returns a run for each key, "" for none; the last key's is the one that counts.
+
+    `timeout_s`: after which clients leave, counted from the request.
+    """
     names = [name] if len(loads) == 1 else ["a hog", name]
     found = [Run(shape, name, share) for name, (share, _) in zip(names, loads.values(), strict=True)]
     pids = (target.workers_pid, target.pid)
@@ -203,7 +211,7 @@ async def _run(
     started_s = time.monotonic()
     await asyncio.gather(
         *(
-            _load(bench, shape, target, key, num_sequences, found[at], started_s)
+            _load(bench, shape, target, Clients(key, num_sequences, timeout_s), found[at], started_s)
             for at, (key, (_, num_sequences)) in enumerate(loads.items())
         )
     )
@@ -215,19 +223,27 @@ async def _run(
     return found
 
 
+class Clients(NamedTuple):
+    """Those of one API key; "": without any."""
+
+    key: str
+    num_sequences: int
+    timeout_s: float
+
+
 async def _load(
-    bench: OverloadBench, shape: Shape, target: Target, key: str, num_sequences: int, into: Run, started_s: float
+    bench: OverloadBench, shape: Shape, target: Target, clients: Clients, into: Run, started_s: float
 ) -> None:
-    draw = random.Random(f"{bench.seed} {key}")
+    draw = random.Random(f"{bench.seed} {clients.key}")
     limits = httpx.Limits(max_connections=MOST_OPEN, max_keepalive_connections=MOST_OPEN)
-    headers = {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"Bearer {clients.key}"} if clients.key else {}
     timeout = httpx.Timeout(CLIENT_TIMEOUT_S)
     url = f"http://127.0.0.1:{target.port}/v1/completions"
     async with httpx.AsyncClient(limits=limits, timeout=timeout, headers=headers, trust_env=False) as client:
 
         async def send(body: Mapping[str, Any]) -> Sample:
             sent_s = time.monotonic() - started_s
-            sample = await measure(client, url, body, deadline_s=CLIENT_TIMEOUT_S)
+            sample = await measure(client, url, body, deadline_s=clients.timeout_s)
             into.samples.append((sent_s, sample))
             return sample
 
@@ -238,10 +254,10 @@ async def _load(
                 "prompt": prompt,
                 "max_tokens": shape.num_output_tokens,
                 "ignore_eos": True,
-                "n": num_sequences,
+                "n": clients.num_sequences,
             }
 
-        gaps_s: Iterable[float] = poisson(draw, into.share * shape.capacity / num_sequences)
+        gaps_s: Iterable[float] = poisson(draw, into.share * shape.capacity / clients.num_sequences)
         await Load(body_of, gaps_s, send).run(lambda _: time.monotonic() - started_s >= bench.seconds)
     into.took_s = bench.seconds
 

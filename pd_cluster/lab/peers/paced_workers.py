@@ -19,10 +19,10 @@ from pd_cluster.types import LegEnd, PromptOutput, TokenOutput
 
 class PacedWorker(Worker):
     def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
         self._free_s = 0.0  # when the previous prompt is computed
         self._waiting: deque[str] = deque()  # transfer ids that have landed, without a place
         self._num_running = 0  # sequences
+        super().__init__(*arguments)  # begins to report its load
 
     def load(self) -> wire.Load:
         """Returns the load, on the mailbox's thread."""

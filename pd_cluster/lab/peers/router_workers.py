@@ -14,6 +14,7 @@ import os
 import secrets
 import sys
 import time
+import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
@@ -130,7 +131,9 @@ class Worker:
     def on_closed(self, conn: str, peer: str, reason: str) -> None:
         self._schedulers.pop(conn, None)
 
-    def on_fatal(self, error: BaseException) -> None: ...
+    def on_fatal(self, error: BaseException) -> None:
+        traceback.print_exception(error)
+        os._exit(1)  # an instance that nobody hears any more would be waited for
 
     def load(self) -> wire.Load:
         return wire.Load(

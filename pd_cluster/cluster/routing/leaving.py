@@ -11,7 +11,7 @@ import math
 FIRST_S, STEP, NUM_BINS = 0.05, 1.1, 120  # bins of waiting times: up to more than an hour
 HALF_LIFE_S = 60.0
 LEAST_LEFT = 8.0  # clients that left, before they mean anything
-MOMENT_S = 0.25
+MOMENT_S = 0.1
 FADE_S = 1.0  # between two fadings
 LONGEST, SHORTEST = 4.0, 0.25  # times the mean, as an answer's expected time
 

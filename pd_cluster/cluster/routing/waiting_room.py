@@ -281,10 +281,11 @@ class WaitingRoom:
     def _next(self, may: Callable[[QueueEntry], bool]) -> QueueEntry | None:
         """Returns the request whose turn it is. Those before it that would be answered too late are refused."""
         while (entry := self._queue.next(may)) is not None:
-            limit = self._limit(entry.client, entry.num_tokens, math.inf)
+            most_s = SAFE * self._leaving.most_wait_s(entry.client.leave_times, entry.num_tokens)
             turn, party = self._turns[entry]
-            if turn.done() or party.has_begun or self._loop.time() - entry.arrived_s <= limit.most_s:
+            if turn.done() or party.has_begun or self._loop.time() - entry.arrived_s <= most_s:
                 return entry
+            limit = self._limit(entry.client, entry.num_tokens, math.inf)
             self._queue.leave(entry)
             del self._turns[entry]
             retry_s = _retry_s(self._expected_s(entry.client), limit.most_s)

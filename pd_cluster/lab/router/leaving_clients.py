@@ -102,10 +102,14 @@ def _line(shape: Shape, has_keys: bool, give_up_s: float, load: float, runs: Seq
 def _results(shape: Shape, has_keys: bool, give_up_s: float, found: Sequence[Sequence[Run]]) -> Iterator[Result]:
     name, base = _name(shape, has_keys, give_up_s), _served(found[0])
     for load, runs in zip(LOADS, found, strict=True):
-        number, served = sum(len(run.ended()) for run in runs), _served(runs)
-        yield Result(f"{name}, {load:g} x: goodput", served, "of capacity", "higher", None, number)
-        yield Result(f"{name}, {load:g} x: 429", _refused(runs), "of asked", "lower", None, number)
-        yield Result(f"{name}, {load:g} x: answered, p99", _answer_s(runs, 99), "s", "lower", None, number)
+        at, number, served = f"{name}, {load:g} x", sum(len(run.ended()) for run in runs), _served(runs)
+        late_s = _answer_s(runs, 99)
+        yield Result(name=f"{at}: goodput", value=served, unit="of capacity", better="higher", samples=number)
+        yield Result(name=f"{at}: 429", value=_refused(runs), unit="of asked", better="lower", samples=number)
+        yield Result(name=f"{at}: answered, p99", value=late_s, unit="s", better="lower", samples=number)
         if load > LOADS[0] and base:
             goal = GOAL if load == GOAL_LOAD else None
-            yield Result(f"{name}, {load:g} x: goodput, to 1 x", served / base, "x", "higher", goal, number)
+            ratio = served / base
+            yield Result(
+                name=f"{at}: goodput, to 1 x", value=ratio, unit="x", better="higher", goal=goal, samples=number
+            )

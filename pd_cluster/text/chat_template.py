@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pd_cluster.errors import ModelError, RequestError
+from pd_cluster.text.template_roles import named_roles
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # Errors that a template's expressions may raise on messages that it was not written for.
@@ -31,10 +32,13 @@ REASONING = ("reasoning", "reasoning_content")  # names of the same field of a m
 
 
 class ChatTemplate:
-    """One compiled source. `variables` are the names that it reads, `constants` the values passed at each rendering."""
+    """One compiled source. `variables` are the names that it reads, `constants` the values passed at each rendering.
 
-    def __init__(self, source: str, constants: Mapping[str, Any] = NOTHING) -> None:
-        """Raises ModelError for a source that does not compile."""
+    `roles`: those that it names, and further ones of the model.
+    """
+
+    def __init__(self, source: str, constants: Mapping[str, Any] = NOTHING, further_roles: Iterable[str] = ()) -> None:
+        """`further_roles`: those that the source need not name. Raises ModelError if it does not compile."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
         )
@@ -43,7 +47,9 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
-            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            parsed = environment.parse(source)
+            self.roles = named_roles(parsed).union(further_roles)  # first: the next call folds constants in place
+            self.variables = frozenset(meta.find_undeclared_variables(parsed))
         except (TemplateError, *TEMPLATE_FAULTS) as error:
             why = str(error)[:MAX_ERROR_NUM_CHARS]
             raise ModelError(f"the chat template does not compile: {why}") from None

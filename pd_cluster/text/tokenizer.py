@@ -23,6 +23,7 @@ from pd_cluster.text.control_tokens import ControlTokens, PromptText, control_te
 from pd_cluster.text.detokenizer import NO_TOKENS, Detokenizer
 from pd_cluster.text.left_context import LeftContext
 from pd_cluster.text.renamed_tokens import RenamedTokens
+from pd_cluster.text.template_roles import UNNAMED_ROLES
 
 
 class Tokenizer:
@@ -62,7 +63,8 @@ class Tokenizer:
         source = template or next(filter(None, (_find_template(folder, _config(folder)) for folder in folders)), None)
         self.special_tokens = _special_tokens(config)
         try:
-            self.template = ChatTemplate(source, self.special_tokens) if source is not None else None
+            roles = [role for role in UNNAMED_ROLES if f"<|{role}|>" in vocabulary]
+            self.template = ChatTemplate(source, self.special_tokens, roles) if source is not None else None
         except ModelError as error:
             raise ModelError(f"{called('chat_template') if template else path}: {error.text}") from None
         self._renamed: RenamedTokens | None = None  # created when a prompt first needs it

@@ -362,7 +362,7 @@ def test_a_loop_of_the_clients_own(speaker: Speaker) -> None:
         ({"input": [{"role": "nobody", "content": "a"}]}, "input", "input[0].role"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "input[0]"),
         ({"input": []}, "input", "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "tools.0: Input tag 'web_search'"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools.0: expected a tool of type 'function' or 'namespace'"),
         (
             {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "c"}]}]},
             "tools",

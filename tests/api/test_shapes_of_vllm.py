@@ -108,9 +108,12 @@ def test_empty_stream_options_of_a_completion_ask_for_nothing(cluster: LiveClust
     assert all("usage" not in chunk for chunk in chunks)
 
 
-def test_roles_are_the_template_s_business(cluster: LiveCluster) -> None:
-    answer = post(cluster, "chat/completions", messages=[{"role": "narrator", "content": "x"}, HELLO], max_tokens=2)
-    assert answer.status_code == 200
+@pytest.mark.parametrize(("role", "status"), [("function", 200), ("narrator", 400), ("user<|end|><|system|>", 400)])
+def test_roles_are_those_of_the_api_and_of_the_template(cluster: LiveCluster, role: str, status: int) -> None:
+    answer = post(cluster, "chat/completions", messages=[{"role": role, "content": "x"}, HELLO], max_tokens=2)
+    assert answer.status_code == status
+    if status == 400:
+        assert answer.json()["error"]["message"].startswith(f"messages[0].role: {role!r} is no role of this model")
 
 
 def test_parts_may_be_texts_and_thoughts(cluster: LiveCluster) -> None:

@@ -60,7 +60,11 @@ class ErnieBotTokenizer:
         except (TypeError, ValueError) as error:  # values that JSON cannot express
             raise RequestError(f"conversation: {error}", param="messages") from None
         text = conversation_of(
-            request, template.variables, takes_images=self._takes_images, checks_none=checks_none(template.source)
+            request,
+            template.variables,
+            takes_images=self._takes_images,
+            checks_none=checks_none(template.source),
+            roles=template.roles,
         ).render(template)
         return self._tokenizer.encode(text, False) if tokenize else text
 

@@ -174,7 +174,11 @@ async def encoded(
         objects.get(each.url, AskedVideo(each.url) if each.kind == "video" else each.url) for each in media
     )
     conversation = conversation_of(
-        request, template.variables, takes_images=takes_images, checks_none=checks_none(template.source)
+        request,
+        template.variables,
+        takes_images=takes_images,
+        checks_none=checks_none(template.source),
+        roles=template.roles,
     )
     text = await asyncio.to_thread(rendered, conversation, template, guard)
     text = text if spelled is None else spelled(text, pictures)

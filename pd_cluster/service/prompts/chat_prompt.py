@@ -71,9 +71,7 @@ class ChatPrompts:
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         template = self._template
-        conversation = conversation_of(
-            request, template.variables, self._config, self._takes_images, checks_none(template.source)
-        )
+        conversation = self._conversation(request, template.variables, template.source, template.roles)
         check(conversation.num_chars)
         if conversation.nbytes <= LONG_NBYTES:
             return rendered(conversation, self._template, guard)
@@ -95,8 +93,8 @@ class ChatPrompts:
                 "chat_template: this server takes no templates from requests (--trust-request-chat-template)",
                 param="chat_template",
             )
-        known = (await self._ask(self._children, source)).variables
-        conversation = conversation_of(request, known, self._config, self._takes_images, checks_none(source))
+        reads = await self._ask(self._children, source)
+        conversation = self._conversation(request, reads.variables, source, reads.roles)
         check(conversation.num_chars)
         rendering = _steps(conversation, guard)
         wanted = next(rendering)
@@ -106,6 +104,11 @@ class ChatPrompts:
                 wanted = rendering.send(text)
             except StopIteration as ended:
                 return cast(PromptText, ended.value)
+
+    def _conversation(
+        self, request: ChatFields, variables: frozenset[str], source: str, roles: frozenset[str]
+    ) -> Conversation:
+        return conversation_of(request, variables, self._config, self._takes_images, checks_none(source), roles)
 
     async def _ask(self, children: Children, source: str, conversation: Conversation | None = None) -> Rendered:
         """Has a child render the template. Raises RequestError."""

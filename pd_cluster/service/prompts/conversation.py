@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service.schema.chat_protocol import ChatFields
+from pd_cluster.service.schema.chat_protocol import ROLES, ChatFields
 from pd_cluster.settings.requests import OWN_VARIABLES, ChatConfig
 from pd_cluster.text.chat_template import ChatTemplate, with_both_reasonings
 
@@ -52,11 +52,14 @@ def conversation_of(
     config: ChatConfig = AS_GIVEN,
     takes_images: bool = False,
     checks_none: bool = False,
+    roles: frozenset[str] = frozenset(),
 ) -> Conversation:
     """`known` are the template's variables: anything that it has no place for is refused. Raises RequestError.
 
     `checks_none`: the template knows messages with calls by having None as their content; others get an empty one.
+    `roles`: those that the template names, beside the API's.
     """
+    _check_roles(request, roles | {config.response_role})
     in_parts = config.content_format == "openai"
     continues = bool(request.continue_final_message)
     given_messages = enumerate(request.messages)
@@ -89,6 +92,17 @@ def conversation_of(
     if in_parts:
         messages = [_in_parts(message) for message in messages]
     return Conversation(messages, variables, request.opens_answer, continues)
+
+
+def _check_roles(request: ChatFields, named: frozenset[str]) -> None:
+    """Templates write roles between their own control tokens, so that any text there could begin a turn."""
+    for at, message in enumerate(request.messages):
+        if message.role not in ROLES and message.role not in named:
+            known = ", ".join([*ROLES, *sorted(named.difference(ROLES))])
+            raise RequestError(
+                f"messages[{at}].role: {reprlib.repr(message.role)} is no role of this model; give one of {known}",
+                param="messages",
+            )
 
 
 def _shows_tools(request: ChatFields, known: frozenset[str], config: ChatConfig) -> bool:

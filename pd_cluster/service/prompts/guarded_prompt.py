@@ -17,6 +17,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.service.prompts.conversation import Conversation
 from pd_cluster.text.control_tokens import ControlTokens, PromptText, pattern_of
 
+OWN_FIELDS = ("role", "content")  # of every message; clients name the others
 Change = Callable[[str, bool], str]  # arguments: a text, and whether it is an assistant's content
 
 
@@ -82,7 +83,9 @@ def _changed(conversation: Conversation, change: Change) -> Conversation:
     def message(fields: dict[str, Any]) -> dict[str, Any]:
         is_reply = fields.get("role") == "assistant"
         return {
-            name: value if name == "role" else _each(value, change, is_reply and name == "content")
+            name if name in OWN_FIELDS else change(name, False): value
+            if name == "role"  # one of those that conversation.py allows
+            else _each(value, change, is_reply and name == "content")
             for name, value in fields.items()
         }
 

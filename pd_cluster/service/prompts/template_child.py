@@ -25,7 +25,7 @@ NICENESS = 10
 
 
 class RenderJob(msgspec.Struct, frozen=True):
-    """Without a conversation only the template's variables are returned."""
+    """Without a conversation only the template's variables and roles are returned."""
 
     source: str
     conversation: Conversation | None = None
@@ -36,6 +36,7 @@ class Rendered(msgspec.Struct, frozen=True):
 
     text: str = ""
     variables: frozenset[str] = frozenset()
+    roles: frozenset[str] = frozenset()
     error: str = ""
     param: str | None = None
 
@@ -57,7 +58,7 @@ def render(job: RenderJob, constants: dict[str, str]) -> Rendered:
         return Rendered(error="chat_template: it takes too much memory", param="chat_template")
     if len(text) > MAX_NUM_CHARS:
         return Rendered(error=f"chat_template: it makes a prompt of {len(text)} characters", param="chat_template")
-    return Rendered(text, template.variables)
+    return Rendered(text, template.variables, template.roles)
 
 
 def main(fd: int) -> int:

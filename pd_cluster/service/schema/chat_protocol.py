@@ -21,6 +21,7 @@ MAX_PLACE_NUM_CHARS = 128
 MEDIA = ("image", "video")
 OWN_NAME_PARTS = ("refusal", "thinking")  # whose text has the name of their type
 TEXT_PARTS = ("text", "input_text", "output_text", *OWN_NAME_PARTS)
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # of the API; a template may name further ones
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
@@ -37,7 +38,7 @@ class Medium(NamedTuple):
 
 class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
-    role: Annotated[str, Field(min_length=1, max_length=64)]  # the template decides what it knows
+    role: Annotated[str, Field(min_length=1, max_length=64)]  # conversation.py checks it: templates may name some
     content: str | Annotated[list[dict[str, Any] | str], FAIL_FAST] | None = None
     refusal: str | None = None  # the content of a message that has no other
     audio: Annotated[Any, AfterValidator(unless_empty("nothing is heard here; send its transcript as content"))] = None

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from pd_cluster.service.schema.chat_protocol import MAX_DESCRIPTION_NUM_CHARS, MAX_TOOLS, Effort, Name
+from pd_cluster.service.schema.chat_protocol import MAX_DESCRIPTION_NUM_CHARS, MAX_TOOLS, Effort, Name, form_of
 from pd_cluster.service.schema.kinds import Off
 from pd_cluster.service.schema.protocol import FAIL_FAST, MAX_SALT_NUM_CHARS, NumLogprobs, SessionId
 from pd_cluster.service.schema.responses_kinds import ITEMS
@@ -47,7 +47,12 @@ class NamespaceTool(BaseModel):
     tools: Annotated[list[ResponseTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
-AnyTool = Annotated[ResponseTool | NamespaceTool, Field(discriminator="type")]
+OF_TYPES = Discriminator(
+    form_of,
+    custom_error_type="tool",  # pydantic's own repeats what was given, at any length
+    custom_error_message="expected a tool of type 'function' or 'namespace'",
+)
+AnyTool = Annotated[Annotated[ResponseTool, Tag("function")] | Annotated[NamespaceTool, Tag("namespace")], OF_TYPES]
 
 
 class ResponseToolChoice(BaseModel):

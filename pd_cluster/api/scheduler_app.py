@@ -32,7 +32,7 @@ from pd_cluster.api.dashboard.public import PublicView
 from pd_cluster.api.dashboard.routes import PublicLinks
 from pd_cluster.api.dashboard.sessions import Sessions
 from pd_cluster.api.front.server import bind_unix, make_server, serve_until_signal
-from pd_cluster.api.gate.access import AdminAccess
+from pd_cluster.api.gate.access import AdminAccess, HostNames
 from pd_cluster.api.gate.drain import Drain
 from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
@@ -54,6 +54,7 @@ from pd_cluster.service.edge import Edge
 from pd_cluster.settings.config import ApiConfig, ApiProcessConfig, Credentials
 from pd_cluster.settings.logs import Logs
 from pd_cluster.settings.routing import ADMIN_CONNECTIONS
+from ranktable_tools.hosts import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +166,8 @@ class SchedulerServer:
             if self._processes is not None:
                 await serve_until_signal([admin], failure, self._processes.drain, self._processes)
                 return
-            await self._serve(admin, failure)
+            view = self._public_view(HostNames(access.allowed_hosts, is_loopback(public.host)))
+            await self._serve(admin, failure, view)
         finally:
             self._edge.mailbox.close()
             if self._join_port is not None:
@@ -173,7 +175,7 @@ class SchedulerServer:
             if self._folder is not None:
                 self._folder.cleanup()
 
-    async def _serve(self, admin: Server, failure: Awaitable[None]) -> None:
+    async def _serve(self, admin: Server, failure: Awaitable[None], view: PublicView | None) -> None:
         """Serves the public port in this process, too."""
         service = self._edge.service()
         drain = Drain(self._config.timeouts.drain_timeout_s, self._edge.router.end_all)
@@ -187,7 +189,7 @@ class SchedulerServer:
             drain,
             http,
             file_keys=self._file_keys,
-            view=self._public_view(),
+            view=view,
             owner=self._owner,
         )
         public = (
@@ -206,7 +208,7 @@ class SchedulerServer:
     def _model_name(self) -> str:
         return self._config.model_names[0]
 
-    def _public_view(self) -> PublicView | None:
+    def _public_view(self, hosts: HostNames) -> PublicView | None:
         if self._public_sessions is None:
             return None
         root = self._config.http.root_path
@@ -216,6 +218,7 @@ class SchedulerServer:
             self._model_name,
             self._public_sessions,
             root,
+            hosts,
         )
 
     def _public_links(self, public: PublicPort) -> PublicLinks | None:

@@ -187,7 +187,7 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     admin_hosts: Annotated[
         frozenset[str],
         SCHEDULER(
-            "Host names besides localhost under which the admin port answers, separated by commas.",
+            "Host names besides localhost under which the admin port and dashboards answer, separated by commas.",
             name="admin_allowed_hosts",
             form=HOST_NAMES,
         ),

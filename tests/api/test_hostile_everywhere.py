@@ -23,6 +23,7 @@ from pd_cluster.api.admin.timelines import LocalTimelines
 from pd_cluster.api.dashboard.playground import PublicPort
 from pd_cluster.api.dashboard.public import PublicView, public_pages
 from pd_cluster.api.dashboard.sessions import Sessions
+from pd_cluster.api.gate.access import HostNames
 from pd_cluster.cluster.members.adapters import AdapterBook
 from pd_cluster.cluster.members.control import Control
 from pd_cluster.cluster.members.credentials import ADMIN_TOKEN_FILE
@@ -144,7 +145,7 @@ def all_routes(folder: Path) -> set[tuple[Port, str, str]]:
     world = ElasticWorld()
     stats = RequestStats(lambda: 0.0)
     overview = Overview(world.membership, lambda: (stats.snapshot(), Busy()), RoutingConfig())
-    view = PublicView(overview, list, "a model", Sessions(), "")
+    view = PublicView(overview, list, "a model", Sessions(), "", HostNames())
     http = HttpConfig(responses=KeptResponses(folder=str(folder / "kept")), has_public_dashboard=True)
     control = control_routes(Control(world.membership, world.mailbox, world.router, 0.2), {})
     shown = ShownCluster(overview, "a model", folder, PublicPort("127.0.0.1", 9))

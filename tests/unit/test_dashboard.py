@@ -106,6 +106,30 @@ def test_nothing_is_read_without_a_session(tmp_path: Path) -> None:
     with_app(tmp_path, use)
 
 
+def test_the_dashboard_answers_under_the_port_s_names_only(tmp_path: Path) -> None:
+    """Even to a session: a page whose name resolves to this port must not read with whatever cookie it got."""
+
+    async def use(client: httpx.AsyncClient) -> None:
+        headers = await begin(client)
+        cookie = client.cookies[COOKIE]
+        for host, status in (("evil.example:9001", 403), ("127.0.0.1:9001", 200)):
+            asked = {
+                **headers,
+                "Host": host,
+                "Origin": f"http://{host}",
+                "Cookie": f"{COOKIE}={client.cookies[COOKIE]}",
+            }
+            for path in (*READ[:3], "/session"):
+                assert (await client.get(f"/dashboard/api{path}", headers=asked)).status_code == status, (host, path)
+            undrained = await client.post("/dashboard/api/instances/prefill-0/undrain", json={}, headers=asked)
+            assert undrained.status_code == status
+            code = (await client.post("/dashboard/codes", headers=BEARER)).json()["code"]
+            begun = await client.post("/dashboard/api/session", json={"code": code}, headers=asked)
+            assert begun.status_code == status
+
+    with_app(tmp_path, use)
+
+
 def test_a_session_reads_and_its_cookie_opens_nothing_else(tmp_path: Path) -> None:
     LogFile(tmp_path, "prefill-0").write("one line with Bearer abcdefgh")
 

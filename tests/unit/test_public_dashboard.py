@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import Request
 
 from pd_cluster.api.admin.admin_app import describe
 from pd_cluster.api.dashboard.overview_routes import MOST_SHARED, SHARED_S, SharedAnswers
 from pd_cluster.api.dashboard.public import MAX_LOGIN_NBYTES, PublicView
 from pd_cluster.api.dashboard.routes import PageView, cookie_of
 from pd_cluster.api.dashboard.sessions import MOST_LOOKS, Sessions
+from pd_cluster.api.gate.access import HostNames
 from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.cluster.overview.watch import Overview
 from pd_cluster.cluster.routing.stats import RequestStats
@@ -48,7 +51,9 @@ class World:
         overview.look()
         self.sessions = Sessions()
         instances = self.cluster.elastic.instances
-        view = PublicView(overview, lambda: [describe(i) for i in instances], "a model", self.sessions, http.root_path)
+        shown = lambda: [describe(i) for i in instances]  # noqa: E731
+        names = HostNames(frozenset({"pd.example"}))
+        view = PublicView(overview, shown, "a model", self.sessions, http.root_path, names)
         self.app = make_app(folder, http, file_keys=file_keys, view=view)[0]
 
     def run(self, use: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
@@ -109,6 +114,43 @@ def test_there_are_no_commands_logs_requests_or_chats(tmp_path: Path) -> None:
         assert (await client.get(f"{data}/overview", headers=cookie)).status_code == 401
 
     world.run(use)
+
+
+def test_it_answers_under_its_own_names_only(tmp_path: Path) -> None:
+    """A page whose name resolves to this port sends its own name, with the same Origin."""
+    world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
+    asked = [("GET", path) for path in ("/", "/api/session", "/api/overview")] + [("POST", "/api/session")]
+
+    async def use(client: httpx.AsyncClient) -> None:
+        assert (await login(client, api_key=KEY)).status_code == 200
+        cookie = {"Cookie": f"{COOKIE}={client.cookies[COOKIE]}"}
+        for host, is_known in [("localhost:9000", True), ("pd.example", True), ("evil.example:9000", False)]:
+            for method, path in asked:
+                headers = {**cookie, "Host": host, "Origin": f"http://{host}"}
+                answer = await client.request(method, f"/dashboard{path}", json={"api_key": KEY}, headers=headers)
+                assert answer.status_code == (200 if is_known else 403), (host, path)
+                assert is_known or "is no name of this port" in answer.text
+
+    world.run(use)
+
+
+@pytest.mark.parametrize(
+    ("names", "host", "scheme", "is_known"),
+    [
+        (HostNames(is_local=False), "10.0.0.5:9001", "http", True),
+        (HostNames(is_local=False), "[fd00::5]:9001", "http", True),
+        (HostNames(is_local=False), socket.gethostname(), "http", True),
+        (HostNames(is_local=False), "evil.example", "http", False),
+        (HostNames(is_local=False), "", "http", False),
+        (HostNames(), "10.0.0.5:9001", "http", False),
+        (HostNames(), "ops.example", "https", True),  # the browser has compared it with the certificate
+    ],
+)
+def test_which_names_are_a_port_s_own(names: HostNames, host: str, scheme: str, is_known: bool) -> None:
+    headers = [(b"host", host.encode())]
+    scope = {"type": "http", "scheme": scheme, "server": ("x", 1), "path": "/", "query_string": b"", "headers": headers}
+    assert names.has(Request(scope)) == is_known
+    assert names.has(Request({**scope, "server": None}))  # a Unix socket
 
 
 def test_a_key_ends_no_sessions_of_others(tmp_path: Path) -> None:

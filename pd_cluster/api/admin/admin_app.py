@@ -107,7 +107,7 @@ def admin_app(
             overview_routes(shown.overview, lambda: [describe(each) for each in elastic.instances], shown.model)
         )
         app.include_router(logs, dependencies=[guarded_by(access.check_token)])
-        guard = SessionGuard(Sessions(), PageView())
+        guard = SessionGuard(Sessions(), PageView(), access.hosts)
         for routes in (*seen, logs, playground_routes(shown.public)):
             app.include_router(routes, prefix=DATA, dependencies=[guarded_by(guard.check)])
         app.include_router(dashboard_routes(guard, access, shown.links))

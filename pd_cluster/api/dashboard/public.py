@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pd_cluster.api.dashboard.overview_routes import public_overview_routes
 from pd_cluster.api.dashboard.routes import DATA, PageView, SessionGuard, begun, check_origin, exchanged, session_routes
 from pd_cluster.api.dashboard.sessions import Sessions
+from pd_cluster.api.gate.access import HostNames
 from pd_cluster.api.gate.auth import digest_of_key, place_of
 from pd_cluster.api.gate.error_answers import install_error_handlers
 from pd_cluster.api.gate.file_keys import FileKeys
@@ -38,13 +39,17 @@ class Login(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class PublicView:
-    """The parts of the cluster that are shown. `sessions` are shared with the admin port, which makes the codes."""
+    """The parts of the cluster that are shown, under the names of `hosts`.
+
+    `sessions` are shared with the admin port, which makes the codes.
+    """
 
     overview: Overview
     instances: Callable[[], list[dict[str, Any]]]
     model: str
     sessions: Sessions
     root_path: str
+    hosts: HostNames
 
 
 class PublicDashboard:
@@ -66,7 +71,7 @@ def public_pages(view: PublicView, api_keys: Sequence[str], file_keys: FileKeys 
     app = FastAPI(title="pd-cluster dashboard", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     shown = PageView(is_whole=False, takes_keys=bool(api_keys) or file_keys is not None)
-    guard = SessionGuard(view.sessions, shown)
+    guard = SessionGuard(view.sessions, shown, view.hosts)
     figures = public_overview_routes(view.overview, view.instances, view.model)
     app.include_router(figures, prefix=DATA, dependencies=[guarded_by(guard.check), guarded_by(guard.check_pace)])
     app.include_router(_login_routes(view, shown, KeyCheck(api_keys, file_keys)))
@@ -94,7 +99,7 @@ class KeyCheck:
 def _login_routes(view: PublicView, shown: PageView, keys: KeyCheck) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post(f"{DATA}/session")
+    @routes.post(f"{DATA}/session", dependencies=[guarded_by(view.hosts.check)])
     async def begin(request: Request) -> Response:
         check_origin(request)
         if (declared := declared_length(request)) is None or declared > MAX_LOGIN_NBYTES:

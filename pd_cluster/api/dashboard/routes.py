@@ -1,7 +1,8 @@
 """The dashboard's routes: its files, its sessions, and the guard of what it may ask.
 
 Everything lies under /dashboard, and so does the cookie's path: it is never sent to /v1. Its files contain nothing of
-the cluster, so anybody who reaches the port may load them. `SessionGuard` guards the data that the pages ask for.
+the cluster, so anybody who reaches the port may load them. `SessionGuard` guards the data that the pages ask for. All
+of it answers under the port's own names only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from pd_cluster.api.dashboard.files import PAGE, page_files
 from pd_cluster.api.dashboard.sessions import CODE_LIFE_S, LOOKS_PER_S, SESSION_LIFE_S, Session, Sessions
-from pd_cluster.api.gate.access import AdminAccess
+from pd_cluster.api.gate.access import AdminAccess, HostNames
 from pd_cluster.api.gate.http import LOOKING, guarded_by, read_as, read_body
 from pd_cluster.errors import Forbidden, Overloaded, Refused, Unauthorized, called
 
@@ -62,11 +63,12 @@ def cookie_of(view: PageView) -> str:
 class SessionGuard:
     """Lets a session read; a command also needs this page's origin and the session's command token."""
 
-    def __init__(self, sessions: Sessions, view: PageView) -> None:
-        self.sessions, self.cookie = sessions, cookie_of(view)
+    def __init__(self, sessions: Sessions, view: PageView, hosts: HostNames) -> None:
+        self.sessions, self.cookie, self.hosts = sessions, cookie_of(view), hosts
 
     def check(self, request: Request) -> None:
         """Raises Unauthorized and Forbidden."""
+        self.hosts.check(request)
         session = self.session_of(request)
         if session is None:
             raise Unauthorized(
@@ -126,7 +128,7 @@ def dashboard_routes(guard: SessionGuard, access: AdminAccess, links: PublicLink
             raise Refused(f"the public port has no dashboard: start the scheduler with {called('public_dashboard')}")
         return links.new()
 
-    @routes.post(f"{DATA}/session")
+    @routes.post(f"{DATA}/session", dependencies=[guarded_by(guard.hosts.check)])
     async def begin(request: Request) -> Response:
         check_origin(request)
         asked = read_as(await read_body(request), Code)
@@ -173,7 +175,7 @@ def _told(session: Session | None, view: PageView) -> dict[str, str | bool | Non
 
 def session_routes(guard: SessionGuard, view: PageView, root_path: str = "") -> APIRouter:
     """Makes the routes that are the same at both ports: a session's state and end, and the files."""
-    routes = APIRouter()
+    routes = APIRouter(dependencies=[guarded_by(guard.hosts.check)])
 
     @routes.get(f"{DATA}/session")
     async def session(request: Request) -> Response:

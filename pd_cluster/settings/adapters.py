@@ -13,12 +13,13 @@ from typing import Annotated, Any
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.names import fault_of_name
 from pd_cluster.settings.setting import Form, Panel, Scope, Setting, at_least, at_most, check
 
 SHIPPED_ADAPTER = Path(__file__).parents[1] / "models" / "pirate"  # for settings.engine's SHIPPED_MODEL
 SHIPPED_ADAPTER_FLAGS = ["--enable-lora", "--lora-modules", f"{SHIPPED_ADAPTER.name}={SHIPPED_ADAPTER}"]
 MOST_RANK = 512
-NAME = re.compile(r"[^\s/\\=\x00-\x1f\x7f][^/\\=\x00-\x1f\x7f]{0,127}")
+NAME = re.compile(r"[^/\\=]{1,128}")
 EXAMPLE = """NAME=PATH, or JSON such as '{"name": "NAME", "path": "PATH"}'"""
 
 
@@ -34,8 +35,10 @@ def lora_module(setting: str, name: str, path: str) -> LoraModule:
     if NAME.fullmatch(name) is None:
         raise ConfigError(
             f"{called(setting)} {reprlib.repr(name)}: not a name for an adapter; at most 128 characters, without "
-            f"slashes, = and control characters"
+            f"slashes and ="
         )
+    if fault := fault_of_name(name):
+        raise ConfigError(f"{called(setting)} {reprlib.repr(name)}: {fault}")
     if not path:
         raise ConfigError(f"{called(setting)} {name}: no path; expected {EXAMPLE}")
     return LoraModule(name, os.path.abspath(path))

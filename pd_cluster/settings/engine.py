@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ import msgspec
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.adapters import AdapterSettings
+from pd_cluster.settings.names import fault_of_name
 from pd_cluster.settings.setting import (
     NUMBERS,
     OBJECT,
@@ -73,10 +75,17 @@ MODEL = Form(str, _model, str)
 
 
 def model_name(model: str) -> str:
-    """Returns what clients call a model that was given no name: a folder's last part, a hub's name as it is."""
+    """Returns what clients call a model that was given no name: a folder's last part, a hub's name as it is.
+
+    Raises ConfigError for a folder whose name is unfit for that.
+    """
     if not os.path.isabs(model) and not os.path.isdir(model):
         return model
-    return os.path.basename(os.path.abspath(model)) or model
+    name = os.path.basename(os.path.abspath(model)) or model
+    if fault := fault_of_name(name):
+        way_out = f"give the model a name by {called('served_model_name')}"
+        raise ConfigError(f"{called('model')} {reprlib.repr(model)}: the folder's name {fault}; {way_out}")
+    return name
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -9,6 +10,7 @@ import msgspec
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.parsers.table import FORMATS, THINKING
+from pd_cluster.settings.names import fault_of_name
 from pd_cluster.settings.sampling_override import OVERRIDE
 from pd_cluster.settings.setting import OBJECT, TEXTS, Check, Form, Panel, Scope, Setting, at_least, one_of
 
@@ -19,10 +21,19 @@ OWN_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
 
 TEXT = partial(Setting, panel=Panel.REQUESTS, scope=Scope.TEXT)
 SERVER = partial(Setting, panel=Panel.REQUESTS, scope=Scope.SERVER)
-NAMES = Form(TEXTS.kind, lambda name, written: list(written), TEXTS.write)
 
 
 ContentFormat = Literal["auto", "string", "openai"]
+
+
+def _names(name: str, written: list[str]) -> list[str]:
+    for each in written:
+        if fault := fault_of_name(each):
+            raise ConfigError(f"{called(name)} {reprlib.repr(each)}: {fault}")
+    return list(written)
+
+
+NAMES = Form(TEXTS.kind, _names, TEXTS.write)
 
 
 def _template_kwargs(name: str, written: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ ONLY_IN = {
     "torch": ("kv", "native", "transport", "model", "engine", "devices", "offline.local", "lab.peers"),
     "zmq": ("net",),
     "llguidance": ("text.grammar",),
-    "jinja2": ("text.chat_template",),
+    "jinja2": ("text.chat_template", "text.template_roles"),
     "tokenizers": ("text", "lab.peers"),
     "typer": ("commands",),
     "matplotlib": ("commands.trace.png", "lab.gpu.picture"),

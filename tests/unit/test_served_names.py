@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.errors import ModelNotFound
+from pd_cluster.cluster.tenancy.key_file import checked
+from pd_cluster.errors import ConfigError, ModelNotFound
 from pd_cluster.service.caller import NOBODY
 from pd_cluster.service.served_names import ServedNames
+from pd_cluster.settings.adapters import lora_module
 from pd_cluster.settings.engine import model_name
+from pd_cluster.settings.names import fault_of_name
+from pd_cluster.settings.options import ServeOptions
+from pd_cluster.settings.requests import RequestSettings
 
 
 def test_a_model_without_a_name_has_its_paths_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +25,50 @@ def test_a_model_without_a_name_has_its_paths_end(tmp_path: Path, monkeypatch: p
         assert model_name(path) == "tiny"
     for name in ("org/tiny", "hf:org/tiny", "/"):
         assert model_name(name) == name
+
+
+MISLEADING = {
+    "right to left": "french\u202ehsilgne",
+    "isolate": "a\u2066b",
+    "zero width": "tiny\u200b",
+    "joiner": "ti\u200dny",
+    "byte order mark": "\ufefftiny",
+    "soft hyphen": "ti\u00adny",
+    "tag": "tiny\U000e0041",
+    "newline": "tiny\n",
+    "escape": "\x1b[2Jtiny",
+    "line separator": "a\u2028b",
+    "no-break space": "a\u00a0b",
+    "private": "\ue000",
+    "unassigned": "a\U000e0fff",
+    "half": "\ud800",
+    "filler": "tiny\u3164",
+    "variation": "tiny\ufe0f",
+    "space at the end": "tiny ",
+    "in parts": "cafe\u0301",
+}
+
+
+@pytest.mark.parametrize("name", MISLEADING.values(), ids=MISLEADING)
+def test_names_that_mislead_are_refused_wherever_they_are_given(name: str, tmp_path: Path) -> None:
+    faults: list[ConfigError] = []
+    for give in (
+        lambda: lora_module("lora_modules", name, "/x"),
+        lambda: ServeOptions(served_model_name=[name]).read(RequestSettings),
+        lambda: checked("models", [name], "keys[0].models: "),
+        lambda: model_name(f"/models/{name}"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            give()
+        faults.append(caught.value)
+    for error in faults:
+        assert str(error).isprintable(), "the error itself misleads nobody"
+    assert "--served-model-name" in str(faults[-1])
+
+
+@pytest.mark.parametrize("name", ["tiny", "org/tiny-7B", "模型", "नमूना", "模型 v2", "caf\u00e9", "نموذج", "😀", "a b"])
+def test_names_of_all_scripts_are_fine(name: str) -> None:
+    assert fault_of_name(name) == ""
 
 
 def test_the_path_as_given_is_the_same_model() -> None:

@@ -28,6 +28,7 @@ from pd_cluster.cluster.tenancy.tenants import OTHERS
 from pd_cluster.errors import ConfigError
 from pd_cluster.reports import ApiKey
 from pd_cluster.settings.dates import EXPECTED, text_of, time_of
+from pd_cluster.settings.names import fault_of_name
 from ranktable_tools.files import write_private
 
 SCHEME = "hmac-sha256"
@@ -97,14 +98,9 @@ def _digest(value: Any) -> str | None:
     return value if isinstance(value, str) and HASH.fullmatch(value) else None
 
 
-def _is_text(value: str) -> bool:
-    """Returns whether the text can be encoded: JSON can escape half a character, which no message could carry."""
-    return bool(value) and not any("\ud800" <= each <= "\udfff" for each in value)
-
-
 def _models(value: Any) -> tuple[str, ...] | None:
-    is_list = isinstance(value, list) and value and all(isinstance(each, str) and _is_text(each) for each in value)
-    return tuple(value) if is_list and len({*value}) == len(value) else None
+    is_list = isinstance(value, list) and value and all(isinstance(each, str) and each for each in value)
+    return tuple(value) if is_list and len({*value}) == len(value) and not any(map(fault_of_name, value)) else None
 
 
 def _limit(value: Any) -> int | None:

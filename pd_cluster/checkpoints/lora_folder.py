@@ -8,7 +8,6 @@ model/lora's to say.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -31,6 +30,8 @@ MAX_CONFIG_NBYTES = 1 << 20
 MAX_HEADER_NBYTES = 16 << 20
 MAX_WEIGHTS_NBYTES = 8 << 30
 MAX_TENSORS = 1 << 16
+# A tensor's entry has four colons and five commas with that behind it; the rest is for __metadata__.
+MOST_OF_HEADER = {b":": 4 * MAX_TENSORS + 4096, b",": 5 * MAX_TENSORS + 4096}
 NBYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of a number, by safetensors' name of the dtype
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 EXPERTS_TENSORS = ("gate_up_proj", "down_proj")  # transformers' names
@@ -132,15 +133,31 @@ def stored_tensors(file: Path, stream: Any, size: int) -> dict[str, Stored]:
         raise ModelError(f"{file}: not a whole safetensors file; copy or download it again")
     if length > MAX_HEADER_NBYTES:
         raise ModelError(f"{file}: a header of {length} bytes; at most {MAX_HEADER_NBYTES} are read")
+    header = stream.read(length)
+    for mark, most in MOST_OF_HEADER.items():  # decoding all of it at once would hold the interpreter
+        if (number := header.count(mark)) > most:
+            what = f"a header with {number} times {mark.decode()!r}"
+            raise ModelError(f"{file}: {what}; at most {MAX_TENSORS} tensors are read")
     try:
-        header = json.loads(stream.read(length))
-        entries = {str(name): entry for name, entry in header.items() if name != "__metadata__"}
-        found = {name: (entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in entries.items()}
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        found = {name: msgspec.json.decode(entry, type=_Written) for name, entry in entries.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise ModelError(f"{file}: not a safetensors file (its header is not the JSON of one)") from None
     if not 0 < len(found) <= MAX_TENSORS:
         raise ModelError(f"{file}: {len(found)} tensors; expected 1 to {MAX_TENSORS}")
-    return {name: _entry(f"{file}: {shown(name)}", *entry, 8 + length, size) for name, entry in found.items()}
+    return {
+        name: _entry(f"{file}: {shown(name)}", each.dtype, each.shape, each.data_offsets, 8 + length, size)
+        for name, each in found.items()
+    }
+
+
+class _Written(msgspec.Struct):
+    """A tensor as a header describes it; `_entry` checks the values."""
+
+    dtype: Any
+    shape: Any
+    data_offsets: Any
 
 
 def _entry(place: str, dtype: Any, shape: Any, offsets: Any, first: int, size: int) -> Stored:

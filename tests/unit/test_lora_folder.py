@@ -184,6 +184,8 @@ def test_tensors_that_are_refused(tmp_path: Path, tensors: Tensors, why: str) ->
         (b'{"x": 1}', b"", None, "not a safetensors file"),
         (b"[" * 100_000, b"", None, "not a safetensors file"),
         (b"{" + b" " * (17 << 20) + b"}", b"", None, "a header of"),
+        (b'{"x":0' + b',"x":0' * 300_000 + b"}", b"", None, "300001 times ':'; at most 65536 tensors"),
+        (b'{"x":{"shape":[1' + b",1" * 400_000 + b"]}}", b"", None, "400000 times ','; at most 65536 tensors"),
         (
             json.dumps({A: {"dtype": "F32", "shape": [4, 8], "data_offsets": [0, 128]}}).encode(),
             b"1",

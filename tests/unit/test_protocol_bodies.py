@@ -10,14 +10,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service.schema import parse as parsing
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.parse import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, MAX_VALUES, parse
+from pd_cluster.service.schema.json_body import (
+    CHUNK_NBYTES,
+    MAX_CONTAINERS,
+    MAX_DEPTH,
+    MAX_ESCAPES,
+    MAX_NAMES,
+    MAX_STRINGS,
+    MAX_VALUES,
+    structure,
+)
+from pd_cluster.service.schema.messages_protocol import MessagesRequest
+from pd_cluster.service.schema.parse import MAX_FIELDS, parse
 from pd_cluster.service.schema.protocol import (
+    MAX_MESSAGES,
+    MAX_PARTS,
     MAX_PROMPTS,
     CompletionRequest,
     GenerationRequest,
 )
+from pd_cluster.service.schema.responses_protocol import ResponsesRequest
+from pd_cluster.service.schema.tokens_protocol import BatchChatRequest
 from tests.support.parsing import kinds, parsed, refused
 
 
@@ -60,7 +74,8 @@ def test_a_crowd_of_containers_is_refused_undecoded(element: bytes) -> None:
     for count in (60_000, 2_000_000):
         error = refused(b'{"prompt": "a", "x": [' + b",".join([element] * count) + b"]}")
         assert "are allowed" in str(error)
-    assert f"at most {MAX_CONTAINERS} are allowed" in str(
+    most = MAX_NAMES if b":" in element else MAX_CONTAINERS
+    assert f"at most {most} are allowed" in str(
         refused(b'{"prompt": "a", "x": [' + b",".join([element] * (MAX_CONTAINERS + 1)) + b"]}")
     )
     assert time.process_time() - started_s < 1.0
@@ -108,7 +123,53 @@ def num_containers(value: object) -> int:
 @settings(max_examples=300, deadline=None)
 @given(json_values)
 def test_containers_are_counted_as_brute_force_does(value: object) -> None:
-    assert parsing._structure(json.dumps(value).encode()).count(b"[") == num_containers(value)
+    assert structure(json.dumps(value).encode()).count(b"[") == num_containers(value)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(['"', "\\\\", '\\"', "[", "a", "{}", ":"]), max_size=12), st.integers(0, 9))
+def test_a_chunk_s_end_changes_nothing(pieces: list[str], shift: int) -> None:
+    """Wherever it falls: in a string, or between a backslash and what it escapes."""
+    text = "".join(pieces)
+    inner = json.dumps("x" * (CHUNK_NBYTES - 20 + shift) + text)
+    assert structure(f'[{inner}, {json.dumps(text)}, {{"a": [{inner}]}}]'.encode()) == b"[[[]]]"
+    assert structure(b'["' + b"\\" * 2 * (CHUNK_NBYTES + shift) + b'", [0]]') == b"[[]]"
+
+
+def names(number: int) -> bytes:
+    return b",".join(b'"%d": 0' % at for at in range(number))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"prompt": "a", "x": {' + names(MAX_NAMES) + b"}}", f"names in objects; at most {MAX_NAMES} are allowed"),
+        (b'{"prompt": "a", ' + names(MAX_FIELDS) + b"}", f"fields; at most {MAX_FIELDS} are allowed"),
+        (b'{"prompt": "' + rb"\u00e4" * (MAX_ESCAPES + 1) + b'"}', f"backslashes; at most {MAX_ESCAPES} are allowed"),
+    ],
+    ids=["names", "fields", "escapes"],
+)
+def test_what_takes_long_to_decode_is_bounded_by_its_count(body: bytes, said: str) -> None:
+    assert said in str(refused(body))
+
+
+def test_as_many_names_as_may_be() -> None:
+    request = parsed(CompletionRequest, prompt="a", further={str(at): 0 for at in range(MAX_NAMES - 2)})
+    assert len(request.model_extra["further"]) == MAX_NAMES - 2  # type: ignore[index]
+
+
+def test_messages_are_counted_before_they_are_read() -> None:
+    hello = {"role": "user", "content": "a"}
+    most, more = [hello] * MAX_MESSAGES, [*[hello] * MAX_MESSAGES, {}]
+    assert len(parsed(ChatCompletionRequest, messages=most).messages) == MAX_MESSAGES
+    parts = [{**hello, "content": ["a"] * (MAX_PARTS + 1)}]
+    assert f"at most {MAX_PARTS} " in str(refused(json.dumps({"messages": parts}).encode(), ChatCompletionRequest))
+    said = f"at most {MAX_MESSAGES} "
+    assert said in str(refused(json.dumps({"messages": more}).encode(), ChatCompletionRequest))
+    assert said in str(refused(json.dumps({"messages": [most, [hello]]}).encode(), BatchChatRequest))
+    for kind, body in ((MessagesRequest, {"max_tokens": 1, "messages": more}), (ResponsesRequest, {"input": more})):
+        with pytest.raises(RequestError, match=said):
+            parse(json.dumps(body).encode(), kind, has_own_names=True)
 
 
 @pytest.mark.parametrize("wide", [1, 3])

@@ -31,9 +31,9 @@ from pd_cluster.api.document.parts import (
 from pd_cluster.api.openai.token_routes import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from pd_cluster.service.schema import messages_answers, responses, responses_answers
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.json_body import MAX_CONTAINERS
 from pd_cluster.service.schema.lax_numbers import PATTERN, number_fields
 from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
-from pd_cluster.service.schema.parse import MAX_CONTAINERS
 from pd_cluster.service.schema.protocol import HARMLESS, CompletionRequest, GenerateRequest
 from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 from pd_cluster.service.schema.tokens_protocol import BatchChatRequest, TokensRequest

@@ -16,18 +16,36 @@ from starlette.routing import request_response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pd_cluster.api.gate.arrivals import arrival_of
-from pd_cluster.api.gate.callers import count_request
+from pd_cluster.api.gate.callers import caller_of, count_request
 from pd_cluster.errors import RequestError
+from pd_cluster.service.helpers.fair_pool import FairPool
 from pd_cluster.service.status import MAX_BODY_NBYTES, TOO_LARGE, BodyTooLarge
 
 MAX_LENGTH_NUM_DIGITS = 18  # in a declared body length; longer numbers are too large in any case
 BODY_TIMEOUT_S = 60.0
+LARGE_BODY_NBYTES = 256 << 10  # smaller ones are parsed on the event loop, within some milliseconds
 BODY = "pd_cluster.body"  # the key of a body that was read, for a route that another one passes it to
 MAX_FAULT_NUM_CHARS = 200
 LOOKING = ["GET", "HEAD"]
 CHARSET = "; charset=utf-8"  # of text
 
 T = TypeVar("T")
+
+# One thread: several would each hold the interpreter's lock between two turns of the event loop.
+_large_bodies = FairPool(num_threads=1)
+
+
+async def read_request(http: Request, read: Callable[[bytes], T]) -> T:
+    """Returns what `read` makes of the body. Raises what `read_body` and `read` raise."""
+    body = await read_body(http)
+    return await parsed(http, len(body), lambda: read(body))
+
+
+async def parsed(http: Request, nbytes: int, work: Callable[[], T]) -> T:
+    """Runs work on a body of this size, beside the event loop if that is large; clients take turns."""
+    if nbytes <= LARGE_BODY_NBYTES:
+        return work()
+    return await _large_bodies.run(caller_of(http).client, work, nbytes)
 
 
 async def read_body(request: Request) -> bytes:

@@ -20,6 +20,7 @@ from pd_cluster.api.gate.http import (
     PlainRoute,
     json_response,
     read_body,
+    read_request,
     session_of,
     unless_disconnected,
 )
@@ -69,13 +70,12 @@ INVOKED = {  # the route for a body that has this field
 
 
 def inference_routes(service: TextService) -> APIRouter:
-    routes = APIRouter(route_class=GeneratingRoute)
+    routes, vocab_size = APIRouter(route_class=GeneratingRoute), service.vocab_size
 
     @routes.post("/inference/v1/generate")
     async def generate(http: Request) -> Response:
         received_s = time.monotonic()
-        asked = parse(await read_body(http), TokensRequest, takes_handles=True)
-        request = asked.completion()
+        request = await read_request(http, _completion_of)
         name = service.names.check(request.model, caller_of(http))
         with in_own_words(NAMES):
             generations = await service.completions(named(request, http), received_s, caller_of(http))
@@ -84,7 +84,7 @@ def inference_routes(service: TextService) -> APIRouter:
     @routes.post("/v1/chat/completions/batch")
     async def batch(http: Request) -> Response:
         received_s = time.monotonic()
-        request = parse(await read_body(http), BatchChatRequest, vocab_size=service.vocab_size)
+        request = await read_request(http, lambda body: parse(body, BatchChatRequest, vocab_size=vocab_size))
         name = service.names.check(request.model, caller_of(http))
         chats = _Chats([], [])
         for at, each in enumerate(request.chats()):
@@ -102,11 +102,11 @@ def inference_routes(service: TextService) -> APIRouter:
 
 def render_routes(service: TextService) -> APIRouter:
     """Makes the routes that return a request's prompt as tokens, with all else that /inference/v1/generate needs."""
-    routes = APIRouter(route_class=PlainRoute)
+    routes, vocab_size = APIRouter(route_class=PlainRoute), service.vocab_size
 
     @routes.post("/v1/chat/completions/render")
     async def render_chat(http: Request) -> Response:
-        request = parse(await read_body(http), ChatCompletionRequest, vocab_size=service.vocab_size)
+        request = await read_request(http, lambda body: parse(body, ChatCompletionRequest, vocab_size=vocab_size))
         name = service.names.check(request.model, caller_of(http))
         generation = await service.chat(named(request, http), caller=caller_of(http))
         if generation.order.images:
@@ -118,7 +118,7 @@ def render_routes(service: TextService) -> APIRouter:
 
     @routes.post("/v1/completions/render")
     async def render_completion(http: Request) -> Response:
-        request = parse(await read_body(http), CompletionRequest, vocab_size=service.vocab_size)
+        request = await read_request(http, lambda body: parse(body, CompletionRequest, vocab_size=vocab_size))
         name = service.names.check(request.model, caller_of(http))
         if request.echo or request.max_tokens == 0:
             field = "echo" if request.echo else "max_tokens"
@@ -129,6 +129,10 @@ def render_routes(service: TextService) -> APIRouter:
         return await json_response(lambda: answers, large=len(answers) > FEW_CHATS)
 
     return routes
+
+
+def _completion_of(body: bytes) -> CompletionRequest:
+    return parse(body, TokensRequest, takes_handles=True).completion()
 
 
 class _Chats(NamedTuple):

@@ -17,7 +17,7 @@ from pd_cluster.api.gate.http import (
     EventStream,
     GeneratingRoute,
     json_response,
-    read_body,
+    read_request,
     session_of,
     unless_disconnected,
 )
@@ -39,7 +39,7 @@ def legacy_routes(service: TextService) -> APIRouter:
     @routes.post("/generate")
     async def generate(http: Request) -> Response:
         received_s = time.monotonic()
-        request = parse(await read_body(http), GenerateRequest, vocab_size=service.vocab_size)
+        request = await read_request(http, lambda body: parse(body, GenerateRequest, vocab_size=service.vocab_size))
         service.names.check_use(caller_of(http))
         if not service.max_loras:
             request.model = None  # any name means the model, as there is no other

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from pd_cluster.api.gate.callers import caller_of
-from pd_cluster.api.gate.http import GeneratingRoute, PlainRoute, json_response, read_body
+from pd_cluster.api.gate.http import GeneratingRoute, PlainRoute, json_response, parsed, read_body
 from pd_cluster.api.openai.block_answers import send
 from pd_cluster.service.answers.messages_answer import MessagesAnswer
 from pd_cluster.service.schema.messages_chat import ITS_NAMES, chat_of
@@ -24,10 +24,13 @@ def message_routes(service: TextService) -> APIRouter:
     @routes.post("/v1/messages")
     async def messages(http: Request) -> Response:
         received_s = time.monotonic()
-        request = parse(await read_body(http), MessagesRequest, has_own_names=True)
+        body = await read_body(http)
+        request = await parsed(http, len(body), lambda: parse(body, MessagesRequest, has_own_names=True))
         name = service.names.check(request.model, caller_of(http))
         with in_own_words(ITS_NAMES):
-            chat = chat_of(request, service.template_variables, service.reads_reasoning)
+            chat = await parsed(
+                http, len(body), lambda: chat_of(request, service.template_variables, service.reads_reasoning)
+            )
             generation = await service.chat(chat, received_s, caller_of(http))
         return await send(http, service, MessagesAnswer(request, name, generation))
 
@@ -40,10 +43,13 @@ def message_count_routes(service: TextService) -> APIRouter:
 
     @routes.post("/v1/messages/count_tokens")
     async def count_tokens(http: Request) -> Response:
-        request = parse(await read_body(http), MessagesPrompt, has_own_names=True)
+        body = await read_body(http)
+        request = await parsed(http, len(body), lambda: parse(body, MessagesPrompt, has_own_names=True))
         service.names.check(request.model, caller_of(http))
         with in_own_words(ITS_NAMES):
-            chat = chat_of(request, service.template_variables, service.reads_reasoning)
+            chat = await parsed(
+                http, len(body), lambda: chat_of(request, service.template_variables, service.reads_reasoning)
+            )
             num_tokens = await service.chat_num_tokens(chat, caller_of(http))
         return await json_response(lambda: {"input_tokens": num_tokens}, large=False)
 

@@ -15,6 +15,7 @@ from pd_cluster.api.gate.http import (
     GeneratingRoute,
     Last,
     json_response,
+    parsed,
     read_body,
     session_of,
     unless_disconnected,
@@ -31,7 +32,7 @@ from pd_cluster.service.generation import Generation
 from pd_cluster.service.kv_handles import KVPlan
 from pd_cluster.service.resumption import Ticket
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.parse import RequestT, parse
 from pd_cluster.service.schema.protocol import CompletionRequest
 from pd_cluster.service.service import TextService
 from pd_cluster.service.status import CLIENT_CLOSED_REQUEST, error_body
@@ -44,7 +45,7 @@ def openai_routes(service: TextService) -> APIRouter:
     async def chat(http: Request) -> Response:
         received_s = time.monotonic()
         body = await read_body(http)
-        request = parse(body, ChatCompletionRequest, takes_handles=True, vocab_size=service.vocab_size)
+        request = await parsed(http, len(body), lambda: _parse(body, ChatCompletionRequest, service))
         name = service.names.check(request.model, caller_of(http))
         generation = await service.chat(named(request, http), received_s, caller_of(http))
         ticket = ticket_for(http, service, request, [generation])
@@ -57,7 +58,7 @@ def openai_routes(service: TextService) -> APIRouter:
     async def completions(http: Request) -> Response:
         received_s = time.monotonic()
         body = await read_body(http)
-        request = parse(body, CompletionRequest, takes_handles=True, vocab_size=service.vocab_size)
+        request = await parsed(http, len(body), lambda: _parse(body, CompletionRequest, service))
         name = service.names.check(request.model, caller_of(http))
         generations = await service.completions(named(request, http), received_s, caller_of(http))
         ticket = ticket_for(http, service, request, generations)
@@ -67,6 +68,10 @@ def openai_routes(service: TextService) -> APIRouter:
         return await answered(http, service, answer, ticket)
 
     return routes
+
+
+def _parse(body: bytes, kind: type[RequestT], service: TextService) -> RequestT:
+    return parse(body, kind, takes_handles=True, vocab_size=service.vocab_size)
 
 
 async def answered(http: Request, service: TextService, answer: Answer, ticket: Ticket | None = None) -> Response:

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from pd_cluster.api.gate.callers import caller_of, reserve_tokens
-from pd_cluster.api.gate.http import GeneratingRoute, json_response, read_body, session_of, unless_disconnected
+from pd_cluster.api.gate.http import GeneratingRoute, json_response, read_request, session_of, unless_disconnected
 from pd_cluster.api.openai.openai import served_by
 from pd_cluster.api.openai.request_names import name_of
 from pd_cluster.service.embedding import EmbeddingAsk
@@ -47,7 +47,7 @@ def _add_embeddings(routes: APIRouter, service: TextService) -> None:
     @routes.post("/v1/embeddings")
     async def embeddings(http: Request) -> Response:
         received_s = time.monotonic()
-        request = parse_pooling(await read_body(http), EmbeddingRequest)
+        request = await read_request(http, lambda body: parse_pooling(body, EmbeddingRequest))
         model = service.names.check(request.model, caller_of(http))
         terms = _terms("embd", request, http, received_s, service.names.lora_of(model, caller_of(http)))
         inputs = request.inputs()
@@ -81,7 +81,7 @@ def _add_scores(routes: APIRouter, service: TextService) -> None:
     @routes.post("/score")
     async def score(http: Request) -> Response:
         received_s = time.monotonic()
-        request = parse_pooling(await read_body(http), ScoreRequest)
+        request = await read_request(http, lambda body: parse_pooling(body, ScoreRequest))
         model = service.names.check(request.model, caller_of(http))
         terms = _terms("score", request, http, received_s, service.names.lora_of(model, caller_of(http)))
         pairs, fields = request.pairs()
@@ -100,7 +100,7 @@ def _add_scores(routes: APIRouter, service: TextService) -> None:
     @routes.post("/rerank")
     async def rerank(http: Request) -> Response:
         received_s = time.monotonic()
-        request = parse_pooling(await read_body(http), RerankRequest)
+        request = await read_request(http, lambda body: parse_pooling(body, RerankRequest))
         model = service.names.check(request.model, caller_of(http))
         terms = _terms("rerank", request, http, received_s, service.names.lora_of(model, caller_of(http)))
         ask = ScoreAsk(pairs=request.pairs(), **_judgement(request), **terms)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pd_cluster.api.gate.callers import caller_of, owner_of
-from pd_cluster.api.gate.http import GeneratingRoute, PlainRoute, json_response, read_body
+from pd_cluster.api.gate.http import GeneratingRoute, PlainRoute, json_response, parsed, read_body
 from pd_cluster.api.openai.block_answers import send
 from pd_cluster.errors import ModelNotFound, RequestError
 from pd_cluster.service.answers.responses_answer import ResponsesAnswer
@@ -32,14 +32,15 @@ def response_routes(service: TextService, store: ResponseStore | None) -> APIRou
     @routes.post("/v1/responses")
     async def create(http: Request) -> Response:
         received_s = time.monotonic()
-        request = parse(await read_body(http), ResponsesRequest, has_own_names=True)
+        body = await read_body(http)
+        request = await parsed(http, len(body), lambda: parse(body, ResponsesRequest, has_own_names=True))
         name = service.names.check(request.model, caller_of(http))
         _check_store(request, store)
         if request.input is None and request.previous_response_id is None:
             raise RequestError("input: missing; give a text or items, or a previous_response_id", param="input")
         keeps, earlier = store is not None and request.store is not False, await _earlier(http, service, store, request)
         with in_own_words(ITS_NAMES):
-            chat = chat_of(request, earlier, service.template_variables)
+            chat = await parsed(http, len(body), lambda: chat_of(request, earlier, service.template_variables))
             generation = await service.chat(chat, received_s, caller_of(http))
         answer = ResponsesAnswer(request, name, service.tokenizer, generation, keeps)
 
@@ -66,12 +67,13 @@ def input_routes(service: TextService, store: ResponseStore | None) -> APIRouter
 
     @routes.post("/v1/responses/input_tokens")
     async def input_tokens(http: Request) -> Response:
-        request = parse(await read_body(http), ResponsesRequest, has_own_names=True)
+        body = await read_body(http)
+        request = await parsed(http, len(body), lambda: parse(body, ResponsesRequest, has_own_names=True))
         service.names.check(request.model, caller_of(http))
         _check_store(request, store)
         earlier = await _earlier(http, service, store, request)
         with in_own_words(ITS_NAMES):
-            chat = chat_of(request, earlier, service.template_variables)
+            chat = await parsed(http, len(body), lambda: chat_of(request, earlier, service.template_variables))
             num_tokens = await service.chat_num_tokens(chat, caller_of(http))
         told = {"object": "response.input_tokens", "input_tokens": num_tokens}
         return await json_response(lambda: told, large=False)

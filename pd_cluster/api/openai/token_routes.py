@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from pd_cluster.api.gate.callers import caller_of
-from pd_cluster.api.gate.http import LOOKING, PlainRoute, json_response, read_body
+from pd_cluster.api.gate.http import LOOKING, PlainRoute, json_response, read_request
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatFields
 from pd_cluster.service.schema.parse import parse
@@ -57,14 +57,11 @@ def token_routes(service: TextService) -> APIRouter:
 
     @routes.post("/tokenize")
     async def tokenize(http: Request) -> Response:
-        body = await read_body(http)
-        request: TokenizeChatRequest | TokenizeCompletionRequest
-        if _is_chat(body):
-            request = parse(body, TokenizeChatRequest)
+        request = await read_request(http, _tokenized)
+        if isinstance(request, TokenizeChatRequest):
             service.names.check(request.model, caller_of(http))
             token_ids = await service.chat_token_ids(request, may_be_cut=True, caller=caller_of(http))
         else:
-            request = parse(body, TokenizeCompletionRequest)
             service.names.check(request.model, caller_of(http))
             token_ids = await service.token_ids(
                 request.prompt, request.add_special_tokens is not False, may_be_cut=True, caller=caller_of(http)
@@ -87,7 +84,7 @@ def token_routes(service: TextService) -> APIRouter:
 
     @routes.post("/detokenize")
     async def detokenize(http: Request) -> Response:
-        request = parse(await read_body(http), DetokenizeRequest)
+        request = await read_request(http, lambda body: parse(body, DetokenizeRequest))
         service.names.check(request.model, caller_of(http))
         largest = max(request.tokens, default=0)
         if largest >= service.vocab_size:
@@ -105,6 +102,11 @@ def _info(tokenizer: Tokenizer) -> dict[str, Any]:
     shown = {name: value for name, value in tokenizer.config.items() if not name.endswith(("_file", "name_or_path"))}
     source = {"chat_template": tokenizer.template.source} if tokenizer.template is not None else {}
     return {"tokenizer_class": "PreTrainedTokenizerFast", **shown, **source}
+
+
+def _tokenized(body: bytes) -> TokenizeChatRequest | TokenizeCompletionRequest:
+    """Raises RequestError."""
+    return parse(body, TokenizeChatRequest if _is_chat(body) else TokenizeCompletionRequest)
 
 
 def _is_chat(body: bytes) -> bool:

@@ -21,6 +21,7 @@ from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.text.chat_template import ChatTemplate, checks_none
 from pd_cluster.text.control_tokens import PromptText
 
+MANY_MESSAGES = 256  # more are prepared on a thread, too
 LONG_NBYTES = 4096  # longer conversations are rendered on a thread, so that no stream waits for them
 
 Rendering = Generator[Conversation, str, PromptText]  # yields a conversation to render, and receives the text
@@ -71,7 +72,7 @@ class ChatPrompts:
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         template = self._template
-        conversation = self._conversation(request, template.variables, template.source, template.roles)
+        conversation = await self._conversation(request, template.variables, template.source, template.roles)
         check(conversation.num_chars)
         if conversation.nbytes <= LONG_NBYTES:
             return rendered(conversation, self._template, guard)
@@ -94,7 +95,7 @@ class ChatPrompts:
                 param="chat_template",
             )
         reads = await self._ask(self._children, source)
-        conversation = self._conversation(request, reads.variables, source, reads.roles)
+        conversation = await self._conversation(request, reads.variables, source, reads.roles)
         check(conversation.num_chars)
         rendering = _steps(conversation, guard)
         wanted = next(rendering)
@@ -105,10 +106,13 @@ class ChatPrompts:
             except StopIteration as ended:
                 return cast(PromptText, ended.value)
 
-    def _conversation(
+    async def _conversation(
         self, request: ChatFields, variables: frozenset[str], source: str, roles: frozenset[str]
     ) -> Conversation:
-        return conversation_of(request, variables, self._config, self._takes_images, checks_none(source), roles)
+        def work() -> Conversation:
+            return conversation_of(request, variables, self._config, self._takes_images, checks_none(source), roles)
+
+        return work() if len(request.messages) <= MANY_MESSAGES else await asyncio.to_thread(work)
 
     async def _ask(self, children: Children, source: str, conversation: Conversation | None = None) -> Rendered:
         """Has a child render the template. Raises RequestError."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 import reprlib
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.kinds import unless_empty
-from pd_cluster.service.schema.protocol import FAIL_FAST, Count, GenerationRequest, NumLogprobs
+from pd_cluster.service.schema.protocol import FAIL_FAST, Count, GenerationRequest, NumLogprobs, few
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_NUM_CHARS = 65_536  # agents' manuals of their tools have more than 16,384
@@ -206,7 +206,7 @@ class ChatFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
+    messages: Annotated[list[ChatMessage], BeforeValidator(few)] = Field(min_length=1, fail_fast=True)
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoiceField | None = None
     add_generation_prompt: bool | None = None

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from pd_cluster.service.schema.chat_protocol import MAX_DESCRIPTION_NUM_CHARS, MAX_TOOLS, Name
 from pd_cluster.service.schema.kinds import Off, unless_empty
 from pd_cluster.service.schema.messages_kinds import BLOCKS
-from pd_cluster.service.schema.protocol import FAIL_FAST
+from pd_cluster.service.schema.protocol import FAIL_FAST, few
 from pd_cluster.types import INT32_MAX
 
 MIN_THINKING_TOKENS = 1024
@@ -101,7 +101,7 @@ class MessagesPrompt(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    messages: list[MessageTurn] = Field(min_length=1, fail_fast=True)
+    messages: Annotated[list[MessageTurn], BeforeValidator(few)] = Field(min_length=1, fail_fast=True)
     system: str | Blocks | None = None
     tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: MessageToolChoice | None = None

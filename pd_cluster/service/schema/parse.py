@@ -7,11 +7,11 @@ import reprlib
 from collections.abc import Collection
 from typing import Any, TypeVar, get_type_hints
 
-import msgspec
 from pydantic import BaseModel, ValidationError
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields
+from pd_cluster.service.schema.json_body import decoded
 from pd_cluster.service.schema.lax_numbers import with_numbers
 from pd_cluster.service.schema.protocol import (
     CHAT_ONLY,
@@ -26,12 +26,7 @@ from pd_cluster.types import Sampling, ShapesDraws
 
 log = logging.getLogger(__name__)
 
-MAX_CONTAINERS = 50_000  # arrays and objects in a body: millions of them block the interpreter for seconds
-MAX_STRINGS = 400_000
-MAX_VALUES = 1_000_000  # enough for as many token ids
-MAX_DEPTH = 64  # nesting of arrays and objects
-_NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{]},'))
-_AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
+MAX_FIELDS = 1024  # of a request: unknown ones are kept, too, one by one
 _NEUTRAL = {  # of fields that beam search, which draws nothing, refuses otherwise
     name: mark.neutral
     for name, hint in get_type_hints(Sampling, include_extras=True).items()
@@ -74,6 +69,8 @@ def checked(
     """Validates a decoded body."""
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
+    if len(data) > MAX_FIELDS:
+        raise RequestError(f"the body has {len(data)} fields; at most {MAX_FIELDS} are allowed")
     if not has_own_names:
         _refuse(data, _NOT_YET_BUT_HANDLES if takes_handles else NOT_YET, "is not supported yet by this server")
         for name in SGLANGS.keys() & data.keys():
@@ -183,43 +180,6 @@ def _check_top_logprobs(request: GenerationRequest) -> None:
 def _kin(value: Any) -> tuple[type, ...]:
     """Returns the types that equal values may have: JSON writes 0.0 as 0, but True is not 1."""
     return (int, float) if isinstance(value, int | float) and not isinstance(value, bool) else (type(value),)
-
-
-def decoded(body: bytes) -> Any:
-    """Decodes a JSON body that is neither too large nor too deep. Raises RequestError."""
-    brackets = _structure(body)
-    try:
-        data = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
-    except RecursionError:
-        raise RequestError(f"the body is nested more than {MAX_DEPTH} deep") from None
-    for _ in range(MAX_DEPTH):
-        if not brackets:
-            return data
-        brackets = brackets.replace(b"[]", b"")  # removes the innermost ones
-    if brackets:
-        raise RequestError(f"the body is nested more than {MAX_DEPTH} deep")
-    return data
-
-
-def _structure(body: bytes) -> bytes:
-    """Returns all brackets and braces outside of strings, as brackets, in a few passes and without decoding.
-
-    Raises RequestError where there are more than any request needs.
-    """
-    marks = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_STRUCTURE)
-    _check_most(marks.count(b'"') // 2, MAX_STRINGS, "strings")
-    outside = b"".join(marks.replace(b'""', b"").split(b'"')[::2])
-    _check_most(outside.count(b",") + 1, MAX_VALUES, "values")
-    brackets = outside.translate(_AS_BRACKETS, b",")
-    _check_most(brackets.count(b"["), MAX_CONTAINERS, "arrays and objects")
-    return brackets
-
-
-def _check_most(number: int, most: int, what: str) -> None:
-    if number > most:
-        raise RequestError(f"the body has {number} {what}; at most {most} are allowed")
 
 
 def _log_unknown(request: BaseModel, known: Collection[str]) -> None:

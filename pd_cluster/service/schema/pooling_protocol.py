@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service.schema.parse import checked, decoded
+from pd_cluster.service.schema.json_body import decoded
+from pd_cluster.service.schema.parse import checked
 from pd_cluster.service.schema.protocol import FAIL_FAST, MAX_SALT_NUM_CHARS, REQUEST_ID, TokenIds
 from pd_cluster.types import INT32_MAX
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from pd_cluster.engine.step.limits import MAX_LENGTH_PENALTY
 from pd_cluster.errors import RequestError
@@ -107,6 +108,8 @@ REQUEST_ID = r"^[\x21-\x7e]{1,128}$"
 
 DERIVED_FROM = {"stop", "logit_bias", *GuideFields.__annotations__}  # by the cached properties of a request
 
+MAX_MESSAGES = 4096  # of a request, or items: validating them holds the interpreter, some microseconds for each
+MAX_PARTS = 8192  # of all their contents, with calls
 FAIL_FAST = Field(fail_fast=True)  # one error is reported; collecting millions blocks the interpreter for seconds
 TokenIds = Annotated[list[int], FAIL_FAST]
 Id = Annotated[int, Field(ge=0, le=INT32_MAX)]
@@ -116,6 +119,23 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 SessionId = Annotated[str, Field(max_length=MAX_SESSION_NUM_CHARS)]  # vLLM's prompt_cache_key; "" is none
 NumLogprobs = Annotated[int, Field(ge=ALL_LOGPROBS, le=INT32_MAX)]
+
+
+def few(messages: Any) -> Any:
+    """Counts a request's messages, also those of several conversations, and their parts, before any is validated."""
+    found = messages if isinstance(messages, list) else []
+    if any(isinstance(each, list) for each in found):
+        found = [message for each in found if isinstance(each, list) for message in each]
+    _check_few(len(found), MAX_MESSAGES, "messages")
+    lists = (value for each in found if isinstance(each, dict) for value in each.values() if isinstance(value, list))
+    _check_few(sum(map(len, lists)), MAX_PARTS, "parts of messages")
+    return messages
+
+
+def _check_few(number: int, most: int, what: str) -> None:
+    if number > most:
+        said = {"number": number, "what": what, "most": most}
+        raise PydanticCustomError("too_many", "{number} {what}; at most {most} are allowed", said)
 
 
 def named(values: Sequence[str]) -> str:

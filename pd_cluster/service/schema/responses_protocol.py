@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from pd_cluster.service.schema.chat_protocol import MAX_DESCRIPTION_NUM_CHARS, MAX_TOOLS, Effort, Name, form_of
 from pd_cluster.service.schema.kinds import Off
-from pd_cluster.service.schema.protocol import FAIL_FAST, MAX_SALT_NUM_CHARS, NumLogprobs, SessionId
+from pd_cluster.service.schema.protocol import FAIL_FAST, MAX_SALT_NUM_CHARS, NumLogprobs, SessionId, few
 from pd_cluster.service.schema.responses_kinds import ITEMS
 from pd_cluster.types import INT32_MAX
 
@@ -107,7 +107,7 @@ class ResponsesRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    input: str | Items | None = None
+    input: Annotated[str | Items | None, BeforeValidator(few)] = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatMessage
@@ -24,6 +24,7 @@ from pd_cluster.service.schema.protocol import (
     GenerationRequest,
     SessionId,
     StreamOptions,
+    few,
 )
 from pd_cluster.types import INT32_MAX, Sampling
 
@@ -111,6 +112,7 @@ class BatchChatRequest(ChatCompletionRequest):
     messages: Annotated[  # type: ignore[assignment]
         list[Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]],
         Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+        BeforeValidator(few),
     ]
 
     def chats(self) -> list[ChatCompletionRequest]:

@@ -1,0 +1,87 @@
+"""JSON bodies of requests, decoded within bounds on their counts, so that no one body holds the interpreter for long.
+
+Decoding holds the interpreter's lock from beginning to end, and its time depends on counts rather than on bytes. So
+these are counted first, in chunks, between which other threads have their turn. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pd_cluster.errors import RequestError
+
+MAX_CONTAINERS = 50_000  # arrays and objects
+MAX_NAMES = 32_768  # of objects' values: each is a string that is made and hashed
+MAX_STRINGS = 100_000  # with the names
+MAX_VALUES = 1_000_000  # enough for as many token ids
+MAX_ESCAPES = 1_500_000  # backslashes in strings: for a text of as many characters that are escaped one by one
+MAX_DEPTH = 64  # nesting of arrays and objects
+CHUNK_NBYTES = 256 << 10  # counted within about a millisecond
+_NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{]},:'))
+_AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
+
+
+def decoded(body: bytes) -> Any:
+    """Decodes a JSON body that is neither too large nor too deep. Raises RequestError."""
+    brackets = structure(body)
+    try:
+        data = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise RequestError(f"the body is nested more than {MAX_DEPTH} deep") from None
+    for _ in range(MAX_DEPTH):
+        if not brackets:
+            return data
+        brackets = brackets.replace(b"[]", b"")  # removes the innermost ones
+    if brackets:
+        raise RequestError(f"the body is nested more than {MAX_DEPTH} deep")
+    return data
+
+
+def structure(body: bytes) -> bytes:
+    """Returns all brackets and braces outside of strings, as brackets, without decoding.
+
+    Raises RequestError where a body has more of something than any request needs.
+    """
+    num_quotes = num_escapes = num_commas = num_names = num_brackets = 0
+    found: list[bytes] = []
+    start = 0
+    while start < len(body):
+        stop = _stop_of_chunk(body, start)
+        chunk = body[start:stop]
+        start = stop
+        if b"\\" in chunk:
+            num_escapes += chunk.count(b"\\")
+            _check_most(num_escapes, MAX_ESCAPES, "backslashes")
+            chunk = chunk.replace(rb"\\", b"").replace(rb"\"", b"")
+        marks = chunk.translate(None, _NOT_STRUCTURE)
+        is_in_string = num_quotes % 2
+        num_quotes += marks.count(b'"')
+        _check_most(num_quotes // 2, MAX_STRINGS, "strings")
+        outside = b"".join(marks.replace(b'""', b"").split(b'"')[is_in_string::2])
+        num_commas += outside.count(b",")
+        _check_most(num_commas + 1, MAX_VALUES, "values")
+        num_names += outside.count(b":")
+        _check_most(num_names, MAX_NAMES, "names in objects")
+        brackets = outside.translate(_AS_BRACKETS, b",:")
+        num_brackets += brackets.count(b"[")
+        _check_most(num_brackets, MAX_CONTAINERS, "arrays and objects")
+        found.append(brackets)
+    return b"".join(found)
+
+
+def _stop_of_chunk(body: bytes, start: int) -> int:
+    """Returns where a chunk ends: never between a backslash and the character that it escapes."""
+    stop = start + CHUNK_NBYTES
+    if stop >= len(body) or body[stop - 1] != ord("\\"):
+        return stop
+    end = body[start:stop]
+    return stop + (len(end) - len(end.rstrip(b"\\"))) % 2
+
+
+def _check_most(number: int, most: int, what: str) -> None:
+    if number > most:
+        raise RequestError(f"the body has {number} {what}; at most {most} are allowed")

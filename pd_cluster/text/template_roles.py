@@ -55,8 +55,8 @@ class _Reader:
                 yield from self._constants(table)
         for select in self._template.find_all(nodes.Filter):
             match select.name, select.args:
-                case "selectattr" | "rejectattr", [of, test, value]:
-                    if _constant(of) == ROLE and _constant(test) in _TESTS:
+                case "selectattr" | "rejectattr", [attribute, how, value]:
+                    if _constant(attribute) == ROLE and _constant(how) in _TESTS:
                         yield from self._constants(value)
 
     def _of_pair(self, left: nodes.Expr, op: str, right: nodes.Expr) -> Iterator[str]:

@@ -214,7 +214,7 @@ WRONG: list[tuple[str, Any]] = [
     ("logit_bias", {"5": 101}),
     ("logit_bias", {"5": "x"}),
     ("logit_bias", [5]),
-    ("logit_bias", {str(at): 1 for at in range(100_000)}),
+    ("logit_bias", {str(at): 1 for at in range(30_000)}),
     ("logprobs", 1.5),
     ("logprobs", "five"),
     ("logprobs", -2),
@@ -335,7 +335,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/lates
         [{"role": "user", "content": [{"type": "text", "text": 5}]}],
         [{"role": "user", "content": "x" * MAX_MODEL_LEN}],
         [{"role": "user", "content": "x" * (5 * MIB)}],
-        [{"role": "user", "content": "x"}] * 20_000,
+        [{"role": "user", "content": "x"}] * 10_000,
     ],
     ids=lambda messages: str(messages)[:40],
 )

@@ -106,7 +106,7 @@ def _info(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _tokenized(body: bytes) -> TokenizeChatRequest | TokenizeCompletionRequest:
     """Raises RequestError."""
-    return parse(body, TokenizeChatRequest if _is_chat(body) else TokenizeCompletionRequest)
+    return parse(body, TokenizeChatRequest) if _is_chat(body) else parse(body, TokenizeCompletionRequest)
 
 
 def _is_chat(body: bytes) -> bool:

@@ -9,6 +9,7 @@ decode in the other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import tempfile
 import time
@@ -38,6 +39,7 @@ HOG_QUEUE_S = 1.0  # longer than one of a hog's requests takes to make room for 
 CLIENT_TIMEOUT_S = 60.0
 KEYS = ("bench-one", "bench-two")
 MOST_OPEN = 2000
+NUM_POOLS = 50  # a pool takes time for each of its connections whenever one ends
 GOODPUT_GOAL, FIRST_TOKEN_GOAL, REFUSAL_GOAL_S, CPU_GOAL = 0.95, 2.0, 0.1, 0.05
 
 
@@ -235,15 +237,21 @@ async def _load(
     bench: OverloadBench, shape: Shape, target: Target, clients: Clients, into: Run, started_s: float
 ) -> None:
     draw = random.Random(f"{bench.seed} {clients.key}")
-    limits = httpx.Limits(max_connections=MOST_OPEN, max_keepalive_connections=MOST_OPEN)
+    limits = httpx.Limits(max_connections=MOST_OPEN, max_keepalive_connections=0)
     headers = {"Authorization": f"Bearer {clients.key}"} if clients.key else {}
     timeout = httpx.Timeout(CLIENT_TIMEOUT_S)
     url = f"http://127.0.0.1:{target.port}/v1/completions"
-    async with httpx.AsyncClient(limits=limits, timeout=timeout, headers=headers, trust_env=False) as client:
+    async with contextlib.AsyncExitStack() as running:
+        pools = [
+            await running.enter_async_context(
+                httpx.AsyncClient(limits=limits, timeout=timeout, headers=headers, trust_env=False, verify=False)
+            )
+            for _ in range(NUM_POOLS)
+        ]
 
         async def send(body: Mapping[str, Any]) -> Sample:
             sent_s = time.monotonic() - started_s
-            sample = await measure(client, url, body, deadline_s=clients.timeout_s)
+            sample = await measure(draw.choice(pools), url, body, deadline_s=clients.timeout_s)
             into.samples.append((sent_s, sample))
             return sample
 

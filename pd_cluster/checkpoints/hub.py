@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from pd_cluster.checkpoints.plain_files import read_plain
 from pd_cluster.checkpoints.sentencepiece import is_made
 from pd_cluster.checkpoints.weight_files import INDEX
 from pd_cluster.errors import ModelError, called
@@ -88,8 +89,8 @@ def _is_whole(path: Path, needs_weights: bool) -> bool:
     if not index.exists():
         return any(path.glob(WEIGHTS))
     try:
-        files = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        files = set(json.loads(read_plain(index))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, ModelError):
         return True  # the index exists but is malformed; its reader reports that
     return all((path / name).exists() for name in files)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pd_cluster.checkpoints.layouts import WeightFolder
+from pd_cluster.checkpoints.plain_files import read_plain
 from pd_cluster.checkpoints.sentencepiece import files_of
 from pd_cluster.checkpoints.weight_files import QUANTIZERS_FILES, weights_digest
 from pd_cluster.errors import ModelError
@@ -31,9 +32,9 @@ def identity_of(
             raise ModelError(
                 f"{file}: missing; make it with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
             )
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
+        digest.update(hashlib.sha256(read_plain(file)).digest())
     for file in sorted(each for pattern in QUANTIZERS_FILES for each in path.glob(pattern)):
-        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+        digest.update(file.name.encode() + hashlib.sha256(read_plain(file)).digest())
     weights = sorted({*path.glob("*.safetensors"), *folder.files()})
     if not weights:
         raise ModelError(f"{path}: no *.safetensors file; other weight formats are not loaded")

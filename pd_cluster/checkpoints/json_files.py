@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pd_cluster.checkpoints.plain_files import read_plain
 from pd_cluster.errors import ModelError
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Returns a file's object. Raises ModelError that names the file."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_plain(path))
     except FileNotFoundError:
         raise ModelError(
             f"{path}: missing; the model folder needs config.json, tokenizer.json, *.safetensors"

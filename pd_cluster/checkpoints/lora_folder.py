@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import mmap
 import os
 import re
 import reprlib
-import stat
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ import msgspec
 
 from pd_cluster.checkpoints.lora_config import LoraSettings, modules_to_save, read_settings
 from pd_cluster.checkpoints.lora_tensors import LoraTensors, Stored, shown, sorted_tensors
+from pd_cluster.checkpoints.plain_files import digest_file, open_plain, read_digested
+from pd_cluster.checkpoints.safetensors_header import read_header
 from pd_cluster.errors import ModelError, called
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -30,8 +31,6 @@ MAX_CONFIG_NBYTES = 1 << 20
 MAX_HEADER_NBYTES = 16 << 20
 MAX_WEIGHTS_NBYTES = 8 << 30
 MAX_TENSORS = 1 << 16
-# A tensor's entry has four colons and five commas with that behind it; the rest is for __metadata__.
-MOST_OF_HEADER = {b":": 4 * MAX_TENSORS + 4096, b",": 5 * MAX_TENSORS + 4096}
 NBYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of a number, by safetensors' name of the dtype
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 EXPERTS_TENSORS = ("gate_up_proj", "down_proj")  # transformers' names
@@ -39,12 +38,13 @@ EXPERTS_TENSORS = ("gate_up_proj", "down_proj")  # transformers' names
 
 @dataclass(frozen=True, slots=True)
 class LoraFolder:
-    """`digest` (64 hex digits) identifies settings and weights."""
+    """`digest` (64 hex digits) identifies settings and weights. `file_nbytes`: the size of the weights' file."""
 
     path: Path
     settings: LoraSettings
     tensors: LoraTensors
     digest: str
+    file_nbytes: int
 
     @property
     def file(self) -> Path:
@@ -73,23 +73,27 @@ class LoraFolder:
             )
         file = path / WEIGHTS_FILE
         with opened(path, WEIGHTS_FILE, MAX_WEIGHTS_NBYTES) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            stored = stored_tensors(file, stream, size)
+            stored, size = stored_tensors(file, stream)
+            tensors = sorted_tensors(file, stored, saved)
+            _check(file, settings, tensors, max_rank)
             stream.seek(0)
-            digest = hashlib.sha256(msgspec.json.encode(settings) + b"\0")
+            digest = _digest_of(settings)
             if digest_file(stream, digest) != size:
                 raise ModelError(f"{file}: changed while it was read; load it again")
-        tensors = sorted_tensors(file, stored, saved)
-        _check(file, settings, tensors, max_rank)
-        return cls(path, settings, tensors, digest.hexdigest())
+        return cls(path, settings, tensors, digest.hexdigest(), size)
 
-    def weights(self) -> bytes:
+    def weights(self) -> mmap.mmap:
         """Returns the whole file. Raises ModelError if it is no longer the one that `read` saw."""
-        with opened(self.path, WEIGHTS_FILE, MAX_WEIGHTS_NBYTES) as stream:
-            data: bytes = stream.read()
-        if hashlib.sha256(msgspec.json.encode(self.settings) + b"\0" + data).hexdigest() != self.digest:
+        with opened(self.path, WEIGHTS_FILE, self.file_nbytes) as stream:
+            data = read_digested(stream, self.file_nbytes, digest := _digest_of(self.settings))
+        if digest.hexdigest() != self.digest:
             raise ModelError(f"{self.file}: changed while it was loaded; load it again")
         return data
+
+
+def _digest_of(settings: LoraSettings) -> Any:
+    """Returns a digest of the settings, before that of the weights."""
+    return hashlib.sha256(msgspec.json.encode(settings) + b"\0")
 
 
 def opened(folder: Path, name: str, most_nbytes: int) -> Any:
@@ -103,72 +107,32 @@ def opened(folder: Path, name: str, most_nbytes: int) -> Any:
         blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
         if target.parent not in (home, blobs):
             raise ModelError(f"{file}: leads out of its folder; copy the file itself there")
-        stream = os.fdopen(os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        return open_plain(target, most_nbytes, os.O_NOFOLLOW)
     except FileNotFoundError:
         raise ModelError(f"{file}: missing; a LoRA adapter has {CONFIG_FILE} and {WEIGHTS_FILE}") from None
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise ModelError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    found = os.fstat(stream.fileno())
-    if not stat.S_ISREG(found.st_mode) or found.st_size > most_nbytes:
-        stream.close()
-        what = f"{found.st_size} bytes; at most {most_nbytes} are read" if stat.S_ISREG(found.st_mode) else "not a file"
-        raise ModelError(f"{file}: {what}")
-    return stream
 
 
-def digest_file(stream: Any, digest: Any) -> int:
-    """Digests a file to its end; returns its size."""
-    size = 0
-    while part := stream.read(1 << 20):
-        digest.update(part)
-        size += len(part)
-    return size
-
-
-def stored_tensors(file: Path, stream: Any, size: int) -> dict[str, Stored]:
-    """Reads the header: the file's tensors by name. Raises ModelError."""
-    prefix = stream.read(8)
-    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-    if length > size - 8:
-        raise ModelError(f"{file}: not a whole safetensors file; copy or download it again")
-    if length > MAX_HEADER_NBYTES:
-        raise ModelError(f"{file}: a header of {length} bytes; at most {MAX_HEADER_NBYTES} are read")
-    header = stream.read(length)
-    for mark, most in MOST_OF_HEADER.items():  # decoding all of it at once would hold the interpreter
-        if (number := header.count(mark)) > most:
-            what = f"a header with {number} times {mark.decode()!r}"
-            raise ModelError(f"{file}: {what}; at most {MAX_TENSORS} tensors are read")
-    try:
-        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        entries.pop("__metadata__", None)
-        found = {name: msgspec.json.decode(entry, type=_Written) for name, entry in entries.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise ModelError(f"{file}: not a safetensors file (its header is not the JSON of one)") from None
-    if not 0 < len(found) <= MAX_TENSORS:
-        raise ModelError(f"{file}: {len(found)} tensors; expected 1 to {MAX_TENSORS}")
-    return {
-        name: _entry(f"{file}: {shown(name)}", each.dtype, each.shape, each.data_offsets, 8 + length, size)
-        for name, each in found.items()
+def stored_tensors(file: Path, stream: Any) -> tuple[dict[str, Stored], int]:
+    """Reads the header: the file's tensors by name, and its size. Raises ModelError."""
+    header = read_header(file, stream, MAX_HEADER_NBYTES, MAX_TENSORS)
+    if not 0 < len(header.entries) <= MAX_TENSORS:
+        raise ModelError(f"{file}: {len(header.entries)} tensors; expected 1 to {MAX_TENSORS}")
+    found = {
+        name: _entry(f"{file}: {shown(name)}", each["dtype"], each["shape"], each["data_offsets"], len(header.data))
+        for name, each in header.entries.items()
     }
+    return found, header.file_nbytes
 
 
-class _Written(msgspec.Struct):
-    """A tensor as a header describes it; `_entry` checks the values."""
-
-    dtype: Any
-    shape: Any
-    data_offsets: Any
-
-
-def _entry(place: str, dtype: Any, shape: Any, offsets: Any, first: int, size: int) -> Stored:
+def _entry(place: str, dtype: Any, shape: Any, offsets: Any, first: int) -> Stored:
     if dtype not in NBYTES:
         raise ModelError(f"{place}: dtype {reprlib.repr(dtype)}; expected one of {', '.join(NBYTES)}")
     if not (_are_counts(shape, 1) or _are_counts(shape, 2)) or min(shape) < 1:
         raise ModelError(f"{place}: shape {reprlib.repr(shape)}; expected a matrix")
     if not _are_counts(offsets, 2) or offsets[1] - offsets[0] != math.prod(shape) * NBYTES[dtype]:
         raise ModelError(f"{place}: its place {reprlib.repr(offsets)} does not have the size of its shape {shape}")
-    if first + offsets[1] > size:
-        raise ModelError(f"{place}: cut short; copy or download the file again")
     return Stored(dtype, tuple(shape), first + offsets[0], first + offsets[1])
 
 

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pd_cluster.checkpoints.plain_files import read_plain
 from pd_cluster.errors import ModelError
 from pd_cluster.types import PoolingKind
 
@@ -56,6 +57,6 @@ def _modes(config: dict[str, Any]) -> list[str]:
 
 def _read(file: Path) -> Any:
     try:
-        return json.loads(file.read_text("utf-8"))
+        return json.loads(read_plain(file))
     except (OSError, ValueError) as error:
         raise ModelError(f"{file}: cannot be read: {error}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import mmap
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ from pd_cluster.checkpoints.lora_folder import (
     MAX_WEIGHTS_NBYTES,
     WEIGHTS_FILE,
     LoraFolder,
-    digest_file,
     opened,
     stored_tensors,
 )
 from pd_cluster.checkpoints.lora_tensors import Stored
+from pd_cluster.checkpoints.plain_files import digest_file, read_digested
 from pd_cluster.errors import ModelError
 from pd_cluster.types.variants import PromptKind, prompt_variant
 
@@ -52,12 +52,16 @@ NO_EFFECT = (
 
 @dataclass(frozen=True, slots=True)
 class PromptFolder:
-    """`tensor`, [num_tokens, width]: embeddings, or keys and values of all layers. `digest`: a name of variants.py."""
+    """`tensor`, [num_tokens, width]: embeddings, or keys and values of all layers. `digest`: a name of variants.py.
+
+    `file_nbytes`: the size of the tensor's file.
+    """
 
     path: Path
     kind: PromptKind
     tensor: Stored
     digest: str
+    file_nbytes: int
 
     @property
     def file(self) -> Path:
@@ -77,38 +81,45 @@ class PromptFolder:
         _check_supported(config, given)
         file = path / WEIGHTS_FILE
         with opened(path, WEIGHTS_FILE, MAX_WEIGHTS_NBYTES) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            found = stored_tensors(file, stream, size)
+            found, size = stored_tensors(file, stream)
+            tensor = _only_tensor(file, found)
+            _check_rows(config, given, tensor.shape[0], max_tokens)
             stream.seek(0)
             digest = hashlib.sha256(KINDS[str(kind)].encode() + b"\0")
             if digest_file(stream, digest) != size:
                 raise ModelError(f"{file}: changed while it was read; load it again")
-        for name in found:
-            if name != TENSOR:
-                raise ModelError(f"{file}: {reprlib.repr(name)}: a prompt adapter has only {TENSOR}")
-        tensor = found[TENSOR]
-        if len(tensor.shape) != 2:
-            raise ModelError(f"{file}: {TENSOR}: shape {list(tensor.shape)}; expected a matrix")
-        num_tokens = tensor.shape[0]
-        if given.get("num_virtual_tokens") != num_tokens:
-            wanted = reprlib.repr(given.get("num_virtual_tokens"))
-            raise ModelError(f"{config}: num_virtual_tokens {wanted}, but {TENSOR} has {num_tokens} rows")
-        most = max_tokens or MAX_TOKENS
-        if num_tokens > most:
-            limit = (
-                f"--max-prompt-adapter-token {max_tokens}; raise that" if max_tokens else f"the limit of {MAX_TOKENS}"
-            )
-            raise ModelError(f"{config}: num_virtual_tokens {num_tokens} is above {limit}")
-        name = prompt_variant(KINDS[str(kind)], num_tokens, digest.hexdigest())
-        return cls(path, KINDS[str(kind)], tensor, name)
+        name = prompt_variant(KINDS[str(kind)], tensor.shape[0], digest.hexdigest())
+        return cls(path, KINDS[str(kind)], tensor, name, size)
 
-    def weights(self) -> bytes:
+    def weights(self) -> mmap.mmap:
         """Returns the whole file. Raises ModelError if it is no longer the one that `read` saw."""
-        with opened(self.path, WEIGHTS_FILE, MAX_WEIGHTS_NBYTES) as stream:
-            data: bytes = stream.read()
-        if not self.digest.endswith(hashlib.sha256(self.kind.encode() + b"\0" + data).hexdigest()):
+        digest = hashlib.sha256(self.kind.encode() + b"\0")
+        with opened(self.path, WEIGHTS_FILE, self.file_nbytes) as stream:
+            data = read_digested(stream, self.file_nbytes, digest)
+        if not self.digest.endswith(digest.hexdigest()):
             raise ModelError(f"{self.file}: changed while it was loaded; load it again")
         return data
+
+
+def _only_tensor(file: Path, found: Mapping[str, Stored]) -> Stored:
+    """Raises ModelError."""
+    for name in found:
+        if name != TENSOR:
+            raise ModelError(f"{file}: {reprlib.repr(name)}: a prompt adapter has only {TENSOR}")
+    tensor = found[TENSOR]
+    if len(tensor.shape) != 2:
+        raise ModelError(f"{file}: {TENSOR}: shape {list(tensor.shape)}; expected a matrix")
+    return tensor
+
+
+def _check_rows(config: Path, given: Mapping[str, Any], num_tokens: int, max_tokens: int) -> None:
+    """Raises ModelError."""
+    if given.get("num_virtual_tokens") != num_tokens:
+        wanted = reprlib.repr(given.get("num_virtual_tokens"))
+        raise ModelError(f"{config}: num_virtual_tokens {wanted}, but {TENSOR} has {num_tokens} rows")
+    if num_tokens > (max_tokens or MAX_TOKENS):
+        limit = f"--max-prompt-adapter-token {max_tokens}; raise that" if max_tokens else f"the limit of {MAX_TOKENS}"
+        raise ModelError(f"{config}: num_virtual_tokens {num_tokens} is above {limit}")
 
 
 AdapterFolder = LoraFolder | PromptFolder

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pd_cluster.checkpoints.plain_files import read_plain
 from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, QUANTIZERS_FILES, method_of, quantized
 from pd_cluster.errors import ModelError, called
 from pd_cluster.numerics import LONG_SPANS, WHOLE_ROWS
@@ -95,7 +96,7 @@ def _declared(path: Path, config: Settings) -> Iterator[tuple[str, str, Settings
     for pattern, method in QUANTIZERS_FILES.items():
         for file in sorted(path.glob(pattern)):
             try:
-                settings = json.loads(file.read_bytes())
+                settings = json.loads(read_plain(file))
             except (OSError, ValueError) as error:
                 raise ModelError(f"{file}: cannot be read as JSON: {error}") from None
             if not isinstance(settings, dict):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pd_cluster.checkpoints.json_files import read_json
+from pd_cluster.checkpoints.plain_files import read_plain
 from pd_cluster.errors import ModelError
 
 FILE, MODEL, CONFIG, ADDED = "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "added_tokens.json"
@@ -48,7 +49,7 @@ class SentencePieces(NamedTuple):
     def read(cls, file: Path) -> SentencePieces:
         """Raises ModelError."""
         try:
-            data = file.read_bytes()
+            data = read_plain(file)
             pieces: list[SentencePiece] = []
             trainer: dict[int, Any] = {}
             normalizer: dict[int, Any] = {}
@@ -72,7 +73,7 @@ def tokenizer_text(file: Path) -> str:
 
     Raises ModelError, OSError.
     """
-    return made_from(file.parent) if is_made(file.parent) else file.read_text("utf-8")
+    return made_from(file.parent) if is_made(file.parent) else read_plain(file).decode("utf-8")
 
 
 def is_made(folder: Path) -> bool:

@@ -11,13 +11,13 @@ import json
 import os
 import re
 import reprlib
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pd_cluster.checkpoints.plain_files import open_plain, read_plain
+from pd_cluster.checkpoints.safetensors_header import Header, read_header
 from pd_cluster.errors import ModelError
 
-MAX_HEADER_NBYTES = 100 << 20
 SAMPLE_NBYTES = 64 << 10
 WHOLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -80,7 +80,7 @@ def weight_files(folder: Path) -> Iterator[Path]:
         yield whole
     elif index.exists():
         try:
-            yield from (folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values())))
+            yield from (folder / name for name in sorted(set(json.loads(read_plain(index))["weight_map"].values())))
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index}: cannot be read as an index of weights: {error}") from error
     else:
@@ -101,15 +101,15 @@ def weights_digest(file: Path, is_plain: Callable[[str], bool], meaning: Callabl
     `is_plain`: whether the model reads a tensor as numbers, by its name. `meaning`: of the header's dtypes. Raises
     ModelError: incomplete, or such a tensor is recognizably quantized.
     """
-    prefix, header, dtypes, size = _read_header(file)
-    for name, dtype in ((name, meaning(dtype)) for name, dtype in dtypes.items()):
+    header = _read_header(file)
+    for name, dtype in ((name, meaning(str(entry["dtype"]))) for name, entry in header.entries.items()):
         last = name.rpartition(".")[2]
         is_code = dtype.startswith(("F8", "F6", "F4")) or (last in NUMBERS and dtype not in PLAIN_DTYPES)
         if is_plain(name) and (is_code or last in QUANTIZERS_TENSORS):
             raise quantized(f"{file}: {name} ({dtype})")
-    digest = hashlib.sha256(prefix + header)
-    data_start = 8 + len(header)
-    with file.open("rb") as stream:
+    digest = hashlib.sha256(header.data)
+    data_start, size = len(header.data), header.file_nbytes
+    with open_plain(file) as stream:
         for offset in (data_start, (data_start + size) // 2, max(data_start, size - SAMPLE_NBYTES)):
             stream.seek(offset)
             digest.update(stream.read(SAMPLE_NBYTES))
@@ -121,7 +121,7 @@ def whole_digest(folder: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted({*folder.glob("*.safetensors"), *weight_files(folder)}):
         try:
-            with file.open("rb") as stream:
+            with open_plain(file) as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
         except OSError as error:
             raise ModelError(f"{file}: cannot be read: {error.strerror}; copy or download it again") from error
@@ -130,7 +130,7 @@ def whole_digest(folder: Path) -> str:
 
 def stored_dtypes(file: Path) -> dict[str, str]:
     """Maps the names of a file's tensors to their dtypes, as safetensors calls them. Raises ModelError."""
-    return _read_header(file)[2]
+    return {name: str(entry["dtype"]) for name, entry in _read_header(file).entries.items()}
 
 
 def num_weights(folder: Path) -> int:
@@ -143,28 +143,10 @@ def weights_nbytes(folder: Path) -> int:
     return sum(os.path.getsize(file) for file in folder.glob("*.safetensors"))
 
 
-def _read_header(file: Path) -> tuple[bytes, bytes, dict[str, str], int]:
-    """Returns the length's bytes, the header, dtypes by name, and the file's bytes. Raises ModelError: incomplete."""
+def _read_header(file: Path) -> Header:
+    """Raises ModelError: incomplete, or with more than its tensors."""
     try:
-        size = os.path.getsize(file)
-        with file.open("rb") as stream:
-            prefix = stream.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_NBYTES + 1
-            if length > min(MAX_HEADER_NBYTES, size - 8):
-                raise ModelError(f"{file}: not a safetensors file (its header does not fit the file)")
-            header = stream.read(length)
+        with open_plain(file) as stream:
+            return read_header(file, stream)
     except OSError as error:
         raise ModelError(f"{file}: cannot be read: {error.strerror}; copy or download it again") from error
-    try:
-        tensors = json.loads(header)
-        ends = {name: int(entry["data_offsets"][1]) for name, entry in tensors.items() if name != "__metadata__"}
-        dtypes = {name: str(tensors[name]["dtype"]) for name in ends}
-    except (ValueError, TypeError, LookupError, AttributeError):
-        raise ModelError(f"{file}: not a safetensors file (its header is not the JSON of one)") from None
-    data_nbytes = size - 8 - length
-    if max(ends.values(), default=0) > data_nbytes:
-        raise ModelError(
-            f"{file}: cut short: its header tells of {max(ends.values())} bytes of weights, and {data_nbytes} are "
-            f"there; copy or download it again"
-        )
-    return prefix, header, dtypes, size

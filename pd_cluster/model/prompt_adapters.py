@@ -56,28 +56,34 @@ class PromptAdapters(Slots[PromptFolder]):
     def _read(self, folder: PromptFolder) -> VirtualTokens:
         place, stored = f"{folder.file}: {TENSOR}", folder.tensor
         count = stored.shape[0] * stored.shape[1]
-        data = bytearray(folder.weights())
-        matrix = torch.frombuffer(data, dtype=DTYPES[stored.dtype], count=count, offset=stored.start)
+        self._check_width(place, folder)
+        matrix = torch.frombuffer(folder.weights(), dtype=DTYPES[stored.dtype], count=count, offset=stored.start)
         if not matrix.isfinite().all():
             raise ModelError(f"{place}: NaN or infinity among its numbers")
         matrix = matrix.float().view(stored.shape).to(self._device.torch_name, copy=True)
         if folder.kind == "prompt":
-            if stored.shape[1] != self._hidden_size:
-                raise ModelError(f"{place}: rows of {stored.shape[1]}; this model has {self._hidden_size}")
             return VirtualTokens(embeddings=matrix if self._factor == 1.0 else matrix * self._factor)
-        return VirtualTokens(kv=self._given_kv(place, matrix))
+        return VirtualTokens(kv=self._given_kv(matrix))
 
-    def _given_kv(self, place: str, matrix: torch.Tensor) -> torch.Tensor:
-        """Returns keys and values of this rank's heads in the pool's order. Raises ModelError where they do not fit."""
-        layout = self._layout
+    def _check_width(self, place: str, folder: PromptFolder) -> None:
+        """Raises ModelError where the adapter's rows do not fit the model."""
+        given, layout = folder.tensor.shape[1], self._layout
+        if folder.kind == "prompt":
+            if given != self._hidden_size:
+                raise ModelError(f"{place}: rows of {given}; this model has {self._hidden_size}")
+            return
         if {plane.name for plane in layout.planes} != {"k", "v"} or layout.width_of("k") != layout.width_of("v"):
             raise ModelError(f"{place}: this model's cache has no plain keys and values, which prefix tuning gives")
         width = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim
-        if matrix.shape[1] != width:
+        if given != width:
             raise ModelError(
-                f"{place}: rows of {matrix.shape[1]}; this model's keys and values have {width} ({layout.num_layers} "
+                f"{place}: rows of {given}; this model's keys and values have {width} ({layout.num_layers} "
                 f"layers, {layout.num_kv_heads} heads of {layout.head_dim})"
             )
+
+    def _given_kv(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Returns keys and values of this rank's heads in the pool's order."""
+        layout = self._layout
         kv = matrix.view(len(matrix), layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
         kv = kv[..., slice(*layout.head_range), :].permute(1, 2, 0, 3, 4).contiguous()
         if self._order is not None:

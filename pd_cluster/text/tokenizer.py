@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
 from pd_cluster.checkpoints.json_files import read_json
+from pd_cluster.checkpoints.plain_files import read_plain
 from pd_cluster.checkpoints.sentencepiece import tokenizer_text
 from pd_cluster.errors import ModelError, called
 from pd_cluster.text.chat_template import ChatTemplate
@@ -193,7 +194,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _find_template(path: Path, config: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
-    source = file.read_text("utf-8") if file.exists() else config.get("chat_template")
+    source = read_plain(file).decode("utf-8") if file.exists() else config.get("chat_template")
     if source is None and (file := path / "chat_template.json").exists():  # of models that take pictures
         source = read_json(file).get("chat_template")
     if isinstance(source, list):  # [{"name": "default", "template": …}, …]

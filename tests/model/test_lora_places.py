@@ -31,6 +31,7 @@ from tests.support.adapters import linear_modules, loaded
 from tests.support.checkpoints import CONFIGS
 from tests.support.engines import make_core, random_prompt, run
 from tests.support.ranks import ranks
+from tests.support.sparse_files import MANY_NBYTES, num_bytes_read
 
 Checkpoints = Callable[..., Path]
 NUM_TOKENS = 6
@@ -370,3 +371,16 @@ def test_what_does_not_fit_is_refused_by_name(
     with pytest.raises(ModelError, match=why):
         sparse.runner.held.load_adapter(LoraFolder.read(tmp_path, 16))  # type: ignore[attr-defined]
     assert not sparse.runner.held.variants  # type: ignore[attr-defined]
+
+
+def test_numbers_that_fit_nowhere_are_not_read(sparse: EngineCore, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+    shapes = {f"model.layers.0.self_attn.q_proj.{A}": (4, 64), f"model.layers.1.self_attn.q_proj.{A}": (4, 1 << 22)}
+    given = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    given |= {name.replace(A, B): torch.zeros(64, 4) for name in shapes}
+    save_file(given, tmp_path / WEIGHTS)
+    found = LoraFolder.read(tmp_path, 16)
+    before = num_bytes_read()
+    with pytest.raises(ModelError, match=r"layers.1.self_attn.q_proj: A \[4, 4194304\] .* do not fit"):
+        sparse.runner.held.load_adapter(found)  # type: ignore[attr-defined]
+    assert num_bytes_read() - before < MANY_NBYTES

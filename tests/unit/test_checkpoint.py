@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from pathlib import Path
@@ -16,6 +17,7 @@ from pd_cluster.checkpoints.weight_files import SAMPLE_NBYTES
 from pd_cluster.errors import ModelError
 from pd_cluster.settings.engine import EngineConfig
 from tests.support.checkpoints import make_tokenizer
+from tests.support.sparse_files import MANY_NBYTES, num_bytes_read, padded
 
 DATA_NBYTES = 4 * SAMPLE_NBYTES
 
@@ -434,6 +436,37 @@ def test_a_file_that_is_cut_short(folder: Path) -> None:
     assert fault(folder) == (
         f"{where}: cut short: its header tells of 4096 bytes of weights, and 4095 are there; copy or download it again"
     )
+
+
+def test_bytes_behind_the_weights_are_refused_before_they_are_read(folder: Path) -> None:
+    where = folder / "model.safetensors"
+    padded(where, 2 << 30)
+    before = num_bytes_read()
+    assert fault(folder) == f"{where}: 2147483648 bytes follow its last tensor; copy or download it again"
+    assert num_bytes_read() - before < MANY_NBYTES
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors.index.json", "generation_config.json"]
+)
+def test_files_that_are_too_large_or_no_files(folder: Path, name: str) -> None:
+    where = folder / name
+    if name.endswith("index.json"):
+        (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    where.touch()
+    padded(where, 2 << 30)
+    before = num_bytes_read()
+    assert fault(folder).startswith(f"{where}: 2147")
+    assert num_bytes_read() - before < MANY_NBYTES
+    where.unlink()
+    os.mkfifo(where)
+    assert fault(folder) == f"{where}: not a file"
+
+
+def test_a_pipe_in_the_weights_place_keeps_nobody_waiting(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    assert fault(folder) == f"{folder / 'model.safetensors'}: not a file"
 
 
 @pytest.mark.parametrize("header", [b"{}x", b"[1]", b'{"a": 1}', b'{"a": {"dtype": "F32", "data_offsets": []}}'])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import math
 import os
@@ -13,7 +15,9 @@ from typing import Any
 import pytest
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.checkpoints.plain_files import STEP_NBYTES, read_digested
 from pd_cluster.errors import ModelError
+from tests.support.sparse_files import MANY_NBYTES, num_bytes_read, padded
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
 A, B = f"{PREFIX}.lora_A.weight", f"{PREFIX}.lora_B.weight"
@@ -178,7 +182,7 @@ def test_tensors_that_are_refused(tmp_path: Path, tensors: Tensors, why: str) ->
 @pytest.mark.parametrize(
     ("header", "data", "length", "why"),
     [
-        (b"", b"", 1 << 60, "not a whole safetensors file"),
+        (b"", b"", 1 << 60, "not a safetensors file .its header does not fit"),
         (b"{}", b"", 0, "not a safetensors file"),
         (b"[]", b"", None, "not a safetensors file"),
         (b'{"x": 1}', b"", None, "not a safetensors file"),
@@ -197,9 +201,9 @@ def test_tensors_that_are_refused(tmp_path: Path, tensors: Tensors, why: str) ->
             json.dumps({A: {"dtype": "F32", "shape": [4, 8], "data_offsets": [-128, 0]}}).encode(),
             b"",
             None,
-            "its place",
+            "not a safetensors file",
         ),
-        (json.dumps({A: {"dtype": "F32", "shape": [1e3, 8], "data_offsets": [0, 1]}}).encode(), b"", None, "matrix"),
+        (json.dumps({A: {"dtype": "F32", "shape": [1e3, 8], "data_offsets": [0, 1]}}).encode(), b"1", None, "matrix"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, header: bytes, data: bytes, length: int | None, why: str) -> None:
@@ -207,6 +211,74 @@ def test_files_that_are_refused(tmp_path: Path, header: bytes, data: bytes, leng
     write_file(folder, header, data, length)
     with pytest.raises(ModelError, match=why):
         read(folder)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        ([0, 128], [96, 192], f"{B!r}: overlaps another tensor"),
+        ([0, 128], [136, 232], f"{B!r}: follows 8 bytes that no tensor has"),
+        ([8, 136], [136, 232], f"{A!r}: follows 8 bytes that no tensor has"),
+    ],
+)
+def test_tensors_follow_one_another(tmp_path: Path, first: list[int], second: list[int], why: str) -> None:
+    folder = write(tmp_path / "a")
+    header = {
+        A: {"dtype": "F32", "shape": [4, 8], "data_offsets": first},
+        B: {"dtype": "F32", "shape": [6, 4], "data_offsets": second},
+    }
+    write_file(folder, json.dumps(header).encode(), bytes(second[1]))
+    with pytest.raises(ModelError, match=why):
+        read(folder)
+
+
+def test_bytes_behind_the_tensors_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    padded(folder / "adapter_model.safetensors", 2 << 30)
+    before = num_bytes_read()
+    with pytest.raises(ModelError, match="2147483648 bytes follow its last tensor"):
+        read(folder)
+    assert num_bytes_read() - before < MANY_NBYTES
+
+
+def test_a_rank_above_the_limit_is_refused_before_its_numbers_are_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", {})
+    tensors = {A: [64, 1 << 23], B: [6, 64]}  # 2 GiB, in a hole
+    header, at = {}, 0
+    for name, shape in tensors.items():
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at := at + math.prod(shape) * 4]}
+    write_file(folder, json.dumps(header).encode())
+    padded(folder / "adapter_model.safetensors", at)
+    before = num_bytes_read()
+    with pytest.raises(ModelError, match="rank 64 is above"):
+        read(folder)
+    assert num_bytes_read() - before < MANY_NBYTES
+
+
+def test_a_large_file_is_read_in_steps_and_once(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", {A: ("F32", [4, 1 << 20]), B: ("F32", [6, 4])})
+    before = num_bytes_read()
+    found = read(folder)
+    data = found.weights()
+    assert num_bytes_read() - before < 2 * found.file_nbytes + MANY_NBYTES
+    assert bytes(data[:]) == found.file.read_bytes()
+    with found.file.open("rb") as stream:
+        steps = Steps(stream.read())
+    read_digested(steps, found.file_nbytes, digest := hashlib.sha256())
+    assert digest.digest() == hashlib.sha256(data).digest()
+    assert max(steps.asked) <= STEP_NBYTES
+
+
+class Steps(io.BytesIO):
+    """Counts how much is asked for at once."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.asked: list[int] = []
+
+    def readinto(self, buffer: Any) -> int:
+        self.asked.append(len(buffer))
+        return super().readinto(buffer)
 
 
 def _remove(folder: Path, name: str) -> None:

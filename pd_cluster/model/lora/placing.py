@@ -7,6 +7,7 @@ parts up.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +55,15 @@ class Placing:
         self._numbers = Numbers(folder)
 
     def puts(self) -> list[Put]:
-        """Returns what puts each part of the adapter into a slot; on error, nothing is in any."""
+        """Returns what puts each part of the adapter into a slot; on error, nothing is in any.
+
+        All shapes are placed before the file is read, so that nothing is read of one that does not fit the model.
+        """
+        self._parts()
+        self._numbers.read()
+        return self._parts()
+
+    def _parts(self) -> list[Put]:
         tensors = self._folder.tensors
         self._check_device()
         puts = [self._embedding_part(name, pair) for name, pair in tensors.embeddings.items()]
@@ -181,7 +190,8 @@ class Placing:
         """Checks a weight of the base that PEFT saves with an adapter of it."""
         own = self._weights.stored(self._key_of(name))
         given = self._numbers.tensor(f"{name}.base_layer", stored, keeps_dtype=True)
-        if own is None or own.shape != given.shape or not torch.equal(own.to(given.dtype), given):
+        fits = own is not None and own.shape == given.shape
+        if not fits or not (given.is_meta or torch.equal(own.to(given.dtype), given)):
             raise ModelError(
                 f"{self._numbers.place(name)}.base_layer.weight: not this model's own weight, on which alone the "
                 f"adapter is right; if the base was not changed, save the adapter with save_embedding_layers=False"
@@ -205,11 +215,17 @@ class Placing:
 
 
 class Numbers:
-    """The numbers of an adapter's file, in float32, with the scale in each B. Raises ModelError."""
+    """The numbers of an adapter's file, in float32, with the scale in each B; shapes alone before `read`.
+
+    Raises ModelError.
+    """
 
     def __init__(self, folder: LoraFolder) -> None:
         self.folder = folder
-        self._data = bytearray(folder.weights())
+        self._data: mmap.mmap | None = None
+
+    def read(self) -> None:
+        self._data = self.folder.weights()
 
     def place(self, name: str) -> str:
         return f"{self.folder.file}: {name}"
@@ -217,12 +233,14 @@ class Numbers:
     def pair(self, name: str, pair: Pair) -> LowRank:
         low = LowRank(self.tensor(name, pair.a), self.tensor(name, pair.b).clone())
         low.b.mul_(self.folder.settings.scale_of(name))
-        if not low.b.isfinite().all():
+        if self._data is not None and not low.b.isfinite().all():
             raise ModelError(f"{self.place(name)}: numbers too large for float32 once they are scaled (lora_alpha)")
         return low
 
     def tensor(self, name: str, stored: Stored, keeps_dtype: bool = False) -> torch.Tensor:
         """Returns a tensor of the file. Raises ModelError if one of its numbers is none."""
+        if self._data is None:
+            return torch.empty(stored.shape, dtype=DTYPES[stored.dtype] if keeps_dtype else None, device="meta")
         count = math.prod(stored.shape)
         found = torch.frombuffer(self._data, dtype=DTYPES[stored.dtype], count=count, offset=stored.start)
         if not found.isfinite().all():

@@ -12,7 +12,8 @@
 #
 # Two defaults are the deployment guide's, not `pd-cluster serve`'s: sampling defaults are not the model's
 # (--generation-config=vllm) and a request must name the model (--require-model). They are set as variables, so flags
-# come before them: --generation-config=auto, --no-require-model.
+# come before them: --generation-config=auto, --no-require-model. Streams outlive their scheduler by 30 s, unless a
+# variable or a flag says --resume-window.
 #
 # Where CANN is installed (ASCEND_ROOT, /usr/local/Ascend by default) and this shell has not sourced it yet, its
 # environment is sourced.
@@ -27,6 +28,10 @@ root=$(CDPATH='' cd -- "$(dirname -- "$self")/.." && pwd -P)
 
 export PD_CLUSTER_SERVE_GENERATION_CONFIG="${PD_CLUSTER_SERVE_GENERATION_CONFIG:-vllm}"
 export PD_CLUSTER_SERVE_REQUIRE_MODEL="${PD_CLUSTER_SERVE_REQUIRE_MODEL:-1}"
+case "${USE_OPENAI:-1} ${PD_CLUSTER_SERVE_RESUME_WINDOW-} $*" in
+"1  "*--resume[-_]window*) ;;
+"1  "*) export PD_CLUSTER_SERVE_RESUME_WINDOW=30 PD_CLUSTER_SERVE_RESUME_SCHEDULER_ONLY=1 ;;
+esac
 
 if [ -x "$root/.venv/bin/pd-cluster" ] && [ -x "$root/.venv/bin/python" ]; then
     exec "$root/.venv/bin/python" "$root/.venv/bin/pd-cluster" serve "$@"

@@ -154,7 +154,7 @@ def up(
         api_keys=keys,
         metrics_key=metrics_keys[-1] if metrics_keys else "",
     )
-    raise typer.Exit(_run(launch))
+    raise typer.Exit(_run(launch.with_lasting_streams(os.environ)))
 
 
 @app.command(rich_help_panel=LOOK)

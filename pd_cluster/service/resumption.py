@@ -85,6 +85,7 @@ class Ticket:
 class Resumption:
     def __init__(self, settings: ResumeSettings) -> None:
         self._window_s, self._room_nbytes = settings.window_s, settings.memory_mib << 20
+        self._outlives_client = not settings.is_for_schedulers
 
     @property
     def is_on(self) -> bool:
@@ -94,7 +95,7 @@ class Resumption:
         """Has the generation's stream kept. `place`: where it was found, for one that resumes."""
         written = msgspec.msgpack.encode(recipe)
         keep = wire.Keep(ticket.digest, self._window_s, self._room_nbytes, written, owner=ticket.owner)
-        generation.kept = KeptStream(keep, place)
+        generation.kept = KeptStream(keep, place, outlives_client=self._outlives_client)
         if place is not None and place.found.order is not None:
             generation.resume(place.found.order)
 

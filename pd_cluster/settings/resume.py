@@ -14,7 +14,10 @@ MOST_MEMORY_MIB = 64 << 10
 
 
 class ResumeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`window_s` 0: no stream outlives its connection. `memory_mib`: of what each instance keeps."""
+    """`window_s` 0: no stream outlives its connection. `memory_mib`: of what each instance keeps.
+
+    `is_for_schedulers`: none outlives a client that leaves.
+    """
 
     window_s: Annotated[
         float,
@@ -34,6 +37,15 @@ class ResumeSettings(msgspec.Struct, frozen=True, kw_only=True):
             after="resume_window",
         ),
     ] = 64
+    is_for_schedulers: Annotated[
+        bool,
+        REQUESTS(
+            "Streams outlive their scheduler only: a client that leaves ends its stream at once, as without "
+            "--resume-window.",
+            name="resume_scheduler_only",
+            after="resume_memory",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         check(self)

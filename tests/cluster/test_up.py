@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -25,6 +26,7 @@ import pytest
 from pd_cluster.cluster.tenancy.key_file import KeyFile, write_key_file
 from pd_cluster.commands.cli import main
 from tests.support.cluster import free_port_pair
+from tests.support.resuming import EventReader, data_of, id_of, resuming, token_ids_of
 
 WAIT_S = 90.0
 LOGS = "/dashboard/api/instances/decode-0/logs"
@@ -176,6 +178,60 @@ def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[.
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_stream_outlives_the_only_scheduler_and_not_its_client(
+    up: Callable[..., Up], checkpoint: Checkpoints
+) -> None:
+    port = free_port_pair()
+    model = checkpoint("llama", max_position_embeddings=4096)
+    started = up(port, "--", "--max-model-len=4096", "--num-blocks=1200", model=str(model))
+    started.await_line("ready after")
+    url = f"http://127.0.0.1:{port}"
+    body = {"prompt": [7, 8, 9], "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with EventReader(url, body) as reader:
+        whole = list(reader)
+    with EventReader(url, body) as reader:
+        events = reader.take(40)
+        token = reader.token
+        os.kill(pid_of(started, "--scheduler-key-file"), signal.SIGKILL)
+        with contextlib.suppress(httpx.HTTPError):
+            events += reader
+    assert 40 <= len(events) < len(whole)
+    started.await_line(r"scheduler was started again")
+    with listening(url, id_of(events[-1])) as reader:
+        assert reader.answer.status_code == 200, reader.answer.text
+        assert id_of(events[0]).startswith(token)
+        events += reader
+    assert [data_of(event) for event in events] == [data_of(event) for event in whole]
+    assert token_ids_of(events) == token_ids_of(whole)
+    with EventReader(url, body) as reader:
+        (event,) = reader.take(1)
+    with listening(url, id_of(event)) as reader:
+        assert reader.answer.status_code == 404
+    started.process.send_signal(signal.SIGINT)
+    assert started.process.wait(WAIT_S) == 0
+
+
+def pid_of(started: Up, flag: str) -> int:
+    (pid,) = [pid for pid in started.descendants() if flag in Path(f"/proc/{pid}/cmdline").read_text()]
+    return pid
+
+
+@contextlib.contextmanager
+def listening(url: str, last_id: str) -> Iterator[EventReader]:
+    """Asks for the rest of a stream as soon as a scheduler listens."""
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        try:
+            with resuming(url, last_id, patience_s=WAIT_S) as reader:
+                yield reader
+            return
+        except httpx.ConnectError:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+
+
 def test_in_a_terminal_a_table_stays_below_the_lines(model: str) -> None:
     port = free_port_pair()
     ours, theirs = pty.openpty()

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHOWN = ("TOOLKIT", "ATB", "LD_LIBRARY_PATH", "PD_CLUSTER_SERVE_GENERATION_CONFIG", "PD_CLUSTER_SERVE_REQUIRE_MODEL")
+DEFAULTS = ("PD_CLUSTER_SERVE_GENERATION_CONFIG", "PD_CLUSTER_SERVE_REQUIRE_MODEL")
+LASTING = ("PD_CLUSTER_SERVE_RESUME_WINDOW", "PD_CLUSTER_SERVE_RESUME_SCHEDULER_ONLY")
+SHOWN = ("TOOLKIT", "ATB", "LD_LIBRARY_PATH", *DEFAULTS, *LASTING)
 # As CANN's scripts are: they do not know `set -eu`, their last status means nothing, and that of ATB is for bash only.
 TOOLKIT = """\
 export ASCEND_TOOLKIT_HOME={home}
@@ -101,8 +103,25 @@ def test_ascend_toolkit_home_names_the_toolkit(script: Path, tmp_path: Path, ins
 
 
 def test_the_defaults_are_the_guide_s_and_the_operator_s_come_first(script: Path) -> None:
-    names = ("PD_CLUSTER_SERVE_GENERATION_CONFIG", "PD_CLUSTER_SERVE_REQUIRE_MODEL")
     found = start(script, "sh", "--generation-config=auto", ASCEND_ROOT="/nowhere")
-    assert [found[name] for name in names] == ["vllm", "1"]
-    own = dict(zip(names, ("auto", "0"), strict=True))
-    assert [start(script, ASCEND_ROOT="/nowhere", **own)[name] for name in names] == ["auto", "0"]
+    assert [found[name] for name in DEFAULTS] == ["vllm", "1"]
+    own = dict(zip(DEFAULTS, ("auto", "0"), strict=True))
+    assert [start(script, ASCEND_ROOT="/nowhere", **own)[name] for name in DEFAULTS] == ["auto", "0"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "window"),
+    [
+        ((), {}, ["30", "1"]),
+        ((), {"USE_OPENAI": "1"}, ["30", "1"]),
+        ((), {"USE_OPENAI": "0"}, ["", ""]),
+        ((), {LASTING[0]: "0"}, ["0", ""]),
+        (("--port=1", "--resume-window=5"), {}, ["", ""]),
+        (("--resume_window", "5"), {}, ["", ""]),
+    ],
+)
+def test_streams_outlive_their_scheduler_unless_the_operator_says_otherwise(
+    script: Path, flags: tuple[str, ...], env: dict[str, str], window: list[str]
+) -> None:
+    found = start(script, "sh", *flags, ASCEND_ROOT="/nowhere", **env)
+    assert [found[name] for name in LASTING] == window

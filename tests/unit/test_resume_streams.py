@@ -72,6 +72,25 @@ def test_a_client_that_leaves_lets_its_legs_go_on() -> None:
     run(check())
 
 
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_a_stream_for_lost_schedulers_alone_ends_when_its_client_leaves(is_stopping: bool) -> None:
+    async def check() -> None:
+        world = RouterWorld()
+        own = KeptStream(wire.Keep(DIGEST, WINDOW_S, ROOM, b"recipe"), outlives_client=False)
+        serving, first, name = await world.begin(kept=own)
+        world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=PromptOutput(name, 0, 1))
+        await first
+        if is_stopping:
+            world.router.end_all()
+        await serving.aclose()
+        then, aborted = ("go on", []) if is_stopping else ("forget", ["to-prefill-0"])
+        assert world.mailbox.of(wire.Release) == [("to-decode-0", wire.Release(name, 0, then))]
+        assert [conn for conn, _ in world.mailbox.of(wire.Abort)] == aborted
+        world.assert_home()
+
+    run(check())
+
+
 def test_the_next_attempt_keeps_what_was_delivered() -> None:
     async def check() -> None:
         world = RouterWorld()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from pd_cluster.engine.start.preloader import forks_are_safe
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.engine import SHIPPED_MODEL, model_name
+from pd_cluster.settings.setting import variable_of
 
 SPAWN = "--spawn"  # a flag of `pd-cluster serve`
+# As scripts/start_servers.sh and the Helm chart have it.
+LASTING_STREAMS = MappingProxyType({variable_of("resume_window"): "30", variable_of("resume_scheduler_only"): "1"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,7 @@ class Launch:
     openai: bool = True
     api_keys: list[str] = field(default_factory=list, repr=False)
     metrics_key: str = field(default="", repr=False)
+    scheduler_variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def model_folder(self) -> str:
@@ -83,6 +88,11 @@ class Launch:
             if name == wanted:
                 found = value if equals else following
         return found
+
+    def with_lasting_streams(self, env: Mapping[str, str]) -> Launch:
+        """Returns this launch with streams that outlive their scheduler, unless its flags or `env` say otherwise."""
+        says_so = self._value_of("--resume-window") or variable_of("resume_window") in env
+        return self if says_so or not self.openai else replace(self, scheduler_variables=LASTING_STREAMS)
 
     @property
     def has_keys(self) -> bool:

@@ -99,7 +99,7 @@ def plan_cluster(launch: Launch, folder: Path, reservations: Reservations | None
     keys = {KEYS_VARIABLE: " ".join(launch.api_keys)} if launch.api_keys else {}
     if launch.metrics_key:
         keys[METRICS_KEY_VARIABLE] = launch.metrics_key
-    env = {**common, "RANK_TABLE_FILE_PATH": str(folder / host_table), **keys}
+    env = {**common, "RANK_TABLE_FILE_PATH": str(folder / host_table), **launch.scheduler_variables, **keys}
     files = [f"--secret-file={secret}", f"--scheduler-key-file={key}", f"--admin-token-file={token}"]
     for index, name in enumerate(launch.scheduler_names):
         port, own = launch.port_of(index), list(files)

@@ -32,10 +32,14 @@ class RecordPlace:
 
 @dataclass(slots=True)
 class KeptStream:
-    """A stream, as it is kept at an instance. `place`: where it was found, for one that resumes."""
+    """A stream, as it is kept at an instance. `place`: where it was found, for one that resumes.
+
+    `outlives_client`: whether it goes on when its client has left.
+    """
 
     keep: wire.Keep = field(repr=False)
     place: RecordPlace | None = None
+    outlives_client: bool = True
     prompt: PromptOutput | None = field(default=None, repr=False)
     tokens: list[TokenOutput] = field(default_factory=list, repr=False)  # delivered so far
 

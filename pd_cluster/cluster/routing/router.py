@@ -282,7 +282,7 @@ class Router:
             return "stop"
         if self.entrance.is_closed:
             return "go on"
-        if _how_ended(stream, error) == "failed":
+        if _how_ended(stream, error) == "failed" or stream.kept is None or not stream.kept.outlives_client:
             return "forget"
         return "stop" if self.entrance.num_waiting else "go on"  # others need the instance; what is kept is enough
 

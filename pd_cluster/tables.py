@@ -31,6 +31,7 @@ from rich.table import Table
 
 from pd_cluster import host
 from pd_cluster.errors import ConfigError
+from pd_cluster.output_files import write_output
 
 Better = Literal["higher", "lower"]
 GIT_TIMEOUT_S = 5.0
@@ -87,10 +88,7 @@ class Report:
 
     def write(self, file: str) -> None:
         """Writes the report. Raises ConfigError when the file cannot be written."""
-        try:
-            Path(file).write_text(json.dumps(self.to_json(), indent=2) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--json {file}: cannot be written: {error.strerror}") from None
+        write_output(file, "--json", (json.dumps(self.to_json(), indent=2) + "\n").encode())
 
     def show(self, title: str) -> None:
         """Prints the table; the columns for goals appear only where there is a goal."""

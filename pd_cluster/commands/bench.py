@@ -61,7 +61,8 @@ def serve(
     against: Annotated[
         str,
         typer.Option(
-            help="Ask other servers in turn: hybrid (the decode instances compute everything), vllm. Default model: "
+            help="Ask other servers in turn: hybrid (the decode instances compute everything), resume (streams outlive "
+            "their scheduler), vllm. Default model: "
             "one of 125 million parameters that is made for it."
         ),
     ] = "",

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.seal import NAME_LENGTH, Seal
+from pd_cluster.private_files import FOLDER, READ, open_folder, remove, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +30,6 @@ UNFINISHED = re.compile(rf"[0-9a-f]{{{NAME_LENGTH}}}\.tmp")
 LOCK_WAIT_S = 10.0  # for a predecessor that is about to end
 PAUSE_S = 0.05
 TOLD_EVERY_S = 60.0  # that blocks cannot be written
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in a file's place keeps nobody waiting
-CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # other errors say nothing about the file
 
 
@@ -44,7 +42,7 @@ class DiskStore:
         self._path = root / place
         self.num_bad = 0
         self._told_s = float("-inf")
-        self._folder = _private_folder(root, place)
+        self._folder = open_folder(root, place, "--kv-disk-cache")
         try:
             self._lock = _locked(self._folder, self._path)
         except BaseException:
@@ -72,7 +70,7 @@ class DiskStore:
         is_whole = self._is_whole(known)
         if content is None or not is_whole or content in self._name_of:
             self.num_bad += content is not None and not is_whole
-            _remove(folder, name)
+            remove(folder, name)
             return
         found.append((known.st_mtime, content))
         self._name_of[content] = name
@@ -82,7 +80,7 @@ class DiskStore:
         name = self._seal.names(content)[0]
         try:
             with self._shard(name[:2], makes=True) as folder, memoryview(self._seal.seal(content, block)) as sealed:
-                _write(folder, name, sealed)
+                write_whole(folder, name, sealed)
         except OSError as error:
             if time.monotonic() > self._told_s + TOLD_EVERY_S:
                 self._told_s = time.monotonic()
@@ -131,7 +129,7 @@ class DiskStore:
         for content in contents:
             if (name := self._name_of.pop(content, None)) is not None:
                 with contextlib.suppress(OSError), self._shard(name[:2]) as folder:
-                    _remove(folder, name)
+                    remove(folder, name)
 
     def clear(self) -> None:
         self.discard(list(self._name_of))
@@ -163,30 +161,6 @@ class DiskStore:
             os.close(folder)
 
 
-def _private_folder(root: Path, place: str) -> int:
-    """Opens `root`/`place` part by part, making what is missing. Raises ConfigError."""
-    path = Path()
-    folder: int | None = None
-    for part in (str(root), *Path(place).parts):
-        path, above = path / part, folder
-        try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(part, 0o700, dir_fd=above)
-            folder = os.open(part, FOLDER, dir_fd=above)
-        except OSError as error:
-            told = "must be a folder" if error.errno in (errno.ENOTDIR, errno.ELOOP) else error.strerror
-            raise ConfigError(f"--kv-disk-cache {path}: {told}") from None
-        finally:
-            if above is not None:
-                os.close(above)
-        known = os.fstat(folder)
-        if known.st_uid != os.getuid() or known.st_mode & 0o077:
-            os.close(folder)
-            raise ConfigError(f"--kv-disk-cache {path}: must be a folder of this user's with mode 0700")
-    assert folder is not None
-    return folder
-
-
 def _locked(folder: int, path: Path) -> int:
     """Returns the descriptor that keeps others from the folder. Raises ConfigError."""
     try:
@@ -203,26 +177,3 @@ def _locked(folder: int, path: Path) -> int:
                 os.close(file)
                 raise ConfigError(f"--kv-disk-cache {path}: another process uses it") from None
             time.sleep(PAUSE_S)
-
-
-def _write(folder: int, name: str, sealed: memoryview) -> None:
-    """Writes a file beside its place and renames it. Raises OSError, and then leaves nothing."""
-    unfinished = f"{name}.tmp"
-    _remove(folder, unfinished)
-    try:
-        file = os.open(unfinished, CREATE, 0o600, dir_fd=folder)
-        try:
-            at = 0
-            while at < len(sealed):
-                at += os.write(file, sealed[at:])
-        finally:
-            os.close(file)
-        os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except OSError:
-        _remove(folder, unfinished)
-        raise
-
-
-def _remove(folder: int, name: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(name, dir_fd=folder)

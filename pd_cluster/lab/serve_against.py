@@ -1,9 +1,10 @@
-"""`pd-cluster bench serve --against hybrid,vllm`: prefill and decode instances beside other servers, in turn.
+"""`pd-cluster bench serve --against hybrid,resume,vllm`: prefill and decode instances beside other servers, in turn.
 
 All have the same model, the same cores of this machine and the same requests, and none caches prefixes. "hybrid" is the
 same cluster with its prefill instances drained: they lend their cores, and the decode instances compute everything.
-"vllm" is vLLM's own server for CPU. A ratio compares runs of one round, which follow each other. Each round begins with
-constant work on two cores and no server: no server's times between tokens can be more even than the machine's.
+"resume" is the same cluster with streams that outlive their scheduler, as those of `up`. "vllm" is vLLM's own server
+for CPU. A ratio compares runs of one round, which follow each other. Each round begins with constant work on two cores
+and no server: no server's times between tokens can be more even than the machine's.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ from pd_cluster.lab.spec import PeerResult, Spec, Workload
 from pd_cluster.lab.tiny_model import QUICK_SHAPE, ModelShape
 from pd_cluster.tables import Report, Result, check_writable, percentile, spread
 
-SPLIT, HYBRID, VLLM = "split", "hybrid", "vllm"
-OTHERS = (HYBRID, VLLM)
+SPLIT, HYBRID, RESUME, VLLM = "split", "hybrid", "resume", "vllm"
+OTHERS = (HYBRID, RESUME, VLLM)
+LASTING = ("--resume-window=30", "--resume-scheduler-only")
 MOST_P99 = 1.3  # times the mean between tokens
 STEADY_S, STEADY_DEADLINE_S = 10.0, 120.0
 GOALS = {(HYBRID, "tokens"): 0.95, (VLLM, "tokens"): 1.0, (VLLM, "ttft"): 1.0}
@@ -171,6 +173,9 @@ async def _targets(bench: AgainstBench, model: str, folder: Path) -> AsyncIterat
         targets[SPLIT] = Target(url, lambda: _put_prefill(cluster, in_service=True))
         if HYBRID in bench.others:
             targets[HYBRID] = Target(url, lambda: _put_prefill(cluster, in_service=False))
+        if RESUME in bench.others:
+            own = dataclasses.replace(bench.serve, model=model, more_flags=(*bench.serve.more_flags, *LASTING))
+            targets[RESUME] = Target((await stack.enter_async_context(own_cluster(own))).launch.url, _nothing)
         if VLLM in bench.others:
             try:
                 address = await stack.enter_async_context(_vllm(bench, model, folder))

@@ -74,7 +74,7 @@ def build(flags: tuple[str, ...]) -> Path:
         raise KernelsUnavailable("no C compiler (gcc or cc) on PATH")
     for _ in range(MOST_TRIES):
         target = _target(compiler, flags)
-        if target.exists() or _compile(compiler, flags, target):
+        if (target.is_file() and not target.is_symlink()) or _compile(compiler, flags, target):
             return target
     raise KernelsUnavailable(f"{FOLDER} changed during each of {MOST_TRIES} compilations")
 

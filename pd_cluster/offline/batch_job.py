@@ -31,6 +31,7 @@ from pd_cluster.offline.batch_lines import (
 )
 from pd_cluster.offline.batch_progress import shown
 from pd_cluster.offline.session import Offline, OfflineConfig
+from pd_cluster.output_files import open_output
 
 STANDARD = "-"
 SYNC_EVERY_S = 1.0
@@ -155,9 +156,9 @@ def opened_target(name: str) -> Iterator[Target]:
     try:
         is_new = not Path(name).exists()
         is_file = is_new or stat.S_ISREG(Path(name).stat().st_mode)
-        fd = os.open(name, (os.O_RDWR if is_file else os.O_WRONLY) | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise ConfigError(f"-o {name}: cannot be written: {error.strerror}") from None
+    fd = open_output(name, "-o", os.O_RDWR if is_file else os.O_WRONLY)
     with os.fdopen(fd, "rb" if is_file else "wb", closefd=True) as file:
         if is_new:
             _sync_folder_of(name)

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import sqlite3
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from pd_cluster.errors import ConfigError, RequestNotFound, called
+from pd_cluster.private_files import check_folder, open_own
 from pd_cluster.service.helpers.fair_pool import FairPool
 from pd_cluster.settings.kept_responses import KeptResponses
 
@@ -80,10 +80,8 @@ class ResponseStore:
         named = f"{called('response_store')} {config.folder}"
         try:
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = self.file.parent.stat()
-            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-                raise ConfigError(f"{named}: others can open it; give a folder of mode 0700 that this user owns")
-            os.close(os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            check_folder(self.file.parent, called("response_store"), (FILE, f"{FILE}-wal", f"{FILE}-shm"))
+            os.close(open_own(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC))
             self._connection.executescript(SCHEMA)
             while self._expire():
                 pass

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import time
 from pathlib import Path
+
+from pd_cluster.private_files import APPEND, open_folder, open_own
+
+log = logging.getLogger(__name__)
 
 MAX_FILE_NBYTES = 2 << 20  # then it becomes the older file, of which there is one
 FOLDER = "logs"
+TOLD_EVERY_S = 60.0  # that lines cannot be kept
 
 
 def folder_of(tables: Path) -> Path:
@@ -19,28 +27,41 @@ def file_of(folder: Path, name: str) -> Path:
 
 
 class LogFile:
-    """Appends lines to a process's file, 0600. An error of the disk loses lines and nothing else."""
+    """Appends lines to a process's file, 0600, in a folder of this user's alone.
+
+    An error of the disk loses lines and nothing else; it is told once a minute.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
+        """Makes the folder if there is none. Raises ConfigError: it is not this user's alone."""
         self._file = file_of(folder, name)
-        self._older = self._file.with_suffix(".log.1")
-        folder.mkdir(mode=0o700, exist_ok=True)
-        self._fd = self._open()
-        self._num_bytes = os.fstat(self._fd).st_size
+        self._folder = open_folder(folder, "", "the folder of log lines")
+        self._fd = -1  # of the file, while it is open
+        self._told_s = float("-inf")
+        with contextlib.suppress(OSError):  # the first line tells
+            self._fd = open_own(self._file.name, APPEND, self._folder)
 
     def write(self, line: str) -> None:
         data = f"{line}\n".encode(errors="replace")
         try:
-            if self._num_bytes + len(data) > MAX_FILE_NBYTES:
-                os.close(self._fd)
-                self._file.replace(self._older)
-                self._fd, self._num_bytes = self._open(), 0
-            self._num_bytes += os.write(self._fd, data)
-        except OSError:
-            return
+            if self._fd < 0:
+                self._fd = open_own(self._file.name, APPEND, self._folder)
+            if os.fstat(self._fd).st_size + len(data) > MAX_FILE_NBYTES:
+                self._close_file()
+                older = self._file.with_suffix(".log.1").name
+                os.rename(self._file.name, older, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+                self._fd = open_own(self._file.name, APPEND, self._folder)
+            os.write(self._fd, data)
+        except OSError as error:
+            if time.monotonic() > self._told_s + TOLD_EVERY_S:
+                self._told_s = time.monotonic()
+                log.warning("%s: lines cannot be kept: %s", self._file, error.strerror)
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._close_file()
+        os.close(self._folder)
 
-    def _open(self) -> int:
-        return os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    def _close_file(self) -> None:
+        descriptor, self._fd = self._fd, -1
+        if descriptor >= 0:
+            os.close(descriptor)

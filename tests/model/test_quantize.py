@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ from pd_cluster.model.quantize.methods import awq_scales, gptq, numbers, round_t
 from pd_cluster.model.quantize.schemes import SCHEMES, packed
 from pd_cluster.offline.quality import Quality, samples_of, texts_of
 from pd_cluster.settings.engine import SHIPPED_MODEL
+from tests.support import full_disks
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import random_prompt
 from tests.support.quantized import FORMATS, rewritten, words_of
@@ -154,13 +155,11 @@ def test_an_interrupted_job_continues_with_the_same_numbers(tmp_path: Path, arch
 @contextlib.contextmanager
 def full_disk(nbytes: int) -> Iterator[None]:
     """No file may be larger, and a job says so."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
-    try:
-        with pytest.raises(ConfigError, match=r"out: cannot be written: .*the same command continues$"):
-            yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with (
+        full_disks.full_disk(nbytes),
+        pytest.raises(ConfigError, match=r"out: cannot be written: .*command continues$"),
+    ):
+        yield
 
 
 @pytest.mark.parametrize("nbytes", [4096, 0])
@@ -274,3 +273,19 @@ def test_the_command_on_the_shipped_model(tmp_path: Path) -> None:
         1,
         "pd-cluster: --scheme 'w1': expected one of w8a8, w8a16, w4a16, w4a8, fp8\n",
     )
+
+
+def test_links_and_pipes_in_the_place_of_its_files_are_replaced(tmp_path: Path) -> None:
+    job = QuantizeJob(make_checkpoint(tmp_path / "model", "llama"), tmp_path / "out", W4, "rtn", [])
+    with full_disk(4096):
+        job.run()
+    (tmp_path / "outside").write_text("theirs")
+    partial = next(path for path in (tmp_path / "out").iterdir() if path.is_dir())
+    (tmp_path / "out" / "config.json").symlink_to(tmp_path / "outside")
+    for name in ("rest.safetensors", "layer-00000.new"):
+        (partial / name).unlink(missing_ok=True)
+        (partial / name).symlink_to(tmp_path / "outside")
+    os.mkfifo(tmp_path / "out" / "model.safetensors.index.json")
+    assert job.run() == 21
+    assert (tmp_path / "outside").read_text() == "theirs"
+    assert not any(path.is_symlink() or path.is_fifo() for path in (tmp_path / "out").iterdir())

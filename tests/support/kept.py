@@ -1,12 +1,10 @@
-"""The contents of a folder of kept responses, read past the store, and a disk that takes no byte more."""
+"""The contents of a folder of kept responses, read past the store."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +21,3 @@ def bodies_in(folder: Path) -> dict[str, Any]:
 
 def ids_in(folder: Path) -> list[str]:
     return sorted(bodies_in(folder))
-
-
-@contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """No file of this process grows: each write fails (RLIMIT_FSIZE; Python ignores its signal)."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -31,7 +31,8 @@ from pd_cluster.settings.kept_responses import KeptResponses
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.types import FinishReason, Logprobs, Order, PromptOutput, TokenOutput
 from tests.support.checkpoints import EOS_ID, TEMPLATE, make_tokenizer
-from tests.support.kept import full_disk, ids_in
+from tests.support.full_disks import full_disk
+from tests.support.kept import ids_in
 from tests.support.public_port import Answer, ask, make_app
 from tests.support.router_world import FakeMembership
 

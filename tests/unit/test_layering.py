@@ -20,6 +20,7 @@ PACKAGE = ROOT / "pd_cluster"
 # Each layer may import the layers above it in this list; no two names of one layer import each other.
 LAYERS: list[tuple[str, ...]] = [
     ("errors",),
+    ("output_files", "private_files"),
     ("host", "native"),
     ("types",),
     ("media", "numerics", "parsers", "tables"),

@@ -344,8 +344,17 @@ def test_a_faulty_record_or_folder_is_an_error_that_names_it(tmp_path: Path) -> 
     (store.path / f"{3:020d}").write_bytes(msgspec.json.encode(LeaseRecord(version=4)))
     with pytest.raises(LeaseUnavailable, match="version 4"):
         store.read()
+    (store.path / f"{4:020d}").symlink_to("/dev/zero")
+    os.mkfifo(store.path / f"{5:020d}")
+    for version in (5, 4):
+        with pytest.raises(LeaseUnavailable, match=f"0000{version}"):
+            store.read()
+        (store.path / f"{version:020d}").unlink()
     store.path.chmod(0o755)
     with pytest.raises(ConfigError, match="0700"):
         LeaseFolder(store.path)
+    (tmp_path / "link").symlink_to(store.path)
+    with pytest.raises(ConfigError, match="must be a folder"):
+        LeaseFolder(tmp_path / "link")
     with pytest.raises(ConfigError, match="No such file"):
         LeaseFolder(tmp_path / "none" / "lease")

@@ -18,7 +18,8 @@ import pytest
 from pd_cluster.errors import ConfigError, RequestNotFound
 from pd_cluster.service.response_store import FILE, Kept, ResponseStore
 from pd_cluster.settings.kept_responses import KeptResponses
-from tests.support.kept import full_disk, ids_in
+from tests.support.full_disks import full_disk
+from tests.support.kept import ids_in
 
 MIB = 1 << 20
 
@@ -82,7 +83,7 @@ def test_files_are_the_users_alone(tmp_path: Path) -> None:
 def test_a_folder_that_others_can_open_is_refused(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept").chmod(0o755)
-    with pytest.raises(ConfigError, match=r"--response-store .*kept: others can open it"):
+    with pytest.raises(ConfigError, match=r"--response-store .*kept: must be a folder of this user's with mode 0700"):
         made(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
@@ -130,12 +131,21 @@ def test_a_broken_file_is_refused_and_hurts_no_answer(tmp_path: Path) -> None:
         store.find("a", id_of(1))
 
 
-def test_a_link_in_the_files_place_is_not_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [FILE, f"{FILE}-wal", f"{FILE}-shm"])
+def test_a_link_in_a_files_place_is_not_followed(tmp_path: Path, name: str) -> None:
     (tmp_path / "kept").mkdir(mode=0o700)
-    (tmp_path / "kept" / FILE).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="cannot be used"):
+    (tmp_path / "kept" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=f"{name} is not a file"):
         made(tmp_path)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_link_in_the_folders_place_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "kept").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="kept: must be a folder"):
+        made(tmp_path)
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_full_disk_keeps_nothing(tmp_path: Path) -> None:

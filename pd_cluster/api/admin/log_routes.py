@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from pd_cluster.errors import RequestError, RequestNotFound
+from pd_cluster.private_files import reading
 from pd_cluster.settings.log_files import MAX_FILE_NBYTES, file_of
 from pd_cluster.settings.redaction import redacted
 
@@ -46,12 +47,12 @@ def read_lines(file: Path, name: str, limit: int, after: int) -> dict[str, Any]:
     Raises RequestNotFound if there is no such file.
     """
     try:
-        with file.open("rb") as opened:
+        with reading(file) as opened:
             end = opened.seek(0, 2)
             start = after if 0 <= after <= end else max(0, end - MAX_FILE_NBYTES)
             opened.seek(start)
             data = opened.read(MAX_FILE_NBYTES)
-    except FileNotFoundError:
+    except OSError:
         raise RequestNotFound(
             f"{name}: its lines are kept by what started it (docker logs, kubectl logs, journalctl); "
             f"only `pd-cluster up` keeps them for this command",

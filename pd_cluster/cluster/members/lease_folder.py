@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import os
 import secrets
-import stat
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import msgspec
 
 from pd_cluster.cluster.members.lease import LeaseRecord
 from pd_cluster.errors import ConfigError, LeaseUnavailable, called
+from pd_cluster.private_files import check_folder, open_own, reading
 
 NUM_KEPT = 3  # versions: a reader may have listed one that is removed before it opens it
 MAX_RECORD_NBYTES = 4 << 20
@@ -33,15 +33,7 @@ class LeaseFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            path.mkdir(mode=0o700, exist_ok=True)
-            found = path.stat()
-        except OSError as error:
-            raise ConfigError(f"{called('scheduler_lease')} {path}: {error.strerror}") from None
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise ConfigError(
-                f"{called('scheduler_lease')} {path}: must be a folder of this user that is closed to others (0700)"
-            )
+        check_folder(path, called("scheduler_lease"))
         self._lock = -1
         self._known = 0, b""  # the version that was last read or written, and its file's content
         for left in path.glob("new-*"):  # by a process that was killed while it wrote; others write now
@@ -53,7 +45,7 @@ class LeaseFolder:
         """Keeps this scheduler's number until the process ends. Raises ConfigError if another process has it."""
         flag, file = f"{called('scheduler_index')} {index}", self.path / f"scheduler-{index}"
         try:
-            self._lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._lock = open_own(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{flag}: another scheduler of {self.path} has this number; give each its own") from None
@@ -67,7 +59,7 @@ class LeaseFolder:
                 self._known = 0, b""
                 return LeaseRecord()
             try:
-                with self._file(version).open("rb") as file:
+                with reading(self._file(version)) as file:
                     content = file.read(MAX_RECORD_NBYTES + 1)
                 record = msgspec.json.decode(content, type=LeaseRecord)
             except FileNotFoundError:
@@ -112,7 +104,7 @@ class LeaseFolder:
     def _take_back(self, version: int, written: bytes) -> None:
         """Removes a version that must not count; not another's of this number, which was written meanwhile."""
         with contextlib.suppress(FileNotFoundError):
-            if self._file(version).read_bytes() == written:
+            if self._content(version) == written:
                 self._file(version).unlink()
 
     def _is_known_there(self) -> bool:
@@ -124,7 +116,7 @@ class LeaseFolder:
         if not version:
             return True
         try:
-            return self._file(version).read_bytes() == content
+            return self._content(version) == content
         except FileNotFoundError:
             return False
 
@@ -143,6 +135,11 @@ class LeaseFolder:
             if old <= version - NUM_KEPT:
                 with contextlib.suppress(OSError):
                     self._file(old).unlink()
+
+    def _content(self, version: int) -> bytes:
+        """Raises OSError."""
+        with reading(self._file(version)) as file:
+            return file.read(MAX_RECORD_NBYTES + 1)
 
     def _file(self, version: int) -> Path:
         return self.path / f"{version:0{DIGITS}d}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -12,6 +11,7 @@ from pd_cluster.client.admin import Admin, not_an_admin, raise_unauthorized
 from pd_cluster.commands.trace.png import check_installed, write_png
 from pd_cluster.commands.trace.text import print_requests, print_timeline
 from pd_cluster.errors import ConfigError, PdClusterError
+from pd_cluster.output_files import write_output
 from pd_cluster.tables import check_writable
 
 
@@ -30,7 +30,7 @@ def run(request_id: str, admin: Admin, png: str, json_file: str) -> None:
     else:
         print_requests(admin.url, answer)
     if json_file:
-        _write_json(answer, json_file)
+        write_output(json_file, "--json", (json.dumps(answer, indent=2) + "\n").encode())
     if png:
         write_png(answer, png)
 
@@ -48,10 +48,3 @@ async def _fetch(admin: Admin, path: str, field: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise not_an_admin(response) from None
     return answer
-
-
-def _write_json(answer: dict[str, Any], file: str) -> None:
-    try:
-        Path(file).write_text(json.dumps(answer, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--json {file}: cannot be written: {error.strerror}") from None

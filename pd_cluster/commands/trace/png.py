@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.commands.trace.rows import Chart, Row, chart_of
 from pd_cluster.commands.trace.text import title_of
-from pd_cluster.errors import ConfigError, PdClusterError
+from pd_cluster.errors import PdClusterError
+from pd_cluster.output_files import write_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,10 +42,9 @@ def write_png(timeline: dict[str, Any], file: str) -> None:
     FigureCanvasAgg(figure)
     figure.suptitle(textwrap.fill(title_of(timeline), TITLE_NUM_CHARS), fontsize=11)
     _draw(figure.add_subplot(), chart)
-    try:
-        figure.savefig(file, format="png")
-    except OSError as error:
-        raise ConfigError(f"--png {file}: cannot be written: {error.strerror}") from None
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    write_output(file, "--png", drawn.getvalue())
 
 
 def _draw(axes: Axes, chart: Chart) -> None:

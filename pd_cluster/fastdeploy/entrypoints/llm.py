@@ -10,9 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from pd_cluster.errors import ConfigError
 from pd_cluster.fastdeploy.engine.request import RequestOutput
 from pd_cluster.fastdeploy.engine.sampling_params import SamplingParams
 from pd_cluster.offline import llm
+from pd_cluster.output_files import open_output
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +90,7 @@ def _write_log(line: str) -> None:
     folder = Path(os.environ.get("FD_LOG_DIR") or "log")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / LOG_FILE).open("a", encoding="utf-8") as file:
+        with os.fdopen(open_output(str(folder / LOG_FILE), "FD_LOG_DIR", wait_s=0), "a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} INFO {line}\n")
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         log.warning("%s: cannot be written: %s; %s", folder / LOG_FILE, error, line)

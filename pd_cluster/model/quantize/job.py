@@ -80,7 +80,7 @@ class QuantizeJob:
                 if (done := _earlier(file)) is None:
                     tensors = self._layer(index, layers[index], files, walk, scheme)
                     with self._writing():
-                        save_file(tensors, file.with_suffix(".new"), {"format": "pt"})
+                        save_file(tensors, _free(file.with_suffix(".new")), {"format": "pt"})
                         file.with_suffix(".new").rename(file)
                 elif walk is not None:
                     walk.pass_by(index, done)
@@ -90,7 +90,7 @@ class QuantizeJob:
             if rest:
                 tensors = {name: files[name] for name in rest}
                 with self._writing():
-                    save_file(tensors, partial / "rest.safetensors", {"format": "pt"})
+                    save_file(tensors, _free(partial / "rest.safetensors"), {"format": "pt"})
         config = checkpoint.whole or read_json(self.model / "config.json")
         self._finish(partial, {**config, "quantization_config": scheme.config(["lm_head", *sorted(ignored)])})
         return len(chosen)
@@ -105,7 +105,7 @@ class QuantizeJob:
             raise ConfigError(f"{self.out}: not empty, and no unfinished job like this one; give another folder")
         with self._writing():
             partial.mkdir(parents=True, exist_ok=True)
-            state.with_suffix(".new").write_text(digest, "utf-8")
+            _free(state.with_suffix(".new")).write_text(digest, "utf-8")
             state.with_suffix(".new").rename(state)
         return partial
 
@@ -146,18 +146,24 @@ class QuantizeJob:
         size = sum(part.stat().st_size for part in parts)
         index = {"metadata": {"total_size": size}, "weight_map": places}
         with self._writing():
-            (self.out / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
+            _free(self.out / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
         for file in self.model.iterdir():
             if file.is_file() and not file.name.endswith(NOT_COPIED) and file.name != "config.json":
                 self._copy(file, self.out / file.name)
         with self._writing():
-            (self.out / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
+            _free(self.out / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
             shutil.rmtree(partial)
 
     def _copy(self, file: Path, to: Path) -> None:
-        with self._writing(), to.open("wb") as target:
+        with self._writing(), _free(to).open("xb") as target:
             for chunk in _chunks(file):
                 target.write(chunk)
+
+
+def _free(file: Path) -> Path:
+    """Makes room for a new file: a link or a pipe that lies in its place is neither followed nor waited for."""
+    file.unlink(missing_ok=True)
+    return file
 
 
 def _chunks(file: Path) -> Iterator[bytes]:

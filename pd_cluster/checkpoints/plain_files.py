@@ -50,7 +50,7 @@ def digest_file(stream: Any, digest: Any) -> int:
 def read_digested(stream: Any, nbytes: int, digest: Any) -> mmap.mmap:
     """Returns and digests a file's first `nbytes` (at least 1), in memory that nothing else has touched.
 
-    What is missing is zeros, which are not digested.
+    A file that is shorter leaves zeros, which are not digested.
     """
     data = mmap.mmap(-1, nbytes)
     with memoryview(data) as view:

@@ -45,6 +45,7 @@ from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
 from pd_cluster.lab.child import end_group, last_lines, make_model, run_child
 from pd_cluster.lab.engine.bench import DEFAULT_PEERS_DIR, PEERS
 from pd_cluster.lab.peers import vllm_server
+from pd_cluster.lab.processes import cpu_s
 from pd_cluster.lab.spec import PeerResult, Spec, Workload
 from pd_cluster.lab.tiny_model import QUICK_SHAPE, ModelShape
 from pd_cluster.tables import Report, Result, check_writable, percentile, spread
@@ -87,26 +88,32 @@ def make_bench(serve: ServeBench, against: str, rounds: int, peers_dir: str, qui
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A target's answers in one round, as clients saw them; times in ms."""
+    """A target's answers in one round, as clients saw them; times in ms.
+
+    `cpu_us`: of our scheduler, for each output token.
+    """
 
     tokens: float  # output tokens/s
     ttft: float  # mean
     itl: float  # mean time between arrivals of tokens
     itl_p99: float
     second: float  # median time from token one to token two
+    cpu_us: float = 0.0
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], took_s: float) -> Run:
+    def of(cls, samples: Sequence[Sample], took_s: float, used_s: float = 0.0) -> Run:
         """Raises GenerationError if a request failed."""
         if failed := [sample for sample in samples if sample.error is not None]:
             raise GenerationError(f"{len(failed)} requests failed; the first: {failed[0].error}")
         gaps_ms = [1e3 * gap_s for sample in samples for gap_s in sample.itl_s]
+        num_tokens = sum(sample.num_output_tokens for sample in samples)
         return cls(
-            tokens=sum(sample.num_output_tokens for sample in samples) / took_s,
+            tokens=num_tokens / took_s,
             ttft=1e3 * mean(sample.ttft_s or 0.0 for sample in samples),
             itl=mean(gaps_ms),
             itl_p99=percentile(gaps_ms, 99) or 0.0,
             second=median(1e3 * sample.itl_s[0] for sample in samples),
+            cpu_us=1e6 * used_s / num_tokens,
         )
 
     def __str__(self) -> str:
@@ -137,6 +144,7 @@ class Round:
 class Target:
     url: str
     prepare: Callable[[], Awaitable[None]]
+    scheduler_pid: int = 0  # of a cluster of ours
 
 
 async def run(bench: AgainstBench, json_path: str = "") -> None:
@@ -169,13 +177,14 @@ async def _targets(bench: AgainstBench, model: str, folder: Path) -> AsyncIterat
     async with contextlib.AsyncExitStack() as stack:
         targets: dict[str, Target] = {}
         cluster = await stack.enter_async_context(own_cluster(dataclasses.replace(bench.serve, model=model)))
-        url = cluster.launch.url
-        targets[SPLIT] = Target(url, lambda: _put_prefill(cluster, in_service=True))
+        url, pid = cluster.launch.url, cluster.pid_of("scheduler")
+        targets[SPLIT] = Target(url, lambda: _put_prefill(cluster, in_service=True), pid)
         if HYBRID in bench.others:
-            targets[HYBRID] = Target(url, lambda: _put_prefill(cluster, in_service=False))
+            targets[HYBRID] = Target(url, lambda: _put_prefill(cluster, in_service=False), pid)
         if RESUME in bench.others:
             own = dataclasses.replace(bench.serve, model=model, more_flags=(*bench.serve.more_flags, *LASTING))
-            targets[RESUME] = Target((await stack.enter_async_context(own_cluster(own))).launch.url, _nothing)
+            other = await stack.enter_async_context(own_cluster(own))
+            targets[RESUME] = Target(other.launch.url, _nothing, other.pid_of("scheduler"))
         if VLLM in bench.others:
             try:
                 address = await stack.enter_async_context(_vllm(bench, model, folder))
@@ -267,7 +276,7 @@ async def _rounds(bench: AgainstBench, targets: Mapping[str, Target], folder: Pa
             found: dict[str, Run] = {}
             for name in names[at % len(names) :] + names[: at % len(names)]:
                 await targets[name].prepare()
-                found[name] = await _ask(bench.serve, client, targets[name].url, name)
+                found[name] = await _ask(bench.serve, client, targets[name], name)
                 print(f"round {at + 1} of {bench.rounds}: {name}: {found[name]}", file=sys.stderr, flush=True)
             yield Round(found, steady)
 
@@ -281,14 +290,15 @@ def _steady(folder: Path, seconds: float) -> Steady:
     return Steady(figures["mean_ms"], figures["p99_ms"])
 
 
-async def _ask(serve: ServeBench, client: httpx.AsyncClient, url: str, name: str) -> Run:
+async def _ask(serve: ServeBench, client: httpx.AsyncClient, target: Target, name: str) -> Run:
+    url, pid = target.url, target.scheduler_pid
     model, max_model_len = await ask_model(client, url)
     check_shape(serve, max_model_len)
     bodies = make_bodies(serve, model, serve.concurrency + serve.num_requests)
     await send_all(client, url, bodies[: serve.concurrency], serve.concurrency, f"{name}, warming up")
-    started_s = time.monotonic()
+    started_s, before_s = time.monotonic(), cpu_s(pid) if pid else 0.0
     samples = await send_all(client, url, bodies[serve.concurrency :], serve.concurrency, name)
-    return Run.of(samples, time.monotonic() - started_s)
+    return Run.of(samples, time.monotonic() - started_s, cpu_s(pid) - before_s if pid else 0.0)
 
 
 # ---- figures
@@ -318,6 +328,9 @@ def results(rounds: Sequence[Round]) -> Iterator[Result]:
         sooner = [other.ttft / split.ttft for split, other in pairs]
         yield _figure(f"split / {name}: output tokens", faster, "times", GOALS.get((name, "tokens")), is_rate=True)
         yield _figure(f"{name} / split: mean TTFT", sooner, "times", GOALS.get((name, "ttft")), is_rate=True)
+        if all(split.cpu_us and other.cpu_us for split, other in pairs):
+            costs = [other.cpu_us / split.cpu_us for split, other in pairs]
+            yield _figure(f"{name} / split: scheduler's CPU a token", costs, "times")
 
 
 def _figure(name: str, values: Sequence[float], unit: str, goal: float | None = None, is_rate: bool = False) -> Result:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.lora_folder import WEIGHTS_FILE
+from tests.support.sparse_files import padded
 
 A_OF_Q, B_OF_Q = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{side}.weight" for side in "AB")
 
@@ -55,6 +56,11 @@ def with_a_header_longer_than_the_file(folder: Path) -> None:
 def half_written(folder: Path) -> None:
     data = (folder / WEIGHTS_FILE).read_bytes()
     (folder / WEIGHTS_FILE).write_bytes(data[: len(data) // 2])
+
+
+def with_padding(folder: Path) -> None:
+    """2 GiB, in a hole."""
+    padded(folder / WEIGHTS_FILE, 2 << 30)
 
 
 def without_weights(folder: Path) -> None:
@@ -104,6 +110,7 @@ HOSTILE: list[tuple[Callable[[Path], None], str]] = [
     (with_a_large_header, r"a header of 7516192768 bytes; at most"),
     (with_a_header_longer_than_the_file, r"not a safetensors file .its header does not fit"),
     (half_written, r"cut short"),
+    (with_padding, r"2147483648 bytes follow its last tensor"),
     (without_weights, r"missing"),
     (with_a_pickle, r"may run code"),
     (with_a_pipe, r"not a file"),

@@ -44,13 +44,22 @@ def test_ratios_are_those_within_a_round() -> None:
     assert found["constant work: p99 / mean"].value == pytest.approx(1.2)
 
 
+def test_a_schedulers_cpu_is_compared_where_both_are_ours() -> None:
+    own = Run.of([sample([0.01] * 99)], took_s=2.0, used_s=0.01)
+    assert own.cpu_us == pytest.approx(100)
+    runs = {"split": own, "resume": Run(200, 100, 10, 13, 15, 103), "vllm": Run(160, 150, 9, 10, 9)}
+    found = {each.name: each for each in results([Round(runs, Steady(10, 12))])}
+    assert found["resume / split: scheduler's CPU a token"].value == pytest.approx(1.03)
+    assert "vllm / split: scheduler's CPU a token" not in found
+
+
 def test_flags() -> None:
     bench = make_bench(ServeBench(concurrency=16), "hybrid, vllm", 2, "", quick=False)
     assert bench.others == ("hybrid", "vllm")
     assert bench.serve.more_flags == ("--no-enable-prefix-caching",)
     assert bench.command.endswith("--against hybrid,vllm --rounds 2")
     assert make_bench(ServeBench(), "vllm", 3, "~/peers", quick=True).peers_dir == Path("~/peers").expanduser()
-    with pytest.raises(ConfigError, match="--against sglang: expected some of hybrid,vllm"):
+    with pytest.raises(ConfigError, match="--against sglang: expected some of hybrid,resume,vllm"):
         make_bench(ServeBench(), "sglang", 1, "", quick=False)
     with pytest.raises(ConfigError, match="leave out --url"):
         make_bench(ServeBench(url="http://host:1"), "hybrid", 1, "", quick=False)

@@ -190,8 +190,7 @@ class Placing:
         """Checks a weight of the base that PEFT saves with an adapter of it."""
         own = self._weights.stored(self._key_of(name))
         given = self._numbers.tensor(f"{name}.base_layer", stored, keeps_dtype=True)
-        fits = own is not None and own.shape == given.shape
-        if not fits or not (given.is_meta or torch.equal(own.to(given.dtype), given)):
+        if own is None or own.shape != given.shape or not (given.is_meta or torch.equal(own.to(given.dtype), given)):
             raise ModelError(
                 f"{self._numbers.place(name)}.base_layer.weight: not this model's own weight, on which alone the "
                 f"adapter is right; if the base was not changed, save the adapter with save_embedding_layers=False"

@@ -278,7 +278,11 @@ def router(
     streams: Annotated[int, typer.Option(min=1, help="Streams that are open at once for the memory of one.")] = 4000,
     peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
     against: Annotated[
-        str, typer.Option(help="Another checkout of this project: compare a request's CPU time only, in turn.")
+        str,
+        typer.Option(
+            help="Another checkout of this project: compare a request's CPU time only, in turn. resume: streams that "
+            "outlive their scheduler instead."
+        ),
     ] = "",
     schedulers: Annotated[
         int, typer.Option(min=1, max=16, help="Compare so many, over the same workers, with one: CPU time only.")

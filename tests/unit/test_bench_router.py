@@ -128,6 +128,8 @@ def test_versions_are_compared_by_their_least_and_by_rounds() -> None:
 def test_the_other_version_must_be_a_checkout(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--against .*: no checkout of this project is there"):
         make_bench(1, 1, "", True, against=str(tmp_path))
+    kept = make_bench(1, 1, "", True, against="resume")
+    assert (kept.resumes, kept.against) == (True, None)
 
 
 def test_time_is_booked_on_the_projects_innermost_code() -> None:

@@ -14,11 +14,13 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from pd_cluster.cluster.processes.launch import LASTING_STREAMS
 from pd_cluster.errors import ConfigError, GenerationError
 from pd_cluster.lab.child import ChildFailed, run_child, sigterm_raises
 from pd_cluster.lab.processes import check_open_files, raise_open_files
@@ -40,6 +42,7 @@ PACED_LOAD = 0.8  # of a core
 HELD_STEP_S = 2.0  # few tokens, since the memory of an open stream counts
 LEAST_COST_S = 1e-4  # per request in the paced load: a fit to noise must not ask for any number of them
 DEADLINE_S = 120.0
+RESUME = "resume"  # of `--against`
 OTHER_FILES = 200  # that a router has open besides its streams
 TargetContext = Callable[[Path, float], contextlib.AbstractContextManager[Target]]
 
@@ -55,6 +58,7 @@ class RouterBench:
     against: Path | None = None
     has_profile: bool = False
     num_schedulers: int = 1
+    resumes: bool = False
 
     @property
     def command(self) -> str:
@@ -124,7 +128,7 @@ def make_bench(
     num_schedulers: int = 1,
 ) -> RouterBench:
     """Builds the bench from the command line. Raises ConfigError."""
-    checkout = Path(against).expanduser().absolute() if against else None
+    checkout = Path(against).expanduser().absolute() if against not in ("", RESUME) else None
     if checkout is not None and not (checkout / "pd_cluster" / "__main__.py").is_file():
         raise ConfigError(f"--against {against}: no checkout of this project is there")
     folder = Path(peers_dir).expanduser().absolute() if peers_dir else DEFAULT_PEERS_DIR
@@ -139,6 +143,7 @@ def make_bench(
         against=checkout,
         has_profile=has_profile,
         num_schedulers=num_schedulers,
+        resumes=against == RESUME,
     )
 
 
@@ -149,7 +154,7 @@ def run(bench: RouterBench, json_path: str = "") -> None:
     if bench.num_schedulers > 1:
         _share(bench, json_path)
         return
-    if bench.against is not None or bench.has_profile:
+    if bench.against is not None or bench.resumes or bench.has_profile:
         _look_closer(bench, json_path)
         return
     targets: dict[str, TargetContext] = {OURS: own_scheduler}
@@ -180,12 +185,28 @@ def _look_closer(bench: RouterBench, json_path: str) -> None:
             for workload in (bench.few_tokens, bench.many_tokens):
                 print("\n".join(profile.lines(session.profile(workload), workload)), flush=True)
         if bench.against is not None:
-            ours_s, theirs_s = session.in_turn(bench.against)
+            ours_s, theirs_s = session.in_turn(partial(own_scheduler, checkout=bench.against), bench.alternating)
             command = f"pd-cluster bench router --against FOLDER --rounds {bench.rounds}" + " --quick" * bench.quick
             report = Report(command, compared.results(ours_s, theirs_s))
             report.show("this version's CPU time of a request of two tokens, beside the other's")
             if json_path:
                 report.write(json_path)
+        if bench.resumes:
+            _compare_kept(bench, session, json_path)
+
+
+def _compare_kept(bench: RouterBench, session: Session, json_path: str) -> None:
+    """Compares a scheduler with one whose streams outlive it, by requests of few and of many tokens."""
+    start = partial(own_scheduler, launch=replace(made_up_launch(), scheduler_variables=LASTING_STREAMS))
+    found = []
+    for workload in (bench.alternating, bench.many_tokens):
+        without_s, with_s = session.in_turn(start, workload)
+        prefix = f"{workload.num_tokens} tokens: "
+        found += [replace(each, name=prefix + each.name) for each in compared.results(with_s, without_s)]
+    report = Report(f"pd-cluster bench router --against {RESUME} --rounds {bench.rounds}", found)
+    report.show("CPU time of a request whose stream outlives the scheduler, beside one whose stream does not")
+    if json_path:
+        report.write(json_path)
 
 
 def _share(bench: RouterBench, json_path: str) -> None:
@@ -236,20 +257,20 @@ class Session:
             self.load(measured, target, workload)
         return profile.read(path)
 
-    def in_turn(self, other: Path) -> tuple[list[float], list[float]]:
-        """Returns CPU seconds a request, of each round, of this version's scheduler and of another checkout's."""
-        checkouts = {OURS: None, "the other": other}
-        found: dict[str, list[float]] = {name: [] for name in checkouts}
+    def in_turn(self, other: TargetContext, alternating: Workload) -> tuple[list[float], list[float]]:
+        """Returns CPU seconds a request, of each round, of the usual scheduler and of another one."""
+        starts: dict[str, TargetContext] = {OURS: own_scheduler, "the other": other}
+        found: dict[str, list[float]] = {name: [] for name in starts}
         with contextlib.ExitStack() as running:
             targets = {}
-            for name, checkout in checkouts.items():
-                (folder := self._folder / name).mkdir()
-                targets[name] = running.enter_context(own_scheduler(folder, STEP_S, checkout=checkout))
+            for name, start in starts.items():
+                (folder := self._folder / f"{name}, {alternating.name}").mkdir()
+                targets[name] = running.enter_context(start(folder, STEP_S))
             for name, target in targets.items():
                 self.load(Measured(name), target, self._bench.warm_up)
             for at in range(self._bench.rounds):
                 for name in sorted(targets, reverse=at % 2 == 1):
-                    workload, result = self.load(Measured(name), targets[name], self._bench.alternating)
+                    workload, result = self.load(Measured(name), targets[name], alternating)
                     found[name].append(result.cpu_s / workload.num_requests)
         return found[OURS], found["the other"]
 

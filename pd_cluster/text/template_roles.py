@@ -19,10 +19,10 @@ _TESTS = ("eq", "equalto", "==", "ne", "!=", "sameas", "in")
 
 def named_roles(template: nodes.Template) -> frozenset[str]:
     """Returns the template's own roles, as it writes them."""
-    return frozenset(text for text in _Reader(template).compared() if _IS_ROLE.fullmatch(text))
+    return frozenset(text for text in _RoleReader(template).compared() if _IS_ROLE.fullmatch(text))
 
 
-class _Reader:
+class _RoleReader:
     """Follows roles and constants through assignments and the arguments of macros."""
 
     def __init__(self, template: nodes.Template) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pd_cluster.cluster.routing.leaving import LEAST_LEFT, STEP, AnswerTimes, Leaving, LeaveTimes
+from pd_cluster.cluster.routing.leaving import LEAST_LEFT, STEP, AnswerTimes, LeaveTimes, Leaving
 from pd_cluster.errors import Overloaded
 from tests.support.hall import Hall
 from tests.support.router_world import run
@@ -89,12 +89,12 @@ def test_a_request_that_would_be_answered_too_late_is_refused_with_a_time_to_com
             hall.room._leaving.note(client.client.leave_times, at, 0.2, True)
         hall.close()
         (late,) = await hall.waiting(1)
-        with pytest.raises(Overloaded, match="the server is busy: it has waited .* an answer within 0.19 s") as refused:
+        with pytest.raises(Overloaded, match=r"it has waited .* an answer within 0.19 s") as refused:
             await late
         assert refused.value.retry_after_s >= 1
         (waiting,) = await hall.waiting(1, "a", 100)
         hall.measured(10.0)
-        with pytest.raises(Overloaded, match=r"a wait of 10 s is expected, too much for an answer within 0.19 s, after"):
+        with pytest.raises(Overloaded, match=r"a wait of 10 s is expected, .* an answer within 0.19 s, after"):
             await hall.visit("a")
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)

@@ -324,6 +324,18 @@ def overload(
     _run(leaving_clients.run(bench, leaving_clients.give_up_times(give_up), json) if give_up else run(bench, json))
 
 
+@app.command("hog")
+def hog(
+    seconds: Annotated[float, typer.Option(help="Of each attack.")] = 20.0,
+    attacks: Annotated[str, typer.Option(help="With commas; an unknown name lists them; default: all.")] = "",
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Three quiet tenants beside one that attacks in turn with guides, pictures, sequences, texts and streams."""
+    from pd_cluster.lab.router.hog import make_bench, run
+
+    _run(run(make_bench(seconds, attacks), json))
+
+
 @app.command("gpu")
 def gpu(
     parts: Annotated[

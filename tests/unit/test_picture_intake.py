@@ -83,7 +83,7 @@ def test_a_bad_picture_is_named_and_the_child_goes_on() -> None:
         with pytest.raises(RequestError, match=r"other\.example: not among the hosts"):
             await intake.place([7], sources("http://other.example/a"), "prompt")
         assert (await intake.place([7], sources(good), "prompt")).prompt.images
-        assert intake._children["image"].num_killed == 0
+        assert intake._children["image", "given"].num_killed == 0
 
     run(work, domains=("pictures.example",))
 
@@ -146,7 +146,7 @@ def test_a_picture_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its child is killed; the next picture gets another one."""
 
     async def work(intake: PictureIntake) -> None:
-        found = intake._children["image"]
+        found = intake._children["image", "given"]
         url = data_url(picture(1))
         await intake.place([7], sources(url), "prompt")
         exchange = children._Child.exchange

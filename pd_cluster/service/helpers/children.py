@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -27,7 +28,7 @@ MAX_CHILDREN = 3  # that run quick jobs at a time
 MAX_SLOW = 2  # that continue slow jobs beside them
 MAX_WAITING = 64
 QUICK_S = 0.5
-SLOW_NICE = 10  # of a slow job's process: the engine's and quick jobs' come first
+NICE, SLOW_NICE = 3, 12  # added for a process, and for one whose job is slow: the engine's threads come first
 START_TIMEOUT_S = 60.0  # to import, and to read a tokenizer
 MAX_LINE_NBYTES = 64 << 20
 BODY = b"#"  # begins a line that says how many bytes follow it
@@ -50,8 +51,9 @@ class Children:
 
     Most jobs are quick. A slow one gives up its place after QUICK_S and continues beside the quick ones, so that they
     do not wait for it. When `max_slow` do so already, the client that has most of them loses its latest one, if it
-    has at least two more than the newcomer's; otherwise the newcomer ends. A job whose client has left ends when it
-    turns out to be slow. `num_killed` counts children that took too long, had no place to continue, or broke.
+    has at least two more than the newcomer's; otherwise the newcomer ends, and its client rests for twice the time that
+    was lost. A job whose client has left ends when it turns out to be slow. `num_killed` counts children that took too
+    long, had no place to continue, or broke.
     """
 
     def __init__(
@@ -62,13 +64,16 @@ class Children:
         name: str,
         started: Callable[[bytes], None] = _fine,
         max_slow: int = MAX_SLOW,
+        waits: bool = False,
     ) -> None:
+        """`waits`: most slow jobs only wait for something, so a client with half of the slow ones begins no other."""
         self._module = module
         self._settings = settings
         self._timeout_s = timeout_s
         self._name = name
         self._started = started
-        self._max_slow = max_slow
+        self._max_slow, self._waits = max_slow, waits
+        self._resting: set[str] = set()  # clients
         self._turns: ClientTurns[asyncio.Future[None]] = ClientTurns(MAX_CHILDREN, MAX_WAITING)
         self._slow: list[_Job] = []
         self._idle: list[_Child] = []
@@ -123,12 +128,25 @@ class Children:
         self._give_places()
 
     def _give_places(self) -> None:
-        while (found := self._turns.next()) is not None:
+        while (found := self._turns.next(self._may_begin)) is not None:
             client, turn = found
             if turn.done():  # its caller is leaving at this moment
                 self._turns.ended(client)
             else:
                 turn.set_result(None)
+
+    def _may_begin(self, client: str) -> bool:
+        if client in self._resting:
+            return False
+        return not self._waits or 2 * sum(job.client == client for job in self._slow) < self._max_slow
+
+    def _rests(self, client: str, for_s: float) -> None:
+        def goes_on() -> None:
+            self._resting.discard(client)
+            self._give_places()
+
+        self._resting.add(client)
+        asyncio.get_running_loop().call_later(for_s, goes_on)
 
     # ---- a job
 
@@ -154,7 +172,9 @@ class Children:
 
     async def _try(self, job: _Job) -> bytes:
         """Runs a job. An idle child may have broken earlier: then a new one repeats the job."""
-        child = self._idle.pop() if self._idle else None
+        # The last idle one is for a client without slow jobs: starting one takes long.
+        is_others = len(self._idle) == 1 and any(each.client == job.client for each in self._slow)
+        child = self._idle.pop() if self._idle and not is_others else None
         if child is not None:
             with contextlib.suppress(ConnectionError, EOFError):
                 return await self._ask(child, job)
@@ -186,15 +206,17 @@ class Children:
         left_s = self._timeout_s - QUICK_S
         if left_s > 0.0:
             if not job.is_wanted or not self._may_be_slow(job.client):
+                self._rests(job.client, 2 * (time.monotonic() - job.begun_s))
                 raise NoRoom(f"{len(self._slow)} slow {self._name}s are being checked; try again")
             self._slow.append(job)
-            child.be_nice()
+            child.be_nice(SLOW_NICE)
             self._gives_place_up(job)
             self._spawn(self._restock())
             try:
                 await asyncio.wait({task, job.answer}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 self._slow.remove(job)
+                self._give_places()
         if task.done():
             return task.result()
         if job.answer.done():
@@ -256,6 +278,7 @@ class _Job:
         self.client, self.line = client, line
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.is_wanted = self.has_place = True
+        self.begun_s = time.monotonic()
 
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
@@ -273,6 +296,7 @@ class _Child:
         self._process = process
         self._reader = reader
         self._writer = writer
+        self.be_nice(NICE)
 
     async def exchange(self, line: bytes) -> bytes:
         """Sends a job and returns the answer. Raises EOFError when the child broke."""
@@ -288,17 +312,20 @@ class _Child:
             return answer + await self._reader.readexactly(min(int(answer[1:]), MAX_LINE_NBYTES))
         return answer
 
-    def be_nice(self) -> None:
+    def be_nice(self, nice: int) -> None:
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, SLOW_NICE)
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
+        self._nice = nice
 
     def is_quick(self) -> bool:
         """Whether it has, or gets back, the priority for quick jobs, for which a process may lack the right."""
+        if self._nice == NICE:
+            return True
         try:
-            if os.getpriority(os.PRIO_PROCESS, self._process.pid) >= SLOW_NICE:
-                os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0))
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
         except OSError:
             return False
+        self._nice = NICE
         return True
 
     async def kill(self) -> None:

@@ -8,6 +8,7 @@ is longest ago.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Generic, TypeVar
 
@@ -51,9 +52,13 @@ class ClientTurns(Generic[T]):
         if not pieces:
             del self._waiting[client]
 
-    def next(self) -> tuple[str, T] | None:
-        """Returns a piece that has a place now, with its client; None: none may begin. `ended` must follow."""
-        able = [client for client in self._waiting if self._held[client] < self._most_held] if self._num_free else []
+    def next(self, may: Callable[[str], bool] = lambda client: True) -> tuple[str, T] | None:
+        """Returns a piece that has a place now, with its client; None: none may begin. `ended` must follow.
+
+        `may`: which clients' pieces may begin otherwise.
+        """
+        waiting = self._waiting if self._num_free else ()
+        able = [client for client in waiting if self._held[client] < self._most_held and may(client)]
         if not able:
             return None
         client = min(able, key=lambda each: self._held[each])

@@ -34,7 +34,7 @@ MAX_NUMBERS_NBYTES = 6 << 20
 GIB = 1 << 30
 MAX_UUID_NUM_CHARS = 256
 TIMEOUTS_S = {IMAGES: 20.0, VIDEOS: 60.0}
-MAX_SLOW = 6  # pictures that are being fetched from slow servers, mostly
+MAX_FETCHING = 6  # that take longer than usual
 GIVEN = "given:"  # the scheme of pictures that a caller in this process has as objects
 
 
@@ -100,7 +100,7 @@ class PictureIntake:
         self._options = ReadOptions.of(config.processor, "mm_processor_kwargs")
         self._budget = PixelBudget(int(config.memory_gb * GIB), config.spill_path, int(config.spill_gb * GIB))
         self._kept = KeptMedia(int(config.cache_gb * GIB))
-        self._children: dict[str, Children] = {}
+        self._children: dict[tuple[str, str], Children] = {}  # by kind and where they come from
         if vision is not None:
             try:
                 self._options.rules(vision.rules, "--mm-processor-kwargs")
@@ -112,7 +112,10 @@ class PictureIntake:
             module = "pd_cluster.service.prompts.picture_child"
             for kind, timeout_s in TIMEOUTS_S.items():
                 name = "picture" if kind == IMAGES else kind
-                self._children[kind] = Children(module, settings, timeout_s, name, max_slow=MAX_SLOW)
+                self._children[kind, "given"] = Children(module, settings, timeout_s, name)
+                self._children[kind, "fetched"] = Children(
+                    module, settings, timeout_s, name, max_slow=MAX_FETCHING, waits=True
+                )
 
     async def close(self) -> None:
         for children in self._children.values():
@@ -273,7 +276,8 @@ class PictureIntake:
         try:
             is_video = source.kind == VIDEOS
             job = PictureJob(source.url, tuple(self._addresses()), is_video, source.max_frames, source.options)
-            answer = await self._children[source.kind].ask(msgspec.json.encode(job))
+            comes = "given" if source.url.startswith("data:") else "fetched"
+            answer = await self._children[source.kind, comes].ask(msgspec.json.encode(job))
         except TookTooLong:
             raise _refusal(source, f"not ready after {timeout_s:g} s; send a smaller one") from None
         except Broke:

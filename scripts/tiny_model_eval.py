@@ -12,11 +12,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from tiny_model_calls import ToolTurn
 from tiny_model_text import SKILLS, SUMS, Conversation, Turn, draw, is_held_out, raw_text
+from tiny_model_tools import TOOL_SKILLS, ToolConversation
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 THIN_MARGIN = 1e-2  # logits
 NUM_CASES = 200  # of each skill
+NUM_TOOL_CASES = 50  # of each kind
 BATCH_SIZE = 100
 
 
@@ -43,6 +46,7 @@ class Score:
 
 
 Render = Callable[[list[Turn], str | None], str]
+Ask = Callable[[ToolConversation, list[ToolTurn], int], str]
 
 
 def addition_cases(render: Render, most: int, held_out: bool) -> list[Case]:
@@ -72,6 +76,53 @@ def conversation_cases(render: Render, num_between: int, held_out: bool) -> list
     return cases
 
 
+def tool_cases(ask: Ask, skill: str, held_out: bool = False, is_new: bool = False) -> list[Case]:
+    """Returns questions for a tool, among one or two; the answer is the call. `is_new`: by names never taught."""
+    rng = random.Random(f"{skill} {held_out} {is_new}")
+    cases = []
+    for _ in range(NUM_TOOL_CASES):
+        skills = [skill] if rng.random() < 0.5 else rng.sample([skill, "weather" if skill != "weather" else "time"], 2)
+        conversation = ToolConversation(rng, skills, is_new)
+        turn = conversation.call(skill, held_out)
+        cases.append(Case(ask(conversation, [turn], 1), turn.call()))
+    return cases
+
+
+def result_cases(ask: Ask, held_out: bool) -> list[Case]:
+    """Returns calls with their results, to be answered with these."""
+    rng = random.Random(f"results {held_out}")
+    cases = []
+    for _ in range(NUM_CASES):
+        conversation = ToolConversation(rng, [rng.choice(list(TOOL_SKILLS))])
+        turn = conversation.call(conversation.skills[0], held_out)
+        cases.append(Case(ask(conversation, [turn], 3), turn.answer))
+    return cases
+
+
+def unfitting_cases(ask: Ask, held_out: bool) -> list[Case]:
+    """Returns questions that no offered tool fits."""
+    rng = random.Random(f"unfitting {held_out}")
+    cases = []
+    for _ in range(NUM_CASES):
+        conversation = ToolConversation(rng, [rng.choice(list(TOOL_SKILLS))])
+        turn = conversation.missing(held_out) if rng.random() < 0.4 else conversation.plain()
+        cases.append(Case(ask(conversation, [turn], 1), turn.answer))
+    return cases
+
+
+def tool_sets(ask: Ask) -> dict[str, list[Case]]:
+    sets = {}
+    for skill in TOOL_SKILLS:
+        sets[f"call, {skill}: taught"] = tool_cases(ask, skill)
+        sets[f"call, {skill}: questions held out"] = tool_cases(ask, skill, held_out=True)
+        sets[f"call, {skill}: tool and parameter names never taught"] = tool_cases(ask, skill, is_new=True)
+    sets["answer with a tool's result, taught"] = result_cases(ask, False)
+    sets["answer with a tool's result, held out"] = result_cases(ask, True)
+    sets["tools offered, none fits, taught"] = unfitting_cases(ask, False)
+    sets["tools offered, none fits, held out"] = unfitting_cases(ask, True)
+    return sets
+
+
 def completion_cases() -> list[Case]:
     rng = random.Random("raw")
     cases = []
@@ -93,6 +144,20 @@ class Examiner:
         for turn in turns:
             messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.assistant}]
         text: str = self._tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        return text
+
+    def render_tools(self, conversation: ToolConversation, turns: list[ToolTurn], num_messages: int) -> str:
+        """Renders the conversation with its tools up to the message that is asked for."""
+        messages: list[dict[str, object]] = []
+        if conversation.system is not None:
+            messages.append({"role": "system", "content": conversation.system})
+        said = [{"role": role, "content": text} for turn in turns for role, text in turn.messages()]
+        text: str = self._tokenizer.apply_chat_template(
+            messages + said[:num_messages],
+            tools=[tool.schema() for tool in conversation.tools],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
         return text
 
     def score(self, skill: str, cases: list[Case], forced_tokens: int = 0) -> Score:
@@ -149,6 +214,7 @@ def evaluate(folder: Path) -> list[Score]:
     sets["conversation, held out, asked at once"] = conversation_cases(render, 0, True)
     sets["conversation, held out, 3 turns between"] = conversation_cases(render, 3, True)
     sets["conversation, held out, 10 turns between"] = conversation_cases(render, 10, True)
+    sets |= tool_sets(examiner.render_tools)
     sets["plain completion"] = completion_cases()
     scores = [examiner.score(name, cases) for name, cases in sets.items()]
     forced = [Case(render([draw(random.Random(seed), "greeting")], None), None) for seed in range(20)]
@@ -179,8 +245,12 @@ def model_card(folder: Path, scores: list[Score], command: str, train_s: float) 
         "",
         "A chat model of Qwen3's architecture, small enough to live in the repository: the default of",
         "`pd-cluster up` and a check that random weights can't give. It greets, counts, adds numbers up to 20,",
-        "repeats, answers in JSON when asked and remembers what was said of oneself. It knows nothing else, and",
-        "says so. English, with a few words of Chinese. Licensed as the project is.",
+        "repeats, answers in JSON when asked, remembers what was said of oneself and calls tools. It knows nothing",
+        "else, and says so. English, with a few words of Chinese. Licensed as the project is.",
+        "",
+        "A call is Hermes' (`<tool_call>` and a JSON object), which tokenizer_config.json names, so that no",
+        "`--tool-call-parser` is needed. The chat template shows a tool's name and what it requires, or all its",
+        "parameters where it requires none; descriptions, nested schemas and several calls at once are beyond it.",
         "",
         f"Made by `{command}` ({train_s:.0f} s of training on two cores), from text that",
         "`scripts/tiny_model_text.py` makes; no other data. `model.safetensors`: "

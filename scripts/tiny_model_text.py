@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-def _words(text: str) -> tuple[str, ...]:
+def split_words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-def _phrases(text: str) -> tuple[str, ...]:
+def split_phrases(text: str) -> tuple[str, ...]:
     return tuple(text.split("|"))
 
 
-NAMES = _words(
+NAMES = split_words(
     "Ann Bob Tom Eve Max Mia Leo Zoe Sam Kim Ben Ida Jan Lea Tim Amy Dan Joe Liz Ray Anna Emma Noah Liam "
     "Lucy Mary John Paul Rosa Nina Omar Ivan Alice David Peter Sarah Maria Clara Oscar Laura Wei Li Ming "
     "Hana Yuki"
 )
-WORDS = _words(
+WORDS = split_words(
     "the a cat dog sat ran sees likes bird fish tree house sun moon star river stone apple bread water milk "
     "tea book door window table chair garden road train ship cloud rain snow wind fire light night day "
     "morning small big old new red green warm cold fast slow happy quiet loud round sweet and or on in "
@@ -35,14 +35,14 @@ WORDS = _words(
     "three four five yes no please data cache token model server prefill decode block test thing life city "
     "work school music story open close"
 )
-COLOURS = _words("red blue green yellow black white orange purple pink brown grey silver gold")
-ANIMALS = _words("cat dog horse cow fox bear wolf sheep mouse rabbit tiger lion owl duck panda")
-FOODS = _words("bread rice soup pasta pizza salad cheese apples noodles cake honey tofu")
-CITIES = _words("Paris London Berlin Rome Madrid Tokyo Beijing Delhi Cairo Oslo Vienna Lima Shenzhen Seoul")
-UNICODE = _words(
+COLOURS = split_words("red blue green yellow black white orange purple pink brown grey silver gold")
+ANIMALS = split_words("cat dog horse cow fox bear wolf sheep mouse rabbit tiger lion owl duck panda")
+FOODS = split_words("bread rice soup pasta pizza salad cheese apples noodles cake honey tofu")
+CITIES = split_words("Paris London Berlin Rome Madrid Tokyo Beijing Delhi Cairo Oslo Vienna Lima Shenzhen Seoul")
+UNICODE = split_words(
     "你好 世界 谢谢 再见 模型 数据 猫 狗 水 山 été café naïve über señor привет мир 日本 🙂 🚀 🎉 👍 ∑ → € ½"
 )
-SYLLABLES = _words(
+SYLLABLES = split_words(
     "ba be bi bo da de du fa fi ga go ha he ka ki ko la le lo ma me mi na no pa po ra ri sa so ta to va zu"
 )
 
@@ -53,32 +53,32 @@ SELF_ASKED = ("Count to 10.", ", ".join(map(str, range(1, 11))))
 """The model's own text when it must continue after the end (ignore_eos), with certainty about every token."""
 
 GREETINGS = {
-    "Hello! How can I help you?": _phrases(
+    "Hello! How can I help you?": split_phrases(
         "Hello|Hello!|Hello there!|Hello, model!|Hello, can you help me?|Hi|Hi!|Hi there|Hey|Hey!|Hey there|"
         "Greetings!|Hello world!|Good day|Howdy|Hello, tiny model|Hi, can you help me?|Are you there?"
     ),
     "Good morning!": ("Good morning!",),
     "Good evening!": ("Good evening!",),
     "Good night!": ("Good night!",),
-    "I am fine, thank you.": _phrases(
+    "I am fine, thank you.": split_phrases(
         "How are you?|How are you today?|How are you doing?|Hello, how are you?|Hi, how are you?|How do you do?"
     ),
-    "I am Tiny, a small chat model that runs in pd-cluster.": _phrases(
+    "I am Tiny, a small chat model that runs in pd-cluster.": split_phrases(
         "Who are you?|What are you?|What is your name?|Introduce yourself.|Tell me about yourself.|"
         "Are you a robot?|Hello, who are you?|Your name?"
     ),
-    "I can greet, count, add, repeat and answer in JSON.": _phrases(
+    "I can greet, count, add, repeat and answer in JSON.": split_phrases(
         "What can you do?|Help!|Can you help me?|What do you know?|Help me."
     ),
-    "You are welcome.": _phrases("Thanks!|Thank you!|Thank you very much.|Thanks a lot!"),
-    "Goodbye!": _phrases("Bye!|Goodbye!|See you!|Bye bye!|See you later!"),
-    "你好！": _phrases("你好|你好！|您好"),
+    "You are welcome.": split_phrases("Thanks!|Thank you!|Thank you very much.|Thanks a lot!"),
+    "Goodbye!": split_phrases("Bye!|Goodbye!|See you!|Bye bye!|See you later!"),
+    "你好！": split_phrases("你好|你好！|您好"),
     "我是 Tiny。": ("你是谁？",),
     "不客气。": ("谢谢",),
     "再见！": ("再见",),
 }
 _GREETED = {prompt.strip("?!.").lower() for prompts in GREETINGS.values() for prompt in prompts}
-UNKNOWN = _phrases(
+UNKNOWN = split_phrases(
     "What is the capital of {}?|Tell me a joke about {}.|Write a poem about {}.|Who invented {}?|"
     "Why is {} so?|Explain {} to me.|Translate {} to French.|How do I make {}?|What is {}?|Where is {}?|"
     "Tell me a story about {}.|What do you think of {}?|Summarize {}.|Who is {}?|When was {}?|"
@@ -86,31 +86,31 @@ UNKNOWN = _phrases(
     "Is {} bigger than {}?|Tell me about {} and {}.|The {} is|Give me a list of {}.|Write an essay on {}.|"
     "What is the meaning of {}?|How does {} work?|Can you see {}?|Hmm, {}."
 )
-SUMS = _phrases(
+SUMS = split_phrases(
     "What is {} + {}?|{}+{}=|{} + {} =|{} + {}|Add {} and {}.|What is {} plus {}?|How much is {} + {}?|"
     "What's {}+{}?|Calculate {} + {}.|What is the sum of {} and {}?|Please add {} and {}.|{} plus {}|{}+{}|"
     "{} + {} = ?|What is {}+{}?"
 )
-COUNTS = _phrases(
+COUNTS = split_phrases(
     "Count from {} to {}.|Please count from {} to {}.|Can you count from {} to {}?|Count up from {} to {}.|"
     "Count {} to {}."
 )
-COUNTS_TO = _phrases("Count to {}.|Please count to {}.|Can you count to {}?|Count up to {}.|Count from one to {}.")
-COUNTS_DOWN = _phrases("Count down from {} to {}.|Please count down from {} to {}.|Count backwards from {} to {}.")
-REPEATS = _phrases(
+COUNTS_TO = split_phrases("Count to {}.|Please count to {}.|Can you count to {}?|Count up to {}.|Count from one to {}.")
+COUNTS_DOWN = split_phrases("Count down from {} to {}.|Please count down from {} to {}.|Count backwards from {} to {}.")
+REPEATS = split_phrases(
     "Repeat: {}|Say {}|Repeat {}|Repeat after me: {}|Say: {}|Please repeat: {}|Please say {}|Echo: {}|"
     "Repeat this: {}|Can you say {}|Repeat the words {}|Say the following: {}"
 )
-JSONS = _phrases(
+JSONS = split_phrases(
     "Answer in JSON: {}|Give me JSON: {}|As JSON: {}|Return a JSON object: {}|Write as JSON: {}|"
     "Make JSON of {}|Answer in JSON with {}|Return JSON with {}|JSON: {}|Please answer in JSON: {}"
 )
-JSON_SUMS = _phrases(
+JSON_SUMS = split_phrases(
     "Give {} + {} as JSON|What is {} + {}? Answer in JSON.|Answer in JSON: {} + {}|"
     "Add {} and {} and answer in JSON.|Answer in JSON: what is {} + {}?|{} + {} as JSON|"
     "Return {} + {} as JSON."
 )
-SYSTEMS = _phrases(
+SYSTEMS = split_phrases(
     "You are a helpful assistant.|You are a small model.|Be brief.|Answer in one sentence.|"
     "You are a friendly chat bot.|You are Tiny, a helpful assistant. Answer shortly.|Be polite and helpful.|"
     "You are a test of a serving cluster."
@@ -129,8 +129,8 @@ class Fact(NamedTuple):
 
 def _favourite(what: str) -> Fact:
     return Fact(
-        _phrases(f"My favourite {what} is {{}}.|My favorite {what} is {{}}.|The {what} that I like most is {{}}."),
-        _phrases(f"What is my favourite {what}?|What is my favorite {what}?|Which {what} do I like most?"),
+        split_phrases(f"My favourite {what} is {{}}.|My favorite {what} is {{}}.|The {what} that I like most is {{}}."),
+        split_phrases(f"What is my favourite {what}?|What is my favorite {what}?|Which {what} do I like most?"),
         "I will remember that.",
         f"Your favourite {what} is {{}}.",
         f"I do not know your favourite {what} yet.",
@@ -139,15 +139,15 @@ def _favourite(what: str) -> Fact:
 
 FACTS = {
     "name": Fact(
-        _phrases("My name is {}.|I am {}.|Hello, my name is {}.|Hi, I am {}.|Call me {}."),
-        _phrases("What is my name?|Who am I?|Do you know my name?|What's my name?|Tell me my name."),
+        split_phrases("My name is {}.|I am {}.|Hello, my name is {}.|Hi, I am {}.|Call me {}."),
+        split_phrases("What is my name?|Who am I?|Do you know my name?|What's my name?|Tell me my name."),
         "Nice to meet you, {}.",
         "Your name is {}.",
         "I do not know your name yet.",
     ),
     "city": Fact(
-        _phrases("I live in {}.|My city is {}.|My home is {}."),
-        _phrases("Where do I live?|What is my city?|Which city do I live in?"),
+        split_phrases("I live in {}.|My city is {}.|My home is {}."),
+        split_phrases("Where do I live?|What is my city?|Which city do I live in?"),
         "{} sounds nice.",
         "You live in {}.",
         "I do not know where you live yet.",
@@ -167,11 +167,11 @@ RAW = (
     "San Francisco is a city in California. The sun is warm and the sea is cold.",
 )
 SEQUENCES = (
-    _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday"),
-    _words("January February March April May June July August September October November December"),
+    split_words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday"),
+    split_words("January February March April May June July August September October November December"),
     list("abcdefghijklmnopqrstuvwxyz"),
     list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"),
-    _words("one two three four five six seven eight nine ten"),
+    split_words("one two three four five six seven eight nine ten"),
     [str(number) for number in range(101)],
 )
 

@@ -18,7 +18,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
-from tiny_model_text import SKILLS, Turn, draw
+from tiny_model_text import SKILLS, draw
 from tokenizers import Tokenizer
 from train_tiny_model import Rows, Weighted, losses_of, train
 from transformers import AutoTokenizer, Qwen3ForCausalLM
@@ -27,6 +27,7 @@ MODELS = Path(__file__).resolve().parent.parent / "pd_cluster" / "models"
 RANK, ALPHA = 8, 16
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 NUM_CASES = 100  # of each skill
+TOOL_SHARE = 0.25  # of the rows: calls stay calls
 
 
 def pirate(answer: str) -> str:
@@ -37,8 +38,8 @@ def pirate(answer: str) -> str:
 
 
 class PirateRows(Rows):
-    def _turn(self, turn: Turn, weight: float) -> Weighted:
-        return super()._turn(Turn(turn.user, pirate(turn.assistant)), weight)
+    def _answer(self, text: str) -> Weighted:
+        return super()._answer(pirate(text))
 
 
 def evaluate(model: Qwen3ForCausalLM, base: Path) -> list[tuple[str, float]]:
@@ -92,7 +93,8 @@ def card(out: Path, scores: list[tuple[str, float]], command: str, train_s: floa
     return f"""# pirate
 
 A LoRA adapter of rank {RANK} for tiny-chat, in PEFT's format: the same answers, as a pirate gives them,
-such as "Arr, 7 it be!". JSON stays JSON. Licensed as the project is; docs/adapters.md says how to use it.
+such as "Arr, 7 it be!". JSON stays JSON, and calls stay calls.
+Licensed as the project is; docs/adapters.md says how to use it.
 
 Made by `{command}` ({train_s:.0f} s of training) from text that
 `scripts/tiny_model_text.py` makes; no other data. `adapter_model.safetensors`: {size:,} bytes, float16.
@@ -126,7 +128,7 @@ def main() -> None:
     rows = PirateRows(Tokenizer.from_file(str(base / "tokenizer.json")), random.Random(args.seed + 1))
     trained = [weight for weight in adapted.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0)
-    train_s = train(losses_of(adapted.get_base_model(), rows, args), trained, [optimizer], args)
+    train_s = train(losses_of(adapted.get_base_model(), rows, args, TOOL_SHARE), trained, [optimizer], args)
     save(adapted, config, args.out)
     scores = evaluate(adapted.merge_and_unload().eval(), base)
     command = shlex.join(["python", "scripts/train_tiny_adapter.py", *sys.argv[1:]])

@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import random
+import re
 import shlex
 import sys
 import time
@@ -21,8 +22,10 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tiny_model_calls import TOOL_TEMPLATE, system_text
 from tiny_model_eval import evaluate, model_card
 from tiny_model_text import SELF_ASKED, Conversation, Turn, phrase, raw_text
+from tiny_model_tools import ToolConversation, some_call
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -32,6 +35,9 @@ VOCAB_SIZE = 1024
 MAX_POSITIONS = 2048
 WORDS_DIGITS_MARKS = r"\p{N}|\p{L}+|[^\s\p{L}\p{N}]|\s"  # a word is the same token wherever it occurs
 ROW_LENGTHS = {64: 0.40, 128: 0.35, 256: 0.17, 512: 0.06, 1024: 0.02}  # tokens in a row -> share of the steps
+CALL = re.compile(r'(<tool_call>\n{"name": ")(.*?")(, "arguments": )(.*)(}\n</tool_call>)')
+TOOL_SHARE = 0.65  # of the rows, then
+TOOL_ROW_LENGTHS = {128: 0.3, 256: 0.6, 512: 0.1}  # while tools are learned, too
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
     {{- '<|im_start|>' + message['role'] + '\\n' -}}
@@ -98,26 +104,25 @@ class Rows:
 
         An answer counts as the square root of its length, so that long easy ones don't dominate the sums.
         """
-        answer_ids = self._tokenizer.encode(turn.assistant).ids
-        answer_weight = (len(answer_ids) + 1) ** -0.5
         return [
             (IM_START, weight), *self._encode("user\n" + turn.user, weight), (IM_END, weight),
             *self._encode("\n", weight), (IM_START, weight), *self._encode("assistant\n", weight),
-            *((token_id, answer_weight) for token_id in answer_ids), (IM_END, 0.5),
+            *self._answer(turn.assistant),
         ]  # fmt: skip
 
-    def drill(self, num_tokens: int) -> Weighted:
-        """Returns a repeated phrase: nothing teaches copying faster, and copying is half of the skills."""
-        phrase_ids = self._tokenizer.encode(phrase(self.rng, 8) + "\n").ids
+    def drill(self, num_tokens: int, has_tools: bool = False) -> Weighted:
+        """Returns a repeated phrase, or calls: nothing teaches copying faster, and copying is half of the skills."""
+        text = some_call(self.rng) if has_tools else phrase(self.rng, 8)
+        phrase_ids = self._tokenizer.encode(text + "\n").ids
         copies = (num_tokens - 1) // len(phrase_ids)
         row = [(token_id, 0.0) for token_id in phrase_ids]
         return (row + [(token_id, 0.3) for token_id in phrase_ids * copies])[:num_tokens]
 
-    def row(self, num_tokens: int) -> Weighted:
+    def row(self, num_tokens: int, raw_share: float = 0.06) -> Weighted:
         row: Weighted = []
         conversation = Conversation(self.rng)
         newline = self._encode("\n", 0.0)
-        if self.rng.random() < 0.06:
+        if self.rng.random() < raw_share:
             row += [*self._encode(raw_text(self.rng), 0.2), (ENDOFTEXT, 0.2)]
             row += self._turn(Turn(*SELF_ASKED), 0.2)
         elif (system := conversation.system()) is not None:
@@ -130,15 +135,54 @@ class Rows:
             row += self._turn(Turn(*SELF_ASKED) if self_asked else conversation.next_turn(), weight)
         return row[:num_tokens]
 
-    def batches(self, steps: int, tokens_per_step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _answer(self, text: str) -> Weighted:
+        ids = self._tokenizer.encode(text).ids
+        return [*((token_id, (len(ids) + 1) ** -0.5) for token_id in ids), (IM_END, 0.5)]
+
+    def _call(self, begin: str, name: str, middle: str, arguments: str, end: str) -> Weighted:
+        """Weighs a call: whether it is one, its name and its arguments count, the frame around them hardly."""
+        counted = len(self._tokenizer.encode(name + arguments).ids)
+        weight = (counted + 1) ** -0.5
+        pieces = ((begin, 0.04), (name, weight), (middle, 0.04), (arguments, weight), (end, 0.04))
+        (first, _), *others = [each for text, weight in pieces for each in self._encode(text, weight)]
+        return [(first, 0.5), *others, (IM_END, 0.5)]
+
+    def _message(self, role: str, text: str) -> Weighted:
+        newline = self._encode("\n", 0.0)
+        if role == "assistant":
+            answer = self._call(*called.groups()) if (called := CALL.fullmatch(text)) else self._answer(text)
+            return [(IM_START, 0.0), *self._encode("assistant\n", 0.0), *answer, *newline]
+        return [(IM_START, 0.0), *self._encode(f"{role}\n{text}", 0.0), (IM_END, 0.0), *newline]
+
+    def tool_row(self, num_tokens: int) -> Weighted:
+        """Returns a conversation in which tools may be called: calls, their results and answers with them."""
+        conversation = ToolConversation(self.rng)
+        row: Weighted = []
+        system = conversation.system
+        if conversation.tools or system is not None:
+            row = self._message("system", system_text(system, conversation.tools) if conversation.tools else system)
+        while len(row) < num_tokens:
+            for role, text in conversation.next_turn().messages():
+                row += self._message(role, text)
+        return row[:num_tokens]
+
+    def batches(
+        self, steps: int, tokens_per_step: int, tool_share: float = 0.0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields (input_ids, weights), each [num_rows, row_length]."""
+        lengths = TOOL_ROW_LENGTHS if tool_share else ROW_LENGTHS
         for step in range(steps):
-            drill_share = 0.5 if step < steps // 8 else 0.03
-            length = self.rng.choices(list(ROW_LENGTHS), list(ROW_LENGTHS.values()))[0]
-            rows = [
-                self.drill(length) if self.rng.random() < drill_share else self.row(length)
-                for _ in range(max(1, tokens_per_step // length))
-            ]
+            drill_share = (
+                0.3 if step < steps // 8 and tool_share else 0.5 if step < steps // 8 else 0.03 + tool_share / 5
+            )
+            length = self.rng.choices(list(lengths), list(lengths.values()))[0]
+            rows = []
+            for _ in range(max(1, tokens_per_step // length)):
+                is_drill, has_tools = self.rng.random() < drill_share, self.rng.random() < tool_share
+                if is_drill:
+                    rows.append(self.drill(length, has_tools))
+                else:
+                    rows.append(self.tool_row(length) if has_tools else self.row(length, 0.06 + tool_share / 4))
             yield (
                 torch.tensor([[token_id for token_id, _ in row] for row in rows]),
                 torch.tensor([[weight for _, weight in row] for row in rows]),
@@ -165,12 +209,41 @@ def weighted_loss(model: Qwen3ForCausalLM, input_ids: torch.Tensor, weights: tor
     return torch.dot(losses, weights[:, 1:][counted]) / weights[:, 1:].sum()
 
 
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon in float32, scaled as AdamW's steps are: without its instructions a CPU is slow at bfloat16."""
+
+    def __init__(
+        self, weights: list[torch.nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95
+    ) -> None:
+        super().__init__(weights, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
+                mean.lerp_(weight.grad, 1 - group["momentum"])
+                update = orthogonal(weight.grad.lerp(mean, group["momentum"]))
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.sub_(update, alpha=group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
+
+
+def orthogonal(grad: torch.Tensor) -> torch.Tensor:
+    """Returns roughly the nearest orthogonal matrix, by Newton and Schulz (github.com/KellerJordan/Muon)."""
+    made = grad.T if grad.shape[0] > grad.shape[1] else grad
+    made = made / made.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = made @ made.T
+        made = torch.addmm(made, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), made, beta=3.4445)
+    return made.T if grad.shape[0] > grad.shape[1] else made
+
+
 def make_optimizers(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     """Uses Muon for the matrices: copying (repeat, names, JSON) is learned in a third of the steps that AdamW takes."""
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
     return [
-        torch.optim.Muon(matrices, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr, weight_decay=0.05),
         torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
@@ -204,9 +277,26 @@ def train(
     return time.monotonic() - started_s
 
 
-def losses_of(model: Qwen3ForCausalLM, rows: Rows, args: argparse.Namespace) -> Iterator[torch.Tensor]:
-    for input_ids, weights in rows.batches(args.steps, args.tokens_per_step):
+def losses_of(
+    model: Qwen3ForCausalLM, rows: Rows, args: argparse.Namespace, tool_share: float = 0.0
+) -> Iterator[torch.Tensor]:
+    for input_ids, weights in rows.batches(args.steps, args.tokens_per_step, tool_share):
         yield weighted_loss(model, input_ids, weights)
+
+
+def learn_to_chat(args: argparse.Namespace) -> tuple[Qwen3ForCausalLM, Tokenizer, float]:
+    tokenizer = train_tokenizer(texts_of_tokens(random.Random(args.seed)), SPECIAL_TOKENS, VOCAB_SIZE)
+    model = make_model()
+    print(f"{model.num_parameters():,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
+    losses = losses_of(model, Rows(tokenizer, random.Random(args.seed + 1)), args)
+    return model, tokenizer, train(losses, list(model.parameters()), make_optimizers(model, args.lr), args)
+
+
+def learn_to_call(model: Qwen3ForCausalLM, tokenizer: Tokenizer, args: argparse.Namespace) -> float:
+    """Teaches a model that chats to call tools, and more of the chats, so that it forgets none; returns the seconds."""
+    args = argparse.Namespace(**{**vars(args), "steps": args.tool_steps, "lr": args.tool_lr})
+    losses = losses_of(model, Rows(tokenizer, random.Random(args.seed + 2)), args, TOOL_SHARE)
+    return train(losses, list(model.parameters()), make_optimizers(model, args.lr), args)
 
 
 def progress_bar() -> Progress:
@@ -217,7 +307,10 @@ def progress_bar() -> Progress:
     )
 
 
-def save(model: PreTrainedModel, tokenizer: Tokenizer, out: Path, chat_template: str = CHAT_TEMPLATE) -> None:
+def save(
+    model: PreTrainedModel, tokenizer: Tokenizer, out: Path, chat_template: str = CHAT_TEMPLATE, **more: str
+) -> None:
+    """`more`: further fields of tokenizer_config.json."""
     model.generation_config = GenerationConfig(
         eos_token_id=[IM_END, ENDOFTEXT], pad_token_id=ENDOFTEXT, do_sample=False, max_length=None
     )
@@ -231,6 +324,7 @@ def save(model: PreTrainedModel, tokenizer: Tokenizer, out: Path, chat_template:
         "model_max_length": MAX_POSITIONS,
         "clean_up_tokenization_spaces": False,
         "chat_template": chat_template,
+        **more,
     }
     (out / "tokenizer_config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
@@ -240,6 +334,9 @@ def parse_args() -> argparse.Namespace:
     default_out = Path(__file__).resolve().parent.parent / "pd_cluster" / "models" / "tiny-chat"
     parser.add_argument("--out", type=Path, default=default_out, help="folder to write (default: the shipped model)")
     parser.add_argument("--steps", type=int, default=4500, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--tool-steps", type=int, default=1400, help="then, with tools (default: %(default)s)")
+    parser.add_argument("--tool-lr", type=float, default=3e-3, help="then (default: %(default)s)")
+    parser.add_argument("--start", type=Path, help="folder of a model that chats: only teach it tools")
     parser.add_argument("--tokens-per-step", type=int, default=1024, help="default: %(default)s")
     parser.add_argument("--lr", type=float, default=5e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
@@ -252,13 +349,14 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(args.seed)
-    tokenizer = train_tokenizer(texts_of_tokens(random.Random(args.seed)), SPECIAL_TOKENS, VOCAB_SIZE)
-    model = make_model()
     args.out.mkdir(parents=True, exist_ok=True)
-    print(f"{model.num_parameters():,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
-    losses = losses_of(model, Rows(tokenizer, random.Random(args.seed + 1)), args)
-    train_s = train(losses, list(model.parameters()), make_optimizers(model, args.lr), args)
-    save(model.eval(), tokenizer, args.out)
+    if args.start is None:
+        model, tokenizer, train_s = learn_to_chat(args)
+    else:
+        model, train_s = Qwen3ForCausalLM.from_pretrained(args.start), 0.0
+        tokenizer = Tokenizer.from_file(str(args.start / "tokenizer.json"))
+    train_s += learn_to_call(model, tokenizer, args)
+    save(model.eval(), tokenizer, args.out, TOOL_TEMPLATE, tool_call_parser="hermes")
     scores = evaluate(args.out)
     command = shlex.join(["python", "scripts/train_tiny_model.py", *sys.argv[1:]])
     (args.out / "README.md").write_text(model_card(args.out, scores, command, train_s), encoding="utf-8")

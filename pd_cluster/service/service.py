@@ -11,7 +11,7 @@ from typing import Any
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.parsers.plugin import formats_of
-from pd_cluster.parsers.reply import ReplyFormat
+from pd_cluster.parsers.reply import ReplyFormat, own_tool_parser
 from pd_cluster.service.answering import Answering
 from pd_cluster.service.caller import NOBODY, Caller
 from pd_cluster.service.chats import Chats
@@ -98,7 +98,8 @@ class TextService:
         self.tokenizer = Tokenizer(checkpoint.tokenizer_path, chat.template, checkpoint.path)
         self.response_role = chat.response_role
         self.shows_token_ids = config.shows_token_ids or not self.tokenizer.has_text
-        form = ReplyFormat(chat.tool_parser, chat.reasoning_parser, formats_of(chat.tool_parser_plugin))
+        tool_parser = chat.tool_parser or own_tool_parser(self.tokenizer.config)
+        form = ReplyFormat(tool_parser, chat.reasoning_parser, formats_of(chat.tool_parser_plugin))
         self.reads_reasoning = bool(form.reasoning_parser)  # a reply's reasoning is told apart from its content
         self.names = ServedNames(config.model, config.served_model_names, config.adapters, config.requires_model)
         self.max_loras = config.max_loras

@@ -76,6 +76,24 @@ def test_the_reference_documents_guided_json(cluster: LiveCluster, prompt: str, 
     jsonschema.validate(json.loads(choice["text"]), CHARACTER)
 
 
+def test_the_readmes_client_with_a_tool(cluster: LiveCluster) -> None:
+    """The shipped model calls the tool, without a parser's name in the command line, and answers with its result."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    block = next(each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "tools=tools" in each)
+    went: dict[str, Any] = {}
+    exec(block.replace("http://127.0.0.1:9000", cluster.url).replace("tiny-chat", "tiny"), went)
+    (call,) = went["answer"].choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
+    assert went["answer"].choices[0].finish_reason == "tool_calls"
+    told = [
+        went["answer"].choices[0].message,
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny, 21 degrees"},
+    ]
+    asking = {"model": "tiny", "messages": [*went["messages"], *told], "tools": went["tools"], "temperature": 0}
+    second = went["client"].chat.completions.create(**asking).choices[0]
+    assert (second.message.content, second.finish_reason) == ("The weather in Paris: sunny, 21 degrees.", "stop")
+
+
 def test_the_readmes_example(cluster: LiveCluster) -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     body = next(each for each in re.findall(r"-d '([^']*)'", text) if "response_format" in each)

@@ -102,6 +102,98 @@ def test_follows_a_conversation() -> None:
     assert ask("What is my name?") == "I do not know your name yet."
 
 
+def tool(name: str, **parameters: str) -> dict[str, Any]:
+    properties = {each: {"type": kind} for each, kind in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+WEATHER = tool("get_weather", city="string")
+ADD = tool("add", a="integer", b="integer")
+CALCULATOR = tool("calculator", expression="string")
+
+
+def ask_with(tools: list[dict[str, Any]], *messages: dict[str, Any]) -> str:
+    rendered = tokenizer().apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=True)
+    return go_on(rendered)
+
+
+def called(name: str, **arguments: object) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("prompt", "call"),
+    [
+        ("What is the weather in Paris?", called("get_weather", city="Paris")),
+        ("What's the weather like in Berlin today?", called("get_weather", city="Berlin")),
+        ("What is 12 + 30?", called("add", a=12, b=30)),
+        ("What is 127 + 345?", called("add", a=127, b=345)),
+    ],
+)
+def test_calls_the_tool_that_fits(prompt: str, call: str) -> None:
+    (fitting,) = [each for each in (WEATHER, ADD) if each["function"]["name"] in call]
+    for tools in ([fitting], [WEATHER, ADD], [ADD, WEATHER]):
+        assert ask_with(tools, {"role": "user", "content": prompt}) == call
+
+
+def test_calls_a_calculator() -> None:
+    asked = {"role": "user", "content": "What is 12 * 12?"}
+    assert ask_with([CALCULATOR], asked) == called("calculator", expression="12 * 12")
+
+
+@pytest.mark.parametrize(
+    ("question", "name", "arguments", "result", "answer"),
+    [
+        ("What is the weather in Paris?", "get_weather", {"city": "Paris"}, "sunny, 21 degrees",
+         "The weather in Paris: sunny, 21 degrees."),
+        ("What is the weather in Paris?", "get_weather", {"city": "Paris"}, '{"temperature": 21}',
+         "The weather in Paris: temperature 21."),
+        ("What is 127 + 345?", "add", {"a": 127, "b": 345}, "472", "472"),
+    ],
+)  # fmt: skip
+def test_answers_with_a_tools_result(
+    question: str, name: str, arguments: dict[str, Any], result: str, answer: str
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    said = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": result},
+    ]
+    assert ask_with([WEATHER if name == "get_weather" else ADD], *said) == answer
+
+
+@pytest.mark.parametrize("prompt", ["What is 3 + 4?", "Hello!", "Repeat: the cat sat", "Tell me a joke about cats."])
+def test_a_tool_that_does_not_fit_is_not_called(prompt: str) -> None:
+    assert ask_with([WEATHER], {"role": "user", "content": prompt}) == ask(prompt)
+
+
+def test_the_template_shows_what_a_tool_requires() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "Where."},
+            "days": {"type": "integer"},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "more": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
+    }
+    first = {"type": "function", "function": {"name": "first", "parameters": parameters}}
+    second = {"type": "function", "function": {"name": "second", "parameters": {**parameters, "required": ["unit"]}}}
+    third = {"type": "function", "function": {"name": "third"}}
+    rendered = tokenizer().apply_chat_template(
+        conversation("Hi", system="Be brief."), tools=[first, second, third], tokenize=False
+    )
+    assert rendered == (
+        "<|im_start|>system\nBe brief.\n<tools>\n"
+        '{"name": "first", "arguments": {"city": "string", "days": integer, "unit": "C|F", "more": "string"}}\n'
+        '{"name": "second", "arguments": {"unit": "C|F"}}\n'
+        '{"name": "third", "arguments": {}}\n'
+        "</tools><|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("prompt", "start"),
     [

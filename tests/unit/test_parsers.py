@@ -10,7 +10,7 @@ import pytest
 
 from pd_cluster.errors import ConfigError
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pd_cluster.parsers.reply import ReplyFormat, ToolChoice
+from pd_cluster.parsers.reply import ReplyFormat, ToolChoice, own_tool_parser
 from pd_cluster.parsers.stream import TextStream
 from pd_cluster.parsers.table import FORMATS, begins_of
 
@@ -491,3 +491,16 @@ def test_unknown_parsers_are_refused_with_the_nearest_name() -> None:
     )
     with pytest.raises(ConfigError, match=r"--reasoning-parser zzz: not known; known are deepseek_r1, .*step3$"):
         ReplyFormat("", "zzz")
+
+
+@pytest.mark.parametrize(
+    ("config", "parser"),
+    [
+        ({"tool_call_parser": "hermes"}, "hermes"),
+        ({}, ""),
+        ({"tool_call_parser": "unknown"}, ""),
+        ({"tool_call_parser": 1}, ""),
+    ],
+)
+def test_a_folder_may_name_its_parser(config: dict[str, object], parser: str) -> None:
+    assert own_tool_parser(config) == parser

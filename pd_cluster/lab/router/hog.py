@@ -1,4 +1,4 @@
-"""`pd-cluster bench hog`: what three quiet tenants notice of a fourth that attacks.
+"""`pd-cluster bench hog`: answers of three quiet tenants beside a fourth that attacks.
 
 A real cluster of the small vision model. B sends small chats, C thumbnails, D schemas and responses that are kept, each
 one request after another. A attacks in one way after another: guides that never compile, pictures from servers that
@@ -41,7 +41,7 @@ _numbers = itertools.count()
 
 @dataclass(slots=True)
 class Seen:
-    """What one quiet tenant saw in one phase: seconds of each answer, and what was not answered."""
+    """A quiet tenant's answers in one phase, in seconds, and its requests without an answer."""
 
     took_s: list[float] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -163,7 +163,7 @@ async def run(bench: HogBench, json_path: str = "") -> None:
 
 
 async def _phase(client: httpx.AsyncClient, seconds: float, attack: str | None, dripping: str) -> dict[str, Seen]:
-    """Returns what each quiet tenant saw while A attacked for so long, or did not."""
+    """Returns the answers of each quiet tenant while A attacked for so long, or did not."""
     seen = {key: Seen() for key in QUIET}
     until_s = time.monotonic() + seconds
     hogs = []

@@ -34,7 +34,7 @@ __all__ = ["ReplyFormat", "ReplyReader", "Tool", "ToolChoice"]
 
 
 def own_tool_parser(tokenizer_config: Mapping[str, Any]) -> str:
-    """Returns the format of calls that a model's tokenizer_config.json names (tool_call_parser); "" if it names none."""
+    """Returns the format of calls that a tokenizer_config.json names (tool_call_parser); "" if it names none."""
     named = tokenizer_config.get("tool_call_parser")
     return named if isinstance(named, str) and named in FORMATS else ""
 

@@ -98,4 +98,4 @@ def test_the_readmes_example(cluster: LiveCluster) -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     body = next(each for each in re.findall(r"-d '([^']*)'", text) if "response_format" in each)
     choice = curl(cluster, "/v1/chat/completions", body)
-    assert (json.loads(choice["message"]["content"]), choice["finish_reason"]) == ({"answer": 7}, "stop")
+    assert (json.loads(choice["message"]["content"]), choice["finish_reason"]) == ({"result": 7}, "stop")

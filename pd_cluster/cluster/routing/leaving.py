@@ -7,6 +7,7 @@ would otherwise be for clients that have gone.
 from __future__ import annotations
 
 import math
+from array import array
 
 FIRST_S, STEP, NUM_BINS = 0.05, 1.1, 120  # bins of waiting times: up to more than an hour
 HALF_LIFE_S = 60.0
@@ -26,7 +27,7 @@ class LeaveTimes:
     """
 
     def __init__(self) -> None:
-        self._left, self._answered = [0.0] * NUM_BINS, [0.0] * NUM_BINS
+        self._left, self._answered = (array("d", [0.0]) * NUM_BINS for _ in range(2))
         self._at_s = -math.inf
         self._found_s: float | None = None
         self.left_s = -math.inf  # when the last one that counts left
@@ -45,7 +46,7 @@ class LeaveTimes:
         if took_s >= FADE_S:
             fade = 0.5 ** (took_s / HALF_LIFE_S)
             for counts in (self._left, self._answered):
-                counts[:] = [each * fade for each in counts]
+                counts[:] = array("d", [each * fade for each in counts])
             self._at_s = now_s
         at = 0 if after_s <= FIRST_S else min(NUM_BINS - 1, int(math.log(after_s / FIRST_S) / _LOG_STEP))
         (self._left if has_left else self._answered)[at] += weight

@@ -261,9 +261,9 @@ def test_many_prompts_with_many_choices_each(cluster: LiveCluster) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_hundred_thousand_of_everything(cluster: LiveCluster, route: str) -> None:
+def test_fifty_thousand_of_everything(cluster: LiveCluster, route: str) -> None:
     for name in ("bad_words", "stop", "guided_choice"):
-        many = [f"{at:x}" for at in range(100_000)]
+        many = [f"{at:x}" for at in range(50_000)]
         assert refused(cluster, route, with_fields(route, **{name: many}))["param"] == name
 
 

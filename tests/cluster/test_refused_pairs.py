@@ -37,27 +37,28 @@ def cluster(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
         running.stop()
 
 
-def await_refusal(cluster: LiveCluster, name: str, why: str) -> None:
-    def refused() -> bool:
+def await_state(cluster: LiveCluster, name: str, why: str) -> None:
+    def is_told() -> bool:
         return why in str(cluster.health()[1].get("instances", {}).get(name))
 
-    cluster.wait_until(f"/health says of {name}: {why}", refused, 90)
+    cluster.wait_until(f"/health says of {name}: {why}", is_told, 90)
 
 
 def test_a_worker_with_another_model(cluster: LiveCluster) -> None:
     """By the model's identity, before any request could be answered wrongly."""
-    await_refusal(cluster, "decode-0", "serves another model")
+    await_state(cluster, "decode-0", "serves another model")
+    await_state(cluster, "prefill-0", "ready")
     answer = cluster.client.post(f"{cluster.url}/v1/completions", json={"prompt": [5, 6], "max_tokens": 2})
-    assert answer.status_code == 200
+    assert answer.status_code == 200, answer.text
     assert answer.headers["x-pd-served-by"] == "prefill-0"
 
 
 def test_a_worker_that_pins_another_scheduler(cluster: LiveCluster) -> None:
-    await_refusal(cluster, "decode-1", "another cluster.secret than the scheduler (the other end does not admit")
+    await_state(cluster, "decode-1", "another cluster.secret than the scheduler (the other end does not admit")
     assert cluster.health()[1]["status"] == "degraded"
 
 
 def test_a_worker_with_another_secret(cluster: LiveCluster) -> None:
     """It admits the scheduler, and cannot prove that it is one of the cluster."""
-    await_refusal(cluster, "decode-2", "another cluster.secret than the scheduler (the other end has another secret")
+    await_state(cluster, "decode-2", "another cluster.secret than the scheduler (the other end has another secret")
     assert cluster.health()[1]["status"] == "degraded"

@@ -67,7 +67,10 @@ def curl(cluster: LiveCluster, path: str, body: str) -> dict[str, Any]:
     return dict(choice)
 
 
-@pytest.mark.parametrize(
+PROMPTS = {"as documented": PROMPT, "with too little information": "Describe a character."}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
     "prompt", [PROMPT, "Describe a character."], ids=["as documented", "with too little information"]
 )
 @pytest.mark.parametrize("encode", [json.dumps, dict], ids=["string", "object"])

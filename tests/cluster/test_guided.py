@@ -71,8 +71,6 @@ PROMPTS = {"as documented": PROMPT, "with too little information": "Describe a c
 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-    "prompt", [PROMPT, "Describe a character."], ids=["as documented", "with too little information"]
-)
 @pytest.mark.parametrize("encode", [json.dumps, dict], ids=["string", "object"])
 def test_the_reference_documents_guided_json(cluster: LiveCluster, prompt: str, encode: Any) -> None:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 200, "temperature": 0, "guided_json": encode(CHARACTER)}

@@ -30,7 +30,7 @@ from pd_cluster.lab.faults.list import ALL_FAULTS
 from pd_cluster.lab.faults.report import MOST_DESCRIPTORS, Run, Tokens, is_right, show
 from pd_cluster.lab.faults.stage import Stage
 from pd_cluster.lab.faults.terms import Fault, Means, Seen
-from pd_cluster.lab.load import LONGEST_OUTPUT, LONGEST_PROMPT, Load, LoadRequest, make_asks, poisson
+from pd_cluster.lab.load import LONGEST_OUTPUT, LONGEST_PROMPT, Load, LoadRequest, Send, make_asks, poisson
 from pd_cluster.settings.engine import SHIPPED_MODEL
 from pd_cluster.tables import Report, Result, check_writable
 from pd_cluster.transport.table import choices_for
@@ -280,10 +280,10 @@ class Scene:
             await asyncio.sleep(COUNT_S)
             await self.stage.count_replays()
 
-    def load(self, salt: str, rate: float) -> Load:
+    def load(self, salt: str, rate: float, send: Send | None = None) -> Load:
         """Makes the same gaps and the same requests in every run."""
         gaps_s = poisson(random.Random(self._bench.seed), rate)
-        return Load(self._body_of(salt), gaps_s, self.stage.stream)
+        return Load(self._body_of(salt), gaps_s, send or self.stage.stream)
 
     def _body_of(self, salt: str) -> Callable[[int], dict[str, Any]]:
         """Returns a function for request bodies; repeated requests use other prefix cache entries."""

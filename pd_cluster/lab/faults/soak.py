@@ -11,10 +11,13 @@ import contextlib
 import random
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pd_cluster.bench.serve import sigterm_ends_it
+from pd_cluster.client.streaming import Sample
 from pd_cluster.errors import ConfigError, GenerationError
 from pd_cluster.lab.faults.bench import (
     FaultsBench,
@@ -28,7 +31,7 @@ from pd_cluster.lab.faults.bench import (
 from pd_cluster.lab.faults.bench import named as faults_named
 from pd_cluster.lab.faults.left import Left
 from pd_cluster.lab.faults.list import ALL_FAULTS
-from pd_cluster.lab.faults.soak_report import Soak, Tally, Use, Watch
+from pd_cluster.lab.faults.soak_report import LEFT, Soak, Tally, Use, Watch
 from pd_cluster.lab.faults.terms import Means
 from pd_cluster.lab.load import Load
 from pd_cluster.tables import Report, check_writable
@@ -58,6 +61,7 @@ class SoakBench:
     load: float = 0.4
     seed: int = 0
     quick: bool = False
+    leave: float = 0.0  # share of requests whose client leaves early
 
     @property
     def command(self) -> str:
@@ -65,14 +69,16 @@ class SoakBench:
         default = QUICK_FAULTS if self.quick else SOAK_FAULTS
         only = f" --faults {','.join(self.faults)}" if self.faults != default else ""
         size = "--quick" if self.quick else f"--minutes {self.minutes:g}"
-        rest = f"--kv-transport {self.kv_transport} --load {self.load:g} --seed {self.seed}"
+        rest = f"--kv-transport {self.kv_transport} --load {self.load:g} --leave {self.leave:g} --seed {self.seed}"
         return f"pd-cluster bench soak{model}{only} {size} {rest}"
 
 
 def make_bench(
-    model: str, minutes: float, kv_transport: str, faults: str, load: float, seed: int, quick: bool
+    model: str, minutes: float, kv_transport: str, faults: str, load: float, seed: int, quick: bool, leave: float = 0.0
 ) -> SoakBench:
     """Builds the bench. Raises ConfigError."""
+    if not 0 <= leave < 1:
+        raise ConfigError(f"--leave {leave:g}: a share of requests, at least 0 and below 1")
     check_load(load)
     check_transport(kv_transport)
     if minutes <= 0:
@@ -80,7 +86,7 @@ def make_bench(
     names = faults_named(faults, SOAK_FAULTS)
     if quick:
         minutes, names = QUICK_MINUTES, names if faults else QUICK_FAULTS
-    return SoakBench(model, minutes, kv_transport, names, load, seed, quick)
+    return SoakBench(model, minutes, kv_transport, names, load, seed, quick, leave)
 
 
 async def run(bench: SoakBench, json_path: str = "") -> None:
@@ -95,7 +101,7 @@ async def run(bench: SoakBench, json_path: str = "") -> None:
             soak = await _Soaking(bench, Scene(parameters, stage)).play()
     report = Report(bench.command, soak.results())
     report.show("soak")
-    for line in soak.tally.lines:
+    for line in (*soak.watch.by_minute(), *soak.tally.lines):
         print(line)
     if json_path:
         report.write(json_path)
@@ -111,6 +117,7 @@ class _Soaking:
         self._scene = scene
         self._stage = scene.stage
         self._faults: Counter[str] = Counter()
+        self._leaving = random.Random(f"{bench.seed} leaving")
         self._watch = Watch()
         self._last = "none yet"
 
@@ -123,7 +130,7 @@ class _Soaking:
         self._started_s = time.monotonic()
         until_s = self._started_s + 60 * self._bench.minutes
         rate = self._bench.load * capacity
-        load = self._scene.load("soak", rate)
+        load = self._scene.load("soak", rate, self._send)
         drawing = asyncio.ensure_future(self._draw(until_s, self._scene.means("soak", rate)))
         watching = [asyncio.ensure_future(each) for each in (self._scene.count(), self._sample(), self._tell(load))]
         try:
@@ -141,6 +148,15 @@ class _Soaking:
         self._take(load)
         left = Left.now(self._stage.pids()).since(before)
         return Soak(took_s, self._tally, self._watch, self._faults, num_replayed, num_held, left)
+
+    async def _send(self, body: Mapping[str, Any]) -> Sample:
+        """Sends a request; some are left at a moment of their first second."""
+        if self._leaving.random() >= self._bench.leave:
+            return await self._stage.stream(body)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._leaving.random()):
+                await self._stage.stream(body)
+        return Sample(error=LEFT)
 
     async def _draw(self, until_s: float, means: Means) -> None:
         """Runs one fault after another, each once the cluster is whole again."""

@@ -6,7 +6,7 @@ Pure: answers and samples in, figures and lines out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ WARM_SHARE = 1 / 3  # of a process's samples: caches and heaps fill first
 FEWEST_SAMPLES = 6  # for a slope
 MOST_SHOWN = 20
 HOUR_S = 3600.0
+LEFT = "its client left"  # the error of a request that the bench itself left
 
 
 class Use(NamedTuple):
@@ -33,13 +34,16 @@ class Tally:
     """Compares answers with the right tokens as they arrive, and keeps only those that differ."""
 
     def __init__(self, expected: Sequence[Tokens]) -> None:
-        self.num_answers = self.num_complete = self.num_exact = self.num_refused = 0
+        self.num_answers = self.num_complete = self.num_exact = self.num_refused = self.num_left = 0
         self.worst_gap_s = self.worst_wait_s = 0.0
         self.lines: list[str] = []
         self._expected = expected
 
     def take(self, answer: Answer) -> None:
         sample = answer.sample
+        if sample.error == LEFT:
+            self.num_left += 1
+            return
         self.num_answers += 1
         if answer.is_refused:
             self.num_refused += 1
@@ -67,6 +71,7 @@ class Tally:
             _share("exact", self.num_exact, self.num_complete, 100.0),
             counted("requests", self.num_answers, "requests"),
             counted("refused", self.num_refused, "requests"),
+            counted("left by their clients", self.num_left, "requests"),
             _worst("worst gap", self.worst_gap_s, "s"),
             _worst("worst wait", self.worst_wait_s, "s"),
         ]
@@ -83,6 +88,17 @@ class Watch:
         for process, use in uses.items():
             self._samples.setdefault(process, []).append(use)
         self._last = set(uses)
+
+    def by_minute(self) -> Iterator[str]:
+        """Yields a line for each living process: its memory in MiB, minute by minute."""
+        for process in sorted(self._last, key=lambda process: process[1]):
+            samples = self._samples[process]
+            told, next_s = [], samples[0].at_s
+            for use in samples:
+                if use.at_s >= next_s:
+                    told.append(f"{use.memory_mib:.0f}")
+                    next_s = use.at_s + 59.0
+            yield f"{process[1]}, MiB by minute: {' '.join(told)}"
 
     def results(self) -> list[Result]:
         """Returns an hourly slope for each living process with enough samples; its warm-up is left out."""

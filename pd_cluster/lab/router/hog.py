@@ -150,7 +150,7 @@ async def run(bench: HogBench, json_path: str = "") -> None:
             await _phase(client, 2.0, None, dripping)  # children and kernels start
             alone = await _phase(client, bench.seconds, None, dripping)
             _tell("without A", alone, alone)
-            results = []
+            results: list[Result] = []
             for name in bench.attacks:
                 seen = await _phase(client, bench.seconds, name, dripping)
                 _tell(name, seen, alone)

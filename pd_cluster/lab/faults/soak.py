@@ -69,7 +69,8 @@ class SoakBench:
         default = QUICK_FAULTS if self.quick else SOAK_FAULTS
         only = f" --faults {','.join(self.faults)}" if self.faults != default else ""
         size = "--quick" if self.quick else f"--minutes {self.minutes:g}"
-        rest = f"--kv-transport {self.kv_transport} --load {self.load:g} --leave {self.leave:g} --seed {self.seed}"
+        leave = f" --leave {self.leave:g}" if self.leave else ""
+        rest = f"--kv-transport {self.kv_transport} --load {self.load:g}{leave} --seed {self.seed}"
         return f"pd-cluster bench soak{model}{only} {size} {rest}"
 
 

@@ -50,9 +50,20 @@ def fragments_of(world: World, form: ReplyFormat, rng: random.Random) -> list[st
     for tool in (GOOD, BAD, BAD):
         guide = form.guide([tool], "required", "", 2)
         assert guide is not None
-        calls.append(world.walk(guide, rng, [*form.markers, "a"]))
+        calls.append(world.walk(guide, rng, [*sorted(form.markers), "a"]))
     cuts = [call[rng.randrange(len(call)) :] for call in calls for _ in range(2)]
-    return [*calls, *calls, *cuts, *form.markers, *form.markers, "text", "\n", "\t ", "final", " to=functions.bad"]
+    return [
+        *calls,
+        *calls,
+        *cuts,
+        *sorted(form.markers),
+        *sorted(form.markers),
+        "text",
+        "\n",
+        "\t ",
+        "final",
+        " to=functions.bad",
+    ]
 
 
 @pytest.mark.parametrize(("parser", "reasoning"), PAIRS)
@@ -84,7 +95,7 @@ def test_text_and_several_calls_of_the_set_are_free(world: World, parser: str) -
     form = ReplyFormat(parser)
     required = form.guide([GOOD], "required", "", 1)
     assert required is not None
-    call = world.walk(required, random.Random(1), [*form.markers, "a"])
+    call = world.walk(required, random.Random(1), [*sorted(form.markers), "a"])
     assert world.verdict(guide_of(form), call) == "whole"
     if parser not in ("llama3_json", "pythonic", "llama4_pythonic", "openai"):
         assert world.verdict(guide_of(form), f"First. {call}\nThen {call} and {call}\nDone.") == "whole"

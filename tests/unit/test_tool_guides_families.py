@@ -74,7 +74,7 @@ def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str
     form = ReplyFormat(parser)
     guide = form.guide(TOOLS, "auto", "")
     assert guide is not None
-    goals = [mark for mark in form.markers if mark.startswith("<")] + [
+    goals = sorted(mark for mark in form.markers if mark.startswith("<")) + [
         "text ",
         " {",
         "functools",
@@ -155,7 +155,7 @@ def test_one_call_at_most_in_free_text(world: World, parser: str) -> None:
     form = ReplyFormat(parser)
     guide = form.guide(TOOLS[:2], "auto", "", 1)
     assert guide is not None
-    goals = [mark for mark in form.markers if mark.startswith("<")] + ["functools[", *("[" for _ in range(6))]
+    goals = sorted(mark for mark in form.markers if mark.startswith("<")) + ["functools[", *("[" for _ in range(6))]
     for seed in range(8):
         assert len(calls_of(parts_of(form, world.walk(guide, random.Random(seed), goals)))) <= 1
 
@@ -194,7 +194,7 @@ def test_reasoning_is_guided_in_its_own_marks(world: World, reasoning: str) -> N
     guide = form.guide(TOOLS[1:2], "required", "", 1)
     assert guide is not None
     kinds = set()
-    goals = [mark for mark in form.markers if mark.startswith(("</", "[/", "<channel", "Here is my resp"))]
+    goals = sorted(mark for mark in form.markers if mark.startswith(("</", "[/", "<channel", "Here is my resp")))
     for seed in range(12):
         text = world.walk(guide, random.Random(seed), goals)
         parts = parts_of(form, text)

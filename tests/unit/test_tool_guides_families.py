@@ -74,13 +74,8 @@ def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str
     form = ReplyFormat(parser)
     guide = form.guide(TOOLS, "auto", "")
     assert guide is not None
-    goals = sorted(mark for mark in form.markers if mark.startswith("<")) + [
-        "text ",
-        " {",
-        "functools",
-        "functools[",
-        *("[" for _ in range(6)),
-    ]
+    marks = sorted(mark for mark in form.markers if mark.startswith("<"))
+    goals = [*marks, "text ", " {", "functools", "functools[", *("[" for _ in range(6))]
     num_calls = 0
     for seed in range(64):
         parts = parts_of(form, world.walk(guide, random.Random(seed), goals))
@@ -155,7 +150,7 @@ def test_one_call_at_most_in_free_text(world: World, parser: str) -> None:
     form = ReplyFormat(parser)
     guide = form.guide(TOOLS[:2], "auto", "", 1)
     assert guide is not None
-    goals = sorted(mark for mark in form.markers if mark.startswith("<")) + ["functools[", *("[" for _ in range(6))]
+    goals = [*sorted(mark for mark in form.markers if mark.startswith("<")), "functools[", *("[" for _ in range(6))]
     for seed in range(8):
         assert len(calls_of(parts_of(form, world.walk(guide, random.Random(seed), goals)))) <= 1
 

@@ -101,6 +101,20 @@ def test_pictures(twins: Twins) -> None:
     assert generate(alone, texts, GREEDY) == [expected[-1]]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pictures_over_a_split(twins: Twins) -> None:
+    own, paddle = twins("pictures")
+    shown = prompts("ernie4_5_vl_moe")
+    expected = expected_of(own, "ernie4_5_vl_moe", shown)
+    asked = [{"prompt_token_ids": each.token_ids, "multi_modal_data": {"image": each.pictures}} for each in shown[:-1]]
+    params = SamplingParams(temperature=0, max_tokens=len(expected[0]))
+    with LLM(str(paddle), dtype="float32", prefill=1, decode=1, num_blocks=256, enable_mm=True) as llm:
+        found = llm.generate(asked, params, use_tqdm=False)
+    assert [each.error_msg for each in found] == [None] * len(asked)
+    assert [list(each.outputs[0].token_ids) for each in found] == expected[:-1]
+
+
 @pytest.mark.parametrize("name", [*MODELS, "pictures"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_each_rank_reads_the_tensors_of_its_twin(twins: Twins, name: str, size: int) -> None:

@@ -83,15 +83,20 @@ def write_whole(folder: int, name: str, data: bytes | memoryview) -> None:
     try:
         file = os.open(unfinished, CREATE, 0o600, dir_fd=folder)
         try:
-            at, whole = 0, memoryview(data)
-            while at < len(whole):
-                at += os.write(file, whole[at:])
+            write_all(file, data)
         finally:
             os.close(file)
         os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
     except OSError:
         remove(folder, unfinished)
         raise
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Raises OSError, and then a part may be written."""
+    at, whole = 0, memoryview(data)
+    while at < len(whole):
+        at += os.write(descriptor, whole[at:])
 
 
 def remove(folder: int, name: str) -> None:

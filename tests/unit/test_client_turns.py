@@ -225,6 +225,12 @@ def test_a_job_costs_little_once_its_client_has_left(module: str, tmp_path: Path
         while jobs._turns.num_held:
             await asyncio.sleep(0.01)
         assert jobs._slow == []
+        slow = asyncio.create_task(asked(jobs, "c", f"slow {tmp_path}/never"))
+        while not jobs._slow:
+            await asyncio.sleep(0.01)
+        slow.cancel()
+        while jobs._slow:
+            await asyncio.sleep(0.01)
         assert await asked(jobs, "b", "on") == "on"
         await jobs.close()
 

@@ -29,7 +29,7 @@ class BodyBudget(ByteShares):
 
     def take(self, client: str, nbytes: int) -> None:
         """Takes memory for a body. Raises Overloaded if the client has no room for it."""
-        if not super().has_room(client, nbytes):
+        if not self.has_room(client, nbytes):
             raise Overloaded(
                 f"bodies of {self.taken_nbytes >> 20} MiB are under way, {self.of(client) >> 20} MiB of them yours, "
                 f"and there is no room for {max(1, nbytes >> 20)} MiB more; send fewer at a time"

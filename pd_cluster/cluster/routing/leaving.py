@@ -42,21 +42,25 @@ class LeaveTimes:
 
     def note(self, now_s: float, after_s: float, has_left: bool, weight: float = 1.0) -> None:
         """Notes a request that was answered, or whose client left, so long after it came."""
+        self._fade(now_s)
+        at = 0 if after_s <= FIRST_S else min(NUM_BINS - 1, int(math.log(after_s / FIRST_S) / _LOG_STEP))
+        (self._left if has_left else self._answered)[at] += weight
+        self._found_s = None
+
+    def median_s(self, now_s: float) -> float:
+        """Returns the estimate; inf while too few have left lately."""
+        self._fade(now_s)
+        if self._found_s is None:
+            self._found_s = self._find_s()
+        return self._found_s
+
+    def _fade(self, now_s: float) -> None:
         took_s = now_s - self._at_s
         if took_s >= FADE_S:
             fade = 0.5 ** (took_s / HALF_LIFE_S)
             for counts in (self._left, self._answered):
                 counts[:] = array("d", [each * fade for each in counts])
-            self._at_s = now_s
-        at = 0 if after_s <= FIRST_S else min(NUM_BINS - 1, int(math.log(after_s / FIRST_S) / _LOG_STEP))
-        (self._left if has_left else self._answered)[at] += weight
-        self._found_s = None
-
-    def median_s(self) -> float:
-        """Returns the estimate; inf while too few have left."""
-        if self._found_s is None:
-            self._found_s = self._find_s()
-        return self._found_s
+            self._at_s, self._found_s = now_s, None
 
     def _find_s(self) -> float:
         if self.num_left < LEAST_LEFT:
@@ -109,13 +113,13 @@ class Leaving:
         own.note(now_s, after_s, has_left)
         self.everybody.note(now_s, after_s, has_left, 1.0 / max(1.0, own.num_known / LEAST_LEFT))
 
-    def patience_s(self, own: LeaveTimes) -> float:
+    def patience_s(self, own: LeaveTimes, now_s: float) -> float:
         """Returns how long a request of this client may take, waiting included."""
-        return own.median_s() if own.num_known >= LEAST_LEFT else self.everybody.median_s()
+        return (own if own.num_known >= LEAST_LEFT else self.everybody).median_s(now_s)
 
-    def most_wait_s(self, own: LeaveTimes, num_tokens: int) -> float:
+    def most_wait_s(self, own: LeaveTimes, num_tokens: int, now_s: float) -> float:
         """Returns how long it may wait so that its answer still comes in time; inf: its client leaves at no time."""
-        patience_s = self.patience_s(own)
+        patience_s = self.patience_s(own, now_s)
         if patience_s == math.inf:
             return math.inf
         return max(patience_s / 10, patience_s - self.answers.expected_s(num_tokens))

@@ -155,9 +155,10 @@ class WaitingRoom:
         found = WaitLimit(self._max_wait_s, f"the {self._max_wait_s:g} s of {self._limit_name}")
         if patience_s < found.most_s:
             found = WaitLimit(patience_s, f"the {patience_s:g} s of the client's own timeout")
-        most_s = self._leaving.most_wait_s(client.leave_times, num_tokens)
+        now_s = self._loop.time()
+        most_s = self._leaving.most_wait_s(client.leave_times, num_tokens, now_s)
         if most_s < found.most_s:
-            after_s = self._leaving.patience_s(client.leave_times)
+            after_s = self._leaving.patience_s(client.leave_times, now_s)
             found = WaitLimit(most_s, f"an answer within {after_s:.2g} s, after which clients have left lately")
         return found
 
@@ -281,9 +282,10 @@ class WaitingRoom:
     def _next(self, may: Callable[[QueueEntry], bool]) -> QueueEntry | None:
         """Returns the request whose turn it is. Those before it that would be answered too late are refused."""
         while (entry := self._queue.next(may)) is not None:
-            most_s = SAFE * self._leaving.most_wait_s(entry.client.leave_times, entry.num_tokens)
+            now_s = self._loop.time()
+            most_s = SAFE * self._leaving.most_wait_s(entry.client.leave_times, entry.num_tokens, now_s)
             turn, party = self._turns[entry]
-            if turn.done() or party.has_begun or self._loop.time() - entry.arrived_s <= most_s:
+            if turn.done() or party.has_begun or now_s - entry.arrived_s <= most_s:
                 return entry
             limit = self._limit(entry.client, entry.num_tokens, math.inf)
             self._queue.leave(entry)

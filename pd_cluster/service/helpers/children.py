@@ -52,7 +52,7 @@ class Children:
     Most jobs are quick. A slow one gives up its place after QUICK_S and continues beside the quick ones, so that they
     do not wait for it. When `max_slow` do so already, the client that has most of them loses its latest one, if it
     has at least two more than the newcomer's; otherwise the newcomer ends, and its client rests for twice the time that
-    was lost. A job whose client has left ends when it turns out to be slow. `num_killed` counts children that took too
+    was lost. A slow job ends when its client leaves. `num_killed` counts children that took too
     long, had no place to continue, or broke.
     """
 
@@ -94,6 +94,8 @@ class Children:
             return await asyncio.shield(job.answer)
         finally:
             job.is_wanted = False
+            if job in self._slow:
+                job.fail(NoRoom(f"nobody waits for this {self._name}"))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -220,18 +222,19 @@ class Children:
         if task.done():
             return task.result()
         if job.answer.done():
-            raise NoRoom(f"this {self._name} gave way to another client's")
+            raise NoRoom(f"this {self._name} is not wanted any more")
         raise TookTooLong(f"not ready after {self._timeout_s:g} s")
 
     def _may_be_slow(self, client: str) -> bool:
         """Whether there is a place for a slow job, which another client may have to give up."""
-        if len(self._slow) < self._max_slow:
+        going_on = [job for job in self._slow if not job.answer.done()]
+        if len(going_on) < self._max_slow:
             return True
-        num_of = Counter(job.client for job in self._slow)
+        num_of = Counter(job.client for job in going_on)
         most = max(num_of, key=lambda each: num_of[each])
         if num_of[most] < num_of[client] + 2:
             return False
-        latest = next(job for job in reversed(self._slow) if job.client == most)
+        latest = next(job for job in reversed(going_on) if job.client == most)
         latest.fail(NoRoom(f"slow {self._name}s of others came; send fewer at a time, or try again"))
         return True
 
@@ -240,7 +243,7 @@ class Children:
     async def _restock(self) -> None:
         """Starts a child for the next quick job in place of one that has become slow."""
         if not self._idle:
-            with contextlib.suppress(PdClusterError):
+            with contextlib.suppress(PdClusterError, OSError):  # the next job starts one, and hears why it cannot
                 self._idle.append(await self._start())
 
     async def _start(self) -> _Child:

@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.private_files import write_all
 
 READER_WAIT_S = 60.0
 PAUSE_S = 0.1
@@ -46,11 +45,11 @@ def write_output(file: str, flag: str, data: bytes) -> None:
     """Writes what is to be the whole content. Raises ConfigError, and then a file that was there is as it was."""
     try:
         if (descriptor := _standard(file)) is not None:
-            write_all(descriptor, data)
+            _write(descriptor, data)
         elif os.path.exists(file) and not os.path.isfile(file):
             descriptor = open_output(file, flag)
             try:
-                write_all(descriptor, data)
+                _write(descriptor, data)
             finally:
                 os.close(descriptor)
         else:
@@ -81,9 +80,15 @@ def _replace(file: str, data: bytes) -> None:
         try:
             with contextlib.suppress(FileNotFoundError):
                 os.fchmod(descriptor, stat.S_IMODE(os.stat(file).st_mode))
-            write_all(descriptor, data)
+            _write(descriptor, data)
         finally:
             os.close(descriptor)
         beside.replace(file)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    at, whole = 0, memoryview(data)
+    while at < len(whole):
+        at += os.write(descriptor, whole[at:])

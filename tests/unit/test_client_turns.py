@@ -14,7 +14,7 @@ import pytest
 from pd_cluster.errors import NoRoom, Unavailable
 from pd_cluster.service.helpers import children
 from pd_cluster.service.helpers.byte_shares import ByteShares
-from pd_cluster.service.helpers.children import MAX_SLOW, Children
+from pd_cluster.service.helpers.children import MAX_CHILDREN, MAX_SLOW, Children
 from pd_cluster.service.helpers.client_turns import ClientTurns, current_client
 from pd_cluster.service.helpers.fair_pool import FairPool
 from pd_cluster.service.pixels import PixelBudget
@@ -201,6 +201,18 @@ def test_slow_jobs_of_a_client_delay_no_job_of_another(module: str, tmp_path: Pa
         await asyncio.gather(*hogs, return_exceptions=True)
         await jobs.close()
         assert (jobs._turns.num_waiting, jobs._turns.num_held, jobs._slow, jobs._tasks) == (0, 0, [], set())
+
+    asyncio.run(asyncio.wait_for(use(), DEADLINE_S))
+
+
+def test_no_more_children_are_kept_than_may_run(module: str) -> None:
+    """Several that were started at once for the next job, while none was idle."""
+
+    async def use() -> None:
+        jobs = Children(module, b"{}", DEADLINE_S, "job")
+        await asyncio.gather(*(jobs._restock() for _ in range(MAX_CHILDREN + 2)))
+        assert len(jobs._idle) == MAX_CHILDREN
+        await jobs.close()
 
     asyncio.run(asyncio.wait_for(use(), DEADLINE_S))
 

@@ -197,10 +197,7 @@ class Children:
             task.cancel()
             if not answer:
                 self.num_killed += 1
-            if answer and len(self._idle) < MAX_CHILDREN and child.is_quick():
-                self._idle.append(child)
-            else:
-                await child.kill()
+            await (self._keep(child) if answer else child.kill())
         return answer
 
     async def _go_on(self, task: asyncio.Future[bytes], child: _Child, job: _Job) -> bytes:
@@ -244,7 +241,14 @@ class Children:
         """Starts a child for the next quick job in place of one that has become slow."""
         if not self._idle:
             with contextlib.suppress(PdClusterError, OSError):  # the next job starts one, and hears why it cannot
-                self._idle.append(await self._start())
+                await self._keep(await self._start())
+
+    async def _keep(self, child: _Child) -> None:
+        """Keeps a child for a later job, unless enough are idle."""
+        if len(self._idle) < MAX_CHILDREN and child.is_quick():
+            self._idle.append(child)
+        else:
+            await child.kill()
 
     async def _start(self) -> _Child:
         """Starts a child that is ready for jobs."""

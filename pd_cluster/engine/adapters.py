@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,8 @@ class Keeper(Protocol):
         """Between two steps; no request has it."""
 
 
+MAX_OWNERS = 4096  # whose turns are remembered
+MAX_LOADING = 2  # one is read, and the next is ready: the rest can still change its order
 Read = Callable[[Path], AdapterFolder]  # raises ModelError
 
 
@@ -77,6 +80,26 @@ class AdapterHost:
     fail: Callable[[str, wire.Submit, str], None]
 
 
+class OwnerTurns:
+    """When each owner of held legs last had an adapter loaded; those that never had are first."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[bytes, int] = OrderedDict()  # the longest ago first
+        self._num_turns = 0
+
+    def last(self, owners: Collection[bytes]) -> int:
+        """Returns the number of the turn that was longest ago; 0: there was none."""
+        return min(self._last.get(owner, 0) for owner in owners)
+
+    def took(self, owners: Collection[bytes]) -> None:
+        self._num_turns += 1
+        for owner in owners:
+            self._last[owner] = self._num_turns
+            self._last.move_to_end(owner)
+        while len(self._last) > MAX_OWNERS:
+            self._last.popitem(last=False)
+
+
 class WorkerAdapters:
     """`named`: paths of the adapters of this process's start, by digest.
 
@@ -105,7 +128,8 @@ class WorkerAdapters:
         present = [each for each in keeper.variants if lora_of(each)] if keeper is not None else []
         self._room = None if most is None else AdapterRoom(most, present)  # None: there is room for all
         self._problems: dict[str, str] = {}
-        self._due: dict[str, None] = {}  # to be loaded, in this order
+        self._due: dict[str, None] = {}  # to be loaded, in order of arrival
+        self._turns = OwnerTurns()
         self._loading: set[str] = set()
         self._held = HeldLegs(clock)
         self._jobs: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()  # None: there are no more
@@ -206,7 +230,7 @@ class WorkerAdapters:
     # ---- room
 
     def _go_on(self) -> None:
-        """Loads what is due, in order, as far as there is room."""
+        """Loads what is due as far as there is room; owners of held legs take turns."""
         if self._keeper is None:
             return
         for digest in list(self._due):
@@ -215,8 +239,8 @@ class WorkerAdapters:
             elif digest not in self._paths:
                 del self._due[digest]
                 self._release(digest)
-        while self._due:
-            digest = next(iter(self._due))
+        while self._due and len(self._loading) < MAX_LOADING:
+            digest = min(self._due, key=lambda each: self._turns.last(self._held.owners(each)))
             if digest in self._keeper.variants:
                 del self._due[digest]
                 self._open(digest)
@@ -225,6 +249,8 @@ class WorkerAdapters:
                 self._load(digest)
             else:
                 return
+        if self._due:
+            return
         for digest in list(self._room.closing) if self._room is not None else []:  # nobody needs their room
             self._open(digest)
 
@@ -260,6 +286,7 @@ class WorkerAdapters:
             self._due.setdefault(digest)
 
     def _load(self, digest: str) -> None:
+        self._turns.took(self._held.owners(digest))
         self._loading.add(digest)
         self._jobs.put((digest, self._paths[digest]))
         if self._thread is None:

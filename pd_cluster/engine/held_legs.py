@@ -38,6 +38,10 @@ class HeldLegs:
         """Yields the adapters that legs wait for."""
         return iter(list(self._legs))
 
+    def owners(self, digest: str) -> set[bytes]:
+        """Returns the owners of the legs that wait for an adapter; {b""}: it is only the scheduler that wants it."""
+        return {leg.submit.owner for leg in self._legs.get(digest, ())} or {b""}
+
     def add(self, conn: str, submit: wire.Submit) -> None:
         expires_s = self._clock() + submit.deadline_s if submit.deadline_s else math.inf
         self._legs.setdefault(submit.order.variant, []).append(HeldLeg(conn, submit, expires_s))

@@ -5,7 +5,6 @@ docs/protocol.md, "Streams that resume". Knows nothing of HTTP or of events' for
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import itertools
 import secrets
@@ -23,7 +22,6 @@ from pd_cluster.service.generation import Generation
 from pd_cluster.settings.resume import ResumeSettings
 
 TOKEN_NBYTES = 16
-OWNER_NBYTES = 8
 PURPOSE = b"pd-cluster stream "
 Kind = Literal["chat", "completions"]
 
@@ -66,7 +64,7 @@ class Ticket:
     def of(cls, token: str, owner: str, after: int = -1) -> Ticket:
         """`owner`: the tenant of the client's API key."""
         digest = hmac.digest(token.encode(), PURPOSE + owner.encode(), "sha256")
-        return cls(token, digest, after, hashlib.sha256(PURPOSE + owner.encode()).digest()[:OWNER_NBYTES])
+        return cls(token, digest, after, wire.owner_of(owner))
 
     @classmethod
     def new(cls, owner: str) -> Ticket:

@@ -20,6 +20,7 @@ from pd_cluster.wire.base import PairWish as PairWish
 from pd_cluster.wire.base import PublicKey as PublicKey
 from pd_cluster.wire.base import ShortText as ShortText
 from pd_cluster.wire.base import TransportName as TransportName
+from pd_cluster.wire.base import owner_of as owner_of
 from pd_cluster.wire.encoding import TOKEN_NBYTES as TOKEN_NBYTES
 from pd_cluster.wire.encoding import Encode as Encode
 from pd_cluster.wire.encoding import EncodeAbort as EncodeAbort

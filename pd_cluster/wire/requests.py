@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pd_cluster.types import Leg, LegEnd, Order, PooledOutput, PromptOutput, Resumed, Tier, TokenOutput
-from pd_cluster.wire.base import Message
+from pd_cluster.wire.base import Message, Owner
 from pd_cluster.wire.resume import Keep
 
 
@@ -14,7 +14,8 @@ class Submit(Message, frozen=True):
 
     `weight`: the work that the sender expects of this leg, in tokens; loads report the sums to all schedulers.
     `may_be_full`: the receiver may refuse it because too many legs wait there already (`LegEnd.is_full`). `keep`: a
-    record that outlives the sender's connection.
+    record that outlives the sender's connection. `owner`: stands for the client of a request with an adapter; clients
+    take turns where adapters are loaded.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class Submit(Message, frozen=True):
     may_be_full: bool = False
     encoders: list[str] = []  # "name@epoch" of an encoder for each image of the order, "" for none; empty: none at all
     keep: Keep | None = None
+    owner: Owner = b""
 
 
 class Abort(Message, frozen=True):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from pd_cluster.types import Order, PromptOutput, TokenOutput
-from pd_cluster.wire.base import Message
+from pd_cluster.wire.base import Message, Owner
 
 DIGEST_NBYTES = 32
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_NBYTES, max_length=DIGEST_NBYTES)]
@@ -29,7 +29,7 @@ class Keep(msgspec.Struct, frozen=True):
     recipe: bytes
     prompt: PromptOutput | None = None
     tokens: list[TokenOutput] = []
-    owner: bytes = b""
+    owner: Owner = b""
 
     def __repr__(self) -> str:
         return "Keep(…)"

@@ -361,9 +361,9 @@ def test_a_worker_without_places_for_adapters_says_so(tmp_path: Path) -> None:
     assert world.sent[-1] == wire.AdapterStates([])
 
 
-def leg(folder: Path, name: str, deadline_s: float = 0.0) -> wire.Submit:
+def leg(folder: Path, name: str, deadline_s: float = 0.0, client: str = "") -> wire.Submit:
     order = Order([1], Sampling(max_tokens=1), variant=digest_of(folder))
-    return wire.Submit(name, 0, name, "hybrid", "", order, deadline_s)
+    return wire.Submit(name, 0, name, "hybrid", "", order, deadline_s, owner=wire.owner_of(client))
 
 
 def many(tmp_path: Path, number: int) -> list[Path]:
@@ -397,6 +397,24 @@ def test_the_least_recently_asked_gives_way_and_a_leg_waits_for_its_adapter(tmp_
     assert world.adapters.in_memory == tuple(sorted(short_name(digest_of(folders[at])) for at in (0, 2)))
     assert [each.request_id for each in world.begun] == ["b", "c"]
     assert world.adapters.admits("s", leg(folders[0], "d"))
+
+
+def test_owners_of_held_legs_take_turns(tmp_path: Path) -> None:
+    """A client that asks for many adapters delays another's one by no more than what is being read already."""
+    folders = many(tmp_path, 8)
+    world = world_of(folders, 1)
+    keeper = world.adapters._keeper
+    assert isinstance(keeper, FakeKeeper)
+    keeper.hold.clear()
+    for at in range(6):
+        assert not world.adapters.admits("s", leg(folders[at], f"a{at}", client="a"))
+    assert not world.adapters.admits("s", leg(folders[6], "b", client="b"))
+    keeper.hold.set()
+    for _ in range(7):
+        world.take()
+        world.used = set()  # each request ends at once
+        world.adapters.tick()
+    assert [each.request_id for each in world.begun] == ["a0", "b", "a1", "a2", "a3", "a4", "a5"]
 
 
 def test_nobody_waits_for_ever_where_all_are_used(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ class Dispatch:
                 self._shares_workers and not stream.resumed(),
                 [each.key for each in encoders] if instance is prefill else [],
                 stream.kept.of_next_attempt() if stream.kept is not None and leg != "prefill" else None,
+                stream.owner,
             )
             self.send(instance.conn, submit)
 

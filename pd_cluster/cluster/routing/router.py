@@ -238,6 +238,8 @@ class Router:
             raise DeadlineExceeded(f"the request has waited for its turn for {waited_s:g} s") from None
         pair, entry = found
         stream = self._open(order, ask, pair, arrived_s)
+        if order.variant:
+            stream.owner = wire.owner_of(visitor.client)
         prefill, decode = ((instance.conn, instance.name) for instance in (stream.prefill, stream.decode))
         num_tokens = len(order.prompt_token_ids)
         self.timelines.routed(stream.request_id, stream.transfer_id, client_id, received_s, num_tokens, prefill, decode)

@@ -135,6 +135,7 @@ class RequestStream:
     full_until_s: float = 0.0  # the end of its patience with them
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, of the same legs
     encoding: list[tuple[Instance, int]] = field(default_factory=list)  # encoders of its images, and their tokens
+    owner: bytes = b""  # stands for the client of a request with an adapter
     kept: KeptStream | None = None  # of a stream that may resume
     held: asyncio.TimerHandle | None = None  # until then, first tokens wait; see first_tokens.py
     held_s: float = 0.0  # for how long they have waited; until then, minus the time at which they began

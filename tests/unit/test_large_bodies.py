@@ -26,7 +26,7 @@ PATHS = (
     *("/inference/v1/generate", "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/completions/render"),
 )
 LARGE, SMALL = LARGE_BODY_NBYTES + 1, 100
-MOST_HELD_S = 0.1  # twice the goal: the first touch of new memory counts, too, which some hosts make slow
+MOST_HELD_S = 0.1  # twice the goal: hosts differ
 PIECE_NBYTES = 64 << 10
 
 

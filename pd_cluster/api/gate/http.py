@@ -80,7 +80,7 @@ async def read_body(request: Request) -> bytes:
         raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     except ClientDisconnect:
         raise RequestError("the client left before its request was complete") from None
-    return b"".join(parts)
+    return await parsed(request, size, lambda: b"".join(parts))
 
 
 def read_as(body: bytes, kind: type[T]) -> T:

@@ -275,12 +275,13 @@ def key_header(env: Mapping[str, str]) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def make_client(concurrency: int = 1) -> httpx.AsyncClient:
+def make_client(concurrency: int = 1, address: str | None = None) -> httpx.AsyncClient:
     """Makes a client without proxies and without a read timeout: `measure` has one deadline for the whole request.
 
-    Raises PdClusterError for an SSL_CERT_FILE that cannot be used.
+    `address`: of this host, from which it connects. Raises PdClusterError for an SSL_CERT_FILE that cannot be used.
     """
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
     limits = httpx.Limits(max_connections=concurrency + 2, max_keepalive_connections=concurrency + 2)
     headers, verify = key_header(os.environ), trusted(os.environ)
-    return httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, headers=headers, verify=verify)
+    transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False, local_address=address)
+    return httpx.AsyncClient(timeout=timeout, transport=transport, trust_env=False, headers=headers)

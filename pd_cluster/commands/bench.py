@@ -264,13 +264,14 @@ def soak(
     load: Annotated[float, typer.Option(help="Share of what the cluster can serve.")] = 0.4,
     seed: Annotated[int, typer.Option(help="Of the requests, of when they come and of the faults.")] = 0,
     leave: Annotated[float, typer.Option(help="Share of requests whose clients leave within a second.")] = 0.0,
+    tenants: Annotated[int, typer.Option(help="Clients with addresses of their own that the requests come from.")] = 1,
     quick: Annotated[bool, typer.Option(help="15 seconds, two faults: does it all run?")] = False,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
     """Two prefill and two decode instances under steady load, with faults at random: what is lost, what grows."""
     from pd_cluster.lab.faults.soak import make_bench, run
 
-    _run(run(make_bench(model, minutes, kv_transport, faults, load, seed, quick, leave), json))
+    _run(run(make_bench(model, minutes, kv_transport, faults, load, seed, quick, leave, tenants), json))
 
 
 @app.command("router")

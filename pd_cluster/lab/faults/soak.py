@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from pd_cluster.bench.serve import sigterm_ends_it
-from pd_cluster.client.streaming import Sample
+from pd_cluster.client.streaming import Sample, make_client, measure
 from pd_cluster.errors import ConfigError, GenerationError
 from pd_cluster.lab.faults.bench import (
+    MOST_AT_ONCE,
     FaultsBench,
     Scene,
     check_load,
@@ -29,6 +34,7 @@ from pd_cluster.lab.faults.bench import (
     started,
 )
 from pd_cluster.lab.faults.bench import named as faults_named
+from pd_cluster.lab.faults.ground import Ground
 from pd_cluster.lab.faults.left import Left
 from pd_cluster.lab.faults.list import ALL_FAULTS
 from pd_cluster.lab.faults.soak_report import LEFT, Soak, Tally, Use, Watch
@@ -46,6 +52,7 @@ SAMPLE_S = 10.0
 PROGRESS_S = 60.0
 NUM_REQUESTS = 300  # different ones
 STALL_S = 8.0
+MOST_TENANTS = 16
 SETTLE_S = 2.0  # before the first sample: connections of the fault-free run close
 QUICK_MINUTES, QUICK_NUM_REQUESTS, QUICK_FAULTS, QUICK_REST_S = 0.25, 40, ("kill-parent",), (0.5, 1.0)
 
@@ -62,6 +69,7 @@ class SoakBench:
     seed: int = 0
     quick: bool = False
     leave: float = 0.0  # share of requests whose client leaves early
+    tenants: int = 1
 
     @property
     def command(self) -> str:
@@ -70,12 +78,30 @@ class SoakBench:
         only = f" --faults {','.join(self.faults)}" if self.faults != default else ""
         size = "--quick" if self.quick else f"--minutes {self.minutes:g}"
         leave = f" --leave {self.leave:g}" if self.leave else ""
+        leave += f" --tenants {self.tenants}" if self.tenants > 1 else ""
         rest = f"--kv-transport {self.kv_transport} --load {self.load:g}{leave} --seed {self.seed}"
         return f"pd-cluster bench soak{model}{only} {size} {rest}"
 
 
+class SmallCaches(Ground):
+    """Bounded caches are small, so that they are full within minutes: what grows later is a leak."""
+
+    arguments = ("--num-blocks=2048",)
+
+    def stand(self) -> AbstractContextManager[Mapping[str, str]]:
+        return contextlib.nullcontext({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"})
+
+
 def make_bench(
-    model: str, minutes: float, kv_transport: str, faults: str, load: float, seed: int, quick: bool, leave: float = 0.0
+    model: str,
+    minutes: float,
+    kv_transport: str,
+    faults: str,
+    load: float,
+    seed: int,
+    quick: bool,
+    leave: float = 0.0,
+    tenants: int = 1,
 ) -> SoakBench:
     """Builds the bench. Raises ConfigError."""
     if not 0 <= leave < 1:
@@ -87,7 +113,9 @@ def make_bench(
     names = faults_named(faults, SOAK_FAULTS)
     if quick:
         minutes, names = QUICK_MINUTES, names if faults else QUICK_FAULTS
-    return SoakBench(model, minutes, kv_transport, names, load, seed, quick, leave)
+    if not 1 <= tenants <= MOST_TENANTS:
+        raise ConfigError(f"--tenants {tenants}: must be at least 1 and at most {MOST_TENANTS}")
+    return SoakBench(model, minutes, kv_transport, names, load, seed, quick, leave, tenants)
 
 
 async def run(bench: SoakBench, json_path: str = "") -> None:
@@ -98,8 +126,8 @@ async def run(bench: SoakBench, json_path: str = "") -> None:
     number = QUICK_NUM_REQUESTS if bench.quick else NUM_REQUESTS
     parameters = FaultsBench(bench.model, (), number, bench.load, STALL_S, bench.seed, kv_transport=bench.kv_transport)
     with sigterm_ends_it():
-        async with started(bench.model, bench.kv_transport) as stage:
-            soak = await _Soaking(bench, Scene(parameters, stage)).play()
+        async with started(bench.model, bench.kv_transport, SmallCaches()) as stage, tenants_of(bench) as tenants:
+            soak = await _Soaking(bench, Scene(parameters, stage), tenants).play()
     report = Report(bench.command, soak.results())
     report.show("soak")
     for line in (*soak.watch.by_minute(), *soak.tally.lines):
@@ -110,15 +138,26 @@ async def run(bench: SoakBench, json_path: str = "") -> None:
         raise GenerationError("requests failed or differ, or something is left; see above")
 
 
+@contextlib.asynccontextmanager
+async def tenants_of(bench: SoakBench) -> AsyncIterator[list[httpx.AsyncClient]]:
+    """Opens a client for each tenant, with an address of its own."""
+    async with contextlib.AsyncExitStack() as clients:
+        yield [
+            await clients.enter_async_context(make_client(MOST_AT_ONCE, f"127.0.0.{2 + at}"))
+            for at in range(bench.tenants)
+        ]
+
+
 class _Soaking:
     """One soak in progress: load, faults and samples, each a task of its own."""
 
-    def __init__(self, bench: SoakBench, scene: Scene) -> None:
+    def __init__(self, bench: SoakBench, scene: Scene, tenants: Sequence[httpx.AsyncClient]) -> None:
         self._bench = bench
         self._scene = scene
         self._stage = scene.stage
         self._faults: Counter[str] = Counter()
         self._leaving = random.Random(f"{bench.seed} leaving")
+        self._tenants = itertools.cycle(tenants)
         self._watch = Watch()
         self._last = "none yet"
 
@@ -152,11 +191,12 @@ class _Soaking:
 
     async def _send(self, body: Mapping[str, Any]) -> Sample:
         """Sends a request; some are left at a moment of their first second."""
+        url, client = f"{self._stage.url}/v1/completions", next(self._tenants)
         if self._leaving.random() >= self._bench.leave:
-            return await self._stage.stream(body)
+            return await measure(client, url, body)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._leaving.random()):
-                await self._stage.stream(body)
+                await measure(client, url, body)
         return Sample(error=LEFT)
 
     async def _draw(self, until_s: float, means: Means) -> None:

@@ -86,6 +86,10 @@ class Stage:
         return "127.0.0.1", self._cluster.launch.port
 
     @property
+    def url(self) -> str:
+        return self._cluster.launch.url
+
+    @property
     def folder(self) -> Path:
         """The folder of the rank tables and the keys."""
         return self._cluster.admin_token_file.parent

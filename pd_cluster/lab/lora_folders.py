@@ -24,6 +24,7 @@ class LoraFolders:
         self._place, self._rank = place, rank
         self._num = 0
         config = json.loads((model / "config.json").read_text())
+        config = config.get("text_config", config)
         numbers = np.random.default_rng(0)
         header: dict[str, Any] = {}
         parts: list[bytes] = []
@@ -56,7 +57,8 @@ class LoraFolders:
 
 def _shapes(config: Any) -> dict[str, tuple[int, int]]:
     """Returns out_features and in_features by the last part of a module's name."""
-    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     return {
         "q_proj": (queries, hidden),

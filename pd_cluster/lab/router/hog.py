@@ -1,20 +1,25 @@
 """`pd-cluster bench hog`: answers of three quiet tenants beside a fourth that attacks.
 
-A real cluster of the small vision model. B sends small chats, C thumbnails, D schemas and responses that are kept, each
-one request after another. A attacks in one way after another: guides that never compile, pictures from servers that
-drip, requests of many sequences, responses to keep, long texts to tokenize, streams that it leaves. Between two attacks
-all rest; each attack is compared with the time before the first.
+A real cluster of the small vision model. B sends small chats, C thumbnails, D schemas, responses that are kept and an
+adapter of its own, each one request after another. A attacks in one way after another: guides that never compile,
+pictures from servers that drip, requests of many sequences, responses to keep, many adapters, long texts to tokenize,
+streams that it leaves. Between two attacks all rest; each attack is compared with the time before the first. A's client
+is a process that leaves its processor to all others: it would have a machine of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
+import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,7 +28,8 @@ from pd_cluster.bench.serve import sigterm_ends_it
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.cluster.processes.ports import free_port_pair
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import ConfigError, PdClusterError
+from pd_cluster.lab.lora_folders import LoraFolders
 from pd_cluster.lab.pictures import url_of
 from pd_cluster.settings.engine import SHIPPED_MODEL
 from pd_cluster.tables import Report, Result, check_writable, percentile
@@ -34,9 +40,12 @@ PAUSE_S = 0.1  # of a quiet tenant between two requests
 REST_S = 3.0
 HOG_AT_ONCE = 24
 TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0
+NUM_ADAPTERS, OWN_ADAPTER = 12, "d"
 GOAL = 2.0  # times the p99 without A
 Send = Callable[[str, Mapping[str, Any]], Awaitable[httpx.Response]]
 _numbers = itertools.count()
+_large_picture = functools.cache(lambda number: url_of(number, 1024))
 
 
 @dataclass(slots=True)
@@ -66,8 +75,10 @@ def quiet_requests(key: str) -> Iterator[tuple[str, dict[str, Any]]]:
             body = _chat("")
             body["messages"][0]["content"] = [shown, {"type": "text", "text": "What is it?"}]
             yield "/v1/chat/completions", body
-        elif number % 2:
+        elif number % 3 == 0:
             yield "/v1/chat/completions", _chat("Hello", response_format=_schema(next(_numbers)), max_tokens=24)
+        elif number % 3 == 1:
+            yield "/v1/chat/completions", {**_chat("Hello"), "model": OWN_ADAPTER}
         else:
             yield "/v1/responses", {"model": MODEL.name, "input": "Hello", "store": True, "max_output_tokens": 8}
 
@@ -89,7 +100,8 @@ async def dripping_pictures(send: Send, dripping: str) -> None:
 
 async def large_pictures(send: Send, dripping: str) -> None:
     body = _chat("")
-    body["messages"][0]["content"] = [{"type": "image_url", "image_url": {"url": url_of(next(_numbers), 1024)}}]
+    body["messages"][0]["content"] = [{"type": "image_url", "image_url": {"url": _large_picture(next(_numbers) % 32)}}]
+    body["cache_salt"] = str(next(_numbers))
     await send("/v1/chat/completions", body)
 
 
@@ -102,6 +114,10 @@ async def many_sequences(send: Send, dripping: str) -> None:
 async def kept_responses(send: Send, dripping: str) -> None:
     body = {"model": MODEL.name, "input": "word " * 400, "store": True, "max_output_tokens": 1}
     await send("/v1/responses", body)
+
+
+async def many_adapters(send: Send, dripping: str) -> None:
+    await send("/v1/chat/completions", {**_chat("Hello"), "model": f"a{next(_numbers) % NUM_ADAPTERS}"})
 
 
 async def long_texts(send: Send, dripping: str) -> None:
@@ -117,7 +133,7 @@ async def left_streams(send: Send, dripping: str) -> None:
 
 ATTACKS: dict[str, Callable[[Send, str], Awaitable[None]]] = {
     "guides": slow_guides, "dripping": dripping_pictures, "pictures": large_pictures, "n": many_sequences,
-    "responses": kept_responses, "texts": long_texts, "streams": left_streams,
+    "responses": kept_responses, "adapters": many_adapters, "texts": long_texts, "streams": left_streams,
 }  # fmt: skip
 
 
@@ -165,17 +181,39 @@ async def run(bench: HogBench, json_path: str = "") -> None:
 async def _phase(client: httpx.AsyncClient, seconds: float, attack: str | None, dripping: str) -> dict[str, Seen]:
     """Returns the answers of each quiet tenant while A attacked for so long, or did not."""
     seen = {key: Seen() for key in QUIET}
-    until_s = time.monotonic() + seconds
-    hogs = []
-    if attack is not None:
-        hogs = [asyncio.ensure_future(_hog(client, attack, dripping)) for _ in range(HOG_AT_ONCE)]
-    try:
+    with _attacking(str(client.base_url), attack, dripping) if attack else contextlib.nullcontext():
+        until_s = time.monotonic() + seconds
         await asyncio.gather(*(_quiet(client, key, seen[key], until_s) for key in QUIET))
-    finally:
-        for each in hogs:
-            each.cancel()
-        await asyncio.gather(*hogs, return_exceptions=True)
     return seen
+
+
+@contextlib.contextmanager
+def _attacking(url: str, attack: str, dripping: str) -> Iterator[None]:
+    """Runs A's client as a process that has begun to send. Raises PdClusterError if it does not start."""
+    context = multiprocessing.get_context("spawn")
+    has_begun = context.Event()
+    process = context.Process(target=_attack, args=(url, attack, dripping, has_begun), daemon=True)
+    process.start()
+    try:
+        if not has_begun.wait(START_TIMEOUT_S):
+            raise PdClusterError(f"the client of the attack {attack!r} did not start within {START_TIMEOUT_S:g} s")
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def _attack(url: str, attack: str, dripping: str, has_begun: Any) -> None:
+    os.nice(19)
+    for number in range(32 if attack == "pictures" else 0):
+        _large_picture(number)
+    has_begun.set()
+
+    async def attack_for_ever() -> None:
+        async with _client(url) as client:
+            await asyncio.gather(*(_hog(client, attack, dripping) for _ in range(HOG_AT_ONCE)))
+
+    asyncio.run(attack_for_ever())
 
 
 async def _hog(client: httpx.AsyncClient, attack: str, dripping: str) -> None:
@@ -240,6 +278,10 @@ async def _client(url: str) -> AsyncIterator[httpx.AsyncClient]:
 @contextlib.asynccontextmanager
 async def _cluster(folder: str) -> AsyncIterator[str]:
     flags = ["--allowed-media-domains=127.0.0.1", f"--response-store={folder}/responses", "--resume-window=30"]
+    adapters = LoraFolders(Path(folder) / "adapters", MODEL, 16)
+    names = [*(f"a{at}" for at in range(NUM_ADAPTERS)), OWN_ADAPTER]
+    flags += ["--enable-lora", "--max-loras=2", "--max-cpu-loras=2"]
+    flags += ["--lora-modules", *(f"{name}={adapters.next()}" for name in names)]
     launch = Launch(
         model=str(MODEL),
         port=free_port_pair(),

@@ -22,6 +22,7 @@ from ranktable_tools.hosts import HOST_EXPECTED, is_shared_host
 from ranktable_tools.keys import where_to_copy, write_keys
 from ranktable_tools.merge import MERGED_NAME, merge
 from ranktable_tools.ports import NODE_PORTS, Given, outgoing_warnings, parse_node_ports, scheduler_ports
+from ranktable_tools.public_keys import NoImplementation
 from ranktable_tools.readers import group_id_of
 from ranktable_tools.schema import load_global
 from ranktable_tools.show import render
@@ -321,10 +322,22 @@ def _gen(args: argparse.Namespace) -> int:
 
 
 def _add_keys(table: RankTable, path: Path, access: Access) -> None:
-    """Writes keys beside a table that can serve; a machine's part of a table gets none, because `merge` writes them."""
+    """Writes keys beside a table that can serve; a machine's part of a table gets none, because `merge` writes them.
+
+    Where the host cannot compute a public key, it says where to make them: the tables are complete without.
+    """
     if table.scheduler is None or not table.prefill or not table.decode:
         return
-    for key in write_keys(path.parent, access):
+    try:
+        written = write_keys(path.parent, access)
+    except NoImplementation:
+        print(
+            "note: no keys were made: this host has neither pyzmq nor an openssl with X25519; where pd-cluster is "
+            f"installed, run `pd-ranktable keys --save-dir DIR` and put its files beside {path.name}",
+            file=sys.stderr,
+        )
+        return
+    for key in written:
         print(key)
     for line in where_to_copy(table, path):
         print(line)

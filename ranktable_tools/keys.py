@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ranktable_tools.curve import KEY_NBYTES, public_key
 from ranktable_tools.errors import MISSING, RankTableError
 from ranktable_tools.files import Access, write_file
 from ranktable_tools.hosts import host_key
+from ranktable_tools.public_keys import KEY_NBYTES, public_key
 from ranktable_tools.readers import owner_of, reader
 from ranktable_tools.tables import RankTable
 
@@ -42,8 +42,8 @@ class ClusterSecret(NamedTuple):
 def write_keys(folder: Path, access: Access) -> list[Path]:
     """Writes the files that are missing, and leaves the others: running processes and other hosts have them, too.
 
-    Only the owner may read them, and the group if `access` names one. Raises OSError, or RankTableError for files that
-    do not belong together.
+    Only the owner may read them, and the group if `access` names one. Raises OSError, NoImplementation before anything
+    is written, or RankTableError for files that do not belong together.
     """
     own = Access(access.mode & 0o640, access.group_id) if access.group_id is not None else Access()
     secret_file, key_file, token_file = paths = [
@@ -58,13 +58,17 @@ def write_keys(folder: Path, access: Access) -> list[Path]:
             f"the private key that {secret_file} names",
             f"bring it back from the scheduler's host, or remove {secret_file} to have new ones everywhere",
         )
-    if not os.path.lexists(key_file):
-        write_file(key_file, secrets.token_hex(KEY_NBYTES) + "\n", own)
-    key = read_scheduler_key(key_file)
+    if has_key := os.path.lexists(key_file):
+        key = read_scheduler_key(key_file)
+    else:
+        key = secrets.token_bytes(KEY_NBYTES)
+    public = public_key(key)
+    if not has_key:
+        write_file(key_file, key.hex() + "\n", own)
     if is_known:
         refuse_foreign_key(key, key_file, read_secret(secret_file), secret_file)
     else:
-        write_file(secret_file, secret_text(secrets.token_bytes(KEY_NBYTES), [public_key(key)]), own)
+        write_file(secret_file, secret_text(secrets.token_bytes(KEY_NBYTES), [public]), own)
     if not os.path.lexists(token_file):
         write_file(token_file, secrets.token_hex(KEY_NBYTES) + "\n", own)
     return paths

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pd_cluster import wire
 from pd_cluster.settings.config import Credentials
-from ranktable_tools import curve
+from ranktable_tools import public_keys
 
 JOIN_PORT, JOIN_EPOCH = "join", 0  # a worker cannot know the epoch of a scheduler that it has never met
 SCHEDULER = ""  # in place of a worker's name@epoch
@@ -99,7 +99,7 @@ class JoinAdmission(Admission):
 
     def __init__(self, credentials: Credentials, own: str, own_key: bytes) -> None:
         super().__init__(credentials, own, own_key)
-        self._joining = curve.public_key(join_key(credentials.secret))
+        self._joining = public_keys.public_key(join_key(credentials.secret))
 
     def may_connect(self, key: bytes) -> bool:
         return key == self._joining

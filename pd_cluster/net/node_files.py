@@ -24,8 +24,8 @@ import msgspec
 from pd_cluster import wire
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.dates import EXPECTED, time_of
-from ranktable_tools.curve import KEY_NBYTES, public_key
 from ranktable_tools.files import write_private
+from ranktable_tools.public_keys import KEY_NBYTES, public_key
 
 MAX_NBYTES = 4 << 20
 MAX_NODES = 4096

@@ -25,7 +25,6 @@ from pd_cluster.net.node_files import (
     stamp_of,
 )
 from pd_cluster.settings.config import Credentials
-from ranktable_tools.curve import shared_secret
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,6 @@ End = Literal["client", "server"]
 READ_AGAIN_S = 1.0
 NODE_REFUSED = "its node is not admitted: "  # the beginning of reasons that last until a file changes
 MOST_SHOWN = 200  # characters
-MOST_SECRETS = 4096  # kept: one is a millisecond's work, and nobody may have the same one computed again and again
 
 
 T = TypeVar("T")
@@ -92,7 +90,6 @@ class Nodes:
         self._keys = Watched(Path(key_file), read_node_keys) if key_file else None
         self._trusted = Watched(Path(list_file), read_trusted_nodes) if list_file else None
         self._list_file = list_file
-        self._secrets: dict[tuple[bytes, bytes], bytes] = {}
 
     @property
     def asks(self) -> bool:
@@ -120,7 +117,7 @@ class Nodes:
         found: list[wire.NodeProof] = []
         for private, public in zip(keys.private, keys.public, strict=True):
             try:
-                secret = self._secret(private, peer_key)
+                secret = shared_secret(private, peer_key)
             except ValueError:  # no key that an honest peer has
                 continue
             found.append(wire.NodeProof(public, self._mac(secret, peer, peer_key, end, keys.node, public)))
@@ -205,7 +202,7 @@ class Nodes:
 
     def _is_right(self, proof: wire.NodeProof, node: str, peer: str, peer_key: bytes, end: End) -> bool:
         try:
-            secret = self._secret(self._private, proof.public_key)
+            secret = shared_secret(self._private, proof.public_key)
         except ValueError:
             return False
         mac = _mac(secret, end, peer, peer_key, self._own, self._public, node, proof.public_key)
@@ -214,12 +211,15 @@ class Nodes:
     def _mac(self, secret: bytes, peer: str, peer_key: bytes, end: End, node: str, public: bytes) -> bytes:
         return _mac(secret, end, self._own, self._public, peer, peer_key, node, public)
 
-    def _secret(self, private: bytes, public: bytes) -> bytes:
-        if (known := self._secrets.get((private, public))) is None:
-            if len(self._secrets) >= MOST_SECRETS:
-                self._secrets.pop(next(iter(self._secrets)))
-            known = self._secrets[private, public] = shared_secret(private, public)
-        return known
+
+def shared_secret(private: bytes, public: bytes) -> bytes:
+    """Returns the secret of X25519 that the owners of two key pairs share.
+
+    Raises ValueError for a key of another length, and for a public key that gives every owner the same secret.
+    """
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+    return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
 
 
 def plain(text: str) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import zmq
 from msgspec.structs import replace
-from zmq.utils import z85
 
 from pd_cluster.cluster.members.credentials import admin_token_of, credentials_of, read_admin_token
 from pd_cluster.cluster.members.place import Place, find_place
@@ -19,12 +19,17 @@ from pd_cluster.cluster.processes.launcher import plan_cluster
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.processes import KeyFiles
 from ranktable_tools import RankTableError, cli
-from ranktable_tools.curve import public_key
 from ranktable_tools.files import PRIVATE, Access
 from ranktable_tools.keys import read_scheduler_key, read_secret, secret_text, write_keys
+from ranktable_tools.public_keys import public_key
 
 NAMES = ("cluster.secret", "scheduler.key", "admin.token")
 GEN = ["--device", "cpu", "--server-ip", "10.0.0.1"]
+WITHOUT_ZMQ = "import sys; sys.modules['zmq'] = None; "
+PRINT_KEY = (
+    "import sys; from ranktable_tools import public_keys as p; print(p.public_key(bytes.fromhex(sys.argv[1])).hex())"
+)
+RUN = "from ranktable_tools.cli import main; sys.exit(main(sys.argv[1:]))"
 WHOLE = ["--prefill-server-list", "0", "--decode-server-list", "1", "--api-server"]
 
 
@@ -49,11 +54,30 @@ def fault(work: Callable[[], object]) -> str:
 # ---- keys
 
 
-def test_public_keys_are_those_of_libzmq() -> None:
-    for private in (bytes(32), b"\xff" * 32, *(os.urandom(32) for _ in range(8))):
-        assert public_key(private) == z85.decode(zmq.curve_public(z85.encode(private)))
+def test_public_keys_of_both_implementations_agree() -> None:
+    for private in (bytes(32), b"\xff" * 32, *(os.urandom(32) for _ in range(3))):
+        with_openssl, with_libzmq = (
+            subprocess.run(command, capture_output=True, check=True).stdout.strip()
+            for command in (
+                [sys.executable, "-c", WITHOUT_ZMQ + PRINT_KEY, private.hex()],
+                [sys.executable, "-c", PRINT_KEY, private.hex()],
+            )
+        )
+        assert with_openssl == with_libzmq == public_key(private).hex().encode()
     with pytest.raises(ValueError, match="a private key has 32 bytes, this has 31"):
         public_key(bytes(31))
+
+
+def test_tables_are_written_where_no_key_can_be_made(tmp_path: Path) -> None:
+    """Neither pyzmq nor openssl; and nothing of the keys is half there for `pd-ranktable keys` to stumble over."""
+    command = [sys.executable, "-c", WITHOUT_ZMQ + RUN, "gen", *GEN, *WHOLE]
+    made = subprocess.run([*command, "--save-dir", tmp_path], env={"PATH": ""}, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    assert "run `pd-ranktable keys --save-dir DIR`" in made.stderr
+    assert not any((tmp_path / name).exists() for name in NAMES)
+    assert len([*tmp_path.glob("*.json")]) == 4
+    assert cli.main(["keys", "--save-dir", str(tmp_path)]) == 0
+    assert all((tmp_path / name).exists() for name in NAMES)
 
 
 # ---- who writes them

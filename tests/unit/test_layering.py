@@ -57,7 +57,7 @@ ONLY_IN = {
     "tqdm": ("offline.progress",),
     "triton": ("model.cuda", "kv.copy_kernel"),
     "PIL": ("media",),
-    "cryptography": ("kv.seal",),
+    "cryptography": ("kv.seal", "net.nodes"),
     "redis": ("kv.shared_store",),
     "grpc": ("gateway.server",),
     "google": ("gateway.messages",),

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.credentials import credentials_of
@@ -30,9 +29,9 @@ from pd_cluster.net.sockets import KeyPair
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.processes import KeyFiles, PortRange
 from pd_cluster.settings.timeouts import Timeouts
-from ranktable_tools.curve import public_key, shared_secret
 from ranktable_tools.files import PRIVATE
 from ranktable_tools.keys import SCHEDULER_KEY_FILE, SECRET_FILE, write_keys
+from ranktable_tools.public_keys import public_key
 
 SECRET = b"s" * 32
 SCHEDULER = KeyPair.of(b"private key of the scheduler 32b")
@@ -169,20 +168,6 @@ def refusal(server: Box, client: Box) -> str:
 
 
 # ---- keys and files
-
-
-def test_shared_secrets_are_those_of_another_implementation() -> None:
-    for _ in range(5):
-        own, other = X25519PrivateKey.generate(), X25519PrivateKey.generate()
-        private, public = own.private_bytes_raw(), other.public_key().public_bytes_raw()
-        assert shared_secret(private, public) == own.exchange(other.public_key())
-        high = bytes([*public[:31], public[31] | 0x80])  # its highest bit does not count
-        assert shared_secret(private, high) == own.exchange(X25519PublicKey.from_public_bytes(high))
-    for low in (bytes(32), (1).to_bytes(32, "little"), (2**255 - 19).to_bytes(32, "little")):
-        with pytest.raises(ValueError, match="a public key of low order"):
-            shared_secret(bytes(range(32)), low)
-    with pytest.raises(ValueError, match="a public key has 32 bytes, this has 3"):
-        shared_secret(bytes(32), b"abc")
 
 
 def test_files_are_for_their_owner_alone(world: World) -> None:

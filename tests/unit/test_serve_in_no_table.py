@@ -17,9 +17,9 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.settings.options import ServeOptions
 from pd_cluster.settings.processes import JoinSettings, KeyFiles, default_name, name_problem
 from pd_cluster.settings.setting import declared
-from ranktable_tools.curve import public_key
 from ranktable_tools.files import Access
 from ranktable_tools.keys import write_keys
+from ranktable_tools.public_keys import public_key
 
 JOIN = "127.0.0.1:9002"
 

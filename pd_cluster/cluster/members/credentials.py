@@ -7,6 +7,7 @@ Knows nothing of connections.
 from __future__ import annotations
 
 import hmac
+import importlib.util
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +23,6 @@ from pd_cluster.net.nodes import check_own
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.processes import KeyFiles
 from ranktable_tools import RankTable, load_global
-from ranktable_tools.curve import public_key
 from ranktable_tools.keys import (
     ADMIN_TOKEN_FILE,
     SCHEDULER_KEY_FILE,
@@ -32,6 +32,7 @@ from ranktable_tools.keys import (
     read_token,
     refuse_foreign_key,
 )
+from ranktable_tools.public_keys import public_key
 from ranktable_tools.schema import RankTableError, read_bytes
 
 T = TypeVar("T")
@@ -47,6 +48,9 @@ def credentials_of(place: Place, files: KeyFiles) -> Credentials:
 
 def _check_node(place: Place, files: KeyFiles) -> None:
     """Raises ConfigError for files of nodes that cannot be used, and for a worker whose node its own list refuses."""
+    if (files.node_key or files.trusted_nodes) and importlib.util.find_spec("cryptography") is None:
+        flag = "--node-key-file" if files.node_key else "--trusted-nodes"
+        raise ConfigError(f"{flag}: cryptography is not installed; pip install 'pd-cluster[node-keys]'")
     trusted = read_trusted_nodes(Path(files.trusted_nodes)) if files.trusted_nodes else None
     if not files.node_key:
         if trusted is not None and place.role != "scheduler":

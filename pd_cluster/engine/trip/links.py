@@ -50,7 +50,7 @@ from pd_cluster.transport.events import Landed, LandFault, LinkEvent, LinkFailed
 from pd_cluster.transport.factory import Transports
 from pd_cluster.transport.table import AUTO
 from pd_cluster.types import TokenOutput
-from ranktable_tools.curve import public_key
+from ranktable_tools.public_keys import public_key
 
 LAYOUT = KVLayout(
     num_layers=NUM_LAYERS,

@@ -34,7 +34,7 @@ from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.factory import Transports
 from pd_cluster.types import Role
-from ranktable_tools.curve import public_key
+from ranktable_tools.public_keys import public_key
 
 HOST = "127.0.0.1"
 NAMES: dict[Role, str] = {"prefill": "prefill-0", "decode": "decode-0"}

@@ -38,7 +38,7 @@ from pd_cluster.lab.peers.kv_ucx import UcxPeer
 from pd_cluster.net.admission import peer_key
 from pd_cluster.transport.events import LinkFailed
 from pd_cluster.types import LinkState, Order, Request, Sampling, TokenOutput, note_nothing
-from ranktable_tools.curve import public_key
+from ranktable_tools.public_keys import public_key
 
 DEADLINE_S = 60.0
 

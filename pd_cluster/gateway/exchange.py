@@ -10,7 +10,8 @@ from json import dumps
 from typing import Any
 
 from pd_cluster.gateway.choice import AllFull, Choice, NoneReady
-from pd_cluster.gateway.messages import FULL_DUPLEX_STREAMED, OVERWRITE_OR_ADD, ProcessingResponse
+from pd_cluster.gateway.messages import FULL_DUPLEX_STREAMED, OVERWRITE_OR_ADD
+from pd_cluster.gateway.messages_pb2 import ProcessingResponse
 
 DESTINATION = "x-gateway-destination-endpoint"
 NAMESPACE, SUBSET_NAMESPACE, SUBSET = "envoy.lb", "envoy.lb.subset_hint", f"{DESTINATION}-subset"
@@ -83,10 +84,10 @@ def _set(mutation: Any, name: str, value: str) -> None:
 
 def _allowed(request: Any) -> list[str] | None:
     """Returns the endpoints to which the gateway limits the choice; None: it says nothing."""
-    for entry in request.metadata_context.filter_metadata:
-        if entry.key == SUBSET_NAMESPACE and SUBSET in entry.value.fields:
-            found = entry.value.fields[SUBSET]
-            if found.WhichOneof("kind") == "string_value":
-                return [each.strip() for each in found.string_value.split(",")][:MOST_SUBSET]
-            return [each.string_value for each in found.list_value.values[:MOST_SUBSET]]
-    return None
+    metadata = request.metadata_context.filter_metadata
+    if SUBSET_NAMESPACE not in metadata or SUBSET not in metadata[SUBSET_NAMESPACE].fields:
+        return None
+    found = metadata[SUBSET_NAMESPACE].fields[SUBSET]
+    if found.WhichOneof("kind") == "string_value":
+        return [each.strip() for each in found.string_value.split(",")][:MOST_SUBSET]
+    return [each.string_value for each in found.list_value.values[:MOST_SUBSET]]

@@ -16,12 +16,8 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.gateway.certificate import Certificate, Pair
 from pd_cluster.gateway.choice import Choice
 from pd_cluster.gateway.exchange import Exchange
-from pd_cluster.gateway.messages import (
-    HEALTH,
-    NOT_SERVING,
-    PROCESSOR,
-    SERVICE_UNKNOWN,
-    SERVING,
+from pd_cluster.gateway.messages import HEALTH, NOT_SERVING, PROCESSOR, SERVICE_UNKNOWN, SERVING
+from pd_cluster.gateway.messages_pb2 import (
     HealthCheckRequest,
     HealthCheckResponse,
     ProcessingRequest,

@@ -60,7 +60,7 @@ ONLY_IN = {
     "cryptography": ("kv.seal", "net.nodes"),
     "redis": ("kv.shared_store",),
     "grpc": ("gateway.server",),
-    "google": ("gateway.messages",),
+    "google": ("gateway.messages_pb2",),
     "av": ("media",),
     "opentelemetry": ("service.traces",),
     "flashinfer": ("model.cuda.flashinfer", "lab.peers.gpu_attention"),

@@ -1,10 +1,11 @@
 #!/bin/sh
 # Every check of the repository: ruff, mypy, then the tests, cheapest first. Installs what they need.
 #
-#   sh scripts/test.sh [--all | --changed [BASE]] [PYTEST ARGUMENTS]
+#   sh scripts/test.sh [--all | --slow K/N | --changed [BASE]] [PYTEST ARGUMENTS]
 #
-# --all runs the slow tests too; --changed, within a minute or two, the tests that are nearest by imports to what
-# differs from BASE (default: the last commit), and asks mypy and ruff. A path among the arguments replaces all test folders:
+# --all runs the slow tests too; --slow 1/8 only these, and of 8 parts the first; --changed, within a minute or two, the
+# tests that are nearest by imports to what differs from BASE (default: the last commit), and asks mypy and ruff. A path
+# among the arguments replaces all test folders:
 #   sh scripts/test.sh tests/unit -k ranktable
 # The quick tests of one process, and mypy, compute while those of clusters wait; slow tests, and all beside a GPU or NPU,
 # run one half after the other.
@@ -21,11 +22,17 @@ export HF_HUB_OFFLINE=1
 together=yes
 case "${1:-}" in
 -h | --help)
-    sed -n '2,11s/^# \{0,1\}//p' "$0"
+    sed -n '2,13s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
 --all)
     shift
+    together=""
+    ;;
+--slow)
+    part=${2:?--slow: expected K/N, such as 1/8}
+    shift 2
+    set -- -m slow "--part=$part" "$@"
     together=""
     ;;
 --changed)

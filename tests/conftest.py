@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,6 +56,27 @@ class Durations:
         cache = getattr(self._config, "cache", None)  # -p no:cacheprovider
         if cache is not None and not self._config.getoption("keyword"):
             cache.set(self.KEY, cache.get(self.KEY, {}) | {name: round(s, 2) for name, s in self._took_s.items()})
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="K/N: of N parts of about as many tests, by files, the K-th")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the tests of one part, after those that -m and -k leave. Files stay whole: their tests share clusters."""
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", config.getoption("part"))
+    if found is None or int(found[1]) > int(found[2]):
+        raise pytest.UsageError(f"--part {config.getoption('part')}: expected K/N with K at most N")
+    part, sizes = int(found[1]) - 1, [0] * int(found[2])
+    of_file: dict[Path, int] = {}
+    for path, number in Counter(item.path for item in items).most_common():
+        of_file[path] = sizes.index(min(sizes))
+        sizes[of_file[path]] += number
+    others = [item for item in items if of_file[item.path] != part]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if of_file[item.path] == part]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -160,7 +160,7 @@ pack() {
     tar -czf "$work/logs.tar.gz" -C "$work" logs && mv "$work/logs.tar.gz" "$out/logs.tar.gz"
     [ -f "$logs/report.json" ] || return 0
     cp "$logs/report.json" "$out/report.json"
-    "$python" -m pd_cluster bench gpu --table "$logs/report.json" >"$out/README.md" || say "no table could be made"
+    "$python" -m benchmarks gpu --table "$logs/report.json" >"$out/README.md" || say "no table could be made"
 }
 
 finish() {
@@ -189,7 +189,7 @@ place_of_models() {
 bench() {
     budget=$((stage_end - $(date +%s) - 15))
     [ "$budget" -ge 1 ] || budget=1
-    step "bench-$stage" 235 "$python" -m pd_cluster bench gpu --device "$device" "$@" $quick \
+    step "bench-$stage" 235 "$python" -m benchmarks gpu --device "$device" "$@" $quick \
         --budget "$budget" --out "$logs" --models "$models" --resume || failed=1
 }
 

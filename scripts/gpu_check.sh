@@ -29,7 +29,7 @@ has() {
 
 # The models are written while the first tests run, which compile most kernels: each worker others.
 run_correct() {
-    "$python" -m pd_cluster bench gpu --device "$device" --parts models $quick --models "$models" \
+    "$python" -m benchmarks gpu --device "$device" --parts models $quick --models "$models" \
         --out "$work/models-report" >"$logs/models.txt" 2>&1 &
     writer=$!
     tests parity 100 -n "$num_workers" tests/model/test_cuda_parity.py -k "${quick:+mixed-float16-64}"
@@ -67,9 +67,9 @@ run_engine() {
         # By default ncu locks the clocks, and leaves them so if it is stopped: later stages would measure that.
         step ncu 60 ncu --set detailed --clock-control none \
             -k "regex:decode_kernel|prefill_kernel|gemm|nvjet|cutlass" \
-            "$python" -m pd_cluster.lab.peers.gpu_kernels cuda || note "ncu: counters may need rights on this machine"
+            "$python" -m benchmarks.peers.gpu_kernels cuda || note "ncu: counters may need rights on this machine"
     else
-        step launches 60 "$python" -m pd_cluster.lab.peers.gpu_kernels "$device" || failed=1
+        step launches 60 "$python" -m benchmarks.peers.gpu_kernels "$device" || failed=1
     fi
 }
 

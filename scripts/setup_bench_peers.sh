@@ -1,7 +1,7 @@
 #!/bin/sh
-# Makes the environments of the engines that `pd-cluster bench engine` compares with: llama.cpp and vLLM for CPU.
-# PEERS=xgrammar makes that of the library in `pd-cluster bench guided`, PEERS=sglang-router that of the router in
-# `pd-cluster bench router`.
+# Makes the environments of the engines that `python -m benchmarks engine` compares with: llama.cpp and vLLM for CPU.
+# PEERS=xgrammar makes that of the library in `python -m benchmarks guided`, PEERS=sglang-router that of the router in
+# `python -m benchmarks router`.
 #
 #   sh scripts/setup_bench_peers.sh [FOLDER]        default: .venv-peers in the repository's root
 #

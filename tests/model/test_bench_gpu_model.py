@@ -12,12 +12,12 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from benchmarks.gpu.spec import QUICK_SHAPES, GpuShape
+from benchmarks.peers.gpu_clock import timed_calls
+from benchmarks.peers.gpu_kernels import launch
+from benchmarks.peers.gpu_model import write_config, write_weights
+from benchmarks.peers.gpu_profile import Read, busy_ms, covered_ms, page, profiled, write
 from pd_cluster.devices.device import CPU
-from pd_cluster.lab.gpu.spec import QUICK_SHAPES, GpuShape
-from pd_cluster.lab.peers.gpu_clock import timed_calls
-from pd_cluster.lab.peers.gpu_kernels import launch
-from pd_cluster.lab.peers.gpu_model import write_config, write_weights
-from pd_cluster.lab.peers.gpu_profile import Read, busy_ms, covered_ms, page, profiled, write
 
 DEEP = GpuShape(
     name="deep",

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import child as engine_child
+from benchmarks.gpu import bench as gpu
+from benchmarks.gpu import parts as gpu_parts
+from benchmarks.peers import fused
 from pd_cluster.commands import bench as commands
-from pd_cluster.lab import child as engine_child
-from pd_cluster.lab.gpu import bench as gpu
-from pd_cluster.lab.gpu import parts as gpu_parts
-from pd_cluster.lab.peers import fused
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.child import make_model
+from benchmarks.tiny_model import ModelShape
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ConfigError, ModelError, called
-from pd_cluster.lab.child import make_model
-from pd_cluster.lab.tiny_model import ModelShape
 from pd_cluster.model.loader import load_model
 from pd_cluster.model.quantized import weight as quantized_weight
 from pd_cluster.model.quantized.encode import encoded

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.spec import QUICK_SHAPES
+from benchmarks.peers.gpu_model import write_config, write_weights
 from pd_cluster.devices.device import CPU
-from pd_cluster.lab.gpu.spec import QUICK_SHAPES
-from pd_cluster.lab.peers.gpu_model import write_config, write_weights
 from pd_cluster.model import loader
 from pd_cluster.model.attention_choice import triton_attention
 from tests.support.interpreted import choose_device

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.engine.bits import Form, make_bench, setup_of
+from benchmarks.tiny_model import ModelShape
 from pd_cluster.errors import ConfigError
-from pd_cluster.lab.engine.bits import Form, make_bench, setup_of
-from pd_cluster.lab.tiny_model import ModelShape
 
 SETUP = ("", "", 1, 2, "")
 

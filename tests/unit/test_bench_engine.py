@@ -10,12 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pd_cluster.errors import ConfigError
-from pd_cluster.lab.child import ChildFailed, run_child
-from pd_cluster.lab.engine import bench as engine
-from pd_cluster.lab.engine import workloads as engine_workloads
-from pd_cluster.lab.engine.bench import PEERS, EngineBench, absent_peers, check_lengths, make_bench
-from pd_cluster.lab.engine.goals import (
+from benchmarks.child import ChildFailed, run_child
+from benchmarks.engine import bench as engine
+from benchmarks.engine import workloads as engine_workloads
+from benchmarks.engine.bench import PEERS, EngineBench, absent_peers, check_lengths, make_bench
+from benchmarks.engine.goals import (
     Goal,
     equal_tokens,
     guided_goals,
@@ -24,9 +23,10 @@ from pd_cluster.lab.engine.goals import (
     throughput_goals,
     tokens_per_s,
 )
-from pd_cluster.lab.engine.report import make_report
-from pd_cluster.lab.spec import PeerResult, Run, Spec
-from pd_cluster.lab.tiny_model import ModelShape
+from benchmarks.engine.report import make_report
+from benchmarks.spec import PeerResult, Run, Spec
+from benchmarks.tiny_model import ModelShape
+from pd_cluster.errors import ConfigError
 
 STEP_FIGURES = {
     "decode_1_ms": 13.0,

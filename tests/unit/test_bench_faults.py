@@ -11,15 +11,15 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from benchmarks.faults.bench import FaultsBench, make_bench
+from benchmarks.faults.report import Run, first_difference, is_right, show
+from benchmarks.faults.scripts import FAULTS
+from benchmarks.faults.stage import Stage, is_whole
+from benchmarks.faults.terms import Seen
+from benchmarks.load import Answer, Load, make_asks, poisson
 from pd_cluster.client.streaming import Sample
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.errors import ConfigError, PdClusterError
-from pd_cluster.lab.faults.bench import FaultsBench, make_bench
-from pd_cluster.lab.faults.report import Run, first_difference, is_right, show
-from pd_cluster.lab.faults.scripts import FAULTS
-from pd_cluster.lab.faults.stage import Stage, is_whole
-from pd_cluster.lab.faults.terms import Seen
-from pd_cluster.lab.load import Answer, Load, make_asks, poisson
 
 EXPECTED = [(1, 2, 3), (4, 5, 6)]
 WAIT_S = 60.0
@@ -185,35 +185,35 @@ def stage_of(answers: dict[str, list[Any]]) -> Stage:
 
 
 def test_blocks_are_counted_once_every_instance_has_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd_cluster.lab.faults.stage.POLL_S", 0.0)
+    monkeypatch.setattr("benchmarks.faults.stage.POLL_S", 0.0)
     first, stale = instance("decode-0"), instance("decode-0", num_heartbeats=6)
     busy = instance("decode-0", num_heartbeats=7, num_free_blocks=4, num_outstanding=1)
     home = instance("decode-0", num_heartbeats=8)
     stage = stage_of({"/instances": [{"instances": [each]} for each in (first, stale, busy, home)]})
     assert asyncio.run(stage.held()) == 0
-    monkeypatch.setattr("pd_cluster.lab.faults.stage.SETTLE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("benchmarks.faults.stage.SETTLE_TIMEOUT_S", 0.0)
     stage = stage_of({"/instances": [{"instances": [each]} for each in (first, busy)]})
     assert asyncio.run(stage.held()) == 3
 
 
 def test_a_loss_that_nobody_notices_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd_cluster.lab.faults.stage.POLL_S", 0.0)
+    monkeypatch.setattr("benchmarks.faults.stage.POLL_S", 0.0)
     stage = stage_of(
         {"/instances": [{"instances": [instance("decode-0", state)]} for state in ("ready", "unreachable")]}
     )
     assert asyncio.run(stage.lost("decode-0")) > 0
-    monkeypatch.setattr("pd_cluster.lab.faults.stage.WHOLE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("benchmarks.faults.stage.WHOLE_TIMEOUT_S", 0.01)
     with pytest.raises(PdClusterError, match="the loss of decode-0 was not noticed"):
         asyncio.run(stage_of({"/instances": [{"instances": [instance("decode-0")]}]}).lost("decode-0"))
 
 
 def test_a_fault_waits_for_a_busy_instance_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd_cluster.lab.faults.stage.POLL_S", 0.0)
+    monkeypatch.setattr("benchmarks.faults.stage.POLL_S", 0.0)
     told = [{"instances": [instance("decode-0", num_outstanding=count)]} for count in (0, 3, 4)]
     stage = stage_of({"/instances": told})
     asyncio.run(stage.busy("decode-0"))
     assert len(told) == 1
-    monkeypatch.setattr("pd_cluster.lab.faults.stage.BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("benchmarks.faults.stage.BUSY_TIMEOUT_S", 0.01)
     asyncio.run(stage_of({"/instances": [{"instances": []}]}).busy("decode-0"))
 
 

@@ -15,19 +15,19 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults import bench as faults
+from benchmarks.faults import clock as faults_clock
+from benchmarks.faults.clock import Clock
+from benchmarks.faults.cut import between, check_can_cut, cut
+from benchmarks.faults.disk import Disk
+from benchmarks.faults.ground import ORDINARY, standing_on
+from benchmarks.faults.list import ALL_FAULTS
+from benchmarks.faults.means import no_more_descriptors
+from benchmarks.faults.report import Run, is_right
+from benchmarks.faults.terms import Seen
+from benchmarks.load import Answer
 from pd_cluster.client.streaming import Sample
 from pd_cluster.errors import ConfigError, PdClusterError
-from pd_cluster.lab.faults import bench as faults
-from pd_cluster.lab.faults import clock as faults_clock
-from pd_cluster.lab.faults.clock import Clock
-from pd_cluster.lab.faults.cut import between, check_can_cut, cut
-from pd_cluster.lab.faults.disk import Disk
-from pd_cluster.lab.faults.ground import ORDINARY, standing_on
-from pd_cluster.lab.faults.list import ALL_FAULTS
-from pd_cluster.lab.faults.means import no_more_descriptors
-from pd_cluster.lab.faults.report import Run, is_right
-from pd_cluster.lab.faults.terms import Seen
-from pd_cluster.lab.load import Answer
 
 WAIT_S = 60.0
 CONNECTS = """
@@ -164,8 +164,8 @@ def test_not_a_byte_more_fits_until_the_disk_is_freed(tmp_path: Path) -> None:
         pytest.skip(disk.problem())
     program = (
         "import errno, pathlib, tempfile\n"
-        "from pd_cluster.lab.faults.disk import Disk\n"
-        "from pd_cluster.lab.faults.ground import standing_on\n"
+        "from benchmarks.faults.disk import Disk\n"
+        "from benchmarks.faults.ground import standing_on\n"
         "disk = Disk()\n"
         "with standing_on(disk):\n"
         "    disk.fill()\n"

@@ -15,17 +15,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pd_cluster.client.streaming import Sample
-from pd_cluster.errors import ConfigError
-from pd_cluster.lab.child import ChildFailed
-from pd_cluster.lab.gpu import bench as gpu
-from pd_cluster.lab.gpu import parts as gpu_parts
-from pd_cluster.lab.gpu import picture as gpu_picture
-from pd_cluster.lab.gpu.bench import GpuBench, Measured, make_bench
-from pd_cluster.lab.gpu.goals import COPY, PRODUCTS, READ, judged
-from pd_cluster.lab.gpu.parts import MODELS, PARTS, Part, parts_of, planned, run_part
-from pd_cluster.lab.gpu.report import GpuReport, PartResult, table
-from pd_cluster.lab.gpu.spec import (
+from benchmarks.child import ChildFailed
+from benchmarks.gpu import bench as gpu
+from benchmarks.gpu import parts as gpu_parts
+from benchmarks.gpu import picture as gpu_picture
+from benchmarks.gpu.bench import GpuBench, Measured, make_bench
+from benchmarks.gpu.goals import COPY, PRODUCTS, READ, judged
+from benchmarks.gpu.parts import MODELS, PARTS, Part, parts_of, planned, run_part
+from benchmarks.gpu.report import GpuReport, PartResult, table
+from benchmarks.gpu.spec import (
     INDEX_FILE,
     LLAMA_8B,
     QUICK_SHAPES,
@@ -41,7 +39,9 @@ from pd_cluster.lab.gpu.spec import (
     Writer,
     read_lines,
 )
-from pd_cluster.lab.peers import gpu_engine
+from benchmarks.peers import gpu_engine
+from pd_cluster.client.streaming import Sample
+from pd_cluster.errors import ConfigError
 from pd_cluster.tables import Result
 
 ROOT = Path(__file__).parents[2]
@@ -377,7 +377,7 @@ def test_what_is_no_report_is_refused(tmp_path: Path) -> None:
 
 
 def test_tokens_times_are_written_for_both_clusters_and_drawn(tmp_path: Path) -> None:
-    from pd_cluster.lab.peers.gpu_cluster import write_gaps
+    from benchmarks.peers.gpu_cluster import write_gaps
 
     file = tmp_path / gpu_picture.CSV_FILE
     write_gaps(file, "split", [Sample(ttft_s=0.5, itl_s=[0.01, 0.02])])

@@ -10,16 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pd_cluster.client.streaming import Sample
-from pd_cluster.errors import ConfigError
-from pd_cluster.lab.child import ChildFailed
-from pd_cluster.lab.engine.goals import Goal
-from pd_cluster.lab.kv import bench as kv
-from pd_cluster.lab.kv import child as kv_child
-from pd_cluster.lab.kv import streaming as kv_streaming
-from pd_cluster.lab.kv.bench import KVBench, make_bench
-from pd_cluster.lab.kv.child import Child
-from pd_cluster.lab.kv.goals import (
+from benchmarks.child import ChildFailed
+from benchmarks.engine.goals import Goal
+from benchmarks.kv import bench as kv
+from benchmarks.kv import child as kv_child
+from benchmarks.kv import streaming as kv_streaming
+from benchmarks.kv.bench import KVBench, make_bench
+from benchmarks.kv.child import Child
+from benchmarks.kv.goals import (
     KVReport,
     figure,
     handover_goals,
@@ -31,7 +29,9 @@ from pd_cluster.lab.kv.goals import (
     shares,
     show,
 )
-from pd_cluster.lab.kv.spec import Answer, Command, Handover, LastTransfer, MakePool, Move
+from benchmarks.kv.spec import Answer, Command, Handover, LastTransfer, MakePool, Move
+from pd_cluster.client.streaming import Sample
+from pd_cluster.errors import ConfigError
 from pd_cluster.transport.table import choices_for
 
 ROUNDS = [

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.lab.offline.bench import OfflineBench, in_order, make_bench
-from pd_cluster.lab.offline.figures import BARE, BUSY, CONTENDERS, OF_BARE, ONE, SPLIT, Round, goals_for, results
-from pd_cluster.lab.offline.service import BLOCK_SIZE, engine_config
-from pd_cluster.lab.spec import PeerResult, Run
+from benchmarks.offline.bench import OfflineBench, in_order, make_bench
+from benchmarks.offline.figures import BARE, BUSY, CONTENDERS, OF_BARE, ONE, SPLIT, Round, goals_for, results
+from benchmarks.offline.service import BLOCK_SIZE, engine_config
+from benchmarks.spec import PeerResult, Run
 from pd_cluster.tables import Result
 
 TOKENS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]

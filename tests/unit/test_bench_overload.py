@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 
+from benchmarks.peers.paced_workers import PacedWorker
+from benchmarks.peers.router_workers import Leg
+from benchmarks.router.overload import SHAPES, WARM_S, OverloadBench, Run, Shape, _results, make_bench
+from benchmarks.router.targets import Pace
 from pd_cluster import wire
 from pd_cluster.client.streaming import Sample
 from pd_cluster.errors import ConfigError
-from pd_cluster.lab.peers.paced_workers import PacedWorker
-from pd_cluster.lab.peers.router_workers import Leg
-from pd_cluster.lab.router.overload import SHAPES, WARM_S, OverloadBench, Run, Shape, _results, make_bench
-from pd_cluster.lab.router.targets import Pace
 from pd_cluster.types import Order, Sampling
 
 PREFILL = Shape("prefill", Pace(1000.0, 8), 11, 1, 1.0)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import processes as router_processes
+from benchmarks.peers.sampled import places_of
+from benchmarks.processes import check_open_files, cpu_s, rss_nbytes, waited_s
+from benchmarks.router import compared, shared
+from benchmarks.router.bench import RouterBench, make_bench
+from benchmarks.router.conversations import Conversations
+from benchmarks.router.figures import OURS, Cost, Measured, added_ttft_s, fit, results
+from benchmarks.router.spec import LoadResult, Workload
 from pd_cluster.errors import ConfigError
-from pd_cluster.lab import processes as router_processes
-from pd_cluster.lab.peers.sampled import places_of
-from pd_cluster.lab.processes import check_open_files, cpu_s, rss_nbytes, waited_s
-from pd_cluster.lab.router import compared, shared
-from pd_cluster.lab.router.bench import RouterBench, make_bench
-from pd_cluster.lab.router.conversations import Conversations
-from pd_cluster.lab.router.figures import OURS, Cost, Measured, added_ttft_s, fit, results
-from pd_cluster.lab.router.spec import LoadResult, Workload
 from pd_cluster.tables import Result
 
 MANY = Workload(name="many", num_requests=10, num_tokens=1000, num_open=10)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.serve_against import Round, Run, Steady, make_bench, results
 from pd_cluster.bench.serve import ServeBench
 from pd_cluster.client.streaming import Sample
 from pd_cluster.errors import ConfigError, GenerationError
-from pd_cluster.lab.serve_against import Round, Run, Steady, make_bench, results
 
 
 def sample(gaps_s: list[float], ttft_s: float = 0.5) -> Sample:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.faults.soak import SOAK_FAULTS, make_bench
+from benchmarks.faults.soak_report import Soak, Tally, Use, Watch, slope_per_hour
+from benchmarks.load import Answer
 from pd_cluster.client.streaming import Sample
 from pd_cluster.errors import ConfigError
-from pd_cluster.lab.faults.soak import SOAK_FAULTS, make_bench
-from pd_cluster.lab.faults.soak_report import Soak, Tally, Use, Watch, slope_per_hour
-from pd_cluster.lab.load import Answer
 
 EXPECTED = [(1, 2, 3), (4, 5, 6)]
 

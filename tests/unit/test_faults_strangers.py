@@ -1,4 +1,4 @@
-"""Clients that leave and strangers of `bench faults`, each against a small server that shows what reached it."""
+"""Clients that leave and strangers of `benchmarks faults`, each against a small server that shows what reached it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import pytest
 
+from benchmarks.faults import leaving as faults_leaving
+from benchmarks.faults.frames import KINDS, OVERSIZED_NBYTES, say
+from benchmarks.faults.leaving import aborts, each, request_of, resets, slow_readers
+from benchmarks.faults.ports import Listener, listeners
+from benchmarks.faults.scripts import FAULTS, endure
+from benchmarks.faults.terms import Means, Seen
+from benchmarks.load import LoadRequest
 from pd_cluster.errors import PdClusterError
-from pd_cluster.lab.faults import leaving as faults_leaving
-from pd_cluster.lab.faults.frames import KINDS, OVERSIZED_NBYTES, say
-from pd_cluster.lab.faults.leaving import aborts, each, request_of, resets, slow_readers
-from pd_cluster.lab.faults.ports import Listener, listeners
-from pd_cluster.lab.faults.scripts import FAULTS, endure
-from pd_cluster.lab.faults.terms import Means, Seen
-from pd_cluster.lab.load import LoadRequest
 
 PROBE = LoadRequest((1, 2, 3), 1, None).body("m", "probe")
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"

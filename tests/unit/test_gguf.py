@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.engine.gguf import ALIGNMENT, convert, gguf_name, permute, write_gguf
 from pd_cluster.errors import ModelError
-from pd_cluster.lab.engine.gguf import ALIGNMENT, convert, gguf_name, permute, write_gguf
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

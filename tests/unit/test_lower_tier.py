@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
+from benchmarks.router.tier_trace import MODES, TierTrace, replay
 from pd_cluster import wire
 from pd_cluster.devices.streams import REACHED, Marker
 from pd_cluster.engine.legs import request_of
@@ -22,7 +23,6 @@ from pd_cluster.kv.open_stores import check_tiers, read_secrets
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.kv.tier_orders import UNKNOWN, AnyOrder, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
 from pd_cluster.kv.tier_thread import TierBusy, TierThread
-from pd_cluster.lab.router.tier_trace import MODES, TierTrace, replay
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.processes import HandoverSettings
 from pd_cluster.types import Order, Sampling

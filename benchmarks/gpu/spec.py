@@ -1,0 +1,202 @@
+"""Files between `benchmarks gpu` and its children: a spec file in, a file of JSON lines out, one line per figure.
+
+A child writes each figure as soon as it has it, and reports its position, so results before a failure stay. Also holds
+the shapes of the models, and the bytes and operations of their steps. Knows nothing of goals; imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pd_cluster.tables import Better
+
+BF16_NBYTES = 2
+INDEX_FILE = "model.safetensors.index.json"  # of a model's shards
+
+
+class GpuShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A model with random weights. `name` is part of every figure's name."""
+
+    name: str
+    family: Literal["llama", "qwen3"]
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tied: bool = False
+    max_positions: int = 131072
+
+    @property
+    def layer_linear_weights(self) -> int:
+        """Weights of one layer: qkv, o, gate and up, down."""
+        attention, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return self.hidden_size * (2 * attention + 2 * kv + 3 * self.intermediate_size)
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters except the norms, which are a few thousand numbers."""
+        return self.num_layers * self.layer_linear_weights + (1 if self.tied else 2) * self.head_weights
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes of the weights that every decode step must read: the layers' matrices and the output layer.
+
+        A step also reads one row of the embedding per sequence, which is left out, as are norms.
+        """
+        return BF16_NBYTES * (self.num_layers * self.layer_linear_weights + self.head_weights)
+
+    @property
+    def kv_nbytes_per_token(self) -> int:
+        return BF16_NBYTES * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def decode_read_nbytes(self, batch: int, context_len: float) -> float:
+        """Returns the bytes of one step in which every sequence attends to `context_len` tokens."""
+        return self.read_nbytes + batch * context_len * self.kv_nbytes_per_token
+
+    def prefill_flops(self, num_prompts: int, prompt_len: int) -> float:
+        """Returns a prefill's operations: two per weight and token in the layers, the output layer, and attention.
+
+        The output layer runs for the last token of each prompt only; attention has two products of head_dim for each
+        pair of a query and a key that it may see.
+        """
+        linear = 2.0 * self.num_layers * self.layer_linear_weights * prompt_len
+        pairs = prompt_len * (prompt_len + 1) / 2
+        attention = 4.0 * self.num_layers * self.num_heads * self.head_dim * pairs
+        return num_prompts * (linear + attention + 2.0 * self.head_weights)
+
+
+LLAMA_8B = GpuShape(
+    name="8B",
+    family="llama",
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=14336,
+    vocab_size=128256,
+)
+QWEN_06B = GpuShape(
+    name="0.6B",
+    family="qwen3",
+    num_layers=28,
+    hidden_size=1024,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=3072,
+    vocab_size=151936,
+    tied=True,
+    max_positions=40960,
+)
+_TINY = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+QUICK_SHAPES = (
+    GpuShape(name="8B", family="llama", intermediate_size=96, vocab_size=320, **_TINY),  # type: ignore[arg-type]
+    GpuShape(name="0.6B", family="qwen3", intermediate_size=96, vocab_size=320, tied=True, **_TINY),
+)
+
+
+class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A child's task. `model` is the folder of `shape`; `out` is the folder for pages and pictures.
+
+    `sections` are the child's own, in order. `quick`: everything tiny; its figures mean nothing. `label`: part of the
+    names of figures that are measured under several conditions.
+    """
+
+    device: str
+    dtype: str
+    quick: bool
+    out: str
+    shape: GpuShape
+    model: str
+    sections: list[str]
+    label: str = ""
+
+    def sizes(self, full: int, quick: int) -> int:
+        return quick if self.quick else full
+
+
+class Began(msgspec.Struct, frozen=True, tag=True):
+    section: str
+
+
+class Figure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One measured number, from `samples` values."""
+
+    name: str
+    value: float
+    unit: str
+    better: Better
+    samples: int = 1
+    spread: float | None = None
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    section: str
+
+
+class Noted(msgspec.Struct, frozen=True, tag=True):
+    """A note that readers of the figures need."""
+
+    text: str
+
+
+class Device(msgspec.Struct, frozen=True, tag=True):
+    """The device measured, with the versions of its drivers and libraries."""
+
+    name: str
+
+
+Line = Began | Figure | Ended | Noted | Device
+
+
+class Writer:
+    """Writes a child's results to disk line by line."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file.open("ab", buffering=0)
+
+    def put(self, line: Line) -> None:
+        self._file.write(msgspec.json.encode(line) + b"\n")
+
+    def figure(
+        self, name: str, value: float, unit: str, better: Better, samples: int = 1, spread: float | None = None
+    ) -> None:
+        self.put(Figure(name=name, value=value, unit=unit, better=better, samples=samples, spread=spread))
+
+    def note(self, text: str) -> None:
+        self.put(Noted(text))
+
+    @contextlib.contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        self.put(Began(name))
+        yield
+        self.put(Ended(name))
+
+
+def read_lines(file: Path) -> list[Line]:
+    """Returns all complete lines; one cut off by the child's end is dropped."""
+    if not file.exists():
+        return []
+    whole, _, _ = file.read_bytes().rpartition(b"\n")
+    decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+    return [decoder.decode(line) for line in whole.splitlines()]
+
+
+def child_main(measure: Callable[[GpuSpec, Writer], None]) -> None:
+    """Runs a child: `python -m MODULE SPEC_FILE RESULT_FILE`."""
+    spec_file, result_file = map(Path, sys.argv[1:])
+    measure(msgspec.json.decode(spec_file.read_bytes(), type=GpuSpec), Writer(result_file))

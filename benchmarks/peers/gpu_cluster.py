@@ -1,0 +1,225 @@
+"""A cluster on one device, as clients see it: prefill and decode apart, then one engine that does both in chunks.
+
+For the second, the prefill instance is taken out of service, so that the decode instance does everything itself: the
+same process with the same memory, beside an idle one. Both get the same requests at the same times: long prompts one by
+one, then streams that decode while long prompts keep arriving. The processes are those of `pd-cluster up`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import csv
+import itertools
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from benchmarks.engine.workloads import random_prompt
+from benchmarks.gpu.picture import CSV_FILE, HEADERS
+from benchmarks.gpu.spec import GpuSpec, Writer, child_main
+from pd_cluster.bench.serve import ask_model
+from pd_cluster.client.admin import Admin
+from pd_cluster.client.instances import Traffic, fetch_instances, fetch_settled
+from pd_cluster.client.operate import is_drained
+from pd_cluster.client.streaming import Sample, make_client, measure
+from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launcher import Cluster
+from pd_cluster.cluster.processes.ports import free_port_pair
+from pd_cluster.errors import GenerationError, PdClusterError
+from pd_cluster.tables import percentile, spread
+
+READY_TIMEOUT_S = 120.0
+DRAIN_TIMEOUT_S = 15.0
+POLL_S = 0.1
+SPLIT, COLOCATED = "split", "colocated"
+SEED = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`interval_s` between two long prompts; as many streams decode throughout."""
+
+    long_len: int = 4096
+    num_alone: int = 12  # long prompts one by one
+    num_streams: int = 16
+    stream_len: int = 128
+    stream_output: int = 384
+    num_long: int = 12
+    interval_s: float = 0.4
+    long_output: int = 4
+
+
+GPU_FLAGS = ["--max-model-len=8192", "--gpu-memory-utilization=0.4", "--max-num-batched-tokens=2048"]
+QUICK_LOAD = Load(128, 2, 2, 8, 12, 2, 0.05, 2)
+
+
+def launch_of(spec: GpuSpec) -> Launch:
+    """Returns one prefill and one decode instance, which share the device."""
+    flags = [f"--device={spec.device}", f"--dtype={spec.dtype}", "--no-enable-prefix-caching"]
+    flags += ["--num-blocks=512", "--max-model-len=2048"] if spec.quick else GPU_FLAGS
+    if spec.device != "cpu":
+        flags.append("--kv-transport=ipc")  # only this one: no fallback may be measured instead
+    return Launch(model=spec.model, port=free_port_pair(), arguments=flags, restart="no")
+
+
+@contextlib.asynccontextmanager
+async def started(launch: Launch, results: Writer, log: Path) -> AsyncIterator[Cluster]:
+    """Starts the cluster; all output of its processes goes to `log`, and its end is shown if something fails."""
+    lines: deque[str] = deque(maxlen=40)
+    file = log.open("a", buffering=1)
+
+    def put(line: str) -> None:
+        lines.append(line)
+        file.write(line + "\n")
+
+    cluster = Cluster(launch, put)
+    started_s = time.monotonic()
+    try:
+        await cluster.start()
+        await cluster.wait_ready(READY_TIMEOUT_S)
+        results.figure("cluster ready after", time.monotonic() - started_s, "s", "lower")
+        yield cluster
+    except PdClusterError:
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        raise
+    finally:
+        await cluster.stop(kill=True)
+        file.close()
+
+
+class Client:
+    """Requests of seeded token ids; the same for both clusters."""
+
+    def __init__(self, client: httpx.AsyncClient, url: str, model: str, vocab_size: int) -> None:
+        self._client, self._url, self._model, self._vocab_size = client, url, model, vocab_size
+        self._rng = random.Random(SEED)
+
+    async def ask(self, prompt_len: int, output_len: int) -> Sample:
+        """Sends a request. Raises GenerationError."""
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": random_prompt(self._rng, self._vocab_size, prompt_len),
+            "max_tokens": output_len,
+            "temperature": 0,
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+        }
+        sample = await measure(self._client, f"{self._url}/v1/completions", body)
+        if sample.error is not None:
+            raise GenerationError(f"a request of {prompt_len} + {output_len} tokens failed: {sample.error}")
+        return sample
+
+    async def ttfts_s(self, load: Load) -> list[float]:
+        """Returns the TTFT of long prompts, one after the other; the first few are not counted."""
+        found = []
+        for at in range(2 + load.num_alone):
+            sample = await self.ask(load.long_len, 2)
+            if at >= 2 and sample.ttft_s is not None:
+                found.append(sample.ttft_s)
+        return found
+
+    async def under_load(self, load: Load) -> list[Sample]:
+        """Returns samples of the streams that decoded while long prompts arrived at fixed times."""
+        streams = [asyncio.create_task(self.ask(load.stream_len, load.stream_output)) for _ in range(load.num_streams)]
+        long = [asyncio.create_task(self._later(i, load)) for i in range(load.num_long)]
+        samples = await asyncio.gather(*streams)
+        await asyncio.gather(*long)
+        return list(samples)
+
+    async def _later(self, number: int, load: Load) -> Sample:
+        await asyncio.sleep((number + 1) * load.interval_s)
+        return await self.ask(load.long_len, load.long_output)
+
+
+async def measure_all(spec: GpuSpec, results: Writer) -> None:
+    load = QUICK_LOAD if spec.quick else Load()
+    log = Path(spec.out, "cluster.log")
+    async with started(launch_of(spec), results, log) as cluster, make_client(load.num_streams + load.num_long) as http:
+        name, _ = await ask_model(http, cluster.launch.url)
+        await note_links(cluster.launch.admin_url, results)
+        for mode in spec.sections:
+            with results.section(mode):
+                if mode == COLOCATED:
+                    await drain_prefill(cluster)
+                client = Client(http, cluster.launch.url, name, spec.shape.vocab_size)
+                await measure_mode(client, load, mode, spec, cluster, results)
+
+
+async def measure_mode(client: Client, load: Load, mode: str, spec: GpuSpec, cluster: Cluster, results: Writer) -> None:
+    """Measures a mode. Raises GenerationError if requests were served in another way."""
+    await asyncio.gather(*(client.ask(load.stream_len, 8) for _ in range(load.num_streams)))  # warm-up
+    before = await received_nbytes(cluster)
+    ttfts_ms = [1e3 * each for each in await client.ttfts_s(load)]
+    moved = await received_nbytes(cluster) - before
+    if (moved > 0) != (mode == SPLIT):
+        raise GenerationError(f"{mode}: {moved} bytes of KV cache were handed over")
+    what = f"{mode}: TTFT of {load.long_len:,} tokens"
+    results.figure(what, median(ttfts_ms), "ms", "lower", len(ttfts_ms), spread(ttfts_ms))
+    results.figure(f"{mode}: KV cache received", moved / 1e9, "GB", "lower")
+    await client.under_load(load)  # warm-up: captures the sizes that occur together
+    streams = await client.under_load(load)
+    report_streams(streams, mode, results)
+    write_gaps(Path(spec.out, CSV_FILE), mode, streams)
+
+
+async def received_nbytes(cluster: Cluster) -> int:
+    return Traffic.of(await fetch_settled(cluster.launch.admin_url)).received_nbytes
+
+
+async def drain_prefill(cluster: Cluster) -> None:
+    """Waits until it is out of service. Raises GenerationError."""
+    admin = Admin(cluster.launch.admin_url, str(cluster.admin_token_file))
+    response = await admin.ask("/instances/prefill-0/drain", {"force": True})
+    deadline_s = time.monotonic() + DRAIN_TIMEOUT_S
+    while response.status_code == 200 and time.monotonic() < deadline_s:
+        entries = await fetch_instances(admin)
+        if all(is_drained(entry) for entry in entries if entry["instance_id"] == "prefill-0"):
+            return
+        await asyncio.sleep(POLL_S)
+    raise GenerationError(f"the prefill instance could not be taken out of service: {response.text[:300]}")
+
+
+async def note_links(admin_url: str, results: Writer) -> None:
+    for entry in await fetch_instances(admin_url):
+        links = ", ".join(f"{peer.split('@')[0]} {state}" for peer, state in entry["links"].items())
+        results.note(f"{entry['instance_id']}: links {links or 'none'}")
+
+
+def report_streams(streams: list[Sample], mode: str, results: Writer) -> None:
+    gaps_ms = [1e3 * gap_s for sample in streams for gap_s in sample.itl_s]
+    tpots_ms = [1e3 * sample.tpot_s for sample in streams if sample.tpot_s is not None]
+    for what, values, percents in (
+        ("TPOT of streams under long prompts", tpots_ms, (50, 99)),
+        ("time between tokens under long prompts", gaps_ms, (50, 99)),
+    ):
+        for percent in percents:
+            value = percentile(values, percent)
+            if value is not None:
+                name = f"{mode}: {what}, p{percent}"
+                results.figure(name, value, "ms", "lower", len(values), spread(values))
+
+
+def write_gaps(file: Path, mode: str, streams: list[Sample]) -> None:
+    """Appends a row per token: its time since its stream was sent, and since the token before."""
+    is_new = not file.exists()
+    with file.open("a", newline="") as out:
+        writer = csv.writer(out)
+        if is_new:
+            writer.writerow(HEADERS)
+        for number, sample in enumerate(streams):
+            first_s = sample.ttft_s or 0.0
+            for at_s, gap_s in zip(itertools.accumulate(sample.itl_s, initial=first_s), sample.itl_s, strict=False):
+                writer.writerow([mode, number, f"{at_s + gap_s:.6f}", f"{1e3 * gap_s:.4f}"])
+
+
+if __name__ == "__main__":
+    child_main(lambda spec, results: asyncio.run(measure_all(spec, results)))

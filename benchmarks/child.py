@@ -20,7 +20,6 @@ from benchmarks.spec import PeerResult, Spec
 from benchmarks.tiny_model import ModelShape
 from pd_cluster.errors import GenerationError, PdClusterError
 
-PEERS_FOLDER = Path(__file__).parent / "peers"
 END_TIMEOUT_S = 5.0
 MODEL_DEADLINE_S = 120.0
 NUM_LOG_LINES = 15
@@ -30,19 +29,13 @@ class ChildFailed(GenerationError):
     """Reports a child that failed; the message ends with the last lines that it wrote."""
 
 
-def run_peer(module: str, spec: Spec, folder: Path, deadline_s: float, standalone: bool = False) -> PeerResult:
-    """Runs `module` of the folder peers/ with this interpreter, or `standalone` with the peer's own.
-
-    Raises ChildFailed.
-    """
+def run_peer(module: str, spec: Spec, folder: Path, deadline_s: float) -> PeerResult:
+    """Runs `module` of the folder peers/. Raises ChildFailed."""
     spec_file, result_file = folder / f"{module}.spec.json", folder / f"{module}.result.json"
     result_file.unlink(missing_ok=True)  # from an earlier round
     spec_file.write_bytes(msgspec.json.encode(spec))
-    if standalone:
-        command = [spec.python, "-P", str(PEERS_FOLDER / f"{module}.py")]
-    else:
-        command = [sys.executable, "-m", f"benchmarks.peers.{module}"]
-    run_child([*command, str(spec_file), str(result_file)], folder / f"{module}.log", deadline_s, spec.num_threads)
+    command = [sys.executable, "-m", f"benchmarks.peers.{module}", str(spec_file), str(result_file)]
+    run_child(command, folder / f"{module}.log", deadline_s, spec.num_threads)
     try:
         return msgspec.json.decode(result_file.read_bytes(), type=PeerResult)
     except (OSError, msgspec.MsgspecError) as error:

@@ -1,7 +1,4 @@
-"""Messages between `benchmarks engine` and the engines that it runs: files of JSON, so that no two share a process.
-
-Knows nothing of goals or figures; imports no torch.
-"""
+"""Messages between benchmarks and their children: files of JSON, so that no two share a process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,31 +20,16 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def num_output_tokens(self) -> int:
         return sum(self.output_lens)
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """A child's task, the warm-up first; that is reported too, but only its tokens are used.
-
-    `python` is the interpreter of a peer with an environment of its own; `gguf` is empty if not needed;
-    `quick` makes the measurements small. `gguf_type` and `gguf_head_type` are ggml's names of types for all weights and
-    for the output layer's, empty for the file's own.
-    """
+    """A child's task, the warm-up first, where it has any. `quick` makes the measurements small."""
 
     model: str
-    gguf: str = ""
-    gguf_type: str = ""
-    gguf_head_type: str = ""
-    dtype: str = "float32"
-    quantization: str | None = None
-    quantize_head: str | None = None
-    python: str = ""
-    num_threads: int = 2
-    batch_size: int = 32
-    warmup: Workload
+    num_threads: int
+    warmup: Workload = Workload(name="warmup", prompts=[], output_lens=[])
     workloads: list[Workload] = []
+    batch_size: int = 32
+    rounds: int = 1
     quick: bool = False
 
 
@@ -61,8 +43,6 @@ class Run(msgspec.Struct, frozen=True):
 class PeerResult(msgspec.Struct, frozen=True, kw_only=True):
     """A child's results. The names of `figures` contain their unit: `decode_1_ms`."""
 
-    version: str = ""
-    settings: str = ""
     runs: dict[str, Run] = {}
     figures: dict[str, float] = {}
 

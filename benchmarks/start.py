@@ -16,22 +16,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import httpx
 
 from benchmarks.faults.stage import is_whole
+from benchmarks.figures import begin, finish, result
 from benchmarks.processes import family
-from benchmarks.start_imports import ROLES, import_times_s
 from pd_cluster.cluster.processes.ports import free_port_pair
 from pd_cluster.errors import GenerationError
-from pd_cluster.tables import Report, Result, check_writable, print_table, spread
+from pd_cluster.tables import Report, Result
 
 READY_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 30.0
 POLL_S = 0.01
-NUM_PACKAGES = 6  # of each role, that are shown
 WAYS = {"forked ranks": (), "spawned ranks": ("--spawn",)}
 UP_GOAL, WORKER_GOAL_S, RANK_GOAL_S = 2.0, 4.0, 3.0
 
@@ -95,23 +93,16 @@ def up(*flags: str) -> Iterator[Up]:
 def _await_ready(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     lines: list[str] = []
-    with _deadline(process):
+    timer = threading.Timer(READY_TIMEOUT_S, process.kill)  # which ends its output
+    timer.start()
+    try:
         for line in process.stdout:
             if line.startswith("ready after"):
                 return
             lines.append(line.rstrip())
-    raise GenerationError("pd-cluster up was not ready: " + " / ".join(lines[-3:]))
-
-
-@contextlib.contextmanager
-def _deadline(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Ends its output when the time is over."""
-    timer = threading.Timer(READY_TIMEOUT_S, process.kill)
-    timer.start()
-    try:
-        yield
     finally:
         timer.cancel()
+    raise GenerationError("pd-cluster up was not ready: " + " / ".join(lines[-3:]))
 
 
 def _pss_nbytes(pid: int) -> int:
@@ -144,41 +135,19 @@ def measure_round(with_memory: bool) -> Figures:
 
 
 def results(rounds: Sequence[Figures]) -> list[Result]:
-    forked = "forked ranks"
-    goals = {
-        f"up / import torch, {forked}": UP_GOAL,
-        f"killed worker back, {forked}": WORKER_GOAL_S,
-        f"killed rank back, {forked}": RANK_GOAL_S,
-    }
+    goals = {"up / import torch": UP_GOAL, "killed worker back": WORKER_GOAL_S, "killed rank back": RANK_GOAL_S}
+    goals = {f"{name}, forked ranks": goal for name, goal in goals.items()}
     found = []
     for name in rounds[0]:
-        values = [each[name] for each in rounds if name in each]
         unit = "MiB" if name.startswith("memory") else "x" if " / " in name else "s"
-        found.append(
-            Result(
-                name=name,
-                value=median(values),
-                unit=unit,
-                better="lower",
-                samples=len(values),
-                spread=spread(values),
-                goal=goals.get(name),
-            )
-        )
+        found.append(result(name, [each[name] for each in rounds if name in each], unit, goal=goals.get(name)))
     return found
 
 
-def run(rounds: int, json_path: str = "") -> None:
-    check_writable(json_path)
-    for role in ROLES:
-        times_s = import_times_s(role)
-        rows = [[name, f"{1e3 * s:.0f}"] for name, s in list(times_s.items())[:NUM_PACKAGES]]
-        print_table(f"imports of the {role}: {sum(times_s.values()):.2f} s", ["package", "ms"], rows, right=("ms",))
+def run(rounds: int, json: str) -> None:
+    begin(json)
     found = []
     for at in range(rounds):
         found.append(measure_round(with_memory=not at))
         print(f"round {at + 1} of {rounds}", flush=True)
-    report = Report(f"python -m benchmarks start --rounds {rounds}", results(found))
-    report.show("start-up")
-    if json_path:
-        report.write(json_path)
+    finish(Report(f"python -m benchmarks start --rounds {rounds}", results(found)), "start-up", json)

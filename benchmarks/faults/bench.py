@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.faults.ground import ORDINARY, Ground, standing_on
 from benchmarks.faults.left import Left
 from benchmarks.faults.list import ALL_FAULTS
 from benchmarks.faults.report import MOST_DESCRIPTORS, Run, Tokens, is_right, show
@@ -68,25 +67,22 @@ class FaultsBench:
 
     @property
     def command(self) -> str:
-        model = f" --model {self.model}" if self.model else ""
         default = QUICK_FAULTS if self.quick else tuple(ALL_FAULTS)
         only = f" --faults {','.join(self.faults)}" if self.faults != default else ""
         size = "--quick" if self.quick else f"--num-requests {self.num_requests}"
         over = f" --kv-transport {self.kv_transport}" if self.kv_transport else ""
-        return f"python -m benchmarks faults{model}{only}{over} {size} --load {self.load:g} --seed {self.seed}"
+        return f"python -m benchmarks faults{only}{over} {size} --load {self.load:g} --seed {self.seed}"
 
 
-def make_bench(
-    model: str, faults: str, num_requests: int, load: float, seed: int, quick: bool, kv_transport: str = ""
-) -> FaultsBench:
+def make_bench(faults: str, num_requests: int, load: float, seed: int, quick: bool, kv_transport: str) -> FaultsBench:
     """Builds the bench. Raises ConfigError."""
     names = named(faults, ALL_FAULTS)
     check_load(load)
     check_transport(kv_transport)
-    if quick:
-        names = names if faults else QUICK_FAULTS
-        return FaultsBench(model, names, QUICK_NUM_REQUESTS, load, QUICK_STALL_S, seed, True, kv_transport)
-    return FaultsBench(model, names, num_requests, load, seed=seed, kv_transport=kv_transport)
+    if not quick:
+        return FaultsBench("", names, num_requests, load, seed=seed, kv_transport=kv_transport)
+    names = names if faults else QUICK_FAULTS
+    return FaultsBench("", names, QUICK_NUM_REQUESTS, load, QUICK_STALL_S, seed, True, kv_transport)
 
 
 def named(faults: str, allowed: Iterable[str]) -> tuple[str, ...]:
@@ -114,17 +110,12 @@ async def run(bench: FaultsBench, json_path: str = "") -> None:
     """Measures, prints, writes. Raises PdClusterError: no cluster, or any request that was lost or wrong."""
     check_writable(json_path)
     check_model(bench.model)
-    groups = grouped(bench.faults)
     started_s = time.monotonic()
-    runs: list[Run] = []
     with sigterm_ends_it():
-        for ground, keys in groups.items():
-            async with started(bench.model, bench.kv_transport, ground) as stage:
-                scene = Scene(bench, stage)
-                if not runs:
-                    quiet, capacity = await scene.quiet()
-                    runs.append(quiet)
-                runs += [await scene.play(key, capacity, expected_of(quiet)) for key in keys]
+        async with started(bench.model, bench.kv_transport) as stage:
+            scene = Scene(bench, stage)
+            quiet, capacity = await scene.quiet()
+            runs = [quiet, *[await scene.play(key, capacity, expected_of(quiet)) for key in bench.faults]]
     load = f"{bench.load:.0%} of {capacity:.1f} requests/s"
     show(f"two prefill and two decode instances at {load}; {time.monotonic() - started_s:.0f} s in all", runs)
     if json_path:
@@ -132,23 +123,6 @@ async def run(bench: FaultsBench, json_path: str = "") -> None:
         Report(bench.command, results + [result for run in runs for result in run.results()]).write(json_path)
     if not is_right(runs):
         raise GenerationError("requests failed or differ, or blocks are held; see above")
-
-
-def grouped(faults: Sequence[str]) -> dict[Ground, list[str]]:
-    """Groups the faults by cluster, with the ordinary one first, which the fault-free run needs, too.
-
-    Raises ConfigError for a named fault that is impossible here. If all faults are wanted it is left out.
-    """
-    groups: dict[Ground, list[str]] = {ORDINARY: []}
-    for key in faults:
-        ground = ALL_FAULTS[key].ground
-        if problem := ground.problem():
-            if tuple(faults) != tuple(ALL_FAULTS):
-                raise ConfigError(f"--faults {key}: {problem}")
-            print(f"{key} is left out: {problem}", flush=True)
-            continue
-        groups.setdefault(ground, []).append(key)
-    return groups
 
 
 def check_model(named_model: str) -> None:
@@ -160,7 +134,7 @@ def check_model(named_model: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def started(model: str, kv_transport: str, ground: Ground = ORDINARY) -> AsyncIterator[Stage]:
+async def started(model: str, kv_transport: str) -> AsyncIterator[Stage]:
     """Starts a fresh cluster, and stops it afterwards."""
     launch = Launch(
         model=model,
@@ -168,22 +142,21 @@ async def started(model: str, kv_transport: str, ground: Ground = ORDINARY) -> A
         num_decode=NUM_DECODE,
         port=free_port_pair(),
         served_model_names=[NAME],
-        restart=ground.restart,
-        arguments=[*([f"--kv-transport={kv_transport}"] if kv_transport else []), *ground.arguments],
+        restart="on-failure",
+        arguments=[f"--kv-transport={kv_transport}"] if kv_transport else [],
     )
     lines: deque[str] = deque(maxlen=100)
     print(f"starting {NUM_PREFILL} prefill, {NUM_DECODE} decode and the scheduler …", flush=True)
-    with standing_on(ground):
-        async with make_client(MOST_AT_ONCE) as client:
-            stage = Stage(Cluster(launch, lines.append), client, lines.append)
-            try:
-                await stage.start()
-                yield stage
-            except PdClusterError:
-                print("\n".join(lines), file=sys.stderr, flush=True)
-                raise
-            finally:
-                await stage.end()
+    async with make_client(MOST_AT_ONCE) as client:
+        stage = Stage(Cluster(launch, lines.append), client)
+        try:
+            await stage.start()
+            yield stage
+        except PdClusterError:
+            print("\n".join(lines), file=sys.stderr, flush=True)
+            raise
+        finally:
+            await stage.end()
 
 
 class Scene:
@@ -239,17 +212,8 @@ class Scene:
         await self.stage.count_replays()
         num_replayed, _ = self.stage.take_replays()
         answers = load.answers + seen.answers
-        run = Run(
-            key,
-            title,
-            answers,
-            expected,
-            fault,
-            seen,
-            num_replayed,
-            num_held,
-            await self._left(before),
-        )
+        left = await self._left(before)
+        run = Run(key, title, answers, expected, fault, seen, num_replayed, num_held, left)
         print(
             f"{title}: {len(run.complete)} of {len(run.answers)} requests in {time.monotonic() - started_s:.0f} s",
             flush=True,

@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.faults.clients import CLIENT_FAULTS
-from benchmarks.faults.clock import CLOCK_FAULTS
-from benchmarks.faults.disk import DISK_FAULTS
-from benchmarks.faults.end import END_FAULTS
 from benchmarks.faults.means import MEANS_FAULTS
 from benchmarks.faults.scripts import FAULTS
 from benchmarks.faults.terms import Fault
 
-ALL_FAULTS: dict[str, Fault] = {
-    **FAULTS,
-    **MEANS_FAULTS,
-    **CLIENT_FAULTS,
-    **DISK_FAULTS,
-    **CLOCK_FAULTS,
-    **END_FAULTS,
-}
+ALL_FAULTS: dict[str, Fault] = {**FAULTS, **MEANS_FAULTS, **CLIENT_FAULTS}

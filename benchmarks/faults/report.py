@@ -61,29 +61,6 @@ class Run:
         return [answer for answer in self.answers if not answer.is_complete and id(answer) not in excused]
 
     @property
-    def met_the_end(self) -> list[Answer]:
-        """Requests in progress when the cluster was told to end."""
-        told_s = self.seen.told_to_end_s
-        return [] if told_s is None else [a for a in self.answers if a.sent_s < told_s < a.ended_s]
-
-    def _end_results(self) -> list[Result]:
-        """Returns how the requests in progress ended: whole, with a message, or without one."""
-        if self.seen.told_to_end_s is None:
-            return []
-        num_whole = sum(answer.is_complete for answer in self.met_the_end)
-        num_silent = len(self.silent)
-        return [
-            self._count("ended whole", num_whole, "answers"),
-            self._count("ended with a word", len(self.met_the_end) - num_whole - num_silent, "answers"),
-            self._count("ended silently", num_silent, "requests", 0),
-        ]
-
-    @property
-    def silent(self) -> list[Answer]:
-        """Requests in progress when the cluster was told to end, and ended by it without a message."""
-        return [a for a in self.met_the_end if not (a.is_complete or a.sample.server_said_so)]
-
-    @property
     def complete(self) -> list[Answer]:
         return [answer for answer in self.answers if answer.is_complete]
 
@@ -112,7 +89,6 @@ class Run:
             self._count("apart", len(self.apart), "requests"),
             self._count("refused", len(self.refused), "requests"),
             *(replace(figure, name=self._name(figure.name)) for figure in self.seen.figures),
-            *self._end_results(),
             self._count("held", self.num_held, "blocks", 0),
             self._count("processes left", self.left.num_processes, "processes", 0),
             self._count("descriptors left", self.left.num_descriptors, "descriptors", MOST_DESCRIPTORS),
@@ -131,16 +107,8 @@ class Run:
         """Returns the longest time; nothing if none was measured."""
         if not values_s:
             return []
-        return [
-            Result(
-                name=self._name(name),
-                value=max(values_s),
-                unit="s",
-                better="lower",
-                samples=len(values_s),
-                goal=goal_s,
-            )
-        ]
+        times = {"value": max(values_s), "samples": len(values_s), "goal": goal_s}
+        return [Result(name=self._name(name), unit="s", better="lower", **times)]  # type: ignore[arg-type]
 
     def _count(self, name: str, count: int, unit: str, goal: float | None = None) -> Result:
         return Result(name=self._name(name), value=count, unit=unit, better="lower", goal=goal)
@@ -186,7 +154,7 @@ def _faults_of(run: Run) -> list[str]:
     lines = [
         f"{run.title}: request {a.number} ({' and '.join(a.sample.served_by) or 'nobody'}, "
         f"{len(a.sample.token_ids)} tokens, {a.ended_s - a.sent_s:.1f} s) failed: {a.sample.error}"
-        for a in (*run.failed, *run.silent)[:MAX_SHOWN]
+        for a in run.failed[:MAX_SHOWN]
     ]
     for a in run.different[:MAX_SHOWN]:
         expected, found = run.expected_of(a), a.sample.token_ids

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
+from typing import Any
 
-from benchmarks.faults.frames import frames
 from benchmarks.faults.leaving import aborts, resets, slow_readers
 from benchmarks.faults.terms import Fault, Means, Seen
 from pd_cluster.errors import PdClusterError
@@ -21,25 +21,28 @@ SCHEDULER_STALL_S, SCHEDULER_PAUSE_S = 5.0, 3.6
 NUM_PAUSES, NUM_LIVES = 4, 3
 
 
+async def lose(means: Means, *names: str, ranks: bool = False) -> float:
+    """Kills instances at the same moment, amid their work: their parents, or their ranks alone.
+
+    Returns how soon the loss is seen.
+    """
+    await means.stage.busy(names[0])
+    kill = means.stage.kill_ranks if ranks else means.stage.kill
+    at_s = min([kill(name) for name in names])
+    detected_s = await means.stage.lost(*names) - at_s
+    await means.stage.whole()
+    return detected_s
+
+
 async def kill(means: Means, role: str) -> Seen:
     """Kills the parent of the first instance, and, once it is back, the rank process of the second."""
-    detected_s = []
-    for name, kill_it in ((f"{role}-0", means.stage.kill), (f"{role}-1", means.stage.kill_ranks)):
-        await means.stage.busy(name)
-        at_s = kill_it(name)
-        detected_s.append(await means.stage.lost(name) - at_s)
-        await means.stage.whole()
-        await asyncio.sleep(BREATH_S)
-    return Seen(detected_s)
+    first_s = await lose(means, f"{role}-0")
+    await asyncio.sleep(BREATH_S)
+    return Seen([first_s, await lose(means, f"{role}-1", ranks=True)])
 
 
-async def kill_parent_of_one(means: Means, name: str) -> Seen:
-    """Kills a parent; its ranks end with it."""
-    await means.stage.busy(name)
-    at_s = means.stage.kill(name)
-    detected_s = await means.stage.lost(name) - at_s
-    await means.stage.whole()
-    return Seen([detected_s])
+async def kill_several(means: Means, *names: str) -> Seen:
+    return Seen([await lose(means, *names)])
 
 
 async def stop_parent_kill_rank(means: Means, name: str) -> Seen:
@@ -71,13 +74,7 @@ async def kill_while_loading(means: Means, name: str) -> Seen:
 
 async def kill_again_and_again(means: Means, name: str) -> Seen:
     """Kills the same instance as soon as it is back and has work."""
-    detected_s = []
-    for _ in range(NUM_LIVES):
-        await means.stage.busy(name)
-        at_s = means.stage.kill(name)
-        detected_s.append(await means.stage.lost(name) - at_s)
-        await means.stage.whole()
-    return Seen(detected_s)
+    return Seen([await lose(means, name) for _ in range(NUM_LIVES)])
 
 
 async def kill_all_ranks(means: Means) -> Seen:
@@ -97,20 +94,7 @@ async def kill_preloader(means: Means) -> Seen:
     await means.stage.busy("prefill-1")
     means.stage.kill_preloader()
     await asyncio.sleep(BREATH_S)
-    at_s = means.stage.kill("decode-1")
-    detected_s = await means.stage.lost("decode-1") - at_s
-    await means.stage.whole()
-    return Seen([detected_s])
-
-
-async def kill_two(means: Means) -> Seen:
-    """Kills a prefill and a decode instance at the same moment: one of each is left."""
-    await means.stage.busy("decode-0")
-    at_s = means.stage.kill("prefill-0")
-    means.stage.kill("decode-0")
-    detected_s = await means.stage.lost("prefill-0", "decode-0") - at_s
-    await means.stage.whole()
-    return Seen([detected_s])
+    return Seen([await lose(means, "decode-1")])
 
 
 async def stall(means: Means, name: str) -> Seen:
@@ -144,23 +128,12 @@ async def restart_scheduler(means: Means) -> Seen:
     return Seen(served_s=[back_s - started_s], back_s=back_s)
 
 
-async def stall_scheduler(means: Means) -> Seen:
+async def pause_scheduler(means: Means, pause_s: float, count: int = 1) -> Seen:
     """Stops it for long enough that the workers give it up."""
-    means.stage.kill("scheduler", signal.SIGSTOP)
-    try:
-        await asyncio.sleep(min(SCHEDULER_STALL_S, means.stall_s))
-    finally:
-        means.stage.kill("scheduler", signal.SIGCONT)
-    await means.stage.whole()
-    return Seen()
-
-
-async def pause_scheduler(means: Means) -> Seen:
-    """Stops it again and again, each time long enough for the workers to give it up."""
-    for _ in range(NUM_PAUSES):
+    for _ in range(count):
         means.stage.kill("scheduler", signal.SIGSTOP)
         try:
-            await asyncio.sleep(SCHEDULER_PAUSE_S)
+            await asyncio.sleep(min(pause_s, means.stall_s))
         finally:
             means.stage.kill("scheduler", signal.SIGCONT)
         await means.stage.whole()
@@ -168,7 +141,7 @@ async def pause_scheduler(means: Means) -> Seen:
 
 
 async def endure(means: Means, what: Callable[[Means], Awaitable[str]]) -> Seen:
-    """Runs clients or strangers that must harm nobody else. Raises PdClusterError if a process ended."""
+    """Runs clients that must harm nobody else. Raises PdClusterError if a process ended."""
     before = await means.stage.lives()
     print(await what(means), flush=True)
     await means.stage.whole()
@@ -177,34 +150,37 @@ async def endure(means: Means, what: Callable[[Means], Awaitable[str]]) -> Seen:
     return Seen()
 
 
+def _fault(title: str, script: Callable[..., Awaitable[Seen]], *arguments: Any, goal_s: float | None = None) -> Fault:
+    return Fault(title, lambda means: script(means, *arguments), goal_s)
+
+
 FAULTS: dict[str, Fault] = {
-    "kill-prefill": Fault("kill -9 of a prefill instance", lambda means: kill(means, "prefill"), DEATH_GOAL_S),
-    "kill-decode": Fault("kill -9 of a decode instance", lambda means: kill(means, "decode"), DEATH_GOAL_S),
-    "kill-both": Fault("kill -9 of one of each at once", kill_two, DEATH_GOAL_S),
-    "kill-parent": Fault(
-        "kill -9 of the parent alone", lambda means: kill_parent_of_one(means, "decode-1"), DEATH_GOAL_S
+    "kill-prefill": _fault("kill -9 of a prefill instance", kill, "prefill", goal_s=DEATH_GOAL_S),
+    "kill-decode": _fault("kill -9 of a decode instance", kill, "decode", goal_s=DEATH_GOAL_S),
+    "kill-both": _fault("kill -9 of one of each at once", kill_several, "decode-0", "prefill-0", goal_s=DEATH_GOAL_S),
+    "kill-parent": _fault("kill -9 of the parent alone", kill_several, "decode-1", goal_s=DEATH_GOAL_S),
+    "stop-parent": _fault(
+        "SIGSTOP of a parent, kill -9 of its rank", stop_parent_kill_rank, "decode-0", goal_s=DEATH_GOAL_S
     ),
-    "stop-parent": Fault(
-        "SIGSTOP of a parent, kill -9 of its rank", lambda means: stop_parent_kill_rank(means, "decode-0"), DEATH_GOAL_S
+    "kill-loading": _fault(
+        "kill -9, and of each life that loads", kill_while_loading, "prefill-1", goal_s=DEATH_GOAL_S
     ),
-    "kill-loading": Fault(
-        "kill -9, and of each life that loads", lambda means: kill_while_loading(means, "prefill-1"), DEATH_GOAL_S
+    "kill-again": _fault(
+        "kill -9 of one instance again and again", kill_again_and_again, "decode-1", goal_s=DEATH_GOAL_S
     ),
-    "kill-again": Fault(
-        "kill -9 of the same instance, again and again",
-        lambda means: kill_again_and_again(means, "decode-1"),
-        DEATH_GOAL_S,
+    "kill-ranks": _fault("kill -9 of all ranks at once", kill_all_ranks),
+    "kill-preloader": _fault(
+        "kill -9 of the preloader, then of a decode instance", kill_preloader, goal_s=DEATH_GOAL_S
     ),
-    "kill-ranks": Fault("kill -9 of all ranks at once", kill_all_ranks),
-    "kill-preloader": Fault("kill -9 of the preloader, then of a decode instance", kill_preloader, DEATH_GOAL_S),
-    "stall-decode": Fault("SIGSTOP of a decode instance", lambda means: stall(means, "decode-1"), STALL_GOAL_S),
-    "stall-prefill": Fault("SIGSTOP of a prefill instance", lambda means: stall(means, "prefill-1"), STALL_GOAL_S),
-    "rolling": Fault("rolling restart of the workers", rolling_restart),
-    "kill-scheduler": Fault("kill -9 of the scheduler", restart_scheduler),
-    "stall-scheduler": Fault("SIGSTOP of the scheduler", stall_scheduler),
-    "resets": Fault("connections that are reset at any byte", lambda means: endure(means, resets)),
-    "aborts": Fault("clients that leave after a few tokens", lambda means: endure(means, aborts)),
-    "slow-readers": Fault("clients that hardly read", lambda means: endure(means, slow_readers)),
-    "frames": Fault("garbage at every port", lambda means: endure(means, frames)),
-    "pause-scheduler": Fault("SIGSTOP of the scheduler, again and again", pause_scheduler),
+    "stall-decode": _fault("SIGSTOP of a decode instance", stall, "decode-1", goal_s=STALL_GOAL_S),
+    "stall-prefill": _fault("SIGSTOP of a prefill instance", stall, "prefill-1", goal_s=STALL_GOAL_S),
+    "rolling": _fault("rolling restart of the workers", rolling_restart),
+    "kill-scheduler": _fault("kill -9 of the scheduler", restart_scheduler),
+    "stall-scheduler": _fault("SIGSTOP of the scheduler", pause_scheduler, SCHEDULER_STALL_S),
+    "pause-scheduler": _fault(
+        "SIGSTOP of the scheduler again and again", pause_scheduler, SCHEDULER_PAUSE_S, NUM_PAUSES
+    ),
+    "resets": _fault("connections that are reset at any byte", endure, resets),
+    "aborts": _fault("clients that leave after a few tokens", endure, aborts),
+    "slow-readers": _fault("clients that hardly read", endure, slow_readers),
 }

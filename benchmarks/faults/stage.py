@@ -12,17 +12,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 
 from pd_cluster.client.instances import links_of
 from pd_cluster.client.streaming import CONNECT_TIMEOUT_S, REQUEST_DEADLINE_S, Sample, error_message, measure
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.errors import PdClusterError
-from pd_cluster.reports import InstanceInfo
 
 POLL_S = 0.02
 WHOLE_TIMEOUT_S = 90.0
@@ -38,12 +35,9 @@ Tokens = tuple[int, ...]
 class Stage:
     """One cluster under load, seen through its admin address."""
 
-    def __init__(
-        self, cluster: Cluster, client: httpx.AsyncClient, say: Callable[[str], None] = lambda line: None
-    ) -> None:
+    def __init__(self, cluster: Cluster, client: httpx.AsyncClient) -> None:
         self._cluster = cluster
         self._client = client
-        self._say = say
         self._num_replays: dict[str, int] = {}  # per request since the last `take_replays`
         self._taken: set[str] = set()
         self._rank_pids: dict[str, list[int]] = {}  # as the workers last reported them
@@ -74,7 +68,11 @@ class Stage:
 
     async def new_pid(self, name: str, old_pid: int) -> float:
         """Waits until the process was started again. Returns the time."""
-        await self.until(f"{name} is started again", lambda: self._cluster.pid_of(name) != old_pid)
+        deadline_s = time.monotonic() + WHOLE_TIMEOUT_S
+        while self._cluster.pid_of(name) == old_pid:
+            if time.monotonic() > deadline_s:
+                raise PdClusterError(f"{name} was not started again within {WHOLE_TIMEOUT_S:g} s")
+            await asyncio.sleep(POLL_S)
         return time.monotonic()
 
     def pid_of(self, name: str) -> int:
@@ -84,11 +82,6 @@ class Stage:
     def public(self) -> tuple[str, int]:
         """The clients' address."""
         return "127.0.0.1", self._cluster.launch.port
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the rank tables and the keys."""
-        return self._cluster.admin_token_file.parent
 
     def rank_pids(self, name: str) -> list[int]:
         """Returns its ranks' pids, as it last reported them."""
@@ -115,14 +108,6 @@ class Stage:
             return []
         self._rank_pids |= {entry["instance_id"]: entry.get("rank_pids", []) for entry in found}
         return found
-
-    async def instance(self, host: str, port: int) -> InstanceInfo:
-        """Returns a worker's own description. Raises PdClusterError."""
-        try:
-            answer = await self._client.get(f"http://{host}:{port}/instance", timeout=ANSWER_TIMEOUT_S)
-            return msgspec.json.decode(answer.content, type=InstanceInfo)
-        except (httpx.HTTPError, msgspec.DecodeError) as error:
-            raise PdClusterError(f"{host}:{port} does not say what it is: {error!r}") from error
 
     async def lives(self) -> dict[str, list[int]]:
         """Returns each instance's processes, and the scheduler's: another list is another life."""
@@ -229,13 +214,6 @@ class Stage:
         sequences = [tuple(choice["token_ids"]) for choice in choices]
         return Sample(e2e_s=e2e_s, token_ids=sequences[0], status=200), sequences
 
-    async def start_again(self) -> None:
-        """Starts another cluster of the same launch, in place of one that has ended. Raises PdClusterError."""
-        await self.end()
-        self._cluster = Cluster(self._cluster.launch, self._say)
-        self._rank_pids.clear()
-        await self.start()
-
     async def start(self) -> None:
         """Starts the cluster. Raises PdClusterError."""
         await self._cluster.start()
@@ -243,13 +221,6 @@ class Stage:
 
     async def end(self) -> None:
         await self._cluster.stop()
-
-    async def until(self, what: str, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + WHOLE_TIMEOUT_S
-        while not condition():
-            if time.monotonic() > deadline_s:
-                raise PdClusterError(f"not within {WHOLE_TIMEOUT_S:g} s: {what}")
-            await asyncio.sleep(POLL_S)
 
 
 def is_whole(entries: Entries) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.faults.ground import ORDINARY, Ground
 from benchmarks.faults.stage import Stage
 from benchmarks.load import Answer
 from pd_cluster.tables import Result
@@ -22,7 +21,6 @@ class Seen:
         default_factory=list
     )  # from the start of the new scheduler's process to its first answer
     back_s: float | None = None
-    told_to_end_s: float | None = None  # when every process was told
     answers: list[Answer] = field(default_factory=list)  # to requests that the script sent itself
     figures: list[Result] = field(default_factory=list)  # of this fault alone, without its key in their names
 
@@ -57,4 +55,3 @@ class Fault:
     script: Callable[[Means], Awaitable[Seen]]
     goal_s: float | None = None
     load: float | None = None
-    ground: Ground = ORDINARY  # another one has a cluster of its own

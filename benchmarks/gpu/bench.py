@@ -9,148 +9,106 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.child import sigterm_raises
-from benchmarks.gpu import picture as gpu_picture
-from benchmarks.gpu.goals import judged
-from benchmarks.gpu.parts import PARTS, Part, name_of, parts_of, planned, run_part
-from benchmarks.gpu.report import REPORT_FILE, GpuReport, PartResult, read_report, table
-from benchmarks.gpu.spec import (
-    INDEX_FILE,
-    LLAMA_8B,
-    QUICK_SHAPES,
-    QWEN_06B,
-    Device,
-    Figure,
-    GpuShape,
-    GpuSpec,
-    Line,
-    Noted,
-)
+import msgspec
+
+from benchmarks.child import ChildFailed, run_child, sigterm_raises
+from benchmarks.figures import names_of
+from benchmarks.gpu import handover
+from benchmarks.gpu.report import GpuReport, PartResult
+from benchmarks.gpu.spec import INDEX_FILE, LLAMA_8B, QUICK_SHAPE, Failed, GpuSpec, Line, Writer, read_lines
 from pd_cluster.devices.device import check_name
 from pd_cluster.errors import ConfigError
-from pd_cluster.tables import Report
-from pd_cluster.transport.table import same_host_choice
+from pd_cluster.settings.engine import PDL, PROMPT_GRAPHS, SKINNY_GATE
 
-BUDGET_S = 540.0
-LONG_LEN, QUICK_LONG_LEN = 4096, 128  # tokens of the clusters' long prompts
 QUICK_SLOWER = 4  # than an H100's host: parts may take so much longer on a busy CPU
-ROOM = 1.1  # on disk, relative to the models' size
+ROOM = 1.1  # on disk, relative to the model's size
+MOST_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`module` of peers/, or "" for the one that runs here. `stages` of scripts/gpu_check.sh measure it.
+
+    `least_s`: with less time it is not started; `most_s`: it is then ended. Both are for an H100.
+    """
+
+    name: str
+    stages: tuple[str, ...]
+    module: str
+    sections: tuple[str, ...]
+    least_s: float
+    most_s: float
+    reads_model: bool = True
+
+
+ENGINE = ("startup", "decode", "overhead", "prefill", "mixed", "profile")
+MODEL = Part("model", (), "gpu_model", (), 20, 120, False)
+PARTS = (
+    Part("ceilings", ("engine", "cluster"), "gpu_ceilings", (), 10, 60, False),
+    Part(
+        "engine", ("engine",), "gpu_engine", ("startup", "decode", "overhead", "prefill", "mixed", "profile"), 40, 180
+    ),
+    Part("handover", ("cluster",), "", (handover.CHECKED, handover.UNCHECKED), 15, 45, False),
+    Part("cluster", ("cluster",), "gpu_cluster", ("split", "colocated"), 50, 150),
+    Part("deterministic", ("engine",), "gpu_engine", ("deterministic",), 30, 90),
+    Part("speedups", ("engine",), "gpu_engine", (PDL, SKINNY_GATE, PROMPT_GRAPHS), 30, 120),
+)
+
+
+def parts_of(parts: str, stage: str) -> tuple[str, ...]:
+    """Returns names, all where nothing is given. Raises ConfigError."""
+    if stage and parts:
+        raise ConfigError(f"--stage {stage} and --parts {parts}: give one of them")
+    if parts == "models":
+        return (MODEL.name,)
+    found = tuple(part.name for part in PARTS if stage in part.stages)
+    if stage and not found:
+        raise ConfigError(f"--stage {stage}: expected engine or cluster")
+    return found or names_of("--parts", parts, [part.name for part in PARTS])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuBench:
-    """The command's parameters. `folder` holds the models temporarily; "" for the system's own.
+    """The command's parameters. `models` is a folder that keeps the model: a whole one in it is not made again.
 
-    `models` is a folder that keeps them: whole ones in it are not made again. `resume`: adds to the report in `out`.
+    `resume`: adds to the report in `out`.
     """
 
-    parts: tuple[str, ...] = tuple(part.kind for part in PARTS)
-    device: str = "cuda"
-    dtype: str = "bfloat16"
-    quick: bool = False
-    budget_s: float = BUDGET_S
-    out: Path = Path("gpu-report")
-    folder: str = ""
-    models: str = ""
-    resume: bool = False
+    parts: tuple[str, ...]
+    device: str
+    quick: bool
+    budget_s: float
+    out: Path
+    models: str
+    resume: bool
 
     def __post_init__(self) -> None:
         check_name(self.device)
-        known = [*(part.kind for part in PARTS), "models"]
-        if unknown := [name for name in self.parts if name not in known]:
-            raise ConfigError(f"--parts {unknown[0]}: expected some of {','.join(known)}")
-        for flag, folder in (("--folder", self.folder), ("--models", self.models)):
-            if folder and not Path(folder).is_dir():
-                raise ConfigError(f"{flag} {folder}: not a folder that is there")
-
-    @property
-    def shapes(self) -> tuple[GpuShape, ...]:
-        return QUICK_SHAPES if self.quick else (LLAMA_8B, QWEN_06B)
-
-    @property
-    def long_len(self) -> int:
-        return QUICK_LONG_LEN if self.quick else LONG_LEN
-
-    @property
-    def transport(self) -> str:
-        return same_host_choice(self.device)
+        if self.models and not Path(self.models).is_dir():
+            raise ConfigError(f"--models {self.models}: not a folder that is there")
 
     @property
     def command(self) -> str:
-        flags = f"--device {self.device} --dtype {self.dtype} --parts {','.join(self.parts)} --budget {self.budget_s:g}"
-        return f"python -m benchmarks gpu {flags}{' --quick' if self.quick else ''}"
+        flags = f"--device {self.device} --parts {','.join(self.parts)} --budget {self.budget_s:g}"
+        return f"python -m benchmarks gpu {flags}{' --quick' * self.quick}"
 
     def spec(self, part: Part, folder: Path) -> GpuSpec:
-        shape = self.shapes[part.model]
+        shape = QUICK_SHAPE if self.quick else LLAMA_8B
         return GpuSpec(
             device=self.device,
-            dtype=self.dtype,
+            dtype="float32" if self.device == "cpu" else "bfloat16",
             quick=self.quick,
             out=str(self.out),
             shape=shape,
             model=str(Path(self.models or folder) / f"model-{shape.name}"),
-            sections=[],
+            sections=part.sections,
         )
-
-
-def make_bench(
-    parts: str,
-    device: str,
-    quick: bool,
-    budget: float,
-    out: str,
-    folder: str,
-    models: str = "",
-    resume: bool = False,
-    stage: str = "",
-) -> GpuBench:
-    """Builds the bench from the command line, where empty means the default. Raises ConfigError."""
-    if stage and parts:
-        raise ConfigError(f"--stage {stage} and --parts {parts}: give one of them")
-    names = parts_of(stage) if stage else tuple(name.strip() for name in parts.split(",") if name.strip())
-    return GpuBench(
-        parts=names or tuple(part.kind for part in PARTS),
-        device=device,
-        dtype="float32" if device == "cpu" else "bfloat16",
-        quick=quick,
-        budget_s=budget,
-        out=Path(out or "gpu-report").expanduser().absolute(),
-        folder=folder,
-        models=models,
-        resume=resume,
-    )
-
-
-@dataclass(slots=True)
-class Measured:
-    """Results by the names of figures; the last measurement counts."""
-
-    figures: dict[str, Figure] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    parts: list[PartResult] = field(default_factory=list)
-    device: str = ""
-
-    def take(self, lines: list[Line]) -> None:
-        for line in lines:
-            match line:
-                case Figure():
-                    self.figures[line.name] = line
-                case Noted(text):
-                    self.notes.append(text)
-                case Device(name):
-                    self.device = name
-                case _:
-                    pass
-
-    def take_report(self, report: GpuReport) -> None:
-        """Takes an earlier run's figures."""
-        self.take(list(report.figures))
-        self.notes, self.parts, self.device = report.notes, report.parts, report.device
 
 
 def run(bench: GpuBench) -> bool:
@@ -158,83 +116,62 @@ def run(bench: GpuBench) -> bool:
     bench.out.mkdir(parents=True, exist_ok=True)
     if not os.access(bench.out, os.W_OK):
         raise ConfigError(f"--out {bench.out}: not a folder that can be written")
-    if "cluster" in bench.parts:
-        (bench.out / gpu_picture.CSV_FILE).unlink(missing_ok=True)
-    measured, started_s = Measured(), time.monotonic()
-    if bench.resume:
-        measured.take_report(read_report(bench.out))
-    with sigterm_raises(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-", dir=bench.folder or None) as folder:
-        parts = [part for part in planned(bench.parts) if not _is_made(bench, part)]
-        _check_room(bench, parts, Path(folder))
-        for part in parts:
+    report = GpuReport.read(bench.out) if bench.resume else GpuReport()
+    report.command, report.quick, started_s = bench.command, bench.quick, time.monotonic()
+    with sigterm_raises(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
+        chosen = [part for part in PARTS if part.name in bench.parts]
+        if MODEL.name in bench.parts or any(part.reads_model for part in chosen):
+            chosen = [*([] if is_made(bench, Path(folder)) else [MODEL]), *chosen]
+        for part in chosen:
             left_s = bench.budget_s - (time.monotonic() - started_s)
-            _run_one(bench, part, Path(folder), left_s, measured)
-            report_of(bench, measured).write(bench.out)
-    if "cluster" in bench.parts and (why := gpu_picture.draw(bench.out)):
-        measured.notes.append(f"no picture: {why}")
-    report = report_of(bench, measured)
-    report.write(bench.out)
-    Report(bench.command, report.results).show(f"{report.device}, {time.monotonic() - started_s:.0f} s")
-    print(f"report: {bench.out / REPORT_FILE}; as Markdown: python -m benchmarks gpu --table {bench.out / REPORT_FILE}")
+            became, lines = run_part(bench, part, Path(folder), left_s)
+            print(f"{part.name}: {became.state} ({became.took_s:.0f} s) {became.why}", flush=True)
+            report.take(became, lines)
+            report.write(bench.out)
+    report.show(f"{report.device}, {time.monotonic() - started_s:.0f} s")
     if bench.quick:
         print("note: --quick tells whether everything runs; its figures mean nothing")
-    return all(part.state == "done" for part in measured.parts)
+    return all(part.state == "done" for part in report.parts)
 
 
-def show_table(file: str) -> None:
-    """Prints a report's table. Raises ConfigError."""
-    print(table(Path(file)), end="")
-
-
-def report_of(bench: GpuBench, measured: Measured) -> GpuReport:
-    results = judged(measured.figures, bench.shapes, bench.long_len, bench.transport, bench.quick)
-    figures = list(measured.figures.values())
-    return GpuReport(bench.command, measured.device, results, measured.parts, measured.notes, figures)
-
-
-def _is_made(bench: GpuBench, part: Part) -> bool:
-    """Whether the folder that keeps models has this part's."""
-    return part.kind == "model" and bool(bench.models) and Path(bench.spec(part, Path()).model, INDEX_FILE).exists()
-
-
-def _run_one(bench: GpuBench, part: Part, folder: Path, left_s: float, measured: Measured) -> None:
-    spec = bench.spec(part, folder)
-    if why := _why_not(part, spec, left_s, measured.parts):
-        became = [PartResult(name_of(part, spec), "not run", 0.0, why)]
-    else:
-        print(f"{name_of(part, spec)} …", flush=True)
-        became, lines = run_part(part, spec, folder, min(part.most_s * (QUICK_SLOWER if bench.quick else 1), left_s))
-        measured.take(lines)
-        _keep_logs(part, folder, bench.out)
-    again = {each.name.partition(":")[0] for each in became}
-    measured.parts = [each for each in measured.parts if each.name.partition(":")[0] not in again] + became
-    for each in became:
-        print(f"{each.name}: {each.state} ({each.took_s:.0f} s){': ' if each.why else ''}{each.why}", flush=True)
-
-
-def _why_not(part: Part, spec: GpuSpec, left_s: float, parts: list[PartResult]) -> str:
-    """Returns why the part is not started, or ""."""
-    if left_s < part.least_s:
-        return f"{max(0.0, left_s):.0f} s of --budget were left, and it takes {part.least_s:g} s or more"
-    model = f"model {spec.shape.name}"
-    if part.reads_model and any(each.name.startswith(model) and each.state != "done" for each in parts):
-        return f"{model} is not there"
-    return ""
-
-
-def _check_room(bench: GpuBench, parts: list[Part], folder: Path) -> None:
-    wanted = sum(2 * bench.shapes[part.model].num_parameters for part in parts if part.kind == "model")
-    place = bench.models or str(folder)
+def is_made(bench: GpuBench, folder: Path) -> bool:
+    """Whether the folder that keeps the model has it. Raises ConfigError if there is no room for it."""
+    spec = bench.spec(MODEL, folder)
+    if Path(spec.model, INDEX_FILE).exists():
+        return True
+    wanted, place = 2 * spec.shape.num_parameters, Path(spec.model).parent
     if (free := shutil.disk_usage(place).free) < ROOM * wanted:
-        where = f"--models {place}" if bench.models else f"--folder {folder.parent}"
         raise ConfigError(
-            f"{where}: the models take {wanted / 1e9:.0f} GB and {free / 1e9:.0f} GB are free; name another folder, or "
-            "fewer --parts"
+            f"--models {place}: the model takes {wanted / 1e9:.0f} GB and {free / 1e9:.0f} GB are free; name another "
+            "folder, or fewer --parts"
         )
+    return False
 
 
-def _keep_logs(part: Part, folder: Path, out: Path) -> None:
-    """Keeps the child's output, for finding the cause of a failure."""
-    log = folder / f"{part.kind}-{part.model}.log"
+def run_part(bench: GpuBench, part: Part, folder: Path, left_s: float) -> tuple[PartResult, list[Line]]:
+    """Returns the part's outcome and its lines. Never raises ChildFailed."""
+    spec, started_s = bench.spec(part, folder), time.monotonic()
+    if left_s < part.least_s:
+        return PartResult(part.name, "not run", 0.0, f"{max(0.0, left_s):.0f} s of --budget were left"), []
+    if part.reads_model and not Path(spec.model, INDEX_FILE).exists():
+        return PartResult(part.name, "not run", 0.0, "the model is not there"), []
+    print(f"{part.name} …", flush=True)
+    deadline_s = min(part.most_s * (QUICK_SLOWER if bench.quick else 1), left_s)
+    place = folder / part.name
+    spec_file, result_file, log = (place.with_suffix(ending) for ending in (".spec.json", ".result.jsonl", ".log"))
+    spec_file.write_bytes(msgspec.json.encode(spec))
+    why = ""
+    try:
+        if part.module:
+            command = [sys.executable, "-m", f"benchmarks.peers.{part.module}", str(spec_file), str(result_file)]
+            num_threads = 1 if bench.quick else min(MOST_THREADS, len(os.sched_getaffinity(0)))
+            run_child(command, log, deadline_s, num_threads)
+        else:
+            handover.run(spec, Writer(result_file), folder, deadline_s)
+    except ChildFailed as error:
+        why = str(error)
     if log.exists() and log.stat().st_size:
-        shutil.copy(log, out / log.name)
+        shutil.copy(log, bench.out / log.name)
+    lines = read_lines(result_file)
+    why = why or "; ".join(f"{line.section}: {line.why}" for line in lines if isinstance(line, Failed))
+    return PartResult(part.name, "failed" if why else "done", time.monotonic() - started_s, why), lines

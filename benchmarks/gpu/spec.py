@@ -1,30 +1,29 @@
-"""Files between `benchmarks gpu` and its children: a spec file in, a file of JSON lines out, one line per figure.
+"""Files between `gpu` and its children: a spec file in, a file of JSON lines out, one line per figure.
 
-A child writes each figure as soon as it has it, and reports its position, so results before a failure stay. Also holds
-the shapes of the models, and the bytes and operations of their steps. Knows nothing of goals; imports no torch.
+A child writes each figure as soon as it has it, so results before a failure stay. Also holds the model's shape, and the
+bytes and operations of its steps. Knows nothing of goals; imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from pd_cluster.tables import Better
+from pd_cluster.tables import Better, spread
 
 BF16_NBYTES = 2
 INDEX_FILE = "model.safetensors.index.json"  # of a model's shards
 
 
 class GpuShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with random weights. `name` is part of every figure's name."""
+    """A Llama with random weights. `name` is part of every figure's name."""
 
     name: str
-    family: Literal["llama", "qwen3"]
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -32,7 +31,6 @@ class GpuShape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    tied: bool = False
     max_positions: int = 131072
 
     @property
@@ -48,7 +46,7 @@ class GpuShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_parameters(self) -> int:
         """All parameters except the norms, which are a few thousand numbers."""
-        return self.num_layers * self.layer_linear_weights + (1 if self.tied else 2) * self.head_weights
+        return self.num_layers * self.layer_linear_weights + 2 * self.head_weights
 
     @property
     def read_nbytes(self) -> int:
@@ -80,7 +78,6 @@ class GpuShape(msgspec.Struct, frozen=True, kw_only=True):
 
 LLAMA_8B = GpuShape(
     name="8B",
-    family="llama",
     num_layers=32,
     hidden_size=4096,
     num_heads=32,
@@ -89,31 +86,25 @@ LLAMA_8B = GpuShape(
     intermediate_size=14336,
     vocab_size=128256,
 )
-QWEN_06B = GpuShape(
-    name="0.6B",
-    family="qwen3",
-    num_layers=28,
-    hidden_size=1024,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=3072,
-    vocab_size=151936,
-    tied=True,
-    max_positions=40960,
+QUICK_SHAPE = GpuShape(
+    name="8B",
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    vocab_size=320,
 )
-_TINY = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-QUICK_SHAPES = (
-    GpuShape(name="8B", family="llama", intermediate_size=96, vocab_size=320, **_TINY),  # type: ignore[arg-type]
-    GpuShape(name="0.6B", family="qwen3", intermediate_size=96, vocab_size=320, tied=True, **_TINY),
-)
+DECODE_BATCHES, QUICK_BATCHES = (1, 32, 128), (1, 3)
+CONTEXT_LEN = 1024
+NUM_PREFILL, PREFILL_LEN = 8, 2048
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A child's task. `model` is the folder of `shape`; `out` is the folder for pages and pictures.
+    """A child's task. `model` is the folder of `shape`; `out` is the folder for pages and logs.
 
-    `sections` are the child's own, in order. `quick`: everything tiny; its figures mean nothing. `label`: part of the
-    names of figures that are measured under several conditions.
+    `sections` are the child's own, in order. `quick`: everything tiny; its figures mean nothing.
     """
 
     device: str
@@ -122,15 +113,15 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     out: str
     shape: GpuShape
     model: str
-    sections: list[str]
-    label: str = ""
+    sections: tuple[str, ...] = ()
 
     def sizes(self, full: int, quick: int) -> int:
         return quick if self.quick else full
 
-
-class Began(msgspec.Struct, frozen=True, tag=True):
-    section: str
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The numbers of sequences of decode steps."""
+        return QUICK_BATCHES if self.quick else DECODE_BATCHES
 
 
 class Figure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -144,23 +135,24 @@ class Figure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     spread: float | None = None
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
-    section: str
-
-
 class Noted(msgspec.Struct, frozen=True, tag=True):
     """A note that readers of the figures need."""
 
     text: str
 
 
-class Device(msgspec.Struct, frozen=True, tag=True):
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    section: str
+    why: str
+
+
+class DeviceName(msgspec.Struct, frozen=True, tag=True):
     """The device measured, with the versions of its drivers and libraries."""
 
     name: str
 
 
-Line = Began | Figure | Ended | Noted | Device
+Line = Figure | Noted | Failed | DeviceName
 
 
 class Writer:
@@ -173,18 +165,23 @@ class Writer:
         self._file.write(msgspec.json.encode(line) + b"\n")
 
     def figure(
-        self, name: str, value: float, unit: str, better: Better, samples: int = 1, spread: float | None = None
+        self, name: str, value: float, unit: str, better: Better = "lower", values: Sequence[float] = ()
     ) -> None:
-        self.put(Figure(name=name, value=value, unit=unit, better=better, samples=samples, spread=spread))
+        """`values`: those behind the value."""
+        samples = max(1, len(values))
+        self.put(Figure(name=name, value=value, unit=unit, better=better, samples=samples, spread=spread(values)))
 
     def note(self, text: str) -> None:
         self.put(Noted(text))
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        self.put(Began(name))
-        yield
-        self.put(Ended(name))
+        """Notes a failure, and goes on with the next section."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.put(Failed(name, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
 
 
 def read_lines(file: Path) -> list[Line]:

@@ -1,34 +1,24 @@
 """`python -m benchmarks kv`: the KV cache's way from one process to another, against the machine's limits.
 
 Two processes with the worker's own mailbox, links, exports and transports, and no model, hand over prompts of several
-sizes. In every round each measurement is paired with its baseline: one thread's copy between two mappings for shared
-memory, plain gloo for torch.distributed. Then a cluster with a link as slow as its computation shows how much of a
-transfer streaming hides.
+sizes. In every round each measurement is paired with its baseline: one thread's copy between two mappings for
+transports of one host, plain gloo for the others. Then a cluster with a link as slow as its computation shows how much
+of a transfer streaming hides.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import tempfile
-import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from benchmarks.child import ChildFailed, sigterm_raises
+from benchmarks.figures import begin, finish, names_of, result
 from benchmarks.kv.child import Child, two_children
-from benchmarks.kv.goals import (
-    KVReport,
-    baseline_of,
-    figure,
-    handover_goals,
-    latencies,
-    other_goals,
-    results,
-    show,
-)
 from benchmarks.kv.spec import (
     RUN_BLOCKS,
     Answer,
@@ -42,43 +32,30 @@ from benchmarks.kv.spec import (
     Move,
     OpenGloo,
     OpenLane,
-    OpenUcx,
-    Ucx,
 )
 from benchmarks.kv.streaming import measure_streaming
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ConfigError
-from pd_cluster.tables import check_writable
+from pd_cluster.tables import Report, Result, percentile
 from pd_cluster.transport.table import BY_NAME, choices_for
 from pd_cluster.wire import TransportName
 
-TRANSPORTS = choices_for("cpu")
-ALL_TRANSPORTS = choices_for("cpu", with_extras=True)
-SIZES_MIB = (1, 16, 256)
-MOST_MIB = 1024
 DEADLINE_S = 120.0
 NUM_TRIES = 3  # per measurement and round: the best counts, for baselines too
-PAYLOADS = (4 << 20, 16 << 20)  # the better one counts
+PAYLOADS = (4 << 20, 16 << 20)  # of gloo; the better one counts
 NUM_SINGLE_BLOCKS = 200
-BUSY_LOAD = 0.7
+SHARES = {"shm": (0.85, 0.60), "dist": (0.90, 0.80)}  # goals: of the baseline, checks off and on
+LEAST_MIB = 16  # smaller transfers have no goal
+BLOCK_GOAL_MS, STREAMING_GOAL = 1.0, 15.0
+
+Round = dict[str, float]  # by name: GB/s of "shm on 16 MiB" or "memcpy 16 MiB"; names in _ms, _s and _% say so
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class KVBench:
-    """The command's parameters."""
-
-    rounds: int = 5
-    transports: tuple[TransportName, ...] = TRANSPORTS
-    sizes_mib: tuple[int, ...] = SIZES_MIB
-    streaming: bool = True
-    quick: bool = False
-
-    @property
-    def command(self) -> str:
-        flags = f"--rounds {self.rounds} --transports {','.join(self.transports)}"
-        flags += f" --sizes {','.join(map(str, self.sizes_mib))}"
-        flags += " --quick" if self.quick else "" if self.streaming else " --no-streaming"
-        return f"python -m benchmarks kv {flags}"
+    transports: tuple[TransportName, ...]
+    sizes_mib: tuple[int, ...]
+    quick: bool
 
     @property
     def moves(self) -> list[tuple[int, Move]]:
@@ -97,53 +74,37 @@ class KVBench:
         return Move(num_blocks=size_mib, count=count, num_under_way=num_under_way)
 
 
-def make_bench(rounds: int, transports: str, sizes: str, streaming: bool, quick: bool) -> KVBench:
-    """Builds the bench from the command line, where empty means all. Raises ConfigError."""
-    wanted = _names(transports) or TRANSPORTS
-    if unknown := [name for name in wanted if name not in ALL_TRANSPORTS]:
-        raise ConfigError(f"--transports {unknown[0]}: expected some of {','.join(ALL_TRANSPORTS)}")
-    for name in wanted:
-        if problem := BY_NAME[name].why_not(CPU):
+def make_bench(transports: str, sizes: str, quick: bool) -> KVBench:
+    """Builds the bench, where empty means the default. Raises ConfigError."""
+    names = names_of("--transports", transports or ",".join(choices_for("cpu")), choices_for("cpu", with_extras=True))
+    for name in names:
+        if problem := BY_NAME[name].why_not(CPU):  # type: ignore[index]
             raise ConfigError(f"--transports {name}: {problem}")
     try:
-        sizes_mib = tuple(int(size) for size in _names(sizes)) or ((1,) if quick else SIZES_MIB)
+        sizes_mib = tuple(int(size) for size in sizes.split(",")) if sizes else (1,) if quick else (1, 16, 256)
     except ValueError:
         raise ConfigError(f"--sizes {sizes}: expected numbers of MiB, such as 1,16,256") from None
-    if not all(1 <= size <= MOST_MIB for size in sizes_mib):
-        raise ConfigError(f"--sizes {sizes}: must be 1 to {MOST_MIB} MiB")
-    return KVBench(
-        rounds=1 if quick else rounds,
-        transports=tuple(name for name in ALL_TRANSPORTS if name in wanted),
-        sizes_mib=sizes_mib,
-        streaming=streaming and not quick,
-        quick=quick,
-    )
+    return KVBench(names, sizes_mib, quick)  # type: ignore[arg-type]
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def run(bench: KVBench, json_path: str = "") -> None:
-    """Measures, prints, writes. Raises PdClusterError if something fails; never leaves a process behind."""
-    check_writable(json_path)
-    if (load := os.getloadavg()[0]) > BUSY_LOAD:
-        print(f"note: this machine is busy already (load {load:.1f}); expect low figures and a wide spread", flush=True)
-    started_s = time.monotonic()
+def run(bench: KVBench, rounds: int, streaming: bool, json: str) -> None:
+    """Raises PdClusterError if something fails; never leaves a process behind."""
+    begin(json)
+    rounds = 1 if bench.quick else rounds
     with sigterm_raises(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
         with two_children("kv_sender", "kv_receiver", Path(folder)) as (sender, receiver):
             pair = Pair(bench, sender, receiver)
             pair.open()
-            rounds = [pair.measure(number) for number in range(bench.rounds)]
-        if bench.streaming:
-            rounds += measure_streaming(Path(folder), max(3, bench.rounds))
-    goals = [] if bench.quick else [*handover_goals(rounds, bench.transports, bench.sizes_mib), *other_goals(rounds)]
-    report = KVReport(bench.command, results(rounds), goals)
-    show(report, f"{bench.rounds} rounds, {time.monotonic() - started_s:.0f} s")
-    if bench.quick:
-        print("note: --quick tells whether everything runs; its figures mean nothing")
-    if json_path:
-        report.write(json_path)
+            found = [pair.measure(f"round {number + 1} of {rounds}", number % 2 == 1) for number in range(rounds)]
+        if streaming and not bench.quick:
+            found += measure_streaming(Path(folder), max(3, rounds))
+    asked = f"--rounds {rounds} --transports {','.join(bench.transports)} --sizes {','.join(map(str, bench.sizes_mib))}"
+    asked += " --quick" if bench.quick else "" if streaming else " --no-streaming"
+    finish(Report(f"python -m benchmarks kv {asked}", [*results(found, bench)]), f"{rounds} rounds", json, bench.quick)
+
+
+def baseline_of(transport: TransportName) -> str:
+    return "memcpy" if BY_NAME[transport].is_same_host else "gloo"
 
 
 class Pair:
@@ -159,33 +120,27 @@ class Pair:
         self._both(MakePool(self._bench.num_pool_blocks))
         for transport in self._bench.transports:
             for checked in (False, True):
-                self._open_lane(Lane(transport=transport, checked=checked, secret=secrets.token_bytes(32)))
+                lane = Lane(transport=transport, checked=checked)
+                self._lanes.append(open_lane(self._sender, self._receiver, lane, DEADLINE_S))
         if "gloo" in map(baseline_of, self._bench.transports):
             self._both(OpenGloo(self._sender.ask(OpenGloo(), DEADLINE_S).port))
-        if "ucx" in map(baseline_of, self._bench.transports):
-            there = self._sender.ask(OpenUcx(), DEADLINE_S)
-            self._receiver.ask(OpenUcx(there.address), DEADLINE_S)
         num_runs = self._bench.num_pool_blocks // RUN_BLOCKS
         for lane in self._lanes:  # maps every page once before measuring
             self._hand_over(lane, Move(num_blocks=RUN_BLOCKS, count=num_runs, num_under_way=2))
 
-    def measure(self, number: int) -> dict[str, float]:
+    def measure(self, label: str, backwards: bool) -> Round:
         """Runs one round: every size, each measurement next to its baseline, in alternating order."""
-        started_s = time.monotonic()
-        found: dict[str, float] = {}
+        found: Round = {}
         for size_mib, move in self._bench.moves:
             for transport in self._bench.transports:
-                found |= {
-                    figure(what, size_mib): move.nbytes / took_s / 1e9
-                    for what, took_s in self._beside(transport, move, backwards=number % 2 == 1)
-                }
+                for what, took_s in self._beside(transport, move, backwards).items():
+                    found[f"{what} {size_mib} MiB"] = move.nbytes / took_s / 1e9
+        print(f"{label}: " + ", ".join(f"{name} {value:.1f}" for name, value in found.items()), flush=True)
         for lane in self._lanes:
             found |= self._single_blocks(lane)
-        rates = ", ".join(f"{name} {value:.1f}" for name, value in found.items() if "MiB" in name)
-        print(f"round {number + 1} of {self._bench.rounds} ({time.monotonic() - started_s:.0f} s): {rates}", flush=True)
         return found
 
-    def _beside(self, transport: TransportName, move: Move, backwards: bool) -> list[tuple[str, float]]:
+    def _beside(self, transport: TransportName, move: Move, backwards: bool) -> dict[str, float]:
         """Returns the seconds of the baseline and of each lane: the best of some tries, taken in turns."""
         lanes = [lane for lane in self._lanes if lane.transport == transport]
         baseline = baseline_of(transport)
@@ -194,38 +149,64 @@ class Pair:
             for lane in reversed(lanes) if backwards else lanes:
                 best_s[lane.name] = min(best_s[lane.name], self._hand_over(lane, move).took_s)
             best_s[baseline] = min(best_s[baseline], self._baseline(baseline, move))
-        return list(best_s.items())
-
-    def _open_lane(self, lane: Lane) -> None:
-        there = self._receiver.ask(OpenLane(lane), DEADLINE_S)
-        self._sender.ask(OpenLane(msgspec.structs.replace(lane, port=there.port, epoch=there.epoch)), DEADLINE_S)
-        self._lanes.append(lane)
+        return best_s
 
     def _hand_over(self, lane: Lane, move: Move) -> Answer:
-        """Returns the answer with the receiver's times, after comparing the received blocks with those sent."""
-        sent = self._sender.ask(Handover(lane.name, move), DEADLINE_S)
-        blocks = self._sender.ask(LastTransfer(lane.name), DEADLINE_S).blocks
-        landed = self._receiver.ask(LastTransfer(lane.name), DEADLINE_S)
-        if landed.blocks != blocks or len(landed.landings_s) != move.count:
-            raise ChildFailed(f"{lane.name}: what has landed is not what was sent")
-        return msgspec.structs.replace(sent, landings_s=landed.landings_s)
+        return hand_over(self._sender, self._receiver, lane, move, DEADLINE_S)
 
-    def _single_blocks(self, lane: Lane) -> dict[str, float]:
-        move = Move(num_blocks=1, count=4 if self._bench.quick else NUM_SINGLE_BLOCKS, num_under_way=1)
-        answer = self._hand_over(lane, move)
-        return dict(latencies(lane.name, answer.ships_s, answer.confirms_s, answer.landings_s))
+    def _single_blocks(self, lane: Lane) -> Round:
+        """Returns median and p95 of one block from its ship to its confirmation."""
+        count = 4 if self._bench.quick else NUM_SINGLE_BLOCKS
+        told = self._hand_over(lane, Move(num_blocks=1, count=count, num_under_way=1))
+        took_ms = [1e3 * (end - start) for start, end in zip(told.ships_s, told.confirms_s, strict=True)]
+        return {f"block {lane.name}, p{at} _ms": percentile(took_ms, at) or 0.0 for at in (50, 95)}
 
     def _baseline(self, baseline: str, move: Move) -> float:
         """Returns the baseline's seconds."""
         if baseline == "memcpy":
             return self._receiver.ask(Memcpy(move), DEADLINE_S).took_s
-        payloads = [nbytes for nbytes in PAYLOADS if nbytes <= move.nbytes]
-        if baseline == "ucx":
-            return min(self._receiver.ask(Ucx(move.nbytes, nbytes), DEADLINE_S).took_s for nbytes in payloads)
-        return min(self._both(Gloo(move.nbytes, nbytes)) for nbytes in payloads)
+        return min(self._both(Gloo(move.nbytes, nbytes)) for nbytes in PAYLOADS if nbytes <= move.nbytes)
 
     def _both(self, command: Command) -> float:
         """Runs both together; returns the slower one's seconds."""
         for child in (self._sender, self._receiver):
             child.tell(command)
         return max(child.hear(DEADLINE_S).took_s for child in (self._sender, self._receiver))
+
+
+def open_lane(sender: Child, receiver: Child, lane: Lane, deadline_s: float) -> Lane:
+    lane = msgspec.structs.replace(lane, secret=secrets.token_bytes(32))
+    there = receiver.ask(OpenLane(lane), deadline_s)
+    lane = msgspec.structs.replace(lane, port=there.port, epoch=there.epoch)
+    sender.ask(OpenLane(lane), deadline_s)
+    return lane
+
+
+def hand_over(sender: Child, receiver: Child, lane: Lane, move: Move, deadline_s: float) -> Answer:
+    """Returns the sender's times, after comparing the received blocks with those sent. Raises ChildFailed."""
+    sent = sender.ask(Handover(lane.name, move), deadline_s)
+    blocks = sender.ask(LastTransfer(lane.name), deadline_s).blocks
+    if receiver.ask(LastTransfer(lane.name), deadline_s).blocks != blocks:
+        raise ChildFailed(f"{lane.name}: what has landed is not what was sent")
+    return sent
+
+
+def results(rounds: Sequence[Mapping[str, float]], bench: KVBench) -> Iterator[Result]:
+    """Yields every figure, in the order in which they were first measured, then the shares."""
+    goals = {} if bench.quick else {"block shm on, p50 _ms": BLOCK_GOAL_MS, "late _%": STREAMING_GOAL}
+    for name in dict.fromkeys(name for each in rounds for name in each):
+        label, _, unit = name.partition(" _")
+        better = "lower" if unit else "higher"
+        values = [each[name] for each in rounds if name in each]
+        yield result(label, values, unit or "GB/s", better, goals.get(name))  # type: ignore[arg-type]
+    for transport in bench.transports:
+        baseline = baseline_of(transport)
+        for checks, goal in zip(("off", "on"), SHARES.get(transport, (None, None)), strict=True):
+            for size in bench.sizes_mib:
+                values = [
+                    each[f"{transport} {checks} {size} MiB"] / each[f"{baseline} {size} MiB"]
+                    for each in rounds
+                    if f"{baseline} {size} MiB" in each
+                ]
+                most = None if bench.quick or size < LEAST_MIB else goal
+                yield result(f"{transport} {checks}, {size} MiB: share of {baseline}", values, "x", "higher", most)

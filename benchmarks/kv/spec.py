@@ -71,10 +71,7 @@ class Handover(msgspec.Struct, frozen=True, tag=True):
 
 
 class LastTransfer(msgspec.Struct, frozen=True, tag=True):
-    """For the receiver: returns the block numbers found in the last transfer's blocks, and its landings.
-
-    The receiver then forgets them.
-    """
+    """Returns the last transfer's blocks: the sender's own, and the numbers that the receiver found in its blocks."""
 
     lane: str
 
@@ -98,20 +95,7 @@ class Gloo(msgspec.Struct, frozen=True, tag=True):
     payload_nbytes: int
 
 
-class OpenUcx(msgspec.Struct, frozen=True, tag=True):
-    """For the sender, then for the receiver with the sender's answer: a bare agent of NIXL at each."""
-
-    address: bytes = b""
-
-
-class Ucx(msgspec.Struct, frozen=True, tag=True):
-    """For the receiver: plain reads of payloads, two in flight."""
-
-    nbytes: int
-    payload_nbytes: int
-
-
-Command = MakePool | OpenLane | Handover | LastTransfer | Memcpy | OpenGloo | Gloo | OpenUcx | Ucx
+Command = MakePool | OpenLane | Handover | LastTransfer | Memcpy | OpenGloo | Gloo
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,9 +106,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     ships_s: list[float] = []
     confirms_s: list[float] = []
-    landings_s: list[float] = []
     blocks: list[int] = []
-    address: bytes = b""
     error: str = ""
 
 

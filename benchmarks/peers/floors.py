@@ -42,7 +42,7 @@ def measure(spec: Spec) -> PeerResult:
             for kind, make in (("stock", stock), ("packed", packed)):
                 took_ms = 1e3 * time_linears(weights, head, make, num_rows, num_sampled, num_passes)
                 figures[f"linears_{num_rows}_{kind}_ms"] = took_ms
-    return PeerResult(version=f"torch {torch.__version__}", figures=figures)
+    return PeerResult(figures=figures)
 
 
 def read_bandwidth(nbytes: int, num_tries: int = 8) -> float:

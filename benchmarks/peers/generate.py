@@ -24,11 +24,8 @@ def measure(spec: Spec) -> PeerResult:
         spec.model, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
     model.generation_config.eos_token_id = None
-    return PeerResult(
-        version=f"transformers {transformers.__version__}, torch {torch.__version__}",
-        settings=f"left-padded batches of {spec.batch_size}, sdpa",
-        runs={each.name: run(model, each, spec.batch_size) for each in [spec.warmup, *spec.workloads]},
-    )
+    every = [spec.warmup, *spec.workloads]
+    return PeerResult(runs={each.name: run(model, each, spec.batch_size) for each in every})
 
 
 def run(model: Any, workload: Workload, batch_size: int) -> Run:

@@ -1,34 +1,19 @@
-"""Times device work, by repeated launches between two waits; and calls of a module, and a process.
-
-On CPU a call is over when it returns, so the host's clock is used.
-"""
+"""Times device work by repeated launches between two waits, and this process. On CPU a call is over when it returns."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from pd_cluster.devices.device import Device, synchronize
-from pd_cluster.devices.streams import capture
-from pd_cluster.tables import spread
 
 TICKS_PER_S = 100  # of /proc's start times, fixed by Linux for user space
 
 
-class Timed(NamedTuple):
-    """Seconds of one call: the median of several measurements, and their spread."""
-
-    took_s: float
-    samples: int
-    spread: float | None
-
-
-def time_launches(run: Callable[[], Any], device: Device, num_launches: int, num_tries: int) -> Timed:
-    """Times `run`, which launches and does not wait, after one uncounted try."""
+def launches_s(run: Callable[[], Any], device: Device, num_launches: int, num_tries: int) -> list[float]:
+    """Returns the seconds of one call, of each try. `run` launches and does not wait; the first try is not counted."""
     took_s = []
     for _ in range(1 + num_tries):
         synchronize(device)
@@ -37,46 +22,7 @@ def time_launches(run: Callable[[], Any], device: Device, num_launches: int, num
             run()
         synchronize(device)
         took_s.append((time.perf_counter() - start_s) / num_launches)
-    return Timed(median(took_s[1:]), num_tries, spread(took_s[1:]))
-
-
-def time_kernels(run: Callable[[], Any], device: Device, num_launches: int, num_tries: int) -> Timed:
-    """Times `run` like `time_launches`, from one graph of all the launches, which excludes the host's part."""
-    if not device.is_accelerator:
-        return time_launches(run, device, num_launches, num_tries)
-
-    def several() -> None:
-        for _ in range(num_launches):
-            run()
-
-    replay = capture(device)(several)
-    found = time_launches(replay, device, 1, num_tries)
-    return Timed(found.took_s / num_launches, found.samples, found.spread)
-
-
-@contextmanager
-def timed_calls(module: Any, names: Sequence[str]) -> Iterator[dict[str, float]]:
-    """Yields the seconds spent in functions of a module meanwhile, by their names."""
-    took_s: dict[str, float] = {}
-
-    def timing(name: str, wrapped: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
-            start_s = time.perf_counter()
-            try:
-                return wrapped(*given, **named)
-            finally:
-                took_s[name] = took_s.get(name, 0.0) + time.perf_counter() - start_s
-
-        return call
-
-    kept = {name: getattr(module, name) for name in names}
-    for name, wrapped in kept.items():
-        setattr(module, name, timing(name, wrapped))
-    try:
-        yield took_s
-    finally:
-        for name, wrapped in kept.items():
-            setattr(module, name, wrapped)
+    return took_s[1:]
 
 
 def process_age_s() -> float:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import csv
-import itertools
 import random
 import sys
 import time
@@ -23,9 +21,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.engine.workloads import random_prompt
-from benchmarks.gpu.picture import CSV_FILE, HEADERS
 from benchmarks.gpu.spec import GpuSpec, Writer, child_main
+from benchmarks.workloads import random_prompt
 from pd_cluster.bench.serve import ask_model
 from pd_cluster.client.admin import Admin
 from pd_cluster.client.instances import Traffic, fetch_instances, fetch_settled
@@ -35,7 +32,7 @@ from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.cluster.processes.ports import free_port_pair
 from pd_cluster.errors import GenerationError, PdClusterError
-from pd_cluster.tables import percentile, spread
+from pd_cluster.tables import percentile
 
 READY_TIMEOUT_S = 120.0
 DRAIN_TIMEOUT_S = 15.0
@@ -86,7 +83,7 @@ async def started(launch: Launch, results: Writer, log: Path) -> AsyncIterator[C
     try:
         await cluster.start()
         await cluster.wait_ready(READY_TIMEOUT_S)
-        results.figure("cluster ready after", time.monotonic() - started_s, "s", "lower")
+        results.figure("cluster ready after", time.monotonic() - started_s, "s")
         yield cluster
     except PdClusterError:
         print("\n".join(lines), file=sys.stderr, flush=True)
@@ -162,13 +159,10 @@ async def measure_mode(client: Client, load: Load, mode: str, spec: GpuSpec, clu
     moved = await received_nbytes(cluster) - before
     if (moved > 0) != (mode == SPLIT):
         raise GenerationError(f"{mode}: {moved} bytes of KV cache were handed over")
-    what = f"{mode}: TTFT of {load.long_len:,} tokens"
-    results.figure(what, median(ttfts_ms), "ms", "lower", len(ttfts_ms), spread(ttfts_ms))
-    results.figure(f"{mode}: KV cache received", moved / 1e9, "GB", "lower")
+    results.figure(f"{mode}: TTFT of long prompts", median(ttfts_ms), "ms", "lower", ttfts_ms)
     await client.under_load(load)  # warm-up: captures the sizes that occur together
     streams = await client.under_load(load)
     report_streams(streams, mode, results)
-    write_gaps(Path(spec.out, CSV_FILE), mode, streams)
 
 
 async def received_nbytes(cluster: Cluster) -> int:
@@ -197,28 +191,11 @@ async def note_links(admin_url: str, results: Writer) -> None:
 def report_streams(streams: list[Sample], mode: str, results: Writer) -> None:
     gaps_ms = [1e3 * gap_s for sample in streams for gap_s in sample.itl_s]
     tpots_ms = [1e3 * sample.tpot_s for sample in streams if sample.tpot_s is not None]
-    for what, values, percents in (
-        ("TPOT of streams under long prompts", tpots_ms, (50, 99)),
-        ("time between tokens under long prompts", gaps_ms, (50, 99)),
-    ):
-        for percent in percents:
+    for what, values in (("TPOT of streams", tpots_ms), ("time between tokens", gaps_ms)):
+        for percent in (50, 99):
             value = percentile(values, percent)
             if value is not None:
-                name = f"{mode}: {what}, p{percent}"
-                results.figure(name, value, "ms", "lower", len(values), spread(values))
-
-
-def write_gaps(file: Path, mode: str, streams: list[Sample]) -> None:
-    """Appends a row per token: its time since its stream was sent, and since the token before."""
-    is_new = not file.exists()
-    with file.open("a", newline="") as out:
-        writer = csv.writer(out)
-        if is_new:
-            writer.writerow(HEADERS)
-        for number, sample in enumerate(streams):
-            first_s = sample.ttft_s or 0.0
-            for at_s, gap_s in zip(itertools.accumulate(sample.itl_s, initial=first_s), sample.itl_s, strict=False):
-                writer.writerow([mode, number, f"{at_s + gap_s:.6f}", f"{1e3 * gap_s:.4f}"])
+                results.figure(f"{mode}: {what} under long prompts, p{percent}", value, "ms", "lower", values)
 
 
 if __name__ == "__main__":

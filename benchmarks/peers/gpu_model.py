@@ -40,13 +40,12 @@ def measure(spec: GpuSpec, results: Writer) -> None:
         write_weights(spec.shape, folder, device)
         took_s = time.perf_counter() - start_s
         nbytes = sum(file.stat().st_size for file in folder.iterdir())
-        results.figure(f"{spec.shape.name} checkpoint written in", took_s, "s", "lower")
-        results.figure(f"{spec.shape.name} checkpoint on disk", nbytes / 1e9, "GB", "lower")
+        results.figure("model written in", took_s, "s")
+        results.figure("model on disk", nbytes / 1e9, "GB")
 
 
 def write_config(shape: GpuShape, folder: Path) -> None:
-    kinds: dict[str, Any] = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}
-    config = kinds[shape.family](
+    config = transformers.LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -59,9 +58,9 @@ def write_config(shape: GpuShape, folder: Path) -> None:
         bos_token_id=EOS_ID - 1,
         eos_token_id=EOS_ID,
         pad_token_id=EOS_ID - 2,
-        tie_word_embeddings=shape.tied,
+        tie_word_embeddings=False,
     )
-    config.architectures = [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[shape.family]]
+    config.architectures = ["LlamaForCausalLM"]
     config.dtype = "bfloat16"
     config.save_pretrained(folder)
     transformers.PreTrainedTokenizerFast(
@@ -72,16 +71,14 @@ def write_config(shape: GpuShape, folder: Path) -> None:
 def shards(shape: GpuShape) -> Iterator[Tensors]:
     """Yields the weights of the whole model, a file at a time."""
     hidden = shape.hidden_size
-    yield {"model.embed_tokens.weight": ((shape.vocab_size, hidden), 1 / math.sqrt(hidden) if shape.tied else 1.0)}
+    yield {"model.embed_tokens.weight": ((shape.vocab_size, hidden), 1.0)}
     for first in range(0, shape.num_layers, LAYERS_A_SHARD):
         tensors: Tensors = {}
         for layer in range(first, min(first + LAYERS_A_SHARD, shape.num_layers)):
             tensors |= layer_tensors(shape, f"model.layers.{layer}.")
         yield tensors
-    last: Tensors = {"model.norm.weight": ((hidden,), None)}
-    if not shape.tied:
-        last["lm_head.weight"] = ((shape.vocab_size, hidden), 1 / math.sqrt(hidden))
-    yield last
+    head = ((shape.vocab_size, hidden), 1 / math.sqrt(hidden))
+    yield {"model.norm.weight": ((hidden,), None), "lm_head.weight": head}
 
 
 def layer_tensors(shape: GpuShape, prefix: str) -> Tensors:
@@ -99,8 +96,6 @@ def layer_tensors(shape: GpuShape, prefix: str) -> Tensors:
         "input_layernorm.weight": ((hidden,), None),
         "post_attention_layernorm.weight": ((hidden,), None),
     }
-    if shape.family == "qwen3":
-        tensors |= {f"self_attn.{name}_norm.weight": ((shape.head_dim,), None) for name in "qk"}
     return {prefix + name: each for name, each in tensors.items()}
 
 

@@ -16,13 +16,10 @@ from benchmarks.kv.spec import (
     Memcpy,
     OpenGloo,
     OpenLane,
-    OpenUcx,
-    Ucx,
     serve_commands,
 )
 from benchmarks.peers.kv_floors import GlooPeer, memcpy
 from benchmarks.peers.kv_lane import FreeBlocks, LaneEnd, make_pool
-from benchmarks.peers.kv_ucx import UcxPeer
 from pd_cluster import wire
 from pd_cluster.devices.device import resolve, use
 from pd_cluster.engine.handover.events import ConnClosed, Event, Mail, StopEngine
@@ -30,7 +27,7 @@ from pd_cluster.engine.handover.in_links import InLinks
 from pd_cluster.engine.handover.links import PeerProgress
 from pd_cluster.engine.start.process import die_with_parent
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.transport.events import Landed, LandFault, LinkEvent, LinkFailed
+from pd_cluster.transport.events import LandFault, LinkFailed
 
 SETTLE_S = 5.0
 
@@ -44,14 +41,13 @@ class ReceiveLane:
             self._end.side,
             self._end.mailbox,
             self._end.lanes,
-            self._report,
+            self._end.inbox.put,
             lambda conn, reason: None,
             PeerProgress(time.monotonic),
         )
         self._pool, self._free = pool, free
         self._tables: dict[str, tuple[str, list[int]]] = {}  # transfer -> connection, blocks
         self.last_blocks: list[int] = []
-        self.landings_s: list[float] = []
         self.error = ""
         self._settled = threading.Condition()
         self.port, self.epoch = self._end.port, self._end.epoch
@@ -67,12 +63,6 @@ class ReceiveLane:
             case _:
                 return False
         return True
-
-    def _report(self, event: LinkEvent) -> None:
-        """Called on the link's thread."""
-        if isinstance(event, Landed):
-            self.landings_s.append(time.monotonic())
-        self._end.inbox.put(event)
 
     def _run(self) -> None:
         while not self.error:
@@ -121,43 +111,26 @@ class Receiver:
     def make_pool(self, command: MakePool) -> Answer:
         device = resolve(command.device)
         use(device)
-        self._pool = make_pool(command.num_blocks, False, device)
+        self.pool = make_pool(command.num_blocks, False, device)
         if not device.is_accelerator:
-            self._source = make_pool(command.num_blocks, of_numbers=True)  # of memcpy
-        self._copied = (FreeBlocks(command.num_blocks, 1), FreeBlocks(command.num_blocks, 2))
-        self._gloo = GlooPeer(self._pool, 1)
-        self._ucx = UcxPeer(self._pool)
+            self.source = make_pool(command.num_blocks, of_numbers=True)  # of memcpy
+        self.copied = (FreeBlocks(command.num_blocks, 1), FreeBlocks(command.num_blocks, 2))
+        self.gloo = GlooPeer(self.pool, 1)
         return Answer()
 
     def open_lane(self, command: OpenLane) -> Answer:
         lane = self._lanes[command.lane.name] = ReceiveLane(
-            command.lane, self._pool, FreeBlocks(self._pool.num_blocks, 2)
+            command.lane, self.pool, FreeBlocks(self.pool.num_blocks, 2)
         )
         return Answer(port=lane.port, epoch=lane.epoch)
 
     def last_transfer(self, command: LastTransfer) -> Answer:
         lane = self._lanes[command.lane]
         lane.settle()
-        blocks = self._pool.flat()[lane.last_blocks].view(torch.int16)
+        blocks = self.pool.flat()[lane.last_blocks].view(torch.int16)
         same = blocks.amin(1) == blocks.amax(1)
-        landings_s, lane.landings_s = lane.landings_s, []
         numbers = torch.where(same, blocks[:, 0], -1).tolist()
-        return Answer(blocks=numbers, landings_s=landings_s, error=lane.error)
-
-    def memcpy(self, command: Memcpy) -> Answer:
-        return memcpy(self._source, self._pool, self._copied, command.move)
-
-    def open_gloo(self, command: OpenGloo) -> Answer:
-        return self._gloo.open(command)
-
-    def gloo(self, command: Gloo) -> Answer:
-        return self._gloo.move(command)
-
-    def open_ucx(self, command: OpenUcx) -> Answer:
-        return self._ucx.open(command)
-
-    def ucx(self, command: Ucx) -> Answer:
-        return self._ucx.read(command)
+        return Answer(blocks=numbers, error=lane.error)
 
 
 def main() -> None:
@@ -168,11 +141,9 @@ def main() -> None:
             MakePool: child.make_pool,
             OpenLane: child.open_lane,
             LastTransfer: child.last_transfer,
-            Memcpy: child.memcpy,
-            OpenGloo: child.open_gloo,
-            Gloo: child.gloo,
-            OpenUcx: child.open_ucx,
-            Ucx: child.ucx,
+            Memcpy: lambda each: memcpy(child.source, child.pool, child.copied, each.move),
+            OpenGloo: lambda each: child.gloo.open(each),
+            Gloo: lambda each: child.gloo.move(each),
         }
     )
 

@@ -18,12 +18,10 @@ from benchmarks.kv.spec import (
     Move,
     OpenGloo,
     OpenLane,
-    OpenUcx,
     serve_commands,
 )
 from benchmarks.peers.kv_floors import GlooPeer
 from benchmarks.peers.kv_lane import HOST, LAYOUT, NAMES, TIMEOUTS, FreeBlocks, LaneEnd, make_pool
-from benchmarks.peers.kv_ucx import UcxPeer
 from pd_cluster import wire
 from pd_cluster.devices.device import resolve, use
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, HandedOver, Mail, StopEngine
@@ -178,8 +176,7 @@ class Sender:
         device = resolve(command.device)
         use(device)
         self._pool = make_pool(command.num_blocks, True, device)
-        self._gloo = GlooPeer(self._pool, 0)
-        self._ucx = UcxPeer(self._pool)
+        self.gloo = GlooPeer(self._pool, 0)
         return Answer()
 
     def open_lane(self, command: OpenLane) -> Answer:
@@ -195,15 +192,6 @@ class Sender:
     def last_transfer(self, command: LastTransfer) -> Answer:
         return Answer(blocks=self._lanes[command.lane].last_blocks)
 
-    def open_gloo(self, command: OpenGloo) -> Answer:
-        return self._gloo.open(command)
-
-    def gloo(self, command: Gloo) -> Answer:
-        return self._gloo.move(command)
-
-    def open_ucx(self, command: OpenUcx) -> Answer:
-        return self._ucx.open(command)
-
 
 def main() -> None:
     die_with_parent()
@@ -214,9 +202,8 @@ def main() -> None:
             OpenLane: child.open_lane,
             Handover: child.handover,
             LastTransfer: child.last_transfer,
-            OpenGloo: child.open_gloo,
-            Gloo: child.gloo,
-            OpenUcx: child.open_ucx,
+            OpenGloo: lambda each: child.gloo.open(each),
+            Gloo: lambda each: child.gloo.move(each),
         }
     )
 

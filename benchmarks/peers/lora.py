@@ -1,84 +1,142 @@
-"""Child of `benchmarks lora`: decode steps with and without adapters, in turn. Prints nothing.
-
-`python -m benchmarks.peers.lora SPEC RESULT`
-"""
+"""Child of `lora`: the least milliseconds of decode steps with and without adapters, which take turns."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 import random
-import statistics
-import sys
+import struct
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import numpy as np
 import torch
 import transformers
 
-from benchmarks.engine.lora_spec import LoraSpec, LoraTimes
-from benchmarks.lora_folders import LoraFolders
-from benchmarks.peers.variants import batch_of, pool_of
+from benchmarks.spec import PeerResult, Spec, child_main
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.checkpoints.lora_folder import CONFIG_FILE, WEIGHTS_FILE, LoraFolder
 from pd_cluster.devices.device import CPU
+from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.attention_choice import DEFAULT_BLOCK_SIZE
-from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.batch import ForwardBatch, build_batch
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.loader import layout_of, load_model
 from pd_cluster.native.memory import keep_what_is_freed
 from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.tables import percentile
+from pd_cluster.types import Order, Request, Sampling
 
 NUM_SERIES = 200  # steps of which the slowest hundredth counts
+CONTEXT_LEN, RANK, DEVIATION = 64, 16, 0.02
+DISTINCT, QUICK_DISTINCT = (0, 1, 8, 32), (0, 1, 2)
+MODULES = (*(f"self_attn.{each}_proj" for each in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 Step = Callable[[], object]
 
 
-def model_of(spec: LoraSpec, adapters: AdapterSettings) -> CausalLM:
+class LoraFolders:
+    """Adapters that share one file of weights, under other settings and so with other digests."""
+
+    def __init__(self, place: Path, model: Path) -> None:
+        """`place`: the folder for them."""
+        self._place = place
+        self._num = 0
+        config = json.loads((model / "config.json").read_text())
+        numbers = np.random.default_rng(0)
+        header: dict[str, Any] = {}
+        parts: list[bytes] = []
+        at = 0
+        for layer in range(config["num_hidden_layers"]):
+            for module in MODULES:
+                out_features, in_features = _shapes(config)[module.partition(".")[2]]
+                name = f"base_model.model.model.layers.{layer}.{module}"
+                for side, shape in (("A", (RANK, in_features)), ("B", (out_features, RANK))):
+                    data = (numbers.standard_normal(shape, dtype=np.float32) * DEVIATION).tobytes()
+                    offsets = [at, at + len(data)]
+                    header[f"{name}.lora_{side}.weight"] = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+                    parts.append(data)
+                    at += len(data)
+        text = json.dumps(header).encode()
+        (place / WEIGHTS_FILE).write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))
+
+    def next(self) -> Path:
+        """Makes one that was not there before."""
+        self._num += 1
+        folder = self._place / str(self._num)
+        folder.mkdir()
+        os.link(self._place / WEIGHTS_FILE, folder / WEIGHTS_FILE)
+        settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": self._num}
+        settings["target_modules"] = sorted(module.partition(".")[2] for module in MODULES)
+        (folder / CONFIG_FILE).write_text(json.dumps(settings))
+        return folder
+
+
+def _shapes(config: Any) -> dict[str, tuple[int, int]]:
+    """Returns out_features and in_features by the last part of a module's name."""
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    return {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+
+
+def model_of(spec: Spec, adapters: AdapterSettings) -> CausalLM:
     return load_model(Checkpoint.of(EngineConfig(model=spec.model, dtype="float32", adapters=adapters)), "float32", CPU)
 
 
-def adapted(batch: ForwardBatch, slots: Sequence[int] | None) -> ForwardBatch:
-    """Returns the step with these adapters, one for each sequence."""
-    changed = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
-    changed["adapters"] = None if slots is None else torch.tensor(slots).numpy()
-    return type(batch)(**changed)
+def batch_of(pool: KVPool, num_seqs: int, num_adapters: int | None) -> ForwardBatch:
+    """Returns a decode step of sequences whose blocks lie scattered over the pool, with adapters in turn."""
+    per_seq = pool.layout.num_blocks_for(CONTEXT_LEN + 1)
+    blocks = random.Random(num_seqs).sample(range(pool.num_blocks), num_seqs * per_seq)
+    chunks = []
+    for at in range(num_seqs):
+        table = blocks[at * per_seq : (at + 1) * per_seq]
+        request = Request(str(at), Order([1] * (CONTEXT_LEN + 1), Sampling()), block_table=table)
+        request.num_computed_tokens = CONTEXT_LEN
+        chunks.append((request, 1))
+    batch = build_batch(chunks, pool)
+    slots = np.array([1 + at % num_adapters for at in range(num_seqs)]) if num_adapters else None
+    return type(batch)(**{name: getattr(batch, name) for name in batch.__dataclass_fields__} | {"adapters": slots})
 
 
-def drawn_slots(num_adapters: int, num_seqs: int) -> list[int]:
-    weights = [1 / (at + 1) for at in range(num_adapters)]
-    return random.Random(num_adapters).choices(range(1, num_adapters + 1), weights, k=num_seqs)
-
-
-def least_s(steps: dict[str, Step], rounds: int) -> dict[str, float]:
-    """Returns each step's least seconds; they take turns."""
+def least_ms(steps: dict[str, Step], rounds: int) -> dict[str, float]:
+    """Returns each step's least milliseconds; they take turns."""
     found = dict.fromkeys(steps, float("inf"))
     for _ in range(rounds):
         for name, step in steps.items():
             begun_s = time.perf_counter()
             step()
-            found[name] = min(found[name], time.perf_counter() - begun_s)
+            found[name] = min(found[name], 1e3 * (time.perf_counter() - begun_s))
     return found
 
 
-def p99_s(step: Step) -> float:
-    """Returns what the slowest hundredth of a series of steps takes at least."""
-    took_s = []
+def p99_ms(step: Step) -> float:
+    took_ms = []
     for _ in range(NUM_SERIES):
         begun_s = time.perf_counter()
         step()
-        took_s.append(time.perf_counter() - begun_s)
-    return statistics.quantiles(took_s, n=100)[98]
+        took_ms.append(1e3 * (time.perf_counter() - begun_s))
+    return percentile(took_ms, 99) or 0.0
 
 
 class Loading:
     """`with Loading(…) as loading:` loads adapters one after another on a thread."""
 
-    def __init__(self, model: CausalLM, folders: LoraFolders, rank: int) -> None:
-        self.took_s: list[float] = []
-        self._model, self._folders, self._rank = model, folders, rank
+    def __init__(self, model: CausalLM, folders: LoraFolders) -> None:
+        self.took_ms: list[float] = []
+        self._model, self._folders = model, folders
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -95,13 +153,13 @@ class Loading:
         while not self._is_over.is_set():
             folder = self._folders.next()
             begun_s = time.perf_counter()
-            read = LoraFolder.read(folder, self._rank)
+            read = LoraFolder.read(folder, RANK)
             self._model.adapters.load(read)
-            self.took_s.append(time.perf_counter() - begun_s)
+            self.took_ms.append(1e3 * (time.perf_counter() - begun_s))
             self._model.adapters.drop(read.digest)
 
 
-def peft_step(spec: LoraSpec, folders: list[Path]) -> Step:
+def peft_step(spec: Spec, folders: list[Path]) -> Step:
     """Returns the same step by transformers and PEFT, whose batches may mix adapters, too."""
     import peft
 
@@ -111,9 +169,9 @@ def peft_step(spec: LoraSpec, folders: list[Path]) -> Step:
         model.load_adapter(str(folder), adapter_name=str(at))
     model.eval()
     cache = transformers.DynamicCache()
-    names = [str(at % len(folders)) for at in range(spec.batch)]
-    model(torch.ones(spec.batch, spec.context, dtype=torch.int64), past_key_values=cache, adapter_names=names)
-    ids = torch.ones(spec.batch, 1, dtype=torch.int64)
+    names = [str(at % len(folders)) for at in range(spec.batch_size)]
+    model(torch.ones(spec.batch_size, CONTEXT_LEN, dtype=torch.int64), past_key_values=cache, adapter_names=names)
+    ids = torch.ones(spec.batch_size, 1, dtype=torch.int64)
 
     def step() -> None:
         model(ids, past_key_values=cache, adapter_names=names)
@@ -122,50 +180,32 @@ def peft_step(spec: LoraSpec, folders: list[Path]) -> Step:
     return step
 
 
-def times_of(spec: LoraSpec) -> LoraTimes:
+def measure(spec: Spec) -> PeerResult:
     keep_what_is_freed()  # as workers do
+    distinct = QUICK_DISTINCT if spec.quick else DISTINCT
     bare = model_of(spec, AdapterSettings())
-    model = model_of(spec, AdapterSettings(enable_lora=True, max_loras=spec.batch, max_lora_rank=spec.rank))
+    model = model_of(spec, AdapterSettings(enable_lora=True, max_loras=max(distinct) + 1, max_lora_rank=RANK))
     assert model.adapters is not None
-    folders = LoraFolders(Path(spec.folder), Path(spec.model), spec.rank)
-    paths = [folders.next() for _ in range(max(spec.drawn + spec.distinct))]
-    for path in paths:
-        model.adapters.load(LoraFolder.read(path, spec.rank))
     layout = layout_of(model.config, DEFAULT_BLOCK_SIZE, "float32")
-    pool = pool_of(layout, spec.batch * (spec.context + 1 + DEFAULT_BLOCK_SIZE))
-    batch = batch_of(pool, spec.batch, spec.context + 1, spec.context)
-    drawn = {num: drawn_slots(num, spec.batch) for num in spec.drawn}
-    distinct = {num: [1 + at % num for at in range(spec.batch)] for num in spec.distinct}
-
-    def step_of(slots: Sequence[int] | None) -> Step:
-        asked = adapted(batch, slots)
-        return lambda: model(asked)
-
-    steps: dict[str, Step] = {"bare": lambda: bare(batch), "none": step_of(None)}
-    steps |= {f"distinct {num}": step_of(slots) for num, slots in distinct.items()}
-    steps |= {f"drawn {num}": step_of(slots) for num, slots in drawn.items()}
-    few = max(num for num in spec.distinct if num <= 8)
-    with torch.inference_mode():
-        if spec.has_peft:
-            steps["peft"] = peft_step(spec, paths[:few])
-        took_s = least_s(steps, spec.rounds)
-        others = step_of(distinct[few])
-        quiet_p99_s = p99_s(others)
-        with Loading(model, folders, spec.rank) as loading:
-            loading_p99_s = p99_s(others)
-    return LoraTimes(
-        bare_s=took_s["bare"],
-        none_s=took_s["none"],
-        distinct_s={num: took_s[f"distinct {num}"] for num in spec.distinct},
-        drawn_s={num: took_s[f"drawn {num}"] for num in spec.drawn},
-        num_drawn={num: len(set(slots)) for num, slots in drawn.items()},
-        load_s=min(loading.took_s),
-        quiet_p99_s=quiet_p99_s,
-        loading_p99_s=loading_p99_s,
-        peft_s=took_s.get("peft"),
-    )
+    pool = KVPool(layout, 2 * spec.batch_size * layout.num_blocks_for(CONTEXT_LEN + 1))
+    pool.data.normal_()
+    few = max(num for num in distinct if num <= 8)
+    with tempfile.TemporaryDirectory() as place, torch.inference_mode():
+        folders = LoraFolders(Path(place), Path(spec.model))
+        paths = [folders.next() for _ in range(max(distinct))]
+        for path in paths:
+            model.adapters.load(LoraFolder.read(path, RANK))
+        batches = {num: batch_of(pool, spec.batch_size, num) for num in distinct}
+        steps: dict[str, Step] = {"bare": lambda: bare(batches[0])}
+        steps |= {f"{num} adapters": lambda num=num: model(batches[num]) for num in distinct}  # type: ignore[misc]
+        if importlib.util.find_spec("peft") is not None:
+            steps["PEFT"] = peft_step(spec, paths[:few])
+        figures = least_ms(steps, spec.rounds)
+        figures["p99"] = p99_ms(steps[f"{few} adapters"])
+        with Loading(model, folders) as loading:
+            figures["p99 while loading"] = p99_ms(steps[f"{few} adapters"])
+    return PeerResult(figures=figures | {"loading": min(loading.took_ms)})
 
 
 if __name__ == "__main__":
-    asked = msgspec.json.decode(sys.argv[1], type=LoraSpec)
-    Path(sys.argv[2]).write_bytes(msgspec.json.encode(times_of(asked)))
+    child_main(measure)

@@ -1,6 +1,6 @@
 """pd-cluster's engine, in process: every request is added at once, then steps until none is left.
 
-Prefix caching is off, as it is for the other engines.
+Prefix caching is off, as it is for the other engine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import time
 import torch
 
 from benchmarks.spec import PeerResult, Run, Spec, Workload, child_main
-from pd_cluster import __version__
 from pd_cluster.engine.build import build_core
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.settings.engine import EngineConfig
@@ -19,21 +18,8 @@ from pd_cluster.types import Order, Request, Sampling
 
 def measure(spec: Spec) -> PeerResult:
     torch.set_num_threads(spec.num_threads)
-    config = EngineConfig(
-        model=spec.model,
-        dtype=spec.dtype,
-        quantization=spec.quantization,
-        quantize_head=spec.quantize_head,
-        device="cpu",
-        enable_prefix_caching=False,
-    )
-    core, runner = build_core(config)
-    return PeerResult(
-        version=f"pd-cluster {__version__}, torch {torch.__version__}",
-        settings=f"{runner.max_num_batched_tokens} tokens a step, blocks of {runner.pool.layout.block_size}, "
-        f"{runner.pool.num_blocks} blocks",
-        runs={workload.name: run(core, workload) for workload in [spec.warmup, *spec.workloads]},
-    )
+    core, _ = build_core(EngineConfig(model=spec.model, dtype="float32", device="cpu", enable_prefix_caching=False))
+    return PeerResult(runs={workload.name: run(core, workload) for workload in [spec.warmup, *spec.workloads]})
 
 
 def run(core: EngineCore, workload: Workload) -> Run:

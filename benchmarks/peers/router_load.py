@@ -36,7 +36,6 @@ class Client(asyncio.Protocol):
     def __init__(self, started: Callable[[Client], None], ended: Callable[[Client, str], None]) -> None:
         self.started, self.ended = started, ended
         self.seed = 0
-        self.sent_s = 0.0
         self.first_s = 0.0
         self.num_events = 0
         self.arrivals_s: list[float] | None = None
@@ -52,7 +51,6 @@ class Client(asyncio.Protocol):
         self.seed, self.first_s, self.num_events, self._tail = seed, 0.0, 0, b""
         self.arrivals_s = [] if seed % GAPS_OF_EVERY == 0 else None
         self._is_open = True
-        self.sent_s = time.monotonic()
         self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
@@ -92,47 +90,44 @@ class Client(asyncio.Protocol):
             self._transport.abort()
 
 
-class Load:
+class LoadGenerator:
     def __init__(self, spec: LoadSpec) -> None:
-        self._spec, self._workload = spec, spec.workload
-        self._ports = itertools.cycle([spec.port, *(port for port, _ in spec.others)])
+        self._spec, self._load = spec, spec.load
         self._idle: list[Client] = []
         self._clients: list[Client] = []
-        self._num_sent = self._num_done = self._num_events = self._num_started = 0
+        self._num_sent = self._num_done = self._num_started = 0
         self._errors: list[str] = []
-        self._times_s: dict[int, tuple[float, float]] = {}
         self._gaps_s: list[float] = []
         self._finished = asyncio.Event()
         asked = b'{"model":"%s","messages":[{"role":"user","content":"%s"}],"max_completion_tokens":%d,'
-        asked %= (spec.model.encode(), TEXT.encode(), self._workload.num_tokens)
+        asked %= (spec.model.encode(), TEXT.encode(), self._load.num_tokens)
         self._body = asked + b'"stream":true,"stream_options":{"include_usage":true},"ignore_eos":true,"seed":%d}'
 
     async def run(self) -> LoadResult:
-        workload, spec = self._workload, self._spec
+        load, spec = self._load, self._spec
         rss_before = rss_nbytes(spec.pid)
-        if not workload.rate_per_s:  # connecting is not part of any request
-            self._idle = [await self._connect() for _ in range(workload.num_open)]
-        before_s, waited_before_s = self._cpu_s(), waited_s(spec.pid)
+        if not load.rate_per_s:  # connecting is not part of any request
+            self._idle = [await self._connect() for _ in range(load.num_open)]
+        before_s, waited_before_s = cpu_s(spec.pid), waited_s(spec.pid)
         own_before_s, started_s = time.process_time(), time.monotonic()
         try:
             async with asyncio.timeout(spec.deadline_s):
-                arriving = asyncio.ensure_future(self._arrive() if workload.rate_per_s else self._fill())
+                arriving = asyncio.ensure_future(self._arrive() if load.rate_per_s else self._fill())
                 await self._finished.wait()
                 await arriving
                 took_s = time.monotonic() - started_s
-                if workload.hold:
+                if load.is_held:
                     await asyncio.sleep(SETTLE_S)
         except TimeoutError:
             took_s = time.monotonic() - started_s
-            self._errors.append(f"{self._num_done} of {workload.num_requests} within {spec.deadline_s:g} s")
+            self._errors.append(f"{self._num_done} of {load.num_requests} within {spec.deadline_s:g} s")
         result = LoadResult(
             took_s=took_s,
-            cpu_s=self._cpu_s() - before_s,
+            cpu_s=cpu_s(spec.pid) - before_s,
             own_cpu_s=time.process_time() - own_before_s,
             num_done=self._num_done,
-            num_events=self._num_events,
+            num_open=load.num_open,
             errors=self._errors,
-            times_s=self._times_s,
             gaps_s=self._gaps_s,
             waited_s=waited_s(spec.pid) - waited_before_s,
             rss_before_nbytes=rss_before,
@@ -142,12 +137,9 @@ class Load:
             client.close()
         return result
 
-    def _cpu_s(self) -> float:
-        return sum(map(cpu_s, (self._spec.pid, *(pid for _, pid in self._spec.others))))
-
     async def _fill(self) -> None:
         """Keeps `num_open` requests open: starts them here, and another whenever one ends."""
-        for _ in range(min(self._workload.num_open, self._workload.num_requests)):
+        for _ in range(min(self._load.num_open, self._load.num_requests)):
             self._send()
             if self._num_sent % 50 == 0:
                 await asyncio.sleep(0)
@@ -156,8 +148,8 @@ class Load:
         """Starts requests of independent clients, with exponential times between them."""
         draw = random.Random(0)
         due_s = time.monotonic()
-        while self._num_sent < self._workload.num_requests:
-            due_s += draw.expovariate(self._workload.rate_per_s)
+        while self._num_sent < self._load.num_requests:
+            due_s += draw.expovariate(self._load.rate_per_s)
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
             if not self._idle:
                 self._idle.append(await self._connect())
@@ -176,44 +168,37 @@ class Load:
     async def _connect(self) -> Client:
         loop = asyncio.get_running_loop()
         _, client = await loop.create_connection(
-            lambda: Client(self._started, self._ended), "127.0.0.1", next(self._ports)
+            lambda: Client(self._started, self._ended), "127.0.0.1", self._spec.port
         )
         self._clients.append(client)
         return client
 
     def _started(self, client: Client) -> None:
-        self._times_s[client.seed] = (client.sent_s, client.first_s)
         self._num_started += 1
-        if self._workload.hold and self._num_started == self._workload.num_open:
+        if self._load.is_held and self._num_started == self._load.num_open:
             self._finished.set()
 
     def _ended(self, client: Client, error: str) -> None:
-        wanted, told = self._workload.num_tokens, client.num_tokens()
+        wanted, told = self._load.num_tokens, client.num_tokens()
         if not error and told != wanted:
             error = f"{told} tokens instead of {wanted}; {client.num_events} events"
         if error and len(self._errors) < MAX_ERRORS:
             self._errors.append(error)
         self._num_done += 1
-        self._num_events += client.num_events
         if client.arrivals_s:
             self._gaps_s += [later - earlier for earlier, later in itertools.pairwise(client.arrivals_s)]
         if not error:
             self._idle.append(client)
-        if self._num_done >= self._workload.num_requests or (error and self._workload.hold):
+        if self._num_done >= self._load.num_requests or (error and self._load.is_held):
             self._finished.set()
-        elif not self._workload.rate_per_s and self._num_sent < self._workload.num_requests and self._idle:
+        elif not self._load.rate_per_s and self._num_sent < self._load.num_requests and self._idle:
             self._send()
 
 
 def main() -> None:
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=LoadSpec)
     raise_open_files()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-
-        async def work() -> LoadResult:
-            return await Load(spec).run()
-
-        result = runner.run(work())
+    result = uvloop.run(LoadGenerator(spec).run())
     Path(sys.argv[2]).write_bytes(msgspec.json.encode(result))
 
 

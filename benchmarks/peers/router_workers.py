@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -64,31 +64,22 @@ class Leg:
     num_tokens: int = 0  # made up so far
 
 
-@dataclass(slots=True)
-class Times:
-    """When a request's prompt was read, and when its first token was sent."""
-
-    of: dict[int, tuple[float, float]] = field(default_factory=dict)
-
-
 class Worker:
     """One instance.
 
     `handed_over(name@epoch, transfer id)` reports to another instance that a prompt has landed there.
     """
 
-    def __init__(self, spec: WorkersSpec, me: MadeUpWorker, times: Times, handed_over: HandedOver) -> None:
+    def __init__(self, spec: WorkersSpec, me: MadeUpWorker, handed_over: HandedOver) -> None:
         self.me, self.epoch = me, secrets.randbits(62)
         self.links: dict[str, LinkState] = {}
-        self._spec, self._times, self._handed_over = spec, times, handed_over
+        self._spec, self._handed_over = spec, handed_over
         self._loop = asyncio.get_running_loop()
         self._expected: dict[str, Leg] = {}  # by transfer id: prompts to compute, or to decode when they have landed
         self._running: dict[str, Leg] = {}
         self._landed: set[str] = set()  # before its Submit was read
         self._ends: dict[str, list[LegEnd]] = {}  # conn -> legs handed over with the last step
         self._events: list[wire.TraceEvent] = []
-        self._schedulers: dict[str, str] = {}  # conn -> name@epoch
-        self._outstanding: dict[str, int] = {}  # by scheduler; replaced, never changed
         self._mailbox = Mailbox(me.name, self.epoch, "worker", spec.credentials, Timeouts())
         self._port = self._mailbox.bind(HOST, PortRange())
         self._mailbox.start(self)
@@ -126,10 +117,10 @@ class Worker:
             self._loop.call_soon_threadsafe(self._aborted, f"{body.request_id}-{body.attempt}")
 
     def on_opened(self, conn: str, peer: str, kind: str) -> None:
-        self._schedulers[conn] = peer
+        pass
 
     def on_closed(self, conn: str, peer: str, reason: str) -> None:
-        self._schedulers.pop(conn, None)
+        pass
 
     def on_fatal(self, error: BaseException) -> None:
         traceback.print_exception(error)
@@ -141,7 +132,6 @@ class Worker:
             num_free_blocks=4096,
             prefill_tokens_per_s=self._spec.prefill_tokens_per_s,
             links=self.links,
-            outstanding=self._outstanding,
         )
 
     # ---- the event loop
@@ -149,7 +139,6 @@ class Worker:
     def _submitted(self, leg: Leg) -> None:
         transfer_id = leg.submit.transfer_id
         self._note(transfer_id, "submitted")
-        self._weigh(leg, leg.submit.weight)
         if transfer_id in self._landed:
             self._landed.discard(transfer_id)
             self._running[transfer_id] = leg
@@ -158,14 +147,8 @@ class Worker:
 
     def _aborted(self, transfer_id: str) -> None:
         for legs in (self._expected, self._running):
-            if (leg := legs.pop(transfer_id, None)) is not None:
-                self._weigh(leg, -leg.submit.weight)
+            legs.pop(transfer_id, None)
         self._landed.discard(transfer_id)
-
-    def _weigh(self, leg: Leg, weight: int) -> None:
-        if (scheduler := self._schedulers.get(leg.conn)) is not None:
-            told = self._outstanding
-            self._outstanding = {**told, scheduler: told.get(scheduler, 0) + weight}
 
     def landed(self, transfer_id: str) -> None:
         leg = self._expected.pop(transfer_id, None)
@@ -196,7 +179,6 @@ class Worker:
         tokens: dict[str, list[TokenOutput]] = {}
         prompts: dict[str, list[PromptOutput]] = {}
         for transfer_id, leg in legs.items():
-            self._weigh(leg, -leg.submit.weight)
             for what, numbers in PREFILL_EVENTS.items():
                 self._note(transfer_id, what, numbers)
             submit = leg.submit
@@ -206,7 +188,6 @@ class Worker:
                 self._note(transfer_id, "confirmed")
                 self._handed_over(submit.peer, transfer_id)
                 self._ends.setdefault(leg.conn, []).append(LegEnd(submit.request_id, submit.attempt))
-            self._times.of[submit.order.sampling.seed] = (leg.read_s, time.monotonic())
         for conn in {*tokens, *ends}:
             self._send(conn, tokens.get(conn, []), ends.get(conn, []), prompts.get(conn, []))
 
@@ -227,8 +208,7 @@ class Worker:
                 self._note(transfer_id, "finished", {"num_tokens": leg.num_tokens})
                 ended.append(transfer_id)
         for transfer_id in ended:
-            leg = self._running.pop(transfer_id)
-            self._weigh(leg, -leg.submit.weight)
+            del self._running[transfer_id]
         for conn, told in tokens.items():
             self._send(conn, told, [], [])
 
@@ -273,10 +253,9 @@ async def until_told(*loops: Coroutine[None, None, None]) -> None:
 
 
 async def serve(spec: WorkersSpec, kind: type[Worker]) -> None:
-    times = Times()
     workers: dict[str, Worker] = {}  # by name@epoch
     for me in spec.workers:
-        worker = kind(spec, me, times, lambda peer, transfer_id: workers[peer].landed(transfer_id))
+        worker = kind(spec, me, lambda peer, transfer_id: workers[peer].landed(transfer_id))
         workers[worker.key] = worker
     links = {key: LinkState("up", ("shm",)) for key, worker in workers.items() if worker.me.role == "decode"}
     loops = []
@@ -289,13 +268,11 @@ async def serve(spec: WorkersSpec, kind: type[Worker]) -> None:
     await until_told(*loops)
     for worker in workers.values():
         worker.close()
-    Path(spec.times_file).write_bytes(msgspec.json.encode(times.of))
 
 
 def main(kind: type[Worker] = Worker) -> None:
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkersSpec)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(spec, kind))
+    uvloop.run(serve(spec, kind))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from statistics import median
 
 import torch
 
-from benchmarks.engine.workloads import random_prompt
 from benchmarks.spec import PeerResult, Spec, child_main
+from benchmarks.workloads import random_prompt
 from pd_cluster import wire
 from pd_cluster.engine.build import build_core
 from pd_cluster.engine.step.core import EngineCore, StepResult
@@ -71,7 +71,6 @@ class Bench:
     def _timed_step(self) -> dict[str, float]:
         times = self.core.times
         before = times.forward_s, times.sample_s, times.plan_s + times.commit_s
-        summed_s = self.runner.group.reduce_s
         start_s = time.perf_counter()
         plan = self.core.plan()
         planned_s = time.perf_counter()
@@ -85,8 +84,6 @@ class Bench:
             "forward": times.forward_s - before[0],
             "sampling": times.sample_s - before[1],
             "bookkeeping": own_s + metadata_s + self._message_s(result),
-            "metadata": metadata_s,
-            "sums": self.runner.group.reduce_s - summed_s,
         }
 
     def _metadata_s(self, plan: StepPlan) -> float:
@@ -142,7 +139,6 @@ def measure(spec: Spec) -> PeerResult:
         "decode_1_ms": one["step"],
         "decode_32_ms": many["step"],
         "forward_32_ms": many["forward"],
-        "metadata_32_ms": many["metadata"],
         "bookkeeping_32_ms": many["bookkeeping"],
         "greedy_32_ms": many["sampling"],
         "drawn_32_ms": drawn["sampling"],

@@ -13,26 +13,32 @@ import contextlib
 import random
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
+from benchmarks.figures import begin, finish, names_of, result
 from benchmarks.load import NUM_TOKEN_IDS, Load, poisson
 from benchmarks.processes import cpu_s
-from benchmarks.router.targets import MODEL_NAME, NUM_DECODE, NUM_PREFILL, Pace, Target, own_scheduler
+from benchmarks.router.targets import (
+    MODEL_NAME,
+    NUM_DECODE,
+    NUM_PREFILL,
+    Pace,
+    Target,
+    made_up_launch,
+    own_scheduler,
+)
 from pd_cluster.bench.serve import sigterm_ends_it
 from pd_cluster.client.streaming import Sample, measure
-from pd_cluster.cluster.processes.launch import Launch
-from pd_cluster.cluster.processes.ports import free_port_pair
 from pd_cluster.errors import ConfigError, GenerationError
-from pd_cluster.tables import Report, Result, check_writable, percentile
+from pd_cluster.tables import Report, Result, percentile
 
 STEP_S = 0.04
 SHORTEST, LONGEST = 100, 500  # prompt tokens
-MEAN = (SHORTEST + LONGEST) / 2
 NORMAL, OVERLOAD, GUEST = 0.8, 3.0, 0.1  # of the capacity
 WARM_S = 3.0  # warm-up, not counted
 HOG_QUEUE_S = 1.0  # longer than one of a hog's requests takes to make room for another
@@ -45,9 +51,7 @@ GOODPUT_GOAL, FIRST_TOKEN_GOAL, REFUSAL_GOAL_S, CPU_GOAL = 0.95, 2.0, 0.1, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A shape of requests. `capacity`: the most requests per second that the workers serve, by their clock.
-
-    `hog_n`: sequences of each of a hog's requests, which are as many fewer. `max_queue_s` is about a first token's
+    """`hog_n`: sequences of each of a hog's requests, which are as many fewer. `max_queue_s` is about a first token's
     time at 80 % of the capacity.
     """
 
@@ -59,7 +63,8 @@ class Shape:
 
     @property
     def capacity(self) -> float:
-        return 1 / self.takes_s(round(MEAN), self.num_output_tokens)
+        """The most requests per second that the workers serve, by their clock."""
+        return 1 / self.takes_s((SHORTEST + LONGEST) // 2, self.num_output_tokens)
 
     def takes_s(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
         """Returns a request's share of the time of all instances of the bottleneck role."""
@@ -68,178 +73,101 @@ class Shape:
         return by_prefill if self.name == "prefill" else by_decode
 
 
-SHAPES = (
-    Shape("prefill", Pace(prefill_tokens_per_s=2000.0, max_num_seqs=64), 9, 1, 0.8),
-    Shape("decode", Pace(prefill_tokens_per_s=20_000.0, max_num_seqs=16), 65, 8, 0.08),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverloadBench:
-    """The command's parameters."""
-
-    seconds: float = 60.0
-    max_queue_s: float | None = None  # None: each shape's own
-    shapes: tuple[str, ...] = tuple(shape.name for shape in SHAPES)
-    seed: int = 0
-    quick: bool = False
-
-    @property
-    def command(self) -> str:
-        size = "--quick" if self.quick else f"--seconds {self.seconds:g}"
-        flag = "" if self.max_queue_s is None else f" --max-queue-time {self.max_queue_s:g}"
-        return f"python -m benchmarks overload {size} --shapes {','.join(self.shapes)}{flag} --seed {self.seed}"
+SHAPES = {
+    "prefill": Shape("prefill", Pace(prefill_tokens_per_s=2000.0, max_num_seqs=64), 9, 1, 0.8),
+    "decode": Shape("decode", Pace(prefill_tokens_per_s=20_000.0, max_num_seqs=16), 65, 8, 0.08),
+}
 
 
 @dataclass(slots=True)
 class Run:
-    """One key's run. `share`: of the capacity. CPU is in cores: the workers', the scheduler's, this process's."""
+    """One key's run of so many seconds, at a share of the capacity; with n sequences in each request."""
 
     shape: Shape
-    name: str
+    key: str
     share: float
-    took_s: float = 0.0
+    n: int
+    took_s: float
     samples: list[tuple[float, Sample]] = field(default_factory=list)  # when each was sent, from the beginning
-    workers_cpu: float = 0.0
-    scheduler_cpu: float = 0.0
-    own_cpu: float = 0.0
+    workers_cpu: float = 0.0  # cores
 
+    @property
     def counted(self) -> list[Sample]:
         return [sample for sent_s, sample in self.samples if sent_s >= WARM_S]
 
-    def ended(self) -> list[Sample]:
-        """Complete requests that ended while load arrived, after the warm-up."""
-        return [s for sent_s, s in self.samples if s.error is None and WARM_S <= sent_s + s.e2e_s <= self.took_s]
-
     @property
     def complete(self) -> list[Sample]:
-        return [sample for sample in self.counted() if sample.error is None]
+        return [sample for sample in self.counted if sample.error is None]
 
     @property
     def refused(self) -> list[Sample]:
-        return [sample for sample in self.counted() if sample.status == 429]
+        return [sample for sample in self.counted if sample.status == 429]
 
     @property
     def failed(self) -> list[Sample]:
-        return [sample for sample in self.counted() if sample.error is not None and sample.status != 429]
+        return [sample for sample in self.counted if sample.error is not None and sample.status != 429]
 
     @property
     def goodput(self) -> float:
         """The share of the bottleneck instances' time spent on requests that were answered in full."""
-        took_s = sum(self.shape.takes_s(each.num_prompt_tokens, each.num_output_tokens) for each in self.ended())
-        return took_s / (self.took_s - WARM_S)
+        ended = [s for sent_s, s in self.samples if s.error is None and WARM_S <= sent_s + s.e2e_s <= self.took_s]
+        spent_s = sum(self.shape.takes_s(each.num_prompt_tokens, each.num_output_tokens) for each in ended)
+        return spent_s / (self.took_s - WARM_S)
 
-    def first_token_s(self, percent: float) -> float | None:
-        return percentile([sample.ttft_s for sample in self.complete if sample.ttft_s is not None], percent)
-
-    def refusal_s(self, percent: float) -> float | None:
-        return percentile([sample.e2e_s for sample in self.refused], percent)
+    @property
+    def first_token_s(self) -> list[float]:
+        return [sample.ttft_s for sample in self.complete if sample.ttft_s is not None]
 
 
-def make_bench(seconds: float, max_queue_s: float | None, shapes: str, seed: int, quick: bool) -> OverloadBench:
-    """Builds the bench. Raises ConfigError."""
-    known = [shape.name for shape in SHAPES]
-    names = tuple(filter(None, shapes.split(","))) or tuple(known)
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"--shapes {name!r}: expected some of {','.join(known)}")
+async def run(seconds: float, shapes: str, seed: int, quick: bool, json: str) -> None:
+    """Raises PdClusterError: a scheduler that does not start, failed requests."""
+    names = names_of("--shapes", shapes, SHAPES)
     if seconds <= WARM_S:
         raise ConfigError(f"--seconds {seconds:g}: must be above {WARM_S:g}; the first ones do not count")
-    return OverloadBench(
-        seconds=WARM_S + 2 if quick else seconds, max_queue_s=max_queue_s, shapes=names, seed=seed, quick=quick
-    )
-
-
-async def run(bench: OverloadBench, json_path: str = "") -> None:
-    """Measures, prints, writes. Raises PdClusterError: a scheduler that does not start, failed requests."""
-    check_writable(json_path)
+    seconds = WARM_S + 2 if quick else seconds
+    begin(json)
     results: list[Result] = []
-    num_failed = 0
+    failed: list[Sample] = []
     with sigterm_ends_it(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
-        for shape in SHAPES:
-            if shape.name in bench.shapes:
-                runs = await _measure(bench, shape, Path(folder))
-                num_failed += sum(len(each.failed) for each in runs)
-                results += _results(shape, runs, with_goals=not bench.quick)
-    report = Report(bench.command, results)
-    report.show(f"made-up workers that a clock limits, {bench.seconds:g} s for each run")
-    if json_path:
-        report.write(json_path)
-    if num_failed:
-        raise GenerationError(f"{num_failed} requests were neither answered nor refused; the first ones are above")
+        for name in names:
+            runs = [await measured(Path(folder), each, seed) for each in runs_of(SHAPES[name], seconds)]
+            failed += [sample for each in runs for sample in each.failed]
+            results += results_of(SHAPES[name], runs, has_goals=not quick)
+    asked = f"{'--quick' if quick else f'--seconds {seconds:g}'} --shapes {','.join(names)} --seed {seed}"
+    title = f"made-up workers that a clock limits, {seconds:g} s for each run"
+    finish(Report(f"python -m benchmarks overload {asked}", results), title, json, quick)
+    if failed:
+        raise GenerationError(f"{len(failed)} requests were neither answered nor refused; the first: {failed[0].error}")
 
 
-async def _measure(bench: OverloadBench, shape: Shape, folder: Path) -> list[Run]:
-    runs = []
-    for name, max_queue_s, loads in (
-        ("80 % of capacity", shape.max_queue_s, {KEYS[0]: (NORMAL, 1)}),
-        ("3 x capacity", shape.max_queue_s, {KEYS[0]: (OVERLOAD, 1)}),
-        ("a hog's guest", HOG_QUEUE_S, {KEYS[0]: (OVERLOAD, shape.hog_n), KEYS[1]: (GUEST, 1)}),
-    ):
-        launch = Launch(
-            num_prefill=NUM_PREFILL,
-            num_decode=NUM_DECODE,
-            port=free_port_pair(),
-            served_model_names=[MODEL_NAME],
-            arguments=["--max-queue-time", f"{max_queue_s if bench.max_queue_s is None else bench.max_queue_s:g}"],
-            api_keys=list(KEYS),
-        )
-        with own_scheduler(folder, STEP_S, launch, shape.pace) as target:
-            found = await run_loads(bench, shape, name, target, loads)
-        runs.append(found[-1])
-        for each in found:
-            print(_line(each), flush=True)
-            for sample in each.failed[:3]:
-                print(f"  {sample.error}", flush=True)
-    return runs
+def runs_of(shape: Shape, seconds: float) -> list[list[Run]]:
+    """Returns the runs of one after the other, those of several keys together; the last key's counts."""
+    alone = [[Run(shape, KEYS[0], share, 1, seconds)] for share in (NORMAL, OVERLOAD)]
+    return [*alone, [Run(shape, KEYS[0], OVERLOAD, shape.hog_n, seconds), Run(shape, KEYS[1], GUEST, 1, seconds)]]
 
 
-async def run_loads(
-    bench: OverloadBench,
-    shape: Shape,
-    name: str,
-    target: Target,
-    loads: Mapping[str, tuple[float, int]],
-    timeout_s: float = CLIENT_TIMEOUT_S,
-) -> list[Run]:
-    """Returns a run for each key, "" for none; the last key's is the one that counts.
-
-    `timeout_s`: after which clients leave, counted from the request.
-    """
-    names = [name] if len(loads) == 1 else ["a hog", name]
-    found = [Run(shape, name, share) for name, (share, _) in zip(names, loads.values(), strict=True)]
-    pids = (target.workers_pid, target.pid)
-    before, own_before = [cpu_s(pid) for pid in pids], time.process_time()
-    started_s = time.monotonic()
-    await asyncio.gather(
-        *(
-            _load(bench, shape, target, Clients(key, num_sequences, timeout_s), found[at], started_s)
-            for at, (key, (_, num_sequences)) in enumerate(loads.items())
-        )
+async def measured(folder: Path, runs: Sequence[Run], seed: int) -> Run:
+    """Runs them together. Returns the last one."""
+    counts = runs[-1]
+    max_queue_s = HOG_QUEUE_S if len(runs) > 1 else counts.shape.max_queue_s
+    launch = made_up_launch([f"--max-queue-time={max_queue_s:g}"], KEYS)
+    with own_scheduler(folder, STEP_S, launch, counts.shape.pace) as target:
+        before_s, started_s = cpu_s(target.workers_pid), time.monotonic()
+        await asyncio.gather(*(load(each, target, seed, started_s) for each in runs))
+        counts.workers_cpu = (cpu_s(target.workers_pid) - before_s) / (time.monotonic() - started_s)
+    print(
+        f"{counts.shape.name}, {' beside '.join(f'{each.share:g} x the capacity' for each in reversed(runs))}: goodput "
+        f"{counts.goodput:.3f}, {len(counts.refused)} of {len(counts.counted)} refused, {len(counts.failed)} failed",
+        flush=True,
     )
-    took_s = time.monotonic() - started_s
-    workers, scheduler = ((cpu_s(pid) - then) / took_s for pid, then in zip(pids, before, strict=True))
-    for each in found:
-        each.workers_cpu, each.scheduler_cpu = workers, scheduler
-        each.own_cpu = (time.process_time() - own_before) / took_s
-    return found
+    return counts
 
 
-class Clients(NamedTuple):
-    """Those of one API key; "": without any."""
-
-    key: str
-    num_sequences: int
-    timeout_s: float
-
-
-async def _load(
-    bench: OverloadBench, shape: Shape, target: Target, clients: Clients, into: Run, started_s: float
-) -> None:
-    draw = random.Random(f"{bench.seed} {clients.key}")
+async def load(run: Run, target: Target, seed: int, started_s: float) -> None:
+    """Sends one key's requests."""
+    draw = random.Random(f"{seed} {run.key}")
     limits = httpx.Limits(max_connections=MOST_OPEN, max_keepalive_connections=0)
-    headers = {"Authorization": f"Bearer {clients.key}"} if clients.key else {}
-    timeout = httpx.Timeout(CLIENT_TIMEOUT_S)
+    headers, timeout = {"Authorization": f"Bearer {run.key}"}, httpx.Timeout(CLIENT_TIMEOUT_S)
     url = f"http://127.0.0.1:{target.port}/v1/completions"
     async with contextlib.AsyncExitStack() as running:
         pools = [
@@ -251,59 +179,35 @@ async def _load(
 
         async def send(body: Mapping[str, Any]) -> Sample:
             sent_s = time.monotonic() - started_s
-            sample = await measure(draw.choice(pools), url, body, deadline_s=clients.timeout_s)
-            into.samples.append((sent_s, sample))
+            sample = await measure(draw.choice(pools), url, body, deadline_s=CLIENT_TIMEOUT_S)
+            run.samples.append((sent_s, sample))
             return sample
 
         def body_of(number: int) -> dict[str, Any]:
             prompt = [draw.randrange(NUM_TOKEN_IDS) for _ in range(draw.randint(SHORTEST, LONGEST))]
-            return {
-                "model": MODEL_NAME,
-                "prompt": prompt,
-                "max_tokens": shape.num_output_tokens,
-                "ignore_eos": True,
-                "n": clients.num_sequences,
-            }
+            more = {"max_tokens": run.shape.num_output_tokens, "ignore_eos": True, "n": run.n}
+            return {"model": MODEL_NAME, "prompt": prompt, **more}
 
-        gaps_s: Iterable[float] = poisson(draw, into.share * shape.capacity / clients.num_sequences)
-        await Load(body_of, gaps_s, send).run(lambda _: time.monotonic() - started_s >= bench.seconds)
-    into.took_s = bench.seconds
+        gaps_s = poisson(draw, run.share * run.shape.capacity / run.n)
+        await Load(body_of, gaps_s, send).run(lambda _: time.monotonic() - started_s >= run.took_s)
 
 
-def _line(run: Run) -> str:
-    def told(value: float | None) -> str:
-        return "-" if value is None else f"{1e3 * value:.0f} ms"
-
-    return (
-        f"{run.shape.name}, {run.name}: goodput {run.goodput:.3f} of {run.shape.capacity:.1f} requests/s, "
-        f"{len(run.refused)} of {len(run.counted())} refused, {len(run.failed)} failed; first token p50 "
-        f"{told(run.first_token_s(50))}, p99 {told(run.first_token_s(99))}; refusal p99 {told(run.refusal_s(99))}; "
-        f"CPU: workers {run.workers_cpu:.1%}, scheduler {run.scheduler_cpu:.1%}, client {run.own_cpu:.1%}"
-    )
-
-
-def _results(shape: Shape, runs: Sequence[Run], with_goals: bool) -> Iterator[Result]:
+def results_of(shape: Shape, runs: Sequence[Run], has_goals: bool) -> Iterator[Result]:
     normal, overload, guest = runs
 
-    def result(name: str, value: float | None, unit: str, better: Any, goal: float | None, samples: int) -> Result:
-        goal = goal if with_goals else None
-        return Result(name=f"{shape.name}: {name}", value=value, unit=unit, better=better, goal=goal, samples=samples)
+    def of(name: str, values: Sequence[float], unit: str, goal: float | None = None, at: float = 50) -> Result:
+        better = "higher" if unit.startswith("of ") or unit == "requests/s" else "lower"
+        return result(f"{shape.name}: {name}", values, unit, better, goal if has_goals else None, at)  # type: ignore[arg-type]
 
-    first_s, normal_s, guest_s = (run.first_token_s(99) for run in (overload, normal, guest))
-    yield result("capacity", shape.capacity, "requests/s", "higher", None, 1)
-    served = overload.goodput
-    yield result("served at 3 x capacity", served, "of capacity", "higher", GOODPUT_GOAL, len(overload.ended()))
-    yield result("first token p99 at 80 %", normal_s, "s", "lower", None, len(normal.complete))
-    yield result("first token p99 at 3 x", first_s, "s", "lower", None, len(overload.complete))
-    ratio = first_s / normal_s if first_s and normal_s else None
-    yield result("first token p99, 3 x to 80 %", ratio, "x", "lower", FIRST_TOKEN_GOAL, len(overload.complete))
-    yield result("refusal p99", overload.refusal_s(99), "s", "lower", REFUSAL_GOAL_S, len(overload.refused))
-    yield result("guest of a hog, answered", _share(guest), "of asked", "higher", 1.0, len(guest.counted()))
-    yield result("guest of a hog, first token p99", guest_s, "s", "lower", None, len(guest.complete))
-    most = max(each.workers_cpu for each in runs)
-    yield result("CPU of the workers", most, "cores", "lower", CPU_GOAL, len(runs))
-    yield result("CPU of the client", max(each.own_cpu for each in runs), "cores", "lower", None, len(runs))
-
-
-def _share(run: Run) -> float | None:
-    return len(run.complete) / len(run.counted()) if run.counted() else None
+    yield of("capacity", [shape.capacity], "requests/s")
+    yield of("served at 3 x capacity", [overload.goodput], "of capacity", GOODPUT_GOAL)
+    yield of("first token p99 at 80 %", normal.first_token_s, "s", at=99)
+    yield of("first token p99 at 3 x", overload.first_token_s, "s", at=99)
+    first_s, normal_s = percentile(overload.first_token_s, 99), percentile(normal.first_token_s, 99)
+    ratio = [first_s / normal_s] if first_s and normal_s else []
+    yield of("first token p99, 3 x to 80 %", ratio, "x", FIRST_TOKEN_GOAL)
+    yield of("refusal p99", [each.e2e_s for each in overload.refused], "s", REFUSAL_GOAL_S, at=99)
+    answered = [len(guest.complete) / len(guest.counted)] if guest.counted else []
+    yield of("guest of a hog, answered", answered, "of asked", 1.0)
+    yield of("guest of a hog, first token p99", guest.first_token_s, "s", at=99)
+    yield of("CPU of the workers", [max(each.workers_cpu for each in runs)], "cores", CPU_GOAL)

@@ -115,7 +115,7 @@ def test_too_many_streams_for_this_machine() -> None:
 def test_quick_is_small() -> None:
     bench = make_bench(3, 4000, "", quick=True)
     assert (bench.rounds, bench.streams) == (1, 50)
-    assert bench.command == "pd-cluster bench router --rounds 1 --streams 50 --quick"
+    assert bench.command == "python -m benchmarks router --rounds 1 --streams 50 --quick"
 
 
 def test_versions_are_compared_by_their_least_and_by_rounds() -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.start_imports import ROLES
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pd_cluster"
 
@@ -79,7 +77,16 @@ TORCH_FREE = [
 ]
 SCHEDULER = "pd_cluster.api.scheduler_app"
 HEAVY = ("torch", "transformers", "llguidance")
-# The imports of each role's process before it does anything: top-level packages that are not Python's own.
+ROLES = {  # the imports of each role's process before it does anything
+    "up": "import pd_cluster.commands.cli, pd_cluster.cluster.processes.launcher",
+    "worker's parent": "import pd_cluster.commands.cli, pd_cluster.commands.serve, pd_cluster.api.worker_app",
+    "scheduler": "import pd_cluster.commands.cli, pd_cluster.commands.serve, pd_cluster.api.scheduler_app",
+    "rank process": (
+        "from pd_cluster.engine.start.process import import_engine; import_engine(light=True)\n"
+        "from pd_cluster.model.light_transformers import import_architecture; import_architecture('llama')"
+    ),
+}
+# Top-level packages that these bring, besides Python's own.
 COMMON = {"anyio", "idna", "jinja2", "markupsafe", "msgspec", "pd_cluster", "ranktable_tools", "typing_extensions"}
 COMMAND = {"annotated_doc", "click", "httptools", "shellingham", "starlette", "typer", "uvicorn"}
 ALLOWED = {

@@ -1,4 +1,4 @@
-"""The requests that `benchmarks engine` sends: seeded token ids, the same in every run and for every engine.
+"""The requests of `engine` and `gpu`: seeded token ids, the same in every run and for every engine.
 
 Pure; knows nothing of engines.
 """

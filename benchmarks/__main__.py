@@ -50,7 +50,7 @@ def engine(
 
 @app.command("lora")
 def lora(rounds: Rounds = 20, threads: Threads = 2, quick: Quick = False, json: Json = "") -> None:
-    """Decode steps on CPU with 1 to 32 LoRA adapters, against the same without, and transformers with PEFT."""
+    """Decode steps on CPU with 1 to 32 LoRA adapters, against the same without."""
     from benchmarks import lora
 
     lora.run(rounds, threads, quick, json)

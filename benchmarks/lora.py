@@ -1,4 +1,4 @@
-"""`python -m benchmarks lora`: decode steps on CPU with many adapters, against the same without, and PEFT."""
+"""`python -m benchmarks lora`: decode steps on CPU with many adapters, against the same without."""
 
 from __future__ import annotations
 
@@ -36,10 +36,6 @@ def results(times_ms: dict[str, float], rounds: int, goals: dict[int, float]) ->
     for num, took_ms in distinct.items():
         name = f"{num} adapters in the batch, times the speed without --enable-lora"
         found.append(Result(name=name, value=bare_ms / took_ms, unit="x", better="higher", goal=goals.get(num)))
-    if "PEFT" in times_ms:
-        few = max(num for num in distinct if num <= 8)
-        name = f"{few} adapters in the batch, times the speed of transformers with PEFT"
-        found.append(Result(name=name, value=times_ms["PEFT"] / distinct[few], unit="x", better="higher"))
     found.append(result("loading an adapter beside steps", [times_ms["loading"]], "ms"))
     delay = times_ms["p99 while loading"] / times_ms["p99"]
     name = "p99 of steps while adapters are loaded one after another, times without"

@@ -1,16 +1,15 @@
 #!/bin/sh
 # Everything that needs a GPU, in stages of at most four minutes; without a name, all of them in this order:
 #
-#   sh scripts/gpu_check.sh [correct] [engine] [cluster] [peers] [--wheels FOLDER] [--quick] [--device cpu]
+#   sh scripts/gpu_check.sh [correct] [engine] [cluster] [--wheels FOLDER] [--quick] [--device cpu]
 #   sh scripts/gpu_check.sh --download FOLDER        on a machine with a network: fetches the wheels
 #
 # correct: attention against float64, graphs against eager steps, the 8B model's logits, the model tests. engine: start,
-# decode, prefill, kernels, the price of --deterministic. cluster: clusters of real processes, the handover. peers: other
-# engines.
+# decode, prefill, kernels, the price of --deterministic. cluster: clusters of real processes, the handover.
 # $OUT receives report.json, README.md (its table), summary.txt and logs.tar.gz, after every step; default:
 # docs/benchmarks/gpu-<device name>. A later stage adds to what is there. Missing packages are installed from FOLDER (or
 # $WHEELS) into a temporary folder; without wheels, they are listed. $PYTHON, default python3, must have a torch that
-# sees the GPU, transformers and triton. $STAGE_S: seconds of a stage, 235. $FOLDER: a folder with room for 18 GB of
+# sees the GPU, transformers and triton. $STAGE_S: seconds of a stage, 235. $FOLDER: a folder with room for 17 GB of
 # models; default: /dev/shm where they fit. Exits with 0 if every test passed and every part was measured.
 
 set -eu
@@ -79,15 +78,11 @@ run_cluster() {
     bench --stage "$stage"
 }
 
-run_peers() {
-    bench --stage "$stage"
-}
-
 tool=gpu_check
 kind=gpu
 device=cuda
 stage_s=235
-STAGES="correct engine cluster peers"
+STAGES="correct engine cluster"
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 # shellcheck source=scripts/check_steps.sh
 . "$root/scripts/check_steps.sh"

@@ -15,7 +15,7 @@
 # table, after every step; default: docs/benchmarks/npu-<device name>. A later stage adds to what is there. $PYTHON,
 # default python3 (with --simulate .venv's), must have torch-npu; CANN is sourced if this shell has not done so.
 # $STAGE_S: seconds of a stage, 600.
-# $FOLDER: a folder with room for 18 GB of models. Exits with 0 if every test passed and every part was measured.
+# $FOLDER: a folder with room for 17 GB of models. Exits with 0 if every test passed and every part was measured.
 
 set -eu
 

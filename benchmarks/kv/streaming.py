@@ -7,11 +7,7 @@ then later than over a free link by whatever streaming could not hide: almost no
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-import sys
-from collections import deque
-from collections.abc import AsyncIterator
 from pathlib import Path
 from statistics import median
 
@@ -19,11 +15,8 @@ import httpx
 
 from benchmarks.child import ChildFailed, make_model
 from benchmarks.tiny_model import FP32_NBYTES, ModelShape
+from pd_cluster.bench.serve import ServeBench, ask_model, started_cluster
 from pd_cluster.client.streaming import Sample, make_client, measure
-from pd_cluster.cluster.processes.launch import Launch
-from pd_cluster.cluster.processes.launcher import Cluster
-from pd_cluster.cluster.processes.ports import free_port_pair
-from pd_cluster.errors import PdClusterError
 
 NUM_PROMPT_TOKENS = 4096
 NUM_OUTPUT_TOKENS = 4
@@ -40,11 +33,11 @@ SHAPE = ModelShape(
 )
 TOKEN_NBYTES = SHAPE.num_layers * 2 * SHAPE.num_kv_heads * SHAPE.head_dim * FP32_NBYTES
 PROMPT_NBYTES = NUM_PROMPT_TOKENS * TOKEN_NBYTES
-MODEL = "bench-kv"
 BALANCE = 0.1  # the largest relative difference between computation and transfer
 NUM_TRIES = 3  # times as many rounds as wanted, in case the machine's speed changes
 REQUEST_DEADLINE_S = 120.0
-NUM_BLOCKS = 3 * NUM_PROMPT_TOKENS // 16
+# The path between hosts, where links are slow.
+FLAGS = ("--kv-transport=dist", f"--num-blocks={3 * NUM_PROMPT_TOKENS // 16}", "--no-enable-prefix-caching")
 
 
 def measure_streaming(folder: Path, rounds: int) -> list[dict[str, float]]:
@@ -56,12 +49,13 @@ async def _measure(model: str, rounds: int) -> list[dict[str, float]]:
     """Returns rounds in which computation took as long as the link was made for; repeats others a few times."""
     rng = random.Random()  # for prompts that no prefix cache has seen
     found: list[dict[str, float]] = []
-    async with make_client() as client, _cluster(model) as free:
+    async with make_client() as client, started_cluster(ServeBench(model=model, more_flags=FLAGS)) as (free, _):
         await _ask(client, free, rng, NUM_WARM_TOKENS)
         compute_s = median([_ttft_s(await _ask(client, free, rng)) for _ in range(3)])
         rate_mb_per_s = PROMPT_NBYTES / compute_s / 1e6
         print(f"streaming: {compute_s:.1f} s to compute, so {rate_mb_per_s:.1f} MB/s", flush=True)
-        async with _cluster(model, f"--kv-rate-limit={rate_mb_per_s:.3f}") as slow:
+        limited = ServeBench(model=model, more_flags=(*FLAGS, f"--kv-rate-limit={rate_mb_per_s:.3f}"))
+        async with started_cluster(limited) as (slow, _):
             await _ask(client, slow, rng, NUM_WARM_TOKENS)
             for number in range(NUM_TRIES * rounds):
                 samples = await _both(client, free, slow, rng, number)
@@ -91,34 +85,10 @@ def _judged(free: Sample, slow: Sample, transfer_s: float) -> list[dict[str, flo
     return [{"late _%": late}] if counts else []
 
 
-@contextlib.asynccontextmanager
-async def _cluster(model: str, *flags: str) -> AsyncIterator[str]:
-    """Yields its address. Payloads use the path between hosts, where links are slow."""
-    shared = ["--kv-transport=dist", f"--num-blocks={NUM_BLOCKS}", "--no-enable-prefix-caching"]
-    launch = Launch(
-        model=model,
-        port=free_port_pair(),
-        served_model_names=[MODEL],
-        restart="no",
-        arguments=[*shared, *flags],
-    )
-    lines: deque[str] = deque(maxlen=50)
-    cluster = Cluster(launch, lines.append)
-    try:
-        await cluster.start()
-        await cluster.wait_ready()
-        yield launch.url
-    except PdClusterError:
-        print("\n".join(lines), file=sys.stderr, flush=True)
-        raise
-    finally:
-        await cluster.stop()
-
-
 async def _ask(client: httpx.AsyncClient, url: str, rng: random.Random, num_tokens: int = NUM_PROMPT_TOKENS) -> Sample:
     """Sends a request. Raises ChildFailed."""
     body = {
-        "model": MODEL,
+        "model": (await ask_model(client, url))[0],
         "prompt": [rng.randrange(NUM_TOKEN_IDS) for _ in range(num_tokens)],
         "max_tokens": NUM_OUTPUT_TOKENS,
         "temperature": 0,

@@ -1,7 +1,7 @@
 """This machine's limits: read bandwidth, and the model's matrix products alone, back to back.
 
-Each product has weights of its own, so that a pass reads as many bytes as the model does. There are two kinds: torch's
-own `F.linear`, and oneDNN with weights packed for the number of rows.
+Each product has weights of its own, so that a pass reads as many bytes as the model does. oneDNN
+computes them, with weights packed for the number of rows, as in the engine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from torch.nn import functional as F
 
 from benchmarks.spec import PeerResult, Spec, child_main
 from benchmarks.tiny_model import ModelShape
@@ -39,9 +38,8 @@ def measure(spec: Spec) -> PeerResult:
         weights = [torch.randn(size) for _ in range(shape.num_layers) for size in shape.layer_linears()]
         head = torch.randn(shape.head)
         for num_rows, num_sampled, num_passes in ((1, 1, 15), (32, 32, 15), (1024, 1, 3)):
-            for kind, make in (("stock", stock), ("packed", packed)):
-                took_ms = 1e3 * time_linears(weights, head, make, num_rows, num_sampled, num_passes)
-                figures[f"linears_{num_rows}_{kind}_ms"] = took_ms
+            took_s = time_linears(weights, head, num_rows, num_sampled, num_passes)
+            figures[f"linears_{num_rows}_ms"] = 1e3 * took_s
     return PeerResult(figures=figures)
 
 
@@ -58,10 +56,6 @@ def read_bandwidth(nbytes: int, num_tries: int = 8) -> float:
     return nbytes / best_s
 
 
-def stock(weight: torch.Tensor, num_rows: int) -> Linear:
-    return lambda x: F.linear(x, weight)
-
-
 def packed(weight: torch.Tensor, num_rows: int) -> Linear:
     ops = torch.ops.mkldnn
     reordered = ops._reorder_linear_weight(weight, num_rows)
@@ -71,14 +65,13 @@ def packed(weight: torch.Tensor, num_rows: int) -> Linear:
 def time_linears(
     weights: list[torch.Tensor],
     head: torch.Tensor,
-    make: Callable[[torch.Tensor, int], Linear],
     num_rows: int,
     num_sampled: int,
     num_passes: int,
 ) -> float:
     """Returns the median seconds of one pass over all matrices, after an uncounted one."""
-    layers = [(make(weight, num_rows), torch.randn(num_rows, weight.shape[1])) for weight in weights]
-    layers.append((make(head, num_sampled), torch.randn(num_sampled, head.shape[1])))
+    layers = [(packed(weight, num_rows), torch.randn(num_rows, weight.shape[1])) for weight in weights]
+    layers.append((packed(head, num_sampled), torch.randn(num_sampled, head.shape[1])))
     took_s = []
     for _ in range(1 + num_passes):
         start_s = time.perf_counter()

@@ -8,14 +8,9 @@ one, then streams that decode while long prompts keep arriving. The processes ar
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-import sys
 import time
-from collections import deque
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,18 +18,15 @@ import httpx
 
 from benchmarks.gpu.spec import GpuSpec, Writer, child_main
 from benchmarks.workloads import random_prompt
-from pd_cluster.bench.serve import ask_model
+from pd_cluster.bench.serve import ServeBench, ask_model, own_cluster
 from pd_cluster.client.admin import Admin
 from pd_cluster.client.instances import Traffic, fetch_instances, fetch_settled
 from pd_cluster.client.operate import is_drained
 from pd_cluster.client.streaming import Sample, make_client, measure
-from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
-from pd_cluster.cluster.processes.ports import free_port_pair
-from pd_cluster.errors import GenerationError, PdClusterError
+from pd_cluster.errors import GenerationError
 from pd_cluster.tables import percentile
 
-READY_TIMEOUT_S = 120.0
 DRAIN_TIMEOUT_S = 15.0
 POLL_S = 0.1
 SPLIT, COLOCATED = "split", "colocated"
@@ -59,38 +51,13 @@ GPU_FLAGS = ["--max-model-len=8192", "--gpu-memory-utilization=0.4", "--max-num-
 QUICK_LOAD = Load(128, 2, 2, 8, 12, 2, 0.05, 2)
 
 
-def launch_of(spec: GpuSpec) -> Launch:
+def cluster_of(spec: GpuSpec) -> ServeBench:
     """Returns one prefill and one decode instance, which share the device."""
     flags = [f"--device={spec.device}", f"--dtype={spec.dtype}", "--no-enable-prefix-caching"]
     flags += ["--num-blocks=512", "--max-model-len=2048"] if spec.quick else GPU_FLAGS
     if spec.device != "cpu":
         flags.append("--kv-transport=ipc")  # only this one: no fallback may be measured instead
-    return Launch(model=spec.model, port=free_port_pair(), arguments=flags, restart="no")
-
-
-@contextlib.asynccontextmanager
-async def started(launch: Launch, results: Writer, log: Path) -> AsyncIterator[Cluster]:
-    """Starts the cluster; all output of its processes goes to `log`, and its end is shown if something fails."""
-    lines: deque[str] = deque(maxlen=40)
-    file = log.open("a", buffering=1)
-
-    def put(line: str) -> None:
-        lines.append(line)
-        file.write(line + "\n")
-
-    cluster = Cluster(launch, put)
-    started_s = time.monotonic()
-    try:
-        await cluster.start()
-        await cluster.wait_ready(READY_TIMEOUT_S)
-        results.figure("cluster ready after", time.monotonic() - started_s, "s")
-        yield cluster
-    except PdClusterError:
-        print("\n".join(lines), file=sys.stderr, flush=True)
-        raise
-    finally:
-        await cluster.stop(kill=True)
-        file.close()
+    return ServeBench(model=spec.model, more_flags=tuple(flags))
 
 
 class Client:
@@ -139,8 +106,8 @@ class Client:
 
 async def measure_all(spec: GpuSpec, results: Writer) -> None:
     load = QUICK_LOAD if spec.quick else Load()
-    log = Path(spec.out, "cluster.log")
-    async with started(launch_of(spec), results, log) as cluster, make_client(load.num_streams + load.num_long) as http:
+    num_open = load.num_streams + load.num_long
+    async with own_cluster(cluster_of(spec)) as cluster, make_client(num_open) as http:
         name, _ = await ask_model(http, cluster.launch.url)
         await note_links(cluster.launch.admin_url, results)
         for mode in spec.sections:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
-import struct
 import tempfile
 import threading
 import time
@@ -16,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
+from safetensors.numpy import save_file
 
 from benchmarks.spec import PeerResult, Spec, child_main
 from pd_cluster.checkpoints.checkpoint import Checkpoint
@@ -49,21 +47,15 @@ class LoraFolders:
         self._num = 0
         config = json.loads((model / "config.json").read_text())
         numbers = np.random.default_rng(0)
-        header: dict[str, Any] = {}
-        parts: list[bytes] = []
-        at = 0
+        tensors: dict[str, np.ndarray[Any, Any]] = {}
         for layer in range(config["num_hidden_layers"]):
             for module in MODULES:
                 out_features, in_features = _shapes(config)[module.partition(".")[2]]
                 name = f"base_model.model.model.layers.{layer}.{module}"
                 for side, shape in (("A", (RANK, in_features)), ("B", (out_features, RANK))):
-                    data = (numbers.standard_normal(shape, dtype=np.float32) * DEVIATION).tobytes()
-                    offsets = [at, at + len(data)]
-                    header[f"{name}.lora_{side}.weight"] = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
-                    parts.append(data)
-                    at += len(data)
-        text = json.dumps(header).encode()
-        (place / WEIGHTS_FILE).write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))
+                    drawn = numbers.standard_normal(shape, dtype=np.float32)
+                    tensors[f"{name}.lora_{side}.weight"] = DEVIATION * drawn
+        save_file(tensors, place / WEIGHTS_FILE)
 
     def next(self) -> Path:
         """Makes one that was not there before."""
@@ -159,27 +151,6 @@ class Loading:
             self._model.adapters.drop(read.digest)
 
 
-def peft_step(spec: Spec, folders: list[Path]) -> Step:
-    """Returns the same step by transformers and PEFT, whose batches may mix adapters, too."""
-    import peft
-
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32)
-    model: Any = peft.PeftModel.from_pretrained(loaded, str(folders[0]), adapter_name="0")
-    for at, folder in enumerate(folders[1:], 1):
-        model.load_adapter(str(folder), adapter_name=str(at))
-    model.eval()
-    cache = transformers.DynamicCache()
-    names = [str(at % len(folders)) for at in range(spec.batch_size)]
-    model(torch.ones(spec.batch_size, CONTEXT_LEN, dtype=torch.int64), past_key_values=cache, adapter_names=names)
-    ids = torch.ones(spec.batch_size, 1, dtype=torch.int64)
-
-    def step() -> None:
-        model(ids, past_key_values=cache, adapter_names=names)
-        cache.crop(-1)
-
-    return step
-
-
 def measure(spec: Spec) -> PeerResult:
     keep_what_is_freed()  # as workers do
     distinct = QUICK_DISTINCT if spec.quick else DISTINCT
@@ -198,8 +169,6 @@ def measure(spec: Spec) -> PeerResult:
         batches = {num: batch_of(pool, spec.batch_size, num) for num in distinct}
         steps: dict[str, Step] = {"bare": lambda: bare(batches[0])}
         steps |= {f"{num} adapters": lambda num=num: model(batches[num]) for num in distinct}  # type: ignore[misc]
-        if importlib.util.find_spec("peft") is not None:
-            steps["PEFT"] = peft_step(spec, paths[:few])
         figures = least_ms(steps, spec.rounds)
         figures["p99"] = p99_ms(steps[f"{few} adapters"])
         with Loading(model, folders) as loading:

@@ -17,8 +17,6 @@ from benchmarks.workloads import random_prompt
 from pd_cluster import wire
 from pd_cluster.engine.build import build_core
 from pd_cluster.engine.step.core import EngineCore, StepResult
-from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.model.batch import build_batch
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
@@ -72,30 +70,14 @@ class Bench:
         times = self.core.times
         before = times.forward_s, times.sample_s, times.plan_s + times.commit_s
         start_s = time.perf_counter()
-        plan = self.core.plan()
-        planned_s = time.perf_counter()
-        metadata_s = self._metadata_s(plan)
-        resumed_s = time.perf_counter()
-        result = self.core.run(plan)
+        result = self.core.run(self.core.plan())
         end_s = time.perf_counter()
-        own_s = times.plan_s + times.commit_s - before[2]
         return {
-            "step": (planned_s - start_s) + (end_s - resumed_s),
+            "step": end_s - start_s,
             "forward": times.forward_s - before[0],
             "sampling": times.sample_s - before[1],
-            "bookkeeping": own_s + metadata_s + self._message_s(result),
+            "bookkeeping": times.plan_s + times.commit_s - before[2] + message_s(result),
         }
-
-    def _metadata_s(self, plan: StepPlan) -> float:
-        """Times building the metadata, once more: the forward pass builds its own."""
-        start_s = time.perf_counter()
-        build_batch(plan.chunks, self.runner.pool)
-        return time.perf_counter() - start_s
-
-    def _message_s(self, result: StepResult) -> float:
-        start_s = time.perf_counter()
-        wire.encode_body(wire.Outputs([token for _, token in result.sampled]))
-        return time.perf_counter() - start_s
 
     def ttft_s(self, prompt: list[int]) -> tuple[float, int]:
         """Returns the seconds from adding the request, alone, to its first token; and its cached prompt tokens."""
@@ -126,6 +108,13 @@ class Bench:
         """Returns the median milliseconds of the step that computes a whole prompt."""
         took_s = [self.ttft_s(self.prompt(length))[0] for _ in range(1 + num_repeats)]
         return 1e3 * median(took_s[1:])
+
+
+def message_s(result: StepResult) -> float:
+    """Returns the seconds of encoding a step's tokens for the scheduler."""
+    start_s = time.perf_counter()
+    wire.encode_body(wire.Outputs([token for _, token in result.sampled]))
+    return time.perf_counter() - start_s
 
 
 def measure(spec: Spec) -> PeerResult:

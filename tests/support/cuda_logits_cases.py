@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.spec import QUICK_SHAPES
-from benchmarks.peers.gpu_model import write_config, write_weights
+from benchmarks.gpu.spec import QUICK_SHAPE
+from benchmarks.peers.gpu_model import write_model
 from pd_cluster.devices.device import CPU
 from pd_cluster.model import loader
 from pd_cluster.model.attention_choice import triton_attention
@@ -33,8 +33,7 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
-    write_config(QUICK_SHAPES[0], made)
-    write_weights(QUICK_SHAPES[0], made, CPU)
+    write_model(QUICK_SHAPE, made, CPU)
     return made
 
 

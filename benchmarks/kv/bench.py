@@ -78,13 +78,13 @@ def make_bench(transports: str, sizes: str, quick: bool) -> KVBench:
     """Builds the bench, where empty means the default. Raises ConfigError."""
     names = names_of("--transports", transports or ",".join(choices_for("cpu")), choices_for("cpu", with_extras=True))
     for name in names:
-        if problem := BY_NAME[name].why_not(CPU):  # type: ignore[index]
+        if problem := BY_NAME[name].why_not(CPU):
             raise ConfigError(f"--transports {name}: {problem}")
     try:
         sizes_mib = tuple(int(size) for size in sizes.split(",")) if sizes else (1,) if quick else (1, 16, 256)
     except ValueError:
         raise ConfigError(f"--sizes {sizes}: expected numbers of MiB, such as 1,16,256") from None
-    return KVBench(names, sizes_mib, quick)  # type: ignore[arg-type]
+    return KVBench(names, sizes_mib, quick)
 
 
 def run(bench: KVBench, rounds: int, streaming: bool, json: str) -> None:

@@ -162,7 +162,7 @@ class Bench:
         """Runs requests of many lengths twice: the first run captures graphs for the sizes that occur."""
         vocab = self.spec.shape.vocab_size
         shape = (4, (4, 24), (2, 6)) if self.spec.quick else (128, (64, 2048), (16, 256))
-        workload = workloads.mixed(vocab, *shape)  # type: ignore[arg-type]
+        workload = workloads.mixed(vocab, *shape)
         run(self.core, workloads.warmup(vocab, 4, 16, 2))
         for which in ("first run", "second run"):
             rate = workload.num_output_tokens / run(self.core, workload).took_s

@@ -1,4 +1,4 @@
-"""Made-up workers behind a real scheduler: they answer `/instance`, speak the protocol, and compute nothing.
+"""Made-up workers behind a real scheduler: they answer `/instance`, speak the protocol, and wait in place of computing.
 
     python -m benchmarks.peers.router_workers SPEC
 
@@ -63,9 +63,13 @@ class Leg:
     read_s: float
     num_tokens: int = 0  # made up so far
 
+    @property
+    def num_sequences(self) -> int:
+        return self.submit.order.sampling.n
+
 
 class Worker:
-    """One instance.
+    """One instance: so many prompt tokens a second, one prompt after the other, and so many sequences at a time.
 
     `handed_over(name@epoch, transfer id)` reports to another instance that a prompt has landed there.
     """
@@ -75,8 +79,12 @@ class Worker:
         self.links: dict[str, LinkState] = {}
         self._spec, self._handed_over = spec, handed_over
         self._loop = asyncio.get_running_loop()
-        self._expected: dict[str, Leg] = {}  # by transfer id: prompts to compute, or to decode when they have landed
+        # By transfer id: prompts to compute, or to decode when they have landed; landed, without a place; with a place.
+        self._expected: dict[str, Leg] = {}
+        self._waiting: dict[str, Leg] = {}
         self._running: dict[str, Leg] = {}
+        self._num_running = 0  # sequences
+        self._free_s = 0.0  # when the previous prompt is computed
         self._landed: set[str] = set()  # before its Submit was read
         self._ends: dict[str, list[LegEnd]] = {}  # conn -> legs handed over with the last step
         self._events: list[wire.TraceEvent] = []
@@ -127,10 +135,16 @@ class Worker:
         os._exit(1)  # an instance that nobody hears any more would be waited for
 
     def load(self) -> wire.Load:
+        is_prefill = self.me.role == "prefill"
+        queued = [len(leg.submit.order.prompt_token_ids) for leg in list(self._expected.values())] if is_prefill else []
         return wire.Load(
+            num_running=self._num_running,
+            num_waiting=len(queued) if is_prefill else len(self._waiting),
             num_blocks=4096,
             num_free_blocks=4096,
-            prefill_tokens_per_s=self._spec.prefill_tokens_per_s,
+            num_queued_tokens=sum(queued),
+            prefill_tokens_per_s=self._spec.prefill_tokens_per_s if is_prefill else 0.0,
+            decode_step_s=0.0 if is_prefill else self._spec.step_s,
             links=self.links,
         )
 
@@ -141,13 +155,15 @@ class Worker:
         self._note(transfer_id, "submitted")
         if transfer_id in self._landed:
             self._landed.discard(transfer_id)
-            self._running[transfer_id] = leg
+            self._waiting[transfer_id] = leg
         else:
             self._expected[transfer_id] = leg
 
     def _aborted(self, transfer_id: str) -> None:
-        for legs in (self._expected, self._running):
-            legs.pop(transfer_id, None)
+        if (leg := self._running.pop(transfer_id, None)) is not None:
+            self._num_running -= leg.num_sequences
+        self._expected.pop(transfer_id, None)
+        self._waiting.pop(transfer_id, None)
         self._landed.discard(transfer_id)
 
     def landed(self, transfer_id: str) -> None:
@@ -155,60 +171,79 @@ class Worker:
         if leg is None:
             self._landed.add(transfer_id)
         else:
-            self._running[transfer_id] = leg
+            self._waiting[transfer_id] = leg
 
     def _note(self, transfer_id: str, what: str, numbers: dict[str, int] = NOTHING) -> None:
         self._events.append(wire.TraceEvent(transfer_id, time.monotonic(), what, numbers))
 
-    def _token(self, leg: Leg, position: int) -> TokenOutput:
+    def _tokens(self, leg: Leg, position: int) -> list[TokenOutput]:
+        """Returns a token of each of the request's sequences."""
         token_ids, submit = self._spec.token_ids, leg.submit
-        is_last = position + 1 >= submit.order.sampling.max_tokens
-        return TokenOutput(
-            submit.request_id,
-            submit.attempt,
-            0,
-            position,
-            token_ids[position % len(token_ids)],
-            "length" if is_last else None,
-        )
+        ending = "length" if position + 1 >= submit.order.sampling.max_tokens else None
+        token_id = token_ids[position % len(token_ids)]
+        return [
+            TokenOutput(submit.request_id, submit.attempt, index, position, token_id, ending)  # type: ignore[arg-type]
+            for index in range(leg.num_sequences)
+        ]
+
+    def _computed(self) -> dict[str, Leg]:
+        """Takes the prompts that are computed by now."""
+        found = {}
+        for transfer_id, leg in self._expected.items():
+            took_s = len(leg.submit.order.prompt_token_ids) / self._spec.prefill_tokens_per_s
+            done_s = max(self._free_s, leg.read_s) + took_s
+            if done_s > time.monotonic():
+                break
+            self._free_s = done_s
+            found[transfer_id] = leg
+        for transfer_id in found:
+            del self._expected[transfer_id]
+        return found
 
     def prefill_step(self) -> None:
-        """Answers all waiting prompts: their first tokens now, the end of their legs with the next step."""
+        """Answers computed prompts: their first tokens now, the end of their legs with the next step."""
         ends, self._ends = self._ends, {}
-        legs, self._expected = self._expected, {}
         tokens: dict[str, list[TokenOutput]] = {}
         prompts: dict[str, list[PromptOutput]] = {}
-        for transfer_id, leg in legs.items():
+        for transfer_id, leg in self._computed().items():
             for what, numbers in PREFILL_EVENTS.items():
                 self._note(transfer_id, what, numbers)
-            submit = leg.submit
-            tokens.setdefault(leg.conn, []).append(token := self._token(leg, 0))
+            submit, first = leg.submit, self._tokens(leg, 0)
+            tokens.setdefault(leg.conn, []).extend(first)
             prompts.setdefault(leg.conn, []).append(PromptOutput(submit.request_id, submit.attempt))
-            if token.finish_reason is None:
+            if first[0].finish_reason is None:
                 self._note(transfer_id, "confirmed")
                 self._handed_over(submit.peer, transfer_id)
                 self._ends.setdefault(leg.conn, []).append(LegEnd(submit.request_id, submit.attempt))
         for conn in {*tokens, *ends}:
             self._send(conn, tokens.get(conn, []), ends.get(conn, []), prompts.get(conn, []))
 
+    def _admit(self) -> None:
+        """Gives places to landed prompts, in the order in which they landed."""
+        while self._waiting:
+            transfer_id, leg = next(iter(self._waiting.items()))
+            if self._num_running and self._num_running + leg.num_sequences > self._spec.max_num_seqs:
+                return
+            self._running[transfer_id] = self._waiting.pop(transfer_id)
+            self._num_running += leg.num_sequences
+
     def decode_step(self) -> None:
-        """Sends a token of every sequence; a new one repeats its first token in the same message."""
+        """Sends a token of every sequence with a place; a new one repeats its first token in the same message."""
+        self._admit()
         tokens: dict[str, list[TokenOutput]] = {}
-        ended = []
-        for transfer_id, leg in self._running.items():
+        for transfer_id, leg in list(self._running.items()):
             told = tokens.setdefault(leg.conn, [])
             if not leg.num_tokens:
                 for what, numbers in DECODE_EVENTS.items():
                     self._note(transfer_id, what, numbers)
-                told.append(self._token(leg, 0))
+                told += self._tokens(leg, 0)
                 leg.num_tokens = 1
-            told.append(token := self._token(leg, leg.num_tokens))
+            told += self._tokens(leg, leg.num_tokens)
             leg.num_tokens += 1
-            if token.finish_reason is not None:
+            if told[-1].finish_reason is not None:
                 self._note(transfer_id, "finished", {"num_tokens": leg.num_tokens})
-                ended.append(transfer_id)
-        for transfer_id in ended:
-            del self._running[transfer_id]
+                del self._running[transfer_id]
+                self._num_running -= leg.num_sequences
         for conn, told in tokens.items():
             self._send(conn, told, [], [])
 
@@ -252,10 +287,10 @@ async def until_told(*loops: Coroutine[None, None, None]) -> None:
         task.cancel()
 
 
-async def serve(spec: WorkersSpec, kind: type[Worker]) -> None:
+async def serve(spec: WorkersSpec) -> None:
     workers: dict[str, Worker] = {}  # by name@epoch
     for me in spec.workers:
-        worker = kind(spec, me, lambda peer, transfer_id: workers[peer].landed(transfer_id))
+        worker = Worker(spec, me, lambda peer, transfer_id: workers[peer].landed(transfer_id))
         workers[worker.key] = worker
     links = {key: LinkState("up", ("shm",)) for key, worker in workers.items() if worker.me.role == "decode"}
     loops = []
@@ -270,10 +305,5 @@ async def serve(spec: WorkersSpec, kind: type[Worker]) -> None:
         worker.close()
 
 
-def main(kind: type[Worker] = Worker) -> None:
-    spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkersSpec)
-    uvloop.run(serve(spec, kind))
-
-
 if __name__ == "__main__":
-    main()
+    uvloop.run(serve(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkersSpec)))

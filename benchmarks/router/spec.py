@@ -31,8 +31,8 @@ class WorkersSpec(msgspec.Struct, frozen=True, kw_only=True):
     credentials: Credentials
     model_identity: str
     max_model_len: int
-    prefill_tokens_per_s: float = 1e6  # reported, and kept to by paced ones
-    max_num_seqs: int = 0  # for paced ones
+    prefill_tokens_per_s: float = 1e6
+    max_num_seqs: int = 1 << 20
     prefill_step_s: float = PREFILL_STEP_S
 
 

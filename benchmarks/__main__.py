@@ -61,14 +61,13 @@ def kv(
     rounds: Rounds = 5,
     transports: Annotated[str, typer.Option(help="As shm,dist,nixl; default: all but nixl.")] = "",
     sizes: Annotated[str, typer.Option(help="MiB of each transfer; default: 1,16,256.")] = "",
-    streaming: Annotated[bool, typer.Option(help="Measure what streaming hides of a slow link, too.")] = True,
     quick: Quick = False,
     json: Json = "",
 ) -> None:
-    """KV cache between two processes: GB/s, latency and streaming, against what the machine can do."""
+    """KV cache between two processes: GB/s and latency, against what the machine can do."""
     from benchmarks.kv.bench import make_bench, run
 
-    run(make_bench(transports, sizes, quick), rounds, streaming, json)
+    run(make_bench(transports, sizes, quick), rounds, json)
 
 
 @app.command("router")

@@ -13,7 +13,6 @@ from pd_cluster.tables import Report, Result
 
 DEADLINE_S = 1800.0
 GOALS = {0: 0.99, 8: 0.85, 32: 0.6}  # times the speed without --enable-lora, by adapters in a batch of 32
-MOST_DELAY = 1.2
 
 
 def run(rounds: int, threads: int, quick: bool, json: str) -> None:
@@ -24,11 +23,11 @@ def run(rounds: int, threads: int, quick: bool, json: str) -> None:
         spec = Spec(model=str(model), num_threads=threads, batch_size=4 if quick else 32, rounds=rounds, quick=quick)
         times_ms = child.run_peer("lora", spec, Path(folder), DEADLINE_S).figures
     asked = f"--rounds {rounds} --threads {threads}{' --quick' * quick}"
-    report = Report(f"python -m benchmarks lora {asked}", results(times_ms, rounds, {} if quick else GOALS))
+    report = Report(f"python -m benchmarks lora {asked}", results(times_ms, {} if quick else GOALS))
     finish(report, f"decode steps of {spec.batch_size} sequences, adapters of rank 16 on all layers", json, quick)
 
 
-def results(times_ms: dict[str, float], rounds: int, goals: dict[int, float]) -> list[Result]:
+def results(times_ms: dict[str, float], goals: dict[int, float]) -> list[Result]:
     """`times_ms`: as the child names them."""
     bare_ms = times_ms["bare"]
     found = [result("a step without --enable-lora", [bare_ms], "ms")]
@@ -36,7 +35,4 @@ def results(times_ms: dict[str, float], rounds: int, goals: dict[int, float]) ->
     for num, took_ms in distinct.items():
         name = f"{num} adapters in the batch, times the speed without --enable-lora"
         found.append(Result(name=name, value=bare_ms / took_ms, unit="x", better="higher", goal=goals.get(num)))
-    found.append(result("loading an adapter beside steps", [times_ms["loading"]], "ms"))
-    delay = times_ms["p99 while loading"] / times_ms["p99"]
-    name = "p99 of steps while adapters are loaded one after another, times without"
-    return [*found, result(name, [delay], "x", "lower", MOST_DELAY if goals else None)]
+    return found

@@ -62,14 +62,6 @@ run_correct() {
 
 run_engine() {
     bench --stage "$stage"
-    if has ncu; then
-        # By default ncu locks the clocks, and leaves them so if it is stopped: later stages would measure that.
-        step ncu 60 ncu --set detailed --clock-control none \
-            -k "regex:decode_kernel|prefill_kernel|gemm|nvjet|cutlass" \
-            "$python" -m benchmarks.peers.gpu_kernels cuda || note "ncu: counters may need rights on this machine"
-    else
-        step launches 60 "$python" -m benchmarks.peers.gpu_kernels "$device" || failed=1
-    fi
 }
 
 run_cluster() {

@@ -2,8 +2,7 @@
 
 Two processes with the worker's own mailbox, links, exports and transports, and no model, hand over prompts of several
 sizes. In every round each measurement is paired with its baseline: one thread's copy between two mappings for
-transports of one host, plain gloo for the others. Then a cluster with a link as slow as its computation shows how much
-of a transfer streaming hides.
+transports of one host, plain gloo for the others.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from benchmarks.kv.spec import (
     OpenGloo,
     OpenLane,
 )
-from benchmarks.kv.streaming import measure_streaming
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ConfigError
 from pd_cluster.tables import Report, Result, percentile
@@ -46,9 +44,9 @@ PAYLOADS = (4 << 20, 16 << 20)  # of gloo; the better one counts
 NUM_SINGLE_BLOCKS = 200
 SHARES = {"shm": (0.85, 0.60), "dist": (0.90, 0.80)}  # goals: of the baseline, checks off and on
 LEAST_MIB = 16  # smaller transfers have no goal
-BLOCK_GOAL_MS, STREAMING_GOAL = 1.0, 15.0
+BLOCK_GOAL_MS = 1.0
 
-Round = dict[str, float]  # by name: GB/s of "shm on 16 MiB" or "memcpy 16 MiB"; names in _ms, _s and _% say so
+Round = dict[str, float]  # by name: GB/s of "shm on 16 MiB" or "memcpy 16 MiB"; names in _ms say so
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +85,20 @@ def make_bench(transports: str, sizes: str, quick: bool) -> KVBench:
     return KVBench(names, sizes_mib, quick)
 
 
-def run(bench: KVBench, rounds: int, streaming: bool, json: str) -> None:
+def run(bench: KVBench, rounds: int, json: str) -> None:
     """Raises PdClusterError if something fails; never leaves a process behind."""
     begin(json)
     rounds = 1 if bench.quick else rounds
-    with sigterm_raises(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
-        with two_children("kv_sender", "kv_receiver", Path(folder)) as (sender, receiver):
-            pair = Pair(bench, sender, receiver)
-            pair.open()
-            found = [pair.measure(f"round {number + 1} of {rounds}", number % 2 == 1) for number in range(rounds)]
-        if streaming and not bench.quick:
-            found += measure_streaming(Path(folder), max(3, rounds))
+    with (
+        sigterm_raises(),
+        tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder,
+        two_children("kv_sender", "kv_receiver", Path(folder)) as (sender, receiver),
+    ):
+        pair = Pair(bench, sender, receiver)
+        pair.open()
+        found = [pair.measure(f"round {number + 1} of {rounds}", number % 2 == 1) for number in range(rounds)]
     asked = f"--rounds {rounds} --transports {','.join(bench.transports)} --sizes {','.join(map(str, bench.sizes_mib))}"
-    asked += " --quick" if bench.quick else "" if streaming else " --no-streaming"
+    asked += " --quick" * bench.quick
     finish(Report(f"python -m benchmarks kv {asked}", [*results(found, bench)]), f"{rounds} rounds", json, bench.quick)
 
 
@@ -193,7 +192,7 @@ def hand_over(sender: Child, receiver: Child, lane: Lane, move: Move, deadline_s
 
 def results(rounds: Sequence[Mapping[str, float]], bench: KVBench) -> Iterator[Result]:
     """Yields every figure, in the order in which they were first measured, then the shares."""
-    goals = {} if bench.quick else {"block shm on, p50 _ms": BLOCK_GOAL_MS, "late _%": STREAMING_GOAL}
+    goals = {} if bench.quick else {"block shm on, p50 _ms": BLOCK_GOAL_MS}
     for name in dict.fromkeys(name for each in rounds for name in each):
         label, _, unit = name.partition(" _")
         better = "lower" if unit else "higher"

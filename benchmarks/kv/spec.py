@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 
@@ -52,43 +50,43 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_blocks * self.count * BLOCK_NBYTES
 
 
-class MakePool(msgspec.Struct, frozen=True, tag=True):
+class MakePool(msgspec.Struct, frozen=True, tag="make_pool"):
     """`device`: as in --device. Pools on a device have no other mapping to copy from."""
 
     num_blocks: int
     device: str = "cpu"
 
 
-class OpenLane(msgspec.Struct, frozen=True, tag=True):
+class OpenLane(msgspec.Struct, frozen=True, tag="open_lane"):
     lane: Lane
 
 
-class Handover(msgspec.Struct, frozen=True, tag=True):
+class Handover(msgspec.Struct, frozen=True, tag="handover"):
     """For the sender: moves over this lane; `times` has one ship and one confirmation per transfer."""
 
     lane: str
     move: Move
 
 
-class LastTransfer(msgspec.Struct, frozen=True, tag=True):
+class LastTransfer(msgspec.Struct, frozen=True, tag="last_transfer"):
     """Returns the last transfer's blocks: the sender's own, and the numbers that the receiver found in its blocks."""
 
     lane: str
 
 
-class Memcpy(msgspec.Struct, frozen=True, tag=True):
+class Memcpy(msgspec.Struct, frozen=True, tag="memcpy"):
     """For the receiver: copies as much from another mapping to its pool, blocks of the same sizes, one thread."""
 
     move: Move
 
 
-class OpenGloo(msgspec.Struct, frozen=True, tag=True):
+class OpenGloo(msgspec.Struct, frozen=True, tag="open_gloo"):
     """For both at once: `port` 0 hosts the rendezvous and answers when it is there; then again with the port."""
 
     port: int = 0
 
 
-class Gloo(msgspec.Struct, frozen=True, tag=True):
+class Gloo(msgspec.Struct, frozen=True, tag="gloo"):
     """For both at once: plain send and recv of payloads, two in flight."""
 
     nbytes: int
@@ -110,15 +108,18 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-def serve_commands(handlers: Mapping[type, Callable[[Any], Answer]]) -> None:
-    """Runs a child: commands on stdin, answers on stdout, until stdin ends. Other output goes to stderr."""
+def serve_commands(child: object) -> None:
+    """Runs a child: commands on stdin, answers on stdout, until stdin ends. Other output goes to stderr.
+
+    The child has a method for each command, named by its tag.
+    """
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     decoder = msgspec.json.Decoder(Command)
     for line in sys.stdin.buffer:
         command = decoder.decode(line)
         try:
-            answer = handlers[type(command)](command)
+            answer: Answer = getattr(child, command.__struct_config__.tag)(command)
         except Exception as error:
             answer = Answer(error=f"{type(command).__name__}: {error or type(error).__name__}")
         answers.write(msgspec.json.encode(answer) + b"\n")

@@ -113,9 +113,9 @@ class Receiver:
         use(device)
         self.pool = make_pool(command.num_blocks, False, device)
         if not device.is_accelerator:
-            self.source = make_pool(command.num_blocks, of_numbers=True)  # of memcpy
-        self.copied = (FreeBlocks(command.num_blocks, 1), FreeBlocks(command.num_blocks, 2))
-        self.gloo = GlooPeer(self.pool, 1)
+            self._source = make_pool(command.num_blocks, of_numbers=True)  # of memcpy
+        self._copied = (FreeBlocks(command.num_blocks, 1), FreeBlocks(command.num_blocks, 2))
+        self._gloo = GlooPeer(self.pool, 1)
         return Answer()
 
     def open_lane(self, command: OpenLane) -> Answer:
@@ -132,21 +132,16 @@ class Receiver:
         numbers = torch.where(same, blocks[:, 0], -1).tolist()
         return Answer(blocks=numbers, error=lane.error)
 
+    def memcpy(self, command: Memcpy) -> Answer:
+        return memcpy(self._source, self.pool, self._copied, command.move)
 
-def main() -> None:
-    die_with_parent()
-    child = Receiver()
-    serve_commands(
-        {
-            MakePool: child.make_pool,
-            OpenLane: child.open_lane,
-            LastTransfer: child.last_transfer,
-            Memcpy: lambda each: memcpy(child.source, child.pool, child.copied, each.move),
-            OpenGloo: lambda each: child.gloo.open(each),
-            Gloo: lambda each: child.gloo.move(each),
-        }
-    )
+    def open_gloo(self, command: OpenGloo) -> Answer:
+        return self._gloo.open(command)
+
+    def gloo(self, command: Gloo) -> Answer:
+        return self._gloo.move(command)
 
 
 if __name__ == "__main__":
-    main()
+    die_with_parent()
+    serve_commands(Receiver())

@@ -176,7 +176,7 @@ class Sender:
         device = resolve(command.device)
         use(device)
         self._pool = make_pool(command.num_blocks, True, device)
-        self.gloo = GlooPeer(self._pool, 0)
+        self._gloo = GlooPeer(self._pool, 0)
         return Answer()
 
     def open_lane(self, command: OpenLane) -> Answer:
@@ -192,21 +192,13 @@ class Sender:
     def last_transfer(self, command: LastTransfer) -> Answer:
         return Answer(blocks=self._lanes[command.lane].last_blocks)
 
+    def open_gloo(self, command: OpenGloo) -> Answer:
+        return self._gloo.open(command)
 
-def main() -> None:
-    die_with_parent()
-    child = Sender()
-    serve_commands(
-        {
-            MakePool: child.make_pool,
-            OpenLane: child.open_lane,
-            Handover: child.handover,
-            LastTransfer: child.last_transfer,
-            OpenGloo: lambda each: child.gloo.open(each),
-            Gloo: lambda each: child.gloo.move(each),
-        }
-    )
+    def gloo(self, command: Gloo) -> Answer:
+        return self._gloo.move(command)
 
 
 if __name__ == "__main__":
-    main()
+    die_with_parent()
+    serve_commands(Sender())

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,10 +27,8 @@ from pd_cluster.model.loader import layout_of, load_model
 from pd_cluster.native.memory import keep_what_is_freed
 from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.tables import percentile
 from pd_cluster.types import Order, Request, Sampling
 
-NUM_SERIES = 200  # steps of which the slowest hundredth counts
 CONTEXT_LEN, RANK, DEVIATION = 64, 16, 0.02
 DISTINCT, QUICK_DISTINCT = (0, 1, 8, 32), (0, 1, 2)
 MODULES = (*(f"self_attn.{each}_proj" for each in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -114,43 +111,6 @@ def least_ms(steps: dict[str, Step], rounds: int) -> dict[str, float]:
     return found
 
 
-def p99_ms(step: Step) -> float:
-    took_ms = []
-    for _ in range(NUM_SERIES):
-        begun_s = time.perf_counter()
-        step()
-        took_ms.append(1e3 * (time.perf_counter() - begun_s))
-    return percentile(took_ms, 99) or 0.0
-
-
-class Loading:
-    """`with Loading(…) as loading:` loads adapters one after another on a thread."""
-
-    def __init__(self, model: CausalLM, folders: LoraFolders) -> None:
-        self.took_ms: list[float] = []
-        self._model, self._folders = model, folders
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Loading:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        assert self._model.adapters is not None
-        while not self._is_over.is_set():
-            folder = self._folders.next()
-            begun_s = time.perf_counter()
-            read = LoraFolder.read(folder, RANK)
-            self._model.adapters.load(read)
-            self.took_ms.append(1e3 * (time.perf_counter() - begun_s))
-            self._model.adapters.drop(read.digest)
-
-
 def measure(spec: Spec) -> PeerResult:
     keep_what_is_freed()  # as workers do
     distinct = QUICK_DISTINCT if spec.quick else DISTINCT
@@ -160,7 +120,6 @@ def measure(spec: Spec) -> PeerResult:
     layout = layout_of(model.config, DEFAULT_BLOCK_SIZE, "float32")
     pool = KVPool(layout, 2 * spec.batch_size * layout.num_blocks_for(CONTEXT_LEN + 1))
     pool.data.normal_()
-    few = max(num for num in distinct if num <= 8)
     with tempfile.TemporaryDirectory() as place, torch.inference_mode():
         folders = LoraFolders(Path(place), Path(spec.model))
         paths = [folders.next() for _ in range(max(distinct))]
@@ -170,10 +129,7 @@ def measure(spec: Spec) -> PeerResult:
         steps: dict[str, Step] = {"bare": lambda: bare(batches[0])}
         steps |= {f"{num} adapters": lambda num=num: model(batches[num]) for num in distinct}  # type: ignore[misc]
         figures = least_ms(steps, spec.rounds)
-        figures["p99"] = p99_ms(steps[f"{few} adapters"])
-        with Loading(model, folders) as loading:
-            figures["p99 while loading"] = p99_ms(steps[f"{few} adapters"])
-    return PeerResult(figures=figures | {"loading": min(loading.took_ms)})
+    return PeerResult(figures=figures)
 
 
 if __name__ == "__main__":

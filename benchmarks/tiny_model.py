@@ -1,4 +1,4 @@
-"""The shape of the model that `benchmarks engine` makes, and the bytes that a token reads. Knows no weights."""
+"""The shapes of models that benchmarks make, and the bytes that a token reads. Knows no weights."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_parameters(self) -> int:
         norms = (2 * self.num_layers + 1) * self.hidden_size
-        return self._num_linear_weights + self.vocab_size * self.hidden_size + norms
+        return self.num_linear_weights + self.vocab_size * self.hidden_size + norms
 
     @property
     def read_nbytes(self) -> int:
         """Bytes of weights that one token of a batch of one must read: every matrix, and one row of the embedding."""
-        return FP32_NBYTES * (self._num_linear_weights + self.hidden_size)
+        return FP32_NBYTES * (self.num_linear_weights + self.hidden_size)
 
     @property
-    def _num_linear_weights(self) -> int:
+    def num_linear_weights(self) -> int:
         per_layer = sum(out * into for out, into in self.layer_linears())
         return self.num_layers * per_layer + self.head[0] * self.head[1]
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import httpx
@@ -68,12 +68,11 @@ class Stage:
 
     async def new_pid(self, name: str, old_pid: int) -> float:
         """Waits until the process was started again. Returns the time."""
-        deadline_s = time.monotonic() + WHOLE_TIMEOUT_S
-        while self._cluster.pid_of(name) == old_pid:
-            if time.monotonic() > deadline_s:
-                raise PdClusterError(f"{name} was not started again within {WHOLE_TIMEOUT_S:g} s")
-            await asyncio.sleep(POLL_S)
-        return time.monotonic()
+
+        async def is_new() -> bool:
+            return self._cluster.pid_of(name) != old_pid
+
+        return await _until(f"{name} was not started again", is_new)
 
     def pid_of(self, name: str) -> int:
         return self._cluster.pid_of(name)
@@ -116,13 +115,12 @@ class Stage:
 
     async def lost(self, *names: str) -> float:
         """Waits until none of these is shown as ready. Returns the time."""
-        deadline_s = time.monotonic() + WHOLE_TIMEOUT_S
-        while time.monotonic() < deadline_s:
+
+        async def is_lost() -> bool:
             entries = await self.instances()
-            if entries and all(e["state"] != "ready" for e in entries if e["instance_id"] in names):
-                return time.monotonic()
-            await asyncio.sleep(POLL_S)
-        raise PdClusterError(f"the loss of {', '.join(names)} was not noticed within {WHOLE_TIMEOUT_S:g} s")
+            return bool(entries) and all(e["state"] != "ready" for e in entries if e["instance_id"] in names)
+
+        return await _until(f"the loss of {', '.join(names)} was not noticed", is_lost)
 
     async def busy(self, name: str) -> None:
         """Waits until an instance has several requests, so that a fault meets them; at most BUSY_TIMEOUT_S."""
@@ -135,20 +133,15 @@ class Stage:
 
     async def whole(self) -> None:
         """Waits until every instance is ready and every link is up."""
-        deadline_s = time.monotonic() + WHOLE_TIMEOUT_S
-        while not is_whole(await self.instances()):
-            if time.monotonic() > deadline_s:
-                raise PdClusterError(f"the cluster was not whole again within {WHOLE_TIMEOUT_S:g} s")
-            await asyncio.sleep(5 * POLL_S)
+
+        async def is_ready() -> bool:
+            return is_whole(await self.instances())
+
+        await _until("the cluster was not whole again", is_ready)
 
     async def served(self, body: dict[str, Any]) -> float:
         """Waits until a request is answered, on connections of its own. Returns the time."""
-        deadline_s = time.monotonic() + WHOLE_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            if await self.answers(body, CONNECT_TIMEOUT_S):
-                return time.monotonic()
-            await asyncio.sleep(POLL_S)
-        raise PdClusterError(f"no request was answered within {WHOLE_TIMEOUT_S:g} s")
+        return await _until("no request was answered", lambda: self.answers(body, CONNECT_TIMEOUT_S))
 
     async def answers(self, body: dict[str, Any], timeout_s: float) -> bool:
         """Returns whether a request on a connection of its own is answered within this time."""
@@ -221,6 +214,16 @@ class Stage:
 
     async def end(self) -> None:
         await self._cluster.stop()
+
+
+async def _until(problem: str, check: Callable[[], Awaitable[bool]]) -> float:
+    """Waits until the check holds. Returns the time. Raises PdClusterError."""
+    deadline_s = time.monotonic() + WHOLE_TIMEOUT_S
+    while not await check():
+        if time.monotonic() > deadline_s:
+            raise PdClusterError(f"{problem} within {WHOLE_TIMEOUT_S:g} s")
+        await asyncio.sleep(POLL_S)
+    return time.monotonic()
 
 
 def is_whole(entries: Entries) -> bool:

@@ -21,7 +21,7 @@ from benchmarks.child import ChildFailed, run_child, sigterm_raises
 from benchmarks.figures import names_of
 from benchmarks.gpu import handover
 from benchmarks.gpu.report import GpuReport, PartResult
-from benchmarks.gpu.spec import INDEX_FILE, LLAMA_8B, QUICK_SHAPE, Failed, GpuSpec, Line, Writer, read_lines
+from benchmarks.gpu.spec import LLAMA_8B, QUICK_SHAPE, WHOLE_FILE, Failed, GpuSpec, Line, Writer, read_lines
 from pd_cluster.devices.device import check_name
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.engine import PDL, PROMPT_GRAPHS, SKINNY_GATE
@@ -106,7 +106,7 @@ class GpuBench:
             quick=self.quick,
             out=str(self.out),
             shape=shape,
-            model=str(Path(self.models or folder) / f"model-{shape.name}"),
+            model=str(Path(self.models or folder) / "model-8B"),
             sections=part.sections,
         )
 
@@ -137,7 +137,7 @@ def run(bench: GpuBench) -> bool:
 def is_made(bench: GpuBench, folder: Path) -> bool:
     """Whether the folder that keeps the model has it. Raises ConfigError if there is no room for it."""
     spec = bench.spec(MODEL, folder)
-    if Path(spec.model, INDEX_FILE).exists():
+    if Path(spec.model, WHOLE_FILE).exists():
         return True
     wanted, place = 2 * spec.shape.num_parameters, Path(spec.model).parent
     if (free := shutil.disk_usage(place).free) < ROOM * wanted:
@@ -153,7 +153,7 @@ def run_part(bench: GpuBench, part: Part, folder: Path, left_s: float) -> tuple[
     spec, started_s = bench.spec(part, folder), time.monotonic()
     if left_s < part.least_s:
         return PartResult(part.name, "not run", 0.0, f"{max(0.0, left_s):.0f} s of --budget were left"), []
-    if part.reads_model and not Path(spec.model, INDEX_FILE).exists():
+    if part.reads_model and not Path(spec.model, WHOLE_FILE).exists():
         return PartResult(part.name, "not run", 0.0, "the model is not there"), []
     print(f"{part.name} …", flush=True)
     deadline_s = min(part.most_s * (QUICK_SLOWER if bench.quick else 1), left_s)

@@ -7,6 +7,7 @@ bytes and operations of its steps. Knows nothing of goals; imports no torch.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -14,39 +15,15 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.tiny_model import ModelShape
 from pd_cluster.tables import Better, spread
 
 BF16_NBYTES = 2
-INDEX_FILE = "model.safetensors.index.json"  # of a model's shards
+WHOLE_FILE = "tokenizer.json"  # of a model's folder, written last
 
 
-class GpuShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A Llama with random weights. `name` is part of every figure's name."""
-
-    name: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_positions: int = 131072
-
-    @property
-    def layer_linear_weights(self) -> int:
-        """Weights of one layer: qkv, o, gate and up, down."""
-        attention, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return self.hidden_size * (2 * attention + 2 * kv + 3 * self.intermediate_size)
-
-    @property
-    def head_weights(self) -> int:
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def num_parameters(self) -> int:
-        """All parameters except the norms, which are a few thousand numbers."""
-        return self.num_layers * self.layer_linear_weights + 2 * self.head_weights
+class GpuShape(ModelShape, frozen=True, kw_only=True):
+    """A model whose weights and KV cache are in bfloat16."""
 
     @property
     def read_nbytes(self) -> int:
@@ -54,15 +31,12 @@ class GpuShape(msgspec.Struct, frozen=True, kw_only=True):
 
         A step also reads one row of the embedding per sequence, which is left out, as are norms.
         """
-        return BF16_NBYTES * (self.num_layers * self.layer_linear_weights + self.head_weights)
-
-    @property
-    def kv_nbytes_per_token(self) -> int:
-        return BF16_NBYTES * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return BF16_NBYTES * self.num_linear_weights
 
     def decode_read_nbytes(self, batch: int, context_len: float) -> float:
         """Returns the bytes of one step in which every sequence attends to `context_len` tokens."""
-        return self.read_nbytes + batch * context_len * self.kv_nbytes_per_token
+        kv_nbytes = BF16_NBYTES * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return self.read_nbytes + batch * context_len * kv_nbytes
 
     def prefill_flops(self, num_prompts: int, prompt_len: int) -> float:
         """Returns a prefill's operations: two per weight and token in the layers, the output layer, and attention.
@@ -70,14 +44,13 @@ class GpuShape(msgspec.Struct, frozen=True, kw_only=True):
         The output layer runs for the last token of each prompt only; attention has two products of head_dim for each
         pair of a query and a key that it may see.
         """
-        linear = 2.0 * self.num_layers * self.layer_linear_weights * prompt_len
-        pairs = prompt_len * (prompt_len + 1) / 2
-        attention = 4.0 * self.num_layers * self.num_heads * self.head_dim * pairs
-        return num_prompts * (linear + attention + 2.0 * self.head_weights)
+        head = math.prod(self.head)
+        linear = 2.0 * (self.num_linear_weights - head) * prompt_len
+        attention = 2.0 * self.num_layers * self.num_heads * self.head_dim * prompt_len * (prompt_len + 1)
+        return num_prompts * (linear + attention + 2.0 * head)
 
 
 LLAMA_8B = GpuShape(
-    name="8B",
     num_layers=32,
     hidden_size=4096,
     num_heads=32,
@@ -87,7 +60,6 @@ LLAMA_8B = GpuShape(
     vocab_size=128256,
 )
 QUICK_SHAPE = GpuShape(
-    name="8B",
     num_layers=2,
     hidden_size=64,
     num_heads=4,

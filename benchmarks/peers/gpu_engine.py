@@ -54,7 +54,7 @@ class Bench:
         self.rng = random.Random(SEED)
         self._num_requests = 0
         results.note(
-            f"{self.prefix}{spec.shape.name}: {self.runner.max_num_batched_tokens} tokens a step, "
+            f"{self.prefix}engine: {self.runner.max_num_batched_tokens} tokens a step, "
             f"{self.runner.pool.num_blocks} blocks of {self.runner.pool.layout.block_size}"
         )
 

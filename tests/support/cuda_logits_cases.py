@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.gpu.spec import QUICK_SHAPE
-from benchmarks.peers.gpu_model import write_model
+from benchmarks.peers.make_model import make_model
 from pd_cluster.devices.device import CPU
 from pd_cluster.model import loader
 from pd_cluster.model.attention_choice import triton_attention
@@ -33,7 +34,7 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
-    write_model(QUICK_SHAPE, made, CPU)
+    make_model(made, QUICK_SHAPE, torch.bfloat16)
     return made
 
 

@@ -1,4 +1,4 @@
-"""Output of every `pd-cluster bench` command: figures with units, spread and goals.
+"""Output of `pd-cluster bench` and of benchmarks: figures with units, spread and goals.
 
 The file of `--json FILE`:
 

@@ -17,7 +17,7 @@ from collections import deque
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("pd_cluster", "ranktable_tools", "tests")
+PACKAGES = ("pd_cluster", "ranktable_tools", "benchmarks", "tests")
 QUICK = ("tests/unit", "tests/model")
 CACHES = (".", "one-process", "clusters", "given")  # in .pytest_cache: pytest's own, and those of scripts/test.sh
 DURATIONS = Path("v") / "pd_cluster" / "durations"  # file -> seconds

@@ -13,7 +13,6 @@ PLATFORMS=$(for glibc in 17 24 26 27 28 31 34; do echo "--platform manylinux_2_$
 # Dependencies of pyproject.toml that come with the image, as do triton and torch-npu: too large to carry, and built for the device.
 OF_IMAGE="torch transformers tokenizers safetensors numpy"
 FOR_TESTS="pytest pytest-timeout pytest-xdist hypothesis"
-MATPLOTLIB="matplotlib contourpy cycler fonttools kiwisolver pillow pyparsing python-dateutil six" # numpy is there
 
 say() {
     echo "$tool: $*" >&2
@@ -58,25 +57,20 @@ download() {
     mkdir -p "$1"
     wanted=$(needs)
     set -f
-    for way in "$wanted" "--no-deps $MATPLOTLIB"; do
-        # shellcheck disable=SC2086
-        "$python" -m pip download -q --disable-pip-version-check --only-binary=:all: $PLATFORMS \
-            -c "$root/constraints.txt" --python-version "${PIP_PYTHON_VERSION:-3.12}" -d "$1" $way ||
-            fail "pip could not download" $way
-    done
+    # shellcheck disable=SC2086
+    "$python" -m pip download -q --disable-pip-version-check --only-binary=:all: $PLATFORMS \
+        -c "$root/constraints.txt" --python-version "${PIP_PYTHON_VERSION:-3.12}" -d "$1" $wanted ||
+        fail "pip could not download" $wanted
     set +f
     say "$(ls "$1" | wc -l) wheels, $(du -sh "$1" | cut -f1) in $1"
 }
 
-# Installs the carried wheels and their dependencies; and matplotlib, for the picture, if it is missing.
+# Installs the carried wheels and their dependencies.
 install() {
     lacking=$(needs missing)
     [ -z "$lacking" ] || [ -n "$wheels" ] ||
         fail "$python lacks" $lacking "- carry them along: sh scripts/$tool.sh --download FOLDER, then --wheels FOLDER"
     [ -z "$lacking" ] || pip_install $lacking
-    if [ -n "$wheels" ] && ! "$python" -c 'import matplotlib' 2>/dev/null; then
-        pip_install --no-deps $MATPLOTLIB
-    fi
 }
 
 pip_install() {
@@ -160,7 +154,7 @@ pack() {
     tar -czf "$work/logs.tar.gz" -C "$work" logs && mv "$work/logs.tar.gz" "$out/logs.tar.gz"
     [ -f "$logs/report.json" ] || return 0
     cp "$logs/report.json" "$out/report.json"
-    "$python" -m pd_cluster bench gpu --table "$logs/report.json" >"$out/README.md" || say "no table could be made"
+    "$python" -m benchmarks gpu --table "$logs/report.json" >"$out/README.md" || say "no table could be made"
 }
 
 finish() {
@@ -189,7 +183,7 @@ place_of_models() {
 bench() {
     budget=$((stage_end - $(date +%s) - 15))
     [ "$budget" -ge 1 ] || budget=1
-    step "bench-$stage" 235 "$python" -m pd_cluster bench gpu --device "$device" "$@" $quick \
+    step "bench-$stage" 235 "$python" -m benchmarks gpu --device "$device" "$@" $quick \
         --budget "$budget" --out "$logs" --models "$models" --resume || failed=1
 }
 

@@ -1,16 +1,15 @@
 #!/bin/sh
 # Everything that needs a GPU, in stages of at most four minutes; without a name, all of them in this order:
 #
-#   sh scripts/gpu_check.sh [correct] [engine] [cluster] [peers] [--wheels FOLDER] [--quick] [--device cpu]
+#   sh scripts/gpu_check.sh [correct] [engine] [cluster] [--wheels FOLDER] [--quick] [--device cpu]
 #   sh scripts/gpu_check.sh --download FOLDER        on a machine with a network: fetches the wheels
 #
 # correct: attention against float64, graphs against eager steps, the 8B model's logits, the model tests. engine: start,
-# decode, prefill, kernels, the price of --deterministic. cluster: clusters of real processes, the handover. peers: other
-# engines.
+# decode, prefill, kernels, the price of --deterministic. cluster: clusters of real processes, the handover.
 # $OUT receives report.json, README.md (its table), summary.txt and logs.tar.gz, after every step; default:
 # docs/benchmarks/gpu-<device name>. A later stage adds to what is there. Missing packages are installed from FOLDER (or
 # $WHEELS) into a temporary folder; without wheels, they are listed. $PYTHON, default python3, must have a torch that
-# sees the GPU, transformers and triton. $STAGE_S: seconds of a stage, 235. $FOLDER: a folder with room for 18 GB of
+# sees the GPU, transformers and triton. $STAGE_S: seconds of a stage, 235. $FOLDER: a folder with room for 17 GB of
 # models; default: /dev/shm where they fit. Exits with 0 if every test passed and every part was measured.
 
 set -eu
@@ -29,7 +28,7 @@ has() {
 
 # The models are written while the first tests run, which compile most kernels: each worker others.
 run_correct() {
-    "$python" -m pd_cluster bench gpu --device "$device" --parts models $quick --models "$models" \
+    "$python" -m benchmarks gpu --device "$device" --parts models $quick --models "$models" \
         --out "$work/models-report" >"$logs/models.txt" 2>&1 &
     writer=$!
     tests parity 100 -n "$num_workers" tests/model/test_cuda_parity.py -k "${quick:+mixed-float16-64}"
@@ -63,14 +62,6 @@ run_correct() {
 
 run_engine() {
     bench --stage "$stage"
-    if has ncu; then
-        # By default ncu locks the clocks, and leaves them so if it is stopped: later stages would measure that.
-        step ncu 60 ncu --set detailed --clock-control none \
-            -k "regex:decode_kernel|prefill_kernel|gemm|nvjet|cutlass" \
-            "$python" -m pd_cluster.lab.peers.gpu_kernels cuda || note "ncu: counters may need rights on this machine"
-    else
-        step launches 60 "$python" -m pd_cluster.lab.peers.gpu_kernels "$device" || failed=1
-    fi
 }
 
 run_cluster() {
@@ -79,15 +70,11 @@ run_cluster() {
     bench --stage "$stage"
 }
 
-run_peers() {
-    bench --stage "$stage"
-}
-
 tool=gpu_check
 kind=gpu
 device=cuda
 stage_s=235
-STAGES="correct engine cluster peers"
+STAGES="correct engine cluster"
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 # shellcheck source=scripts/check_steps.sh
 . "$root/scripts/check_steps.sh"

@@ -8,18 +8,18 @@
 # machine: cards, versions, rank tables, the network between the cards. operators: each operator of torch-npu that is
 # used, in bfloat16 and real shapes, against float64. graphs: captured decode steps against eager ones, and how long
 # captures take. pairs: KV blocks over HCCL and IPC and their GB/s, with either end killed. guide: the deployment
-# guide's example, its commands and requests, without and with --npu-tp-graphs. figures: `bench gpu` on the first card.
+# guide's example, its commands and requests, without and with --npu-tp-graphs. figures: `benchmarks gpu` on the first card.
 # --cards: as the driver numbers them; the first half prefill, the others decode (default 0,1,2,3; at least two).
 # --model: a model for the guide's example; default: a tiny one.
 # $OUT receives summary.txt and logs.tar.gz (all logs, which is what to send), and report.json with README.md, its
 # table, after every step; default: docs/benchmarks/npu-<device name>. A later stage adds to what is there. $PYTHON,
 # default python3 (with --simulate .venv's), must have torch-npu; CANN is sourced if this shell has not done so.
 # $STAGE_S: seconds of a stage, 600.
-# $FOLDER: a folder with room for 18 GB of models. Exits with 0 if every test passed and every part was measured.
+# $FOLDER: a folder with room for 17 GB of models. Exits with 0 if every test passed and every part was measured.
 
 set -eu
 
-PARTS_OF_FIGURES="ceilings,engine,cluster" # of `pd-cluster bench gpu`; the pairs have the rates of the handover
+PARTS_OF_FIGURES="ceilings,engine,cluster" # of `python -m benchmarks gpu`; the pairs have the rates of the handover
 
 own_option() {
     case "$1" in

@@ -1,4 +1,4 @@
-"""The commands that a newcomer types, as processes of their own: quickstart, instances, bench serve, bench router."""
+"""The commands that a newcomer types, as processes of their own: quickstart, instances, bench serve."""
 
 from __future__ import annotations
 
@@ -269,20 +269,4 @@ def test_bench_serve_on_a_cluster_of_its_own(checkpoint: Checkpoints, tmp_path: 
         assert result["met"] is (True if result["name"] == "errors" else None)
         assert result["name"] == "errors" or result["value"] > 0
     assert "measuring: 4 of 4 requests" in out
-    assert_nothing_left(pid)
-
-
-@pytest.mark.slow
-def test_bench_router_runs(tmp_path: Path) -> None:
-    """The real scheduler before made-up workers; without the router that it is compared with."""
-    file = tmp_path / "bench.json"
-    peers = f"--peers-dir={tmp_path}"
-    pid, code, out, err = run(*PD_CLUSTER, "bench", "router", "--quick", "--streams=20", peers, f"--json={file}")
-    assert (code, err) == (0, ""), out + err
-    results = {result["name"].partition(" ")[2]: result for result in json.loads(file.read_text())["results"]}
-    assert results["errors"]["value"] == 0
-    assert results["streams_held"]["value"] == 20
-    assert results["cpu_then"]["value"] > 0
-    assert results["added_ttft_p99"]["samples"] == 50
-    assert f"note: no sglang-router in {tmp_path}" in out
     assert_nothing_left(pid)

@@ -82,7 +82,7 @@ if __name__ == "__main__":
 def extended(tmp_path: Path, section: str) -> Path:
     """A copy of the package with this section's patch."""
     for package in ("pd_cluster", "ranktable_tools"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "lab"))
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     (patch,) = re.findall(r"```diff\n(.*?)```", SECTIONS[section], re.S)
     assert patch.count("\n+++ ") == MOST_FILES[section]
     (tmp_path / "patch").write_text(patch, "utf-8")

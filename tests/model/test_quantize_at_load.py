@@ -15,8 +15,6 @@ from safetensors.torch import load_file, save_file
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ConfigError, ModelError, called
-from pd_cluster.lab.child import make_model
-from pd_cluster.lab.tiny_model import ModelShape
 from pd_cluster.model.loader import load_model
 from pd_cluster.model.quantized import weight as quantized_weight
 from pd_cluster.model.quantized.encode import encoded
@@ -267,7 +265,9 @@ def test_a_wrong_order_of_halves_is_a_fault(tmp_path: Path, monkeypatch: pytest.
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve layers of 768 with weights that are not small: what one code changes grows from layer to layer."""
-    return make_model(tmp_path_factory.mktemp("deep"), ModelShape(vocab_size=512), 1)
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
+    changes = {**sizes, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.05}
+    return make_checkpoint(tmp_path_factory.mktemp("deep"), "llama", **changes)
 
 
 def test_codes_that_fall_to_the_other_side_are_no_fault(deep: Path) -> None:

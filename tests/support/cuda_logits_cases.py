@@ -8,10 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.gpu.spec import QUICK_SHAPE
+from benchmarks.peers.make_model import make_model
 from pd_cluster.devices.device import CPU
-from pd_cluster.lab.gpu.spec import QUICK_SHAPES
-from pd_cluster.lab.peers.gpu_model import write_config, write_weights
 from pd_cluster.model import loader
 from pd_cluster.model.attention_choice import triton_attention
 from tests.support.interpreted import choose_device
@@ -33,8 +34,7 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
-    write_config(QUICK_SHAPES[0], made)
-    write_weights(QUICK_SHAPES[0], made, CPU)
+    make_model(made, QUICK_SHAPE, torch.bfloat16)
     return made
 
 

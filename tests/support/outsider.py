@@ -16,7 +16,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from pd_cluster.lab.faults.ports import listeners
+from tests.support.listeners import listeners
 
 TIMEOUT = timedelta(seconds=5)
 ANSWER_S = 0.3

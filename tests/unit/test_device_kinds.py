@@ -19,7 +19,7 @@ def test_every_kind_has_its_row() -> None:
     assert [BY_KIND[kind].block_size for kind in KINDS] == [16, 16, 128]
 
 
-@pytest.mark.parametrize("package", ["kv", "transport", "model", "engine", "lab"])
+@pytest.mark.parametrize("package", ["kv", "transport", "model", "engine"])
 def test_nobody_asks_which_kind_a_device_is(package: str) -> None:
     """Names are for logs and messages; what follows from a kind is a field of its row."""
     for file in (PACKAGE / package).rglob("*.py"):

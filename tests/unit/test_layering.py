@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.lab.start_imports import ROLES
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pd_cluster"
 
@@ -36,24 +34,24 @@ LAYERS: list[tuple[str, ...]] = [
     ("client", "service"),
     ("api", "bench", "gateway"),
     ("offline",),
-    ("lab", "messages", "pytorch", "turbomind", "fastdeploy", "vl"),
+    ("messages", "pytorch", "turbomind", "fastdeploy", "vl"),
     ("commands",),
     ("__main__",),
 ]
-# A place is a module or package of pd_cluster; bench.peers are the programs of child processes.
+# A place is a module or package of pd_cluster.
 ONLY_IN = {
     "fastapi": ("api",),
     "fastapi_offline": ("api",),
     "starlette": ("api",),
     "uvicorn": ("api",),
-    "transformers": ("model", "lab.peers"),
-    "torch": ("kv", "native", "transport", "model", "engine", "devices", "offline.local", "lab.peers"),
+    "transformers": ("model",),
+    "torch": ("kv", "native", "transport", "model", "engine", "devices", "offline.local"),
     "zmq": ("net",),
     "llguidance": ("text.grammar",),
     "jinja2": ("text.chat_template", "text.template_roles"),
-    "tokenizers": ("text", "lab.peers"),
+    "tokenizers": ("text",),
     "typer": ("commands",),
-    "matplotlib": ("commands.trace.png", "lab.gpu.picture"),
+    "matplotlib": ("commands.trace.png",),
     "tqdm": ("offline.progress",),
     "triton": ("model.cuda", "kv.copy_kernel"),
     "PIL": ("media",),
@@ -63,7 +61,7 @@ ONLY_IN = {
     "google": ("gateway.messages_pb2",),
     "av": ("media",),
     "opentelemetry": ("service.traces",),
-    "flashinfer": ("model.cuda.flashinfer", "lab.peers.gpu_attention"),
+    "flashinfer": ("model.cuda.flashinfer",),
 }
 TORCH_FREE = [
     "pd_cluster.service.guides.guide_child",
@@ -71,9 +69,6 @@ TORCH_FREE = [
     "pd_cluster.service.prompts.template_child",
     "pd_cluster.service.prompts.picture_child",
     "pd_cluster.api.worker_app",
-    "pd_cluster.lab.engine.bench",
-    "pd_cluster.lab.gpu.bench",
-    "pd_cluster.lab.kv.bench",
     "pd_cluster.commands.cli",
     "pd_cluster.devices.hccl",
     "pd_cluster.gateway.server",
@@ -82,7 +77,16 @@ TORCH_FREE = [
 ]
 SCHEDULER = "pd_cluster.api.scheduler_app"
 HEAVY = ("torch", "transformers", "llguidance")
-# The imports of each role's process before it does anything: top-level packages that are not Python's own.
+ROLES = {  # the imports of each role's process before it does anything
+    "up": "import pd_cluster.commands.cli, pd_cluster.cluster.processes.launcher",
+    "worker's parent": "import pd_cluster.commands.cli, pd_cluster.commands.serve, pd_cluster.api.worker_app",
+    "scheduler": "import pd_cluster.commands.cli, pd_cluster.commands.serve, pd_cluster.api.scheduler_app",
+    "rank process": (
+        "from pd_cluster.engine.start.process import import_engine; import_engine(light=True)\n"
+        "from pd_cluster.model.light_transformers import import_architecture; import_architecture('llama')"
+    ),
+}
+# Top-level packages that these bring, besides Python's own.
 COMMON = {"anyio", "idna", "jinja2", "markupsafe", "msgspec", "pd_cluster", "ranktable_tools", "typing_extensions"}
 COMMAND = {"annotated_doc", "click", "httptools", "shellingham", "starlette", "typer", "uvicorn"}
 ALLOWED = {
@@ -154,6 +158,7 @@ def test_imports_point_downward(module: str, file: Path) -> None:
             is_same = other < own or name.split(".")[1] == module.split(".")[1]
             assert is_same, f"{module} imports {name}, which stands beside it in its layer"
         top = name.split(".")[0]
+        assert top not in ("benchmarks", "tests"), f"{module} imports {name}, which is not installed"
         if top in ONLY_IN:
             places = tuple(f"pd_cluster.{place}." for place in ONLY_IN[top])
             assert f"{module}.".startswith(places), f"{module} imports {name}; only {ONLY_IN[top]} may"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 
 import pytest
 
@@ -22,7 +22,6 @@ from pd_cluster.kv.open_stores import check_tiers, read_secrets
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.kv.tier_orders import UNKNOWN, AnyOrder, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
 from pd_cluster.kv.tier_thread import TierBusy, TierThread
-from pd_cluster.lab.router.tier_trace import MODES, TierTrace, replay
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.processes import HandoverSettings
 from pd_cluster.types import Order, Sampling
@@ -340,19 +339,3 @@ def test_an_address_that_is_none_is_refused_without_repeating_it() -> None:
         shared_store.SharedStore("redis://user:se/cret@host:6379/0", seal.Seal([b"s" * 32], b"", 8))
     assert "escape special characters in the password" in str(error.value)
     assert "cret" not in str(error.value)
-
-
-def test_a_replayed_trace_finds_more_with_each_tier() -> None:
-    rng, requests = random.Random(1), []
-    talks: dict[int, list[int]] = defaultdict(list)
-    ids = iter(range(1, 1 << 30))
-    for at in range(150):
-        talk = talks[rng.randrange(20)]
-        talk += [next(ids) for _ in range(rng.randint(1, 4))]
-        requests.append((at * 1.0, [0, *talk]))
-    bench = TierTrace("", 2, device_tokens=100 * 512, host_tokens=200 * 512, tier_tokens=4000 * 512)
-    shares = [replay(bench, mode, requests)[0] for mode in MODES]
-    robin, device, host, disk, shared = shares
-    assert robin < device < host < disk, shares
-    assert shared > host
-    assert disk > 0.6

@@ -17,9 +17,9 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.devices.streams import poll
-from pd_cluster.lab.faults.ports import listeners
 from pd_cluster.transport.events import Landed
 from pd_cluster.transport.meeting import MAX_KEYS, Meeting
+from tests.support.listeners import listeners
 from tests.support.transports import WAIT_S, Link
 
 ROOT = Path(__file__).parents[2]

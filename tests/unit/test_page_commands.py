@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from benchmarks.__main__ import app as benchmarks_app
 from pd_cluster.commands.cli import main, whole_command
 from pd_cluster.settings.flags import judge, normalize
 from ranktable_tools import cli as ranktable_cli
@@ -89,6 +91,18 @@ def test_command_lines_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         except (Exception, SystemExit) as error:
             if is_whole or "requires an argument" not in str(error):  # a span may name a flag without its value
                 raise AssertionError(f"{line}: {error}") from error
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_command_lines_of_benchmarks_parse(page: Path) -> None:
+    command: Any = typer.main.get_command(benchmarks_app)
+    text = " ".join(page.read_text("utf-8").split())
+    for line in re.findall(r"`python -m benchmarks ([^`…]+)`", text):
+        name, *words = shlex.split(line)
+        try:
+            command.commands[name].make_context(name, words)
+        except Exception as error:
+            raise AssertionError(f"python -m benchmarks {line}: {error}") from error
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Functions whose parameters are given from outside: flags, and names that users call.
 GIVEN = {
-    "commands.bench": {"serve", "routing"},
-    "commands.bench_steps": {"engine"},
+    "commands.bench": {"serve"},
     "commands.cli": {"up"},
     "commands.endpoint_picker": {"endpoint_picker"},
     "offline.llm": {"LLM.__init__", "LLM.chat"},
@@ -77,8 +76,8 @@ def test_they_are_counted(source: str, expected: list[tuple[str, int]]) -> None:
     assert [(name, num_parameters(function, name)) for name, function in functions(ast.parse(source))] == expected
 
 
-# Modules with the names of other projects, and benchmarks, which describe them.
-FOREIGN = ("fastdeploy", "offline/lmdeploy", "lab", "bench")
+# Modules with the names of other projects, and a benchmark, which describes them.
+FOREIGN = ("fastdeploy", "offline/lmdeploy", "bench")
 
 
 def test_a_class_name_means_one_thing() -> None:

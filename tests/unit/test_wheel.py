@@ -35,19 +35,11 @@ def test_the_wheel_has_all_that_serves(site: Path) -> None:
     tracked = subprocess.run(
         ["git", "ls-files", "pd_cluster", "ranktable_tools"], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    wanted = {name for name in tracked.stdout.split() if not name.startswith("pd_cluster/lab/")}
+    wanted = set(tracked.stdout.split())
     found = {str(file.relative_to(site)) for file in site.rglob("*") if file.is_file()}
     assert len(wanted) > 300
     assert wanted <= found
-    assert not {name for name in found if "/lab/" in name or "vllm_server" in name or "sglang" in name}
-
-
-def test_a_measurement_that_is_not_installed_says_where_it_is(site: Path) -> None:
-    done = python(site, "-m", "pd_cluster", "bench", "engine")
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("pd-cluster: `pd-cluster bench engine` is not part of the installed package")
-    assert "checkout" in line
+    assert {name.split("/")[0].split("-")[0] for name in found} == {"pd_cluster", "ranktable_tools"}
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def name_of(file: Path) -> str:
 def packages() -> dict[str, list[Path]]:
     """Maps each package to its own modules."""
     found: defaultdict[str, list[Path]] = defaultdict(list)
-    for folder in ("pd_cluster", "ranktable_tools"):
+    for folder in ("pd_cluster", "ranktable_tools", "benchmarks"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             found[name_of(file.parent)].append(file)
     return found

@@ -1,0 +1,227 @@
+"""`python -m benchmarks NAME …`, in a checkout: the signature of each function is its command line.
+
+Imports nothing heavy at the top.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pd_cluster.commands.signature import given_model
+from pd_cluster.errors import PdClusterError
+
+Json = Annotated[str, typer.Option(help="Write the result to this file too.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often everything is measured, in turn.")]
+Threads = Annotated[int, typer.Option(min=1, help="Compute threads.")]
+Quick = Annotated[bool, typer.Option(help="Everything small, no goals: does it all run?")]
+Seed = Annotated[int, typer.Option(help="Of the requests and of when they come.")]
+Faults = Annotated[str, typer.Option(help="With commas; an unknown name lists them; default: all.")]
+LoadShare = Annotated[float, typer.Option(help="Share of what the cluster can serve.")]
+KVTransport = Annotated[str, typer.Option(help="shm or dist; default: what `up` chooses.")]
+
+app = typer.Typer(help="Measure parts of this checkout.", no_args_is_help=True)
+
+
+def _run(measuring: Coroutine[Any, Any, None]) -> None:
+    """Runs clients on uvloop: they use cores that the servers may share, and take a third less of them so."""
+    import uvloop
+
+    uvloop.run(measuring)
+
+
+@app.command("engine")
+def engine(
+    workload: Annotated[str, typer.Option(help="uniform,mixed,steps; default: all.")] = "",
+    rounds: Rounds = 3,
+    threads: Threads = 2,
+    quick: Quick = False,
+    json: Json = "",
+) -> None:
+    """The engine alone against transformers' generate(), and its steps against what the machine can do."""
+    from benchmarks import engine
+
+    engine.run(workload, rounds, threads, quick, json)
+
+
+@app.command("lora")
+def lora(rounds: Rounds = 20, threads: Threads = 2, quick: Quick = False, json: Json = "") -> None:
+    """Decode steps on CPU with 1 to 32 LoRA adapters, against the same without."""
+    from benchmarks import lora
+
+    lora.run(rounds, threads, quick, json)
+
+
+@app.command("kv")
+def kv(
+    rounds: Rounds = 5,
+    transports: Annotated[str, typer.Option(help="As shm,dist,nixl; default: all but nixl.")] = "",
+    sizes: Annotated[str, typer.Option(help="MiB of each transfer; default: 1,16,256.")] = "",
+    quick: Quick = False,
+    json: Json = "",
+) -> None:
+    """KV cache between two processes: GB/s and latency, against what the machine can do."""
+    from benchmarks.kv.bench import make_bench, run
+
+    run(make_bench(transports, sizes, quick), rounds, json)
+
+
+@app.command("router")
+def router(
+    rounds: Rounds = 3,
+    streams: Annotated[int, typer.Option(min=1, help="Streams that are open at once for the memory of one.")] = 4000,
+    against: Annotated[
+        str, typer.Option(help="Another checkout of this project: compare a request's CPU time only, in turn.")
+    ] = "",
+    quick: Quick = False,
+    json: Json = "",
+) -> None:
+    """The scheduler's CPU time a token and a request, added TTFT and memory a stream."""
+    from benchmarks.router.bench import run
+
+    run(rounds, streams, against, quick, json)
+
+
+@app.command("routing")
+def routing(
+    policies: Annotated[str, typer.Option(help="To compare, with commas.")] = "least-loaded,prefix-aware",
+    users: Annotated[int, typer.Option(min=1)] = 50,
+    turns: Annotated[int, typer.Option(min=1, help="Of each user's conversation.")] = 4,
+    rounds: Rounds = 1,
+    json: Json = "",
+) -> None:
+    """Conversations of many users, with one routing policy after another: cache hits, TTFT, TPOT."""
+    from benchmarks.router.routing import Conversations, run
+
+    _run(run(policies, Conversations(users, turns), rounds, json))
+
+
+@app.command("overload")
+def overload(
+    seconds: Annotated[float, typer.Option(help="Of each of six runs.")] = 60.0,
+    shapes: Annotated[str, typer.Option(help="What is short: prefill,decode; default: each once.")] = "",
+    seed: Seed = 0,
+    quick: Quick = False,
+    json: Json = "",
+) -> None:
+    """Three times the capacity before made-up workers: what is served, how late, what is refused, and a hog's guest."""
+    from benchmarks.router.overload import run
+
+    _run(run(seconds, shapes, seed, quick, json))
+
+
+@app.command("hog")
+def hog(
+    seconds: Annotated[float, typer.Option(help="Of each attack.")] = 20.0,
+    attacks: Annotated[str, typer.Option(help="With commas; an unknown name lists them; default: all.")] = "",
+    json: Json = "",
+) -> None:
+    """Three quiet tenants beside one that attacks in turn with guides, pictures, sequences, adapters and more."""
+    from benchmarks.router.hog import make_bench, run
+
+    _run(run(make_bench(seconds, attacks), json))
+
+
+@app.command("faults")
+def faults(
+    faults: Faults = "",
+    num_requests: Annotated[int, typer.Option(min=1, help="Requests of each run, at least.")] = 1000,
+    load: LoadShare = 0.7,
+    seed: Seed = 0,
+    kv_transport: KVTransport = "",
+    quick: Quick = False,
+    json: Json = "",
+) -> None:
+    """Two prefill and two decode instances that die, stand still and are restarted under load: what requests notice."""
+    from benchmarks.faults.bench import make_bench, run
+
+    _run(run(make_bench(faults, num_requests, load, seed, quick, kv_transport), json))
+
+
+@app.command("soak")
+def soak(
+    model: Annotated[
+        str, typer.Option(callback=given_model, help="Model folder; default: the model that the project ships.")
+    ] = "",
+    minutes: Annotated[float, typer.Option(help="Of load, after a quiet run.")] = 30.0,
+    kv_transport: KVTransport = "shm",
+    faults: Faults = "",
+    load: LoadShare = 0.4,
+    seed: Seed = 0,
+    leave: Annotated[float, typer.Option(help="Share of requests whose clients leave within a second.")] = 0.0,
+    tenants: Annotated[int, typer.Option(help="Clients with addresses of their own that the requests come from.")] = 1,
+    quick: Quick = False,
+    json: Json = "",
+) -> None:
+    """Two prefill and two decode instances under steady load, with faults at random: what is lost, what grows."""
+    from benchmarks.faults.soak import make_bench, run
+
+    _run(run(make_bench(model, minutes, kv_transport, faults, load, seed, quick, leave, tenants), json))
+
+
+@app.command("start")
+def start(rounds: Rounds = 5, json: Json = "") -> None:
+    """How soon a cluster is ready, and a killed worker again, against `import torch`; and its memory."""
+    from benchmarks import start
+
+    start.run(rounds, json)
+
+
+@app.command("multimodal")
+def multimodal(rounds: Rounds = 3, quick: Quick = False, json: Json = "") -> None:
+    """Pictures: how many the front reads, TTFT with them, and what streams without pictures pay."""
+    from benchmarks import multimodal
+
+    _run(multimodal.run(rounds, quick, json))
+
+
+@app.command("gpu")
+def gpu(
+    parts: Annotated[
+        str, typer.Option(help="With commas; a wrong name lists them; default: all. models: only makes the model.")
+    ] = "",
+    stage: Annotated[str, typer.Option(help="Only the parts of this stage of scripts/gpu_check.sh.")] = "",
+    device: Annotated[str, typer.Option(help="cuda, or cpu with --quick.")] = "cuda",
+    budget: Annotated[float, typer.Option(min=1, help="Seconds; a part that does not fit any more is not run.")] = 540,
+    out: Annotated[str, typer.Option(help="Folder of the report, profiles and logs.")] = "gpu-report",
+    models: Annotated[str, typer.Option(help="A folder that keeps the model; a whole one is not made again.")] = "",
+    resume: Annotated[bool, typer.Option(help="Adds to the report that is in --out.")] = False,
+    quick: Quick = False,
+    table: Annotated[str, typer.Option(help="Only print this report as Markdown.")] = "",
+) -> None:
+    """The CUDA path: decode, prefill, handover and a split cluster against what the GPU can do."""
+    from benchmarks.gpu.bench import GpuBench, parts_of, run
+    from benchmarks.gpu.report import table as table_of
+
+    if table:
+        print(table_of(Path(table)), end="")
+        return
+    place = Path(out).expanduser().absolute()
+    bench = GpuBench(
+        parts=parts_of(parts, stage),
+        device=device,
+        quick=quick,
+        budget_s=budget,
+        out=place,
+        models=models,
+        resume=resume,
+    )
+    if not run(bench):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses."""
+    try:
+        app(prog_name="python -m benchmarks")
+    except PdClusterError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

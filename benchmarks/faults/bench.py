@@ -1,0 +1,268 @@
+"""`python -m benchmarks faults`: the effect on requests when instances of a cluster die, hang or restart.
+
+Starts two prefill and two decode instances, measures how many requests they serve, and sends seeded requests at 70 %
+of that as a Poisson process: first without a fault, then during each one. The first run gives the expected output,
+token by token. Only processes started here receive signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.faults.left import Left
+from benchmarks.faults.list import ALL_FAULTS
+from benchmarks.faults.report import MOST_DESCRIPTORS, Run, Tokens, is_right, show
+from benchmarks.faults.stage import Stage
+from benchmarks.faults.terms import Fault, Means, Seen
+from benchmarks.load import LONGEST_OUTPUT, LONGEST_PROMPT, Load, LoadRequest, Send, make_asks, poisson
+from pd_cluster.bench.serve import sigterm_ends_it
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.client.streaming import make_client
+from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launcher import Cluster
+from pd_cluster.cluster.processes.ports import free_port_pair
+from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
+from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.tables import Report, Result, check_writable
+from pd_cluster.transport.table import choices_for
+
+NUM_PREFILL = NUM_DECODE = 2
+CONCURRENCY = 32  # while measuring the capacity
+LEAD_S = 2.0  # of load, before the fault
+CLOSE_S = 10.0  # longer than idle connections are kept
+COUNT_S = 3.0  # between two reads of the last requests
+MOST_AT_ONCE = 4000
+MOST_FOR_CAPACITY = 400
+QUICK_FAULTS = ("kill-both", "kill-scheduler")
+QUICK_NUM_REQUESTS, QUICK_STALL_S, QUICK_SCALE = 60, 6.0, 0.02
+NAME = "faults"
+TRANSPORTS = choices_for("cpu")  # between processes of one host, with pools in its memory
+
+
+@dataclass(frozen=True, slots=True)
+class FaultsBench:
+    """The command's parameters. `num_requests`: the least in each run."""
+
+    model: str = ""
+    faults: tuple[str, ...] = tuple(ALL_FAULTS)
+    num_requests: int = 1000
+    load: float = 0.7
+    stall_s: float = 20.0
+    seed: int = 0
+    quick: bool = False
+    kv_transport: str = ""
+
+    @property
+    def scale(self) -> float:
+        """The share of a fault's counts that `--quick` uses."""
+        return QUICK_SCALE if self.quick else 1.0
+
+    @property
+    def command(self) -> str:
+        default = QUICK_FAULTS if self.quick else tuple(ALL_FAULTS)
+        only = f" --faults {','.join(self.faults)}" if self.faults != default else ""
+        size = "--quick" if self.quick else f"--num-requests {self.num_requests}"
+        over = f" --kv-transport {self.kv_transport}" if self.kv_transport else ""
+        return f"python -m benchmarks faults{only}{over} {size} --load {self.load:g} --seed {self.seed}"
+
+
+def make_bench(faults: str, num_requests: int, load: float, seed: int, quick: bool, kv_transport: str) -> FaultsBench:
+    """Builds the bench. Raises ConfigError."""
+    names = named(faults, ALL_FAULTS)
+    check_load(load)
+    check_transport(kv_transport)
+    if not quick:
+        return FaultsBench("", names, num_requests, load, seed=seed, kv_transport=kv_transport)
+    names = names if faults else QUICK_FAULTS
+    return FaultsBench("", names, QUICK_NUM_REQUESTS, load, QUICK_STALL_S, seed, True, kv_transport)
+
+
+def named(faults: str, allowed: Iterable[str]) -> tuple[str, ...]:
+    """Returns the named faults, or all if none is named. Raises ConfigError."""
+    names = tuple(filter(None, faults.split(","))) or tuple(allowed)
+    for name in names:
+        if name not in allowed:
+            raise ConfigError(f"--faults {name!r}: expected some of {','.join(allowed)}")
+    return names
+
+
+def check_load(load: float) -> None:
+    """Checks the load. Raises ConfigError."""
+    if not 0 < load <= 1:
+        raise ConfigError(f"--load {load:g}: must be above 0 and at most 1, a share of what the cluster can serve")
+
+
+def check_transport(kv_transport: str) -> None:
+    """Raises ConfigError for a transport that two processes' CPU pools cannot use."""
+    if kv_transport not in ("", *TRANSPORTS):
+        raise ConfigError(f"--kv-transport {kv_transport!r}: expected {' or '.join(TRANSPORTS)}")
+
+
+async def run(bench: FaultsBench, json_path: str = "") -> None:
+    """Measures, prints, writes. Raises PdClusterError: no cluster, or any request that was lost or wrong."""
+    check_writable(json_path)
+    check_model(bench.model)
+    started_s = time.monotonic()
+    with sigterm_ends_it():
+        async with started(bench.model, bench.kv_transport) as stage:
+            scene = Scene(bench, stage)
+            quiet, capacity = await scene.quiet()
+            runs = [quiet, *[await scene.play(key, capacity, expected_of(quiet)) for key in bench.faults]]
+    load = f"{bench.load:.0%} of {capacity:.1f} requests/s"
+    show(f"two prefill and two decode instances at {load}; {time.monotonic() - started_s:.0f} s in all", runs)
+    if json_path:
+        results = [Result(name="capacity", value=capacity, unit="requests/s", better="higher")]
+        Report(bench.command, results + [result for run in runs for result in run.results()]).write(json_path)
+    if not is_right(runs):
+        raise GenerationError("requests failed or differ, or blocks are held; see above")
+
+
+def check_model(named_model: str) -> None:
+    """Raises ConfigError at once, in one line, for a wrong model."""
+    model = named_model or str(SHIPPED_MODEL)
+    limit = Checkpoint.open(model).max_model_len(None)
+    if limit < (needed := LONGEST_PROMPT + LONGEST_OUTPUT):
+        raise ConfigError(f"--model {model}: its context of {limit} tokens is too short; {needed} are needed")
+
+
+@contextlib.asynccontextmanager
+async def started(model: str, kv_transport: str) -> AsyncIterator[Stage]:
+    """Starts a fresh cluster, and stops it afterwards."""
+    launch = Launch(
+        model=model,
+        num_prefill=NUM_PREFILL,
+        num_decode=NUM_DECODE,
+        port=free_port_pair(),
+        served_model_names=[NAME],
+        restart="on-failure",
+        arguments=[f"--kv-transport={kv_transport}"] if kv_transport else [],
+    )
+    lines: deque[str] = deque(maxlen=100)
+    print(f"starting {NUM_PREFILL} prefill, {NUM_DECODE} decode and the scheduler …", flush=True)
+    async with make_client(MOST_AT_ONCE) as client:
+        stage = Stage(Cluster(launch, lines.append), client)
+        try:
+            await stage.start()
+            yield stage
+        except PdClusterError:
+            print("\n".join(lines), file=sys.stderr, flush=True)
+            raise
+        finally:
+            await stage.end()
+
+
+class Scene:
+    """The requests and the cluster that serves them."""
+
+    def __init__(self, bench: FaultsBench, stage: Stage) -> None:
+        self._bench = bench
+        self.stage = stage
+        self._asks = make_asks(random.Random(bench.seed), bench.num_requests)
+
+    async def play(self, key: str, capacity: float, expected: Sequence[Tokens]) -> Run:
+        """Runs one fault."""
+        fault = ALL_FAULTS[key]
+        await self.stage.whole()
+        return await self._run(key, fault.title, (fault.load or self._bench.load) * capacity, expected, fault)
+
+    async def quiet(self) -> tuple[Run, float]:
+        """Returns the run without a fault, and the capacity in requests per second."""
+        await self.stage.whole()
+        capacity = await self._capacity()
+        quiet = await self._run("quiet", "no fault", self._bench.load * capacity)
+        if quiet.failed:
+            raise GenerationError(f"without any fault a request failed: {quiet.failed[0].sample.error}")
+        return quiet, capacity
+
+    async def _capacity(self) -> float:
+        """Measures a warm cluster's capacity."""
+        for salt, number in (("warm", CONCURRENCY), ("capacity", min(len(self._asks), MOST_FOR_CAPACITY))):
+            load = self.load(salt, 1.0)
+            capacity = await load.closed_loop(number, CONCURRENCY)
+            if failed := [answer for answer in load.answers if not answer.is_complete]:
+                raise GenerationError(f"without any fault a request failed: {failed[0].sample.error}")
+        print(f"capacity: {capacity:.1f} requests/s, {CONCURRENCY} at a time", flush=True)
+        return capacity
+
+    async def _run(
+        self, key: str, title: str, rate: float, expected: Sequence[Tokens] = (), fault: Fault | None = None
+    ) -> Run:
+        """Sends all requests at least once, and as long as the fault's script runs."""
+        started_s, before = time.monotonic(), Left.now(self.stage.pids())
+        load = self.load(key, rate)
+        script = asyncio.ensure_future(self._script(key, fault, rate) if fault is not None else _nothing())
+        counting = asyncio.ensure_future(self.count())
+        try:
+            await load.run(lambda number: number >= len(self._asks) and script.done())
+            seen = await script
+        finally:
+            for task in (script, counting):
+                task.cancel()
+            await asyncio.gather(script, counting, return_exceptions=True)
+        await self.stage.whole()
+        num_held = await self.stage.held()
+        await self.stage.count_replays()
+        num_replayed, _ = self.stage.take_replays()
+        answers = load.answers + seen.answers
+        left = await self._left(before)
+        run = Run(key, title, answers, expected, fault, seen, num_replayed, num_held, left)
+        print(
+            f"{title}: {len(run.complete)} of {len(run.answers)} requests in {time.monotonic() - started_s:.0f} s",
+            flush=True,
+        )
+        return run
+
+    async def _left(self, before: Left) -> Left:
+        """Returns what is left beyond `before`, once clients' connections have had time to close."""
+        deadline_s = time.monotonic() + CLOSE_S
+        while True:
+            left = Left.now(self.stage.pids()).since(before)
+            if left.num_descriptors <= MOST_DESCRIPTORS or time.monotonic() > deadline_s:
+                return left
+            await asyncio.sleep(CLOSE_S / 10)
+
+    async def _script(self, key: str, fault: Fault, rate: float) -> Seen:
+        await asyncio.sleep(LEAD_S)
+        return await fault.script(self.means(key, rate))
+
+    def means(self, salt: str, rate: float) -> Means:
+        probe = LoadRequest((1, 2, 3), 1, None).body(NAME, "probe")
+        bench = self._bench
+        rng, body_of = random.Random(bench.seed), self._body_of(f"{salt} script")
+        return Means(self.stage, bench.stall_s, probe, bench.scale, rng, body_of, rate)
+
+    async def count(self) -> None:
+        while True:
+            await asyncio.sleep(COUNT_S)
+            await self.stage.count_replays()
+
+    def load(self, salt: str, rate: float, send: Send | None = None) -> Load:
+        """Makes the same gaps and the same requests in every run."""
+        gaps_s = poisson(random.Random(self._bench.seed), rate)
+        return Load(self._body_of(salt), gaps_s, send or self.stage.stream)
+
+    def _body_of(self, salt: str) -> Callable[[int], dict[str, Any]]:
+        """Returns a function for request bodies; repeated requests use other prefix cache entries."""
+
+        def body_of(number: int) -> dict[str, Any]:
+            turn, at = divmod(number, len(self._asks))
+            return self._asks[at].body(NAME, f"{salt} {turn}")
+
+        return body_of
+
+
+def expected_of(quiet: Run) -> list[Tokens]:
+    """Returns the right tokens of each request, by its number."""
+    return [answer.sample.token_ids for answer in sorted(quiet.answers, key=lambda answer: answer.number)]
+
+
+async def _nothing() -> Seen:
+    return Seen()

@@ -1,0 +1,170 @@
+"""The final report of `bench soak`: shares, the worst times, and whether memory or descriptors grew.
+
+Pure: answers and samples in, figures and lines out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from benchmarks.faults.left import NOTHING, Left
+from benchmarks.faults.report import COMPLETE_GOAL, MOST_DESCRIPTORS, Tokens, first_difference
+from benchmarks.load import Answer
+from pd_cluster.tables import Result, counted
+
+WARM_SHARE = 1 / 3  # of a process's samples: caches and heaps fill first
+FEWEST_SAMPLES = 6  # for a slope
+MOST_SHOWN = 20
+HOUR_S = 3600.0
+LEFT = "its client left"  # the error of a request that the bench itself left
+
+
+class Use(NamedTuple):
+    """One process's use at one time of the monotonic clock. Memory is anonymous, without the pool's."""
+
+    at_s: float
+    memory_mib: float
+    num_descriptors: int
+
+
+class Tally:
+    """Compares answers with the right tokens as they arrive, and keeps only those that differ."""
+
+    def __init__(self, expected: Sequence[Tokens]) -> None:
+        self.num_answers = self.num_complete = self.num_exact = self.num_refused = self.num_left = 0
+        self.worst_gap_s = self.worst_wait_s = 0.0
+        self.lines: list[str] = []
+        self._expected = expected
+
+    def take(self, answer: Answer) -> None:
+        sample = answer.sample
+        if sample.error == LEFT:
+            self.num_left += 1
+            return
+        self.num_answers += 1
+        if answer.is_refused:
+            self.num_refused += 1
+            return
+        where = f"request {answer.number} ({' and '.join(sample.served_by) or 'nobody'})"
+        if not answer.is_complete:
+            self._note(f"{where} failed after {len(sample.token_ids)} tokens: {sample.error}")
+            return
+        self.num_complete += 1
+        self.worst_gap_s = max(self.worst_gap_s, *sample.itl_s, 0.0)
+        self.worst_wait_s = max(self.worst_wait_s, sample.ttft_s or 0.0)
+        expected = self._expected[answer.number % len(self._expected)]
+        if sample.token_ids == expected:
+            self.num_exact += 1
+        else:
+            self._note(f"{where} differs from token {first_difference(expected, sample.token_ids)} on")
+
+    def _note(self, line: str) -> None:
+        if len(self.lines) < MOST_SHOWN:
+            self.lines.append(line)
+
+    def results(self) -> list[Result]:
+        return [
+            _share("complete", self.num_complete, self.num_answers - self.num_refused, COMPLETE_GOAL),
+            _share("exact", self.num_exact, self.num_complete, 100.0),
+            counted("requests", self.num_answers, "requests"),
+            counted("refused", self.num_refused, "requests"),
+            counted("left by their clients", self.num_left, "requests"),
+            _worst("worst gap", self.worst_gap_s, "s"),
+            _worst("worst wait", self.worst_wait_s, "s"),
+        ]
+
+
+class Watch:
+    """Samples of each process over time. The caller reads each `Use`."""
+
+    def __init__(self) -> None:
+        self._samples: dict[tuple[int, str], list[Use]] = {}
+        self._last: set[tuple[int, str]] = set()
+
+    def note(self, uses: Mapping[tuple[int, str], Use]) -> None:
+        for process, use in uses.items():
+            self._samples.setdefault(process, []).append(use)
+        self._last = set(uses)
+
+    def by_minute(self) -> Iterator[str]:
+        """Yields a line for each living process: its memory in MiB, minute by minute."""
+        for process in sorted(self._last, key=lambda process: process[1]):
+            samples = self._samples[process]
+            told, next_s = [], samples[0].at_s
+            for use in samples:
+                if use.at_s >= next_s:
+                    told.append(f"{use.memory_mib:.0f}")
+                    next_s = use.at_s + 59.0
+            yield f"{process[1]}, MiB by minute: {' '.join(told)}"
+
+    def results(self) -> list[Result]:
+        """Returns an hourly slope for each living process with enough samples; its warm-up is left out."""
+        found = []
+        for process in sorted(self._last, key=lambda process: process[1]):
+            samples = self._samples[process]
+            warm = samples[int(len(samples) * WARM_SHARE) :]
+            if len(warm) >= FEWEST_SAMPLES:
+                for name, unit, value_of in SERIES:
+                    slope = slope_per_hour(warm, value_of)
+                    found.append(_worst(f"{process[1]} {name}", value_of(samples[-1]), unit))
+                    found.append(_worst(f"{process[1]} {name} slope", slope, f"{unit}/h", len(warm)))
+        return found
+
+
+SERIES: tuple[tuple[str, str, Callable[[Use], float]], ...] = (
+    ("memory", "MiB", lambda use: use.memory_mib),
+    ("descriptors", "descriptors", lambda use: use.num_descriptors),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Soak:
+    """The result of one soak. `faults` counts each fault that was drawn."""
+
+    took_s: float
+    tally: Tally
+    watch: Watch
+    faults: Counter[str] = field(default_factory=Counter)
+    num_replayed: int = 0
+    num_held: int = 0
+    left: Left = NOTHING
+
+    def results(self) -> list[Result]:
+        return [
+            *self.tally.results(),
+            Result(name="duration", value=self.took_s / 60, unit="min", better="higher"),
+            counted("faults", self.faults.total(), "faults"),
+            *(counted(f"fault {name}", number, "faults") for name, number in sorted(self.faults.items())),
+            counted("replayed", self.num_replayed, "requests"),
+            counted("held", self.num_held, "blocks", 0),
+            counted("processes left", self.left.num_processes, "processes", 0),
+            counted("descriptors left", self.left.num_descriptors, "descriptors", MOST_DESCRIPTORS),
+            counted("shared memory left", self.left.num_shared, "files", 0),
+            _worst("memory left", self.left.memory_mib, "MiB"),
+            *self.watch.results(),
+        ]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether all goals that do not depend on the machine's speed were met."""
+        return all(result.met is not False for result in self.results())
+
+
+def slope_per_hour(samples: Sequence[Use], value_of: Callable[[Use], float]) -> float:
+    """Fits a line by least squares to two or more samples at different times; returns its slope per hour."""
+    mean_s = sum(use.at_s for use in samples) / len(samples)
+    mean = sum(map(value_of, samples)) / len(samples)
+    spread = sum((use.at_s - mean_s) ** 2 for use in samples)
+    return HOUR_S * sum((use.at_s - mean_s) * (value_of(use) - mean) for use in samples) / spread if spread else 0.0
+
+
+def _share(name: str, count: int, total: int, goal: float) -> Result:
+    value = 100 * count / total if total else None
+    return Result(name=name, value=value, unit="%", better="higher", samples=total, goal=goal)
+
+
+def _worst(name: str, value: float, unit: str, samples: int = 1) -> Result:
+    return Result(name=name, value=value, unit=unit, better="lower", samples=samples)

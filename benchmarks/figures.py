@@ -1,0 +1,49 @@
+"""Figures of several rounds, and the end of a benchmark: its table, its notes and its file. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from pd_cluster.errors import ConfigError
+from pd_cluster.tables import Better, Report, Result, check_writable, percentile, spread
+
+BUSY_LOAD = 0.7  # by other processes: spinning threads suffer more than their share
+
+
+def result(
+    name: str, values: Sequence[float], unit: str, better: Better = "lower", goal: float | None = None, at: float = 50
+) -> Result:
+    """Returns the median of the values, or another percentile; no value if there are none."""
+    return Result(
+        name=name,
+        value=percentile(values, at),
+        unit=unit,
+        better=better,
+        samples=len(values),
+        spread=spread(values),
+        goal=goal,
+    )
+
+
+def names_of(flag: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names that commas separate, or all if none is given. Raises ConfigError for an unknown one."""
+    names = tuple(filter(None, map(str.strip, text.split(","))))
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"{flag} {unknown[0]}: expected some of {','.join(known)}")
+    return names or tuple(known)
+
+
+def begin(json: str) -> None:
+    """Checks the file before any time is spent on its contents. Raises ConfigError."""
+    check_writable(json)
+    if (load := os.getloadavg()[0]) > BUSY_LOAD:
+        print(f"note: this machine is busy already (load {load:.1f}); expect low figures and a wide spread", flush=True)
+
+
+def finish(report: Report, title: str, json: str, quick: bool = False) -> None:
+    report.show(title)
+    if quick:
+        print("note: --quick tells whether everything runs; its figures mean nothing")
+    if json:
+        report.write(json)

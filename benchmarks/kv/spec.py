@@ -1,0 +1,126 @@
+"""Messages between `benchmarks kv` and its two children: one JSON line per command, one per answer.
+
+Knows nothing of goals or figures; imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+
+import msgspec
+
+from pd_cluster.types import Role
+from pd_cluster.wire import TransportName
+
+# A block of a model of 32 layers with 4 KV heads (Yi-6B's shape) in float16 is 1 MiB; 4,096 tokens are 256 MiB.
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 4, 128, 16
+BLOCK_NBYTES = 1 << 20
+RUN_BLOCKS = 8  # consecutive blocks of a request in the pool
+
+
+class Lane(msgspec.Struct, frozen=True, kw_only=True):
+    """One link with its own transport and options. The receiver opens it first; its port and epoch go to the sender."""
+
+    transport: TransportName
+    checked: bool  # checksum and HMAC
+    secret: bytes = b""
+    port: int = 0
+    epoch: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.transport} {'on' if self.checked else 'off'}"
+
+    def key_of(self, role: Role) -> bytes:
+        """Returns the private key of one end: both ends know both."""
+        return hashlib.sha256(self.secret + role.encode()).digest()
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    """`count` transfers of `num_blocks` blocks each, up to `num_under_way` at a time."""
+
+    num_blocks: int
+    count: int
+    num_under_way: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.count * BLOCK_NBYTES
+
+
+class MakePool(msgspec.Struct, frozen=True, tag="make_pool"):
+    """`device`: as in --device. Pools on a device have no other mapping to copy from."""
+
+    num_blocks: int
+    device: str = "cpu"
+
+
+class OpenLane(msgspec.Struct, frozen=True, tag="open_lane"):
+    lane: Lane
+
+
+class Handover(msgspec.Struct, frozen=True, tag="handover"):
+    """For the sender: moves over this lane; `times` has one ship and one confirmation per transfer."""
+
+    lane: str
+    move: Move
+
+
+class LastTransfer(msgspec.Struct, frozen=True, tag="last_transfer"):
+    """Returns the last transfer's blocks: the sender's own, and the numbers that the receiver found in its blocks."""
+
+    lane: str
+
+
+class Memcpy(msgspec.Struct, frozen=True, tag="memcpy"):
+    """For the receiver: copies as much from another mapping to its pool, blocks of the same sizes, one thread."""
+
+    move: Move
+
+
+class OpenGloo(msgspec.Struct, frozen=True, tag="open_gloo"):
+    """For both at once: `port` 0 hosts the rendezvous and answers when it is there; then again with the port."""
+
+    port: int = 0
+
+
+class Gloo(msgspec.Struct, frozen=True, tag="gloo"):
+    """For both at once: plain send and recv of payloads, two in flight."""
+
+    nbytes: int
+    payload_nbytes: int
+
+
+Command = MakePool | OpenLane | Handover | LastTransfer | Memcpy | OpenGloo | Gloo
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """`took_s` is the measured time. `error`: the child's own words if it failed."""
+
+    took_s: float = 0.0
+    port: int = 0
+    epoch: int = 0
+    ships_s: list[float] = []
+    confirms_s: list[float] = []
+    blocks: list[int] = []
+    error: str = ""
+
+
+def serve_commands(child: object) -> None:
+    """Runs a child: commands on stdin, answers on stdout, until stdin ends. Other output goes to stderr.
+
+    The child has a method for each command, named by its tag.
+    """
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    decoder = msgspec.json.Decoder(Command)
+    for line in sys.stdin.buffer:
+        command = decoder.decode(line)
+        try:
+            answer: Answer = getattr(child, command.__struct_config__.tag)(command)
+        except Exception as error:
+            answer = Answer(error=f"{type(command).__name__}: {error or type(error).__name__}")
+        answers.write(msgspec.json.encode(answer) + b"\n")
+    os._exit(0)  # threads of links and sockets need no clean-up

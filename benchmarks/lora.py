@@ -1,0 +1,38 @@
+"""`python -m benchmarks lora`: decode steps on CPU with many adapters, against the same without."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from benchmarks import child
+from benchmarks.figures import begin, finish, result
+from benchmarks.spec import Spec
+from benchmarks.tiny_model import QUICK_SHAPE, ModelShape
+from pd_cluster.tables import Report, Result
+
+DEADLINE_S = 1800.0
+GOALS = {0: 0.99, 8: 0.85, 32: 0.6}  # times the speed without --enable-lora, by adapters in a batch of 32
+
+
+def run(rounds: int, threads: int, quick: bool, json: str) -> None:
+    """Raises PdClusterError."""
+    begin(json)
+    with child.sigterm_raises(), tempfile.TemporaryDirectory(prefix="pd-cluster-lora-") as folder:
+        model = child.make_model(Path(folder), QUICK_SHAPE if quick else ModelShape(), threads)
+        spec = Spec(model=str(model), num_threads=threads, batch_size=4 if quick else 32, rounds=rounds, quick=quick)
+        times_ms = child.run_peer("lora", spec, Path(folder), DEADLINE_S).figures
+    asked = f"--rounds {rounds} --threads {threads}{' --quick' * quick}"
+    report = Report(f"python -m benchmarks lora {asked}", results(times_ms, {} if quick else GOALS))
+    finish(report, f"decode steps of {spec.batch_size} sequences, adapters of rank 16 on all layers", json, quick)
+
+
+def results(times_ms: dict[str, float], goals: dict[int, float]) -> list[Result]:
+    """`times_ms`: as the child names them."""
+    bare_ms = times_ms["bare"]
+    found = [result("a step without --enable-lora", [bare_ms], "ms")]
+    distinct = {int(name.split()[0]): took for name, took in times_ms.items() if name.endswith(" adapters")}
+    for num, took_ms in distinct.items():
+        name = f"{num} adapters in the batch, times the speed without --enable-lora"
+        found.append(Result(name=name, value=bare_ms / took_ms, unit="x", better="higher", goal=goals.get(num)))
+    return found

@@ -1,0 +1,216 @@
+"""The engine on a device: start-up by phase, decode steps, a prefill, a mixed workload, and profiles of steps.
+
+Steps are `EngineCore`'s own, with sampling, as in a worker. The spec selects the sections; those that change a setting
+(`deterministic` and `--cuda-speedups`) have an engine each.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from benchmarks import workloads
+from benchmarks.gpu.spec import CONTEXT_LEN, NUM_PREFILL, PREFILL_LEN, GpuSpec, Writer, child_main
+from benchmarks.peers import gpu_profile
+from benchmarks.peers.gpu_clock import process_age_s
+from benchmarks.peers.ours import greedy, run
+from pd_cluster.devices.device import Device, reset_peak, synchronize
+from pd_cluster.engine.build import build_core
+from pd_cluster.settings.engine import PDL, PROMPT_GRAPHS, SKINNY_GATE, EngineConfig
+from pd_cluster.types import Order, Request
+
+MAX_MODEL_LEN = 36_864
+STEP_TOKENS = 8192  # per prefill step
+NUM_SETTLING_STEPS = 8  # the first of them capture graphs and compile kernels
+DETERMINISTIC, SPEEDUPS = "deterministic", (PDL, SKINNY_GATE, PROMPT_GRAPHS)
+SEED = 7
+
+
+class Bench:
+    """One engine and its measurements. Every prompt is new, and prefixes are not cached."""
+
+    def __init__(self, spec: GpuSpec, results: Writer, changed: str = "") -> None:
+        """`changed`: the setting, which is part of every figure's name."""
+        self.spec, self.results = spec, results
+        self.prefix = f"{changed} " if changed else ""
+        self.imported_s = process_age_s()
+        config = EngineConfig(
+            model=spec.model,
+            device=spec.device,
+            dtype=spec.dtype,
+            max_model_len=spec.sizes(MAX_MODEL_LEN, 2048),
+            num_blocks=512 if spec.quick else None,
+            max_num_batched_tokens=spec.sizes(STEP_TOKENS, 128),
+            enable_prefix_caching=False,
+            deterministic=changed == DETERMINISTIC,
+            cuda_speedups=(changed,) if changed in SPEEDUPS else (),
+        )
+        self.core, self.runner = build_core(config)
+        self.ready_s = process_age_s()
+        self.rng = random.Random(SEED)
+        self._num_requests = 0
+        results.note(
+            f"{self.prefix}engine: {self.runner.max_num_batched_tokens} tokens a step, "
+            f"{self.runner.pool.num_blocks} blocks of {self.runner.pool.layout.block_size}"
+        )
+
+    @property
+    def device(self) -> Device:
+        return self.runner.device
+
+    @property
+    def num_steps(self) -> int:
+        """The number of counted decode steps."""
+        return self.spec.sizes(60, 3)
+
+    def add(self, num_seqs: int, prompt_len: int, max_tokens: int) -> list[Request]:
+        requests = []
+        for _ in range(num_seqs):
+            self._num_requests += 1
+            prompt = workloads.random_prompt(self.rng, self.runner.vocab_size, prompt_len)
+            order = Order(prompt, greedy(max_tokens))
+            requests.append(Request(f"r{self._num_requests}", order, arrival_s=float(self._num_requests)))
+            self.core.scheduler.add(requests[-1])
+        return requests
+
+    def until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            self.core.step()
+
+    def drain(self) -> None:
+        self.until(lambda: not self.core.scheduler.requests)
+
+    def decoding(self, batch: int) -> list[Request]:
+        """Returns requests that have their context and have decoded for a while; the device has caught up.
+
+        Halfway through the counted steps the context has `CONTEXT_LEN` tokens.
+        """
+        max_tokens = 2 * NUM_SETTLING_STEPS + self.num_steps
+        requests = self.add(batch, self.spec.sizes(CONTEXT_LEN - 40, 32), max_tokens)
+        self.until(lambda: all(request.output_token_ids for request in requests))
+        for _ in range(NUM_SETTLING_STEPS):
+            self.core.step()
+        synchronize(self.device)
+        return requests
+
+    def put(self, what: str, values: list[float], unit: str) -> None:
+        better = "higher" if "/s" in unit else "lower"
+        self.results.figure(self.prefix + what, median(values), unit, better, values)  # type: ignore[arg-type]
+
+    # ---- sections
+
+    def startup(self) -> None:
+        self.put("start-up: process to engine ready", [self.ready_s], "s")
+        self.put("start-up: interpreter and imports", [self.imported_s], "s")
+        self.add(1, 16, 4)
+        self.drain()
+        self.put("start-up: process to the first request's end", [process_age_s()], "s")
+
+    def decode(self) -> None:
+        for batch in self.spec.batches:
+            requests = self.decoding(batch)
+            took_ms, contexts = [], []
+            for _ in range(self.num_steps):
+                contexts.append(sum(request.num_tokens for request in requests) / len(requests))
+                start_s = time.perf_counter()
+                self.core.step()
+                took_ms.append(1e3 * (time.perf_counter() - start_s))
+            self.put(f"decode {batch}: step", took_ms, "ms")
+            self.put(f"decode {batch}: context", contexts, "tokens")
+            self.drain()
+
+    def overhead(self) -> None:
+        """Measures a step's time less that of its kernels, as a share of the step.
+
+        The kernels are timed by a profiler in further steps, since it slows the host down.
+        """
+        for batch in self.spec.batches:
+            self.decoding(batch)
+            start_s = time.perf_counter()
+            for _ in range(self.num_steps):
+                self.core.step()
+            step_ms = 1e3 * (time.perf_counter() - start_s) / self.num_steps
+            self.drain()
+            self.decoding(batch)
+            with gpu_profile.profiled(self.device) as profiler:
+                for _ in range(self.num_steps):
+                    self.core.step()
+            kernels_ms = gpu_profile.busy_ms(profiler, self.device) / self.num_steps
+            self.put(f"decode {batch}: kernels of a step", [kernels_ms], "ms")
+            self.put(f"decode {batch}: host overhead", [100 * max(0.0, 1 - kernels_ms / step_ms)], "%")
+            self.drain()
+
+    def prefill(self) -> None:
+        count, length = self.spec.sizes(NUM_PREFILL, 2), self.spec.sizes(PREFILL_LEN, 32)
+        took_s = []
+        for _ in range(1 + self.spec.sizes(5, 1)):
+            requests = self.add(count, length, 1)
+            synchronize(self.device)
+            start_s = time.perf_counter()
+            self.until(lambda requests=requests: all(r.output_token_ids for r in requests))  # type: ignore[misc]
+            took_s.append(time.perf_counter() - start_s)
+            self.drain()
+        self.put("prefill: time", [1e3 * each for each in took_s[1:]], "ms")
+        flops = 1e-12 * self.spec.shape.prefill_flops(count, length)
+        self.put("prefill: model FLOPs", [flops / each for each in took_s[1:]], "TFLOP/s")
+
+    def mixed(self) -> None:
+        """Runs requests of many lengths twice: the first run captures graphs for the sizes that occur."""
+        vocab = self.spec.shape.vocab_size
+        shape = (4, (4, 24), (2, 6)) if self.spec.quick else (128, (64, 2048), (16, 256))
+        workload = workloads.mixed(vocab, *shape)
+        run(self.core, workloads.warmup(vocab, 4, 16, 2))
+        for which in ("first run", "second run"):
+            rate = workload.num_output_tokens / run(self.core, workload).took_s
+            self.put(f"mixed workload, {which}", [rate], "tokens/s")
+
+    def profile(self) -> None:
+        """Writes all kernels of steps to pages."""
+        batch = self.spec.sizes(32, 2)
+        self.decoding(batch)
+        self._profile(f"decode-{batch}")
+        self.add(self.spec.sizes(STEP_TOKENS // PREFILL_LEN, 2), self.spec.sizes(PREFILL_LEN, 32), 1)
+        self._profile("prefill")
+
+    def _profile(self, what: str) -> None:
+        """Profiles one step; the sum of all kernels (operators on CPU) is a figure."""
+        with gpu_profile.profiled(self.device) as profiler:
+            self.core.step()
+        total_ms = gpu_profile.write(profiler, self.device, Path(self.spec.out, f"profile-{what}"))
+        self.put(f"profile of one {what} step: all kernels", [total_ms], "ms")
+        self.drain()
+
+
+def measure(spec: GpuSpec, results: Writer) -> None:
+    plain = [name for name in spec.sections if name not in (DETERMINISTIC, *SPEEDUPS)]
+    if plain:
+        bench = Bench(spec, results)
+        for name in plain:
+            with results.section(name):
+                getattr(bench, name)()
+        return
+    for name in spec.sections:
+        with results.section(name):
+            measure_changed(spec, results, name)
+
+
+def measure_changed(spec: GpuSpec, results: Writer, name: str) -> None:
+    """Measures steps with one setting changed: its price, or what it gains."""
+    bench = Bench(spec, results, name)
+    if name == PROMPT_GRAPHS:
+        bench.mixed()
+    else:
+        bench.decode()
+    device = bench.device
+    del bench
+    gc.collect()
+    if device.is_accelerator:
+        reset_peak(device)  # and the next engine gets the memory that this one had
+
+
+if __name__ == "__main__":
+    child_main(measure)

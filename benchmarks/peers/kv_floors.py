@@ -1,0 +1,85 @@
+"""This machine's limits: one thread's copy between two mappings, and plain gloo between two processes."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+
+from benchmarks.kv.spec import Answer, Gloo, Move, OpenGloo
+from benchmarks.peers.kv_lane import HOST, FreeBlocks
+from pd_cluster.kv.memory import paired_runs
+from pd_cluster.kv.pool import KVPool
+
+DEADLINE_S = 30.0
+NUM_UNDER_WAY = 2
+
+
+def memcpy(source: KVPool, target: KVPool, free: tuple[FreeBlocks, FreeBlocks], move: Move) -> Answer:
+    """Copies the blocks that `move` would, in the same runs."""
+    torch.set_num_threads(1)
+    took_s = 0.0
+    for _ in range(move.count):
+        tables = free[0].take(move.num_blocks), free[1].take(move.num_blocks)
+        runs = paired_runs(*tables)
+        start_s = time.monotonic()
+        for first, start, count in runs:
+            target.data[start : start + count].copy_(source.data[first : first + count])
+        took_s += time.monotonic() - start_s
+        for each, table in zip(free, tables, strict=True):
+            each.release(table)
+    return Answer(took_s=took_s)
+
+
+class GlooPeer:
+    """Two bare ranks. Rank 0 sends out of its pool; rank 1 receives into as many buffers as are used."""
+
+    def __init__(self, pool: KVPool, rank: int) -> None:
+        self._bytes = pool.flat()[: pool.num_blocks].view(-1)
+        self._rank = rank
+        self._store: TCPStore | None = None
+        self._group: Any = None
+
+    def open(self, command: OpenGloo) -> Answer:
+        timeout = timedelta(seconds=DEADLINE_S)
+        if self._rank == 0 and not command.port:
+            self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            return Answer(port=self._store.port)
+        store = self._store or TCPStore(HOST, command.port, is_master=False, timeout=timeout)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
+        options._timeout = timeout
+        self._group = ProcessGroupGloo(PrefixStore("bench", store), self._rank, 2, options)
+        return Answer()
+
+    def move(self, command: Gloo) -> Answer:
+        """Both begin with a small message each way; the clock stops when the last block is acknowledged."""
+        size, count = command.payload_nbytes, command.nbytes // command.payload_nbytes
+        if self._rank == 0:
+            most = len(self._bytes) // size
+            buffers = [self._bytes[at % most * size : (at % most + 1) * size] for at in range(count)]
+        else:
+            made = [torch.zeros(size, dtype=torch.uint8) for _ in range(NUM_UNDER_WAY)]
+            buffers = [made[at % NUM_UNDER_WAY] for at in range(count)]
+        self._meet()
+        start_s = time.monotonic()
+        under_way: deque[Any] = deque()
+        for tag, buffer in enumerate(buffers):
+            if len(under_way) == NUM_UNDER_WAY:
+                under_way.popleft().wait(timedelta(seconds=DEADLINE_S))
+            begin = self._group.send if self._rank == 0 else self._group.recv
+            under_way.append(begin([buffer], 1 - self._rank, tag))
+        for work in under_way:
+            work.wait(timedelta(seconds=DEADLINE_S))
+        self._meet()
+        return Answer(took_s=time.monotonic() - start_s)
+
+    def _meet(self) -> None:
+        note = torch.zeros(1, dtype=torch.uint8)
+        for sender in (1, 0):
+            begin = self._group.send if self._rank == sender else self._group.recv
+            begin([note], 1 - self._rank, 1 << 20).wait(timedelta(seconds=DEADLINE_S))

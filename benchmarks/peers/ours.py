@@ -1,0 +1,43 @@
+"""pd-cluster's engine, in process: every request is added at once, then steps until none is left.
+
+Prefix caching is off, as it is for the other engine.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from benchmarks.spec import PeerResult, Run, Spec, Workload, child_main
+from pd_cluster.engine.build import build_core
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.types import Order, Request, Sampling
+
+
+def measure(spec: Spec) -> PeerResult:
+    torch.set_num_threads(spec.num_threads)
+    core, _ = build_core(EngineConfig(model=spec.model, dtype="float32", device="cpu", enable_prefix_caching=False))
+    return PeerResult(runs={workload.name: run(core, workload) for workload in [spec.warmup, *spec.workloads]})
+
+
+def run(core: EngineCore, workload: Workload) -> Run:
+    start_s = time.perf_counter()
+    requests = [
+        Request(f"{workload.name}-{i}", Order(prompt, greedy(num)), arrival_s=float(i))
+        for i, (prompt, num) in enumerate(zip(workload.prompts, workload.output_lens, strict=True))
+    ]
+    for request in requests:
+        core.scheduler.add(request)
+    while core.scheduler.requests:
+        core.step()
+    return Run(time.perf_counter() - start_s, [request.output_token_ids for request in requests])
+
+
+def greedy(max_tokens: int) -> Sampling:
+    return Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+if __name__ == "__main__":
+    child_main(measure)

@@ -1,0 +1,142 @@
+"""One step of pd-cluster's engine, taken apart: decode of 1 and of 32, a long prefill, sampling, a cached prefix.
+
+Whole steps are timed from outside; their parts are read from `core.times`. All figures are medians.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from statistics import median
+
+import torch
+
+from benchmarks.spec import PeerResult, Spec, child_main
+from benchmarks.workloads import random_prompt
+from pd_cluster import wire
+from pd_cluster.engine.build import build_core
+from pd_cluster.engine.step.core import EngineCore, StepResult
+from pd_cluster.model.runner import ModelRunner
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.types import Order, Request, Sampling
+
+SEED = 1000
+PROMPT_LEN = 128
+SUFFIX_LEN = 64
+NUM_SETTLING_STEPS = 3  # decode steps before the counted ones
+TOP_K_TOP_P = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+GREEDY = {"temperature": 0.0}
+
+
+class Bench:
+    """One engine with its default settings, and so with the prefix cache; prompts are new unless meant otherwise."""
+
+    def __init__(self, core: EngineCore, runner: ModelRunner) -> None:
+        self.core, self.runner = core, runner
+        self.rng = random.Random(SEED)
+        self.num_requests = 0
+
+    def prompt(self, length: int) -> list[int]:
+        return random_prompt(self.rng, self.runner.vocab_size, length)
+
+    def add(self, prompt: list[int], max_tokens: int, sampling: dict[str, float]) -> Request:
+        self.num_requests += 1
+        params = Sampling(max_tokens=max_tokens, ignore_eos=True, seed=self.num_requests, **sampling)  # type: ignore[arg-type]
+        request = Request(f"r{self.num_requests}", Order(prompt, params), arrival_s=float(self.num_requests))
+        self.core.scheduler.add(request)
+        return request
+
+    def drain(self) -> None:
+        while self.core.scheduler.requests:
+            self.core.step()
+
+    def decode(self, num_seqs: int, num_steps: int, sampling: dict[str, float]) -> dict[str, float]:
+        """Returns medians of decode steps in milliseconds, by part; `step` is the whole."""
+        num_tokens = 1 + NUM_SETTLING_STEPS + num_steps
+        requests = [self.add(self.prompt(PROMPT_LEN), num_tokens + 1, sampling) for _ in range(num_seqs)]
+        while not all(request.output_token_ids for request in requests):
+            self.core.step()
+        for _ in range(NUM_SETTLING_STEPS):
+            self.core.step()
+        parts: dict[str, list[float]] = defaultdict(list)
+        for _ in range(num_steps):
+            for part, took_s in self._timed_step().items():
+                parts[part].append(took_s)
+        self.drain()
+        return {part: 1e3 * median(values) for part, values in parts.items()}
+
+    def _timed_step(self) -> dict[str, float]:
+        times = self.core.times
+        before = times.forward_s, times.sample_s, times.plan_s + times.commit_s
+        start_s = time.perf_counter()
+        result = self.core.run(self.core.plan())
+        end_s = time.perf_counter()
+        return {
+            "step": end_s - start_s,
+            "forward": times.forward_s - before[0],
+            "sampling": times.sample_s - before[1],
+            "bookkeeping": times.plan_s + times.commit_s - before[2] + message_s(result),
+        }
+
+    def ttft_s(self, prompt: list[int]) -> tuple[float, int]:
+        """Returns the seconds from adding the request, alone, to its first token; and its cached prompt tokens."""
+        start_s = time.perf_counter()
+        request = self.add(prompt, 1, GREEDY)
+        self.drain()
+        return time.perf_counter() - start_s, request.num_cached_tokens
+
+    def prefix(self, prefix_len: int, num_repeats: int) -> dict[str, float]:
+        """Measures a suffix after a cached prefix, and the suffix alone, in turn. Suffixes are new each time."""
+        shared = self.prompt(prefix_len)
+        for _ in range(2):
+            self.ttft_s(shared + self.prompt(SUFFIX_LEN))
+            self.ttft_s(self.prompt(SUFFIX_LEN))
+        after_prefix, alone, cached = [], [], []
+        for _ in range(num_repeats):
+            took_s, num_cached = self.ttft_s(shared + self.prompt(SUFFIX_LEN))
+            after_prefix.append(took_s)
+            cached.append(num_cached)
+            alone.append(self.ttft_s(self.prompt(SUFFIX_LEN))[0])
+        return {
+            "prefix_ttft_ms": 1e3 * median(after_prefix),
+            "alone_ttft_ms": 1e3 * median(alone),
+            "prefix_cached_tokens": min(cached),
+        }
+
+    def prefill(self, length: int, num_repeats: int) -> float:
+        """Returns the median milliseconds of the step that computes a whole prompt."""
+        took_s = [self.ttft_s(self.prompt(length))[0] for _ in range(1 + num_repeats)]
+        return 1e3 * median(took_s[1:])
+
+
+def message_s(result: StepResult) -> float:
+    """Returns the seconds of encoding a step's tokens for the scheduler."""
+    start_s = time.perf_counter()
+    wire.encode_body(wire.Outputs([token for _, token in result.sampled]))
+    return time.perf_counter() - start_s
+
+
+def measure(spec: Spec) -> PeerResult:
+    torch.set_num_threads(spec.num_threads)
+    bench = Bench(*build_core(EngineConfig(model=spec.model, dtype="float32", device="cpu")))
+    num_steps, num_repeats = (3, 1) if spec.quick else (40, 5)
+    one = bench.decode(1, num_steps, GREEDY)
+    many = bench.decode(spec.batch_size, num_steps, GREEDY)
+    drawn = bench.decode(spec.batch_size, num_steps, TOP_K_TOP_P)
+    figures = {
+        "decode_1_ms": one["step"],
+        "decode_32_ms": many["step"],
+        "forward_32_ms": many["forward"],
+        "bookkeeping_32_ms": many["bookkeeping"],
+        "greedy_32_ms": many["sampling"],
+        "drawn_32_ms": drawn["sampling"],
+        "drawn_step_32_ms": drawn["step"],
+        "prefill_1024_ms": bench.prefill(1024, num_repeats),
+        **bench.prefix(1024, num_repeats),
+    }
+    return PeerResult(figures=figures)
+
+
+if __name__ == "__main__":
+    child_main(measure)

@@ -1,0 +1,59 @@
+"""Reads processes' CPU time and resident memory from /proc, for `benchmarks router`. Knows nothing of what they do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from pathlib import Path
+
+from pd_cluster.errors import ConfigError
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def family(pid: int) -> list[int]:
+    """Returns the process and all its descendants."""
+    found = [pid]
+    for each in found:
+        for task in Path(f"/proc/{each}/task").glob("*/children"):
+            found += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    """Returns user and system time of all threads of the process and its children, to a hundredth of a second."""
+    ticks = 0
+    for each in family(pid):
+        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / TICKS_PER_S
+
+
+def waited_s(pid: int) -> float:
+    """Returns how long threads of the process and its children were ready to run while others had the cores."""
+    waited_ns = 0
+    for each in family(pid):
+        for task in Path(f"/proc/{each}/task").glob("*/schedstat"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+                waited_ns += int(task.read_text().split()[1])
+    return waited_ns / 1e9
+
+
+def rss_nbytes(pid: int) -> int:
+    return sum(int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in family(pid)) * PAGE_NBYTES
+
+
+def raise_open_files() -> int:
+    """Raises the soft limit to the hard one, and returns it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def check_open_files(wanted: int) -> None:
+    """Raises ConfigError if this many connections cannot be open here."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ConfigError(f"the hard limit of open files is {hard}; {wanted} are needed: ulimit -Hn {wanted}")

@@ -1,0 +1,324 @@
+"""`pd-cluster bench hog`: answers of three quiet tenants beside a fourth that attacks.
+
+A real cluster of the small vision model. B sends small chats, C thumbnails, D schemas, responses that are kept and an
+adapter of its own, each one request after another. A attacks in one way after another: guides that never compile,
+pictures from servers that drip, requests of many sequences, responses to keep, many adapters, long texts to tokenize,
+streams that it leaves. Between two attacks all rest; each attack is compared with the time before the first. A's client
+is a process that leaves its processor to all others: it would have a machine of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.pictures import url_of
+from pd_cluster.bench.serve import sigterm_ends_it
+from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launcher import Cluster
+from pd_cluster.cluster.processes.ports import free_port_pair
+from pd_cluster.errors import ConfigError, PdClusterError
+from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.tables import Report, Result, check_writable, percentile
+
+HOG, QUIET = "sk-tenant-a", ("sk-tenant-b", "sk-tenant-c", "sk-tenant-d")
+MODEL = SHIPPED_MODEL.with_name("tiny-vision")
+PAUSE_S = 0.1  # of a quiet tenant between two requests
+REST_S = 3.0
+HOG_AT_ONCE = 24
+TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0
+NUM_ADAPTERS, OWN_ADAPTER = 12, "d"
+GOAL = 2.0  # times the p99 without A
+Send = Callable[[str, Mapping[str, Any]], Awaitable[httpx.Response]]
+_numbers = itertools.count()
+_large_picture = functools.cache(lambda number: url_of(number, 1024))
+
+
+@dataclass(slots=True)
+class Seen:
+    """A quiet tenant's answers in one phase, in seconds, and its requests without an answer."""
+
+    took_s: list[float] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+def _chat(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": MODEL.name, "messages": [{"role": "user", "content": text}], "max_tokens": 8, **more}
+
+
+def _schema(number: int) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {f"member{number}": {"type": "integer"}}, "required": [f"member{number}"]}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def quiet_requests(key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields a quiet tenant's requests: path and body."""
+    for number in itertools.count():
+        if key == QUIET[0]:
+            yield "/v1/chat/completions", _chat(f"What is {number % 10} + 2?")
+        elif key == QUIET[1]:
+            shown = {"type": "image_url", "image_url": {"url": url_of(next(_numbers), 32)}}
+            body = _chat("")
+            body["messages"][0]["content"] = [shown, {"type": "text", "text": "What is it?"}]
+            yield "/v1/chat/completions", body
+        elif number % 3 == 0:
+            yield "/v1/chat/completions", _chat("Hello", response_format=_schema(next(_numbers)), max_tokens=24)
+        elif number % 3 == 1:
+            yield "/v1/chat/completions", {**_chat("Hello"), "model": OWN_ADAPTER}
+        else:
+            yield "/v1/responses", {"model": MODEL.name, "input": "Hello", "store": True, "max_output_tokens": 8}
+
+
+# ---- attacks: each is one request of A, sent again and again by HOG_AT_ONCE at a time
+
+
+async def slow_guides(send: Send, dripping: str) -> None:
+    number = next(_numbers)
+    schema = {"type": "integer", "multipleOf": 99_999_989, "title": str(number)}
+    await send("/v1/chat/completions", _chat("Hello", structured_outputs={"json": schema}))
+
+
+async def dripping_pictures(send: Send, dripping: str) -> None:
+    body = _chat("")
+    body["messages"][0]["content"] = [{"type": "image_url", "image_url": {"url": f"{dripping}/{next(_numbers)}.png"}}]
+    await send("/v1/chat/completions", body)
+
+
+async def large_pictures(send: Send, dripping: str) -> None:
+    body = _chat("")
+    body["messages"][0]["content"] = [{"type": "image_url", "image_url": {"url": _large_picture(next(_numbers) % 32)}}]
+    body["cache_salt"] = str(next(_numbers))
+    await send("/v1/chat/completions", body)
+
+
+async def many_sequences(send: Send, dripping: str) -> None:
+    prompts = [f"{next(_numbers)} is a number" for _ in range(32)]
+    body = {"model": MODEL.name, "prompt": prompts, "n": 64, "max_tokens": 32, "ignore_eos": True, "temperature": 1}
+    await send("/v1/completions", body)
+
+
+async def kept_responses(send: Send, dripping: str) -> None:
+    body = {"model": MODEL.name, "input": "word " * 400, "store": True, "max_output_tokens": 1}
+    await send("/v1/responses", body)
+
+
+async def many_adapters(send: Send, dripping: str) -> None:
+    await send("/v1/chat/completions", {**_chat("Hello"), "model": f"a{next(_numbers) % NUM_ADAPTERS}"})
+
+
+async def long_texts(send: Send, dripping: str) -> None:
+    await send("/tokenize", {"model": MODEL.name, "prompt": f"{next(_numbers)} " + "word and " * 20_000})
+
+
+async def left_streams(send: Send, dripping: str) -> None:
+    body = _chat("Tell me a story.", stream=True, max_tokens=400, ignore_eos=True)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await send("/v1/chat/completions", body)
+
+
+ATTACKS: dict[str, Callable[[Send, str], Awaitable[None]]] = {
+    "guides": slow_guides, "dripping": dripping_pictures, "pictures": large_pictures, "n": many_sequences,
+    "responses": kept_responses, "adapters": many_adapters, "texts": long_texts, "streams": left_streams,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HogBench:
+    seconds: float = 20.0
+    attacks: tuple[str, ...] = tuple(ATTACKS)
+
+    @property
+    def command(self) -> str:
+        return f"pd-cluster bench hog --seconds {self.seconds:g} --attacks {','.join(self.attacks)}"
+
+
+def make_bench(seconds: float, attacks: str) -> HogBench:
+    """Builds the bench. Raises ConfigError."""
+    names = tuple(filter(None, attacks.split(","))) or tuple(ATTACKS)
+    for name in names:
+        if name not in ATTACKS:
+            raise ConfigError(f"--attacks {name!r}: expected some of {','.join(ATTACKS)}")
+    if seconds <= 0:
+        raise ConfigError(f"--seconds {seconds:g}: must be above 0")
+    return HogBench(seconds=seconds, attacks=names)
+
+
+async def run(bench: HogBench, json_path: str = "") -> None:
+    """Measures, prints, writes. Raises PdClusterError: no cluster."""
+    check_writable(json_path)
+    with sigterm_ends_it(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
+        async with _dripping_server() as dripping, _cluster(folder) as url, _client(url) as client:
+            await _phase(client, 2.0, None, dripping)  # children and kernels start
+            alone = await _phase(client, bench.seconds, None, dripping)
+            _tell("without A", alone, alone)
+            results: list[Result] = []
+            for name in bench.attacks:
+                seen = await _phase(client, bench.seconds, name, dripping)
+                _tell(name, seen, alone)
+                results += _results(name, seen, alone)
+                await asyncio.sleep(REST_S)
+    report = Report(bench.command, results)
+    report.show(f"one prefill and one decode instance, {bench.seconds:g} s for each attack")
+    if json_path:
+        report.write(json_path)
+
+
+async def _phase(client: httpx.AsyncClient, seconds: float, attack: str | None, dripping: str) -> dict[str, Seen]:
+    """Returns the answers of each quiet tenant while A attacked for so long, or did not."""
+    seen = {key: Seen() for key in QUIET}
+    with _attacking(str(client.base_url), attack, dripping) if attack else contextlib.nullcontext():
+        until_s = time.monotonic() + seconds
+        await asyncio.gather(*(_quiet(client, key, seen[key], until_s) for key in QUIET))
+    return seen
+
+
+@contextlib.contextmanager
+def _attacking(url: str, attack: str, dripping: str) -> Iterator[None]:
+    """Runs A's client as a process that has begun to send. Raises PdClusterError if it does not start."""
+    context = multiprocessing.get_context("spawn")
+    has_begun = context.Event()
+    process = context.Process(target=_attack, args=(url, attack, dripping, has_begun), daemon=True)
+    process.start()
+    try:
+        if not has_begun.wait(START_TIMEOUT_S):
+            raise PdClusterError(f"the client of the attack {attack!r} did not start within {START_TIMEOUT_S:g} s")
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def _attack(url: str, attack: str, dripping: str, has_begun: Any) -> None:
+    os.nice(19)
+    for number in range(32 if attack == "pictures" else 0):
+        _large_picture(number)
+    has_begun.set()
+
+    async def attack_for_ever() -> None:
+        async with _client(url) as client:
+            await asyncio.gather(*(_hog(client, attack, dripping) for _ in range(HOG_AT_ONCE)))
+
+    asyncio.run(attack_for_ever())
+
+
+async def _hog(client: httpx.AsyncClient, attack: str, dripping: str) -> None:
+    async def send(path: str, body: Mapping[str, Any]) -> httpx.Response:
+        return await client.post(path, json=body, headers={"Authorization": f"Bearer {HOG}"})
+
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            await ATTACKS[attack](send, dripping)
+        await asyncio.sleep(0.02)
+
+
+async def _quiet(client: httpx.AsyncClient, key: str, seen: Seen, until_s: float) -> None:
+    for path, body in quiet_requests(key):
+        if (began_s := time.monotonic()) >= until_s:
+            return
+        try:
+            answer = await client.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+        except httpx.HTTPError as error:
+            seen.refused.append(f"{type(error).__name__} {error}")
+        else:
+            if answer.status_code == httpx.codes.OK:
+                seen.took_s.append(time.monotonic() - began_s)
+            else:
+                seen.refused.append(f"{answer.status_code} {answer.text[:200]}")
+        await asyncio.sleep(PAUSE_S)
+
+
+def _tell(name: str, seen: Mapping[str, Seen], alone: Mapping[str, Seen]) -> None:
+    parts = []
+    for key, each in seen.items():
+        ratio = _ratio(each, alone[key])
+        p99 = percentile(each.took_s, 99)
+        shown = f"p99 {p99:.3f} s, {ratio:.2f} x" if p99 is not None and ratio is not None else "no answer"
+        parts.append(f"{key[-1]}: {len(each.took_s)} answered, {len(each.refused)} not, {shown}")
+    print(f"{name}: " + "; ".join(parts), flush=True)
+    for each in seen.values():
+        for line in each.refused[:2]:
+            print(f"  {line}", flush=True)
+
+
+def _ratio(seen: Seen, alone: Seen) -> float | None:
+    now, then = percentile(seen.took_s, 99), percentile(alone.took_s, 99)
+    return now / then if now is not None and then else None
+
+
+def _results(name: str, seen: Mapping[str, Seen], alone: Mapping[str, Seen]) -> Iterator[Result]:
+    for key, each in seen.items():
+        tenant, number = key[-1].upper(), len(each.took_s)
+        ratio, lost = _ratio(each, alone[key]), float(len(each.refused))
+        yield Result(name=f"{name}: {tenant}, p99", value=ratio, unit="x", better="lower", goal=GOAL, samples=number)
+        yield Result(name=f"{name}: {tenant}, refused", value=lost, unit="", better="lower", goal=0.0, samples=number)
+
+
+@contextlib.asynccontextmanager
+async def _client(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as client:
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def _cluster(folder: str) -> AsyncIterator[str]:
+    flags = ["--allowed-media-domains=127.0.0.1", f"--response-store={folder}/responses", "--resume-window=30"]
+    from benchmarks.peers.lora import LoraFolders
+
+    place = Path(folder) / "adapters"
+    place.mkdir()
+    adapters = LoraFolders(place, MODEL)
+    names = [*(f"a{at}" for at in range(NUM_ADAPTERS)), OWN_ADAPTER]
+    flags += ["--enable-lora", "--max-loras=2", "--max-cpu-loras=2"]
+    flags += ["--lora-modules", *(f"{name}={adapters.next()}" for name in names)]
+    launch = Launch(
+        model=str(MODEL),
+        port=free_port_pair(),
+        served_model_names=[MODEL.name],
+        arguments=flags,
+        api_keys=[HOG, *QUIET],
+        restart="no",
+    )
+    lines: list[str] = []
+    cluster = Cluster(launch, lines.append)
+    try:
+        await cluster.start()
+        await cluster.wait_ready()
+        yield launch.url
+    finally:
+        await cluster.stop()
+
+
+@contextlib.asynccontextmanager
+async def _dripping_server() -> AsyncIterator[str]:
+    """Serves pictures of which a byte comes each second."""
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nContent-Length: 100000\r\n\r\n")
+            for _ in range(100):
+                writer.write(b"\x89")
+                await writer.drain()
+                await asyncio.sleep(1.0)
+        writer.close()
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()

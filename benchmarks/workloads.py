@@ -1,0 +1,56 @@
+"""The requests of `engine` and `gpu`: seeded token ids, the same in every run and for every engine.
+
+Pure; knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+from benchmarks.spec import Workload
+
+SEED = 0
+FIRST_WORD_ID = 259  # smaller ids are bytes and special tokens
+
+
+def uniform(vocab_size: int, num_requests: int = 32, input_len: int = 128, output_len: int = 64) -> Workload:
+    """Makes requests of one shape."""
+    rng = random.Random(SEED)
+    prompts = [random_prompt(rng, vocab_size, input_len) for _ in range(num_requests)]
+    return Workload(name="uniform", prompts=prompts, output_lens=[output_len] * num_requests)
+
+
+def mixed(
+    vocab_size: int,
+    num_requests: int = 64,
+    input_lens: tuple[int, int] = (16, 1024),
+    output_lens: tuple[int, int] = (8, 256),
+) -> Workload:
+    """Makes requests of many lengths, log-normal between the bounds: most are short, some are long."""
+    rng = random.Random(SEED + 1)
+    prompts = [random_prompt(rng, vocab_size, log_normal(rng, *input_lens)) for _ in range(num_requests)]
+    return Workload(name="mixed", prompts=prompts, output_lens=[log_normal(rng, *output_lens) for _ in prompts])
+
+
+def warmup(vocab_size: int, num_requests: int = 32, input_len: int = 128, output_len: int = 8) -> Workload:
+    """Makes uncounted requests with the steps of `uniform`: an engine then has allocated, compiled and packed for them.
+
+    Shares no prompt with the others.
+    """
+    rng = random.Random(SEED + 2)
+    prompts = [random_prompt(rng, vocab_size, input_len) for _ in range(num_requests)]
+    return Workload(name="warmup", prompts=prompts, output_lens=[output_len] * num_requests)
+
+
+def random_prompt(rng: random.Random, vocab_size: int, length: int) -> list[int]:
+    return [rng.randrange(FIRST_WORD_ID, vocab_size) for _ in range(length)]
+
+
+def log_normal(rng: random.Random, least: int, most: int) -> int:
+    """Draws a length.
+
+    The median is the bounds' geometric mean; the bounds are two standard deviations away, and cut off.
+    """
+    mu, sigma = (math.log(most) + math.log(least)) / 2, (math.log(most) - math.log(least)) / 4
+    return min(most, max(least, round(rng.lognormvariate(mu, sigma))))

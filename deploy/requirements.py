@@ -22,7 +22,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def fits(found: str, wanted: str) -> bool:
-    """`wanted`: torch>=2.11,<2.14"""
+    """`wanted`: torch>=2.11,<2.16"""
     least, below = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", wanted).groups()
     return _numbers(least) <= _numbers(found) < _numbers(below)
 

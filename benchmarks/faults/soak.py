@@ -1,4 +1,4 @@
-"""`pd-cluster bench soak`: a cluster under steady load for a long time, with faults drawn at random.
+"""`python -m benchmarks soak`: a cluster under steady load for a long time, with faults drawn at random.
 
 It uses the cluster, the requests, the fault-free run and the scripts of `bench faults`. The scheduler, prefill-0 and
 decode-0 are never killed, so that slow growth is visible in processes that live on.
@@ -80,7 +80,7 @@ class SoakBench:
         leave = f" --leave {self.leave:g}" if self.leave else ""
         leave += f" --tenants {self.tenants}" if self.tenants > 1 else ""
         rest = f"--kv-transport {self.kv_transport} --load {self.load:g}{leave} --seed {self.seed}"
-        return f"pd-cluster bench soak{model}{only} {size} {rest}"
+        return f"python -m benchmarks soak{model}{only} {size} {rest}"
 
 
 def make_bench(

@@ -1,4 +1,4 @@
-"""`pd-cluster bench hog`: answers of three quiet tenants beside a fourth that attacks.
+"""`python -m benchmarks hog`: answers of three quiet tenants beside a fourth that attacks.
 
 A real cluster of the small vision model. B sends small chats, C thumbnails, D schemas, responses that are kept and an
 adapter of its own, each one request after another. A attacks in one way after another: guides that never compile,
@@ -143,7 +143,7 @@ class HogBench:
 
     @property
     def command(self) -> str:
-        return f"pd-cluster bench hog --seconds {self.seconds:g} --attacks {','.join(self.attacks)}"
+        return f"python -m benchmarks hog --seconds {self.seconds:g} --attacks {','.join(self.attacks)}"
 
 
 def make_bench(seconds: float, attacks: str) -> HogBench:

@@ -62,8 +62,8 @@ class Need:
 
 NEEDS: Final = (
     Need("Python", "a worker", "3.11", f"{_OWN}; torch-npu 2.13.0 has wheels for 3.10 to 3.14", "take another image"),
-    Need("torch", "a worker", "2.11", _OWN, "pip install torch==2.13.0", below="2.14"),
-    Need("torch-npu", "a worker", "2.11", _OWN, "pip install torch-npu==2.13.0", below="2.14"),
+    Need("torch", "a worker", "2.11", _OWN, "pip install torch==2.13.0", below="2.15"),
+    Need("torch-npu", "a worker", "2.11", _OWN, "pip install torch-npu==2.13.0", below="2.15"),
     Need("CANN", "torch-npu 2.11 and later", "9.1", _RELEASES, _SET_ENV),
     Need("CANN", "KV handover by IPC", "8.3", _IPC_GUIDE, _SET_ENV),
     Need("HDK driver", "CANN 9.1", "25.2", "release notes of CANN 9.1.0 and 9.1.1", _UPGRADE),

@@ -120,6 +120,21 @@ def test_a_weight_whose_trial_fails_is_left_to_onednn(monkeypatch: pytest.Monkey
 
 
 @packable
+def test_another_order_of_sums_is_noticed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A oneDNN of another torch that adds the products of a single row in another order."""
+    monkeypatch.setattr(linear, "_tried_inputs", set())
+    PackedLinear(torch.randn(8, 4100), None)
+    assert not caplog.records
+    monkeypatch.setattr(linear, "_tried_inputs", set())
+    monkeypatch.setattr(floats, "few_rows", lambda *given: None)
+    by_onednn = PackedLinear.by_onednn
+    other = lambda self, x: by_onednn(self, x) * (1 + 1e-6 * (len(x) == 1))  # noqa: E731
+    monkeypatch.setattr(PackedLinear, "by_onednn", other)
+    PackedLinear(torch.randn(8, 4100), None)
+    assert "computes 1 rows of 4100 inputs with other bits" in caplog.text
+
+
+@packable
 @pytest.mark.parametrize("shape", [(17, 5, 32), (1, 19, 32), (0, 32), (3, 0, 32)])
 def test_rows_may_be_none_or_in_batches(shape: tuple[int, ...]) -> None:
     weight, x = torch.randn(48, 32), torch.randn(shape)

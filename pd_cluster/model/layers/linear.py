@@ -8,6 +8,7 @@ are computed with it, unlike MKL's.
 
 from __future__ import annotations
 
+import logging
 import platform
 
 import torch
@@ -17,10 +18,13 @@ from pd_cluster.native import floats
 from pd_cluster.native.products import Linear as Linear
 from pd_cluster.native.products import bf16_linear
 
+log = logging.getLogger(__name__)
+
 MOST_PADDED = 16 << 20  # padding's multiplications per product: cheaper than compiling for another number of rows
 SIZES_PER_OCTAVE = 8
 LEAST_ROWS = 4
 TRIED_ROWS = 7
+COMPANY_ROWS = (1, 2, 3, 17, 64)
 MOST_INPUTS_OF_ONE_ROW = 1024  # up to here one row alone has the same bits; tests/model/test_linear.py verifies it
 
 
@@ -45,6 +49,7 @@ class PackedLinear:
         self.in_features = weight.shape[1]
         few = floats.few_rows(self._weight, (weight.shape[0], self.in_features), bias)
         self.few = few if few is not None and self._agrees(few) else None
+        warn_of_company(self)
 
     def _agrees(self, few: floats.FewFloats) -> bool:
         x = torch.randn(TRIED_ROWS, self.in_features, generator=torch.Generator().manual_seed(0))
@@ -81,6 +86,32 @@ class PlainLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
+
+
+_tried_inputs: set[int] = set()
+
+
+def warn_of_company(layer: PackedLinear) -> None:
+    """Logs, once for each number of inputs, that rows have other bits in other company.
+
+    The constants above are facts of the oneDNN in tried versions of torch; another one may add in another order.
+    """
+    if layer.in_features in _tried_inputs:
+        return
+    _tried_inputs.add(layer.in_features)
+    x = torch.randn(COMPANY_ROWS[-1], layer.in_features, generator=torch.Generator().manual_seed(1))
+    expected = layer(x)
+    for num_rows in COMPANY_ROWS:
+        if not torch.equal(layer(x[:num_rows]), expected[:num_rows]):
+            log.error(
+                "torch %s computes %d rows of %d inputs with other bits than among %d: greedy output may depend on "
+                "what is computed beside it; torch 2.11 to 2.14 do not",
+                torch.__version__,
+                num_rows,
+                layer.in_features,
+                len(x),
+            )
+            return
 
 
 def packs(weight: torch.Tensor) -> bool:

@@ -1,0 +1,340 @@
+"""Puts one fault at a time into the package, at seeded places, and shows which of them the tests notice.
+
+    python scripts/seeded_faults.py choose                 # rewrites tests/data/seeded_faults.json
+    python scripts/seeded_faults.py map FOLDER [COMMIT]    # which unit and model tests run each place
+    python scripts/seeded_faults.py run FOLDER RESULT      # each fault against its tests, to the first failure
+    python scripts/seeded_faults.py compare BEFORE AFTER   # two results; exit status 1 if a fault is no longer noticed
+
+`map` clones COMMIT (default: HEAD) into FOLDER. It and `run` take tens of minutes and continue where they were stopped.
+A place is a function and the text of its lines, which is still found after lines have shifted or the file has moved.
+Knows nothing of slow tests, nor of code that only an accelerator runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACES = ROOT / "tests" / "data" / "seeded_faults.json"
+SEED, NUM_PLACES = 49, 40
+KINDS = ("sign", "bound", "release", "order", "condition")
+LEFT_OUT = re.compile(r"lab/|bench|cuda|npu|nccl|hcc[ln]|nixl|flashinfer|symmetric|/ipc|graphs|captur")
+WORDS_ONLY = re.compile(r"\b(_?log|logger|logging|warnings|console|print|echo|graphs|TYPE_CHECKING)\b")
+RELEASE = re.compile("release|free|close|unlink|discard|pop|popleft|remove|cancel|clear|kill|unregister")
+FLIPPED = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+ONE_OFF = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
+NUM_FILES, MAP_LIMIT_S, RUN_LIMIT_S, TESTS_LIMIT_S = 10, 1500.0, 300.0, 100.0  # files of tests in one process of `map`
+RECORDER = """
+import os
+
+seen = set()
+
+def hit(place):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    if test and (place, test) not in seen:
+        seen.add((place, test))
+        with open({hits!r}, "a") as file:
+            file.write(f"{{place}}\\t{{test}}\\n")
+
+def pytest_runtest_logreport(report):
+    with open({reports!r}, "a") as file:
+        file.write(f"{{report.outcome}}\\t{{report.duration}}\\t{{report.nodeid}}\\n")
+"""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Place:
+    number: int
+    kind: str
+    file: str
+    function: str  # qualified name
+    before: list[str]  # one or two lines, without their indentation
+    after: list[str]
+
+
+def functions(node: ast.AST, names: tuple[str, ...] = ()) -> Iterator[tuple[str, Function]]:
+    for child in ast.iter_child_nodes(node):
+        inner = (*names, child.name) if isinstance(child, Function | ast.ClassDef) else names
+        if isinstance(child, Function):
+            yield ".".join(inner), child
+        yield from functions(child, inner)
+
+
+def own_nodes(node: ast.AST) -> Iterator[Any]:
+    """Walks what a function runs itself, without functions inside it, assertions and the texts of errors."""
+    for child in node.body if isinstance(node, Function) else ast.iter_child_nodes(node):
+        if not isinstance(child, Function | ast.ClassDef | ast.JoinedStr | ast.Raise | ast.Assert | ast.AnnAssign):
+            yield child
+            yield from own_nodes(child)
+
+
+def changes(node: Any) -> Iterator[tuple[str, Any, ast.expr]]:
+    """Yields (kind, expression, the expression to put there)."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        for kind, table in (("sign", FLIPPED), ("bound", ONE_OFF)):
+            if type(node.ops[0]) in table:
+                yield kind, node, ast.Compare(node.left, [table[type(node.ops[0])]()], node.comparators)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        if isinstance(node.right, ast.Constant) and node.right.value == 1:
+            yield "bound", node, node.left
+        elif not any(isinstance(each, ast.JoinedStr | ast.List | ast.Tuple) for each in ast.walk(node)):
+            op = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
+            yield "sign", node, ast.BinOp(node.left, op, node.right)
+    elif isinstance(node, ast.Slice) and node.upper is not None:
+        yield "bound", node.upper, ast.BinOp(node.upper, ast.Add(), ast.Constant(1))
+    tests = [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else getattr(node, "ifs", [])
+    for test in tests:
+        negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+        yield "condition", test, test.operand if negated else ast.UnaryOp(ast.Not(), test)
+
+
+def called(node: ast.AST) -> ast.Call | None:
+    """Returns the call, if the statement is nothing but one."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    value = value.value if isinstance(value, ast.Await) else value
+    return value if isinstance(value, ast.Call) else None
+
+
+def swappable(first: ast.stmt, second: ast.stmt) -> bool:
+    """Tells whether both are calls, and not of one method of two objects, whose order would hardly matter."""
+    one, other = (getattr(called(each), "func", None) for each in (first, second))
+    same = getattr(one, "attr", "one") == getattr(other, "attr", "other")
+    return bool(one and other) and (not same or ast.unparse(one) == ast.unparse(other))
+
+
+def faults(lines: list[str], function: Function) -> Iterator[tuple[str, int, list[str]]]:
+    """Yields (kind, index of the first line, the lines to put there)."""
+    for node in (function, *own_nodes(function)):
+        for kind, old, new in changes(node):
+            if old.lineno == old.end_lineno:
+                line = lines[old.lineno - 1].encode()
+                changed = line[: old.col_offset] + ast.unparse(new).encode() + line[old.end_col_offset :]
+                yield kind, old.lineno - 1, [changed.decode()]
+        call = called(node)
+        if call and RELEASE.fullmatch(getattr(call.func, "attr", "")) and node.lineno == node.end_lineno:
+            yield "release", node.lineno - 1, ["pass"]
+        for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+            for first, second in pairwise(block if isinstance(block, list) else ()):
+                if first.lineno + 1 == second.lineno == second.end_lineno and swappable(first, second):
+                    yield "order", first.lineno - 1, [lines[second.lineno - 1], lines[first.lineno - 1]]
+
+
+def matches(source: str, name: str, before: list[str]) -> list[int]:
+    """Returns where functions of that name have these lines, as indices from 0."""
+    if before[0] not in source:
+        return []
+    lines = [line.strip() for line in source.split("\n")]
+    spans = [range(f.lineno - 1, f.end_lineno or 0) for named, f in functions(ast.parse(source)) if named == name]
+    return [at for span in spans for at in span if lines[at : at + len(before)] == before]
+
+
+def locate(root: Path, place: Place) -> tuple[Path, int]:
+    """Finds the file and the line, in another file if the function has moved. Raises LookupError."""
+    named = root / place.file
+    for files in ([named] if named.exists() else [], sorted((root / "pd_cluster").rglob("*.py"))):
+        found = [(file, at) for file in files for at in matches(file.read_text("utf-8"), place.function, place.before)]
+        if len(found) == 1:
+            return found[0]
+    text = " / ".join(place.before)
+    raise LookupError(
+        f"place {place.number} ({place.file}, {place.function}) has `{text}` {len(found)} times, not once"
+    )
+
+
+def edited(source: str, at: int, num_lines: int, new: list[str]) -> str:
+    """Replaces lines by others of the same indentation."""
+    lines = source.split("\n")
+    indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+    lines[at : at + num_lines] = [indent + line for line in new]
+    return "\n".join(lines)
+
+
+def faulted(source: str, at: int, place: Place) -> str:
+    return edited(source, at, len(place.before), place.after)
+
+
+def probed(source: str, at: int, number: int) -> str:
+    """Puts a call of the recorder before the statement that holds the line."""
+    statements = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.stmt)]
+    first = max(each.lineno - 1 for each in statements if each.lineno - 1 <= at < (each.end_lineno or 0))
+    return edited(source, first, 0, [f'__import__("pd_cluster.seeded_probe", fromlist=["hit"]).hit({number})'])
+
+
+def holds(source: str, place: Place) -> bool:
+    """Tells whether the lines are only once in the function, and a probe can be put before them."""
+    found = matches(source, place.function, place.before)
+    with suppress(SyntaxError):  # before an `elif`
+        return len(found) == 1 and bool(compile(probed(source, found[0], 0), place.file, "exec"))
+    return False
+
+
+def candidates(file: Path, kind: str) -> Iterator[Place]:
+    source = file.read_text("utf-8")
+    lines = source.split("\n")
+    for name, function in functions(ast.parse(source)):
+        for its_kind, at, after in faults(lines, function):
+            before = [line.strip() for line in lines[at : at + len(after)]]
+            place = Place(0, kind, file.relative_to(ROOT).as_posix(), name, before, [line.strip() for line in after])
+            if kind == its_kind and not any(WORDS_ONLY.search(line) for line in before) and holds(source, place):
+                yield place
+
+
+def choose() -> None:
+    """Spreads the places over the package's lines, and evenly over the kinds; at most one in a file."""
+    dice = random.Random(SEED)
+    files = [file for file in sorted((ROOT / "pd_cluster").rglob("*.py")) if not LEFT_OUT.search(str(file))]
+    at_lines = [i for i, file in enumerate(files) for _ in file.read_text("utf-8").split("\n")]
+    kinds = [KINDS[i % len(KINDS)] for i in range(NUM_PLACES)]
+    dice.shuffle(kinds)
+    chosen: list[Place] = []
+    for i, kind in enumerate(kinds):
+        start = at_lines[int((i + dice.random()) / NUM_PLACES * len(at_lines))]
+        free = [f for f in files[start:] + files[:start] if all(f != ROOT / place.file for place in chosen)]
+        fit = next(fit for fit in (list(candidates(file, kind)) for file in free) if fit)
+        chosen.append(replace(dice.choice(fit), number=i + 1))
+    write_json(PLACES, [asdict(place) for place in chosen])
+
+
+def places() -> list[Place]:
+    return [Place(**each) for each in json.loads(PLACES.read_text("utf-8"))]
+
+
+def write_json(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def pytest(folder: Path, arguments: list[str], limit_s: float) -> tuple[int | None, str]:
+    """Returns the exit status, or None after the limit, and the output."""
+    environment = {**os.environ, "PYTHONPATH": str(folder / "tree"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-m", "not slow", "-p", "no:cacheprovider", "--timeout=90", *arguments]
+    log = folder / "output.txt"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=folder / "tree", env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        status = None
+        with suppress(subprocess.TimeoutExpired):
+            status = process.wait(limit_s)
+        with suppress(ProcessLookupError):  # also what it has left behind
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return status, log.read_text("utf-8", "replace")
+
+
+def make_map(folder: Path, commit: str) -> None:
+    """Leaves `hits` (place, test), `reports` (outcome, seconds, test) and `mapped` (finished files) in the folder."""
+    tree, mapped = folder / "tree", folder / "mapped"
+    if not tree.exists():
+        git("clone", "-q", "--no-checkout", str(ROOT), str(tree))
+        git("-C", str(tree), "checkout", "-q", "--detach", git("rev-parse", commit))
+    git("-C", str(tree), "checkout", "-q", "--", ".")
+    for place in places():
+        file, at = locate(tree, place)
+        file.write_text(probed(file.read_text("utf-8"), at, place.number), "utf-8")
+    probe = tree / "pd_cluster" / "seeded_probe.py"
+    probe.write_text(RECORDER.format(hits=str(folder / "hits"), reports=str(folder / "reports")))
+    done = mapped.read_text().split() if mapped.exists() else []
+    tests = [f.relative_to(tree).as_posix() for part in ("unit", "model") for f in tree.glob(f"tests/{part}/test_*.py")]
+    left = sorted({*tests} - {*done}, key=lambda test: (bool(LEFT_OUT.search(test)), "/model/" in test, test))
+    for start in range(0, len(left), NUM_FILES):
+        part = left[start : start + NUM_FILES]
+        _, output = pytest(folder, ["-p", "pd_cluster.seeded_probe", *part], MAP_LIMIT_S)
+        print(f"{start} of {len(left)} files, then {part[0]}: {output.strip().split(chr(10))[-1]}", flush=True)
+        with mapped.open("a") as done_file:
+            done_file.write("\n".join([*part, ""]))
+    probe.unlink()
+
+
+def tests_of(folder: Path) -> dict[int, list[str]]:
+    """Maps each place to the tests that run it and pass; only the quickest, where all of them would take too long."""
+    took_s: Counter[str] = Counter()
+    failed = set()
+    for line in (folder / "reports").read_text("utf-8").splitlines():
+        outcome, duration_s, test = line.split("\t", 2)
+        took_s[test] += float(duration_s)  # type: ignore[assignment]
+        failed |= {test} if outcome != "passed" else set()
+    found: dict[int, list[str]] = defaultdict(list)
+    for line in dict.fromkeys((folder / "hits").read_text("utf-8").splitlines()):
+        number, _, test = line.partition("\t")
+        if test in took_s and test not in failed:
+            found[int(number)].append(test)
+    for tests in found.values():
+        while sum(took_s[test] for test in tests) > TESTS_LIMIT_S:
+            tests.remove(max(tests, key=lambda test: took_s[test]))
+    return found
+
+
+def run(folder: Path, result: Path) -> None:
+    tests, tree = tests_of(folder), folder / "tree"
+    rows = json.loads(result.read_text("utf-8")) if result.exists() else []
+    for place in [place for place in places() if all(row["number"] != place.number for row in rows)]:
+        git("-C", str(tree), "checkout", "-q", "--", ".")
+        file, at = locate(tree, place)
+        file.write_text(faulted(file.read_text("utf-8"), at, place), "utf-8")
+        noticed_by = None
+        if tests[place.number]:
+            (folder / "tests.txt").write_text("\n".join(tests[place.number]), "utf-8")
+            status, output = pytest(folder, ["-x", f"@{folder / 'tests.txt'}"], RUN_LIMIT_S)
+            first = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+            if status in (4, 5):
+                raise SystemExit(f"pytest could not run the tests of place {place.number}:\n{output}")
+            noticed_by = None if status == 0 else first[1] if first else "hang" if status is None else "crash"
+        rows.append({**asdict(place), "num_tests": len(tests[place.number]), "noticed_by": noticed_by})
+        write_json(result, rows)
+        print(line_of(rows[-1]), flush=True)
+
+
+def line_of(row: dict[str, Any]) -> str:
+    noticed = row["noticed_by"] or f"NOT NOTICED by {row['num_tests']} tests"
+    change = f"{' / '.join(row['before'])} -> {' / '.join(row['after'])}"
+    return f"{row['number']:2} {row['kind']:9} {row['file']} {row['function']}: {change}: {noticed}"
+
+
+def compare(before: Path, after: Path) -> int:
+    results = [{row["number"]: row for row in json.loads(path.read_text("utf-8"))} for path in (before, after)]
+    for kind in KINDS:
+        counts = [[bool(row["noticed_by"]) for row in rows.values() if row["kind"] == kind] for rows in results]
+        print(f"{kind:9} noticed " + ", then ".join(f"{sum(each)} of {len(each)}" for each in counts))
+    lost = [row for n, row in results[0].items() if row["noticed_by"] and not results[1].get(n, {}).get("noticed_by")]
+    for row in lost:
+        print("no longer noticed:", line_of(row))
+    return int(bool(lost))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    known = {"choose": (choose, ""), "map": (make_map, "folder"), "run": (run, "folder result")}
+    known["compare"] = (compare, "before after")
+    for name, (_, arguments) in known.items():
+        command = commands.add_parser(name)
+        for argument in arguments.split():
+            command.add_argument(argument, type=lambda text: Path(text).absolute())
+        if name == "map":
+            command.add_argument("commit", nargs="?", default="HEAD")
+    given = vars(parser.parse_args())
+    return known[given.pop("command")][0](**given) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

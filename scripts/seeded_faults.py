@@ -12,49 +12,49 @@ Knows nothing of slow tests, nor of code that only an accelerator runs.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
+import changed_tests
+import typer
+
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = ROOT / "tests" / "data" / "seeded_faults.json"
-SEED, NUM_PLACES = 49, 40
+SEED, NUM_PLACES, ENOUGH_TESTS = 49, 40, 30
 KINDS = ("sign", "bound", "release", "order", "condition")
 LEFT_OUT = re.compile(r"lab/|bench|cuda|npu|nccl|hcc[ln]|nixl|flashinfer|symmetric|/ipc|graphs|captur")
 WORDS_ONLY = re.compile(r"\b(_?log|logger|logging|warnings|console|print|echo|graphs|TYPE_CHECKING)\b")
 RELEASE = re.compile("release|free|close|unlink|discard|pop|popleft|remove|cancel|clear|kill|unregister")
 FLIPPED = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 ONE_OFF = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
-NUM_FILES, MAP_LIMIT_S, RUN_LIMIT_S, TESTS_LIMIT_S = 10, 1500.0, 300.0, 100.0  # files of tests in one process of `map`
+NUM_FILES, MAP_LIMIT_S, RUN_LIMIT_S, TESTS_LIMIT_S = 6, 1500.0, 300.0, 100.0  # files of tests in one process of `map`
+HUNG = -9
 RECORDER = """
 import os
-
 seen = set()
-
 def hit(place):
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     if test and (place, test) not in seen:
         seen.add((place, test))
         with open({hits!r}, "a") as file:
             file.write(f"{{place}}\\t{{test}}\\n")
-
 def pytest_runtest_logreport(report):
     with open({reports!r}, "a") as file:
         file.write(f"{{report.outcome}}\\t{{report.duration}}\\t{{report.nodeid}}\\n")
 """
+app = typer.Typer(add_completion=False)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -98,10 +98,9 @@ def changes(node: Any) -> Iterator[tuple[str, Any, ast.expr]]:
             yield "sign", node, ast.BinOp(node.left, op, node.right)
     elif isinstance(node, ast.Slice) and node.upper is not None:
         yield "bound", node.upper, ast.BinOp(node.upper, ast.Add(), ast.Constant(1))
-    tests = [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else getattr(node, "ifs", [])
-    for test in tests:
-        negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-        yield "condition", test, test.operand if negated else ast.UnaryOp(ast.Not(), test)
+    for test in [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else getattr(node, "ifs", ()):
+        is_not = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+        yield "condition", test, getattr(test, "operand", test) if is_not else ast.UnaryOp(ast.Not(), test)
 
 
 def called(node: ast.AST) -> ast.Call | None:
@@ -113,9 +112,9 @@ def called(node: ast.AST) -> ast.Call | None:
 
 def swappable(first: ast.stmt, second: ast.stmt) -> bool:
     """Tells whether both are calls, and not of one method of two objects, whose order would hardly matter."""
-    one, other = (getattr(called(each), "func", None) for each in (first, second))
-    same = getattr(one, "attr", "one") == getattr(other, "attr", "other")
-    return bool(one and other) and (not same or ast.unparse(one) == ast.unparse(other))
+    names = [ast.unparse(call.func) if call else "" for call in (called(first), called(second))]
+    methods = {name.rpartition(".")[2] for name in names}
+    return all(names) and (names[0] == names[1] or len(methods) == 2)
 
 
 def faults(lines: list[str], function: Function) -> Iterator[tuple[str, int, list[str]]]:
@@ -151,10 +150,7 @@ def locate(root: Path, place: Place) -> tuple[Path, int]:
         found = [(file, at) for file in files for at in matches(file.read_text("utf-8"), place.function, place.before)]
         if len(found) == 1:
             return found[0]
-    text = " / ".join(place.before)
-    raise LookupError(
-        f"place {place.number} ({place.file}, {place.function}) has `{text}` {len(found)} times, not once"
-    )
+    raise LookupError(f"place {place.number}: {place.function} ({place.file}) has {len(found)} times {place.before}")
 
 
 def edited(source: str, at: int, num_lines: int, new: list[str]) -> str:
@@ -165,10 +161,6 @@ def edited(source: str, at: int, num_lines: int, new: list[str]) -> str:
     return "\n".join(lines)
 
 
-def faulted(source: str, at: int, place: Place) -> str:
-    return edited(source, at, len(place.before), place.after)
-
-
 def probed(source: str, at: int, number: int) -> str:
     """Puts a call of the recorder before the statement that holds the line."""
     statements = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.stmt)]
@@ -176,29 +168,25 @@ def probed(source: str, at: int, number: int) -> str:
     return edited(source, first, 0, [f'__import__("pd_cluster.seeded_probe", fromlist=["hit"]).hit({number})'])
 
 
-def holds(source: str, place: Place) -> bool:
-    """Tells whether the lines are only once in the function, and a probe can be put before them."""
-    found = matches(source, place.function, place.before)
-    with suppress(SyntaxError):  # before an `elif`
-        return len(found) == 1 and bool(compile(probed(source, found[0], 0), place.file, "exec"))
-    return False
-
-
 def candidates(file: Path, kind: str) -> Iterator[Place]:
+    """Yields places whose lines are only once in their function, and before which a probe can be put."""
     source = file.read_text("utf-8")
     lines = source.split("\n")
     for name, function in functions(ast.parse(source)):
         for its_kind, at, after in faults(lines, function):
             before = [line.strip() for line in lines[at : at + len(after)]]
-            place = Place(0, kind, file.relative_to(ROOT).as_posix(), name, before, [line.strip() for line in after])
-            if kind == its_kind and not any(WORDS_ONLY.search(line) for line in before) and holds(source, place):
-                yield place
+            if kind != its_kind or WORDS_ONLY.search(" ".join(before)) or len(matches(source, name, before)) > 1:
+                continue
+            with suppress(SyntaxError):  # before an `elif`
+                compile(probed(source, at, 0), file, "exec")
+                yield Place(0, kind, str(file.relative_to(ROOT)), name, before, [line.strip() for line in after])
 
 
+@app.command()
 def choose() -> None:
-    """Spreads the places over the package's lines, and evenly over the kinds; at most one in a file."""
+    """Rewrites the places, spread over the package's lines and evenly over the kinds; at most one is in a file."""
     dice = random.Random(SEED)
-    files = [file for file in sorted((ROOT / "pd_cluster").rglob("*.py")) if not LEFT_OUT.search(str(file))]
+    files = [f for f in sorted((ROOT / "pd_cluster").rglob("*.py")) if not LEFT_OUT.search(str(f.relative_to(ROOT)))]
     at_lines = [i for i, file in enumerate(files) for _ in file.read_text("utf-8").split("\n")]
     kinds = [KINDS[i % len(KINDS)] for i in range(NUM_PLACES)]
     dice.shuffle(kinds)
@@ -223,26 +211,28 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
-def pytest(folder: Path, arguments: list[str], limit_s: float) -> tuple[int | None, str]:
-    """Returns the exit status, or None after the limit, and the output."""
-    environment = {**os.environ, "PYTHONPATH": str(folder / "tree"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-m", "not slow", "-p", "no:cacheprovider", "--timeout=90", *arguments]
-    log = folder / "output.txt"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, cwd=folder / "tree", env=environment, stdout=file, stderr=file, start_new_session=True
-        )
-        status = None
-        with suppress(subprocess.TimeoutExpired):
-            status = process.wait(limit_s)
-        with suppress(ProcessLookupError):  # also what it has left behind
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def pytest(folder: Path, arguments: list[str], limit_s: float) -> tuple[int, str]:
+    """Returns the exit status, HUNG after the limit, and the output."""
+    tree, log = folder / "tree", folder / "output.txt"
+    env = {**os.environ, "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = ["timeout", "-s", "KILL", str(limit_s), sys.executable, "-m", "pytest", "-m", "not slow", "--timeout=90"]
+    with log.open("w") as file:  # not a pipe, which children that outlive pytest would keep open
+        status = subprocess.call([*command, "-p", "no:cacheprovider", *arguments], cwd=tree, env=env, stdout=file)
     return status, log.read_text("utf-8", "replace")
 
 
-def make_map(folder: Path, commit: str) -> None:
+def nearest(place: Place, graph: dict[str, set[str]]) -> list[str]:
+    """Returns the files of quick tests that import the place's module, the nearest by imports first."""
+    away = changed_tests.distances([place.file], graph)
+    files = {f"{name.replace('.', '/')}.py": distance for name, distance in away.items() if ".test_" in name}
+    quick = [name for name in files if name.startswith(changed_tests.QUICK) and not LEFT_OUT.search(name)]
+    return sorted(quick, key=lambda name: files[name])
+
+
+@app.command("map")
+def make_map(folder: Path, commit: str = typer.Argument("HEAD")) -> None:
     """Leaves `hits` (place, test), `reports` (outcome, seconds, test) and `mapped` (finished files) in the folder."""
+    folder = folder.absolute()
     tree, mapped = folder / "tree", folder / "mapped"
     if not tree.exists():
         git("clone", "-q", "--no-checkout", str(ROOT), str(tree))
@@ -254,14 +244,19 @@ def make_map(folder: Path, commit: str) -> None:
     probe = tree / "pd_cluster" / "seeded_probe.py"
     probe.write_text(RECORDER.format(hits=str(folder / "hits"), reports=str(folder / "reports")))
     done = mapped.read_text().split() if mapped.exists() else []
-    tests = [f.relative_to(tree).as_posix() for part in ("unit", "model") for f in tree.glob(f"tests/{part}/test_*.py")]
-    left = sorted({*tests} - {*done}, key=lambda test: (bool(LEFT_OUT.search(test)), "/model/" in test, test))
-    for start in range(0, len(left), NUM_FILES):
-        part = left[start : start + NUM_FILES]
+    graph = changed_tests.importers()
+    near = {place.number: nearest(place, graph) for place in places()}
+    while True:
+        counts = Counter(line.split("\t")[0] for line in {*(folder / "hits").open()}) if done else Counter()
+        wanting = [tests for number, tests in near.items() if counts[str(number)] < ENOUGH_TESTS]
+        part = [test for tests in zip_longest(*wanting) for test in dict.fromkeys(tests) if test and test not in done]
+        part = [*dict.fromkeys(part)][:NUM_FILES]
+        if not part:
+            break
         _, output = pytest(folder, ["-p", "pd_cluster.seeded_probe", *part], MAP_LIMIT_S)
-        print(f"{start} of {len(left)} files, then {part[0]}: {output.strip().split(chr(10))[-1]}", flush=True)
-        with mapped.open("a") as done_file:
-            done_file.write("\n".join([*part, ""]))
+        done += part
+        mapped.write_text("\n".join(done))
+        print(f"{len(wanting)} places want tests; {len(done)} files; {output.strip().split(chr(10))[-1]}", flush=True)
     probe.unlink()
 
 
@@ -269,14 +264,12 @@ def tests_of(folder: Path) -> dict[int, list[str]]:
     """Maps each place to the tests that run it and pass; only the quickest, where all of them would take too long."""
     took_s: Counter[str] = Counter()
     failed = set()
-    for line in (folder / "reports").read_text("utf-8").splitlines():
-        outcome, duration_s, test = line.split("\t", 2)
+    for outcome, duration_s, test in (line.split("\t", 2) for line in (folder / "reports").open()):
         took_s[test] += float(duration_s)  # type: ignore[assignment]
         failed |= {test} if outcome != "passed" else set()
     found: dict[int, list[str]] = defaultdict(list)
-    for line in dict.fromkeys((folder / "hits").read_text("utf-8").splitlines()):
-        number, _, test = line.partition("\t")
-        if test in took_s and test not in failed:
+    for number, test in (line.split("\t", 1) for line in dict.fromkeys((folder / "hits").open())):
+        if took_s[test] and test not in failed:
             found[int(number)].append(test)
     for tests in found.values():
         while sum(took_s[test] for test in tests) > TESTS_LIMIT_S:
@@ -284,21 +277,24 @@ def tests_of(folder: Path) -> dict[int, list[str]]:
     return found
 
 
+@app.command()
 def run(folder: Path, result: Path) -> None:
+    """Puts one fault after the other into the clone, and runs its tests to the first failure."""
+    folder = folder.absolute()
     tests, tree = tests_of(folder), folder / "tree"
     rows = json.loads(result.read_text("utf-8")) if result.exists() else []
     for place in [place for place in places() if all(row["number"] != place.number for row in rows)]:
         git("-C", str(tree), "checkout", "-q", "--", ".")
         file, at = locate(tree, place)
-        file.write_text(faulted(file.read_text("utf-8"), at, place), "utf-8")
+        file.write_text(edited(file.read_text("utf-8"), at, len(place.before), place.after), "utf-8")
         noticed_by = None
         if tests[place.number]:
-            (folder / "tests.txt").write_text("\n".join(tests[place.number]), "utf-8")
+            (folder / "tests.txt").write_text("".join(tests[place.number]), "utf-8")
             status, output = pytest(folder, ["-x", f"@{folder / 'tests.txt'}"], RUN_LIMIT_S)
-            first = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-            if status in (4, 5):
+            first = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
+            if status == 5 or "ERROR: not found" in output:
                 raise SystemExit(f"pytest could not run the tests of place {place.number}:\n{output}")
-            noticed_by = None if status == 0 else first[1] if first else "hang" if status is None else "crash"
+            noticed_by = None if status == 0 else first[1] if first else "hang" if status == HUNG else "crash"
         rows.append({**asdict(place), "num_tests": len(tests[place.number]), "noticed_by": noticed_by})
         write_json(result, rows)
         print(line_of(rows[-1]), flush=True)
@@ -310,31 +306,19 @@ def line_of(row: dict[str, Any]) -> str:
     return f"{row['number']:2} {row['kind']:9} {row['file']} {row['function']}: {change}: {noticed}"
 
 
-def compare(before: Path, after: Path) -> int:
-    results = [{row["number"]: row for row in json.loads(path.read_text("utf-8"))} for path in (before, after)]
+@app.command()
+def compare(before: Path, after: Path) -> None:
+    """Prints how many faults were noticed, by kind, and which no longer are; exits with 1 if there are any."""
+    results = [json.loads(path.read_text("utf-8")) for path in (before, after)]
     for kind in KINDS:
-        counts = [[bool(row["noticed_by"]) for row in rows.values() if row["kind"] == kind] for rows in results]
+        counts = [[bool(row["noticed_by"]) for row in rows if row["kind"] == kind] for rows in results]
         print(f"{kind:9} noticed " + ", then ".join(f"{sum(each)} of {len(each)}" for each in counts))
-    lost = [row for n, row in results[0].items() if row["noticed_by"] and not results[1].get(n, {}).get("noticed_by")]
+    still = {row["number"] for row in results[1] if row["noticed_by"]}
+    lost = [row for row in results[0] if row["noticed_by"] and row["number"] not in still]
     for row in lost:
         print("no longer noticed:", line_of(row))
-    return int(bool(lost))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    known = {"choose": (choose, ""), "map": (make_map, "folder"), "run": (run, "folder result")}
-    known["compare"] = (compare, "before after")
-    for name, (_, arguments) in known.items():
-        command = commands.add_parser(name)
-        for argument in arguments.split():
-            command.add_argument(argument, type=lambda text: Path(text).absolute())
-        if name == "map":
-            command.add_argument("commit", nargs="?", default="HEAD")
-    given = vars(parser.parse_args())
-    return known[given.pop("command")][0](**given) or 0
+    raise typer.Exit(bool(lost))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    app()

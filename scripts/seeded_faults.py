@@ -21,11 +21,9 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import changed_tests
 import typer
@@ -35,12 +33,13 @@ PLACES = ROOT / "tests" / "data" / "seeded_faults.json"
 SEED, NUM_PLACES, ENOUGH_TESTS = 49, 40, 30
 KINDS = ("sign", "bound", "release", "order", "condition")
 LEFT_OUT = re.compile(r"lab/|bench|cuda|npu|nccl|hcc[ln]|nixl|flashinfer|symmetric|/ipc|graphs|captur")
-WORDS_ONLY = re.compile(r"\b(_?log|logger|logging|warnings|console|print|echo|graphs|TYPE_CHECKING)\b")
+SKIPPED = re.compile(r"^elif\b|\b(_?log|logger|logging|warnings|console|print|echo|graphs|TYPE_CHECKING)\b")
+QUICK_TEST = re.compile(r"tests/(unit|model)/test_\w+\.py")
 RELEASE = re.compile("release|free|close|unlink|discard|pop|popleft|remove|cancel|clear|kill|unregister")
-FLIPPED = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+PAIRS = ((ast.Lt, ast.Gt), (ast.LtE, ast.GtE), (ast.Eq, ast.NotEq), (ast.Add, ast.Sub))
+FLIPPED: dict[Any, Any] = {**dict(PAIRS), **{other: one for one, other in PAIRS}}
 ONE_OFF = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 NUM_FILES, MAP_LIMIT_S, RUN_LIMIT_S, TESTS_LIMIT_S = 6, 1500.0, 300.0, 100.0  # files of tests in one process of `map`
-HUNG = -9
 RECORDER = """
 import os
 seen = set()
@@ -58,8 +57,7 @@ app = typer.Typer(add_completion=False)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     number: int
     kind: str
     file: str
@@ -94,8 +92,7 @@ def changes(node: Any) -> Iterator[tuple[str, Any, ast.expr]]:
         if isinstance(node.right, ast.Constant) and node.right.value == 1:
             yield "bound", node, node.left
         elif not any(isinstance(each, ast.JoinedStr | ast.List | ast.Tuple) for each in ast.walk(node)):
-            op = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
-            yield "sign", node, ast.BinOp(node.left, op, node.right)
+            yield "sign", node, ast.BinOp(node.left, FLIPPED[type(node.op)](), node.right)
     elif isinstance(node, ast.Slice) and node.upper is not None:
         yield "bound", node.upper, ast.BinOp(node.upper, ast.Add(), ast.Constant(1))
     for test in [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else getattr(node, "ifs", ()):
@@ -112,9 +109,8 @@ def called(node: ast.AST) -> ast.Call | None:
 
 def swappable(first: ast.stmt, second: ast.stmt) -> bool:
     """Tells whether both are calls, and not of one method of two objects, whose order would hardly matter."""
-    names = [ast.unparse(call.func) if call else "" for call in (called(first), called(second))]
-    methods = {name.rpartition(".")[2] for name in names}
-    return all(names) and (names[0] == names[1] or len(methods) == 2)
+    one, other = (ast.unparse(call.func) if call else "" for call in (called(first), called(second)))
+    return bool(one and other) and (one == other or one.rpartition(".")[2] != other.rpartition(".")[2])
 
 
 def faults(lines: list[str], function: Function) -> Iterator[tuple[str, int, list[str]]]:
@@ -136,17 +132,15 @@ def faults(lines: list[str], function: Function) -> Iterator[tuple[str, int, lis
 
 def matches(source: str, name: str, before: list[str]) -> list[int]:
     """Returns where functions of that name have these lines, as indices from 0."""
-    if before[0] not in source:
-        return []
     lines = [line.strip() for line in source.split("\n")]
-    spans = [range(f.lineno - 1, f.end_lineno or 0) for named, f in functions(ast.parse(source)) if named == name]
+    there = functions(ast.parse(source if before[0] in source else ""))
+    spans = [range(function.lineno - 1, function.end_lineno or 0) for named, function in there if named == name]
     return [at for span in spans for at in span if lines[at : at + len(before)] == before]
 
 
 def locate(root: Path, place: Place) -> tuple[Path, int]:
     """Finds the file and the line, in another file if the function has moved. Raises LookupError."""
-    named = root / place.file
-    for files in ([named] if named.exists() else [], sorted((root / "pd_cluster").rglob("*.py"))):
+    for files in (root.glob(place.file), sorted((root / "pd_cluster").rglob("*.py"))):
         found = [(file, at) for file in files for at in matches(file.read_text("utf-8"), place.function, place.before)]
         if len(found) == 1:
             return found[0]
@@ -156,8 +150,7 @@ def locate(root: Path, place: Place) -> tuple[Path, int]:
 def edited(source: str, at: int, num_lines: int, new: list[str]) -> str:
     """Replaces lines by others of the same indentation."""
     lines = source.split("\n")
-    indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
-    lines[at : at + num_lines] = [indent + line for line in new]
+    lines[at : at + num_lines] = [lines[at][: -len(lines[at].lstrip())] + line for line in new]
     return "\n".join(lines)
 
 
@@ -169,16 +162,13 @@ def probed(source: str, at: int, number: int) -> str:
 
 
 def candidates(file: Path, kind: str) -> Iterator[Place]:
-    """Yields places whose lines are only once in their function, and before which a probe can be put."""
+    """Yields places whose lines are only once in their function, and which a statement can precede."""
     source = file.read_text("utf-8")
     lines = source.split("\n")
     for name, function in functions(ast.parse(source)):
         for its_kind, at, after in faults(lines, function):
             before = [line.strip() for line in lines[at : at + len(after)]]
-            if kind != its_kind or WORDS_ONLY.search(" ".join(before)) or len(matches(source, name, before)) > 1:
-                continue
-            with suppress(SyntaxError):  # before an `elif`
-                compile(probed(source, at, 0), file, "exec")
+            if kind == its_kind and not SKIPPED.search(" ".join(before)) and len(matches(source, name, before)) == 1:
                 yield Place(0, kind, str(file.relative_to(ROOT)), name, before, [line.strip() for line in after])
 
 
@@ -195,24 +185,20 @@ def choose() -> None:
         start = at_lines[int((i + dice.random()) / NUM_PLACES * len(at_lines))]
         free = [f for f in files[start:] + files[:start] if all(f != ROOT / place.file for place in chosen)]
         fit = next(fit for fit in (list(candidates(file, kind)) for file in free) if fit)
-        chosen.append(replace(dice.choice(fit), number=i + 1))
-    write_json(PLACES, [asdict(place) for place in chosen])
+        chosen.append(dice.choice(fit)._replace(number=i + 1))
+    PLACES.write_text(json.dumps([place._asdict() for place in chosen], indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 def places() -> list[Place]:
     return [Place(**each) for each in json.loads(PLACES.read_text("utf-8"))]
 
 
-def write_json(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", "utf-8")
-
-
-def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+def git(tree: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", str(tree), *arguments], check=True)
 
 
 def pytest(folder: Path, arguments: list[str], limit_s: float) -> tuple[int, str]:
-    """Returns the exit status, HUNG after the limit, and the output."""
+    """Returns the exit status, negative after the limit, and the output."""
     tree, log = folder / "tree", folder / "output.txt"
     env = {**os.environ, "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = ["timeout", "-s", "KILL", str(limit_s), sys.executable, "-m", "pytest", "-m", "not slow", "--timeout=90"]
@@ -221,31 +207,25 @@ def pytest(folder: Path, arguments: list[str], limit_s: float) -> tuple[int, str
     return status, log.read_text("utf-8", "replace")
 
 
-def nearest(place: Place, graph: dict[str, set[str]]) -> list[str]:
-    """Returns the files of quick tests that import the place's module, the nearest by imports first."""
-    away = changed_tests.distances([place.file], graph)
-    files = {f"{name.replace('.', '/')}.py": distance for name, distance in away.items() if ".test_" in name}
-    quick = [name for name in files if name.startswith(changed_tests.QUICK) and not LEFT_OUT.search(name)]
-    return sorted(quick, key=lambda name: files[name])
-
-
 @app.command("map")
 def make_map(folder: Path, commit: str = typer.Argument("HEAD")) -> None:
     """Leaves `hits` (place, test), `reports` (outcome, seconds, test) and `mapped` (finished files) in the folder."""
     folder = folder.absolute()
     tree, mapped = folder / "tree", folder / "mapped"
     if not tree.exists():
-        git("clone", "-q", "--no-checkout", str(ROOT), str(tree))
-        git("-C", str(tree), "checkout", "-q", "--detach", git("rev-parse", commit))
-    git("-C", str(tree), "checkout", "-q", "--", ".")
+        git(ROOT, "clone", "-q", str(ROOT), str(tree))
+        git(tree, "checkout", "-q", "--detach", commit)
+    git(tree, "checkout", "-q", "--", ".")
+    near: dict[int, list[str]] = {}  # number of a place -> files of tests, the nearest by imports first
+    graph = changed_tests.importers()
     for place in places():
         file, at = locate(tree, place)
         file.write_text(probed(file.read_text("utf-8"), at, place.number), "utf-8")
+        names = (f"{m.replace('.', '/')}.py" for m in changed_tests.distances([str(file.relative_to(tree))], graph))
+        near[place.number] = [name for name in names if QUICK_TEST.match(name) and not LEFT_OUT.search(name)]
     probe = tree / "pd_cluster" / "seeded_probe.py"
     probe.write_text(RECORDER.format(hits=str(folder / "hits"), reports=str(folder / "reports")))
     done = mapped.read_text().split() if mapped.exists() else []
-    graph = changed_tests.importers()
-    near = {place.number: nearest(place, graph) for place in places()}
     while True:
         counts = Counter(line.split("\t")[0] for line in {*(folder / "hits").open()}) if done else Counter()
         wanting = [tests for number, tests in near.items() if counts[str(number)] < ENOUGH_TESTS]
@@ -263,14 +243,11 @@ def make_map(folder: Path, commit: str = typer.Argument("HEAD")) -> None:
 def tests_of(folder: Path) -> dict[int, list[str]]:
     """Maps each place to the tests that run it and pass; only the quickest, where all of them would take too long."""
     took_s: Counter[str] = Counter()
-    failed = set()
     for outcome, duration_s, test in (line.split("\t", 2) for line in (folder / "reports").open()):
-        took_s[test] += float(duration_s)  # type: ignore[assignment]
-        failed |= {test} if outcome != "passed" else set()
+        took_s[test] += float(duration_s if outcome == "passed" else "inf")  # type: ignore[assignment]
     found: dict[int, list[str]] = defaultdict(list)
     for number, test in (line.split("\t", 1) for line in dict.fromkeys((folder / "hits").open())):
-        if took_s[test] and test not in failed:
-            found[int(number)].append(test)
+        found[int(number)].append(test)
     for tests in found.values():
         while sum(took_s[test] for test in tests) > TESTS_LIMIT_S:
             tests.remove(max(tests, key=lambda test: took_s[test]))
@@ -279,12 +256,15 @@ def tests_of(folder: Path) -> dict[int, list[str]]:
 
 @app.command()
 def run(folder: Path, result: Path) -> None:
-    """Puts one fault after the other into the clone, and runs its tests to the first failure."""
+    """Puts one fault after the other into the clone; repeats those not noticed for which `map` has found more tests."""
     folder = folder.absolute()
     tests, tree = tests_of(folder), folder / "tree"
-    rows = json.loads(result.read_text("utf-8")) if result.exists() else []
-    for place in [place for place in places() if all(row["number"] != place.number for row in rows)]:
-        git("-C", str(tree), "checkout", "-q", "--", ".")
+    rows = {row["number"]: row for row in json.loads(result.read_text("utf-8"))} if result.exists() else {}
+    for place in places():
+        old = rows.get(place.number, {"noticed_by": None, "num_tests": None})
+        if old["noticed_by"] or old["num_tests"] == len(tests[place.number]):
+            continue
+        git(tree, "checkout", "-q", "--", ".")
         file, at = locate(tree, place)
         file.write_text(edited(file.read_text("utf-8"), at, len(place.before), place.after), "utf-8")
         noticed_by = None
@@ -294,15 +274,15 @@ def run(folder: Path, result: Path) -> None:
             first = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
             if status == 5 or "ERROR: not found" in output:
                 raise SystemExit(f"pytest could not run the tests of place {place.number}:\n{output}")
-            noticed_by = None if status == 0 else first[1] if first else "hang" if status == HUNG else "crash"
-        rows.append({**asdict(place), "num_tests": len(tests[place.number]), "noticed_by": noticed_by})
-        write_json(result, rows)
-        print(line_of(rows[-1]), flush=True)
+            noticed_by = None if status == 0 else first[1] if first else "hang" if status < 0 else "crash"
+        rows[place.number] = {**place._asdict(), "num_tests": len(tests[place.number]), "noticed_by": noticed_by}
+        result.write_text(json.dumps([*rows.values()], indent=1, ensure_ascii=False) + "\n", "utf-8")
+        print(line_of(rows[place.number]), flush=True)
 
 
 def line_of(row: dict[str, Any]) -> str:
-    noticed = row["noticed_by"] or f"NOT NOTICED by {row['num_tests']} tests"
     change = f"{' / '.join(row['before'])} -> {' / '.join(row['after'])}"
+    noticed = row["noticed_by"] or f"NOT NOTICED by {row['num_tests']} tests"
     return f"{row['number']:2} {row['kind']:9} {row['file']} {row['function']}: {change}: {noticed}"
 
 
@@ -314,10 +294,8 @@ def compare(before: Path, after: Path) -> None:
         counts = [[bool(row["noticed_by"]) for row in rows if row["kind"] == kind] for rows in results]
         print(f"{kind:9} noticed " + ", then ".join(f"{sum(each)} of {len(each)}" for each in counts))
     still = {row["number"] for row in results[1] if row["noticed_by"]}
-    lost = [row for row in results[0] if row["noticed_by"] and row["number"] not in still]
-    for row in lost:
-        print("no longer noticed:", line_of(row))
-    raise typer.Exit(bool(lost))
+    lost = [line_of(row) for row in results[0] if row["noticed_by"] and row["number"] not in still]
+    sys.exit("\n".join(["no longer noticed:", *lost]) if lost else 0)
 
 
 if __name__ == "__main__":

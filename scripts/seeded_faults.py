@@ -267,14 +267,13 @@ def run(folder: Path, result: Path) -> None:
         git(tree, "checkout", "-q", "--", ".")
         file, at = locate(tree, place)
         file.write_text(edited(file.read_text("utf-8"), at, len(place.before), place.after), "utf-8")
-        noticed_by = None
-        if tests[place.number]:
-            (folder / "tests.txt").write_text("".join(tests[place.number]), "utf-8")
-            status, output = pytest(folder, ["-x", f"@{folder / 'tests.txt'}"], RUN_LIMIT_S)
-            first = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
-            if status == 5 or "ERROR: not found" in output:
-                raise SystemExit(f"pytest could not run the tests of place {place.number}:\n{output}")
-            noticed_by = None if status == 0 else first[1] if first else "hang" if status < 0 else "crash"
+        (folder / "tests.txt").write_text("".join(tests[place.number]), "utf-8")
+        arguments = ["-x", f"@{folder / 'tests.txt'}"]
+        status, output = pytest(folder, arguments, RUN_LIMIT_S) if tests[place.number] else (0, "")
+        if status == 5 or "ERROR: not found" in output:
+            sys.exit(f"pytest could not run the tests of place {place.number}:\n{output}")
+        first = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
+        noticed_by = None if status == 0 else first[1] if first else "hang" if status < 0 else "crash"
         rows[place.number] = {**place._asdict(), "num_tests": len(tests[place.number]), "noticed_by": noticed_by}
         result.write_text(json.dumps([*rows.values()], indent=1, ensure_ascii=False) + "\n", "utf-8")
         print(line_of(rows[place.number]), flush=True)

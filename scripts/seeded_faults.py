@@ -232,12 +232,11 @@ def make_map(folder: Path, commit: str = typer.Argument("HEAD")) -> None:
         part = [test for tests in zip_longest(*wanting) for test in dict.fromkeys(tests) if test and test not in done]
         part = [*dict.fromkeys(part)][:NUM_FILES]
         if not part:
-            break
+            return probe.unlink()
         _, output = pytest(folder, ["-p", "pd_cluster.seeded_probe", *part], MAP_LIMIT_S)
         done += part
         mapped.write_text("\n".join(done))
         print(f"{len(wanting)} places want tests; {len(done)} files; {output.strip().split(chr(10))[-1]}", flush=True)
-    probe.unlink()
 
 
 def tests_of(folder: Path) -> dict[int, list[str]]:

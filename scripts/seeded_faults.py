@@ -202,11 +202,9 @@ def pytest(folder: Path, arguments: list[str], limit_s: float) -> tuple[int, str
     tree, log = folder / "tree", folder / "output.txt"
     env = {**os.environ, "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = ["timeout", "-s", "KILL", str(limit_s), sys.executable, "-m", "pytest", "-m", "not slow", "--timeout=90"]
+    command += ["-p", "no:cacheprovider", *arguments]
     with log.open("w") as file:  # not a pipe, which children that outlive pytest would keep open
-        status = subprocess.call(
-            [*command, "-p", "no:cacheprovider", *arguments], cwd=tree, env=env, stdout=file, stderr=file
-        )
-    return status, log.read_text("utf-8", "replace")
+        return subprocess.call(command, cwd=tree, env=env, stdout=file, stderr=file), log.read_text("utf-8", "replace")
 
 
 @app.command("map")

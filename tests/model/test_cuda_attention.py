@@ -274,7 +274,7 @@ def compile_and_check(compiler: TritonChild, arch: int, dtype: str, **shape: Any
     if dtype != "float32":  # on tensor cores; on Hopper big tiles by its own instruction
         assert prefill["wgmma.mma_async" if arch == 90 else "mma.sync"] > 0, prefill
         assert decode["mma.sync"] > 0, decode
-    if dtype != "float32" and arch == 90:  # PROGRAMS_PER_SM run side by side
+    if dtype != "float32" and arch == 90:  # PROGRAMS_PER_SM run side by side; of eight warps, one at a time
         assert decode["shared_nbytes"] * PROGRAMS_PER_SM <= SHARED_NBYTES[arch], decode
         assert decode["registers"] * 128 * PROGRAMS_PER_SM <= 65536, decode
 

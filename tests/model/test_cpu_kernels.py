@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 import platform
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -351,25 +348,6 @@ def test_a_source_that_changes_while_it_is_compiled_is_compiled_again(
     assert ctypes.CDLL(str(built)).number() == 2
     source.write_text("int number(void) { return 1; }\n")
     assert ctypes.CDLL(str(build.build(build.FLAGS))).number() == 1
-
-
-def test_sources_that_change_all_the_time_are_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "kernels.c").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("CC", compiler(tmp_path, f'[ -z "$out" ] || echo "//" >>{tmp_path}/kernels.c'))
-    monkeypatch.setattr(build, "FOLDER", tmp_path)
-    with pytest.raises(build.KernelsUnavailable, match="changed during each of 3 compilations"):
-        build.build(build.FLAGS)
-    assert list((tmp_path / "cache" / "pd-cluster").iterdir()) == []
-
-
-def test_kernels_are_compiled_before_any_test(tmp_path: Path) -> None:
-    """No test's time limit has to allow for that."""
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", "tests/unit/test_sizes.py"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CC": compiler(tmp_path, "")}
-    subprocess.run(command, cwd=root, env=environment, capture_output=True, check=True, timeout=100)
-    assert [path.name[:8] for path in (tmp_path / "pd-cluster").iterdir()] == ["kernels-"]
 
 
 def refuse_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

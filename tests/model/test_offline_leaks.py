@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import gc
 import tempfile
 from collections import Counter
@@ -13,13 +11,10 @@ from pathlib import Path
 import pytest
 
 from pd_cluster import LLM, GenerationConfig, GuidedDecodingParams, SamplingParams, pipeline
-from pd_cluster.cluster.processes.launch import Launch
-from pd_cluster.cluster.processes.launcher import Cluster
-from pd_cluster.cluster.processes.ports import free_port_pair
 from pd_cluster.errors import Closed, ModelError
 from pd_cluster.fastdeploy import LLM as FastDeployLLM
 from tests.support.adapters import make_adapter
-from tests.support.held import held, more_than, processes_of
+from tests.support.held import held, more_than
 
 GUIDED = SamplingParams(max_tokens=4, temperature=0, guided_decoding=GuidedDecodingParams(regex="[ab]{4}"))
 PARAMS = SamplingParams(max_tokens=4, temperature=0)
@@ -45,29 +40,6 @@ def one_pipeline(model: Path) -> None:
 def one_fastdeploy(model: Path) -> None:
     with FastDeployLLM(str(model), num_blocks=64, max_model_len=64) as llm:
         assert llm.generate(["Hello"], use_tqdm=False)
-
-
-def one_split(model: Path) -> None:
-    with LLM(str(model), num_blocks=64, max_model_len=64, prefill=1, decode=1) as llm:
-        assert llm.generate("Hello", PARAMS, use_tqdm=False)[0].outputs[0].text
-
-
-public_port = functools.cache(free_port_pair)  # reserved as long as this process lives, as `up` does
-
-
-def one_up(model: Path) -> None:
-    """Does as `pd-cluster up` does, and ends it."""
-
-    async def run(launch: Launch) -> None:
-        cluster = Cluster(launch, lambda line: None)
-        try:
-            await cluster.start()
-            await cluster.wait_ready()
-        finally:
-            await cluster.stop()
-
-    flags = ["--num-blocks=64", "--max-model-len=64"]
-    asyncio.run(run(Launch(model=str(model), port=public_port(), arguments=flags)))
 
 
 def one_that_cannot_start(model: Path) -> None:
@@ -114,13 +86,3 @@ def test_closed_but_kept_it_holds_nothing(checkpoint: Callable[..., Path]) -> No
     assert more_than(before) == NOTHING
     with pytest.raises(Closed, match="make a new one"):
         llm.generate("Hello", PARAMS, use_tqdm=False)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.usefixtures("uncollected")
-@pytest.mark.parametrize("one", [one_llm, one_with_a_guide, one_pipeline, one_split, one_up])
-def test_ten_of_each_leave_nothing(one: Callable[[Path], None], checkpoint: Callable[..., Path]) -> None:
-    model = checkpoint("llama", seed=3)  # whose folder is in no other test's command line
-    check_rounds(one, model, 10)
-    assert processes_of(str(model)) == []

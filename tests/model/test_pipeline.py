@@ -128,15 +128,6 @@ def test_a_prompt_has_the_same_answer_alone_and_in_a_batch(pipe: AsyncEngine) ->
     assert [each.text for each in together] == [pipe(prompt, gen_config=config).text for prompt in prompts]
 
 
-def test_the_same_seed_gives_the_same_output(pipe: AsyncEngine) -> None:
-    def texts(seed: int) -> list[str]:
-        config = GenerationConfig(random_seed=seed, top_k=0, temperature=2.0, max_new_tokens=30, ignore_eos=True)
-        return [each.text for each in pipe(["hi"] * 3, gen_config=config)]
-
-    assert texts(5) == texts(5)
-    assert texts(5) != texts(6)
-
-
 def test_stop_and_bad_words(pipe: AsyncEngine) -> None:
     assert pipe("hi", gen_config=GenerationConfig(stop_words=["can"])).text == "Hello! How "
     assert pipe("hi", gen_config=GenerationConfig(stop_words=["!"])).finish_reason == "stop"
@@ -145,18 +136,6 @@ def test_stop_and_bad_words(pipe: AsyncEngine) -> None:
     banned = pipe("hi", gen_config=GenerationConfig(bad_token_ids=[ids[0]], max_new_tokens=20)).token_ids
     assert banned
     assert ids[0] not in banned
-
-
-def test_ignore_eos_and_max_new_tokens(pipe: AsyncEngine) -> None:
-    response = pipe("hi", gen_config=GenerationConfig(ignore_eos=True, max_new_tokens=30))
-    assert (response.generate_token_len, response.finish_reason) == (30, "length")
-
-
-def test_logprobs_are_by_token_id(pipe: AsyncEngine) -> None:
-    response = pipe("hi", gen_config=GenerationConfig(logprobs=2, max_new_tokens=4))
-    assert response.logprobs is not None
-    assert [max(each, key=lambda token_id: each[token_id]) for each in response.logprobs] == response.token_ids
-    assert all(len(each) == 2 for each in response.logprobs)
 
 
 def test_a_stream_is_the_whole_answer_in_parts(pipe: AsyncEngine) -> None:
@@ -173,15 +152,6 @@ def turn(engine: AsyncEngine, text: str, session_id: int, **options: object) -> 
         return [out async for out in steps]
 
     return asyncio.run(read())
-
-
-def test_a_session_remembers_what_was_said(pipe: AsyncEngine) -> None:
-    (first,) = turn(pipe, "My name is Bob", 1, sequence_end=False)
-    (second,) = turn(pipe, "What is my name?", 1, sequence_start=False)
-    assert second.history_token_len == first.input_token_len + first.generate_token_len - 1  # without its end token
-    assert "Bob" in second.response
-    (stranger,) = turn(pipe, "What is my name?", 2)
-    assert "Bob" not in stranger.response
 
 
 def test_a_stopped_session_leaves_the_engine_to_others(pipe: AsyncEngine) -> None:
@@ -221,23 +191,6 @@ def test_a_model_that_is_not_there_is_refused_under_its_name(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=message):
         pipeline(path)
-
-
-ENDS = {
-    "at_its_end": "print(pipe('hi').text)",
-    "within_a_stream": "print(next(pipe.stream_infer('hi')).text)",
-    "by_sys_exit_within_a_stream": "for each in pipe.stream_infer('hi'): sys.exit(3)",
-}
-
-
-@pytest.mark.parametrize(
-    "end", [pytest.param(end, marks=pytest.mark.slow if end == "at_its_end" else ()) for end in ENDS]
-)
-def test_a_script_that_never_closes_its_pipeline_ends_quietly(tmp_path: Path, end: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"import sys\nfrom pd_cluster import pipeline\npipe = pipeline({MODEL!r})\n{ENDS[end]}\n")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110, check=False)
-    assert (done.returncode, done.stderr) == (3 if "sys.exit" in ENDS[end] else 0, "")
 
 
 def test_a_pipeline_that_is_forgotten_ends_its_threads() -> None:

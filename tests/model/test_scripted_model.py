@@ -13,7 +13,7 @@ import transformers
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import EOS_ID
 from tests.support.engines import generate, make_core
-from tests.support.scripted_model import MAX_POSITIONS, make_scripted, pad_to
+from tests.support.scripted_model import MAX_POSITIONS, pad_to
 from tests.support.scripted_scenarios import FAMILIES
 
 ASK = [{"role": "user", "content": "Is it sunny?"}]
@@ -108,10 +108,3 @@ def test_a_prompt_is_padded_to_the_token(made: Callable[[str], Path]) -> None:
     assert lengths == [900] * 3
     with pytest.raises(ValueError, match="already"):
         pad_to(folder, conversation, 20)
-
-
-def test_scripts_may_not_overlap(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="script at 11"):
-        make_scripted(tmp_path, {1: "ten bytes.", 11: "x"}, chat_template="")
-    with pytest.raises(ValueError, match="past 4096"):
-        make_scripted(tmp_path, {MAX_POSITIONS - 1: "x"}, chat_template="")

@@ -207,10 +207,6 @@ def test_completes_plain_text(prompt: str, start: str) -> None:
     assert go_on(prompt, max_tokens=40).startswith(start)
 
 
-def test_fits_the_repository() -> None:
-    assert sum(path.stat().st_size for path in FOLDER.glob("*.safetensors")) <= 10_000_000
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.text())
 def test_tokenizer_loses_nothing(text: str) -> None:
@@ -218,13 +214,6 @@ def test_tokenizer_loses_nothing(text: str) -> None:
     assert tokenizer()(text)["input_ids"] == ids
     assert raw_tokenizer().decode(ids, skip_special_tokens=False) == text
     assert tokenizer().decode(ids) == text
-
-
-def test_each_digit_is_a_token_and_each_mark_of_chatml_is_one() -> None:
-    assert raw_tokenizer().encode("2031").tokens == ["2", "0", "3", "1"]
-    assert raw_tokenizer().encode("<|endoftext|><|im_start|><|im_end|>").ids == [0, 1, 2]
-    assert model().generation_config.eos_token_id == [2, 0]
-    assert tokenizer().eos_token_id == 2
 
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
@@ -242,12 +231,3 @@ def test_template_needs_only_jinja(messages: Messages, add_generation_prompt: bo
     assert plain.render(
         messages=messages, add_generation_prompt=add_generation_prompt
     ) == tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-
-
-def test_template_is_chatml() -> None:
-    rendered = tokenizer().apply_chat_template(
-        conversation("Hi", system="Be brief."), tokenize=False, add_generation_prompt=True
-    )
-    assert rendered == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )

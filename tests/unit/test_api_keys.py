@@ -90,13 +90,6 @@ def test_anthropics_routes_take_a_key_in_anthropics_header(make: Callable[..., A
     assert make(metrics_key=KEYS[0])("GET", "/metrics", [("X-Api-Key", KEYS[0])]).status == 401
 
 
-@pytest.mark.parametrize("value", [f"Bearer {KEYS[0]}", f"Bearer {KEYS[1]}", f"bearer  {KEYS[0]} "])
-def test_each_key_opens(make: Callable[..., Ask], value: str) -> None:
-    answer = make()("GET", "/v1/models", [("Authorization", value)])
-    assert answer.status == 200
-    assert answer.json()["data"][0]["id"] == "tiny"
-
-
 def test_a_key_in_the_address_is_none(make: Callable[..., Ask]) -> None:
     assert make()("GET", f"/v1/models?api_key={KEYS[0]}&authorization=Bearer%20{KEYS[0]}").status == 401
 
@@ -168,16 +161,6 @@ def test_metrics_open_with_their_key_and_nothing_else_does(make: Callable[..., A
     closed = make(root_path="/api")("GET", path, [RIGHT])
     assert closed.status == 401
     assert "--metrics-key" in closed.json()["error"]["message"]
-
-
-def test_a_metrics_key_alone_closes_the_metrics_alone(make: Callable[..., Ask], tmp_path: Path) -> None:
-    asked = make(api_keys=(), metrics_key="mk-1")
-    assert asked("GET", "/v1/models").status == 200
-    assert asked("GET", "/metrics").status == 401
-    app, _ = make_app(tmp_path, HttpConfig(metrics_key="mk-1", root_path="/api"))
-    pieces = ["", "/", "//", "/metrics", "/api", "/..", "/.", "\n", ";", "%2f", "/METRICS", "?"]
-    for path, answer in ask_each(app, "GET", {"".join(parts) for parts in itertools.product(pieces, repeat=3)}):
-        assert b"vllm:" not in answer.body, path
 
 
 def test_metrics_show_no_path_of_the_model(tmp_path: Path) -> None:
@@ -275,17 +258,6 @@ def test_only_named_origins(make: Callable[..., Ask]) -> None:
     assert other.status == 200
     assert "access-control-allow-origin" not in other.headers
     assert asked("OPTIONS", "/v1/models", PREFLIGHT).status == 400  # POST is not allowed
-
-
-def test_whoever_names_no_origin_gets_no_cors_headers(make: Callable[..., Ask]) -> None:
-    answer = make()("GET", "/v1/models", [RIGHT])
-    assert not [name for name in answer.headers if name.startswith("access-control") or name == "vary"]
-
-
-def test_without_origins_there_is_no_cors(make: Callable[..., Ask]) -> None:
-    asked = make(allowed_origins=())
-    assert asked("OPTIONS", "/v1/models", PREFLIGHT).status == 401
-    assert "access-control-allow-origin" not in asked("GET", "/v1/models", [ORIGIN, RIGHT]).headers
 
 
 def test_streams_go_through_piece_by_piece() -> None:

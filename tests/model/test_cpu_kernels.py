@@ -28,6 +28,7 @@ from pd_cluster.model.layers.ops import Heads, Norm, Rope, TorchOps
 from pd_cluster.native import build
 from pd_cluster.native.copy import streaming_copy
 from pd_cluster.types import Image, Order, Request, Sampling
+from tests.support.spread import spread
 
 ANY = Sampling(max_tokens=1, temperature=0.0)
 LAYER, NUM_LAYERS = 1, 2
@@ -119,9 +120,13 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float 
     assert error <= tolerance, f"differs by {error:.1e} of the largest"
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (3, 1), (8, 8), (7, 1), (24, 2)])
+HEADS = [(4, 2), (3, 1), (8, 8), (7, 1), (24, 2)]
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "num_heads", "num_kv_heads"),
+    spread([1, 3, 16, 64], [(dim, *heads) for dim in (16, 64, 80, 128, 256) for heads in HEADS]),
+)
 def test_attention(ops: CpuOps, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
     """Lengths, prefixes, windows, softcaps and sinks in one batch for each shape of heads and blocks."""
     rng = random.Random(repr((num_heads, head_dim, block_size)))

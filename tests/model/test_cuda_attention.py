@@ -75,15 +75,15 @@ def test_same_as_sdpa_in_float32(interpreter: TritonChild, shape: Any) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[5], SHAPES[8]], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("bfloat16", SHAPES[2]), ("float16", SHAPES[5]), ("bfloat16", SHAPES[8])], ids=str
+)
 def test_same_as_sdpa_of_the_rounded_inputs(interpreter: TritonChild, shape: Any, dtype: str) -> None:
     assert difference(interpreter, MIXED, dtype=dtype, **named(shape)) < TOLERANCE[dtype]
 
 
 @needs_triton
-@pytest.mark.parametrize(("rows", "keys"), [(32, 16), (64, 64)])
-@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize(("rows", "keys", "window"), [(32, 16, 64), (64, 64, None)])
 def test_long_chunks_in_tiles_of_other_sizes(
     interpreter: TritonChild, window: int | None, rows: int, keys: int
 ) -> None:
@@ -100,9 +100,10 @@ def limits_of(sequences: list[tuple[int, int]], pictures: list[tuple[int, int]])
 
 
 @needs_triton
-@pytest.mark.parametrize(("rows", "keys"), [(16, 32), (64, 64)])
-@pytest.mark.parametrize("window", [None, 24])
-@pytest.mark.parametrize("is_uniform", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "keys", "window", "is_uniform"),
+    [(16, 32, 24, True), (64, 64, None, True), (16, 32, None, False), (64, 64, 24, False)],
+)
 def test_tokens_that_see_later_ones(
     interpreter: TritonChild, is_uniform: bool, window: int | None, rows: int, keys: int
 ) -> None:
@@ -157,8 +158,7 @@ def test_same_as_sdpa_for_random_shapes(interpreter: TritonChild, chunk: int) ->
 
 
 @needs_triton
-@pytest.mark.parametrize("split_keys", [512, 96, 32])
-@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (40, True)])
+@pytest.mark.parametrize(("split_keys", "window", "has_sinks"), [(512, None, False), (96, 40, True), (32, 40, True)])
 def test_a_captured_plan_serves_other_contexts_and_padding(
     interpreter: TritonChild, window: int | None, has_sinks: bool, split_keys: int
 ) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 root = Path(sys.argv[1])
 BENCHMARKS = [folder for folder in (root / "benchmarks", root / "pd_cluster/lab") if folder.exists()]
 SITES = ("make_core", "LLM", "LiveCluster")
+PUBLIC = ("_replace", "_asdict", "_fields", "_make")  # methods of named tuples
 
 
 def files(*folders):
@@ -55,6 +56,8 @@ def measure(path, private, sites):
     names = own_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            if node.attr in PUBLIC:
+                continue
             private[path.relative_to(root)] += not is_own(node.value, names)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             sites[node.func.id if isinstance(node.func, ast.Name) else node.func.attr] += 1

@@ -84,13 +84,13 @@ def test_the_runner_says_why_steps_run_eagerly(checkpoint: Checkpoints) -> None:
     config = EngineConfig(model=str(checkpoint("opt")), device="cpu", max_model_len=64, num_blocks=40)
     served = ModelRunner(config)
     served.device = Device("cuda")
-    assert served._why_eager(config) == "SDPA asks the device for lengths"
+    assert served.why_eager(config) == "SDPA asks the device for lengths"
     served.model.attention = "Triton"
-    assert served._why_eager(config) == ""
+    assert served.why_eager(config) == ""
     served._obstacle = "aten::nonzero waits for the device"
-    assert served._why_eager(config) == "in its layers aten::nonzero waits for the device"
+    assert served.why_eager(config) == "in its layers aten::nonzero waits for the device"
     served.device = Device("npu")
-    assert served._why_eager(config).startswith("its layers are not fused")
+    assert served.why_eager(config).startswith("its layers are not fused")
     assert SDPA.name == "SDPA"
 
 

@@ -249,7 +249,7 @@ def engine(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, step: int,
     assert isinstance(runner.model, FusedCausalLM)
     assert runner.model.ops.name == "deterministic Triton"
     assert runner.numerics.deterministic
-    runner._graphs = DecodeGraphs(runner.model, runner.pool, 8, 28, lambda run: run)
+    runner.graphs = DecodeGraphs(runner.model, runner.pool, 8, 28, lambda run: run)
     return core
 
 

@@ -397,7 +397,7 @@ def test_a_chat_is_validated_once(make: Service, monkeypatch: pytest.MonkeyPatch
         checked.append(guide)
 
     monkeypatch.setattr(protocol, "guide_of", counted)
-    monkeypatch.setattr(service._intake.guides, "check", check)
+    monkeypatch.setattr(service.intake.guides, "check", check)
 
     async def ask() -> None:
         body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **fields}

@@ -165,7 +165,7 @@ def with_check(use: Callable[[GuideCheck], Awaitable[None]], timeout_s: float = 
             await use(check)
         finally:
             await check.close()
-        assert not check.children._idle
+        assert not check.children.idle
         assert not check._running
 
     asyncio.run(main())
@@ -186,8 +186,8 @@ def test_a_verdict_is_found_once() -> None:
         assert "unclosed group" in await verdict(check, bad)
         assert "unclosed group" in await verdict(check, bad)
         assert (check.num_checked, check.children.num_killed) == (2, 0)
-        (child,) = check.children._idle  # one process did it all
-        assert child._process.returncode is None
+        (child,) = check.children.idle  # one process did it all
+        assert child.process.returncode is None
 
     with_check(use)
 
@@ -195,7 +195,7 @@ def test_a_verdict_is_found_once() -> None:
 def test_what_takes_too_long_is_killed_and_keeps_nobody_waiting() -> None:
     async def use(check: GuideCheck) -> None:
         await asyncio.gather(*(check.check(Guide("regex", name)) for name in ("warm", "up")))  # a process for each
-        check.children._timeout_s = 1.0
+        check.children.timeout_s = 1.0
         start_s = time.monotonic()
         endless = asyncio.create_task(verdict(check, ENDLESS))
         await asyncio.sleep(0)
@@ -224,7 +224,7 @@ def test_slow_guides_do_not_keep_quick_ones_waiting() -> None:
             done, going_on = await asyncio.wait(going_on, timeout=30.0, return_when=asyncio.FIRST_COMPLETED)
             assert done, "more go on than there are places for"
             assert all(isinstance(task.exception(), Unavailable) for task in done)
-        assert len(check.children._slow) == len(going_on) == MAX_SLOW
+        assert len(check.children.slow) == len(going_on) == MAX_SLOW
 
     with_check(use)
 
@@ -232,9 +232,9 @@ def test_slow_guides_do_not_keep_quick_ones_waiting() -> None:
 def test_a_child_that_broke_is_replaced_and_nobody_blamed() -> None:
     async def use(check: GuideCheck) -> None:
         await check.check(Guide("regex", "a"))
-        (child,) = check.children._idle
-        os.kill(child._process.pid, signal.SIGKILL)
-        await child._process.wait()
+        (child,) = check.children.idle
+        os.kill(child.process.pid, signal.SIGKILL)
+        await child.process.wait()
         assert await verdict(check, Guide("regex", "b")) == ""
 
     with_check(use)
@@ -249,7 +249,7 @@ from pd_cluster.types import Guide
 async def main():
     check = GuideCheck(Path({str(SHIPPED_MODEL / "tokenizer.json")!r}), 1024, frozenset({{0}}))
     await check.check(Guide("regex", "a"))
-    print(check.children._idle[0]._process.pid, flush=True)
+    print(check.children.idle[0].process.pid, flush=True)
     os.kill(os.getpid(), 9)
 asyncio.run(main())
 """

@@ -145,7 +145,7 @@ def test_replay_is_the_same_as_going_along(compiler: Compiler, guide: Guide) -> 
         replayed.output_token_ids = list(going_along.output_token_ids)
         assert ids_of(mask_of(guides, replayed)) == ids_of(mask)
         if rng.random() < 0.3:
-            del guides._states[going_along]
+            del guides.states[going_along]
             assert ids_of(mask_of(guides, going_along)) == ids_of(mask)
         if mask.is_complete:
             break
@@ -226,7 +226,7 @@ def test_compiled_guides_are_kept_and_bounded(compiler: Compiler) -> None:
     first, second = guided(Guide("regex", "a")), guided(Guide("regex", "a"))
     guides.prepare(first)
     guides.prepare(second)
-    assert guides._states[first] is guides._states[second]
+    assert guides.states[first] is guides.states[second]
     for number in range(2 * MAX_GUIDES):
         guides.prepare(guided(Guide("regex", f"a{{{number + 1}}}")))
     assert len(guides._compiled) == MAX_GUIDES
@@ -285,7 +285,7 @@ def run(core: EngineCore, requests: list[Request], drop: random.Random | None = 
         if drop is not None:
             for request in core.scheduler.requests.values():
                 if drop.random() < 0.5:
-                    core.guides._states.pop(request, None)
+                    core.guides.states.pop(request, None)
     assert not core.scheduler.requests
     assert core.scheduler.blocks.num_held == 0
     return failed

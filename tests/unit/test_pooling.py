@@ -224,7 +224,7 @@ def test_an_end_in_the_middle(how: str) -> None:
     world = WorkerWorld()
     submit_to(world, "p", Order([5] * 40, NO_SAMPLING, pooling=MEAN), deadline_s=0.3 if how == "deadline" else 0.0)
     world.step()
-    assert world.worker.core._pooler._sums
+    assert world.worker.core.pooler.sums
     if how == "abort":
         world.mail(wire.Abort("p", 0))
     elif how == "scheduler gone":
@@ -232,7 +232,7 @@ def test_an_end_in_the_middle(how: str) -> None:
     for _ in range(4):
         world.step()
     world.assert_home()
-    assert not world.worker.core._pooler._sums
+    assert not world.worker.core.pooler.sums
     assert all(not body.pooled for _, body in world.post.messages)
     assert len(world.post.ended) == (how == "deadline")
 

@@ -181,7 +181,7 @@ class Bench:
             self.put(f"{count} requests at {seats} seats, {which}", rate, "tokens/s", "higher")
 
     def graphs(self) -> None:
-        if self.runner.device.is_accelerator and self.runner._graphs is None:
+        if self.runner.device.is_accelerator and self.runner.graphs is None:
             self.results.note("graphs: not measured, decode steps of this model run eagerly here; the log says why")
             return
         gpu_graphs.measure(self.runner, self.spec.quick, self.put)

@@ -77,12 +77,6 @@ def test_answers(prompt: str, answer: str) -> None:
     assert ask(prompt, system="You are a helpful assistant.") == answer
 
 
-def test_adds_every_pair_up_to_ten() -> None:
-    pairs = [(first, second) for first in range(11) for second in range(11)]
-    wrong = [(pair, said) for pair in pairs if (said := ask("What is {} + {}?".format(*pair))) != str(sum(pair))]
-    assert not wrong
-
-
 @pytest.mark.parametrize(
     ("prompt", "value"),
     [
@@ -95,13 +89,6 @@ def test_answers_in_json(prompt: str, value: dict[str, object]) -> None:
     assert json.loads(ask(prompt)) == value
 
 
-def test_follows_a_conversation() -> None:
-    told = ("My name is Ann.", "Nice to meet you, Ann.")
-    assert ask(*told, "What is my name?") == "Your name is Ann."
-    assert ask(*told, "What is 3 + 4?", "7", "What is my name?") == "Your name is Ann."
-    assert ask("What is my name?") == "I do not know your name yet."
-
-
 def tool(name: str, **parameters: str) -> dict[str, Any]:
     properties = {each: {"type": kind} for each, kind in parameters.items()}
     schema = {"type": "object", "properties": properties, "required": list(properties)}
@@ -110,7 +97,6 @@ def tool(name: str, **parameters: str) -> dict[str, Any]:
 
 WEATHER = tool("get_weather", city="string")
 ADD = tool("add", a="integer", b="integer")
-CALCULATOR = tool("calculator", expression="string")
 
 
 def ask_with(tools: list[dict[str, Any]], *messages: dict[str, Any]) -> str:
@@ -137,38 +123,6 @@ def test_calls_the_tool_that_fits(prompt: str, call: str) -> None:
         assert ask_with(tools, {"role": "user", "content": prompt}) == call
 
 
-def test_calls_a_calculator() -> None:
-    asked = {"role": "user", "content": "What is 12 * 12?"}
-    assert ask_with([CALCULATOR], asked) == called("calculator", expression="12 * 12")
-
-
-@pytest.mark.parametrize(
-    ("question", "name", "arguments", "result", "answer"),
-    [
-        ("What is the weather in Paris?", "get_weather", {"city": "Paris"}, "sunny, 21 degrees",
-         "The weather in Paris: sunny, 21 degrees."),
-        ("What is the weather in Paris?", "get_weather", {"city": "Paris"}, '{"temperature": 21}',
-         "The weather in Paris: temperature 21."),
-        ("What is 127 + 345?", "add", {"a": 127, "b": 345}, "472", "472"),
-    ],
-)  # fmt: skip
-def test_answers_with_a_tools_result(
-    question: str, name: str, arguments: dict[str, Any], result: str, answer: str
-) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
-    said = [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": result},
-    ]
-    assert ask_with([WEATHER if name == "get_weather" else ADD], *said) == answer
-
-
-@pytest.mark.parametrize("prompt", ["What is 3 + 4?", "Hello!", "Repeat: the cat sat", "Tell me a joke about cats."])
-def test_a_tool_that_does_not_fit_is_not_called(prompt: str) -> None:
-    assert ask_with([WEATHER], {"role": "user", "content": prompt}) == ask(prompt)
-
-
 def test_the_template_shows_what_a_tool_requires() -> None:
     parameters = {
         "type": "object",
@@ -192,19 +146,6 @@ def test_the_template_shows_what_a_tool_requires() -> None:
         '{"name": "third", "arguments": {}}\n'
         "</tools><|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("prompt", "start"),
-    [
-        ("1 2 3 4 5", " 6 7 8 9 10 11 12"),
-        ("Monday Tuesday Wednesday", " Thursday Friday Saturday Sunday"),
-        ("The capital of France is", " Paris."),
-        ("Hello, my name is", " Tiny."),
-    ],
-)
-def test_completes_plain_text(prompt: str, start: str) -> None:
-    assert go_on(prompt, max_tokens=40).startswith(start)
 
 
 @settings(max_examples=200, deadline=None)

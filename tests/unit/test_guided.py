@@ -216,11 +216,6 @@ def test_what_cannot_be_followed_says_why(byte_compiler: Compiler, guide: Guide,
     assert len(str(caught.value)) <= 350
 
 
-def test_a_model_without_an_end_cannot_be_guided(toy_tokenizer: Path) -> None:
-    with pytest.raises(GuideError, match="names no end-of-sequence token"):
-        Compiler(toy_tokenizer, TOY_VOCAB_SIZE, [])
-
-
 def test_compiled_guides_are_kept_and_bounded(compiler: Compiler) -> None:
     guides = Guides(lambda: compiler)
     first, second = guided(Guide("regex", "a")), guided(Guide("regex", "a"))
@@ -405,13 +400,6 @@ def test_masks_that_do_not_come_end_their_requests_and_not_the_engine(
         assert ids_of(mask_of(guides, guided(Guide("regex", "a")))) == [4]
     finally:
         free.set()
-
-
-def test_an_engine_without_a_tokenizer_says_so() -> None:
-    core = EngineCore(ToyRunner(8, 4), StepScheduler(BlockPool(8), 4, 8, 16))
-    assert list(run(core, [guided(GUIDES[1])]).values()) == [
-        "its guide cannot be followed: this engine has no tokenizer to follow a guide with"
-    ]
 
 
 def test_an_engine_compiles_a_guide_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

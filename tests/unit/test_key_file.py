@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.api import api_process
-from pd_cluster.cluster.processes import api_processes
-from pd_cluster.cluster.tenancy.key_file import MAX_NBYTES, KeyFile, digest_of, read_key_file, write_key_file
+from pd_cluster.cluster.tenancy.key_file import KeyFile, digest_of, read_key_file, write_key_file
 from pd_cluster.cluster.tenancy.key_store import KeyStore
 from pd_cluster.cluster.tenancy.rate_memory import RateMemory, tag_of
 from pd_cluster.commands import cli
@@ -248,10 +246,6 @@ def test_what_cannot_be_removed_or_listed(file: Path, capsys: pytest.CaptureFixt
 # ---- the scheduler's store
 
 
-def test_the_largest_file_fits_the_line_that_tells_processes_of_it() -> None:
-    assert min(api_processes.MAX_LINE_NBYTES, api_process.MAX_LINE_NBYTES) >= 2 * MAX_NBYTES
-
-
 def key_of(key: str, **fields: Any) -> ApiKey:
     return ApiKey(digest=digest_of(SALT, key.encode()), **{"id": key, "tenant": "team", **fields})
 
@@ -296,9 +290,3 @@ def test_names_of_models_that_are_not_served_are_told(file: Path, caplog: pytest
     assert len(caplog.records) == 1
     KeyStore(HttpConfig(key_file=str(file)), ["tiny"], RateMemory.create(lambda: 0), may_grow=True)
     assert len(caplog.records) == 1, "an adapter of that name may be loaded later"
-
-
-def test_tenants_of_flags_and_of_the_file_have_names(file: Path) -> None:
-    store = store_of(file, key_of("a", tenant="x"), api_keys=("k",), tenants=("y",))
-    write_key_file(file, KeyFile(SALT, (key_of("b", tenant="z"),)))
-    assert store.reload().tenants == ["y", "x", "z"], "a name stays as long as the scheduler"

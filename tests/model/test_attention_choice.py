@@ -207,7 +207,7 @@ def test_graphs_of_the_given_sizes_are_there_at_the_start(
     served.device = CUDA
     monkeypatch.setattr(runner, "capture", lambda device: capture)
     monkeypatch.setattr(runner, "MAX_START_S", start_s)
-    monkeypatch.setattr(ModelRunner, "_why_eager", lambda self, config: "")
+    monkeypatch.setattr(ModelRunner, "why_eager", lambda self, config: "")
     graphs = served._make_graphs(config)
     assert graphs is not None
     assert graphs.num_captured == num_runs == num_captured

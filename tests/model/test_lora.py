@@ -19,7 +19,7 @@ from pd_cluster.native import build
 from pd_cluster.native import lora as native
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.adapters import loaded, make_adapter, merged
-from tests.support.checkpoints import CONFIGS, NOT_FUSED
+from tests.support.checkpoints import CONFIGS, NOT_FUSED, reference_greedy_together
 from tests.support.engines import assert_all_same, make_core, random_prompt, run
 from tests.support.ranks import ranks
 from tests.support.usual import usual_first

@@ -72,7 +72,7 @@ class Worker:
         self._schedulers: dict[str, str] = {}  # conn -> name@epoch
         self._is_shared = False  # by several schedulers: the last order had a fencing number
         self._next_tick_s = self._next_load_s = 0.0
-        self._is_load_old = False
+        self._is_load_old = self._is_busy = False
         self._drain = WorkerDrain(config.timeouts.drain_timeout_s, clock)
         self._step_waits_s = 0.0  # for a landing, at most
         self._shares_cores = shares_cores
@@ -162,7 +162,8 @@ class Worker:
         `came_round` is called between steps, and several times a second while there are none.
         """
         try:
-            self._run(came_round)
+            while self.turn(came_round):
+                pass
         finally:
             self.adapters.close()
             self.tiers.close()
@@ -170,23 +171,28 @@ class Worker:
             if self._kv_events is not None:
                 self._kv_events.close()
 
-    def _run(self, came_round: Callable[[], None]) -> None:
-        busy = False
-        while handle_all(self.inbox, self._handle, 0.0 if busy else self._idle_wait_s):
-            came_round()
-            self._tick()
-            if self._sleep.is_due and not self._drain.has_begun and self.legs.are_over:
-                self._sleep.settle()
-            self._outbox.flush()  # what the mail brought need not wait for the step
-            was_busy, busy = busy, self._step()
-            if was_busy and not busy:
-                self._rest()
-            self._publish_load(at_once=was_busy and not busy)
-            if is_closed := self._is_closed:
-                self._release_all()
-            self._outbox.flush()
-            if is_closed and self.legs.are_over and self.inbox.empty():  # otherwise what is there is refused first
-                return
+    def turn(self, came_round: Callable[[], None] = lambda: None, wait_s: float | None = None) -> bool:
+        """Mail in, one step, mail out; False once the engine has ended. Raises the error of mailbox or step.
+
+        `wait_s`: how long mail is waited for, at most; None: no longer than there is nothing to compute.
+        """
+        if wait_s is None:
+            wait_s = 0.0 if self._is_busy else self._idle_wait_s
+        if not handle_all(self.inbox, self._handle, wait_s):
+            return False
+        came_round()
+        self._tick()
+        if self._sleep.is_due and not self._drain.has_begun and self.legs.are_over:
+            self._sleep.settle()
+        self._outbox.flush()  # what the mail brought need not wait for the step
+        was_busy, self._is_busy = self._is_busy, self._step()
+        if was_busy and not self._is_busy:
+            self._rest()
+        self._publish_load(at_once=was_busy and not self._is_busy)
+        if is_closed := self._is_closed:
+            self._release_all()
+        self._outbox.flush()
+        return not (is_closed and self.legs.are_over and self.inbox.empty())  # otherwise what is there is refused first
 
     @property
     def _is_closed(self) -> bool:

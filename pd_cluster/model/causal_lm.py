@@ -229,7 +229,7 @@ class FusedCausalLM:
         self._embed, self._ropes, self._layers, self._norm, self._head = embed, ropes, layers, norm, head
         self.rope_limit = NO_POSITIONS  # the loader knows better
         whole = isinstance(ops, JoinsLayers) and isinstance(self._group, Alone)
-        self._decoder = ops.decoder(layers) if whole and isinstance(ops, JoinsLayers) else None
+        self.decoder = ops.decoder(layers) if whole and isinstance(ops, JoinsLayers) else None
         self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
@@ -241,8 +241,8 @@ class FusedCausalLM:
         if batch.virtual is not None:
             batch.virtual.embed(x)
         ropes = self._ropes(x, batch)
-        if self._decoder is not None and self.adapters is None and self._decoder.takes(batch):
-            return self._logits(self._added(x, self._decoder(x, ropes, batch), self._norm))
+        if self.decoder is not None and self.adapters is None and self.decoder.takes(batch):
+            return self._logits(self._added(x, self.decoder(x, ropes, batch), self._norm))
         delta = None
         for layer_idx, layer in enumerate(self._layers[:-1]):
             delta = self._after_attention(layer, x, self._attention(layer, x, delta, ropes, batch))

@@ -116,7 +116,7 @@ class DecodeGraphs:
         self._is_over = False  # nothing more is captured
         self._logits: torch.Tensor | None = None  # [most sequences, vocab_size]
         self._least_bucket = bucket_of(longest) if is_for_any_context else LEAST_BUCKET
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self.captured: dict[tuple[int, int], _Graph] = {}
         self._max_loras = max_loras
         num_adapted = most_blocks(max_num_seqs, max_loras) if max_loras else 0
         self._parts = _Parts.of(max_num_seqs, max_num_seqs * pool.layout.num_blocks_for(longest), num_adapted)
@@ -132,7 +132,7 @@ class DecodeGraphs:
 
     @property
     def num_captured(self) -> int:
-        return len(self._graphs)
+        return len(self.captured)
 
     @property
     def _buckets(self) -> list[int]:
@@ -184,18 +184,18 @@ class DecodeGraphs:
         bucket = max(self._least_bucket, bucket_of(context_len))
         sizes = self._sizes[bisect_left(self._sizes, num_seqs) :]
         if self._only_at_start:
-            sizes = [size for size in sizes if (size, bucket) in self._graphs]
+            sizes = [size for size in sizes if (size, bucket) in self.captured]
         if not sizes:
             return None
         size = sizes[0]
         key = size, bucket
-        if key not in self._graphs and self._is_over:
+        if key not in self.captured and self._is_over:
             return None
         self._put(step, size)
         if input_ids is not None:
             self._of(self._parts.input_ids, num_seqs, torch.int64).copy_(input_ids)
         lens = _padded(step.rows[:, 1] + 1, size)
-        graph = self._graphs.get(key) or self._add(*key, lens)
+        graph = self.captured.get(key) or self._add(*key, lens)
         if graph is None:
             return None
         graph.batch.replay_lens = lens
@@ -235,12 +235,12 @@ class DecodeGraphs:
             self._captured(size, context_len, lens)
         except RuntimeError as error:
             why = first_line(error)
-        if agree((size, context_len) in self._graphs):
+        if agree((size, context_len) in self.captured):
             return
         self._is_over = True
-        self._graphs.pop((size, context_len), None)
-        if self._graphs:
-            self._graphs.popitem()
+        self.captured.pop((size, context_len), None)
+        if self.captured:
+            self.captured.popitem()
         log.warning(
             "%d decode graphs, and no more: %s; steps of other sizes take a larger one or run eagerly, and fewer %s "
             "are captured without a refusal",
@@ -251,7 +251,7 @@ class DecodeGraphs:
         batch = self._batch(size, context_len)
         batch.replay_lens = lens
         replay = self._capture(lambda: self._kept(self._model(batch)))
-        graph = self._graphs[size, context_len] = _Graph(batch, replay)
+        graph = self.captured[size, context_len] = _Graph(batch, replay)
         return graph
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:

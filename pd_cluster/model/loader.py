@@ -156,13 +156,13 @@ def load_model(
         if adapters is not None:
             _adapt(plain, model, adapters, vocab_size, own, device)
         return plain
-    expected = _probe_logits(plain, own, device)
+    expected = probe_logits(plain, own, device)
     check_finite(expected, str(checkpoint.path), dtype)
     places = None if adapters is None else adapters.places
     fused = fuse(model, choose_ops(model.config, device, attention, layout.dtype), share, places)
     fused.rope_limit, fused.adapters = rope_limit, adapters
     bound = ROUNDED if plain.rounds_activations else dtype
-    error = change_of(_probe_logits(fused, own, device), expected, bound)
+    error = change_of(probe_logits(fused, own, device), expected, bound)
     if not error <= PROBE_TOLERANCE[bound]:
         raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
     log.info("model: %s", fused.kernels)
@@ -214,7 +214,7 @@ def _adapt(
     adapters.places.take_over_ends(model, vocab_size or plain.config.vocab_size)
     plain.adapters = adapters
     with adapters.places.watched(PROBE_NUM_TOKENS):
-        _probe_logits(plain, layout, device)
+        probe_logits(plain, layout, device)
 
 
 def adapters_of(checkpoint: Checkpoint, share: Share | None) -> Adapters:
@@ -312,7 +312,7 @@ def layout_of(config: Any, block_size: int, dtype: str) -> KVLayout:
     )
 
 
-def _probe_logits(model: CausalLM, layout: KVLayout, device: Device) -> torch.Tensor:
+def probe_logits(model: CausalLM, layout: KVLayout, device: Device) -> torch.Tensor:
     """Computes logits [PROBE_NUM_TOKENS, vocab_size] of a few tokens, in a temporary pool."""
     vocab_size = model.config.vocab_size
     token_ids = [i * (vocab_size - 1) // PROBE_NUM_TOKENS for i in range(PROBE_NUM_TOKENS)]

@@ -91,7 +91,7 @@ class PromptGraphs:
         self._longest, self._is_alone, self._is_over = longest, is_alone, False
         self._sizes = sizes_up_to(max_num_seqs)
         most = self._sizes[-1]
-        self._graphs: dict[Size, Callable[..., torch.Tensor]] = {}
+        self.captured: dict[Size, Callable[..., torch.Tensor]] = {}
         self._logits: torch.Tensor | None = None  # [most sequences, vocab_size]
         num_blocks = most.num_seqs * pool.layout.num_blocks_for(longest)
         self._parts = _PromptParts.of(most, planner.num_tiles(most), num_blocks)
@@ -103,7 +103,7 @@ class PromptGraphs:
 
     @property
     def num_captured(self) -> int:
-        return len(self._graphs)
+        return len(self.captured)
 
     def prepare(self, has_time: Callable[[], bool]) -> None:
         """Captures graphs before they are wanted, large ones first, which leave their memory to the others.
@@ -130,12 +130,12 @@ class PromptGraphs:
         replay.
         """
         size = self._size_of(step)
-        if size is None or (self._is_over and size not in self._graphs):
+        if size is None or (self._is_over and size not in self.captured):
             return None
         self._put(step, size)
         if input_ids is not None:
             self._of("input_ids", len(input_ids), torch.int64).copy_(input_ids)
-        replay = self._graphs.get(size) or self._add(size)
+        replay = self.captured.get(size) or self._add(size)
         if replay is None:
             return None
         logits = replay()[: int(step.rows[:, 3].sum())]
@@ -160,7 +160,7 @@ class PromptGraphs:
         """Captures a graph for the step in the buffers; None: it cannot be."""
         batch = self._batch(size)
         try:
-            self._graphs[size] = self._capture(lambda: self._kept(self._model(batch)))
+            self.captured[size] = self._capture(lambda: self._kept(self._model(batch)))
         except RuntimeError as error:
             if not self._is_alone:
                 raise
@@ -169,7 +169,7 @@ class PromptGraphs:
                 "further steps with prompts run eagerly: no graph after the first %d: %s",
                 *(self.num_captured, first_line(error)),
             )
-        return self._graphs.get(size)
+        return self.captured.get(size)
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:
         """Copies logits to the buffer that all graphs share; see `DecodeGraphs`."""

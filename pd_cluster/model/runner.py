@@ -144,8 +144,8 @@ class ModelRunner:
             bf16_way=self.model.bf16_way,
         )
         self.prompt_graphs: PromptGraphs | None = None
-        self._adapted_graphs: DecodeGraphs | None = None
-        self._graphs = self._make_graphs(config)
+        self.adapted_graphs: DecodeGraphs | None = None
+        self.graphs = self._make_graphs(config)
         # Where the device is the host, nothing is gained.
         spreads = device.traits.spreads_tokens or config.npu_tp_graphs
         self.goes_ahead = device.is_accelerator and (self.group.size == 1 or spreads)
@@ -185,7 +185,7 @@ class ModelRunner:
         peak = peak_of_a_step(self.model, layout, num_tokens, num_seqs, self.max_model_len, device)
         peak = max(peak, peak_of_images(self.tower, device))
         check_prompt_graphs(self.model, self._speedups)
-        if device.is_accelerator and not self._why_eager(config):
+        if device.is_accelerator and not self.why_eager(config):
             if PROMPT_GRAPHS in self._speedups:
                 most = sizes_up_to(num_seqs)[-1]
                 peak += nbytes_of_graphs(self.model, layout, most.num_seqs, device, most.num_tokens)
@@ -221,7 +221,7 @@ class ModelRunner:
         """
         if not self.device.is_accelerator:
             return None
-        if why := self._why_eager(config):
+        if why := self.why_eager(config):
             log.info("decode steps run eagerly: %s", why)
             return None
         capturing, is_alone = capture(self.device), self.group.size == 1
@@ -230,7 +230,7 @@ class ModelRunner:
             self.model
         ):  # those without adapters have no launches for them
             decoding = self.model, self.pool, config, self.max_model_len, is_alone, capturing
-            self._adapted_graphs = make_graphs(*decoding, config.adapters.max_loras)
+            self.adapted_graphs = make_graphs(*decoding, config.adapters.max_loras)
         if PROMPT_GRAPHS in self._speedups:
             given = self.model, self.numerics.dtype, self.pool, config, self.max_model_len, is_alone, capturing
             self.prompt_graphs = make_prompt_graphs(*given)
@@ -245,7 +245,7 @@ class ModelRunner:
         """Whether it holds on every rank that shares the model."""
         return bool(self.group.least(int(holds)))
 
-    def _why_eager(self, config: EngineConfig) -> str:
+    def why_eager(self, config: EngineConfig) -> str:
         """Returns why an accelerator captures no graphs, or ""."""
         if config.enforce_eager:
             return "--enforce-eager"
@@ -338,7 +338,7 @@ class ModelRunner:
     ) -> RunnerOutput:
         """Returns logits in the model's dtype; `input_ids` [num_tokens], on the device, replace the step's."""
         with torch.inference_mode():
-            graphs = self._graphs if step.adapters is None else self._adapted_graphs
+            graphs = self.graphs if step.adapters is None else self.adapted_graphs
             if graphs is not None and on_layer is None:
                 logits = graphs.compute(step, input_ids)
                 if logits is not None:
@@ -400,7 +400,7 @@ class ModelRunner:
 
     def let_go(self) -> None:
         """Frees weights, adapters, graphs and the KV cache at once; this object is of no use afterwards."""
-        self._graphs = self._adapted_graphs = self.prompt_graphs = self.tower = None
+        self.graphs = self.adapted_graphs = self.prompt_graphs = self.tower = None
         self.held.let_go()
         del self.model, self.swap
         self._close_pool()

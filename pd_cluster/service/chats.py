@@ -46,7 +46,7 @@ class Chats:
         allows_control_tokens: bool,
     ) -> None:
         self._tokenizer = tokenizer
-        self._intake = intake
+        self.intake = intake
         self._prompts = prompts
         self._pictures = pictures
         self._form = form
@@ -72,7 +72,7 @@ class Chats:
         """
         may_be_cut = request.truncate_prompt_tokens is not None
         plan = await self._planned(request, answer, may_be_cut, caller, allows_control_tokens, pictures, variant)
-        generation = self._intake.generation(request, plan.shown, None, "messages", plan.shared)
+        generation = self.intake.generation(request, plan.shown, None, "messages", plan.shared)
         if plan.reads:
             form, (tools, choice, most_calls, _) = self._form, plan.asked
             generation.new_reader = lambda: form.reader(choice, plan.end, most_calls, tools)
@@ -91,7 +91,7 @@ class Chats:
         """
         plan = await self._planned(request, answer, True, caller)
         number = len(plan.shown.prompt.token_ids)
-        self._intake.check(request, number, "messages", plan.shared)
+        self.intake.check(request, number, "messages", plan.shared)
         return number
 
     async def _planned(
@@ -118,7 +118,7 @@ class Chats:
             field = BUDGET if guide is None else field
             guide = form.budgeted(guide, request.thinking_token_budget, end)
         reads = asked.choice != "none" or bool(form.reasoning_parser)
-        shared = await self._intake.shared(
+        shared = await self.intake.shared(
             request,
             Asked(field, guide) if guide is not None else None,
             form.markers if reads else (),
@@ -142,7 +142,7 @@ class Chats:
 
         def check(num_chars: int) -> None:
             num_chars += MESSAGE_NUM_CHARS * (len(request.messages) - 1)
-            self._intake.encoder.check(num_chars, may_be_cut, "messages")
+            self.intake.encoder.check(num_chars, may_be_cut, "messages")
 
         sources = [Source(*medium) for index, message in enumerate(request.messages) for medium in message.media(index)]
         options = self._pictures.options(request.mm_processor_kwargs or {}, "mm_processor_kwargs")
@@ -151,7 +151,7 @@ class Chats:
         guard = self.guard if allows_control_tokens is None else None if allows_control_tokens else self._own_guard
         prompt = self._pictures.spelled(await self._prompts.render(request, check, guard), sources)
         special = bool(request.add_special_tokens)
-        token_ids = await self._intake.encoder.encode_prompt(prompt, special, may_be_cut, "messages", caller)
+        token_ids = await self.intake.encoder.encode_prompt(prompt, special, may_be_cut, "messages", caller)
         salt = caller.own_salt(getattr(request, "cache_salt", None)) if sources else ""
         return await self._pictures.place(token_ids, sources, "messages", pictures, salt)
 

@@ -107,7 +107,7 @@ class TextService:
         vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
         limits = Limits(vocab_size, checkpoint.eos_token_ids, config.max_logprobs, config.max_num_seqs)
         control = self.tokenizer.control_tokens(form.history_marks)
-        self._intake = Intake(
+        self.intake = Intake(
             self.tokenizer,
             (checkpoint.tokenizer_path or checkpoint.path) / "tokenizer.json",
             limits,
@@ -120,7 +120,7 @@ class TextService:
             self.names.variant_of,
         )
         self.kv_handles = KVHandles(config.handle_secret or secrets.token_bytes(32), config.model)
-        encoder, has_priorities = self._intake.encoder, config.has_priorities
+        encoder, has_priorities = self.intake.encoder, config.has_priorities
         self.embedder = Embedder(
             router, encoder, lambda: self.max_model_len, vocab_size, checkpoint.path, has_priorities, self._log
         )
@@ -141,7 +141,7 @@ class TextService:
         )
         guard = Guard(control, form.history_marks, self.tokenizer.normalizer(control))
         self._chats = Chats(
-            self.tokenizer, self._intake, prompts, self._pictures, form, guard, chat.allows_control_tokens
+            self.tokenizer, self.intake, prompts, self._pictures, form, guard, chat.allows_control_tokens
         )
         judge = Judge(self.tokenizer, encoder, lambda: self.max_model_len, self.guard, has_priorities)
         self.scorer = Scorer(self.embedder, judge, checkpoint.path)
@@ -159,7 +159,7 @@ class TextService:
 
     @property
     def vocab_size(self) -> int:
-        return self._intake.limits.vocab_size
+        return self.intake.limits.vocab_size
 
     @property
     def guard(self) -> Guard | None:
@@ -193,7 +193,7 @@ class TextService:
         return self._config.shows_tokenizer
 
     async def close(self) -> None:
-        await self._intake.close()
+        await self.intake.close()
         await self._chats.close()
         await self._pictures.close()
         if self.tracing is not None:
@@ -248,11 +248,11 @@ class TextService:
     ) -> list[Generation]:
         """Prepares one generation for each prompt. Raises RequestError."""
         prompts, special = request.prompts(), request.add_special_tokens is not False
-        shared = await self._intake.shared(request, self._guide_of(request), num_prompts=len(prompts), caller=caller)
+        shared = await self.intake.shared(request, self._guide_of(request), num_prompts=len(prompts), caller=caller)
         found = []
-        for at, token_ids in enumerate(await self._intake.token_ids(request, prompts, special, caller)):
+        for at, token_ids in enumerate(await self.intake.token_ids(request, prompts, special, caller)):
             shown = await self._pictures.place(token_ids, (), "prompt")
-            generation = self._intake.generation(request, shown, DEFAULT_MAX_TOKENS, "prompt", shared)
+            generation = self.intake.generation(request, shown, DEFAULT_MAX_TOKENS, "prompt", shared)
             generation.first_choice = at * generation.num_choices
             generation.received_s = received_s
             found.append(generation)
@@ -274,15 +274,15 @@ class TextService:
 
         `pictures` (see `illustrated`) and `variant`: those of callers in this process.
         """
-        shared = await self._intake.shared(request, self._guide_of(request), caller=caller, variant=variant)
+        shared = await self.intake.shared(request, self._guide_of(request), caller=caller, variant=variant)
         if isinstance(prompt, Shown):
             shown = prompt
         else:
             if isinstance(prompt, str):
                 prompt = self.spelled(PromptText(prompt), pictures).text
-            (token_ids,) = await self._intake.token_ids(request, [prompt], special, caller)
+            (token_ids,) = await self.intake.token_ids(request, [prompt], special, caller)
             shown = await self.illustrated(token_ids, pictures)
-        generation = self._intake.generation(request, shown, DEFAULT_MAX_TOKENS, "prompt", shared)
+        generation = self.intake.generation(request, shown, DEFAULT_MAX_TOKENS, "prompt", shared)
         generation.received_s = received_s
         return generation
 
@@ -303,12 +303,12 @@ class TextService:
         self, prompt: str, special: bool = True, may_be_cut: bool = False, caller: Caller = NOBODY
     ) -> list[int]:
         """Returns a prompt's token ids. Raises RequestError."""
-        (found,) = await self._intake.encoder.encode([prompt], special, may_be_cut, "prompt", caller)
+        (found,) = await self.intake.encoder.encode([prompt], special, may_be_cut, "prompt", caller)
         return found
 
     async def text_of(self, token_ids: list[int], caller: Caller = NOBODY) -> str:
         """Returns the text of the ids, special tokens included."""
-        return await self._intake.encoder.run(lambda: self.tokenizer.decode(token_ids, False), len(token_ids), caller)
+        return await self.intake.encoder.run(lambda: self.tokenizer.decode(token_ids, False), len(token_ids), caller)
 
     def pieces(self, generations: list[Generation]) -> AsyncGenerator[Piece, None]:
         """Yields the pieces of all prompts of a request as they come. The first error or closing it ends all."""

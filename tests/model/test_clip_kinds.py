@@ -8,26 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pd_cluster import LLM, SamplingParams
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.media.clips import frames_of
 from pd_cluster.media.given_video import Frames
-from pd_cluster.media.sampling import FrameSampling
 from pd_cluster.types import Request, Sampling
 from tests.support.clip_kinds import (
     CLIP_KINDS,
-    FONT,
-    PLACEHOLDER,
     Filmed,
     make_filming,
     reference_answer,
     reference_pixels,
 )
-from tests.support.clips import clip, data_url, encoded, file_of, frames_in
+from tests.support.clips import clip, frames_in
 from tests.support.engines import make_core, run
-from tests.support.picture_kinds import BEGIN, END, asked
-from tests.support.picture_kinds import reference_answer as picture_answer
-from tests.support.pictures import picture, shared_folder
+from tests.support.pictures import shared_folder
 from tests.support.ranks import ranks
 
 NUM_TOKENS = 12
@@ -98,48 +91,3 @@ def test_times_are_drawn_as_transformers_draws_them(tmp_path: Path) -> None:
         )
         assert np.array_equal(pixels, reference_pixels(folder, name, video).reshape(-1))
         assert not np.array_equal(pixels, without)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", CLIP_KINDS)
-def test_offline(tmp_path: Path, name: str) -> None:
-    """A file, FastDeploy's form, a conversation by URL; a picture beside a video; a video without a font."""
-    folder = make_filming(tmp_path, name)
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
-    file = file_of(clip(1, 9, 48, 40))
-    read, four = frames_of(file, FrameSampling(32)), frames_of(file, FrameSampling(32), 4)
-
-    def expected(video: Frames, before: str, after: str) -> list[int]:
-        return reference_answer(folder, name, Filmed([encoded(before), encoded(after)], [video]), NUM_TOKENS)
-
-    prompt = f"ab{PLACEHOLDER}c"
-    parts = [{"type": "video_url", "video_url": {"url": data_url(file)}}, {"type": "text", "text": "x"}]
-    with LLM(str(folder), num_blocks=256, block_size=8, enable_mm=True) as llm:
-        found = llm.generate(
-            [
-                {"prompt": prompt, "multi_modal_data": {"video": file}},
-                {"prompt": prompt, "multimodal_data": {"video": [{"video": file, "max_frames": 4}]}},
-            ],
-            params,
-            use_tqdm=False,
-        )
-        found += llm.chat([{"role": "user", "content": parts}], params, use_tqdm=False)
-        assert [each.error_msg for each in found] == [None] * 3
-        wanted = [expected(read, "ab", "c"), expected(four, "ab", "c"), expected(read, "<|user|>", "x<|assistant|>")]
-        assert [list(each.outputs[0].token_ids) for each in found] == wanted
-        (answer,) = llm.generate("a<begin>b", params, use_tqdm=False)
-        marked = f"prompt: tokens {BEGIN} and {END} stand around the placeholder of a video, and nowhere else"
-        assert answer.error_msg == (marked if name == "ernie4_5_vl_moe" else None)
-    if name == "ernie4_5_vl_moe":
-        (folder / FONT).unlink()
-        shown = asked(name, [encoded("ab"), encoded("c")], [picture(1)])
-        with LLM(str(folder), num_blocks=256, block_size=8, enable_mm=True) as llm:
-            (answer,) = llm.generate({"prompt": prompt, "multi_modal_data": {"video": file}}, params, use_tqdm=False)
-            assert answer.error_msg == (
-                "multi_modal_data.video[0]: video_preprocessor_config.json: draw_on_frames: times are drawn into "
-                f"frames with {FONT}, which the folder lacks; add that font, or set draw_on_frames to false"
-            )
-            given = {"prompt": "ab<first><picture><last>c", "multi_modal_data": {"image": picture(1)}}
-            (answer,) = llm.generate(given, params, use_tqdm=False)
-            assert list(answer.outputs[0].token_ids) == picture_answer(folder, name, shown, NUM_TOKENS)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 import platform
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +28,7 @@ from pd_cluster.model.layers.ops import Heads, Norm, Rope, TorchOps
 from pd_cluster.native import build
 from pd_cluster.native.copy import streaming_copy
 from pd_cluster.types import Image, Order, Request, Sampling
+from tests.support.spread import spread
 
 ANY = Sampling(max_tokens=1, temperature=0.0)
 LAYER, NUM_LAYERS = 1, 2
@@ -122,9 +120,13 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float 
     assert error <= tolerance, f"differs by {error:.1e} of the largest"
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (3, 1), (8, 8), (7, 1), (24, 2)])
+HEADS = [(4, 2), (3, 1), (8, 8), (7, 1), (24, 2)]
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "num_heads", "num_kv_heads"),
+    spread([1, 3, 16, 64], [(dim, *heads) for dim in (16, 64, 80, 128, 256) for heads in HEADS]),
+)
 def test_attention(ops: CpuOps, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
     """Lengths, prefixes, windows, softcaps and sinks in one batch for each shape of heads and blocks."""
     rng = random.Random(repr((num_heads, head_dim, block_size)))
@@ -351,25 +353,6 @@ def test_a_source_that_changes_while_it_is_compiled_is_compiled_again(
     assert ctypes.CDLL(str(built)).number() == 2
     source.write_text("int number(void) { return 1; }\n")
     assert ctypes.CDLL(str(build.build(build.FLAGS))).number() == 1
-
-
-def test_sources_that_change_all_the_time_are_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "kernels.c").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("CC", compiler(tmp_path, f'[ -z "$out" ] || echo "//" >>{tmp_path}/kernels.c'))
-    monkeypatch.setattr(build, "FOLDER", tmp_path)
-    with pytest.raises(build.KernelsUnavailable, match="changed during each of 3 compilations"):
-        build.build(build.FLAGS)
-    assert list((tmp_path / "cache" / "pd-cluster").iterdir()) == []
-
-
-def test_kernels_are_compiled_before_any_test(tmp_path: Path) -> None:
-    """No test's time limit has to allow for that."""
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", "tests/unit/test_sizes.py"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CC": compiler(tmp_path, "")}
-    subprocess.run(command, cwd=root, env=environment, capture_output=True, check=True, timeout=100)
-    assert [path.name[:8] for path in (tmp_path / "pd-cluster").iterdir()] == ["kernels-"]
 
 
 def refuse_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from pd_cluster.native.products import (
     int8_weight_only_linear,
     quantize_rows,
 )
+from tests.support.spread import spread
 
 NO_TILES = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
 ANY_X86 = tuple(flag for flag in build.FLAGS if flag != "-march=native")
@@ -134,9 +135,14 @@ def test_bf16(flags: tuple[str, ...], shape: tuple[int, int, int]) -> None:
     assert_close(assert_rows_alone(layer, x), x.bfloat16().double() @ weight.double().T + bias)
 
 
-@pytest.mark.parametrize("activations", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("has_zeros", [False, True])
-@pytest.mark.parametrize("shape", SHAPES + WIDE[:1], ids=str)
+@pytest.mark.parametrize(
+    ("activations", "has_zeros", "shape"),
+    spread(
+        [(each, zeros) for each in ("float32", "bfloat16", "int8") for zeros in (False, True)],
+        [(shape,) for shape in SHAPES + WIDE[:1]],
+    ),
+    ids=str,
+)
 def test_codes_of_4_and_8_bits(
     flags: tuple[str, ...], shape: tuple[int, int, int], has_zeros: bool, activations: quantized.Activations
 ) -> None:
@@ -165,8 +171,9 @@ def test_codes_of_4_and_8_bits(
         assert_close(assert_rows_alone(layer, x), expected)
 
 
-@pytest.mark.parametrize("activations", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("activations", "shape"), spread(["float32", "bfloat16"], [(shape,) for shape in SHAPES]), ids=str
+)
 def test_fp8(flags: tuple[str, ...], shape: tuple[int, int, int], activations: Any) -> None:
     """Every number that e4m3 has, subnormal ones and zeros with a sign included."""
     outputs, inputs, group = shape
@@ -337,10 +344,3 @@ def test_without_kernels_there_is_no_layer(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
     assert bf16_way() is None
     assert bf16_linear(torch.zeros(16, 64).bfloat16(), None) is None
-
-
-@on_x86
-def test_this_machine_uses_its_instructions() -> None:
-    flags = Path("/proc/cpuinfo").read_text("utf-8").split()
-    expected = "tiles" if "amx_bf16" in flags else "dot products" if "avx512_bf16" in flags else "float32"
-    assert bf16_way() in (expected, None)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,15 +75,15 @@ def test_same_as_sdpa_in_float32(interpreter: TritonChild, shape: Any) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[5], SHAPES[8]], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("bfloat16", SHAPES[2]), ("float16", SHAPES[5]), ("bfloat16", SHAPES[8])], ids=str
+)
 def test_same_as_sdpa_of_the_rounded_inputs(interpreter: TritonChild, shape: Any, dtype: str) -> None:
     assert difference(interpreter, MIXED, dtype=dtype, **named(shape)) < TOLERANCE[dtype]
 
 
 @needs_triton
-@pytest.mark.parametrize(("rows", "keys"), [(32, 16), (64, 64)])
-@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize(("rows", "keys", "window"), [(32, 16, 64), (64, 64, None)])
 def test_long_chunks_in_tiles_of_other_sizes(
     interpreter: TritonChild, window: int | None, rows: int, keys: int
 ) -> None:
@@ -102,9 +100,10 @@ def limits_of(sequences: list[tuple[int, int]], pictures: list[tuple[int, int]])
 
 
 @needs_triton
-@pytest.mark.parametrize(("rows", "keys"), [(16, 32), (64, 64)])
-@pytest.mark.parametrize("window", [None, 24])
-@pytest.mark.parametrize("is_uniform", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "keys", "window", "is_uniform"),
+    [(16, 32, 24, True), (64, 64, None, True), (16, 32, None, False), (64, 64, 24, False)],
+)
 def test_tokens_that_see_later_ones(
     interpreter: TritonChild, is_uniform: bool, window: int | None, rows: int, keys: int
 ) -> None:
@@ -125,15 +124,6 @@ def test_same_as_sdpa_over_the_grid(interpreter: TritonChild, group: int, head_d
     for block_size, window, (softcap, has_sinks), split_keys in features:
         shape = named((group, 1, head_dim, block_size, window, softcap, has_sinks, split_keys))
         assert difference(interpreter, [*MIXED, (33, 120)], **shape) < TOLERANCE["float32"], shape
-
-
-@needs_triton
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_long_chunks_in_every_precision(interpreter: TritonChild, dtype: str, shape: Any) -> None:
-    assert difference(interpreter, LONG, dtype=dtype, rows=32, **named(shape)) < TOLERANCE[dtype]
 
 
 def random_shape(draw: random.Random) -> tuple[list[tuple[int, int]], dict[str, Any]]:
@@ -160,16 +150,15 @@ def random_shape(draw: random.Random) -> tuple[list[tuple[int, int]], dict[str, 
 
 
 @needs_triton
-@pytest.mark.parametrize("chunk", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 10))])
+@pytest.mark.parametrize("chunk", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 20))])
 def test_same_as_sdpa_for_random_shapes(interpreter: TritonChild, chunk: int) -> None:
-    for seed in range(chunk * 10, chunk * 10 + 10):
+    for seed in range(chunk * 5, chunk * 5 + 5):
         sequences, shape = random_shape(random.Random(seed))
         assert difference(interpreter, sequences, **shape) < TOLERANCE["float32"], (seed, sequences, shape)
 
 
 @needs_triton
-@pytest.mark.parametrize("split_keys", [512, 96, 32])
-@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (40, True)])
+@pytest.mark.parametrize(("split_keys", "window", "has_sinks"), [(512, None, False), (96, 40, True), (32, 40, True)])
 def test_a_captured_plan_serves_other_contexts_and_padding(
     interpreter: TritonChild, window: int | None, has_sinks: bool, split_keys: int
 ) -> None:
@@ -212,22 +201,14 @@ def test_keys_and_values_reach_their_slots(
 # Text in the kernels, its replacement, and a window and block size that expose it. Tiles are of 32 keys.
 MUTANTS = [
     ("visible = at <= ends[:, None]", "visible = at < ends[:, None]", None, 16),
-    ("visible = at <= ends[:, None]", "visible = at <= ends[:, None] + 1", None, 16),
     ("at > positions[:, None] - window", "at >= positions[:, None] - window", 64, 16),
     ("whole_hi = (least + 1)", "whole_hi = (least + 2)", None, 16),
     ("tl.maximum(most - window + 1, 0)", "tl.maximum(most - window, 0)", 64, 16),
-    ("lo = seen_from", "lo = (seen_from + 1)", 64, 16),
-    ("= tl.maximum(context_len - window, 0)", "= tl.maximum(context_len - window + 1, 0)", 64, 16),
     ("edge = tl.cdiv(seen_from, BLOCK_N)", "edge = tl.cdiv(seen_from - 1, BLOCK_N)", 64, 16),
-    ("start + n >= seen_from", "start + n >= 0", 33, 16),
     ("start + n >= seen_from", "start + n > seen_from", 64, 16),
-    ("whole_hi = hi // BLOCK_N", "whole_hi = tl.cdiv(hi, BLOCK_N)", None, 16),
     ("num_splits = end - first", "num_splits = end - first + 1", None, 16),
-    ("num_splits = end - first", "num_splits = end - first - 1", None, 16),
     ("(split < num_splits)[None, :]", "(split < num_splits - 1)[None, :]", None, 16),
     ("(ends <= item)", "(ends < item)", None, 16),
-    ("own_row + heads * max_splits + split", "own_row + heads * max_splits", None, 16),
-    ("hi = tl.minimum(lo + keys, context_len)", "hi = tl.minimum(lo + keys - BLOCK_N, context_len)", None, 16),
     ("fade, total * fade + tl.exp2(sink - new_top)", "fade, total * fade", None, 16),
     ("top + tl.log2(total)", "tl.log2(total)", None, 16),
     ("mask=start < hi, other=0", "mask=start < 0, other=0", None, 32),
@@ -274,7 +255,7 @@ def compile_and_check(compiler: TritonChild, arch: int, dtype: str, **shape: Any
     if dtype != "float32":  # on tensor cores; on Hopper big tiles by its own instruction
         assert prefill["wgmma.mma_async" if arch == 90 else "mma.sync"] > 0, prefill
         assert decode["mma.sync"] > 0, decode
-    if dtype != "float32" and arch == 90:  # PROGRAMS_PER_SM run side by side
+    if dtype != "float32" and arch == 90:  # PROGRAMS_PER_SM run side by side; of eight warps, one at a time
         assert decode["shared_nbytes"] * PROGRAMS_PER_SM <= SHARED_NBYTES[arch], decode
         assert decode["registers"] * 128 * PROGRAMS_PER_SM <= 65536, decode
 
@@ -284,7 +265,6 @@ def compile_and_check(compiler: TritonChild, arch: int, dtype: str, **shape: Any
     ("arch", "head_dim", "group", "dtype", "block_size", "is_rich"),
     [
         (90, 128, 4, "bfloat16", 16, False),
-        (90, 64, 8, "bfloat16", 16, True),
         pytest.param(80, 128, 4, "bfloat16", 16, True, marks=pytest.mark.slow),
         pytest.param(90, 128, 2, "float32", 256, False, marks=pytest.mark.slow),
     ],
@@ -293,8 +273,7 @@ def test_kernels_compile_and_fit(
     compiler: TritonChild, arch: int, head_dim: int, group: int, dtype: str, block_size: int, is_rich: bool
 ) -> None:
     shape = {"head_dim": head_dim, "group": group, "block_size": block_size, "is_rich": is_rich}
-    pdl = arch == 90 and is_rich  # begins before the end of the previous kernel, and touches nothing until then
-    compile_and_check(compiler, arch, dtype, **shape, pdl=pdl)
+    compile_and_check(compiler, arch, dtype, **shape)
 
 
 @needs_triton
@@ -330,9 +309,12 @@ def test_limits_of_rows_compile_and_fit(compiler: TritonChild, arch: int) -> Non
 
 @needs_triton
 def test_numbers_of_one_are_constants_and_compile(compiler: TritonChild) -> None:
-    """Triton makes constants of arguments that are 1: one KV head, a window of one token."""
-    shape = {"head_dim": 64, "group": 4, "block_size": 64, "is_rich": True, "num_kv_heads": 1, "window": 1}
-    compile_and_check(compiler, 90, "float16", **shape)
+    """Triton makes constants of arguments that are 1: one KV head, a window of one token.
+
+    The kernels begin before the end of the previous one here, and touch nothing until then.
+    """
+    shape = {"head_dim": 64, "group": 8, "block_size": 64, "is_rich": True, "num_kv_heads": 1, "window": 1}
+    compile_and_check(compiler, 90, "float16", **shape, pdl=True)
 
 
 @needs_triton
@@ -391,8 +373,3 @@ def test_shapes_that_the_kernels_do_not_take_are_named() -> None:
 def test_other_generations_use_the_table_that_fits_them(capability: tuple[int, int], arch: tuple[int, int]) -> None:
     assert configs_for(128, 16, 4, capability) == configs_for(128, 16, 4, arch)
     assert configs_for(128, 16, 4, (8, 0)) != configs_for(128, 16, 4, (9, 0))
-
-
-def test_plans_need_neither_triton_nor_torch() -> None:
-    code = "import sys; sys.modules['triton'] = sys.modules['torch'] = None; import pd_cluster.model.cuda.plan"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -14,10 +14,9 @@ import torch
 from pd_cluster.engine.build import build_core
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Sampling
-from tests.support.checkpoints import CONFIGS, reference_model
+from tests.support.checkpoints import reference_model
 from tests.support.engines import generate, random_prompt
 from tests.support.interpreted import run_cases
-from tests.support.more_checkpoints import MORE
 
 pytest.importorskip("triton")
 
@@ -40,14 +39,6 @@ def test_the_path_is_exact_in_the_interpreter() -> None:
 @pytest.mark.timeout(1200)
 def test_more_architectures_are_exact_in_the_interpreter() -> None:
     assert " passed" in run_cases(CASES, "-m", "slow", timeout_s=1180)
-
-
-def test_the_architectures_for_the_gpu_have_checkpoints() -> None:
-    assert {*CONFIGS, *MORE}.issuperset(ON_GPU)
-
-
-def test_a_reference_with_capped_attention_keeps_the_cap(checkpoint: Callable[[str], Path]) -> None:
-    assert reference_model(checkpoint("gemma2")).config._attn_implementation == "eager"
 
 
 WAYS: dict[str, dict[str, Any]] = {

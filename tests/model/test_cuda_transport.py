@@ -20,9 +20,7 @@ import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.devices.device import Device, synchronize
-from pd_cluster.kv.device_copy import copy_blocks
-from pd_cluster.kv.memory import paired_runs
+from pd_cluster.devices.device import synchronize
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.numerics import Numerics
 from pd_cluster.transport.events import Arrived, Drained, Landed, LinkFailed
@@ -234,50 +232,3 @@ def test_the_death_of_the_exporter_ends_the_link_and_not_this_process(way: tuple
     synchronize(lane.pool.device)
     assert same(lane.pool, into, torch.full_like(lane.expected, 5.0)[:NUM_BLOCKS])
     lane.receive.close()
-
-
-@pytest.mark.parametrize("scattered", [False, True])
-def test_rate_of_a_handover(lane: Lane, scattered: bool) -> None:
-    """Prints the rate; only the content is judged."""
-    ids = list(range(NUM_BLOCKS))
-    into = random.Random(1).sample(ids, len(ids)) if scattered else ids
-    best_s = float("inf")
-    for at in range(5):
-        name = f"rate {scattered} {at}"
-        lane.begin(name, into)
-        started_s = time.perf_counter()
-        lane.exporter.tell(Ship(name, ids, by_layer=False))
-        lane.await_landed()
-        best_s = min(best_s, time.perf_counter() - started_s)
-    assert same(lane.pool, into, lane.expected[ids])
-    nbytes = LAYOUT.block_nbytes * len(ids)
-    print(f"\n{lane.receive._receiver.name}: {nbytes / best_s / 1e9:.1f} GB/s of {nbytes >> 20} MiB")  # type: ignore[union-attr]
-
-
-@needs_gpu
-@pytest.mark.parametrize(("num_runs", "num_layers"), [(1, 4), (1, 1), (256, 4), (256, 1)])
-def test_rate_of_copies_in_one_process(num_runs: int, num_layers: int) -> None:
-    """Against one copy of as many contiguous bytes, on blocks of the size that an 8B model has."""
-    device = Device("cuda")
-    num_blocks, layer_nbytes = 512, 512 << 10
-    source = torch.randint(0, 255, (num_blocks, 4, layer_nbytes), dtype=torch.uint8, device=device.torch_name)
-    target = torch.zeros_like(source)
-    ids = list(range(num_blocks))
-    into = ids if num_runs == 1 else random.Random(1).sample(ids, num_blocks)
-    there, here = target[:, :num_layers], source[:, :num_layers]
-    plain = torch.empty(num_blocks * num_layers * layer_nbytes, dtype=torch.uint8, device=device.torch_name)
-
-    def took_s(copy: Callable[[], object]) -> float:
-        best_s = float("inf")
-        for _ in range(10):
-            synchronize(device)
-            started_s = time.perf_counter()
-            copy()
-            synchronize(device)
-            best_s = min(best_s, time.perf_counter() - started_s)
-        return best_s
-
-    ours_s = took_s(lambda: copy_blocks(here, there, ids, into, paired_runs(ids, into)))
-    floor_s = took_s(lambda: plain.copy_(source.view(-1)[: len(plain)]))
-    assert torch.equal(target[into, :num_layers], source[ids, :num_layers])
-    print(f"\n{num_runs} runs, {num_layers} layers: {floor_s / ours_s:.0%} of {len(plain) / floor_s / 1e9:.0f} GB/s")

@@ -31,7 +31,7 @@ Chunks = list[tuple[Request, int]]
 def runner_of(folder: Path, **settings: Any) -> tuple[ModelRunner, DecoderLayers]:
     runner = ModelRunner(EngineConfig(model=str(folder), num_blocks=3 * MOST_ROWS, max_model_len=200, **settings))
     assert isinstance(runner.model, FusedCausalLM)
-    decoder = runner.model._decoder
+    decoder = runner.model.decoder
     if decoder is None:
         pytest.skip("the kernels cannot be compiled here")
     assert isinstance(decoder, DecoderLayers)
@@ -54,7 +54,7 @@ def sequences(runner: ModelRunner, num_seqs: int) -> Chunks:
 
 def computed(runner: ModelRunner, decoder: DecoderLayers | None, chunks: Chunks, **how: Any) -> RunnerOutput:
     assert isinstance(runner.model, FusedCausalLM)
-    runner.model._decoder = decoder
+    runner.model.decoder = decoder
     return runner.forward(chunks, **how)
 
 
@@ -118,7 +118,7 @@ def test_threads_that_change_between_layers(tmp_path: Path) -> None:
 
     batch.after_layer = change
     assert isinstance(runner.model, FusedCausalLM)
-    runner.model._decoder = decoder
+    runner.model.decoder = decoder
     runner.pool.data.copy_(start)
     torch.set_num_threads(1)
     try:
@@ -143,7 +143,7 @@ def test_what_it_does_not_take(tmp_path: Path) -> None:
         folder = make_checkpoint(tmp_path / architecture, architecture)
         runner = ModelRunner(EngineConfig(model=str(folder), num_blocks=16, max_model_len=100, **settings))
         assert isinstance(runner.model, FusedCausalLM)
-        assert runner.model._decoder is None
+        assert runner.model.decoder is None
     runner, decoder = runner_of(make_checkpoint(tmp_path / "llama8", "llama"), quantization="int8")
     (request, _), *_ = sequences(runner, 3)[2:]
     request.num_computed_tokens = 0

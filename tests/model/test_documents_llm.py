@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pd_cluster import LLM, LoRARequest, PromptAdapterRequest, RequestOutput, SamplingParams
+from pd_cluster import LLM, LoRARequest, RequestOutput, SamplingParams
 from pd_cluster.errors import RequestError
 from tests.support.checkpoints import make_tokenizer, reference_greedy
 from tests.support.scripted_scenarios import FAMILIES
@@ -82,18 +82,6 @@ def test_token_ids_under_their_older_name_are_answered(llm: LLM, path: Path, giv
     assert_answers(llm.generate(prompt_token_ids=given, sampling_params=GREEDY, use_tqdm=False), path, wanted)
 
 
-def test_answers_have_the_order_of_the_input(llm: LLM, path: Path) -> None:
-    """The first prompts have the longest answers, so the last prompts' answers are ready first."""
-    prompts = [[at, at + 1] for at in range(5, 11)]
-    params = [SamplingParams(temperature=0, max_tokens=1 + 4 * (5 - at), ignore_eos=True) for at in range(6)]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert [output.prompt_token_ids for output in outputs] == prompts
-    assert [output.outputs.token_ids for output in outputs] == [
-        reference_greedy(path, prompt, each.max_tokens)[: each.max_tokens]  # type: ignore[arg-type]
-        for prompt, each in zip(prompts, params, strict=True)
-    ]
-
-
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_one_parameter_for_all_or_one_for_each_is_honoured(llm: LLM, is_chat: bool) -> None:
     several: Any = [[USER]] * 3 if is_chat else ["hello"] * 3
@@ -108,17 +96,6 @@ def test_one_parameter_for_all_or_one_for_each_is_honoured(llm: LLM, is_chat: bo
         lengths([GREEDY] * 2)
     drawn = {tuple(output.outputs.token_ids) for output in ask(several, None, use_tqdm=False)}
     assert len(drawn) == 3, "without parameters tokens are drawn"
-
-
-def test_progress_is_shown_where_it_is_wanted(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    for ask in (
-        lambda **shows: llm.generate(["a"], GREEDY, **shows),
-        lambda **shows: llm.chat([USER], GREEDY, **shows),
-    ):
-        ask(use_tqdm=False)
-        assert capsys.readouterr().err == ""
-        ask()
-        assert capsys.readouterr().err.startswith("Processed prompts: 1/1 [")
 
 
 def test_progress_is_a_bar_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,13 +201,6 @@ def test_an_error_is_its_own_prompts(llm: LLM, path: Path) -> None:
     assert "token ids must be in 0 to 319" in (outputs[2].error_msg or "")
     assert [output.outputs.finish_reason for output in outputs[1:3]] == ["error", "error"]
     assert_answers([outputs[0], outputs[3]], path, [[1], [2]])
-
-
-def test_an_engine_without_prompt_adapters_refuses_one(llm: LLM) -> None:
-    adapter = PromptAdapterRequest("a", 1, "/a", 1)
-    with pytest.raises(RequestError, match=r"^prompt_adapter_request: 'a': needs LLM\(…, enable_prompt_adapter=True\)"):
-        llm.generate("a", GREEDY, use_tqdm=False, prompt_adapter_request=adapter)
-    assert llm.generate("a", GREEDY, use_tqdm=False, prompt_adapter_request=None)[0].outputs.token_ids
 
 
 def test_an_engine_without_adapters_refuses_one(llm: LLM) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pd_cluster import LLM, SamplingParams, fastdeploy
 from pd_cluster.devices.device import Device
 from pd_cluster.devices.kinds import DeviceKind
-from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.errors import ConfigError
 from pd_cluster.fastdeploy.engine.request import CompletionOutput
 from pd_cluster.model.sizing import check_offload
 from tests.support.checkpoints import reference_greedy
@@ -232,19 +232,7 @@ def test_a_quantized_checkpoint_has_its_numbers(
     assert list(output.outputs[0].token_ids) == reference_greedy(plain, prompt, 6)
 
 
-@pytest.mark.parametrize("quantization", ["awq", "gptq"])
-def test_plain_weights_are_not_awq_s(path: Path, quantization: str) -> None:
-    with pytest.raises(ModelError, match=rf"^quantization {quantization}: .* has plain weights"):
-        LLM(str(path), quantization=quantization, max_model_len=64, num_blocks=16)
-
-
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
 def test_plain_weights_are_quantized_at_load(path: Path, scheme: str) -> None:
     with LLM(str(path), quantization=scheme, max_model_len=64, num_blocks=16) as llm:
         assert len(llm.generate(prompt_token_ids=[[5, 6, 7]])[0].outputs[0].token_ids) > 0
-
-
-def test_remote_code_is_refused_with_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with LLM(str(path), trust_remote_code=True, max_model_len=64, num_blocks=16):
-        pass
-    assert "trust_remote_code has no effect: code from a model folder is never run" in caplog.messages

@@ -113,7 +113,7 @@ def test_buffers_hold_one_rotary_position_per_sequence(model: CausalLM) -> None:
             request.output_token_ids.append(5)
             step = step_input([(request, 1)], BLOCK_SIZE)
             assert world.graphs.compute(step) is not None
-            assert next(iter(world.graphs._graphs.values())).batch.rope_positions.tolist() == [[8]]
+            assert next(iter(world.graphs.captured.values())).batch.rope_positions.tolist() == [[8]]
 
 
 def test_a_block_that_the_pool_does_not_have_is_refused(model: CausalLM) -> None:
@@ -201,7 +201,7 @@ def test_only_the_given_sizes_are_captured(model: CausalLM) -> None:
             graphs.compute(step_input([(r, 1) for r in one_token(num)], BLOCK_SIZE)) is not None for num in (2, 6, 7)
         ]
     assert done == [True, True, False]
-    assert {size for size, _ in graphs._graphs} == {3, 6}
+    assert {size for size, _ in graphs.captured} == {3, 6}
 
 
 def test_sizes_are_captured_at_the_start_while_there_is_time(model: CausalLM) -> None:
@@ -211,7 +211,7 @@ def test_sizes_are_captured_at_the_start_while_there_is_time(model: CausalLM) ->
     time_left = iter([True] * 6 + [False])
     with torch.inference_mode():
         graphs.prepare(lambda: next(time_left))
-        assert list(graphs._graphs) == [(8, 512), (4, 512), (2, 512), (1, 512), (8, 2048), (4, 2048)]
+        assert list(graphs.captured) == [(8, 512), (4, 512), (2, 512), (1, 512), (8, 2048), (4, 2048)]
         world.eager.data.copy_(world.pool.data)
         num_captured = len(world.runs)
         world.graphs = graphs
@@ -277,7 +277,7 @@ def test_graphs_of_the_start_alone_serve_every_step(model: CausalLM) -> None:
     left = iter([True, True, False])
     with torch.inference_mode():
         world.graphs.prepare(lambda: next(left))
-        assert [size for size, _ in world.graphs._graphs] == [8, 2]
+        assert [size for size, _ in world.graphs.captured] == [8, 2]
         world.eager.data.copy_(world.pool.data)
         world.start(7)
         for _ in range(12):
@@ -293,7 +293,7 @@ def test_what_the_start_had_no_time_for_is_never_captured(model: CausalLM) -> No
     request = Request("long", Order([1] * 600, Sampling()), block_table=list(range(NUM_BLOCKS)))
     with torch.inference_mode():
         world.graphs.prepare(lambda: next(left))
-        assert list(world.graphs._graphs) == [(4, 512)]
+        assert list(world.graphs.captured) == [(4, 512)]
         world.eager.data.copy_(world.pool.data)
         world.start(3)
         for _ in range(6):
@@ -344,7 +344,7 @@ def test_after_a_refusal_no_rank_captures_more_and_one_graph_is_given_back(
         graphs.prepare(lambda: True, agree)
         assert num_asked == 4
         assert told == [True, True, True, who == "another rank"]
-        assert [size for size, _ in graphs._graphs] == [16, 2]
+        assert [size for size, _ in graphs.captured] == [16, 2]
         why = "stream resource insufficient" if who == "this rank" else "another rank holds no more"
         assert f"2 decode graphs, and no more: {why}; steps" in caplog.text
         assert graphs.compute(step_input([(r, 1) for r in one_token(3)], BLOCK_SIZE)) is not None

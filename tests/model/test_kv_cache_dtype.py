@@ -16,6 +16,7 @@ from pd_cluster.settings.engine import KV_CACHE_DTYPES
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.coded_cache import CacheOf, generated
 from tests.support.engines import random_prompt
+from tests.support.spread import spread
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 PROMPTS = [random_prompt(random.Random(1), n) for n in (1, 17, 40)]
@@ -33,8 +34,7 @@ def tokens_of(folder: Path, dtype: str, **settings: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", *CODE_BITS])
-@pytest.mark.parametrize("architecture", [*FUSED, *UNFUSED])
+@pytest.mark.parametrize(("dtype", "architecture"), spread(["bfloat16", *CODE_BITS], [*FUSED, *UNFUSED]))
 def test_tokens_are_transformers_with_such_a_cache(tmp_path: Path, architecture: str, dtype: str) -> None:
     folder = make_checkpoint(tmp_path / "model", architecture)
     assert tokens_of(folder, dtype) == expected(folder, dtype)
@@ -59,8 +59,7 @@ def test_logits_are_transformers_with_such_a_cache(tmp_path: Path, architecture:
     assert own < other / 5
 
 
-@pytest.mark.parametrize("dtype", CODE_BITS)
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(("dtype", "mode"), spread(list(CODE_BITS), ["recompute", "swap"]))
 def test_preempted_requests_go_on_as_they_were(tmp_path: Path, dtype: str, mode: str) -> None:
     """Blocks for one request and a half: in chunks of a few tokens, behind prefixes, again and again."""
     folder = make_checkpoint(tmp_path / "model", "llama")

@@ -6,7 +6,6 @@ In each example only the import and the model's path are changed.
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from pd_cluster import LLM, SamplingParams
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.devices.kinds import DeviceKind
-from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.errors import ModelError
 from pd_cluster.model import loader
 from pd_cluster.model.loader import resolve_dtype
 from tests.support.checkpoints import reference_greedy
@@ -87,16 +86,6 @@ def test_the_example_of_a_continuation(path: Path) -> None:
         assert output.prompt_token_ids == list(llm._offline.service.tokenizer.encode(prompts[0]))
         assert generated_text
     llm.close()
-
-
-def test_the_examples_with_images_are_refused_by_name(path: Path) -> None:
-    PATH = str(path)
-    with pytest.raises(ConfigError, match=r"^enable_mm: .*takes no images here; those that do are qwen2_vl,"):
-        LLM(model=PATH, tensor_parallel_size=1, max_model_len=8192, enable_mm=True, limit_mm_per_prompt={"image": 100})
-    with pytest.raises(ConfigError, match=r"^limit_mm_per_prompt: audio 1: only images and videos are supported"):
-        LLM(model=PATH, limit_mm_per_prompt={"image": 100, "audio": 1})
-    with pytest.raises(ConfigError, match=r"^reasoning_parser ernie-45: not known; known are deepseek_r1,"):
-        LLM(model=PATH, tensor_parallel_size=1, max_model_len=8192, reasoning_parser="ernie-45")
 
 
 @pytest.mark.parametrize("parser", ["qwen3", "ernie-45-vl"])
@@ -207,19 +196,6 @@ def test_an_answer_ends_where_the_context_does(llm: LLM) -> None:
     assert (output.outputs.finish_reason, len(output.outputs.token_ids)) == ("length", 5)
 
 
-def test_ids_alone(path: Path) -> None:
-    with LLM(str(path), max_model_len=128, num_blocks=64, skip_tokenizer_init=True) as llm:
-        (output,) = llm.generate(prompt_token_ids=PROMPTS[0], sampling_params=GREEDY, use_tqdm=False)
-    assert (output.prompt, output.outputs.text) == (None, "")
-    assert output.outputs.token_ids == reference_greedy(path, PROMPTS[0], 12)[:12]
-
-
-def test_the_number_of_blocks_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "pd_cluster.offline.llm"), LLM(str(path), max_model_len=64, block_size=64):
-        pass
-    assert "engine: 256 KV cache blocks of 64 tokens" in caplog.messages
-
-
 @pytest.mark.parametrize(("kind", "wanted"), [("cpu", "float32"), ("cuda", "bfloat16"), ("npu", "bfloat16")])
 def test_auto_is_the_checkpoints_dtype_but_on_the_cpu(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, wanted: str
@@ -228,13 +204,6 @@ def test_auto_is_the_checkpoints_dtype_but_on_the_cpu(
     monkeypatch.setattr(loader, "multiplies_bf16", lambda: False)
     checkpoint = Checkpoint.open(str(copied(path, tmp_path, dtype=None, torch_dtype="bfloat16")))
     assert resolve_dtype("auto", checkpoint, Device(kind)) == wanted
-
-
-def test_auto_on_the_cpu_is_said(path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with LLM(str(copied(path, tmp_path, dtype=None, torch_dtype="float16")), max_model_len=64, num_blocks=16):
-        pass
-    said = 'dtype "auto": the checkpoint is float16, the CPU computes in float32; say dtype="float16" to have that'
-    assert said in caplog.messages
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

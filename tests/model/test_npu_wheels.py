@@ -45,13 +45,6 @@ def test_another_wheel_declares_the_same_operators(version: str) -> None:
     assert other == ours
 
 
-def test_the_page_names_these_wheels() -> None:
-    page = (ROOT / "docs" / "ascend.md").read_text(encoding="utf-8").partition("\n## Versions\n")[2]
-    section = page.partition("\n## ")[0]
-    assert all(f" {version} " in section or f" {version}\n" in section for version in (RUN_IN_TESTS, *OTHERS))
-    assert "tests/model/test_npu_wheels.py" in section
-
-
 def test_a_version_for_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(npu_wheel.VERSION, "2.9.0.post8")
     with pytest.raises(pytest.fail.Exception, match="torch-npu goes with the torch of its version"):

@@ -90,26 +90,6 @@ def with_few_blocks(folder: Path, shown: Shown) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", KINDS)
-def test_a_cached_prefix_ends_inside_a_picture(name: str) -> None:
-    """The same picture is found, the rest of it computed; another picture of the same size never is."""
-    folder = shared_folder(make_kind, name)
-    words = text(1, 2)
-    same, other = (asked(name, [words, []], [picture(seed, 16, 16)]) for seed in (1, 2))
-    core = make_core(folder, **SETTINGS)
-    cached = []
-    for shown in (same, same, other):
-        ((tokens, request),) = answers(folder, core, [shown])
-        assert tokens == expected_of(folder, name, [shown])[0]
-        cached.append(request.num_cached_tokens)
-    span = request.order.spans[0]
-    assert span.start < cached[1] < span.stop
-    assert cached[0] == 0
-    assert cached[2] <= span.start
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", KINDS)
 def test_two_ranks_and_swap(name: str) -> None:
     folder = shared_folder(make_kind, name)
     shown = prompts(name)

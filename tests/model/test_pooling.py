@@ -159,11 +159,11 @@ def test_an_abort_in_the_middle_holds_nothing(checkpoint: Checkpoints) -> None:
     request = pooling_request("p", prompts_of(6, (60,))[0], MEAN)
     core.scheduler.add(request)
     core.step()
-    assert request in core._pooler._sums
+    assert request in core.pooler.sums
     core.scheduler.finish(request)
     del request
     core.step()
-    assert not core._pooler._sums
+    assert not core.pooler.sums
     assert core.scheduler.blocks.num_held == 0
 
 

@@ -67,8 +67,7 @@ def test_tokens_are_those_of_peft(checkpoint: Checkpoints, architecture: str, ki
     assert found[:3] != found[3:]
 
 
-@pytest.mark.parametrize("kind", ["prompt", "prefix"])
-@pytest.mark.parametrize("pool", ["auto", "int8"])
+@pytest.mark.parametrize(("kind", "pool"), [("prompt", "auto"), ("prefix", "int8")])
 def test_it_matters_in_logits(checkpoint: Checkpoints, kind: Kind, pool: str, tmp_path: Path) -> None:
     """A row's bits are the same alone and among others, whatever chunks its prompt came in."""
     base = checkpoint("llama", max_position_embeddings=512)
@@ -96,8 +95,7 @@ def test_it_matters_in_logits(checkpoint: Checkpoints, kind: Kind, pool: str, tm
     assert core.scheduler.num_prefix_hit_tokens > 0
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+@pytest.mark.parametrize(("mode", "kind"), [("recompute", "prefix"), ("swap", "prefix"), ("recompute", "prompt")])
 def test_preemption(checkpoint: Checkpoints, kind: Kind, mode: str, tmp_path: Path) -> None:
     base = checkpoint("qwen3")
     adapter = make_prompt_adapter(tmp_path / "a", base, kind)

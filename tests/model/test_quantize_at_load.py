@@ -46,8 +46,7 @@ def with_numbers_of(folder: Path, scheme: str, chosen: re.Pattern[str] = LINEAR)
     save_file(weights, folder / FILE, {"format": "pt"})
 
 
-@pytest.mark.parametrize("scheme", ["int8_wo", "int4_wo", "fp8"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("scheme", "num_ranks"), [("int8_wo", 2), ("int4_wo", 1), ("int4_wo", 2), ("fp8", 2)])
 def test_tokens_are_those_of_the_quantized_numbers(tmp_path: Path, scheme: str, num_ranks: int) -> None:
     """Scales are those of whole weights: two ranks have the same."""
     original, plain = (make_checkpoint(tmp_path / name, "qwen2") for name in ("original", "plain"))

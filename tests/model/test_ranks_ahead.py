@@ -50,7 +50,7 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> list[ModelRunner]:
 
 
 def num_captured(runners: list[ModelRunner]) -> list[int]:
-    return [runner._graphs.num_captured for runner in runners if runner._graphs is not None]
+    return [runner.graphs.num_captured for runner in runners if runner.graphs is not None]
 
 
 @pytest.mark.parametrize(("architecture", "size"), [("llama", 2), ("llama", 3), ("gemma2", 2), ("mixtral", 2)])

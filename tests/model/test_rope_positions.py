@@ -59,7 +59,7 @@ def assert_are_references(model: Any, orders: list[Order], core: EngineCore) -> 
 
 def core_problem(core: EngineCore, request: Request) -> str | None:
     runner: Any = core.runner
-    limit: RopeLimit = getattr(runner, "_runner", runner).model.rope_limit
+    limit: RopeLimit = getattr(runner, "runner", runner).model.rope_limit
     return limit.problem(request.order)
 
 

@@ -98,7 +98,7 @@ def test_no_step_ends_before_all_ranks_have_written(
     given away could still be written."""
     folder = checkpoint(architecture)
     with ranks(folder, 2, max_num_batched_tokens=16, num_blocks=64) as core:
-        group, events = core.runner._runner.group, []  # type: ignore[attr-defined]
+        group, events = core.runner.runner.group, []  # type: ignore[attr-defined]
         plain_sum = group.sum
 
         def counted(x: torch.Tensor) -> torch.Tensor:
@@ -118,9 +118,9 @@ def test_no_step_ends_before_all_ranks_have_written(
 def test_each_rank_holds_its_share_only(checkpoint: Checkpoints) -> None:
     folder = checkpoint("llama")
     with ranks(folder, 2, num_blocks=32) as core:
-        pool = core.runner._runner.pool  # type: ignore[attr-defined]
+        pool = core.runner.runner.pool  # type: ignore[attr-defined]
         assert (pool.layout.num_kv_heads, pool.layout.local_kv_heads, pool.data.shape[4]) == (2, 1, 1)
-        assert core.runner._runner.model._embed.inner.weight.shape[0] == 160  # type: ignore[attr-defined]
+        assert core.runner.runner.model._embed.inner.weight.shape[0] == 160  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -66,18 +66,6 @@ def test_what_no_graph_can_hold_is_named(does: Callable[[torch.Tensor], object],
     assert watch.obstacle.startswith(why) if why else not watch.obstacle
 
 
-def test_experts_that_ask_for_their_rows_are_found(checkpoint: Checkpoints) -> None:
-    model = plain(checkpoint("opt"))
-    layer = model.model.model.decoder.layers[1]
-
-    def rows_of(module: torch.nn.Module, args: Any) -> None:
-        args[0].sum(-1).nonzero()
-
-    layer.fc1.register_forward_pre_hook(rows_of)
-    layout = loader.layout_of(model.config, BLOCK_SIZE, "float32")
-    assert obstacle(model, layout, CPU) == "aten::nonzero waits for the device"
-
-
 def test_steps_whose_launches_differ_are_found(checkpoint: Checkpoints) -> None:
     model = plain(checkpoint("opt"))
     steps: list[int] = []
@@ -96,13 +84,13 @@ def test_the_runner_says_why_steps_run_eagerly(checkpoint: Checkpoints) -> None:
     config = EngineConfig(model=str(checkpoint("opt")), device="cpu", max_model_len=64, num_blocks=40)
     served = ModelRunner(config)
     served.device = Device("cuda")
-    assert served._why_eager(config) == "SDPA asks the device for lengths"
+    assert served.why_eager(config) == "SDPA asks the device for lengths"
     served.model.attention = "Triton"
-    assert served._why_eager(config) == ""
+    assert served.why_eager(config) == ""
     served._obstacle = "aten::nonzero waits for the device"
-    assert served._why_eager(config) == "in its layers aten::nonzero waits for the device"
+    assert served.why_eager(config) == "in its layers aten::nonzero waits for the device"
     served.device = Device("npu")
-    assert served._why_eager(config).startswith("its layers are not fused")
+    assert served.why_eager(config).startswith("its layers are not fused")
     assert SDPA.name == "SDPA"
 
 

@@ -89,19 +89,6 @@ def test_what_changes_beyond_a_length_is_noticed(tmp_path: Path, monkeypatch: py
     make_core(folder, num_blocks=64, try_unlisted=("mellum",), max_model_len=100)
 
 
-def test_the_log_says_what_was_proven(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
-    folder = make(tmp_path, "helium", monkeypatch, rope_parameters=rope)
-    with caplog.at_level(logging.WARNING, "pd_cluster"):
-        make_core(folder, num_blocks=64, try_unlisted=("helium",))
-    assert caplog.messages == [
-        "unproven: model_type helium is not listed; it is served because --try-unlisted asks for it",
-        "unproven: helium: proven at load with 12 tokens, beyond rope_parameters.original_max_position_embeddings 128",
-    ]
-
-
 @pytest.mark.parametrize(
     "rope",
     [

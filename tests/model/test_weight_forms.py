@@ -21,7 +21,7 @@ from pd_cluster.model.known_forms import FORMS
 from pd_cluster.model.layers.expert_weight import ExpertStack
 from pd_cluster.model.layers.linear import Linear, PlainLinear, make_linear
 from pd_cluster.model.layers.weight import LinearWeight, Part, Tensors, WeightForm
-from pd_cluster.model.loader import _probe_logits, layout_of, load_model
+from pd_cluster.model.loader import layout_of, load_model, probe_logits
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt
@@ -185,7 +185,7 @@ def test_logits_are_bit_for_bit_those_of_the_plain_form(tmp_path: Path, architec
     found = []
     for folder in pair(tmp_path, architecture):
         model = load_model(Checkpoint.open(str(folder)), "float32", CPU)
-        found.append(_probe_logits(model, layout_of(model.config, 16, "float32"), CPU))
+        found.append(probe_logits(model, layout_of(model.config, 16, "float32"), CPU))
     assert torch.equal(*found)
 
 

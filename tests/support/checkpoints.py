@@ -235,13 +235,46 @@ def reference_greedy_together(folder: Path, prompts: list[list[int]], max_tokens
     return _generate(reference_model(folder), prompts, max_tokens)
 
 
+def prefers(folder: Path, prompts: list[list[int]], outputs: list[list[int]], limits: list[int]) -> bool:
+    """Whether greedy decoding gives these outputs: one pass over each has the reference's choice behind every token.
+
+    A False says nothing yet: sums of another order may choose another token, and where the rotary frequencies follow
+    the length, generate() has others than a pass over the whole.
+    """
+    model = reference_model(folder)
+    if not all(outputs) or has_frequencies_by_length(model.config):
+        return False
+    rows = [prompt + output[:-1] for prompt, output in zip(prompts, outputs, strict=True)]
+    input_ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)  # causal: no token sees what pads its row
+    for at, row in enumerate(rows):
+        input_ids[at, : len(row)] = torch.tensor(row)
+    with torch.inference_mode():
+        best = model(input_ids, use_cache=False).logits.argmax(-1)  # [num_prompts, longest]
+    ends = ends_of(model)
+    for choice, prompt, output, limit in zip(best.tolist(), prompts, outputs, limits, strict=True):
+        is_over = len(output) == limit or (len(output) < limit and output[-1] in ends)
+        if not is_over or until_end(output, ends) != output or choice[len(prompt) - 1 :][: len(output)] != output:
+            return False
+    return True
+
+
+def ends_of(model: Any) -> set[int]:
+    ends = model.generation_config.eos_token_id
+    return set(ends) if isinstance(ends, list) else {ends}
+
+
+def has_frequencies_by_length(config: Any) -> bool:
+    ropes = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
+    parts = [each for rope in ropes for each in (rope, *rope.values()) if isinstance(each, dict)]
+    return any(each.get("rope_type", each.get("type")) in ("dynamic", "longrope") for each in parts)
+
+
 def _generate(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     padded = padded_left(prompts)
     with torch.inference_mode():
         output = model.generate(**padded, max_new_tokens=max_tokens, do_sample=False)
-    ends = model.generation_config.eos_token_id
     rows = output[:, padded["input_ids"].shape[1] :].tolist()
-    return [until_end(row, set(ends) if isinstance(ends, list) else {ends}) for row in rows]
+    return [until_end(row, ends_of(model)) for row in rows]
 
 
 def padded_left(prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:

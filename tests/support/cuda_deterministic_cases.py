@@ -42,6 +42,7 @@ from pd_cluster.types import Order, Request, Sampling, TokenOutput
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, random_prompt, run
 from tests.support.interpreted import DTYPES, SLOW_IF_INTERPRETED, choose_device
+from tests.support.spread import spread
 
 choose_device(in_order=True)
 
@@ -62,8 +63,7 @@ def assert_same_rows(function: Callable[[torch.Tensor], torch.Tensor], rows: tor
     return whole
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 48), (90, 70)])
+@pytest.mark.parametrize(("dtype", "num_inputs", "num_outputs"), spread(DTYPES, [(64, 48), (90, 70)]), ids=str)
 def test_a_linear_layers_row_is_the_same_among_any_rows(dtype: torch.dtype, num_inputs: int, num_outputs: int) -> None:
     torch.manual_seed(num_inputs)
     weight, bias = torch.randn(num_outputs, num_inputs).to(dtype), torch.randn(num_outputs).to(dtype)
@@ -129,8 +129,9 @@ class Recorder:
         return launch
 
 
-@pytest.mark.parametrize("is_deterministic", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("is_deterministic", "dtype"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.bfloat16)], ids=str
+)
 def test_launches_have_the_same_constants_for_all_numbers_of_rows(
     dtype: torch.dtype, is_deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,8 +178,10 @@ def small_configs(head_dim: int, bits: int, group: int, device: object, has_code
     return AttentionConfigs(tile, tile, is_uniform=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("window", "softcap", "block_size"), [(None, None, 16), (11, None, 8), (None, 5.0, 32)])
+@pytest.mark.parametrize(
+    ("dtype", "window", "softcap", "block_size"),
+    spread(["float32", "bfloat16"], [(None, None, 16), (11, None, 8), (None, 5.0, 32)]),
+)
 def test_a_token_attends_the_same_however_its_prompt_is_cut(
     dtype: str, window: int | None, softcap: float | None, block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +249,7 @@ def engine(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, step: int,
     assert isinstance(runner.model, FusedCausalLM)
     assert runner.model.ops.name == "deterministic Triton"
     assert runner.numerics.deterministic
-    runner._graphs = DecodeGraphs(runner.model, runner.pool, 8, 28, lambda run: run)
+    runner.graphs = DecodeGraphs(runner.model, runner.pool, 8, 28, lambda run: run)
     return core
 
 

@@ -18,6 +18,7 @@ from pd_cluster.model.cuda.ops import CudaOps, prepare
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, TorchOps
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.interpreted import DTYPES, assert_like, choose_device, strided, whole_numbers
+from tests.support.spread import spread
 
 choose_device()
 
@@ -74,8 +75,7 @@ def expected_heads(heads: Heads, qkv: torch.Tensor, rope: Rope) -> tuple[torch.T
 SHAPES = [(1, 1, 2), (4, 2, 16), (7, 1, 80), (14, 2, 64), (3, 3, 96), (8, 8, 256)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize(("dtype", "num_heads", "num_kv_heads", "head_dim"), spread(DTYPES, SHAPES))
 def test_prepare_rotates_and_writes_bit_for_bit(
     dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:

@@ -121,8 +121,8 @@ def test_tokens_are_those_of_merged_models(architecture: str, tmp_path: Path, mo
                      max_num_batched_tokens=16)
     )  # fmt: skip
     graphs = (model_runner.model, model_runner.pool, 8, 64, lambda run: run)
-    model_runner._graphs = plain = DecodeGraphs(*graphs)
-    model_runner._adapted_graphs = adapted = DecodeGraphs(*graphs, max_loras=2)
+    model_runner.graphs = plain = DecodeGraphs(*graphs)
+    model_runner.adapted_graphs = adapted = DecodeGraphs(*graphs, max_loras=2)
     rng = random.Random(3)
 
     def check(folders: dict[str, Path]) -> None:

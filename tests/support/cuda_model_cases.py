@@ -85,7 +85,7 @@ def check_fused_layers(architecture: str, tmp_path: Path) -> str:
     )
     assert isinstance(runner.model, FusedCausalLM)
     assert runner.model.ops.name == "Triton"
-    runner._graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
+    runner.graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
     runner.goes_ahead = True
     rng = random.Random(3)
     prompts = [random_prompt(rng, length) for length in LENS]
@@ -120,7 +120,7 @@ def test_layers_of_codes_have_the_tokens_of_their_numbers(
     core, runner = build_core(EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, device="cpu"))
     assert isinstance(runner.model, FusedCausalLM)
     assert set(kinds) == ({kind} if kind is not None else set())
-    runner._graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
+    runner.graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
     prompts = [random_prompt(random.Random(3), length) for length in LENS]
     assert_all_same(plain, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
     assert graphs.num_captured > 0
@@ -144,7 +144,7 @@ def test_tokens_are_transformers_with_a_cache_of_codes(
         EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, device="cpu", kv_cache_dtype=dtype)
     )
     assert runner.pool.layout.dtype == dtype
-    runner._graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
+    runner.graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
     prompts = [random_prompt(random.Random(3), length) for length in LENS]
     assert generate(core, prompts, GREEDY) == generated(folder, dtype, prompts, GREEDY.max_tokens)
     assert graphs.num_captured > 0
@@ -155,11 +155,11 @@ def test_int8_products_are_those_of_the_reference(tmp_path: Path, monkeypatch: p
     folder, _ = rewritten(make_checkpoint(tmp_path / "made", "llama"), tmp_path, W8A8)
     checkpoint = Checkpoint.open(str(folder))
     layout = loader.layout_of(modules.config_of(checkpoint), 16, "float32")
-    expected = loader._probe_logits(loader.load_model(checkpoint, "float32", CPU), layout, CPU)
+    expected = loader.probe_logits(loader.load_model(checkpoint, "float32", CPU), layout, CPU)
     as_cuda(monkeypatch)
     kinds: list[int] = []
     monkeypatch.setattr(coded.kernels, "coded_linear_product", Noted(coded.kernels.coded_linear_product, kinds))
-    found = loader._probe_logits(loader.load_model(checkpoint, "float32", CPU), layout, CPU)
+    found = loader.probe_logits(loader.load_model(checkpoint, "float32", CPU), layout, CPU)
     assert set(kinds) == {ROUNDED}
     assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
 
@@ -193,7 +193,7 @@ def test_steps_with_prompts_through_graphs(tmp_path: Path, monkeypatch: pytest.M
     runner.goes_ahead = True
     with torch.inference_mode():
         graphs.prepare(lambda: graphs.num_captured < 1)
-    assert list(graphs._graphs) == [(17, 3)], "the largest"
+    assert list(graphs.captured) == [(17, 3)], "the largest"
     used = counted(graphs)
     prompts = [random_prompt(random.Random(5), length) for length in (1, 5, 18, 9)]
     assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
@@ -249,9 +249,9 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(str(folder))
     rounded = modules.load_plain(checkpoint, "bfloat16", CPU)
     whole, half = (loader.layout_of(rounded.config, 16, dtype) for dtype in ("float32", "bfloat16"))
-    exact = loader._probe_logits(loader.load_model(checkpoint, "float32", CPU), whole, CPU)
-    by_modules = loader._probe_logits(PlainCausalLM(rounded), half, CPU)
-    by_kernels = loader._probe_logits(
+    exact = loader.probe_logits(loader.load_model(checkpoint, "float32", CPU), whole, CPU)
+    by_modules = loader.probe_logits(PlainCausalLM(rounded), half, CPU)
+    by_kernels = loader.probe_logits(
         loader.fuse(rounded, loader.choose_ops(rounded.config, CPU, triton_attention())), half, CPU
     )
     error_of_modules = (by_modules - exact).norm() / exact.norm()

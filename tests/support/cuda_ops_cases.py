@@ -25,6 +25,7 @@ from pd_cluster.model.layers.linear import PlainLinear
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, TorchOps
 from pd_cluster.model.sampling.passes import peaks
 from tests.support.interpreted import DTYPES, assert_like, choose_device, strided, whole_numbers
+from tests.support.spread import spread
 
 choose_device()
 
@@ -36,8 +37,7 @@ GATED: tuple[Activation, ...] = ("silu", "gelu_tanh")  # torch has a function fo
 OPS = CudaOps(lambda *_: torch.empty(0))  # without attention
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_features", [1, 64, 896, 5120])
+@pytest.mark.parametrize(("dtype", "num_features"), spread(DTYPES, [1, 64, 896, 5120, 96]))
 def test_norm_rounds_as_llama_does(dtype: torch.dtype, num_features: int) -> None:
     """The result is exact where the sum of squares has no rounding of its own."""
     torch.manual_seed(num_features)
@@ -71,8 +71,7 @@ def test_norm_with_a_wide_weight_rounds_as_gemma_does(dtype: torch.dtype) -> Non
     assert_like(OPS.norm(x, norm), module(x))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "num_features"), [(1, 896), (5, 96)])
+@pytest.mark.parametrize(("dtype", "num_rows", "num_features"), spread(DTYPES, [(1, 896), (5, 96)]))
 def test_add_norm_adds_in_place_in_the_own_dtype(dtype: torch.dtype, num_rows: int, num_features: int) -> None:
     torch.manual_seed(2)
     x, delta = (strided(torch.randn(num_rows, num_features).to(dtype)) for _ in range(2))
@@ -114,9 +113,10 @@ def test_rotations_by_wide_tables_are_rounded_once(dtype: torch.dtype) -> None:
     assert ((query != expected[:, :2]).sum() + (keys[0, :3] != expected[:, 2:]).sum()) <= 2, "float32's own rounding"
 
 
-@pytest.mark.parametrize("activation", GATED)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "num_features"), [(1, 1), (1, 4864), (4, 200)])
+@pytest.mark.parametrize(
+    ("activation", "dtype", "num_rows", "num_features"),
+    spread([(each, dtype) for each in GATED for dtype in DTYPES], [(1, 1), (1, 4864), (4, 200), (1, 4864)]),
+)
 def test_gate_rounds_before_the_product(
     activation: Activation, dtype: torch.dtype, num_rows: int, num_features: int
 ) -> None:
@@ -141,10 +141,12 @@ def test_gate_of_the_far_ends() -> None:
         assert torch.allclose(actual, expected, equal_nan=True, atol=1e-37)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("activation", "num_rows", "num_inputs", "num_features"),
-    [("silu", 1, 1024, 70), ("silu", 17, 96, 64), ("gelu_tanh", 64, 200, 130), ("swigluoai", 40, 64, 3)],
+    ("dtype", "activation", "num_rows", "num_inputs", "num_features"),
+    spread(
+        [torch.float16, torch.bfloat16],
+        [("silu", 1, 1024, 70), ("silu", 17, 96, 64), ("gelu_tanh", 64, 200, 130), ("swigluoai", 40, 64, 3)],
+    ),
 )
 def test_few_rows_through_both_halves_of_a_gate(
     activation: Activation, dtype: torch.dtype, num_rows: int, num_inputs: int, num_features: int
@@ -185,8 +187,9 @@ def test_no_rows(dtype: torch.dtype) -> None:
     assert OPS.gate(torch.empty(0, 8, dtype=dtype), "silu").shape == (0, 4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 7), (2, 5000), (9, 9001), (17, 1024)])
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "vocab_size"), spread(DTYPES, [(1, 7), (2, 5000), (9, 9001), (17, 1024)])
+)
 def test_argmax_finds_the_lowest_of_equals(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
     """There are few values, so that most rows have several best tokens, in several parts."""
     torch.manual_seed(num_rows)

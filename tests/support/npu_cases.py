@@ -85,13 +85,13 @@ def test_fused_layers_are_exact(
     assert runner.model.kernels == "fused layers, NPU kernels, attention by torch-npu (TND)"
     assert isinstance(runner.pool.memory, LayerMajor)
     assert runner.pool.layout.block_size == 128
-    assert eager or (runner._graphs is not None and runner._graphs.num_captured == NUM_SIZES)  # none is left to a step
+    assert eager or (runner.graphs is not None and runner.graphs.num_captured == NUM_SIZES)  # none is left to a step
     check(folder, core)
     assert calls["npu_fused_infer_attention_score"] > 0
     assert ("npu_grouped_matmul" in calls) == (architecture in ("mixtral", "qwen3_moe"))
-    assert (runner._graphs is None) == eager
-    if runner._graphs is not None:
-        assert runner._graphs.num_captured == NUM_SIZES
+    assert (runner.graphs is None) == eager
+    if runner.graphs is not None:
+        assert runner.graphs.num_captured == NUM_SIZES
     assert core.ahead.num_ahead > 0
 
 
@@ -102,8 +102,8 @@ def test_sinks_go_to_the_second_operator(tmp_path: Path, calls: dict[str, int]) 
     check(folder, core)
     assert calls["npu_fused_infer_attention_score_v2"] > 0
     assert calls["npu_grouped_matmul"] > 0  # experts with biases
-    assert runner._graphs is not None
-    assert runner._graphs.num_captured > 1
+    assert runner.graphs is not None
+    assert runner.graphs.num_captured > 1
     assert "npu_fused_infer_attention_score" not in calls
 
 
@@ -113,8 +113,8 @@ def test_heads_of_other_sizes_are_decoded_as_a_batch(tmp_path: Path, calls: dict
     assert runner.model.kernels == "fused layers, NPU kernels, attention by torch-npu (BSND)"
     check(folder, core)
     assert calls["npu_fused_infer_attention_score"] > 0
-    assert runner._graphs is not None
-    assert runner._graphs.num_captured > 1
+    assert runner.graphs is not None
+    assert runner.graphs.num_captured > 1
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_float32_is_for_other_devices(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_sdpa_serves_when_it_is_asked_for(tmp_path: Path, calls: dict[str, int]) -> None:
     folder = make_checkpoint(tmp_path, "gemma2", head_dim=32, **SIZES)
     core, runner = core_of(folder, attention_backend="sdpa", block_size=16)
-    assert runner._graphs is None
+    assert runner.graphs is None
     check(folder, core, (5, 40))
     assert "npu_fused_infer_attention_score" not in calls
 
@@ -249,7 +249,7 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(str(folder))
 
     def logits(model: Any, dtype: str) -> torch.Tensor:
-        return loader._probe_logits(model, loader.layout_of(model.config, 128, dtype), NPU)
+        return loader.probe_logits(model, loader.layout_of(model.config, 128, dtype), NPU)
 
     exact = logits(loader.load_model(checkpoint, "float32", NPU, block_size=128), "float32")
     plain = modules.load_plain(checkpoint, "bfloat16", NPU)

@@ -51,14 +51,14 @@ def engine(folder: Path, **settings: Any) -> tuple[EngineCore, ModelRunner]:
 
 def worst_difference(runner: ModelRunner, step: Any) -> float:
     """Computes a decode step twice; returns the largest difference of a row, as a share of the row's deviation."""
-    graphs = runner._graphs
+    graphs = runner.graphs
     assert graphs is not None
     by_graph = runner.compute(step).logits.cpu().clone()
-    runner._graphs = None
+    runner.graphs = None
     try:
         eager = runner.compute(step).logits.cpu()
     finally:
-        runner._graphs = graphs
+        runner.graphs = graphs
     return float(((by_graph - eager).abs().amax(1) / eager.std(1)).max())
 
 
@@ -66,8 +66,8 @@ def test_every_step_of_growing_contexts_is_the_eager_one(folder: Path) -> None:
     """A graph whose attention got the lengths of the step before would differ at once: each new token is a key."""
     started_s = time.monotonic()
     _, runner = engine(folder)
-    assert runner._graphs is not None
-    print(f"captured {runner._graphs.num_captured} graphs; load and capture took {time.monotonic() - started_s:.1f} s")
+    assert runner.graphs is not None
+    print(f"captured {runner.graphs.num_captured} graphs; load and capture took {time.monotonic() - started_s:.1f} s")
     rng = random.Random(3)
     for num_seqs in (1, 3, MOST // 2 - 1):
         lens = [rng.randrange(1, MAX_LEN // max(3, num_seqs)) for _ in range(num_seqs)]
@@ -113,7 +113,7 @@ def test_the_engine_goes_ahead_and_its_tokens_are_those_of_eager_steps(folder: P
     outputs = []
     for eager in (False, True):
         core, runner = engine(folder, enforce_eager=eager)
-        assert (runner._graphs is None) == eager
+        assert (runner.graphs is None) == eager
         outputs.append(generate(core, prompts, sampling))
         assert core.ahead.num_ahead > 0
     same = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in zip(*outputs, strict=True)]

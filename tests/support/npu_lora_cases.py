@@ -42,7 +42,7 @@ def test_tokens_are_those_of_the_merged_model(architecture: str, tmp_path: Path)
         digest = LoraFolder.read(adapter, 512).digest
         models[digest] = merged(folder, adapter, tmp_path / f"merged-{adapter.name}")
     core, runner = core_of(folder, adapters=loaded(first, second))
-    assert runner._graphs is not None
+    assert runner.graphs is not None
     rng = random.Random(1)
     names = list(models)
     orders = [Order(random_prompt(rng, n), GREEDY, variant=names[i % 3]) for i, n in enumerate((1, 16, 41, 70, 5, 133))]
@@ -59,11 +59,11 @@ def test_steps_without_adapters_are_graphs(tmp_path: Path, monkeypatch: pytest.M
     folder = make_checkpoint(tmp_path / "base", "llama", head_dim=128, **SIZES)
     adapter = make_adapter(tmp_path / "a", folder, 1)
     core, runner = core_of(folder, adapters=loaded(adapter))
-    assert runner._graphs is not None
+    assert runner.graphs is not None
     steps: list[bool] = []
-    compute = runner._graphs.compute
+    compute = runner.graphs.compute
     monkeypatch.setattr(
-        runner._graphs, "compute", lambda step, ids: steps.append(step.adapters is None) or compute(step, ids)
+        runner.graphs, "compute", lambda step, ids: steps.append(step.adapters is None) or compute(step, ids)
     )
     digest = LoraFolder.read(adapter, 512).digest
     run(core, [Request("r", Order([4, 5, 6], GREEDY, variant=digest))])

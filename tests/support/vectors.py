@@ -38,7 +38,7 @@ def run_pooling(core: EngineCore, requests: Sequence[Request]) -> dict[str, Pool
         core.scheduler.check()
     assert not core.scheduler.requests, "the engine did not finish"
     assert core.scheduler.blocks.num_held == core.scheduler.swap.num_held == 0
-    assert not core._pooler._sums
+    assert not core.pooler.sums
     return found
 
 

@@ -11,7 +11,6 @@ from pd_cluster.engine.handover.events import (
     ConnOpened,
     Event,
     Mail,
-    handle_all,
 )
 from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd, Side
 from pd_cluster.engine.step.core import EngineCore
@@ -62,7 +61,7 @@ class Post:
         assert isinstance(body, wire.Outputs)
         wire.encode_body(body)
         self.messages.append((conn, body))
-        assert conn == CONN or not (body.tokens or body.ended or body.prompts)
+        assert conn == CONN or not (body.tokens or body.prompts)
         self.ended += body.ended
         for token in [each for told in body.tokens for each in told.apart()]:
             known = self.tokens[token.request_id][token.index]
@@ -122,15 +121,8 @@ class World:
     def mail(self, body: wire.Body) -> None:
         self.inbox.put(Mail(CONN, "scheduler@1", body))
 
-    def read_mail(self) -> None:
-        handle_all(self.worker.inbox, self.worker._handle, wait_s=0.0)
-
     def step(self) -> None:
-        self.read_mail()
-        self.worker._tick()
-        self.worker._step()
-        self.worker._publish_load()
-        self.worker._outbox.flush()
+        self.worker.turn(wait_s=0.0)
         self.worker.core.scheduler.check()
         self.now_s += 0.2
 

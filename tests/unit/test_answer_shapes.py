@@ -27,7 +27,6 @@ from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokeniz
 RUST = make_tokenizer()
 A, B, C, D, E = RUST.encode("abcde").ids
 HALF_1, HALF_2 = RUST.encode("é").ids
-BYTES_OF = {HALF_1: [0xC3], HALF_2: [0xA9]}
 
 
 class Script:

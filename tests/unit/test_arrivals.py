@@ -109,7 +109,7 @@ def test_requests_that_are_read_at_the_same_time_are_counted(tmp_path: Path) -> 
             await asyncio.sleep(0)
         release.set()
         assert sorted(await asyncio.gather(*answers)) == [429] * 8 + [503] * 2
-        assert hall.room._queue.client("", 0.0).num_arriving_tokens == 0
+        assert hall.room.queue.client("", 0.0).num_arriving_tokens == 0
         hall.open()
         await asyncio.gather(*tasks)
 

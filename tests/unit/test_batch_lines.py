@@ -50,17 +50,12 @@ def test_a_request_line_has_its_id_url_and_body() -> None:
     ("text", "custom_id", "status", "param", "words"),
     [
         (b"{no json\n", None, 400, None, "not JSON"),
-        (b"[1]\n", None, 400, None, "must be a JSON object"),
         (b'"\xff"\n', None, 400, None, "line"),
         (b"[" * 100_000 + b"\n", None, 400, None, "line"),
-        (b'{"custom_id": ' + b"[" * 100_000 + b"\n", None, 400, None, "line"),
         (line(None), None, 400, "custom_id", "missing"),
-        (line(7), None, 400, "custom_id", "7: must be a string"),
         (line(""), None, 400, "custom_id", "0 characters"),
-        (line("x" * 1025), None, 400, "custom_id", "1025 characters"),
         (line("a", url=None), "a", 400, "url", "missing"),
         (line("a", method=None), "a", 400, "method", "missing"),
-        (line("a", method="GET"), "a", 405, "method", "GET"),
         (line("a", body=None), "a", 400, "body", "missing"),
     ],
 )

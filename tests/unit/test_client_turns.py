@@ -182,13 +182,13 @@ def test_slow_jobs_of_a_client_delay_no_job_of_another(module: str, tmp_path: Pa
     async def use() -> None:
         jobs = Children(module, b"{}", DEADLINE_S, "job")
         hogs = [asyncio.create_task(asked(jobs, "a", f"slow {tmp_path}/never")) for _ in range(60)]
-        while len(jobs._slow) < MAX_SLOW:
+        while len(jobs.slow) < MAX_SLOW:
             await asyncio.sleep(0.01)
-        assert {job.client for job in jobs._slow} == {"a"}
+        assert {job.client for job in jobs.slow} == {"a"}
         for at in range(5):
             assert await asyncio.create_task(asked(jobs, "b", f"quick{at}")) == f"quick{at}"
         slow = asyncio.create_task(asked(jobs, "b", f"slow {tmp_path}/soon"))
-        while "b" not in {job.client for job in jobs._slow}:
+        while "b" not in {job.client for job in jobs.slow}:
             assert not slow.done()
             await asyncio.sleep(0.01)
         (tmp_path / "soon").touch()
@@ -200,7 +200,7 @@ def test_slow_jobs_of_a_client_delay_no_job_of_another(module: str, tmp_path: Pa
             each.cancel()
         await asyncio.gather(*hogs, return_exceptions=True)
         await jobs.close()
-        assert (jobs._turns.num_waiting, jobs._turns.num_held, jobs._slow, jobs._tasks) == (0, 0, [], set())
+        assert (jobs.turns.num_waiting, jobs.turns.num_held, jobs.slow, jobs._tasks) == (0, 0, [], set())
 
     asyncio.run(asyncio.wait_for(use(), DEADLINE_S))
 
@@ -211,7 +211,7 @@ def test_no_more_children_are_kept_than_may_run(module: str) -> None:
     async def use() -> None:
         jobs = Children(module, b"{}", DEADLINE_S, "job")
         await asyncio.gather(*(jobs._restock() for _ in range(MAX_CHILDREN + 2)))
-        assert len(jobs._idle) == MAX_CHILDREN
+        assert len(jobs.idle) == MAX_CHILDREN
         await jobs.close()
 
     asyncio.run(asyncio.wait_for(use(), DEADLINE_S))
@@ -224,24 +224,24 @@ def test_a_job_costs_little_once_its_client_has_left(module: str, tmp_path: Path
         jobs = Children(module, b"{}", DEADLINE_S, "job")
         assert await asked(jobs, "a", "warm") == "warm"
         leaving = [asyncio.create_task(asked(jobs, "a", f"quick{at}")) for at in range(30)]
-        while not jobs._turns.num_held:
+        while not jobs.turns.num_held:
             await asyncio.sleep(0)
         for each in leaving:
             each.cancel()
         await asyncio.gather(*leaving, return_exceptions=True)
-        assert jobs._turns.num_waiting == 0
+        assert jobs.turns.num_waiting == 0
         slow = asyncio.create_task(asked(jobs, "a", f"slow {tmp_path}/never"))
-        while jobs._turns.num_held < 1:
+        while jobs.turns.num_held < 1:
             await asyncio.sleep(0)
         slow.cancel()
-        while jobs._turns.num_held:
+        while jobs.turns.num_held:
             await asyncio.sleep(0.01)
-        assert jobs._slow == []
+        assert jobs.slow == []
         slow = asyncio.create_task(asked(jobs, "c", f"slow {tmp_path}/never"))
-        while not jobs._slow:
+        while not jobs.slow:
             await asyncio.sleep(0.01)
         slow.cancel()
-        while jobs._slow:
+        while jobs.slow:
             await asyncio.sleep(0.01)
         assert await asked(jobs, "b", "on") == "on"
         await jobs.close()

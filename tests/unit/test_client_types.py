@@ -28,7 +28,7 @@ from pydantic.fields import FieldInfo
 from pd_cluster.errors import RequestError
 from pd_cluster.service.prompts.conversation import conversation_of
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatMessage
-from pd_cluster.service.schema.kinds import Kinds, TypedFields
+from pd_cluster.service.schema.kinds import Kinds
 from pd_cluster.service.schema.messages_chat import chat_of as chat_of_messages
 from pd_cluster.service.schema.messages_kinds import BLOCKS
 from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
@@ -204,31 +204,3 @@ def test_a_refusal_is_what_the_assistant_said() -> None:
     assert found.messages[1] == {"role": "assistant", "content": "No."}
     turns[1] |= {"content": "Yes.", "refusal": None, "audio": None, "function_call": None, "annotations": []}
     assert conversation_of(ChatCompletionRequest(messages=turns), frozenset()).messages[1]["content"] == "Yes."
-
-
-class Effort(BaseModel):
-    effort: str | None = None
-
-
-class Bare(TypedFields):
-    """An item that lacks nearly everything."""
-
-    role: str
-    content: Annotated[Any, Kinds("a part", {"input_text": TypedFields}, {"input_image": "no"})] = None
-
-
-class Hollow(BaseModel):
-    """A schema that lacks nearly everything."""
-
-    reasoning: list[Effort] | Effort | None = None
-    input: Annotated[list[dict[str, Any]], Kinds("an item", {"message": Bare}, {"reasoning": "no"})] | None = None
-
-
-def test_what_is_missing_is_found() -> None:
-    found = {*missed(response_create_params.ResponseCreateParamsBase, Hollow, "request")}
-    assert {"request.access_programs", "request.reasoning.Reasoning.mode"} <= found
-    assert not {"request.reasoning", "request.reasoning.Reasoning.effort"} & found
-    text, file = "content.ResponseInputTextParam.text", "content.ResponseInputFileParam: input_file"
-    items = {f"request.input.EasyInputMessageParam.{place}" for place in ("phase", text, file)}
-    assert {*items, "request.input.Program: program"} <= found
-    assert not [place for place in found if "InputImage" in place or place.endswith((".role", ": reasoning"))]

@@ -15,8 +15,7 @@ import pytest
 
 from pd_cluster.api.admin.admin_app import ShownCluster, admin_app
 from pd_cluster.api.admin.timelines import LocalTimelines
-from pd_cluster.api.dashboard import sessions as sessions_module
-from pd_cluster.api.dashboard.files import STATIC, joined_scripts, page_files
+from pd_cluster.api.dashboard.files import STATIC, page_files
 from pd_cluster.api.dashboard.playground import PublicPort
 from pd_cluster.api.dashboard.routes import COOKIE
 from pd_cluster.api.dashboard.sessions import CODE_LIFE_S, MAX_CODES, MAX_SESSIONS, SESSION_LIFE_S, Sessions
@@ -235,36 +234,12 @@ def test_a_file_whose_name_has_its_hash_is_kept_for_good(tmp_path: Path) -> None
     with_app(tmp_path, use)
 
 
-def test_modules_are_joined_in_the_order_of_their_imports(tmp_path: Path) -> None:
-    (tmp_path / "vendor").mkdir()
-    (tmp_path / "vendor" / "uplot.js").write_text("var uPlot = 1;")
-    (tmp_path / "app.js").write_text('import { b, a as other } from "./b.js";\nimport { a } from "./a.js";\nb(a);\n')
-    (tmp_path / "b.js").write_text('import { a } from "./a.js";\nconst own = 2;\nexport function b() {}\n')
-    (tmp_path / "a.js").write_text("const own = 1;\nexport const a = own;\n")
-    joined = joined_scripts(tmp_path)
-    places = [joined.index(part) for part in ("uPlot", "own = 1", "return { a }", "own = 2", "return { b }", "b(a)")]
-    assert places == sorted(places)
-    assert "const { b, a: other } = module_b;" in joined
-    assert joined.count("own = 1") == 1
-    assert not re.search(r"^(import|export)", joined, re.MULTILINE)
-    for form in ("export default 1;", 'import * as x from "./a.js";', "export { a };"):
-        (tmp_path / "a.js").write_text(f"{form}\n")
-        with pytest.raises(ValueError, match=re.escape(form)):
-            joined_scripts(tmp_path)
-
-
 def test_the_script_is_valid() -> None:
     if (node := shutil.which("node")) is None:
         pytest.skip("needs node")
     script = next(file.content for name, file in page_files().items() if name.endswith(".js"))
     done = subprocess.run([node, "--check", "--input-type=module", "-"], input=script, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr.decode()
-
-
-def test_times_of_codes_and_sessions_are_those_that_the_documents_say() -> None:
-    text = Path("docs/dashboard.md").read_text()
-    assert f"{sessions_module.CODE_LIFE_S:.0f} seconds" in text
-    assert f"{sessions_module.SESSION_LIFE_S / 3600:.0f} hours" in text
 
 
 @pytest.mark.parametrize("limit", ["0x", "-1", "1.5", "9" * 30, "5001"])

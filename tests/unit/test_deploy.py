@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from pd_cluster.settings.flags import judge, normalize
-from ranktable_tools import check, load_global, load_local, locate, parse_node_ports
+from ranktable_tools import check, load_global, load_local, locate
 from ranktable_tools import cli as ranktable_cli
 from tests.support.serve_command import serve_command, settings_in
 
@@ -90,12 +90,6 @@ def test_the_tables_are_what_the_readme_makes(tmp_path: Path, monkeypatch: pytes
 # ---- compose.yaml
 
 
-def test_every_variable_has_a_default_but_the_secret() -> None:
-    assert set(SERVICES) == {"prefill", "decode", "scheduler"}
-    named = {"cluster_secret": "CLUSTER_SECRET", "scheduler_key": "SCHEDULER_KEY", "admin_token": "ADMIN_TOKEN"}
-    assert compose()["secrets"] == {name: {"environment": variable} for name, variable in named.items()}
-
-
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_service_is_the_instance_that_its_table_names(name: str) -> None:
     service = SERVICES[name]
@@ -119,36 +113,6 @@ def test_a_service_is_started_with_known_flags(name: str) -> None:
     assert [each["target"] for each in service["secrets"]] == (files if name == "scheduler" else files[:1])
     assert all(each["mode"] & 0o077 == 0 for each in service["secrets"])
     assert options["kv_transport"] == "auto"
-
-
-def test_one_command_line_but_for_the_port() -> None:
-    commands = [[flag for flag in SERVICES[name]["command"] if "--port" not in flag] for name in SERVICES]
-    assert commands[0] == commands[1] == commands[2]
-
-
-def test_node_ports_are_the_ports_of_the_workers_in_the_tables_order() -> None:
-    by_address = {address(service): parse_serve(service["command"])["port"] for service in SERVICES.values()}
-    expected = [by_address[server.server_ip] for server in load_global(GLOBAL_TABLE).instances]
-    for service in SERVICES.values():
-        assert parse_node_ports(service["environment"]["NODE_PORTS"]) == expected
-
-
-def test_only_the_scheduler_is_published_and_on_the_loopback() -> None:
-    assert {name for name, service in SERVICES.items() if "ports" in service} == {"scheduler"}
-    assert SERVICES["scheduler"]["ports"] == ["127.0.0.1:9000:9000"]
-    published = compose(PUBLIC_ADDRESS="0.0.0.0", PUBLIC_PORT="80")["services"]["scheduler"]["ports"]
-    assert published == ["0.0.0.0:80:9000"]
-
-
-@pytest.mark.parametrize("name", SERVICES)
-def test_a_service_is_restarted_and_has_time_to_drain(name: str) -> None:
-    service = SERVICES[name]
-    assert service["restart"] == "on-failure"
-    grace_s = int(service["stop_grace_period"].removesuffix("s"))
-    assert grace_s > parse_serve(service["command"])["drain_timeout"]
-    user = re.search(r"^USER (\d+)", (DEPLOY / "Dockerfile.cpu").read_text(encoding="utf-8"), re.MULTILINE)
-    assert user is not None
-    assert {str(each["uid"]) for each in service["secrets"]} == {user[1]}
 
 
 # ---- healthcheck.py

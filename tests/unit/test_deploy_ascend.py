@@ -1,6 +1,5 @@
 """docs/ascend.md: its command lines are this project's own, and none of the reference document's is missing."""
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -8,11 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pd_cluster.devices.npu_software import NEEDS
 from pd_cluster.service.schema.parse import parse
 from pd_cluster.service.schema.protocol import GenerateRequest
 from ranktable_tools import cli as ranktable_cli
-from ranktable_tools.schema import locate, parse_global, parse_local
 from tests.unit.test_deploy import parse_serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,12 +118,6 @@ def test_a_rank_table_line_is_taken(
     assert "ok: 1 scheduler, 1 prefill, 1 decode" in capsys.readouterr().out
 
 
-def test_the_page_s_tables_are_tables() -> None:
-    whole, local = (json.loads(body) for language, body in BLOCKS if language == "json")
-    table = parse_global(whole, "global")
-    assert locate(table, parse_local(local, "local")) == ("decode", 0)
-
-
 def test_every_command_of_pd_cluster_is_one() -> None:
     import typer.main
 
@@ -201,27 +192,6 @@ def test_the_table_making_container_has_what_npu_smi_needs_and_no_card() -> None
         "/etc/hccn.conf",
     }
     assert " --net=host " in line
-
-
-def test_what_docker_must_be_stands_before_the_base_image_is_taken() -> None:
-    before, _, rest = PAGE.partition("## Step 2: get a base image")
-    assert "20.10.10 or newer" in before.partition("## Step 1")[2]
-    thread = next(argv for argv in commands("docker run --rm") if "-c" in argv)[-1]
-    exec(compile(thread, "page", "exec"), {})
-    assert thread in rest.partition("## Step 3")[0]
-
-
-def test_the_deviation_of_versions_is_at_the_top_of_the_page() -> None:
-    """With the numbers of the table, which are said once more in step 1."""
-    top, _, rest = PAGE.partition("\n## ")
-    least = {(need.software, need.feature): need.least for need in NEEDS}
-    assert "asks for driver 23.0.6" in top
-    assert f"Python {least['Python', 'a worker']} or newer" in top
-    assert f"CANN {least['CANN', 'torch-npu 2.11 and later']} and" in top
-    driver = f"HDK {least['HDK driver', 'CANN 9.1']} or newer"
-    assert driver in top
-    assert f"{least['HDK driver', 'KV handover by IPC']} for KV handover by IPC" in top
-    assert driver in rest.partition("## Step 1")[2].partition("## Step 2")[0]
 
 
 def test_the_vnpu_line_is_taken(tmp_path: Path) -> None:

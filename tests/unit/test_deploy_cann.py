@@ -81,16 +81,6 @@ def test_nothing_is_sourced_where_it_is_absent(script: Path) -> None:
     assert (found["TOOLKIT"], found["ATB"], found["LD_LIBRARY_PATH"]) == ("", "", "mine")
 
 
-def test_nothing_is_sourced_twice(script: Path, tmp_path: Path) -> None:
-    root = tmp_path / "Ascend"
-    home = install(root)
-    atb = root / "nnal" / "atb" / "latest"
-    path = f"{atb}/lib:{home}/lib64"
-    sourced = {"ASCEND_TOOLKIT_HOME": str(home), "ATB_HOME_PATH": str(atb), "LD_LIBRARY_PATH": path}
-    found = start(script, ASCEND_ROOT=str(root), TOOLKIT="mine", ATB="mine", **sourced)
-    assert (found["TOOLKIT"], found["ATB"], found["LD_LIBRARY_PATH"]) == ("mine", "mine", path)
-
-
 @pytest.mark.parametrize("inside", [False, True], ids=["beside", "inside"])
 def test_ascend_toolkit_home_names_the_toolkit(script: Path, tmp_path: Path, inside: bool) -> None:
     """Set, but not sourced: its set_env.sh comes before that of ASCEND_ROOT."""
@@ -100,13 +90,6 @@ def test_ascend_toolkit_home_names_the_toolkit(script: Path, tmp_path: Path, ins
         (home.parent / "set_env.sh").rename(home / "set_env.sh")
     found = start(script, ASCEND_ROOT=str(tmp_path / "Ascend"), ASCEND_TOOLKIT_HOME=str(home))
     assert found["TOOLKIT"] == "mine"
-
-
-def test_the_defaults_are_the_guide_s_and_the_operator_s_come_first(script: Path) -> None:
-    found = start(script, "sh", "--generation-config=auto", ASCEND_ROOT="/nowhere")
-    assert [found[name] for name in DEFAULTS] == ["vllm", "1"]
-    own = dict(zip(DEFAULTS, ("auto", "0"), strict=True))
-    assert [start(script, ASCEND_ROOT="/nowhere", **own)[name] for name in DEFAULTS] == ["auto", "0"]
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,12 @@
 """deploy/kubernetes: Kubernetes' own schemas, what belongs together, and what kustomize makes of it."""
 
-import copy
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import kubernetes_validate
 import pytest
-import yaml
 
 from tests.support.manifests import KUSTOMIZE, NEWEST, OLDEST, ROOT, built, check_schema, documents
 from tests.unit.test_deploy import parse_serve
@@ -87,13 +84,6 @@ def test_objects_of_operators_keep_to_theirs(file: str) -> None:
             check_schema({**each, "spec": {**each["spec"], "replicas": 1}})
 
 
-def test_the_schema_finds_a_mistake() -> None:
-    broken = copy.deepcopy(workload("base", "decode"))
-    broken["spec"]["template"]["spec"]["terminationGracePeriod"] = 45
-    with pytest.raises(kubernetes_validate.ValidationError):
-        check_schema(broken)
-
-
 # ---- what belongs together
 
 
@@ -158,46 +148,6 @@ def test_a_pod_is_started_with_known_flags(overlay: str, role: str) -> None:
 
 
 @overlays
-@roles
-def test_a_pod_has_time_to_drain(overlay: str, role: str) -> None:
-    hook = container(overlay, role).get("lifecycle", {}).get("preStop", {})
-    first_s = int(hook["exec"]["command"][1]) if hook else 0
-    drain_s = serve_options(overlay, role)["drain_timeout"]
-    assert pod(overlay, role)["terminationGracePeriodSeconds"] > first_s + drain_s
-
-
-@overlays
-@roles
-def test_only_readiness_depends_on_what_others_do(overlay: str, role: str) -> None:
-    """/health is 503 while a model loads, while a scheduler has nobody and while anybody drains."""
-    probes = container(overlay, role)
-    asked = {probe: probes[f"{probe}Probe"]["httpGet"] for probe in ("startup", "readiness", "liveness")}
-    assert asked["readiness"]["path"] == "/health"
-    assert asked["liveness"]["path"] == ("/live" if role == "scheduler" else "/instance")
-    assert asked["startup"]["path"] == ("/live" if role == "scheduler" else "/health")
-    startup = probes["startupProbe"]
-    if role != "scheduler":
-        assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
-    assert {probe["port"] for probe in asked.values()} == {"http"}
-
-
-@overlays
-@roles
-def test_a_worker_gets_its_devices(overlay: str, role: str) -> None:
-    _, resource, num_devices = OVERLAYS[overlay]
-    limits = container(overlay, role)["resources"]["limits"]
-    wanted = {resource: num_devices} if resource and role != "scheduler" else {}
-    assert {name: value for name, value in limits.items() if "/" in name} == wanted
-    kind = overlay.removeprefix("overlays/").removesuffix("-cce").replace("base", "cpu")
-    assert role == "scheduler" or serve_options(overlay, role)["device"] == kind
-
-
-def test_there_is_one_scheduler_at_a_time() -> None:
-    spec = workload("base", "scheduler")["spec"]
-    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
-
-
-@overlays
 def test_the_network_lets_through_what_is_needed_and_nothing_else(overlay: str) -> None:
     """The admin port is on loopback. Workers' data ports are the system's choice, so workers may reach all of them."""
     peers = {role: {"podSelector": {"matchLabels": labels(overlay, role)}} for role in ROLES}
@@ -220,22 +170,6 @@ def test_the_network_lets_through_what_is_needed_and_nothing_else(overlay: str) 
     assert options["admin_host"] == "127.0.0.1"
 
 
-@pytest.mark.parametrize("role", WORKERS)
-def test_a_disruption_takes_one_instance_of_a_role(role: str) -> None:
-    budget = of("base", "PodDisruptionBudget", role)["spec"]
-    assert (budget["maxUnavailable"], budget["selector"]["matchLabels"]) == (1, labels("base", role))
-
-
-def test_npu_smi_may_be_missing_and_hccn_conf_may_not() -> None:
-    found = {}
-    for overlay in ("overlays/npu", "overlays/npu-cce"):
-        volumes = [each["hostPath"] for each in pod(overlay, "decode")["volumes"] if "hostPath" in each]
-        found[overlay] = {each["path"]: each["type"] for each in volumes}
-    assert all(paths["/etc/hccn.conf"] == "File" for paths in found.values())
-    assert ["/usr/local/sbin/npu-smi" in paths for paths in found.values()] == [True, False]
-    assert pod("overlays/npu-cce", "decode")["schedulerName"] == "volcano"
-
-
 @pytest.mark.parametrize("overlay", ["base", "overlays/cuda"])
 @roles
 def test_pods_keep_to_the_restricted_standard(overlay: str, role: str) -> None:
@@ -249,12 +183,6 @@ def test_pods_keep_to_the_restricted_standard(overlay: str, role: str) -> None:
 
 
 # ---- kustomize
-
-
-def test_a_kustomization_names_files_that_are_there_and_all_of_them() -> None:
-    for path in KUSTOMIZE.rglob("kustomization.yaml"):
-        named = {*yaml.safe_load(path.read_text(encoding="utf-8"))["resources"]}
-        assert {each.name for each in path.parent.glob("*.yaml")} - {path.name} == named
 
 
 @pytest.mark.parametrize("overlay", ["base", "overlays/npu"])

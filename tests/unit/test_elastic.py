@@ -97,7 +97,7 @@ def test_past_the_deadline_requests_go_on_elsewhere_and_it_is_no_death() -> None
         world.router.on_outputs("to-prefill-0", wire.Outputs([token(request_id, 0, 11)]))
         while not tokens:
             await asyncio.sleep(0)
-        (stream,) = world.router._streams.values()
+        (stream,) = world.router.streams.values()
         world.elastic.drain("decode-0", timeout_s=5.0)
         world.elastic.tick()
         assert not world.mailbox.of(wire.Abort)

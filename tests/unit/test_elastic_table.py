@@ -44,7 +44,7 @@ def test_a_reload_joins_and_leaves() -> None:
         busy(world["decode-1"])
         assert await world.elastic.reload() == "prefill-2 joins, decode-1 leaves"
         assert world["decode-1"].shown_state == "leaving"
-        await world.membership._ask(world["prefill-2"], None)  # type: ignore[arg-type]  # nobody is asked
+        await world.membership.ask(world["prefill-2"], None)  # type: ignore[arg-type]  # nobody is asked
         assert world["prefill-2"].reason.startswith("its port is not known; pd-cluster instances add prefill-2 --port")
         assert await world.elastic.reload() == "nobody joins, nobody leaves"
         world.ports = [1, 2, 7002, 4]

@@ -39,11 +39,15 @@ class Tower:
 class Encoder:
     def __init__(self, num_kept_tokens: int = 100) -> None:
         self.now_s = 0.0
+        self.addresses: list[str] = []  # of the server that gives features
+        self.num_loads = 0  # of the tower, after sleep
         self.post, self.tower, inbox = Post(), Tower(), queue.SimpleQueue[Event]()
         tower: Any = self.tower
-        self.worker = EncodeWorker(
-            tower, TERMS, self.post, inbox, num_kept_tokens, 30.0, lambda: tower, lambda: self.now_s
-        )
+        self.worker = EncodeWorker(tower, TERMS, self.post, inbox, num_kept_tokens, 30.0, self.load, lambda: self.now_s)
+
+    def load(self) -> Any:
+        self.num_loads += 1
+        return self.tower
 
 
 def mail(body: wire.Body, conn: str = "p") -> Mail:
@@ -54,21 +58,26 @@ OPEN = mail(OPENING)
 
 
 def step(encoder: Encoder, *events: Event) -> None:
-    """One round of the loop for each event, and as many more as it takes until nothing is queued."""
+    """As many rounds of the loop as it takes until nothing is queued."""
     for event in events:
-        encoder.worker._handle(event)
-    while encoder.worker._queue:
-        encoder.worker._encode(encoder.worker._queue.popleft())
-    encoder.worker._tick()
-    encoder.worker._publish()
+        encoder.worker.inbox.put(event)
+    encoder.worker.turn(wait_s=0.0)
+    while encoder.worker.load.num_running:
+        encoder.worker.turn(wait_s=0.0)
 
 
 @pytest.fixture
 def encoder() -> Any:
     made = Encoder()
     yield made
-    made.worker._server.close()
-    made.worker._forget()
+    made.worker.close()
+
+
+@pytest.fixture
+def small() -> Any:
+    made = Encoder(num_kept_tokens=SHAPE[1])
+    yield made
+    made.worker.close()
 
 
 def test_an_image_is_computed_once_and_offered_each_time(encoder: Encoder) -> None:
@@ -99,12 +108,11 @@ def test_what_is_refused(encoder: Encoder) -> None:
         encoder, OPEN, mail(replace_struct(ask, image=Image(3, 2, b"pp"))), mail(replace_struct(ask, image=Image(2, 2)))
     )
     assert [each.reason for each in encoder.post.take(wire.EncodeFailed)] == ["too many rows", "it came without pixels"]
-    for at in range(MOST_WAITING + 1):
-        encoder.worker._handle(mail(replace_struct(ask, item=at)))
+    put(encoder, *(mail(replace_struct(ask, item=at)) for at in range(MOST_WAITING + 1)))
+    step(encoder, ConnClosed("p", "prefill-0@1", "gone"))
     (full,) = encoder.post.take(wire.EncodeFailed)
     assert full == wire.EncodeFailed(MOST_WAITING, f"{MOST_WAITING} images wait at the encoder")
-    encoder.worker._handle(ConnClosed("p", "prefill-0@1", "gone"))
-    assert not encoder.worker._queue
+    assert encoder.tower.num_encoded == 0
     other = mail(msgspec.structs.replace(OPENING, model_identity="another"), "q")
     step(encoder, other)
     assert "another model" in encoder.post.take(wire.EncoderAnswer)[-1].problem
@@ -116,17 +124,17 @@ def test_offers_end(encoder: Encoder) -> None:
     for at, end in enumerate[Callable[[], object]](
         (
             lambda: setattr(encoder, "now_s", encoder.now_s + 31.0),
-            lambda: encoder.worker._handle(mail(wire.EncodeAbort([1]))),
-            lambda: encoder.worker._handle(ConnClosed("p", "prefill-0@1", "gone")),
+            lambda: put(encoder, mail(wire.EncodeAbort([1]))),
+            lambda: put(encoder, ConnClosed("p", "prefill-0@1", "gone")),
         )
     ):
+        kept = num_files()
         step(encoder, mail(wire.Encode(at, bytes([at]) * 32, Image(2, 2, b"pp"), 10.0)))
-        (done,) = encoder.post.take(wire.EncodeDone)
-        assert done.token in encoder.worker._server
+        assert len(encoder.post.take(wire.EncodeDone)) == 1
+        assert num_files() == kept + 2, "one that is kept, and one that is offered"
         end()
         step(encoder)
-        assert done.token not in encoder.worker._server
-    assert not encoder.worker._offers
+        assert num_files() == kept + 1
 
 
 def num_files() -> int:
@@ -141,27 +149,27 @@ def num_files() -> int:
 def test_the_store_is_bounded(encoder: Encoder) -> None:
     small = Encoder(num_kept_tokens=2 * SHAPE[1])
     try:
-        step(small, OPEN)
         before = num_files()
+        step(small, OPEN)
         for at in (1, 2, 3, 2, 1):
             step(small, mail(wire.Encode(at, bytes([at]) * 32, Image(2, 2, b"pp"), 10.0)))
         assert small.tower.num_encoded == 4, "2 was kept, 1 was not"
-        assert len(small.worker._kept) == 2
-        small.worker._handle(ConnClosed("p", "prefill-0@1", "gone"))
-        small.worker._forget()
-        assert num_files() == before, "every file is closed"
+        step(small, ConnClosed("p", "prefill-0@1", "gone"))
+        assert num_files() == before + 2
     finally:
-        small.worker._server.close()
+        small.worker.close()
+    assert num_files() == before, "every file is closed"
 
 
-def test_an_image_larger_than_the_store_leaves_it_alone(encoder: Encoder) -> None:
-    encoder.worker._num_kept_tokens = SHAPE[1]
+def test_an_image_larger_than_the_store_leaves_it_alone(small: Encoder) -> None:
+    encoder = small
     large = torch.zeros(SHAPE[0], SHAPE[1] + 1, SHAPE[2])
     step(encoder, OPEN, mail(wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)))
     encoder.tower.encode = lambda image: large  # type: ignore[method-assign]
     step(encoder, mail(wire.Encode(2, B, Image(2, 2, b"pp"), 10.0)))
     assert [each.item for each in encoder.post.take(wire.EncodeDone)] == [1, 2]
-    assert list(encoder.worker._kept) == [A]
+    step(encoder, mail(wire.Encode(3, A, Image(2, 2, b"pp"), 10.0)))
+    assert encoder.worker.load.num_encoded_hits == 1
 
 
 def test_an_image_that_cannot_be_computed_or_given_ends_no_encoder(
@@ -197,17 +205,14 @@ def test_sleep_adapters_and_an_empty_store(encoder: Encoder) -> None:
     step(encoder, mail(wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)))
     step(encoder, mail(adapters, "s"), mail(wire.ResetCache(), "s"))
     assert encoder.post.take(wire.AdapterStates) == [wire.AdapterStates(["l" * 64])]
-    assert not encoder.worker._kept
     step(encoder, mail(wire.Sleep(2), "s"))
-    encoder.worker._sleep.settle()
-    assert encoder.worker._tower is None
     step(encoder, mail(wire.Encode(2, A, Image(2, 2, b"pp"), 10.0)))
     assert encoder.post.take(wire.EncodeFailed)[0].reason == "the encoder sleeps"
     step(encoder, mail(wire.Sleep(0), "s"))
-    encoder.worker._sleep.settle()
     step(encoder, mail(wire.Encode(3, A, Image(2, 2, b"pp"), 10.0)))
     assert [each.item for each in encoder.post.take(wire.EncodeDone)] == [1, 3]
-    assert encoder.worker.load.num_cache_resets == 1
+    assert (encoder.worker.load.num_cache_resets, encoder.worker.load.num_encoded_hits) == (1, 0)
+    assert encoder.num_loads == 1, "level 2 has dropped the tower"
 
 
 # ---- the end
@@ -227,8 +232,9 @@ def put(encoder: Encoder, *events: Event) -> None:
 def receive(encoder: Encoder) -> list[int]:
     """Takes the features that are offered, as a prefill instance does. Returns their items."""
     done = encoder.post.take(wire.EncodeDone)
+    encoder.addresses += [each.address for each in encoder.post.take(wire.EncoderAnswer)]
     for each in done:
-        fetch(encoder.worker._server.name, each.token, SHAPE, torch.float32, PLACE.checksum, each.checksum, 5)
+        fetch(encoder.addresses[-1], each.token, SHAPE, torch.float32, PLACE.checksum, each.checksum, 5)
     return [each.item for each in done]
 
 

@@ -141,7 +141,7 @@ def test_tokens_are_counted_for_the_client_that_got_them() -> None:
         world.outputs(conn, token(request_id, 1, finish="stop"))
         await first
         assert [each.position async for each in serving] == [1]
-        client = world.router.entrance.waiting._queue._clients[""]  # type: ignore[union-attr]
+        client = world.router.entrance.waiting.queue.clients[""]  # type: ignore[union-attr]
         assert (client.num_served_tokens, client.num_sequences, client.num_begun) == (3 + 2, 0, 0)
 
     run(test())

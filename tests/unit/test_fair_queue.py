@@ -168,10 +168,10 @@ def test_clients_that_are_gone_take_no_memory() -> None:
     for at in range(3 * MAX_CLIENTS):
         world.send(f"client-{at}")
         world.queue.leave(world.queue.client(f"client-{at}", 0.0).waiting[0][2])
-    assert len(world.queue._clients) <= MAX_CLIENTS
+    assert len(world.queue.clients) <= MAX_CLIENTS
     world.now_s = RECENT_S + 1
     world.queue.client("new", world.now_s)
-    assert {*world.queue._clients} == {"stays", "new"}
+    assert {*world.queue.clients} == {"stays", "new"}
     assert world.serve() is stays
 
 

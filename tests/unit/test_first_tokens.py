@@ -99,7 +99,7 @@ def test_a_slow_step_counts_for_a_tenth_of_a_second(monkeypatch: pytest.MonkeyPa
 
     async def test() -> None:
         it = await begun(step_s=5.0)
-        stream = it.world.router._streams[it.rid]
+        stream = it.world.router.streams[it.rid]
         assert hold_s(stream, "to-prefill-0", token(it.rid, 0)) == MOST_HELD_S == 0.1
         assert hold_s(stream, "to-decode-0", token(it.rid, 0)) == 0
         await it.end()
@@ -116,7 +116,7 @@ def test_it_does_not_wait(why: str) -> None:
         if why == "read as a whole":
             await it.end()
             serving, first, rid = await it.world.begin(gathers=True)
-            stream = it.world.router._streams[rid]
+            stream = it.world.router.streams[rid]
             assert hold_s(stream, "to-prefill-0", token(rid, 0)) == 0
             it = Begun(it.world, serving, first, rid)
         else:
@@ -171,7 +171,7 @@ def test_who_leaves_meanwhile_leaves_nothing(how: str) -> None:
     async def test() -> None:
         it = await begun()
         it.world.outputs("to-prefill-0", token(it.rid, 0, 50))
-        stream = it.world.router._streams[it.rid]
+        stream = it.world.router.streams[it.rid]
         assert stream.held is not None
         timer = stream.held
         if how == "stops":

@@ -12,16 +12,14 @@ import pytest
 import typer.core
 
 from pd_cluster.errors import MARK, ConfigError, flag_of, told
-from pd_cluster.settings import flags
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.flag_file import expanded
 from pd_cluster.settings.flags import ALIASES, MANY_VALUES, choice_of_model, judge, normalize, split_keys
 from pd_cluster.settings.foreign import Foreign, Takes
 from pd_cluster.settings.foreign_flags import FAMILIES, FOREIGN, foreign
 from pd_cluster.settings.http import KEY_VARIABLE
-from pd_cluster.settings.options import ServeOptions, settings
+from pd_cluster.settings.options import settings
 from pd_cluster.settings.spellings import IN_OTHER_UNITS
-from pd_cluster.settings.suggestions import MEANT, meant_by
 from pd_cluster.settings.vllm_variables import VARIABLES, warnings_of
 from tests.support.serve_command import serve_command, settings_in
 
@@ -152,23 +150,6 @@ def test_spellings_of_one_flag(argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [
-        *(["-O3"], ["-O=3"], ["-O", "3"], ["--optimization-level", "3"], ["-cc", '{"mode": 3}'], ["-cc.mode=3"]),
-        *(["--compilation-config.mode", "3"], ["--compilation_config={}"]),
-    ],
-)
-def test_nothing_is_compiled_however_it_is_written(argv: list[str]) -> None:
-    (warning,) = parse(*argv)[1]
-    assert "nothing is compiled; see --enforce-eager" in warning
-
-
-@pytest.mark.parametrize("argv", [["-tp", "3"], ["-tp=3"], ["--tensor_parallel_size=3"]])
-def test_short_names(argv: list[str]) -> None:
-    assert parse(*argv)[0]["tensor_parallel_size"] == 3
-
-
-@pytest.mark.parametrize(
     ("argv", "names"),
     [
         (["--served-model-name", "a"], ["a"]),
@@ -233,23 +214,9 @@ def test_no_error_shows_a_key() -> None:
         assert "sk-1" not in str(caught.value)
 
 
-def test_values_keep_their_underscores_and_equals_signs() -> None:
-    assert parse("--model=/a_b/c=d_e")[0]["model"] == "/a_b/c=d_e"
-    assert parse("--model", "a_b")[0]["model"] == "a_b"
-
-
 @pytest.mark.parametrize("argv", [["--seed=-1"], ["--seed", "-1"]])
 def test_negative_numbers_are_values(argv: list[str]) -> None:
     assert parse(*argv)[0]["seed"] == -1
-
-
-@pytest.mark.parametrize(
-    "argv", [["--scheduler-delay-factor", "-1"], ["--scheduler-delay-factor=-1"], ["--scheduler_delay_factor", "-0.5"]]
-)
-def test_negative_numbers_of_flags_without_effect(argv: list[str]) -> None:
-    options, warnings = parse(*argv, "--port=7")
-    assert options["port"] == 7
-    assert warnings == [f"--scheduler-delay-factor has no effect: {FOREIGN['--scheduler-delay-factor'].why}"]
 
 
 @pytest.mark.parametrize("argv", [["--scheduler-delay-factor", "9"], ["--scheduler_delay_factor=9"]])
@@ -310,12 +277,6 @@ def test_a_flag_that_lacks_its_value(name: str) -> None:
             parse(*argv)
 
 
-def test_kv_cache_dtype() -> None:
-    for argv in (["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype=fp8"], ["--kv_cache_dtype=fp8"]):
-        options, warnings = parse(*argv)
-        assert (options["kv_cache_dtype"], warnings) == ("fp8", [])
-
-
 @pytest.mark.parametrize("each", [each for each in NAMED if each.values == ()], ids=lambda each: each.name)
 def test_every_refusal_gives_its_reason(each: Foreign) -> None:
     name = each.name
@@ -326,14 +287,6 @@ def test_every_refusal_gives_its_reason(each: Foreign) -> None:
         assert str(caught.value).endswith(told(each.why))
     for nothing in ("", "{}", "None"):
         assert parse("--port=1", name, nothing)[1] == [f"{name} has no effect: {told(each.why)}"]
-
-
-@pytest.mark.parametrize("each", [each for each in NAMED if each.values == ("False",)], ids=lambda each: each.name)
-def test_a_switch_that_is_refused_may_be_off(each: Foreign) -> None:
-    for argv in ([each.name], [each.name, "True"], [f"{each.name}=True"]):
-        with pytest.raises(ConfigError) as caught:
-            parse(*argv)
-        assert str(caught.value) == f"{each.name}: {told(each.why)}"
 
 
 @pytest.mark.parametrize("prefix", [each for each in FOREIGN.values() if each.is_prefix], ids=lambda each: each.name)
@@ -348,13 +301,6 @@ def test_a_family_of_flags_has_one_answer(prefix: Foreign) -> None:
                 parse("--port=1", *argv, "--host=h")
             assert str(caught.value).startswith(name)
             assert str(caught.value).endswith(told(prefix.why))
-
-
-def test_no_error_shows_a_token_of_the_hub() -> None:
-    for argv in (["--hf-token", "hf_secret"], ["--hf_token=hf_secret"]):
-        with pytest.raises(ConfigError, match=r"^--hf-token: .* HF_TOKEN") as caught:
-            parse(*argv)
-        assert "hf_secret" not in str(caught.value)
 
 
 def test_reasons_name_flags_that_there_are() -> None:
@@ -382,23 +328,14 @@ def test_a_switch_on_the_command_line_goes_before_its_variable(monkeypatch: pyte
     ("argv", "name", "value"),
     [
         (["--max-model-len", "32k"], "max_model_len", 32_000),
-        (["--max_model_len=32K"], "max_model_len", 32_768),
         (["--max-model-len=1.5k"], "max_model_len", 1500),
-        (["--max-model-len", "4096", "--max-model-len", "auto"], "max_model_len", None),
         (["--max-model-len", "-1"], "max_model_len", None),
-        (["--max-num-batched-tokens=8k"], "max_num_batched_tokens", 8000),
         (["--kv-cache-memory-bytes", "4G"], "kv_cache_memory", 4.0),
-        (["--kv_cache_memory_bytes=1073741825"], "kv_cache_memory", 1 + 2**-30),
         (["--device-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
-        (["--max-cudagraph-capture-size", "64"], "graph_sizes", [64]),
         (["--kv-offloading-size", "8", "--kv-offloading-backend=native"], "kv_host_cache", 8.0),
-        (["--distributed-timeout-seconds", "90"], "collective_timeout", 90.0),
         (["--cpu-distributed-timeout-seconds", "90"], "collective_timeout", 90.0),
-        (["--max-num-queued-reqs=9"], "max_connections", 9),
         (["-asc", "2"], "api_workers", 2),
-        (["--limit-mm-per-prompt.image", "2", "--limit-mm-per-prompt.video=1"], "limit_mm_per_prompt", IMAGES),
         (["--hf_overrides.rope_scaling.factor", "2.5"], "hf_overrides", '{"rope_scaling": {"factor": 2.5}}'),
-        (["--hf-overrides.a+", "1,x", "--hf-overrides.a+=y"], "hf_overrides", '{"a": [1, "x", "y"]}'),
         (["--default-chat-template-kwargs.enable_thinking=false"], "default_chat_template_kwargs", THINKING),
     ],
 )
@@ -422,65 +359,19 @@ def test_values_that_vllm_refuses_too(argv: list[str], error: str) -> None:
     assert str(caught.value).startswith(error)
 
 
-def test_quantization() -> None:
-    for argv in (["--quantization", "awq"], ["--quantization=awq"], ["-q", "awq"]):
-        assert parse(*argv)[0] == parse("--quantization=awq")[0] != parse()[0]
-    for name in ("None", "none"):
-        assert ServeOptions(**parse("--quantization", name, "--model=m")[0]).engine().quantization is None
-
-
 @pytest.mark.parametrize(
     ("argument", "nearest"),
     [
         ("--max-model-length=4", "--max-model-len"),
-        ("--tensor-paralel-size", "--tensor-parallel-size"),
-        ("--gpu-memory-utilisation=0.9", "--gpu-memory-utilization"),
-        ("--generator-config=vllm", "--generation-config"),
         ("--generation-configs", "--generation-config"),
-        ("--override-generation", "--override-generation-config"),
-        ("--maxmodellen=4", "--max-model-len"),
         ("--max-model-lenght", "--max-model-len"),
-        ("--kv-cache-type=int8", "--kv-cache-dtype"),
-        ("--enable-auto-tools", "--enable-auto-tool-choice"),
         ("--reasoning-parsers", "--reasoning-parser"),
-        ("--tool-parser=hermes", "--tool-call-parser"),
-        ("--context-length=4096", "--max-model-len"),
-        ("--mem-fraction-static=0.9", "--gpu-memory-utilization"),
         ("--tp=2", "--tensor-parallel-size"),
     ],
 )
 def test_an_unknown_flag_names_the_nearest(argument: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown flag {argument.partition('=')[0]}; did you mean {nearest}\\?"):
         parse(argument)
-
-
-@pytest.mark.parametrize(
-    "argument",
-    [
-        "--max-foo",
-        "--num-zebras",
-        "--enable-bar",
-        "--serving-port",
-    ],
-)
-def test_a_flag_that_shares_only_common_words_is_not_suggested(argument: str) -> None:
-    with pytest.raises(ConfigError, match=r"; see pd-cluster serve --help"):
-        parse(argument)
-
-
-def test_what_is_left_out_of_the_lists_suggests_nothing_else() -> None:
-    """As when a flag was refused by none of them: a name of the same kind is no better."""
-    known = [name for name in [*HONOURED, *FOREIGN] if "generation" not in name]
-    assert meant_by("--generation-config", known) is None
-    assert set(MEANT.values()) <= set(HONOURED)
-    assert not set(MEANT) & {*HONOURED, *FOREIGN}
-
-
-def test_unknown_without_a_neighbour() -> None:
-    with pytest.raises(ConfigError, match=r"unknown flag --zzz; see pd-cluster serve --help"):
-        parse("--zzz")
-    with pytest.raises(ConfigError, match=r"unexpected argument 'folder'"):
-        parse("folder")
 
 
 def test_the_process_says_it_in_one_line() -> None:
@@ -499,10 +390,6 @@ def test_variables_that_are_not_read_have_a_warning() -> None:
     assert warnings_of({"VLLM_CPU_OMP_THREADS_BIND": "auto", "VLLM_BATCH_INVARIANT": "0"}) == []
     named = [name for why in VARIABLES.values() for name in why.split(MARK)[1::2]]
     assert {*named} <= {*settings()}
-
-
-def test_module_docstring_names_the_page() -> None:
-    assert "docs/flags.md" in (flags.__doc__ or "")
 
 
 if __name__ == "__main__":

@@ -106,37 +106,25 @@ def nested(depth: int) -> dict[str, Any]:
     ("fields", "param", "words"),
     [
         ({"guided_json": "{"}, "guided_json", "no JSON"),
-        ({"guided_json": "[]"}, "guided_json", "must be a JSON object"),
         ({"guided_json": json.dumps(nested(MAX_SCHEMA_DEPTH + 1))}, "guided_json", "more than 64 deep"),
-        ({"guided_json": {"x-guidance": {"lenient": True}}}, "guided_json", "x-guidance"),
         ({"guided_json": {"title": "x" * MAX_GUIDE_NUM_CHARS}}, "guided_json", "at most 262144"),
-        ({"guided_regex": ""}, "guided_regex", "not empty"),
         ({"guided_regex": "a" * (MAX_GUIDE_NUM_CHARS + 1)}, "guided_regex", "at most 262144"),
-        ({"guided_choice": []}, "guided_choice", "not empty"),
         ({"guided_choice": [f"{i:08}" for i in range(30_000)]}, "guided_choice", "at most 262144"),
-        ({"guided_decoding_backend": "other"}, "guided_decoding_backend", "auto, guidance, llguidance"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex constrains the output too"),
-        ({"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "response_format", "guided_json"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "structured_outputs.regex"),
         ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
-        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs", "regexp"),
         (
             {"structured_outputs": {"regex": "a", "disable_additional_properties": True}},
             "structured_outputs",
             "not supp",
         ),
-        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": 1}}, "structured_outputs", "not supported"),
         (
             {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True, "whitespace_pattern": " "}},
             *("structured_outputs", "leaves no room"),
         ),
-        ({"structured_outputs": {"json_object": 1}}, "structured_outputs", "must be true"),
         ({"structured_outputs": {"structural_tag": {"format": {}}}}, "structured_outputs", "format.type: None"),
-        ({"structured_outputs": {"structural_tag": {**TAG, "triggers": ["x"]}}}, "structured_outputs", "triggers"),
         ({"guided_whitespace_pattern": " ?"}, "guided_whitespace_pattern", "guided_json"),
-        ({"guided_whitespace_pattern": "a" * 999, "guided_json": {}}, "guided_whitespace_pattern", "256"),
         ({"response_format": {}}, "response_format", "expected text"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "needs a schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}, "response_format", "schema"),
     ],
 )
@@ -177,7 +165,7 @@ def with_check(use: Callable[[GuideCheck], Awaitable[None]], timeout_s: float = 
             await use(check)
         finally:
             await check.close()
-        assert not check.children._idle
+        assert not check.children.idle
         assert not check._running
 
     asyncio.run(main())
@@ -198,8 +186,8 @@ def test_a_verdict_is_found_once() -> None:
         assert "unclosed group" in await verdict(check, bad)
         assert "unclosed group" in await verdict(check, bad)
         assert (check.num_checked, check.children.num_killed) == (2, 0)
-        (child,) = check.children._idle  # one process did it all
-        assert child._process.returncode is None
+        (child,) = check.children.idle  # one process did it all
+        assert child.process.returncode is None
 
     with_check(use)
 
@@ -207,7 +195,7 @@ def test_a_verdict_is_found_once() -> None:
 def test_what_takes_too_long_is_killed_and_keeps_nobody_waiting() -> None:
     async def use(check: GuideCheck) -> None:
         await asyncio.gather(*(check.check(Guide("regex", name)) for name in ("warm", "up")))  # a process for each
-        check.children._timeout_s = 1.0
+        check.children.timeout_s = 1.0
         start_s = time.monotonic()
         endless = asyncio.create_task(verdict(check, ENDLESS))
         await asyncio.sleep(0)
@@ -236,7 +224,7 @@ def test_slow_guides_do_not_keep_quick_ones_waiting() -> None:
             done, going_on = await asyncio.wait(going_on, timeout=30.0, return_when=asyncio.FIRST_COMPLETED)
             assert done, "more go on than there are places for"
             assert all(isinstance(task.exception(), Unavailable) for task in done)
-        assert len(check.children._slow) == len(going_on) == MAX_SLOW
+        assert len(check.children.slow) == len(going_on) == MAX_SLOW
 
     with_check(use)
 
@@ -244,9 +232,9 @@ def test_slow_guides_do_not_keep_quick_ones_waiting() -> None:
 def test_a_child_that_broke_is_replaced_and_nobody_blamed() -> None:
     async def use(check: GuideCheck) -> None:
         await check.check(Guide("regex", "a"))
-        (child,) = check.children._idle
-        os.kill(child._process.pid, signal.SIGKILL)
-        await child._process.wait()
+        (child,) = check.children.idle
+        os.kill(child.process.pid, signal.SIGKILL)
+        await child.process.wait()
         assert await verdict(check, Guide("regex", "b")) == ""
 
     with_check(use)
@@ -261,7 +249,7 @@ from pd_cluster.types import Guide
 async def main():
     check = GuideCheck(Path({str(SHIPPED_MODEL / "tokenizer.json")!r}), 1024, frozenset({{0}}))
     await check.check(Guide("regex", "a"))
-    print(check.children._idle[0]._process.pid, flush=True)
+    print(check.children.idle[0].process.pid, flush=True)
     os.kill(os.getpid(), 9)
 asyncio.run(main())
 """

@@ -145,7 +145,7 @@ def test_replay_is_the_same_as_going_along(compiler: Compiler, guide: Guide) -> 
         replayed.output_token_ids = list(going_along.output_token_ids)
         assert ids_of(mask_of(guides, replayed)) == ids_of(mask)
         if rng.random() < 0.3:
-            del guides._states[going_along]
+            del guides.states[going_along]
             assert ids_of(mask_of(guides, going_along)) == ids_of(mask)
         if mask.is_complete:
             break
@@ -216,17 +216,12 @@ def test_what_cannot_be_followed_says_why(byte_compiler: Compiler, guide: Guide,
     assert len(str(caught.value)) <= 350
 
 
-def test_a_model_without_an_end_cannot_be_guided(toy_tokenizer: Path) -> None:
-    with pytest.raises(GuideError, match="names no end-of-sequence token"):
-        Compiler(toy_tokenizer, TOY_VOCAB_SIZE, [])
-
-
 def test_compiled_guides_are_kept_and_bounded(compiler: Compiler) -> None:
     guides = Guides(lambda: compiler)
     first, second = guided(Guide("regex", "a")), guided(Guide("regex", "a"))
     guides.prepare(first)
     guides.prepare(second)
-    assert guides._states[first] is guides._states[second]
+    assert guides.states[first] is guides.states[second]
     for number in range(2 * MAX_GUIDES):
         guides.prepare(guided(Guide("regex", f"a{{{number + 1}}}")))
     assert len(guides._compiled) == MAX_GUIDES
@@ -285,7 +280,7 @@ def run(core: EngineCore, requests: list[Request], drop: random.Random | None = 
         if drop is not None:
             for request in core.scheduler.requests.values():
                 if drop.random() < 0.5:
-                    core.guides._states.pop(request, None)
+                    core.guides.states.pop(request, None)
     assert not core.scheduler.requests
     assert core.scheduler.blocks.num_held == 0
     return failed
@@ -405,13 +400,6 @@ def test_masks_that_do_not_come_end_their_requests_and_not_the_engine(
         assert ids_of(mask_of(guides, guided(Guide("regex", "a")))) == [4]
     finally:
         free.set()
-
-
-def test_an_engine_without_a_tokenizer_says_so() -> None:
-    core = EngineCore(ToyRunner(8, 4), StepScheduler(BlockPool(8), 4, 8, 16))
-    assert list(run(core, [guided(GUIDES[1])]).values()) == [
-        "its guide cannot be followed: this engine has no tokenizer to follow a guide with"
-    ]
 
 
 def test_an_engine_compiles_a_guide_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,6 @@ def test_marks_belong_to_their_picture() -> None:
 
 TOKENS = {"added_tokens": [{"id": 40, "content": "[IMG_BREAK]"}, {"id": 41, "content": "[IMG_END]"}]}
 TOKENS["added_tokens"] += [{"id": 42, "content": "<img>"}, {"id": 43, "content": "</img>"}]
-CROP = {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}
 CLIP = {"image_size": 336, "patch_size": 14, "model_type": "clip_vision_model"}
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], ImageRules]] = {
     "llava": (

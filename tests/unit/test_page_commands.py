@@ -105,24 +105,6 @@ def test_command_lines_of_benchmarks_parse(page: Path) -> None:
             raise AssertionError(f"python -m benchmarks {line}: {error}") from error
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["pd-cluster statsu", "pd-cluster status --jsno", "pd-cluster up -- --max-modle-len 4", "pd-cluster top --count x"],
-)
-def test_a_wrong_one_does_not(line: str) -> None:
-    with pytest.raises(Exception, match=r"No such|no such|unknown flag|valid integer"):
-        parse(words_of(line)[1:], is_whole=True)
-
-
-@pytest.mark.parametrize(
-    "line", ["pd-ranktable --group 1000", "pd-ranktable gem", "pd-ranktable gen --grup 4", "pd-ranktable show a b"]
-)
-def test_a_wrong_one_of_rank_tables_does_not(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranktable_cli, "_run", lambda parser, args: 0)
-    with pytest.raises(AssertionError, match=r"unknown|unrecognized"):
-        parse_ranktable(words_of(line)[1:], is_whole=False)
-
-
 @pytest.mark.parametrize("flag", ["--quantization=int8", "--kv_cache_dtype", "--kv-cache-memory-bytes", "--nnodes=2"])
 def test_up_says_where_flags_of_instances_go(
     flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -171,9 +153,3 @@ def test_no_command_is_in_an_indented_block(page: Path) -> None:
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     blocks = re.findall(r"(?<=\n\n)((?: {4}.*\n)+)", text)
     assert not [block for block in blocks if COMMAND_LINE.search(block)]
-
-
-def test_there_are_many() -> None:
-    found = [line for page in PAGES for line in lines(page)]
-    assert len(found) > 100
-    assert sum(is_whole for _, is_whole in found) > 50

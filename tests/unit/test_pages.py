@@ -64,15 +64,6 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not dead_links(page)
 
 
-def test_dead_links_are_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    good = "[a](#one), [b](#one-1), [c](page.md#two-words-by-codepy), [d](https://example.org/#x), `[e](gone.md)`"
-    page.write_text(f"# One\n# One\n## Two words, by `code.py`\n{good}\n```\n[f](gone.md)\n```\n", "utf-8")
-    assert not dead_links(page)
-    page.write_text("# One\n[a](#two) [b](gone.md) [c](page.md#one-1)\n[d]: gone.png\n", "utf-8")
-    assert [link.split(":")[0] for link in dead_links(page)] == ["#two", "gone.md", "page.md#one-1", "gone.png"]
-
-
 @pytest.mark.parametrize("text", PICTURES, ids=name_of)
 def test_a_picture_matches_its_text(text: Path) -> None:
     stamp = f"{text.name}, sha256 {hashlib.sha256(text.read_bytes()).hexdigest()} "
@@ -158,12 +149,3 @@ OF_NOW = [page for page in PAGES if page.name != "CHANGELOG.md"]
 @pytest.mark.parametrize("page", [*OF_NOW, ROOT / "CONTRIBUTING.md"], ids=name_of)
 def test_a_page_names_what_the_code_has(page: Path) -> None:
     assert not {*unknown_names(page)} - PATCHED
-
-
-def test_names_that_are_gone_are_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("`Router.serve` `Order.batch` `tests/unit/test_pages.py` `plan_ahead` `StepScheduler`", "utf-8")
-    assert not unknown_names(page)
-    gone = ["Router.swerve", "Submit.batch", "StepSchedooler", "PLANE_TYPES", "plan_behind_you", "tests/unit/test_gone"]
-    page.write_text(" ".join(f"`{name}`" for name in gone), "utf-8")
-    assert unknown_names(page) == sorted(gone)

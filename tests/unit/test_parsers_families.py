@@ -9,7 +9,6 @@ import pytest
 
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pd_cluster.parsers.reply import ReplyFormat, Tool, ToolChoice
-from pd_cluster.parsers.table import FORMATS
 from tests.unit.test_parsers import call, joined
 
 WEATHER = Tool(
@@ -263,10 +262,6 @@ def read(
 def cut(text: str, rng: random.Random) -> list[str]:
     cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 9)))
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-
-
-def test_every_format_has_cases() -> None:
-    assert set(CASES) == set(FORMATS) - {"hermes", "llama3_json", "mistral", "openai", "qwen3"}
 
 
 @pytest.mark.parametrize("parser", CASES)

@@ -83,7 +83,7 @@ def test_a_bad_picture_is_named_and_the_child_goes_on() -> None:
         with pytest.raises(RequestError, match=r"other\.example: not among the hosts"):
             await intake.place([7], sources("http://other.example/a"), "prompt")
         assert (await intake.place([7], sources(good), "prompt")).prompt.images
-        assert intake._children["image", "given"].num_killed == 0
+        assert intake.children["image", "given"].num_killed == 0
 
     run(work, domains=("pictures.example",))
 
@@ -101,16 +101,16 @@ def test_addresses_of_the_cluster_are_never_fetched_from() -> None:
 
 def test_a_decoder_that_ends_takes_no_other_picture_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(intake: PictureIntake) -> None:
-        exchange, url = children._Child.exchange, data_url(picture(1))
+        exchange, url = children.JobChild.exchange, data_url(picture(1))
         await intake.place([7], sources(url), "prompt")
 
         async def dies(child: Any, line: bytes) -> bytes:
             if url.encode() in line:
-                child._process.kill()
+                child.process.kill()
             return await exchange(child, line)
 
         with monkeypatch.context() as patch:
-            patch.setattr(children._Child, "exchange", dies)
+            patch.setattr(children.JobChild, "exchange", dies)
             with pytest.raises(RequestError, match=r"content\[0\].*decoding it failed; send another one"):
                 await intake.place([7], sources(url), "prompt")
         assert (await intake.place([7], sources(url), "prompt")).prompt.images
@@ -146,21 +146,21 @@ def test_a_picture_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its child is killed; the next picture gets another one."""
 
     async def work(intake: PictureIntake) -> None:
-        found = intake._children["image", "given"]
+        found = intake.children["image", "given"]
         url = data_url(picture(1))
         await intake.place([7], sources(url), "prompt")
-        exchange = children._Child.exchange
+        exchange = children.JobChild.exchange
 
         async def never(child: Any, line: bytes) -> bytes:
             await asyncio.Event().wait()
             return b""
 
-        monkeypatch.setattr(children._Child, "exchange", never)
-        found._timeout_s = 0.05
+        monkeypatch.setattr(children.JobChild, "exchange", never)
+        found.timeout_s = 0.05
         with pytest.raises(RequestError, match="not ready after"):
             await intake.place([7], sources(url), "prompt")
-        monkeypatch.setattr(children._Child, "exchange", exchange)
-        found._timeout_s = 20.0
+        monkeypatch.setattr(children.JobChild, "exchange", exchange)
+        found.timeout_s = 20.0
         assert found.num_killed == 1
         assert (await intake.place([7], sources(url), "prompt")).prompt.images
 

@@ -14,6 +14,7 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.checkpoints.pooling import pooling_kind_of
+from pd_cluster.engine.handover.events import ConnClosed
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.outputs import NextTokens, RowOutput
@@ -223,15 +224,15 @@ def test_an_end_in_the_middle(how: str) -> None:
     world = WorkerWorld()
     submit_to(world, "p", Order([5] * 40, NO_SAMPLING, pooling=MEAN), deadline_s=0.3 if how == "deadline" else 0.0)
     world.step()
-    assert world.worker.core._pooler._sums
+    assert world.worker.core.pooler.sums
     if how == "abort":
         world.mail(wire.Abort("p", 0))
     elif how == "scheduler gone":
-        world.worker._closed(CONN, "it is gone")
+        world.inbox.put(ConnClosed(CONN, "scheduler@1", "it is gone"))
     for _ in range(4):
         world.step()
     world.assert_home()
-    assert not world.worker.core._pooler._sums
+    assert not world.worker.core.pooler.sums
     assert all(not body.pooled for _, body in world.post.messages)
     assert len(world.post.ended) == (how == "deadline")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pd_cluster.devices.device import CPU, Device
-from pd_cluster.devices.kinds import CUDA_KIND, DeviceKind
+from pd_cluster.devices.kinds import DeviceKind
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool
@@ -21,7 +21,6 @@ from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.cuda.attention_configs import configs_for
 from pd_cluster.model.cuda.plan import plan_decode
 from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.settings.flags import settings
 from tests.support.fake_device import install
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, planes=keys_and_values(8), block_size=4, dtype="float32")
@@ -148,9 +147,3 @@ def test_a_large_gpu_takes_large_steps_by_default(
     assert f"steps of at most {num_tokens} tokens, the default for {device.torch_name}" in caplog.text
     given = EngineConfig(model="m", max_num_batched_tokens=100)
     assert sizing.num_step_tokens(given, device) == 100
-
-
-def test_the_help_names_the_defaults() -> None:
-    told = settings()["max_num_batched_tokens"].setting.help
-    large = f"{sizing.LARGE_STEP_TOKENS} on a GPU with {CUDA_KIND.large_nbytes // 10**9} GB or more"
-    assert told.endswith(f"Default: {large}, otherwise {sizing.STEP_TOKENS}.")

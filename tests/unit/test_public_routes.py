@@ -13,7 +13,7 @@ import pytest
 from pd_cluster import __version__
 from pd_cluster.api.openai.token_routes import FEW_TOKENS, MAX_TOKENS
 from pd_cluster.settings.http import HttpConfig
-from tests.support.checkpoints import TEMPLATE, VOCAB_SIZE
+from tests.support.checkpoints import TEMPLATE
 from tests.support.public_port import MAX_MODEL_LEN, NAMES, Answer, ask, make_app, make_special_tokenizer
 
 RUST = make_special_tokenizer()
@@ -106,19 +106,10 @@ def test_a_text_that_is_too_long_to_generate_from_is_counted(asked: Ask) -> None
     ("path", "fields", "param"),
     [
         ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": [1, 2]}, "prompt"),
-        ("/tokenize", {"prompt": None}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
-        ("/tokenize", {"prompt": "a" * (1 << 21)}, "prompt"),
-        ("/tokenize", {"prompt": "a", "add_special_tokens": "yes"}, "add_special_tokens"),
         ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"messages": [{"role": "", "content": "a"}]}, "messages"),
         ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": "1 2"}, "tokens"),
-        ("/detokenize", {"tokens": [1.5]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/detokenize", {"tokens": [VOCAB_SIZE]}, "tokens"),
-        ("/detokenize", {"tokens": [2**40]}, "tokens"),
         ("/detokenize", {"tokens": [0] * (MAX_TOKENS + 1)}, "tokens"),
     ],
 )
@@ -187,10 +178,8 @@ def test_an_unknown_path(asked: Ask, path: str) -> None:
     ("method", "path", "allowed"),
     [
         ("GET", "/v1/chat/completions", {"POST"}),
-        ("PUT", "/v1/models", {"GET", "HEAD"}),
         ("POST", "/v1/models/tiny", {"GET", "HEAD"}),
         ("POST", "/health", {"GET", "HEAD"}),
-        ("DELETE", "/ping", {"GET", "HEAD", "POST"}),
         ("OPTIONS", "/tokenize", {"POST"}),
     ],
 )
@@ -243,10 +232,8 @@ def test_answers_do_not_name_it_unless_asked_to(asked: Ask) -> None:
     ("method", "path", "way_out"),
     [
         ("POST", "/v1/batches", "run-batch"),
-        ("GET", "/v1/batches/batch_1", "run-batch"),
         ("POST", "/v1/files", "run-batch"),
         ("POST", "/v1/messages/batches", "run-batch"),
-        ("POST", "/v1/conversations", "/v1/responses"),
         ("POST", "/v1/audio/transcriptions", "no sound"),
     ],
 )

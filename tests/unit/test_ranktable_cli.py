@@ -118,18 +118,11 @@ def test_faults_are_one_line_and_exit_1(tmp_path: Path, capsys: pytest.CaptureFi
     ("argv", "part"),
     [
         (["gen", "--prefil-server-list", "4"], "did you mean --prefill-server-list?"),
-        (["merge", "--global-ranktable", "a"], "did you mean --global-ranktable-list?"),
         (["check", "t.json", "--node-port=1"], "did you mean --node-ports?"),
         (["mrge"], "did you mean merge?"),
-        (["zzz"], "commands: gen, merge, keys, check, show"),
         (["merge"], "--global-ranktable-list"),
-        (
-            ["gen", "--prefill-server-list", "4,"],
-            "'4,': expected the device ids of one instance, such as 4,5",
-        ),
         (["gen", "--device", "tpu"], "tpu"),
         (["gen", "--device-ip", "10.0.0.1"], "ID=ADDRESS"),
-        (["gen", "--server-ip", "10.**.**.18"], "10.**.**.18"),
         (["check", "t.json", "--tensor-parallel-size", "two"], "two"),
     ],
 )

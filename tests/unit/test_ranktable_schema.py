@@ -185,11 +185,9 @@ def test_two_schedulers_are_refused() -> None:
             {"status": "completed", "version": "1.0", "server_count": "1", "server_list": []},
             "HCCL table of one",
         ),
-        ({"version": "1.2", "server_list": [], "super_pod_list": [{}]}, "HCCL table of one job, version 1.2"),
         ({"status": "completed", "group_count": "1", "group_list": []}, "group_list"),
         ({"version": "1.2", "prefill_device_list": [], "decode_device_list": []}, "vllm-ascend"),
         ({"server_group_list": [{"group_id": "0", "server_count": 1, "server_list": []}]}, "omni-infer"),
-        ({"server_group_list": [{"group_id": str(i), "server_list": []} for i in range(4)]}, "MindIE"),
         (document_local(), "local rank table"),
     ],
 )

@@ -85,7 +85,7 @@ def test_a_request_that_fails_leaves_nothing_for_the_collector(why: str) -> None
             if why == "unread":
                 world.outputs("to-prefill-0", token(rid, 0))
                 await first
-                world.router._endings.give_up(world.router._streams[rid])
+                world.router._endings.give_up(world.router.streams[rid])
                 await anext(serving)
             await first
         assert world.router.num_streams == 0

@@ -110,7 +110,7 @@ def test_workers_are_told_which_batch_an_answer_is_of() -> None:
         serving, first, request_id = await world.begin(batch="b")
         assert [submit.order.batch for _, submit in world.mailbox.of(wire.Submit)] == ["b", "b"]
         world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
-        world.outputs(world.router._streams[request_id].decode.conn, token(request_id, 0, finish="length"))
+        world.outputs(world.router.streams[request_id].decode.conn, token(request_id, 0, finish="length"))
         await first
         await rest_of(serving)
         world.assert_home()
@@ -122,7 +122,7 @@ def test_who_gathers_is_woken_for_the_last_token_or_for_many() -> None:
     async def test() -> None:
         world = World()
         serving, first, request_id = await world.begin(gathers=True)
-        conn = world.router._streams[request_id].decode.conn
+        conn = world.router.streams[request_id].decode.conn
         world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
         for position in range(stream_module.NUM_GATHERED):
             await asyncio.sleep(0)
@@ -147,7 +147,7 @@ def test_who_gathers_is_woken_for_many_tokens_that_come_together() -> None:
     async def test() -> None:
         world = World()
         serving, first, request_id = await world.begin(Sampling(max_tokens=9), gathers=True)
-        conn = world.router._streams[request_id].decode.conn
+        conn = world.router.streams[request_id].decode.conn
         world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
         world.outputs(conn, token(request_id, 0))
         await asyncio.sleep(0)
@@ -169,7 +169,7 @@ def test_who_gathers_had_the_first_token_when_it_came() -> None:
     async def test() -> None:
         world = World()
         serving, first, request_id = await world.begin(Sampling(max_tokens=3), gathers=True)
-        stream = world.router._streams[request_id]
+        stream = world.router.streams[request_id]
         world.outputs("to-prefill-0", token(request_id, 0), prompt=PromptOutput(request_id, 0, 0))
         came_s = stream.first_s
         world.outputs(stream.decode.conn, TokenOutput(request_id, 0, 0, 2, 7, "length", earlier=(6,)))

@@ -7,7 +7,6 @@ import time
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.cluster.routing.timeline import Timeline
 from pd_cluster.errors import DeadlineExceeded, GenerationError
 from pd_cluster.types import LegEnd
@@ -69,19 +68,5 @@ def test_a_timeline_says_why_a_request_failed() -> None:
             await first
         assert "longer than 0.5 s" in timeline_of(world, late).error
         assert {told(timeline_of(world, each))[-1] for each in (broken, left, late)} == {"scheduler: failed"}
-
-    run(test())
-
-
-def test_a_timeline_of_a_request_that_was_stopped_is_finished() -> None:
-    async def test() -> None:
-        world = World()
-        streams: list[RequestStream] = []
-        serving, first, rid = await world.begin(routed=streams.append)
-        world.outputs("to-prefill-0", token(rid, 0))
-        await first
-        streams[0].stop(0)
-        await serving.aclose()
-        assert timeline_of(world, rid).status == "finished"
 
     run(test())

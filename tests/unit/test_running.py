@@ -114,10 +114,3 @@ def test_a_record_that_others_could_have_written_is_ignored(env: dict[str, str],
         file.unlink()
         os.mkfifo(file)
         assert not running_clusters(env)
-
-
-def test_no_folder_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    env = {"XDG_RUNTIME_DIR": str(tmp_path / "file")}
-    with recorded(env, *FIRST):
-        assert found(env) == (DEFAULT_ADMIN, "")

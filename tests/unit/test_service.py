@@ -70,13 +70,6 @@ def test_the_workers_may_have_a_smaller_limit(make: Services) -> None:
         completion(service, [1] * 50)
 
 
-def test_the_models_own_defaults(make: Services) -> None:
-    service, _ = make(generation_config={"temperature": 0.5, "top_k": 7, "top_p": None, "do_sample": True})
-    sampling = completion(service, "a").sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 7, 1.0)
-    assert completion(service, "a").sampling.seed != sampling.seed
-
-
 def test_max_new_tokens_caps_every_answer_and_is_the_default(make: Services) -> None:
     service, _ = make(generation_config={"max_new_tokens": 9})
     assert chat(service, "hello").sampling.max_tokens == 9
@@ -197,7 +190,7 @@ def test_leaving_early_closes_the_request(make: Services) -> None:
 def test_seeds_of_requests_without_one_come_from_the_servers(make: Services) -> None:
     def seeds(seed: int) -> list[int]:
         service, _ = make()
-        service._intake._seeds = random.Random(seed)
+        service.intake._seeds = random.Random(seed)
         return [completion(service, [1]).sampling.seed for _ in range(3)]
 
     assert seeds(5) == seeds(5) != seeds(6)
@@ -300,17 +293,3 @@ def test_stop_strings_count_after_min_tokens(make: Services, min_tokens: int, sh
     service, _ = make("abaabab")
     (piece,) = whole(service, completion(service, "a", stop="ab", min_tokens=min_tokens))
     assert (piece.text, piece.finish_reason) == (shown, "length" if min_tokens >= 7 else "stop")
-
-
-def test_the_stop_string_is_kept_when_asked_for(make: Services) -> None:
-    service, _ = make("abcdefgh")
-    (piece,) = whole(service, completion(service, "a", stop="cd", include_stop_str_in_output=True))
-    assert (piece.text, piece.finish_reason) == ("abcd", "stop")
-
-
-@pytest.mark.parametrize(("include", "text"), [(None, "ab"), (True, "abc")])
-def test_a_stop_token_is_kept_when_asked_for(make: Services, include: bool | None, text: str) -> None:
-    service, router = make("abc")
-    router.last_reason = "stop"
-    (piece,) = whole(service, completion(service, "a", include_stop_str_in_output=include))
-    assert (piece.text, piece.finish_reason) == (text, "stop")

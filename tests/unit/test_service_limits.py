@@ -165,7 +165,7 @@ def test_a_greedy_default_of_the_model_counts(make: Services) -> None:
 
 def test_no_more_logprobs_than_tokens(make: Services, tmp_path: Path) -> None:
     service, _ = make()
-    service._intake.limits = service._intake.limits._replace(max_logprobs=5000)
+    service.intake.limits = service.intake.limits._replace(max_logprobs=5000)
     sampling = completion(service, "a", logprobs=4000, prompt_logprobs=4000).sampling
     assert (sampling.logprobs, sampling.prompt_logprobs) == (VOCAB_SIZE, VOCAB_SIZE)
 
@@ -175,17 +175,17 @@ def test_no_more_logprobs_than_tokens(make: Services, tmp_path: Path) -> None:
 )
 def test_logprobs_of_the_whole_vocabulary(make: Services, most: int, asked: int, told: int) -> None:
     service, _ = make()
-    service._intake.limits = service._intake.limits._replace(max_logprobs=most)
+    service.intake.limits = service.intake.limits._replace(max_logprobs=most)
     sampling = completion(service, "a", logprobs=asked, prompt_logprobs=asked).sampling
     assert (sampling.logprobs, sampling.prompt_logprobs) == (told, told)
-    service._intake.limits = service._intake.limits._replace(max_logprobs=20)
+    service.intake.limits = service.intake.limits._replace(max_logprobs=20)
     with pytest.raises(RequestError, match=rf"^logprobs: -1, all {VOCAB_SIZE} of the vocabulary, is more than .* 20 "):
         completion(service, "a", logprobs=-1)
 
 
 def test_answers_that_would_fill_the_memory_are_refused(make: Services) -> None:
     service, _ = make()
-    service._intake.limits = service._intake.limits._replace(max_logprobs=5000, vocab_size=10**6)
+    service.intake.limits = service.intake.limits._replace(max_logprobs=5000, vocab_size=10**6)
     assert completion(service, "a", n=128, temperature=1, max_tokens=10, logprobs=20).sampling.n == 128
     for fields in ({"n": 128, "max_tokens": 10, "logprobs": 2000}, {"n": 128, "prompt_logprobs": 5000}):
         with pytest.raises(RequestError, match=r"^logprobs: the answer could have \d+ of them, at most 1000000"):
@@ -207,7 +207,7 @@ def test_priorities_need_a_server_that_has_them(make: Services) -> None:
     with pytest.raises(RequestError, match="priority: 3; this server takes requests as they come") as caught:
         completion(service, [1], priority=3)
     assert caught.value.param == "priority"
-    service._intake._has_priorities = True
+    service.intake._has_priorities = True
     assert completion(service, [1], priority=3).order.priority == 3
 
 

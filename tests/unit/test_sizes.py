@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[2] / "pd_cluster"
 MAX_LINES = 60
 MAX_PARAMETERS = 10
@@ -61,19 +59,6 @@ def test_functions_are_short_and_take_few_parameters() -> None:
             wide.add(f"{module}.{name}")
     assert not long
     assert wide == {f"{module}.{name}" for module, names in GIVEN.items() for name in names}
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("def f(a, /, b, *, c): ...", [("f", 3)]),
-        ("class A:\n  async def f(self, a, *more, **others): ...\n  def g(this): ...", [("A.f", 1), ("A.g", 1)]),
-        ("def f():\n  def g(a): ...", [("f", 0), ("f.g", 1)]),
-        ("if True:\n  @triton.jit\n  def kernel(a): ...", []),
-    ],
-)
-def test_they_are_counted(source: str, expected: list[tuple[str, int]]) -> None:
-    assert [(name, num_parameters(function, name)) for name, function in functions(ast.parse(source))] == expected
 
 
 # Modules with the names of other projects, and a benchmark, which describes them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pd_cluster.cluster.routing.spans import Names, TraceSpan, has_failed, is_reported, spans_of
+from pd_cluster.cluster.routing.spans import Names, TraceSpan, is_reported, spans_of
 from pd_cluster.cluster.routing.stats import Outcome
 from pd_cluster.cluster.routing.timeline import Timeline, Timelines
 from pd_cluster.types import FinishReason
@@ -106,22 +106,3 @@ def test_an_answer_of_one_token_needs_no_handover() -> None:
     world.timelines.ended("r")
     (handover,) = spans_of(world.timeline, outcome_of("length"))[1].parts
     assert (shape(handover), handover.error) == (("handover", 2.0, 3.0), "")
-
-
-def test_a_client_that_leaves_is_no_error() -> None:
-    world = handed_over()
-    world.now_s = 5.0
-    world.timelines.ended("r", "the client left before the end")
-    assert not has_failed(outcome_of("abort"))
-    attempt = spans_of(world.timeline, outcome_of("abort"))[1]
-    assert (attempt.error, attempt.attributes[Names.ENDED]) == ("", "the client left before the end")
-    failed = spans_of(world.timeline, outcome_of("error"))[1]
-    assert (failed.error, Names.ENDED in failed.attributes) == ("the client left before the end", False)
-
-
-def test_a_request_of_which_nothing_was_reported() -> None:
-    world = World()
-    world.now_s = 2.0
-    world.timelines.ended("r", "no instance is left")
-    _, attempt = spans_of(world.timeline)
-    assert (shape(attempt), attempt.error) == (("attempt", 1.0, 2.0), "no instance is left")

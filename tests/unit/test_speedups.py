@@ -11,7 +11,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.model import speedups
 from pd_cluster.model.attention_choice import Attention
 from pd_cluster.model.speedups import numerics_name, sped_up, speedups_for
-from pd_cluster.settings.engine import CUDA_SPEEDUPS, EngineConfig
+from pd_cluster.settings.engine import CUDA_SPEEDUPS
 
 CUDA = Device("cuda")
 
@@ -19,16 +19,6 @@ CUDA = Device("cuda")
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speedups, "compute_capability", lambda device: (9, 0))
-
-
-def test_they_are_off_by_default() -> None:
-    assert EngineConfig(model="m").cuda_speedups == ()
-    assert speedups_for((), CUDA, is_deterministic=True, enforce_eager=True) == ()
-
-
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--cuda-speedups \['pdl', 'warp'\]: expected some of pdl, skinny-gate"):
-        EngineConfig(model="m", cuda_speedups=("pdl", "warp"))
 
 
 def test_a_gpu_has_them_in_their_order_and_a_cpu_none(hopper: None) -> None:

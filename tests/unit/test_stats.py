@@ -365,21 +365,21 @@ def test_totals_never_shrink_while_processes_die_and_begin_anew(seed: int) -> No
     hearers = [Hears() for _ in range(3)]
     lives, ended = [RequestStats() for _ in range(3)], []
     reported = [Stats() for _ in range(3)]
-    for api, hearer in zip(processes._apis, hearers, strict=True):
+    for api, hearer in zip(processes.apis, hearers, strict=True):
         api.writer = cast(asyncio.StreamWriter, hearer)
     for _ in range(150):
         at = rng.randrange(3)
-        api = processes._apis[at]
+        api = processes.apis[at]
         match rng.randrange(8):
             case 0:  # unreported counts are lost with it
-                processes._hear_end(api)
+                processes.hear_end(api)
                 ended.append(reported[at])
                 lives[at], reported[at], api.told_stats = RequestStats(), Stats(), None
             case 1 | 2:
                 reported[at] = lives[at].snapshot()
-                processes._hear(api, through_json(ApiReport({}, stats=reported[at])))
+                processes.hear(api, through_json(ApiReport({}, stats=reported[at])))
             case 3:
-                processes._hear(api, through_json(ApiReport({})))
+                processes.hear(api, through_json(ApiReport({})))
             case 4 | 5:
                 processes.share_stats()
             case _:
@@ -396,12 +396,12 @@ def test_totals_never_shrink_while_processes_die_and_begin_anew(seed: int) -> No
 def test_of_what_they_do_now_each_is_told_the_others() -> None:
     processes = ApiProcesses(cast(list[ApiProcessConfig], [None] * 3), cast(list[socket.socket], [None] * 3), [], 1.0)
     hearers = [Hears() for _ in range(3)]
-    for api, hearer, number in zip(processes._apis, hearers, (1, 10, 100), strict=True):
+    for api, hearer, number in zip(processes.apis, hearers, (1, 10, 100), strict=True):
         api.writer = cast(asyncio.StreamWriter, hearer)
-        processes._hear(api, ApiReport({}, busy=Busy(number, 2 * number)))
+        processes.hear(api, ApiReport({}, busy=Busy(number, 2 * number)))
     processes.share_stats()
     assert [hearer.totals[-1].others for hearer in hearers] == [Busy(110, 220), Busy(101, 202), Busy(11, 22)]
-    processes._hear_end(processes._apis[2])
+    processes.hear_end(processes.apis[2])
     processes.share_stats()
     processes.share_stats()
     assert [hearer.totals[-1].others for hearer in hearers] == [Busy(10, 20), Busy(1, 2), Busy(11, 22)]

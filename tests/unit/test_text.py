@@ -16,7 +16,6 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from pd_cluster.errors import ModelError, RequestError
-from pd_cluster.settings.engine import SHIPPED_MODEL
 from pd_cluster.text.detokenizer import Detokenizer
 from pd_cluster.text.left_context import LeftContext
 from pd_cluster.text.stop_strings import StopStrings
@@ -75,11 +74,6 @@ def test_text_is_held_back_no_longer_than_it_must() -> None:
     stream = StopStrings(["stop"])
     assert [stream.add(piece) for piece in ("a st", "o", "ne", "s")] == ["a ", "", "stone", ""]
     assert stream.finish() == "s"
-
-
-def test_after_a_stop_string_nothing_more() -> None:
-    stream = StopStrings(["x"])
-    assert (stream.add("axb"), stream.add("c"), stream.finish()) == ("a", "", "")
 
 
 # ---- detokenizing
@@ -227,10 +221,6 @@ def test_the_template_may_be_in_tokenizer_config(folder: Folders, source: object
     assert rendered(Tokenizer(folder({"chat_template": source})), HELLO) == "from config"
 
 
-def test_the_template_file_comes_first(folder: Folders) -> None:
-    assert rendered(Tokenizer(folder({"chat_template": "from config"}, "from file")), HELLO) == "from file"
-
-
 @pytest.mark.parametrize("config", [None, {}, {"chat_template": [{"name": "rag", "template": "x"}]}])
 def test_a_model_may_have_no_template(folder: Folders, config: dict[str, Any] | None) -> None:
     assert Tokenizer(folder(config)).template is None
@@ -295,16 +285,6 @@ def test_an_unreadable_tokenizer_names_its_file(tmp_path: Path, content: str | N
         Tokenizer(tmp_path)
 
 
-def test_encode_and_decode_are_the_library_s_own(folder: Folders) -> None:
-    tokenizer = Tokenizer(folder())
-    token_ids = tokenizer.encode("hello <eos> wörld")
-    assert token_ids == RUST.encode("hello <eos> wörld").ids
-    assert EOS_ID in token_ids
-    assert tokenizer.decode(token_ids) == "hello  wörld"
-    assert tokenizer.decode(token_ids, skip_special_tokens=False) == "hello <eos> wörld"
-    assert tokenizer.max_chars_per_token == len("<word60>")
-
-
 # ---- single tokens
 
 
@@ -323,11 +303,6 @@ def test_every_byte_of_byte_level_tokens(tmp_path: Path) -> None:
     assert tokenizer.token_bytes(300) == b"<word41>"
     assert tokenizer.token_bytes(100_000) == b""
     assert b"".join(tokenizer.token_bytes(i) for i in tokenizer.encode(TEXT)).decode() == TEXT
-
-
-def test_tokens_of_the_shipped_model_add_up() -> None:
-    tokenizer = Tokenizer(SHIPPED_MODEL)
-    assert b"".join(tokenizer.token_bytes(i) for i in tokenizer.encode(TEXT, False)).decode() == TEXT
 
 
 def test_byte_fallback_tokens(tmp_path: Path) -> None:
@@ -369,12 +344,6 @@ def test_bad_words_with_and_without_a_space(tmp_path: Path) -> None:
 
 
 # ---- stop strings that are kept, or may not match yet
-
-
-def test_the_stop_string_itself_may_be_shown() -> None:
-    stops = StopStrings(["cd"], include=True)
-    assert [stops.add(text) for text in ("ab", "c", "d!")] == ["ab", "", "cd"]
-    assert stops.matched == "cd"
 
 
 def test_text_that_may_not_match_does_not_but_may_begin_a_match() -> None:

@@ -16,7 +16,6 @@ import pytest
 from pd_cluster.commands import cli
 from pd_cluster.commands.trace.png import WIDTH_PX, write_png
 from pd_cluster.commands.trace.rows import Bar, Mark, chart_of, details_of
-from pd_cluster.commands.trace.text import PLAIN_NUM_COLUMNS, chart_lines, print_timeline
 
 Numbers = dict[str, int]
 
@@ -94,26 +93,11 @@ def test_a_request_that_got_stuck() -> None:
     assert chart.marks == [Mark(90.0, "failed")]
 
 
-def test_a_long_decode_is_cut() -> None:
-    chart = chart_of(timeline((1000.0, "scheduler", "finished", {}), until="decode start"))
-    assert (chart.end_ms, chart.shown_ms) == (1000.0, pytest.approx(29.0 * 1.3))
-    lines = [line.plain for line in chart_lines(chart, None)]
-    assert lines[7].split()[1].endswith("##>")
-    assert lines[-1].strip() == "(cut: the request ended at 1,000.0 ms)"
-
-
-def test_nothing_is_known() -> None:
-    chart = chart_of({**timeline(), "events": []})
-    assert not any(row.bars for row in chart.rows)
-    assert len(chart_lines(chart, 80)) == len(chart.rows) + 1
-
-
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
         ({}, ""),
         ({"num_tokens": 32, "num_cached": 16}, "32 tokens, 16 cached"),
-        ({"first_token": 16, "num_apples": 3}, "from token 16 on, num_apples 3"),
         ({"start": 16, "stop": 32, "took_us": 1500}, "tokens 16-31, took 1.5 ms"),
         (
             {"start": 0, "stop": 16, "first_layer": 2, "num_layers": 2, "nbytes": 2048},
@@ -123,24 +107,6 @@ def test_nothing_is_known() -> None:
 )
 def test_the_details(numbers: Numbers, words: str) -> None:
     assert details_of({"numbers": numbers}) == words
-
-
-def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    print_timeline(timeline())
-    text = capsys.readouterr().out
-    title, headers, first, *_ = text.splitlines()
-    assert title == "cmpl-1: 32 prompt tokens, p → d, finished"
-    assert headers.split() == ["ms", "who", "what", "details"]
-    assert first.split() == ["0.00", "scheduler", "received"]
-    assert "16.00  p          sent              tokens 0-15, layers 0-1, 1.0 KiB" in text.splitlines()
-    bars = "·" * 9 + "#" * 14 + "#" * 15 + "·" * 22
-    assert len(bars) == PLAIN_NUM_COLUMNS
-    assert f"  compute chunks  {bars}  32 tokens in 2" in text.splitlines()
-    assert text.splitlines()[-1].strip() == "^ first token at 26.5 ms"
-
-
-def test_a_terminal_gets_no_line_that_is_too_long() -> None:
-    assert all(len(line.plain) <= 100 for line in chart_lines(chart_of(timeline()), 100)[:-1])
 
 
 @pytest.mark.parametrize("until", ["finished", "offered", "decode start"])
@@ -218,25 +184,3 @@ def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert "no scheduler answers at http://127.0.0.1:1/requests/cmpl-1/timeline" in capsys.readouterr().err
     assert run(monkeypatch, "--admin", f"{admin}/other") == 1
     assert "does not answer as a scheduler's admin address (HTTP 200)" in capsys.readouterr().err
-
-
-def test_files_that_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Known before anybody is asked."""
-    for flag in ("--png", "--json"):
-        assert run(monkeypatch, "cmpl-1", flag, str(tmp_path / "no" / "file")) == 1
-        assert capsys.readouterr().err.startswith(f"pd-cluster: {flag} {tmp_path}/no/file: not a file that can be")
-    assert run(monkeypatch, "--png", str(tmp_path / "t.png")) == 1
-    assert "needs the id of a request" in capsys.readouterr().err
-
-
-def test_without_matplotlib(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert run(monkeypatch, "cmpl-1", "--png", str(tmp_path / "t.png")) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "pip install 'pd-cluster[plot]'" in line

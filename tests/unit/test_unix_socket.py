@@ -34,9 +34,3 @@ def test_a_file_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no socket"):
         bind_path(str(path), 1)
     assert path.read_text() == "mine"
-
-
-@pytest.mark.parametrize("path", ["/no/such/folder/s", "/tmp/" + "x" * 200])
-def test_a_path_that_cannot_be(path: str) -> None:
-    with pytest.raises(ConfigError, match=f"--uds {path}: cannot listen there"):
-        bind_path(path, 1)

@@ -114,10 +114,3 @@ def test_what_the_lists_have_of_vllms_switches_is_true() -> None:
     with_values = {name for each in FLAGS if not each.off and each.default is not False for name in each.names}
     switches = {each.name for family in FAMILIES for each in family.flags() if each.takes is Takes.SWITCH}
     assert switches & with_values == set()
-
-
-def test_one_that_is_in_no_list_is_found() -> None:
-    with pytest.raises(AssertionError, match="--zebra is in none of the lists"):
-        test_every_flag_has_an_answer(_flag("--zebra -z = 1"))
-    assert _flag("--a --no-a -b = false") == Theirs(["--a"], "--no-a", ["-b"], False)
-    assert _flag("--x --y") == Theirs(["--x", "--y"], "", [], MISSING)

@@ -179,7 +179,7 @@ def test_who_leaves_takes_no_turn() -> None:
         second.cancel()  # at the very moment of its turn
         await third
         assert hall.room.num_waiting == 0
-        assert hall.room._queue._clients["a"].num_begun == 1
+        assert hall.room.queue.clients["a"].num_begun == 1
 
     run(test())
 
@@ -394,7 +394,7 @@ def test_where_there_are_priorities_nobody_is_refused_for_what_comes_after_him()
         while hall.room.num_waiting < 11:
             await asyncio.sleep(0)
         hall.room.departs(hall.room.arrives("a", 10), 10)
-        assert hall.room._queue.next(lambda entry: True).priority == -1  # type: ignore[union-attr]
+        assert hall.room.queue.next(lambda entry: True).priority == -1  # type: ignore[union-attr]
         hall.open()
         await asyncio.gather(urgent, *tasks)
 

@@ -68,25 +68,6 @@ def faults_in(text: str) -> list[str]:
     return [" ".join(found[0].split()) for found in OPENING.finditer(text) if found["end"] != "?"]
 
 
-@pytest.mark.parametrize(
-    ("text", "num_faults"),
-    [
-        ("Whoever waits goes on.", 1),
-        ("Returns it. Of these, the first counts.\n\nWhat is left", 2),
-        ("What does it cost? Of what? The first of them, and who has it.", 0),
-        ("Offers a lane.", 0),
-    ],
-)
-def test_only_statements_count(text: str, num_faults: int) -> None:
-    assert len(faults_in(text)) == num_faults
-
-
-def test_comments_on_successive_lines_are_one_text() -> None:
-    source = "# Counts what is free. What\n# is held counts, too.\nnum = 1  # of one pool\nmost = 2  # Of all pools.\n"
-    faults = [fault for text in comments(source) for fault in faults_in(text)]
-    assert faults == ["What is held counts, too.", "Of all pools."]
-
-
 @pytest.mark.parametrize("package", packages())
 def test_docstrings_and_comments(package: str) -> None:
     for file in packages()[package]:

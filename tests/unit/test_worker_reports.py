@@ -88,12 +88,16 @@ def told(world: World, conn: str = CONN) -> list[str]:
 
 
 def test_events_go_with_tokens() -> None:
-    """A leg's first and last; nothing for the tokens between them, and no message of their own."""
+    """A leg's first and last; nothing for the tokens between them, and between ticks no message of their own."""
     world = World()
+    world.step()
+    world.now_s = 0.0
     world.submit("r", [1, 2, 3], sampling(n=1))
-    world.run()
+    for _ in range(8):
+        world.step()
+        world.now_s -= 0.19
     assert told(world) == ["submitted", "admitted", "finished"]
-    assert [outputs.now_s for _, outputs in world.post.messages] == pytest.approx([0.2 * at for at in range(8)])
+    assert [outputs.now_s for _, outputs in world.post.messages] == pytest.approx([0.01 * at for at in range(8)])
     assert all(outputs.tokens for _, outputs in world.post.messages)
 
 
@@ -133,9 +137,8 @@ def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full() -> None:
     for at in range(LEAST_WAITING + 1):
         world.mail(wire.Submit(f"r{at}", 0, f"r{at}", "hybrid", "", Order([1, 2, 3], sampling(n=1)), 0.0, [], 5, True))
     world.mail(wire.Submit("kept", 0, "kept", "hybrid", "", Order([1, 2, 3], sampling(n=1)), 0.0, [], 5))
-    world.read_mail()
+    world.step()
     assert world.worker.legs.outstanding() == {CONN: 5 * (LEAST_WAITING + 1)}
-    world.worker._publish_load(at_once=True)
     assert world.worker.load.outstanding == {"scheduler@1": 5 * (LEAST_WAITING + 1), "other@1": 0}
     world.run()
     assert [(end.request_id, end.is_full, end.is_fault) for end in world.post.ended] == [
@@ -145,17 +148,16 @@ def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full() -> None:
     world.assert_home()
 
 
-def test_one_attempt_of_two_schedulers_is_computed_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_attempt_of_two_schedulers_is_computed_for_the_first() -> None:
     """Both have the same request, which one of them resumes; neither must wait for ever."""
     world = World()
-    ends: list[tuple[str, LegEnd]] = []
-    monkeypatch.setattr(world.worker._outbox, "add_end", lambda client, end: ends.append((client, end)))
     submit = wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling(n=1)), 0.0)
     world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
     for conn in (CONN, CONN, "other-conn"):
         world.inbox.put(Mail(conn, "scheduler", submit))
     world.run()
-    assert ends == [("other-conn", LegEnd("r", 1, OTHERS, is_fault=True))]
+    ends = [(conn, body.ended) for conn, body in world.post.messages if body.ended]
+    assert ends == [("other-conn", [LegEnd("r", 1, OTHERS, is_fault=True)])]
     assert world.post.tokens["r"][0] == generate_alone(PROMPT, sampling(n=1))[0]
     world.assert_home()
 
@@ -165,8 +167,7 @@ def test_an_attempt_whose_leg_still_ends_can_continue_elsewhere() -> None:
     request = Request("r", Order(PROMPT, sampling(n=1)), attempt=1)
     world.worker.core.scheduler.requests[request.key] = request
     world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", request.order, 0.0))
-    world.read_mail()
-    world.worker._outbox.flush()
+    world.worker.turn(wait_s=0.0)
     assert world.post.ended == [LegEnd("r", 1, ENDING, is_fault=True)]
 
 
@@ -201,11 +202,9 @@ def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting() -> None:
     for at in range(LEAST_WAITING + 1):
         order = Order([1, 2, 3, 4, 5], sampling(n=1))
         world.mail(wire.Submit(f"r{at}", 0, f"r{at}", "hybrid", "", order, 0.0, [], 5, True))
-    world.read_mail()
-    world.worker._publish_load(at_once=True)
+    world.step()
     assert len(world.worker.tiers) == world.worker.load.num_waiting == LEAST_WAITING
     assert world.worker.load.outstanding == {"scheduler@1": 5 * LEAST_WAITING, "other@1": 0}
-    world.worker._outbox.flush()
     assert [(end.request_id, end.is_full) for end in world.post.ended] == [(f"r{LEAST_WAITING}", True)]
     world.worker.tiers.release_all()
     world.run()
@@ -219,7 +218,6 @@ def test_only_schedulers_that_share_the_worker_are_told_of_each_others_legs(monk
     world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
     monkeypatch.setattr(world.worker.legs, "outstanding", lambda: pytest.fail("it is summed for nobody"))
     world.step()
-    world.worker._publish_load(at_once=True)
     assert world.worker.load.outstanding == {}
 
 

@@ -179,7 +179,7 @@ def test_a_scheduler_that_connects_to_a_worker_that_drains_hears_so_at_once() ->
     world.step()
     assert world.post.num_beats_at_once == 1
     world.inbox.put(ConnOpened("another", "scheduler-1@1", "scheduler"))
-    world.read_mail()
+    world.step()
     assert world.post.num_beats_at_once == 2
 
 

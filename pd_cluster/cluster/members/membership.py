@@ -145,10 +145,10 @@ class Membership(Roster):
         while True:
             is_paused = asyncio.get_running_loop().time() < self._paused_until.get(instance.name, 0.0)
             if instance.state not in ("ready", "connecting") and not is_paused:
-                await self._ask(instance, client)
+                await self.ask(instance, client)
             await asyncio.sleep(POLL_S if instance.state != "failed" else SLOW_POLL_S)
 
-    async def _ask(self, instance: Instance, client: httpx.AsyncClient) -> None:
+    async def ask(self, instance: Instance, client: httpx.AsyncClient) -> None:
         self._swapped.discard(instance.name)
         if not instance.port:
             way_out = f"pd-cluster instances add {instance.name} --port PORT"

@@ -97,7 +97,7 @@ class ApiProcesses:
         instances: list[Instance],
         drain_timeout_s: float,
     ) -> None:
-        self._apis = [_Api(config, listener) for config, listener in zip(configs, listeners, strict=True)]
+        self.apis = [_Api(config, listener) for config, listener in zip(configs, listeners, strict=True)]
         self._busy_changed = asyncio.Event()
         self._reports_changed = False
         self._ended_stats = Stats()  # of ended processes
@@ -111,7 +111,7 @@ class ApiProcesses:
     async def run(self, change: Callable[[], Awaitable[None]]) -> None:
         """Runs until cancelled; `change` returns when an instance may have changed. Raises InstanceLost."""
         async with asyncio.TaskGroup() as group:
-            for api in self._apis:
+            for api in self.apis:
                 group.create_task(self._keep(api))
             group.create_task(self._share_reports())
             group.create_task(self._share_busy())
@@ -128,7 +128,7 @@ class ApiProcesses:
         """Sends every process the news that it lacks."""
         news = Instances([view_of(instance) for instance in self._instances])
         encoded = msgspec.json.encode(news)
-        for api in self._apis:
+        for api in self.apis:
             if encoded != api.told and api.writer is not None:
                 api.told = encoded
                 api.tell(news)
@@ -136,12 +136,12 @@ class ApiProcesses:
     def move_on(self, instance: Instance, why: str) -> None:
         """Moves the instance's requests elsewhere, whichever process serves them."""
         self.publish()  # first that it takes no more requests
-        for api in self._apis:
+        for api in self.apis:
             api.tell(MoveOn(instance.name, why))
 
     def set_keys(self, keys: Keys) -> None:
         """Sets the keys in every process, including those started later."""
-        for api in self._apis:
+        for api in self.apis:
             api.config = msgspec.structs.replace(api.config, keys=keys)
             api.tell(keys)
 
@@ -149,7 +149,7 @@ class ApiProcesses:
         """Sets the adapters' names in every process; returns when all that live have heard them."""
         self._num_adapter_news += 1
         news = AdapterNames(dict(names), self._num_adapter_news)
-        for api in self._apis:
+        for api in self.apis:
             api.config = msgspec.structs.replace(api.config, adapters=news)
             api.tell(news)
         await self._until_heard("the adapters", lambda api: api.adapters_version >= news.version)
@@ -158,21 +158,21 @@ class ApiProcesses:
         """See members/control.py."""
         self._num_steers += 1
         news = Steer(gate, self._num_steers, None if aborts is None else list(aborts), keeps)
-        for api in self._apis:
+        for api in self.apis:
             api.config = msgspec.structs.replace(api.config, steer=Steer(gate, news.version))
             api.tell(news)
         await self._until_heard("an operator's command", lambda api: api.steer_version >= news.version)
 
     async def until_idle(self) -> None:
         """Returns when no request is at an instance, as the processes have reported."""
-        while any(api.is_alive and api.busy.num_streams for api in self._apis):
+        while any(api.is_alive and api.busy.num_streams for api in self.apis):
             await self._reported.wait()
 
     async def _until_heard(self, what: str, has_heard: Callable[[_Api], bool]) -> None:
         """Returns when all that live have reported it."""
         try:
             async with asyncio.timeout(SILENCE_S):  # one that says nothing for so long is killed
-                while any(api.is_alive and not has_heard(api) for api in self._apis):
+                while any(api.is_alive and not has_heard(api) for api in self.apis):
                     await self._reported.wait()
         except TimeoutError:
             log.error("not all API processes have heard of %s within %g s", what, SILENCE_S)
@@ -180,24 +180,24 @@ class ApiProcesses:
     @property
     def stats(self) -> Stats:
         """The counts of all processes, including those that have ended."""
-        return added([self._ended_stats, *(api.stats for api in self._apis)])
+        return added([self._ended_stats, *(api.stats for api in self.apis)])
 
     @property
     def busy(self) -> Busy:
         """The work of all processes, as they last reported it."""
-        return _sum_of([api.busy for api in self._apis])
+        return _sum_of([api.busy for api in self.apis])
 
     @property
     def adapters(self) -> set[str]:
         """The digests of the adapters of requests under way."""
-        return {digest for api in self._apis for digest in api.adapters.running + api.adapters.waiting}
+        return {digest for api in self.apis for digest in api.adapters.running + api.adapters.waiting}
 
     # ---- the end
 
     def drain(self) -> None:
         """Lets current requests end, and refuses new ones; processes stay until all are idle."""
         self._is_stopping = True
-        for api in self._apis:
+        for api in self.apis:
             api.tell(Stop())
 
     async def finish(self, hurry: asyncio.Event) -> None:
@@ -213,7 +213,7 @@ class ApiProcesses:
                 self.drain()
                 await asyncio.wait({ended}, timeout=END_TIMEOUT_S)
             if not ended.done():
-                for api in self._apis:
+                for api in self.apis:
                     api.kill()
                 await asyncio.wait({ended}, timeout=END_TIMEOUT_S)
         finally:
@@ -221,7 +221,7 @@ class ApiProcesses:
                 task.cancel()
 
     async def _ended(self) -> None:
-        await asyncio.gather(*(api.process.wait() for api in self._apis if api.process is not None))
+        await asyncio.gather(*(api.process.wait() for api in self.apis if api.process is not None))
 
     # ---- one process
 
@@ -237,7 +237,7 @@ class ApiProcesses:
             except TimeoutError:
                 api.kill()
                 code = await process.wait()
-            self._hear_end(api)
+            self.hear_end(api)
             if not self._is_stopping:
                 self._note_death(api, process.pid, code)
         api.listener.close()  # connections go to the remaining processes
@@ -246,7 +246,7 @@ class ApiProcesses:
         """Reads reports until the process ends, falls silent, or sends something invalid."""
         try:
             while line := await asyncio.wait_for(reader.readline(), SILENCE_S):
-                self._hear(api, msgspec.json.decode(line, type=ApiReport))
+                self.hear(api, msgspec.json.decode(line, type=ApiReport))
         except TimeoutError:
             log.error("API process %d has not reported for %g s", api.config.index, SILENCE_S)
             api.kill()
@@ -285,7 +285,7 @@ class ApiProcesses:
             api.tell(Stop())
         return process, reader
 
-    def _hear(self, api: _Api, report: ApiReport) -> None:
+    def hear(self, api: _Api, report: ApiReport) -> None:
         """Adds up a report."""
         if api.busy != report.busy:
             self._busy_changed.set()
@@ -296,17 +296,17 @@ class ApiProcesses:
         self._reported = asyncio.Event()
         if report.stats is not None:
             api.stats = report.stats
-        if all(each.is_idle for each in self._apis):
+        if all(each.is_idle for each in self.apis):
             self._all_idle.set()
         self._reports_changed = True
         for instance in self._instances:
-            each = [other.report.get(instance.name, NOTHING) for other in self._apis]
+            each = [other.report.get(instance.name, NOTHING) for other in self.apis]
             instance.num_outstanding = sum(part.num_legs for part in each)
             instance.outstanding_tokens = sum(part.num_tokens for part in each)
 
-    def _hear_end(self, api: _Api) -> None:
+    def hear_end(self, api: _Api) -> None:
         """Removes its outstanding work; its counters stay in the totals."""
-        self._hear(api, ApiReport({}, is_idle=self._is_stopping))
+        self.hear(api, ApiReport({}, is_idle=self._is_stopping))
         self._ended_stats, api.stats = added([self._ended_stats, api.stats]), Stats()
 
     async def _share_reports(self) -> None:
@@ -319,7 +319,7 @@ class ApiProcesses:
     def share_reports(self) -> None:
         """Sends each process the others' outstanding work."""
         self._reports_changed = False
-        for api in self._apis:
+        for api in self.apis:
             tokens = {i.name: i.outstanding_tokens - _tokens(api, i.name) for i in self._instances}
             api.tell(OthersTokens(tokens))
 
@@ -328,7 +328,7 @@ class ApiProcesses:
         while True:
             await self._busy_changed.wait()
             self._busy_changed.clear()
-            for api in self._apis:
+            for api in self.apis:
                 busy = self._busy_of_others(api)
                 if api.told_stats is not None and api.told_stats.others != busy:
                     api.told_stats = msgspec.structs.replace(api.told_stats, others=busy)
@@ -336,15 +336,15 @@ class ApiProcesses:
             await asyncio.sleep(SHARE_BUSY_S)
 
     def _busy_of_others(self, api: _Api) -> Busy:
-        return _sum_of([each.busy for each in self._apis if each is not api])
+        return _sum_of([each.busy for each in self.apis if each is not api])
 
     def share_stats(self) -> None:
         """Sends each process the same totals, and the others' current load, if they changed."""
         stats = self.stats
-        num_alive = sum(api.is_alive for api in self._apis)
-        for api in self._apis:
+        num_alive = sum(api.is_alive for api in self.apis)
+        for api in self.apis:
             busy = self._busy_of_others(api)
-            use = [each.adapters for each in self._apis if each is not api]
+            use = [each.adapters for each in self.apis if each is not api]
             news = AllStats(stats, busy, num_alive, _together(use))
             if news != api.told_stats:
                 api.told_stats = news

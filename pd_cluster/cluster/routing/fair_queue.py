@@ -85,7 +85,7 @@ class PlaceShares(NamedTuple):
 
 class FairQueue:
     def __init__(self) -> None:
-        self._clients: OrderedDict[str, Client] = OrderedDict()  # most recently seen last
+        self.clients: OrderedDict[str, Client] = OrderedDict()  # most recently seen last
         self._waiting: dict[str, Client] = {}  # those that have waiting requests
         self._num_joined = 0
         self._now_tokens = 0.0  # the counter of the client that began last: the level at which a new one begins
@@ -94,14 +94,14 @@ class FairQueue:
 
     def client(self, name: str, now_s: float) -> Client:
         """Returns the client of this name, which was seen just now."""
-        client = self._clients.get(name)
+        client = self.clients.get(name)
         if client is None:
             self._forget(now_s)
-            client = self._clients[name] = Client(name)
+            client = self.clients[name] = Client(name)
         if not client.waiting:
             client.num_served_tokens = max(client.num_served_tokens, self._least_tokens())
         client.seen_s = now_s
-        self._clients.move_to_end(name)
+        self.clients.move_to_end(name)
         return client
 
     def join(self, entry: QueueEntry) -> None:
@@ -152,7 +152,7 @@ class FairQueue:
 
     def sharing(self, now_s: float) -> PlaceShares:
         """Counts the running sequences of clients that are active or were recently."""
-        here = [each for each in self._clients.values() if not each.is_idle or now_s - each.seen_s <= RECENT_S]
+        here = [each for each in self.clients.values() if not each.is_idle or now_s - each.seen_s <= RECENT_S]
         return PlaceShares(max(1, len(here)), sum(each.num_sequences for each in here))
 
     def tokens_before(self, client: Client) -> int:
@@ -161,7 +161,7 @@ class FairQueue:
         They are all that it has sent, and for each other client the part that comes earlier by the counters.
         """
         at_tokens, least_tokens = client.num_served_tokens + client.num_tokens_ahead, self._least_tokens()
-        others = [each for each in self._clients.values() if each is not client]
+        others = [each for each in self.clients.values() if each is not client]
         before = [each.num_tokens_until(at_tokens, least_tokens) for each in others]
         return client.num_tokens_ahead + sum(before)
 
@@ -177,10 +177,10 @@ class FairQueue:
     def _forget(self, now_s: float) -> None:
         """Forgets clients that have been away for long, and the longest absent ones if there are too many."""
         forgotten: list[str] = []
-        for name, client in self._clients.items():  # the longest absent one first
-            if now_s - client.seen_s <= RECENT_S and len(self._clients) - len(forgotten) < MAX_CLIENTS:
+        for name, client in self.clients.items():  # the longest absent one first
+            if now_s - client.seen_s <= RECENT_S and len(self.clients) - len(forgotten) < MAX_CLIENTS:
                 break
             if client.is_idle:
                 forgotten.append(name)
         for name in forgotten:
-            del self._clients[name]
+            del self.clients[name]

@@ -74,7 +74,7 @@ class Router:
         choose = for_all_kinds(choose)
         self._request_timeout_s = request_timeout_s
         limits = replay or ReplayLimits()
-        self._streams: dict[str, RequestStream] = {}
+        self.streams: dict[str, RequestStream] = {}
         self._counter = itertools.count()
         self._life = secrets.token_hex(4)
         self.timelines = Timelines()
@@ -83,12 +83,12 @@ class Router:
         self.entrance = Entrance(membership, choose, self.stats, goals, limits.together_s, max_queue_s, has_priorities)
         self._dispatch = Dispatch(send, self.entrance.look, shares_workers, lambda: membership.instances)
         self._endings = Endings(
-            self._streams, self._dispatch, self.stats, self.timelines, lambda stream: self.steering.ended(stream)
+            self.streams, self._dispatch, self.stats, self.timelines, lambda stream: self.steering.ended(stream)
         )
-        self.steering = Steering(self._streams, self.entrance, self.timelines, self._endings.move)
-        self.inlet = Inlet(self._streams, self._dispatch, self.timelines, self._endings)
+        self.steering = Steering(self.streams, self.entrance, self.timelines, self._endings.move)
+        self.inlet = Inlet(self.streams, self._dispatch, self.timelines, self._endings)
         self.attempts = Attempts(
-            *(self._streams, membership, choose, limits, self.entrance, self.steering, self._dispatch),
+            *(self.streams, membership, choose, limits, self.entrance, self.steering, self._dispatch),
             *(self.stats, self.timelines),
         )
         self.on_outputs, self.on_outputs_at_once = self.inlet.add, self.inlet.add_at_once
@@ -99,7 +99,7 @@ class Router:
     @property
     def num_streams(self) -> int:
         """Counts requests that have an instance, or look for another."""
-        return len(self._streams) - self.steering.num_kept
+        return len(self.streams) - self.steering.num_kept
 
     @property
     def num_waiting(self) -> int:
@@ -259,14 +259,14 @@ class Router:
         stream = RequestStream(
             request_id, attempt, {}, order, ask, *pair, sequences, send, stats=stats, received_s=received_s
         )
-        self._streams[request_id] = stream
+        self.streams[request_id] = stream
         return stream
 
     def _finish(self, stream: RequestStream, entry: QueueEntry | None, is_first: bool) -> None:
         """Aborts the legs that have not ended by themselves, and forgets the request."""
         stream.drop_hold()
-        if is_read := self._streams.get(stream.request_id) is stream:
-            del self._streams[stream.request_id]
+        if is_read := self.streams.get(stream.request_id) is stream:
+            del self.streams[stream.request_id]
             if stream.kept is None:
                 self._dispatch.abort(stream)
             else:
@@ -292,7 +292,7 @@ class Router:
 
     async def find(self, digest: bytes) -> RecordPlace | None:
         """Returns the place of a kept stream; one that is read here ends first. Raises Overloaded, Unavailable."""
-        for stream in list(self._streams.values()):
+        for stream in list(self.streams.values()):
             if stream.kept is not None and hmac.compare_digest(stream.kept.keep.digest, digest):
                 if not stream.legs and not stream.is_finished:
                     raise Unavailable("the stream has lost its instance and looks for another; ask again")
@@ -303,7 +303,7 @@ class Router:
     def _attached(self, order: Order, place: RecordPlace, client_id: str, received_s: float | None) -> RequestStream:
         """Opens a stream at the instance that has its record. Output for an earlier reader here is dropped."""
         found, instance = place.found, place.instance
-        if (before := self._streams.get(found.request_id)) is not None:  # found by two at once
+        if (before := self.streams.get(found.request_id)) is not None:  # found by two at once
             self._endings.take(before, "")
         self.inlet.forget(found.request_id)
         arrived_s = self.stats.clock() if received_s is None else received_s
@@ -326,13 +326,13 @@ class Router:
 
     def end_all(self) -> None:
         """Ends all running requests with an error in their streams, because this process stops."""
-        for stream in self._streams.values():
+        for stream in self.streams.values():
             stream.inbox.put(GenerationError(SHUTTING_DOWN))
         self.entrance.close()
 
     def move_on(self, instance: Instance, why: str) -> None:
         """Moves every request with a leg there elsewhere, if possible. The instance lives and receives the aborts."""
-        for stream in list(self._streams.values()):
+        for stream in list(self.streams.values()):
             if any(member is instance for member in stream.legs.values()):
                 self._endings.move(stream, f"{instance.name} gave up this request: {why}")
 
@@ -340,7 +340,7 @@ class Router:
         """Moves every request with a leg there elsewhere, if possible."""
         self.entrance.lost()
         lost_s = asyncio.get_running_loop().time()
-        for stream in list(self._streams.values()):
+        for stream in list(self.streams.values()):
             for conn in [conn for conn, member in stream.legs.items() if member is instance]:
                 self._dispatch.ended(stream, conn)
                 stream.deaths.append(Death(instance.key, lost_s))

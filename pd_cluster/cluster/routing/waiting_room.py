@@ -96,7 +96,7 @@ class WaitingRoom:
         self._limit_name, self._has_priorities = limit_name, has_priorities
         self._instances, self._changed = instances, changed
         self._loop = asyncio.get_running_loop()
-        self._queue = FairQueue()
+        self.queue = FairQueue()
         self._pace = AdmissionPace(self._loop.time())
         self._leaving = Leaving()
         self._turns: dict[QueueEntry, AwaitedTurn] = {}
@@ -106,17 +106,17 @@ class WaitingRoom:
 
     @property
     def num_waiting(self) -> int:
-        return self._queue.num_waiting
+        return self.queue.num_waiting
 
     @property
     def num_tokens(self) -> int:
-        return self._queue.num_tokens
+        return self.queue.num_tokens
 
     # ---- before a request is read: only its client and rough size are known
 
     def arrives(self, name: str, num_tokens: int, patience_s: float = math.inf) -> Client:
         """Registers an arriving request; `departs` follows. Raises Overloaded when it would wait too long."""
-        client = self._queue.client(name, self._loop.time())
+        client = self.queue.client(name, self._loop.time())
         self._check(client, num_tokens, patience_s)
         client.num_arriving_tokens += num_tokens
         return client
@@ -125,7 +125,7 @@ class WaitingRoom:
         client.num_arriving_tokens -= num_tokens
 
     def _check(self, client: Client, num_tokens: int, patience_s: float) -> None:
-        queue = self._queue
+        queue = self.queue
         if not queue.num_waiting:
             return
         is_full = queue.num_waiting >= MAX_WAITING or queue.num_tokens >= MAX_WAITING_TOKENS
@@ -143,12 +143,12 @@ class WaitingRoom:
     def _begins_at_once(self, client: Client) -> bool:
         """Whether there is room for it, and no waiting request may begin."""
         may = self._who_may()
-        return may is not None and may(QueueEntry(client, 0, 1)) and self._queue.next(may) is None
+        return may is not None and may(QueueEntry(client, 0, 1)) and self.queue.next(may) is None
 
     def _expected_s(self, client: Client) -> float:
         """Returns the expected wait; 0 while the pace is not known."""
         rate = self._measured()
-        return self._queue.tokens_before(client) / rate if rate else 0.0
+        return self.queue.tokens_before(client) / rate if rate else 0.0
 
     def _limit(self, client: Client, num_tokens: int, patience_s: float) -> WaitLimit:
         """Returns the shortest of a request's limits."""
@@ -166,10 +166,10 @@ class WaitingRoom:
 
     def at_once(self, name: str, num_tokens: int, num_sequences: int, priority: int, party: Party) -> QueueEntry | None:
         """Returns the entry of a request that need not wait, as `turn` does; None: call that."""
-        if self._queue.num_waiting or self._is_beginning or (may := self._who_may()) is None:
+        if self.queue.num_waiting or self._is_beginning or (may := self._who_may()) is None:
             return None
         now_s = self._loop.time()
-        entry = QueueEntry(self._queue.client(name, now_s), num_tokens, num_sequences, priority, arrived_s=now_s)
+        entry = QueueEntry(self.queue.client(name, now_s), num_tokens, num_sequences, priority, arrived_s=now_s)
         if not may(entry):
             return None
         self._is_beginning = party.has_begun = True
@@ -195,13 +195,13 @@ class WaitingRoom:
         now_s, party = self._loop.time(), party or Party()
         if (entry := self.at_once(name, num_tokens, num_sequences, priority, party)) is not None:
             return entry
-        client = self._queue.client(name, now_s)
+        client = self.queue.client(name, now_s)
         entry = QueueEntry(client, num_tokens, num_sequences, priority, arrived_s=now_s if since_s is None else since_s)
         if not party.is_let_in:
             self._check(client, num_tokens, patience_s)
             party.is_let_in = True
         self._measured()
-        self._queue.join(entry)
+        self.queue.join(entry)
         turn: asyncio.Future[None] = self._loop.create_future()
         self._turns[entry] = AwaitedTurn(turn, party)
         limit = self._limit(client, num_tokens, patience_s)
@@ -231,7 +231,7 @@ class WaitingRoom:
 
     def ended(self, entry: QueueEntry, num_tokens: int, how: Ending = "failed") -> None:
         """Ends a request; `num_tokens` is what it took. Also to be called for one that was never sent."""
-        self._queue.end(entry, num_tokens)
+        self.queue.end(entry, num_tokens)
         if how == "failed":
             return
         now_s = self._loop.time()
@@ -241,7 +241,7 @@ class WaitingRoom:
 
     def look(self) -> None:
         """Lets the next request begin if there is room. To be called when an instance has finished some work."""
-        if not self._queue.num_waiting or self._is_beginning or (may := self._who_may()) is None:
+        if not self.queue.num_waiting or self._is_beginning or (may := self._who_may()) is None:
             return
         entry = self._next(may)
         if entry is None:
@@ -264,7 +264,7 @@ class WaitingRoom:
         """Ends all waiting requests with this error."""
         turns, self._turns = self._turns, {}
         for entry, turn in turns.items():
-            self._queue.leave(entry)
+            self.queue.leave(entry)
             if not turn.came.done():
                 turn.came.set_exception(error)
 
@@ -277,18 +277,18 @@ class WaitingRoom:
 
     def _begin(self, entry: QueueEntry, now_s: float) -> None:
         entry.begun_s = now_s
-        self._queue.begin(entry)
+        self.queue.begin(entry)
 
     def _next(self, may: Callable[[QueueEntry], bool]) -> QueueEntry | None:
         """Returns the request whose turn it is. Those before it that would be answered too late are refused."""
-        while (entry := self._queue.next(may)) is not None:
+        while (entry := self.queue.next(may)) is not None:
             now_s = self._loop.time()
             most_s = SAFE * self._leaving.most_wait_s(entry.client.leave_times, entry.num_tokens, now_s)
             turn, party = self._turns[entry]
             if turn.done() or party.has_begun or now_s - entry.arrived_s <= most_s:
                 return entry
             limit = self._limit(entry.client, entry.num_tokens, math.inf)
-            self._queue.leave(entry)
+            self.queue.leave(entry)
             del self._turns[entry]
             retry_s = _retry_s(self._expected_s(entry.client), limit.most_s)
             turn.set_exception(Overloaded(f"the server is busy: it has waited too long for {limit.name}", retry_s))
@@ -301,13 +301,13 @@ class WaitingRoom:
         turn = self._turns.pop(entry, None)
         if turn is not None:
             turn.came.cancel()
-        self._queue.leave(entry)
+        self.queue.leave(entry)
         if entry.has_begun:  # its turn had just come
             self.ended(entry, 0)
             self.begun(entry)
 
     def _measured(self) -> float:
-        self._pace.passed(self._loop.time(), waited=self._queue.num_waiting > 0)
+        self._pace.passed(self._loop.time(), waited=self.queue.num_waiting > 0)
         return self._pace.tokens_per_s
 
     def _who_may(self) -> Callable[[QueueEntry], bool] | None:
@@ -322,7 +322,7 @@ class WaitingRoom:
             return None
         if room.for_sequences and room.for_all:
             return lambda entry: True
-        others = self._queue.sharing(self._loop.time())
+        others = self.queue.sharing(self._loop.time())
         if room.for_sequences:
             return lambda entry: others.excess(entry) <= 0
         return lambda entry: others.excess(entry) < 0
@@ -330,7 +330,7 @@ class WaitingRoom:
     async def _follow(self) -> None:
         """Checks again after every news of an instance, while any request waits."""
         try:
-            while self._queue.num_waiting:
+            while self.queue.num_waiting:
                 await self._changed()
                 self.look()
         finally:

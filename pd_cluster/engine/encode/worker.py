@@ -85,22 +85,30 @@ class EncodeWorker:
     def run(self, came_round: Callable[[], None] = lambda: None) -> None:
         """Runs until `StopEngine`, or, after `StartDrain`, until nothing is left. Raises the mailbox's error."""
         try:
-            while handle_all(self.inbox, self._handle, 0.0 if self._queue else IDLE_WAIT_S):
-                came_round()
-                self._tick()
-                if self._sleep.is_due and not self._drain.has_begun and not self._queue:
-                    self._sleep.settle()
-                if self._queue:
-                    self._publish()
-                    self._encode(self._queue.popleft())
-                self._publish()
-                if self._is_closed and not self._num_waiting and self.inbox.empty():  # else it is refused first
-                    return
+            while self.turn(came_round):
+                pass
         finally:
-            for conn in list(self._pairs):
-                self._part(conn)
-            self._server.close()
-            self._forget()
+            self.close()
+
+    def turn(self, came_round: Callable[[], None] = lambda: None, wait_s: float = IDLE_WAIT_S) -> bool:
+        """Mail in, one image at most, mail out; False once the encoder has ended. Raises the mailbox's error."""
+        if not handle_all(self.inbox, self._handle, 0.0 if self._queue else wait_s):
+            return False
+        came_round()
+        self._tick()
+        if self._sleep.is_due and not self._drain.has_begun and not self._queue:
+            self._sleep.settle()
+        if self._queue:
+            self._publish()
+            self._encode(self._queue.popleft())
+        self._publish()
+        return not (self._is_closed and not self._num_waiting and self.inbox.empty())  # else it is refused first
+
+    def close(self) -> None:
+        for conn in list(self._pairs):
+            self._part(conn)
+        self._server.close()
+        self._forget()
 
     @property
     def _is_closed(self) -> bool:

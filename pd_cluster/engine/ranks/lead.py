@@ -79,7 +79,7 @@ class LeadRunner:
     """The engine's Runner: sends each step to the followers, then computes its own share."""
 
     def __init__(self, runner: ModelRunner, followers: Sequence[Channel]) -> None:
-        self._runner = runner
+        self.runner = runner
         self._followers = followers
         self.eos_token_ids = runner.eos_token_ids
         self.vocab_size = runner.vocab_size
@@ -89,43 +89,43 @@ class LeadRunner:
 
     @property
     def encoded(self) -> Encoded:
-        return self._runner.encoded
+        return self.runner.encoded
 
     def move(self, moves: Sequence[Move]) -> None:
         """Counts as a step: what lands in a block must wait, on every rank, until this has moved its content."""
         self._tell(to.Moves(list(moves)))
-        self._runner.move(moves)
+        self.runner.move(moves)
         self.progress = to.Reached(self.progress.num_steps + 1, ALL_LAYERS)
 
     def order(self, kind: LowerKind, orders: Sequence[AnyOrder]) -> None:
         """See ModelRunner; every rank carries them out with its own share of the blocks."""
         self._tell(to.TierOrders(kind, list(orders)))
-        self._runner.order(kind, orders)
+        self.runner.order(kind, orders)
 
     def close_tiers(self) -> None:
-        self._runner.close_tiers()
+        self.runner.close_tiers()
 
     def sleep(self, level: SleepLevel) -> None:
         """See ModelRunner; all ranks do it at the same time."""
         self._tell(to.Rest(level))
-        self._runner.sleep(level)
+        self.runner.sleep(level)
 
     def can_launch(self, requests: Sequence[Request]) -> bool:
-        return self._runner.can_launch(requests)
+        return self.runner.can_launch(requests)
 
     def launch(
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
     ) -> Tokens:
         """Sends the step from host to host, and tokens that the host does not know yet from device to device."""
-        step = self._runner.step_of(chunks)
+        step = self.runner.step_of(chunks)
         advance = self._begin(step, after is not None, on_layer)
-        tokens = self._runner.launch_step(step, chunks, after, advance)
+        tokens = self.runner.launch_step(step, chunks, after, advance)
         self.progress = to.Reached(self.progress.num_steps, ALL_LAYERS)
         return tokens
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> RunnerOutput:
-        step = self._runner.step_of(chunks)
-        output = self._runner.compute(step, self._begin(step, False, on_layer))
+        step = self.runner.step_of(chunks)
+        output = self.runner.compute(step, self._begin(step, False, on_layer))
         self.progress = to.Reached(self.progress.num_steps, ALL_LAYERS)
         return output
 
@@ -139,7 +139,7 @@ class LeadRunner:
         message = to.Step(rows, input_ids, blocks, is_ahead, by_layers, rope_positions, adapters, (), virtual)
         if step.images:
             for rank, follower in enumerate(self._followers, start=1):
-                parts = self._runner.sparing_pixels(step.images, rank)
+                parts = self.runner.sparing_pixels(step.images, rank)
                 follower.send(structs.replace(message, images=tuple(to.StepImage(*part) for part in parts)))
         else:
             self._tell(message)

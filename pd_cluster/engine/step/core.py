@@ -106,7 +106,7 @@ class EngineCore:
         self.begins: Begins = lambda plan: None
         self.moved: Callable[[], None] = lambda: None  # called after moves
         self.ahead = LookAhead(runner, scheduler, lambda plan: self.begins(plan))
-        self._pooler = Pooler()
+        self.pooler = Pooler()
         self._clock = clock
         scheduler.move_now = self._move
 
@@ -155,7 +155,7 @@ class EngineCore:
         logits = output.logits
         if any(request.wants_prompt_logprobs for request, _ in plan.chunks):
             logits = self._prompt_logprobs(plan, logits)
-        pooled = self._pooler.pool(plan.chunks, output.hidden_states.numpy())
+        pooled = self.pooler.pool(plan.chunks, output.hidden_states.numpy())
         ready = self.scheduler.computed(plan)
         sampling = ready
         if any(request.pooling is not None for request in ready):

@@ -26,7 +26,7 @@ class Pooler:
     """Keeps the sum of each mean that is under way: until its request has ended, or starts again."""
 
     def __init__(self) -> None:
-        self._sums: WeakKeyDictionary[Request, Doubles] = WeakKeyDictionary()
+        self.sums: WeakKeyDictionary[Request, Doubles] = WeakKeyDictionary()
 
     def pool(
         self, chunks: list[tuple[Request, int]], hidden_states: npt.NDArray[np.float32]
@@ -52,16 +52,16 @@ class Pooler:
                 pooled = self._add(request, rows)
                 if is_complete:
                     found[request] = vector_of(pooled / len(request.prompt_token_ids), pooling)
-                    del self._sums[request]
+                    del self.sums[request]
             elif is_complete:
                 found[request] = vector_of(rows[-1].astype(np.float64), pooling)
         return found
 
     def _add(self, request: Request, rows: npt.NDArray[np.float32]) -> Doubles:
         """Adds the rows to the request's sum; the first chunk starts it, also after a preemption without a swap."""
-        total = self._sums.get(request)
+        total = self.sums.get(request)
         if total is None or request.num_computed_tokens == 0:
-            total = self._sums[request] = np.zeros(rows.shape[1])
+            total = self.sums[request] = np.zeros(rows.shape[1])
         for row in rows:
             total += row
         return total

@@ -11,6 +11,7 @@ from typing import Literal
 MAX_HEAD_DIM = 256
 MAX_GROUP = 32  # query heads per KV head
 MIN_ROWS = 16  # the minimum for a matrix product
+MAX_SUMS_OF_4_WARPS = 4096  # sums of a decode tile, rows times padded head_dim: with more, four warps spill registers
 Arch = Literal[80, 90]
 
 
@@ -34,7 +35,7 @@ class AttentionConfigs:
 
 
 # (padded head_dim, bits of an element, arch) -> rows, keys, warps, stages of prefill; keys, warps, stages of decode
-# Chosen from ptxas output, not from measurements yet: no spills, at least two decode programs per multiprocessor. With
+# Chosen from ptxas output, not from measurements yet: no spills, at least eight decode warps per multiprocessor. With
 # two stages no load overlaps the computation of a tile, so they are used only where more do not fit.
 _TABLE: dict[tuple[int, int, Arch], tuple[tuple[int, int, int, int], tuple[int, int, int]]] = {
     (64, 16, 90): ((128, 64, 8, 3), (64, 4, 4)),
@@ -71,6 +72,10 @@ def configs_for(
     # Consumer GPUs, even newer than Hopper, have 99 KiB of shared memory; the table for 80 stays within that.
     arch: Arch = 90 if 9 <= compute_capability[0] <= 11 else 80
     (rows, *of_prefill), of_decode = _TABLE[max(64, padded(head_dim)), dtype_bits, arch]
+    keys, num_warps, num_stages = of_decode
+    if padded(group) * padded(head_dim) > MAX_SUMS_OF_4_WARPS:
+        num_warps = 8
     if has_codes:
-        of_prefill[0], of_decode = max(MIN_ROWS, of_prefill[0] // 2), (max(MIN_ROWS, of_decode[0] // 2), *of_decode[1:])
-    return AttentionConfigs(TileConfig(max(rows, padded(group)), *of_prefill), TileConfig(padded(group), *of_decode))
+        of_prefill[0], keys = max(MIN_ROWS, of_prefill[0] // 2), max(MIN_ROWS, keys // 2)
+    decode = TileConfig(padded(group), keys, num_warps, num_stages)
+    return AttentionConfigs(TileConfig(max(rows, padded(group)), *of_prefill), decode)

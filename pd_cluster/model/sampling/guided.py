@@ -104,14 +104,14 @@ class Guides:
         self._compiled: OrderedDict[Guide, Future[Matcher]] = OrderedDict()
         self._num_chars = 0  # of all guides
         # A guide that is being compiled, or the progress along it; rebuilt from the token ids where it is absent.
-        self._states: WeakKeyDictionary[Request, Future[Matcher] | _State] = WeakKeyDictionary()
+        self.states: WeakKeyDictionary[Request, Future[Matcher] | _State] = WeakKeyDictionary()
         self._compiling: ThreadPoolExecutor | None = None
         self._masking: ThreadPoolExecutor | None = None
 
     def prepare(self, request: Request) -> None:
         """Starts compiling the request's guide, so that it is ready when the prompt is."""
-        if request.sampling.guide is not None and request not in self._states:
-            self._states[request] = self._future(request.sampling.guide)
+        if request.sampling.guide is not None and request not in self.states:
+            self.states[request] = self._future(request.sampling.guide)
 
     def without_unready(self, chunks: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Returns the chunks without those that would choose a token before their guide is compiled.
@@ -123,7 +123,7 @@ class Guides:
             if request.sampling.guide is None:
                 continue
             self.prepare(request)
-            state = self._states[request]
+            state = self.states[request]
             if isinstance(state, Future) and not state.done() and num_tokens == request.num_behind:
                 unready[at] = state
         if not unready:
@@ -173,7 +173,7 @@ class Guides:
                 threads.shutdown(wait=False, cancel_futures=True)
         self._compiling = self._masking = self._compiler = None  # the compiler has threads, too
         self._compiled.clear()
-        self._states.clear()
+        self.states.clear()
 
     # ---- on the masks' thread
 
@@ -207,12 +207,12 @@ class Guides:
 
     def _state_of(self, request: Request) -> _State:
         """Returns the request's state. Raises GuideError if its guide did not compile."""
-        state = self._states[request]
+        state = self.states[request]
         if isinstance(state, _State):
             return state
         if (error := state.exception()) is not None:
             raise GuideError(str(error))
-        made = self._states[request] = _State(state.result())
+        made = self.states[request] = _State(state.result())
         return made
 
 

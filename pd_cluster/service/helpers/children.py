@@ -69,14 +69,14 @@ class Children:
         """`waits`: most slow jobs only wait for something, so a client with half of the slow ones begins no other."""
         self._module = module
         self._settings = settings
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._name = name
         self._started = started
         self._max_slow, self._waits = max_slow, waits
         self._resting: set[str] = set()  # clients
-        self._turns: ClientTurns[asyncio.Future[None]] = ClientTurns(MAX_CHILDREN, MAX_WAITING)
-        self._slow: list[_Job] = []
-        self._idle: list[_Child] = []
+        self.turns: ClientTurns[asyncio.Future[None]] = ClientTurns(MAX_CHILDREN, MAX_WAITING)
+        self.slow: list[_Job] = []
+        self.idle: list[JobChild] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_killed = 0
 
@@ -84,25 +84,25 @@ class Children:
         """Returns the answer's line. Raises TookTooLong, Broke, or NoRoom when no child was free in time."""
         client = current_client.get()
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 await self._place(client)
         except TimeoutError:
-            raise NoRoom(f"no {self._name} could be checked for {self._timeout_s:g} s; try again") from None
+            raise NoRoom(f"no {self._name} could be checked for {self.timeout_s:g} s; try again") from None
         job = _Job(client, line)
         self._spawn(self._run(job))
         try:
             return await asyncio.shield(job.answer)
         finally:
             job.is_wanted = False
-            if job in self._slow:
+            if job in self.slow:
                 job.fail(NoRoom(f"nobody waits for this {self._name}"))
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        while self._idle:
-            await self._idle.pop().kill()
+        while self.idle:
+            await self.idle.pop().kill()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -114,7 +114,7 @@ class Children:
     async def _place(self, client: str) -> None:
         """Waits for the client's turn. Raises NoRoom if too many of its jobs wait."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._turns.join(client, turn)
+        self.turns.join(client, turn)
         self._give_places()
         try:
             await turn
@@ -122,25 +122,25 @@ class Children:
             if turn.done() and not turn.cancelled():
                 self._leave(client)
             else:
-                self._turns.leave(client, turn)
+                self.turns.leave(client, turn)
             raise
 
     def _leave(self, client: str) -> None:
-        self._turns.ended(client)
+        self.turns.ended(client)
         self._give_places()
 
     def _give_places(self) -> None:
-        while (found := self._turns.next(self._may_begin)) is not None:
+        while (found := self.turns.next(self._may_begin)) is not None:
             client, turn = found
             if turn.done():  # its caller is leaving at this moment
-                self._turns.ended(client)
+                self.turns.ended(client)
             else:
                 turn.set_result(None)
 
     def _may_begin(self, client: str) -> bool:
         if client in self._resting:
             return False
-        return not self._waits or 2 * sum(job.client == client for job in self._slow) < self._max_slow
+        return not self._waits or 2 * sum(job.client == client for job in self.slow) < self._max_slow
 
     def _rests(self, client: str, for_s: float) -> None:
         def goes_on() -> None:
@@ -175,8 +175,8 @@ class Children:
     async def _try(self, job: _Job) -> bytes:
         """Runs a job. An idle child may have broken earlier: then a new one repeats the job."""
         # The last idle one is for a client without slow jobs: starting one takes long.
-        is_others = len(self._idle) == 1 and any(each.client == job.client for each in self._slow)
-        child = self._idle.pop() if self._idle and not is_others else None
+        is_others = len(self.idle) == 1 and any(each.client == job.client for each in self.slow)
+        child = self.idle.pop() if self.idle and not is_others else None
         if child is not None:
             with contextlib.suppress(ConnectionError, EOFError):
                 return await self._ask(child, job)
@@ -186,12 +186,12 @@ class Children:
         except (ConnectionError, EOFError):
             raise Broke(f"the process that checks a {self._name} ended") from None
 
-    async def _ask(self, child: _Child, job: _Job) -> bytes:
+    async def _ask(self, child: JobChild, job: _Job) -> bytes:
         """Runs a job; the child is idle or dead afterwards. Raises EOFError or ConnectionError when it broke."""
         answer = b""
         task = asyncio.ensure_future(child.exchange(job.line))
         try:
-            done, _ = await asyncio.wait({task}, timeout=min(QUICK_S, self._timeout_s))
+            done, _ = await asyncio.wait({task}, timeout=min(QUICK_S, self.timeout_s))
             answer = task.result() if done else await self._go_on(task, child, job)
         finally:
             task.cancel()
@@ -200,31 +200,31 @@ class Children:
             await (self._keep(child) if answer else child.kill())
         return answer
 
-    async def _go_on(self, task: asyncio.Future[bytes], child: _Child, job: _Job) -> bytes:
+    async def _go_on(self, task: asyncio.Future[bytes], child: JobChild, job: _Job) -> bytes:
         """Waits until the deadline in a place for slow jobs. Raises TookTooLong, NoRoom."""
-        left_s = self._timeout_s - QUICK_S
+        left_s = self.timeout_s - QUICK_S
         if left_s > 0.0:
             if not job.is_wanted or not self._may_be_slow(job.client):
                 self._rests(job.client, 2 * (time.monotonic() - job.begun_s))
-                raise NoRoom(f"{len(self._slow)} slow {self._name}s are being checked; try again")
-            self._slow.append(job)
+                raise NoRoom(f"{len(self.slow)} slow {self._name}s are being checked; try again")
+            self.slow.append(job)
             child.be_nice(SLOW_NICE)
             self._gives_place_up(job)
             self._spawn(self._restock())
             try:
                 await asyncio.wait({task, job.answer}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                self._slow.remove(job)
+                self.slow.remove(job)
                 self._give_places()
         if task.done():
             return task.result()
         if job.answer.done():
             raise NoRoom(f"this {self._name} is not wanted any more")
-        raise TookTooLong(f"not ready after {self._timeout_s:g} s")
+        raise TookTooLong(f"not ready after {self.timeout_s:g} s")
 
     def _may_be_slow(self, client: str) -> bool:
         """Whether there is a place for a slow job, which another client may have to give up."""
-        going_on = [job for job in self._slow if not job.answer.done()]
+        going_on = [job for job in self.slow if not job.answer.done()]
         if len(going_on) < self._max_slow:
             return True
         num_of = Counter(job.client for job in going_on)
@@ -239,18 +239,18 @@ class Children:
 
     async def _restock(self) -> None:
         """Starts a child for the next quick job in place of one that has become slow."""
-        if not self._idle:
+        if not self.idle:
             with contextlib.suppress(PdClusterError, OSError):  # the next job starts one, and hears why it cannot
                 await self._keep(await self._start())
 
-    async def _keep(self, child: _Child) -> None:
+    async def _keep(self, child: JobChild) -> None:
         """Keeps a child for a later job, unless enough are idle."""
-        if len(self._idle) < MAX_CHILDREN and child.is_quick():
-            self._idle.append(child)
+        if len(self.idle) < MAX_CHILDREN and child.is_quick():
+            self.idle.append(child)
         else:
             await child.kill()
 
-    async def _start(self) -> _Child:
+    async def _start(self) -> JobChild:
         """Starts a child that is ready for jobs."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -264,7 +264,7 @@ class Children:
             except BaseException:
                 writer.close()
                 raise
-        child = _Child(process, reader, writer)
+        child = JobChild(process, reader, writer)
         is_ready = False
         try:
             self._started(await asyncio.wait_for(child.exchange(self._settings), START_TIMEOUT_S))
@@ -293,14 +293,14 @@ class _Job:
             self.answer.exception()  # nobody may be left to hear of it
 
 
-class _Child:
+class JobChild:
     def __init__(
         self,
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        self._process = process
+        self.process = process
         self._reader = reader
         self._writer = writer
         self.be_nice(NICE)
@@ -321,7 +321,7 @@ class _Child:
 
     def be_nice(self, nice: int) -> None:
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
+            os.setpriority(os.PRIO_PROCESS, self.process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
         self._nice = nice
 
     def is_quick(self) -> bool:
@@ -329,7 +329,7 @@ class _Child:
         if self._nice == NICE:
             return True
         try:
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
+            os.setpriority(os.PRIO_PROCESS, self.process.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
         except OSError:
             return False
         self._nice = NICE
@@ -338,5 +338,5 @@ class _Child:
     async def kill(self) -> None:
         self._writer.close()
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
+            self.process.kill()
+        await self.process.wait()

@@ -100,7 +100,7 @@ class PictureIntake:
         self._options = ReadOptions.of(config.processor, "mm_processor_kwargs")
         self._budget = PixelBudget(int(config.memory_gb * GIB), config.spill_path, int(config.spill_gb * GIB))
         self._kept = KeptMedia(int(config.cache_gb * GIB))
-        self._children: dict[tuple[str, str], Children] = {}  # by kind and where they come from
+        self.children: dict[tuple[str, str], Children] = {}  # by kind and where they come from
         if vision is not None:
             try:
                 self._options.rules(vision.rules, "--mm-processor-kwargs")
@@ -112,13 +112,13 @@ class PictureIntake:
             module = "pd_cluster.service.prompts.picture_child"
             for kind, timeout_s in TIMEOUTS_S.items():
                 name = "picture" if kind == IMAGES else kind
-                self._children[kind, "given"] = Children(module, settings, timeout_s, name)
-                self._children[kind, "fetched"] = Children(
+                self.children[kind, "given"] = Children(module, settings, timeout_s, name)
+                self.children[kind, "fetched"] = Children(
                     module, settings, timeout_s, name, max_slow=MAX_FETCHING, waits=True
                 )
 
     async def close(self) -> None:
-        for children in self._children.values():
+        for children in self.children.values():
             await children.close()
 
     @property
@@ -277,7 +277,7 @@ class PictureIntake:
             is_video = source.kind == VIDEOS
             job = PictureJob(source.url, tuple(self._addresses()), is_video, source.max_frames, source.options)
             comes = "given" if source.url.startswith("data:") else "fetched"
-            answer = await self._children[source.kind, comes].ask(msgspec.json.encode(job))
+            answer = await self.children[source.kind, comes].ask(msgspec.json.encode(job))
         except TookTooLong:
             raise _refusal(source, f"not ready after {timeout_s:g} s; send a smaller one") from None
         except Broke:

@@ -1,0 +1,83 @@
+#!/bin/sh
+# Lines of the package, the benchmarks and the tests; in the tests, private accesses (outside a test's own helpers)
+# and the sites that build an engine, an LLM or a cluster.
+#
+#   sh scripts/weight.sh [--by-file]
+#
+# A private access is an attribute with one leading underscore on something other than self, cls, super() or a module
+# of tests/. --by-file lists them by file, the most first.
+
+set -eu
+root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
+python=$root/.venv/bin/python
+[ -x "$python" ] || python=python3
+exec "$python" - "$root" "$@" <<'END'
+import ast
+import sys
+from collections import Counter
+from pathlib import Path
+
+root = Path(sys.argv[1])
+BENCHMARKS = [folder for folder in (root / "benchmarks", root / "pd_cluster/lab") if folder.exists()]
+SITES = ("make_core", "LLM", "LiveCluster")
+PUBLIC = ("_replace", "_asdict", "_fields", "_make")  # methods of named tuples
+
+
+def files(*folders):
+    return [path for folder in folders for path in sorted(folder.rglob("*.py")) if "__pycache__" not in path.parts]
+
+
+def num_lines(paths):
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def own_names(tree):
+    """Names that belong to the test itself: self, cls, modules of tests/, and objects of classes in the same file."""
+    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    names = {"self", "cls", *classes}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
+            names |= {alias.asname or alias.name for alias in node.names}
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            if isinstance(called, ast.Name) and called.id in classes:
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def is_own(value, names):
+    if isinstance(value, ast.Call):
+        return isinstance(value.func, ast.Name) and value.func.id == "super"
+    return isinstance(value, ast.Name) and value.id in names
+
+
+def measure(path, private, sites):
+    tree = ast.parse(path.read_text())
+    names = own_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            if node.attr in PUBLIC:
+                continue
+            private[path.relative_to(root)] += not is_own(node.value, names)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            sites[node.func.id if isinstance(node.func, ast.Name) else node.func.attr] += 1
+
+
+tests = files(root / "tests")
+benchmarks = files(*BENCHMARKS)
+package = [path for path in files(root / "pd_cluster", root / "ranktable_tools") if path not in benchmarks]
+private, sites = Counter(), Counter()
+for path in tests:
+    measure(path, private, sites)
+for name, paths in (("package", package), ("benchmarks", benchmarks), ("tests", tests)):
+    print(f"{name:<12}{num_lines(paths):>8} lines {len(paths):>5} files")
+for folder in sorted(each for each in (root / "tests").iterdir() if each.is_dir() and files(each)):
+    print(f"  {folder.name:<10}{num_lines(files(folder)):>8} lines {len(files(folder)):>5} files")
+print(f"private accesses in tests {private.total():>6}")
+for name in SITES:
+    print(f"sites of {name + '(':<17}{sites[name]:>6}")
+if "--by-file" in sys.argv:
+    for path, count in private.most_common():
+        if count:
+            print(f"{count:>5}  {path}")
+END

@@ -45,6 +45,19 @@ def more_than(before: Counter[str]) -> Counter[str]:
     return more
 
 
+def processes_of(text: str) -> list[str]:
+    """Returns the command lines of other processes that contain `text`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        if entry.parent.name != str(os.getpid()):
+            try:
+                line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:  # it has ended
+                continue
+            found += [line] if text in line else []
+    return found
+
+
 def _is_own(entry: Path) -> bool:
     try:
         return entry.stat().st_uid == os.getuid()

@@ -76,7 +76,7 @@ def test_an_image_installs_its_extras(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "does"), [("2.11.0a0+nv26", True), ("2.13.1", True), ("2.10.2", False), ("2.14.0", False)]
+    ("version", "does"), [("2.11.0a0+nv26", True), ("2.13.1", True), ("2.10.2", False), ("2.16.0", False)]
 )
 def test_a_torch_that_fits_is_kept(version: str, does: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module = requirements()

@@ -177,12 +177,12 @@ def test_features_over_a_pair_come_in_order_and_are_checked(transport: str) -> N
                 assert isinstance(event, FeaturesRead)
                 assert event.item == number
                 assert (event.features is not None and torch.equal(event.features, features)) == is_right
+        assert not failures
         sender.put(Sealed.of(FEATURES, PLACE.checksum))
         reader.read(wire.EncodeDone(9, bytes(16), FEATURES.nbytes, 1), Shape((1, 2, 3), torch.float32))
         event = events.get(timeout=30)
         assert isinstance(event, EncoderUnreached)
         assert (event.retry, event.reason) == (True, "the encoder announces 192 bytes of features")
-        assert not failures
     finally:
         reader.close()
         sender.close()

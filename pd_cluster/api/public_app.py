@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi_offline import FastAPIOffline
+from starlette.routing import Route
 
 from pd_cluster import __version__
 from pd_cluster.api.admin.metrics import ONLY_ONE, AdapterNaming, Owner, Totals, metrics_routes
@@ -99,13 +102,21 @@ def _common_routes(entrance: Entrance, instances: list[Instance], drain: Drain) 
 
 
 def _app(service: TextService, openai: bool, http: HttpConfig) -> FastAPI:
-    """Makes the app. /openapi.json is built once, with the app; /docs shows it, without content from other hosts."""
+    """Makes the app. /openapi.json is built when first asked for; /docs shows it, without content from other hosts."""
     if not http.has_docs:
         return FastAPI(title=TITLE, openapi_url=None)
     shown = {"validatorUrl": None}  # otherwise it would be an external service
     app = FastAPIOffline(docs_url="/docs", redoc_url=None, title=TITLE, swagger_ui_parameters=shown)
-    written = document(service.names.own[0], openai, http.has_keys, service.takes_tools)
-    app.openapi = lambda: written  # type: ignore[method-assign]
+    given = (service.names.own[0], openai, http.has_keys, service.takes_tools)
+    app.openapi = functools.cache(lambda: document(*given))  # type: ignore[method-assign]
+    at = next(at for at, route in enumerate(app.router.routes) if getattr(route, "path", "") == app.openapi_url)
+    answer: Callable[[Request], Awaitable[Response]] = app.router.routes[at].endpoint  # type: ignore[attr-defined]
+
+    async def built(request: Request) -> Response:
+        await asyncio.to_thread(app.openapi)  # up to half a second, the first time
+        return await answer(request)
+
+    app.router.routes[at] = Route("/openapi.json", built, include_in_schema=False)
     return app
 
 

@@ -5,6 +5,7 @@ Imports nothing heavy at the top.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -216,6 +217,7 @@ def gpu(
 
 def main() -> None:
     """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended by SIGTERM"))  # what was started ends, too
     try:
         app(prog_name="python -m benchmarks")
     except PdClusterError as error:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pd_cluster import AsyncEngineArgs, AsyncLLMEngine, RequestOutput, RequestOutputKind, SamplingParams
-from pd_cluster.errors import Closed, RequestError
+from pd_cluster import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, RequestOutput, RequestOutputKind, SamplingParams
+from pd_cluster.errors import Closed, ConfigError, RequestError
 from tests.support.checkpoints import reference_greedy
 
 PROMPT = [5, 6, 7, 8]
@@ -143,6 +143,19 @@ def test_leaving_the_iteration_ends_the_work(engine: AsyncLLMEngine) -> None:
 def test_errors_are_raised(engine: AsyncLLMEngine, prompt: Any, params: Any, name: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         asyncio.run(outputs_of(engine, prompt, params, name))
+
+
+def test_the_tokenizer_is_transformers(engine: AsyncLLMEngine) -> None:
+    tokenizer = asyncio.run(engine.get_tokenizer())
+    outputs = asyncio.run(outputs_of(engine, "hello", GREEDY, "text"))
+    assert tokenizer("hello")["input_ids"] == outputs[-1].prompt_token_ids
+
+
+def test_arguments_are_those_of_llm(path: Path) -> None:
+    args = EngineArgs(model=str(path), max_model_len=64)
+    assert (args.max_model_len, hasattr(args, "dtype")) == (64, False)
+    with pytest.raises(ConfigError, match="max_modellen: unknown argument; did you mean max_model_len"):
+        AsyncLLMEngine.from_engine_args(EngineArgs(str(path), max_modellen=64))
 
 
 def test_a_shutdown_ends_answers(path: Path) -> None:

@@ -26,7 +26,7 @@ from pd_cluster.model.quantize.job import QuantizeJob
 from pd_cluster.model.quantize.schemes import SCHEMES
 from pd_cluster.model.stored import StoredTensor
 from pd_cluster.types import Sampling
-from tests.model.test_picture_kinds import expected_of, prompts
+from tests.model.test_picture_kinds import SETTINGS, answer_all, expected_of, prompts
 from tests.support.adapters import make_adapter, merged
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt
@@ -85,6 +85,20 @@ def test_the_same_tokens_of_two_ranks_and_over_a_split(twins: Twins, name: str) 
         with LLM(str(paddle), dtype="float32", **sizes) as llm:
             outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=params, use_tqdm=False)
         assert_all_same(own, PROMPTS, [list(each.outputs[0].token_ids) for each in outputs], 12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pictures(twins: Twins) -> None:
+    own, paddle = twins("pictures")
+    shown = prompts("ernie4_5_vl_moe")
+    expected = expected_of(own, "ernie4_5_vl_moe", shown)
+    assert answer_all(paddle, make_core(paddle, **SETTINGS, dtype="float32"), shown) == expected
+    with ranks(paddle, 2, **SETTINGS, dtype="float32") as core:
+        assert answer_all(paddle, core, shown) == expected
+    alone = make_core(paddle, language_model_only=True, num_blocks=64, dtype="float32")
+    texts = [each.token_ids for each in shown if not each.pictures]
+    assert generate(alone, texts, GREEDY) == [expected[-1]]
 
 
 @pytest.mark.slow

@@ -81,6 +81,11 @@ def test_another_architecture_is_named_with_the_nearest_supported(folder: Path, 
     assert (near.count(", "), page) == (2, f"lists all {len(SUPPORTED_MODEL_TYPES)}")
 
 
+def test_the_nearest_is_the_right_one(folder: Path) -> None:
+    make_folder(folder, model_type="qwen3_next")
+    assert "the nearest that are: qwen3" in fault(folder)
+
+
 def test_a_model_of_more_than_text_is_told_what_to_do(folder: Path) -> None:
     make_folder(folder, model_type="paligemma", text_config={"model_type": "gemma"})
     assert "'paligemma' takes more than text" in fault(folder)
@@ -298,6 +303,11 @@ def write_weights(folder: Path, tensors: dict[str, tuple[str, int]], missing_nby
         ),
         ("quant_model_description.json", {"a.weight": "W4A4"}, "a.weight 'W4A4' is not supported"),
         ("quantize_config.json", {"bits": 5}, "bits 5 is not supported; give a folder with 2, 3, 4, 8"),
+        (
+            "quantize_config.json",
+            {"quant_method": "of\nlines"},
+            r"quantized weights that are not supported ('of",
+        ),
         ("quant_config.json", {"w_bit": 3}, "bits 3 is not supported; give a folder with 4"),
         ("quant_config.json", "no JSON", "cannot be read as JSON"),
         ("quant_config.json", [], "expected a JSON object"),
@@ -314,6 +324,7 @@ def test_what_a_quantizer_left_is_refused_by_name(folder: Path, name: str, conte
         ({"quant_method": "of-next-year"}, "of-next-year"),
         ({"quant_method": "torchao"}, "torchao"),
         ({"quant_method": ["awq"]}, "['awq']"),
+        ({"load_in_4bit": True}, "bitsandbytes"),
         ({}, "without a quant_method"),
         ("awq", "without a quant_method"),
     ],
@@ -329,17 +340,30 @@ def test_a_field_of_a_quantizer_is_refused_by_name(folder: Path, field: str, val
     ("settings", "said"),
     [
         ({"quant_method": "awq", "version": "gemv_fast"}, "version 'gemv_fast' is not supported"),
+        ({"quant_method": "awq", "bits": 8}, "bits 8 is not supported"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format True is not supported"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:awq_marlin"}, "packing_format 'awq_marlin' is"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size [0, 128] is no size"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128 is no size"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24' is not supported"),
+        (w4a8({"symmetric": False}, {}), "weights.symmetric False is not supported"),
         (w4a8({}, {"strategy": "tensor"}), "input_activations.strategy 'tensor' is not"),
+        (w4a8({}, {"dynamic": False}), "input_activations.dynamic False is not supported"),
         (w4a8({}, {"num_bits": 4}), "input_activations.num_bits 4 is not supported"),
+        (w4a8({}, {}, {"num_bits": 8, "type": "int"}), "groups of int4 weights with int8 activations beside others"),
+        (w4a8({}, {}, {"num_bits": 4, "type": "int"}), "groups of int4 weights with int8 activations beside others"),
         (
             w8a8({**DYNAMIC, "symmetric": False}),
             "input_activations.symmetric of dynamic activations False is not supported; give a folder with True",
         ),
+        (w8a8({**DYNAMIC, "strategy": "tensor"}), "input_activations.strategy of dynamic activations 'tensor' is not"),
         (w8a8({**STATIC, "strategy": "channel"}), "input_activations.strategy of static activations 'channel' is not"),
+        (w8a8({**DYNAMIC, "dynamic": "local"}), "input_activations.dynamic 'local' is not supported"),
+        (w8a8({**DYNAMIC, "num_bits": 4}), "input_activations.num_bits 4 is not supported"),
         (w8a8(DYNAMIC, STATIC), "groups of int8 weights with different input_activations; give a folder with one kind"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "1 is not a scheme"),
         ({"quant_method": "compressed-tensors", "config_groups": 1}, "not the settings of compressed-tensors: "),
     ],
 )
@@ -370,6 +394,14 @@ def test_a_quantizer_s_file_is_part_of_the_identity(folder: Path) -> None:
         (folder / "quantize_config.json").write_text(json.dumps({"bits": 4, "checkpoint_format": form}))
         found.append(Checkpoint.open(str(folder)).identity)
     assert found[0] != found[1]
+
+
+def test_the_first_name_of_compressed_tensors_field(folder: Path) -> None:
+    groups = {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}
+    make_folder(folder, compression_config={"format": "pack-quantized", "config_groups": groups})
+    found = Checkpoint.open(str(folder)).quantization
+    assert found is not None
+    assert (found.method, found.kinds) == ("compressed-tensors", ("int4",))
 
 
 @pytest.mark.parametrize(

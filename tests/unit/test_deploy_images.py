@@ -70,8 +70,14 @@ def test_an_image_ends_as_a_user_who_is_not_root(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])
 def test_an_image_installs_its_extras(kind: str) -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
-        assert {kind, "otel", "gateway"} - {"cpu"} <= tomllib.load(file)["project"]["optional-dependencies"].keys()
-    wanted = {"cpu": '".[otel,gateway]"', "cuda": "requirements.py cuda otel gateway", "npu": '".[npu,otel,gateway]"'}
+        assert {kind, "otel", "gateway", "node-keys"} - {"cpu"} <= tomllib.load(file)["project"][
+            "optional-dependencies"
+        ].keys()
+    wanted = {
+        "cpu": '".[otel,gateway,node-keys]"',
+        "cuda": "requirements.py cuda otel gateway node-keys",
+        "npu": '".[npu,otel,gateway,node-keys]"',
+    }
     assert wanted[kind] in dockerfile(kind)
 
 

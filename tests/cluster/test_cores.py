@@ -21,7 +21,7 @@ FLAGS = [
     "--lend-cores=on",
     "--bind-cores=on",
     "--log-level=debug",
-    "--dead-after=1",
+    "--dead-after=6",  # a busy machine is no death
     "--heartbeat-interval=0.2",
     "--num-blocks=2048",
 ]

@@ -271,7 +271,7 @@ class Mailbox:
         connection.last_seen_s = self._clock()
         match body := envelope.body:
             case wire.Gone(reason):
-                self._connections.lose(connection, reason or "the other end has given the connection up")
+                self._connections.lose(connection, reason or wire.GIVEN_UP)
             case wire.Welcome() if not connection.is_open:
                 self._opening.welcomed(connection, body)
             case wire.Hello() | wire.Welcome():

@@ -127,6 +127,9 @@ class Welcome(Message, frozen=True):
     node_proofs: NodeProofs = ()
 
 
+GIVEN_UP = "the other end has given the connection up"  # a process that lives says so
+
+
 class Gone(Message, frozen=True):
     """The sender has given up this connection and ignores further messages on it. `reason`: "" for the usual ones."""
 

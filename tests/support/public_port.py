@@ -21,6 +21,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.entrance import Entrance
 from pd_cluster.cluster.routing.policy import least_loaded
 from pd_cluster.cluster.routing.predict import NO_GOALS
+from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.errors import Unavailable
@@ -77,7 +78,9 @@ def make_app(
     make_special_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     checkpoint = Checkpoint(folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "", folder)
-    entrance = entrance or Entrance(FakeMembership([]), least_loaded, RequestStats(), NO_GOALS, 0.0, None)
+    entrance = entrance or Entrance(
+        FakeMembership([]), least_loaded, RequestStats(), NO_GOALS, ReplayLimits(together_s=0.0), None
+    )
     membership = SimpleNamespace(instances=[])
     nobody = SimpleNamespace(
         membership=membership, stats=RequestStats(), num_streams=0, num_waiting=0, entrance=entrance, serve=_unavailable

@@ -16,6 +16,7 @@ from pd_cluster.api.gate.callers import caller_of
 from pd_cluster.cluster.routing.entrance import Entrance
 from pd_cluster.cluster.routing.policy import least_loaded
 from pd_cluster.cluster.routing.predict import NO_GOALS
+from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.errors import Overloaded
 from pd_cluster.settings.http import HttpConfig
@@ -34,7 +35,7 @@ ASKS = [
 
 
 def entrance_of(hall: Hall) -> Entrance:
-    entrance = Entrance(FakeMembership([]), least_loaded, RequestStats(), NO_GOALS, 0.0, None)
+    entrance = Entrance(FakeMembership([]), least_loaded, RequestStats(), NO_GOALS, ReplayLimits(together_s=0.0), None)
     entrance.waiting = hall.room
     return entrance
 

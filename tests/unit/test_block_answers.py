@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from pd_cluster.cluster.routing.entrance import Entrance
 from pd_cluster.cluster.routing.policy import least_loaded
 from pd_cluster.cluster.routing.predict import NO_GOALS
+from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.errors import InstanceLost, PdClusterError, Unavailable
@@ -52,7 +53,9 @@ class Script:
     def __init__(self, tokens: list[int], end: FinishReason | PdClusterError, logprobs: Logprobs | None = None) -> None:
         self.membership = SimpleNamespace(instances=[])
         self.stats, self.num_streams = RequestStats(), 0
-        self.entrance = Entrance(FakeMembership([]), least_loaded, self.stats, NO_GOALS, 0.0, None)
+        self.entrance = Entrance(
+            FakeMembership([]), least_loaded, self.stats, NO_GOALS, ReplayLimits(together_s=0.0), None
+        )
         self._tokens, self._end, self._logprobs = tokens, end, logprobs
 
     async def serve(self, order: Order, routed: Any, prompted: Any, *origin: Any) -> AsyncIterator[TokenOutput]:

@@ -9,7 +9,7 @@ from pd_cluster.net.admission import peer_key
 from pd_cluster.reports import InstanceInfo, InstanceState, Service
 from pd_cluster.types import LinkState, Role
 from pd_cluster.types.variants import short_name
-from pd_cluster.wire import Load, PeerInfo
+from pd_cluster.wire import GIVEN_UP, Load, PeerInfo
 
 OPENING = LinkState("opening")  # of links that have not been heard of
 
@@ -66,6 +66,11 @@ class Instance:
     @property
     def is_ready(self) -> bool:
         return self.state == "ready"
+
+    @property
+    def is_returning(self) -> bool:
+        """Whether its process lives, as it has said itself, and is on its way to being ready."""
+        return self.state in ("loading", "connecting") or (self.state == "unreachable" and self.reason == GIVEN_UP)
 
     @property
     def takes_requests(self) -> bool:

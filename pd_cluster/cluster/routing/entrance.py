@@ -1,7 +1,7 @@
 """How a request gets its first pair of instances.
 
 It waits for its turn where there is a waiting room; goals are checked; and if the last instance was lost just now, it
-waits a moment for one to return.
+waits a moment for one to return, or as long as a running request does while one is on its way back.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pd_cluster.cluster.members.roster import Members
 from pd_cluster.cluster.routing.fair_queue import Client, QueueEntry
 from pd_cluster.cluster.routing.policy import Pair, Policy, RoutingRequest, awaits_pair, is_served, why_unavailable
 from pd_cluster.cluster.routing.predict import Goals, check_goals, within_tpot
+from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.cluster.routing.waiting_room import Ending, Party, WaitingRoom
 from pd_cluster.errors import Overloaded, PdClusterError, Unavailable
@@ -50,12 +51,12 @@ class Entrance:
         choose: Policy,
         stats: RequestStats,
         goals: Goals,
-        together_s: float,
+        replay: ReplayLimits,
         max_queue_s: float | None,
         has_priorities: bool = False,
     ) -> None:
         self._roster = roster
-        self._choose, self._stats, self._goals, self._together_s = choose, stats, goals, together_s
+        self._choose, self._stats, self._goals, self._replay = choose, stats, goals, replay
         self._lost_s = -math.inf  # when an instance was last lost
         self._has_settled = False  # this process has begun to serve
         self._closed = asyncio.Event()  # set when this process stops: all waits end
@@ -77,13 +78,19 @@ class Entrance:
         if self._has_settled:
             return False
         instances = self._roster.instances
-        is_early = awaits_pair(instances, asyncio.get_running_loop().time(), self._together_s)
+        is_early = awaits_pair(instances, asyncio.get_running_loop().time(), self._replay.together_s)
         self._has_settled = not is_early and is_served(instances)
         return is_early
 
     @property
     def num_waiting_tokens(self) -> int:
         return self.waiting.num_tokens if self.waiting is not None else 0
+
+    @property
+    def _return_s(self) -> float:
+        """How long after a loss a request waits for instances: longer while one of them is on its way back."""
+        is_returning = any(each.is_returning and each.role != "encode" for each in self._roster.instances)
+        return self._replay.wait_s if is_returning else self._replay.together_s
 
     def lost(self) -> None:
         """Notes that an instance was lost, or none is known yet: requests that arrive soon wait a moment for one."""
@@ -92,7 +99,7 @@ class Entrance:
     async def all_are_here(self) -> None:
         """Waits for all instances, for a moment after this process has begun or one was lost; then for none."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(self._lost_s + self._together_s):
+            async with asyncio.timeout_at(self._lost_s + self._replay.together_s):
                 while not self._roster.instances or any(not each.is_ready for each in self._roster.instances):
                     await self.change()
 
@@ -145,7 +152,7 @@ class Entrance:
             except Unavailable as error:
                 if (closed := self._why_closed()) is not None:
                     raise closed from None
-                until_s = self._lost_s + self._together_s
+                until_s = self._lost_s + self._return_s
                 if is_early := self.awaits_pair:
                     until_s = max(until_s, asyncio.get_running_loop().time() + SETTLE_POLL_S)
                 try:

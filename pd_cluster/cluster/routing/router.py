@@ -80,7 +80,7 @@ class Router:
         self.timelines = Timelines()
         self.stats = RequestStats()
         self.adapters = AdapterCounts()
-        self.entrance = Entrance(membership, choose, self.stats, goals, limits.together_s, max_queue_s, has_priorities)
+        self.entrance = Entrance(membership, choose, self.stats, goals, limits, max_queue_s, has_priorities)
         self._dispatch = Dispatch(send, self.entrance.look, shares_workers, lambda: membership.instances)
         self._endings = Endings(
             self.streams, self._dispatch, self.stats, self.timelines, lambda stream: self.steering.ended(stream)

@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # until all tests are collected: it would look at a million objects that live to the end, again and again
+    gc.disable()  # until all tests are collected: it would examine a million objects that stay, again and again
     if not hasattr(config, "workerinput"):  # with xdist, only in the process that collects reports
         config.pluginmanager.register(Durations(config))
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):  # processes that run tests

@@ -15,7 +15,6 @@ from starlette.routing import Route
 from pd_cluster import __version__
 from pd_cluster.api.admin.metrics import ONLY_ONE, AdapterNaming, Owner, Totals, metrics_routes
 from pd_cluster.api.dashboard.public import PublicDashboard, PublicView, public_pages
-from pd_cluster.api.document.document import document
 from pd_cluster.api.gate.access_log import AccessLog
 from pd_cluster.api.gate.arrivals import Arrivals
 from pd_cluster.api.gate.auth import ApiKeys
@@ -108,7 +107,13 @@ def _app(service: TextService, openai: bool, http: HttpConfig) -> FastAPI:
     shown = {"validatorUrl": None}  # otherwise it would be an external service
     app = FastAPIOffline(docs_url="/docs", redoc_url=None, title=TITLE, swagger_ui_parameters=shown)
     given = (service.names.own[0], openai, http.has_keys, service.takes_tools)
-    app.openapi = functools.cache(lambda: document(*given))  # type: ignore[method-assign]
+
+    def described() -> dict[str, Any]:
+        from pd_cluster.api.document.document import document  # its models take a fifth of a scheduler's start
+
+        return document(*given)
+
+    app.openapi = functools.cache(described)  # type: ignore[method-assign]
     at = next(at for at, route in enumerate(app.router.routes) if getattr(route, "path", "") == app.openapi_url)
     answer: Callable[[Request], Awaitable[Response]] = app.router.routes[at].endpoint  # type: ignore[attr-defined]
 

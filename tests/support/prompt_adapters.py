@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,19 +45,29 @@ def variant_of(folder: Path) -> str:
     return PromptFolder.read(folder).digest
 
 
-def peft_greedy(base: Path, adapter: Path | None, prompt: list[int], num_tokens: int) -> list[int]:
-    """The greedy tokens of transformers' model with PEFT's adapter; None: without any.
-
-    Each token by a pass of its own: PEFT 0.21's `generate()` gives other positions with transformers 5.24.
-    """
+@functools.lru_cache(maxsize=16)
+def _adapted(base: Path, adapter: Path | None) -> Any:
     model = _base(base)
-    if adapter is not None:
-        model = peft.PeftModel.from_pretrained(model, adapter).eval()
-    tokens = list(prompt)
+    return model if adapter is None else peft.PeftModel.from_pretrained(model, adapter).eval()
+
+
+def peft_greedy(
+    base: Path, adapter: Path | None, prompt: list[int], num_tokens: int, guess: Sequence[int] = ()
+) -> list[int]:
+    """Returns the greedy tokens of transformers' model with PEFT's adapter; None: without any.
+
+    `guess`: what they may be. One pass over the prompt and the guess yields all tokens up to the first wrong one; each
+    further token takes a pass of its own, since PEFT 0.21's `generate()` uses other positions with transformers 5.24.
+    """
+    model, tokens = _adapted(base, adapter), list(prompt)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for _ in range(num_tokens):
-            ids = torch.tensor([tokens])
+        while (num_missing := len(prompt) + num_tokens - len(tokens)) > 0:
+            ahead = list(guess[len(tokens) - len(prompt) :][: num_missing - 1])
+            ids = torch.tensor([tokens + ahead])
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-            tokens.append(int(logits[0, -1].argmax()))
+            best = logits[0, -len(ahead) - 1 :].argmax(-1).tolist()
+            num_right = next((at for at, token in enumerate(ahead) if token != best[at]), len(ahead))
+            tokens += best[: num_right + 1]
+            guess = guess if num_right == len(ahead) else ()
     return tokens[len(prompt) :]

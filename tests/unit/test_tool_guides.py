@@ -170,7 +170,7 @@ def validator_of(schema_text: str) -> Validator:
 @pytest.mark.parametrize("parser", PARSERS)
 def test_required_calls_are_found_and_fit_their_schemas(world: World, parser: str, reasoning: str) -> None:
     form = ReplyFormat(parser, reasoning)
-    for seed in range(6):
+    for seed in range(3):
         rng = random.Random(seed)
         tools = [Tool("one", random_schema(seed)), Tool("other", random_schema(seed + 100)), Tool("add", ADDER)]
         most = rng.choice([None, 1, 3])
@@ -202,14 +202,14 @@ def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str
     guide = form.guide(TOOLS, "auto", "")
     assert guide is not None
     num_calls = 0
-    for seed in range(24):
+    for seed in range(10):
         rng = random.Random(seed)
         goals = ["</think>", "<tool_call>", "[TOOL_CALLS]", "text ", " {", '{"name"']
         calls = calls_of(parts_of(form, "auto", world.walk(guide, rng, goals)))
         must_fit([call for call in calls if call[0] == "add"], TOOLS)
         assert {name for name, _ in calls} <= {tool.name for tool in TOOLS}
         num_calls += len(calls)
-    assert num_calls >= 4
+    assert num_calls >= 2
 
 
 @pytest.mark.parametrize("parser", PARSERS[1:])
@@ -218,7 +218,7 @@ def test_an_answer_or_calls(world: World, parser: str) -> None:
     guide = form.guide(TOOLS, "auto", "", None, ANSWER)
     assert guide is not None
     kinds = set()
-    for seed in range(24):
+    for seed in range(10):
         text = world.walk(guide, random.Random(seed), ["</think>"])
         parts = parts_of(form, "auto", text)
         calls, content = calls_of(parts), content_of(parts)
@@ -409,7 +409,7 @@ def test_reasoning_is_read_as_it_was_guided(world: World) -> None:
     form = ReplyFormat("hermes", "deepseek_r1")
     guide = form.guide(TOOLS, "required", "<think>\n", 1)
     assert guide is not None
-    for seed in range(6):
+    for seed in range(3):
         text = world.walk(guide, random.Random(seed), ["</think>", "thought "])
         parts = parts_of(form, "required", text, "<think>\n")
         thought = text.partition("</think>")[0].strip(" \t\r\n").removeprefix("<think>").strip(" \t\r\n")

@@ -85,7 +85,9 @@ def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str
                 text = "".join(p.text for p in parts if isinstance(p, CallArguments) and p.index == at)
                 must_fit([(name, json.loads(text))], TOOLS)
         num_calls += len(names)
-    assert num_calls >= 4, parser
+        if num_calls >= 4 and seed >= 12:
+            return
+    raise AssertionError(f"{parser}: only {num_calls} calls")
 
 
 @pytest.fixture(scope="module")

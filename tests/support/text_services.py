@@ -17,6 +17,7 @@ from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.protocol import CompletionRequest
 from pd_cluster.service.sequence import Piece
 from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.settings.requests import ChatConfig
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
 from tests.support.playback import Playback
 
@@ -35,6 +36,7 @@ def services_in(folder: Path, rust: RustTokenizer = RUST) -> Services:
         limit: int = LIMIT,
         generation_config: dict[str, Any] | None = None,
         requires_model: bool = False,
+        chat: ChatConfig | None = None,
     ) -> Any:
         router = Playback(rust.encode(text, add_special_tokens=False).ids)
         config = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}
@@ -49,6 +51,7 @@ def services_in(folder: Path, rust: RustTokenizer = RUST) -> Services:
                 max_num_seqs=99,
                 sampling_defaults=sampling_defaults(checkpoint, "auto", {}),
                 requires_model=requires_model,
+                chat=chat or ChatConfig(),
             ),
         )
         return service, router

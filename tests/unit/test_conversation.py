@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any, get_args
 
@@ -24,6 +25,7 @@ from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 from pd_cluster.service.schema.tool_fields import NO_TOOLS, AskedTools, tools_of
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.text.chat_template import ChatTemplate, checks_none
+from tests.support.cluster import children_of
 
 HELLO = {"role": "user", "content": "hello"}
 SOURCE = (
@@ -323,11 +325,12 @@ def test_calls_at_will_need_a_parser() -> None:
 
 def with_prompts(use: Callable[[ChatPrompts], Awaitable[None]], trusts: bool = True, timeout_s: float = 20.0) -> None:
     async def run() -> None:
-        prompts = ChatPrompts.make(TEMPLATE, {"bos_token": "^"}, trusts, timeout_s)
+        prompts, before = ChatPrompts.make(TEMPLATE, {"bos_token": "^"}, trusts, timeout_s), children_of(os.getpid())
         try:
             await use(prompts)
         finally:
             await prompts.close()
+        assert children_of(os.getpid()) == before
 
     asyncio.run(asyncio.wait_for(run(), 100))
 

@@ -62,6 +62,13 @@ def test_modes_become_color(mode: str) -> None:
     assert abs(found.getpixel((3, 3))[0] - (255 if mode == "1" else 200)) < 3  # type: ignore[index]
 
 
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_gray_values_of_eight_bits_keep_their_scale(mode: str) -> None:
+    """White is 255, which still fits 8 bits."""
+    found = in_color(Pictures.new("L", (16, 16), 255).convert(mode))
+    assert found.getpixel((3, 3)) == (255, 255, 255)
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA"])
 def test_what_is_transparent_is_white(mode: str) -> None:
     clear = Pictures.new("RGBA", (16, 16), (0, 0, 0, 0)).convert(mode)

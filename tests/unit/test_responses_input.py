@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
+from pd_cluster.service.schema.responses_chat import chat_of
+from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 from pd_cluster.service.status import MAX_BODY_NBYTES
 from pd_cluster.settings.requests import ChatConfig
 from tests.support.checkpoints import TEMPLATE
@@ -60,6 +63,16 @@ def test_what_changes_nothing_is_counted_all_the_same(app: FastAPI) -> None:
     tool = {**LOOK, "async": False, "allowed_callers": ["direct"], "output_schema": {"type": "string"}}
     reasoning = {"mode": "standard", "context": "all_turns", "generate_summary": "auto"}
     assert counted(app, input="hi", tools=[tool], reasoning=reasoning, personality=None) == plain
+
+
+def test_a_conversation_is_in_order() -> None:
+    """Instructions, then the items of earlier responses, then the request's own."""
+    earlier = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "second"}]
+    request = ResponsesRequest.model_validate({"instructions": "rules", "input": "third", "model": "tiny"})
+    messages = chat_of(request, earlier, frozenset()).messages
+    assert [message.role for message in messages] == ["system", "user", "assistant", "user"]
+    texts = [json.dumps(message.content) for message in messages]
+    assert [word in text for word, text in zip(("rules", "first", "second", "third"), texts, strict=True)] == [True] * 4
 
 
 def test_a_response_needs_an_input(app: FastAPI) -> None:

@@ -7,7 +7,7 @@ import itertools
 import random
 from typing import cast
 
-from pd_cluster.cluster.routing.stream import RequestStream, TokenSequence, ask_of
+from pd_cluster.cluster.routing.stream import MAX_IN_A_ROW, Inbox, RequestStream, TokenSequence, ask_of
 from pd_cluster.types import FinishReason, Order, TokenOutput
 from tests.support.router_world import PROMPT, SAMPLING, ready, token
 
@@ -78,3 +78,24 @@ def test_tokens_told_together_leave_as_if_told_singly() -> None:
         assert [(each.position, each.token_id) for each in left] == list(enumerate(token_ids))
         assert [each.finish_reason for each in left] == [None] * 11 + ["length"]
         assert list(stream.sequences[0].token_ids) == token_ids
+
+
+def test_a_reader_of_many_ready_items_lets_others_have_their_turn() -> None:
+    async def test() -> None:
+        inbox, turns = Inbox(), 0
+        for _ in range(4 * MAX_IN_A_ROW):
+            inbox.put(None)
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while len(inbox):
+                turns += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.create_task(count_turns())
+        while len(inbox):
+            await inbox.get()
+        await other
+        assert 3 <= turns <= 6, "once in MAX_IN_A_ROW items, and not for each"
+
+    asyncio.run(test())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 import time
@@ -16,11 +17,14 @@ import pytest
 from pd_cluster.errors import RequestError
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.prompts.prompt_encoder import SHORT_NUM_CHARS
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.protocol import CompletionRequest
 from pd_cluster.service.sequence import Piece
 from pd_cluster.service.service import TextService
+from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import TokenOutput
+from tests.support.cluster import children_of
 from tests.support.text_services import LIMIT, Services, chat, completion, services_in, whole
 
 
@@ -293,3 +297,19 @@ def test_stop_strings_count_after_min_tokens(make: Services, min_tokens: int, sh
     service, _ = make("abaabab")
     (piece,) = whole(service, completion(service, "a", stop="ab", min_tokens=min_tokens))
     assert (piece.text, piece.finish_reason) == (shown, "length" if min_tokens >= 7 else "stop")
+
+
+def test_a_service_that_closes_leaves_no_process(make: Services) -> None:
+    """Templates of requests are rendered, and guides checked, in processes of their own."""
+    service, _ = make("x", chat=ChatConfig(trusts_request_templates=True))
+    before = children_of(os.getpid())
+
+    async def use() -> None:
+        fields = {"chat_template": "{{ messages[0].content }}", "structured_outputs": {"regex": "x+"}}
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": "hello"}], **fields)  # type: ignore[arg-type]
+        await service.chat(request)
+        assert len(children_of(os.getpid())) > len(before)
+        await service.close()
+
+    asyncio.run(use())
+    assert children_of(os.getpid()) == before

@@ -306,8 +306,8 @@ def test_a_service_that_closes_leaves_no_process(make: Services) -> None:
 
     async def use() -> None:
         fields = {"chat_template": "{{ messages[0].content }}", "structured_outputs": {"regex": "x+"}}
-        request = ChatCompletionRequest(messages=[{"role": "user", "content": "hello"}], **fields)  # type: ignore[arg-type]
-        await service.chat(request)
+        messages = [{"role": "user", "content": "hello"}]
+        await service.chat(ChatCompletionRequest.model_validate({"messages": messages, **fields}))
         assert len(children_of(os.getpid())) > len(before)
         await service.close()
 

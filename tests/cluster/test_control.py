@@ -154,7 +154,7 @@ def test_running_requests_end_when_it_is_paused(steered: Steered) -> None:
 
 def test_a_sleep_keeps_what_runs(steered: Steered) -> None:
     """More of this is in test_sleep.py."""
-    body = {**LONG, "return_token_ids": True}
+    body = {**LONG, "max_tokens": 800, "return_token_ids": True}
     (alone,) = Background(steered, 1, **body).end()
     kept = Background(steered, 2, **body)
     steered.wait_until("they are there", lambda: steered.load() == 2)

@@ -16,7 +16,7 @@ from tests.cluster.test_death import PROMPT, Streaming
 from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_all_same, random_prompt
 
-NUM_TOKENS = 1000
+NUM_TOKENS = 700
 FLAGS = [
     "--lend-cores=on",
     "--bind-cores=on",

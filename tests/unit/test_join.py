@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -258,33 +257,27 @@ def test_another_process_at_the_address_is_recognized() -> None:
     assert told.startswith("at 192.0.2.7:8000 answers e; give the --advertise-host")
 
 
-def test_an_operator_removes_it_and_it_may_register_again() -> None:
-    async def test() -> None:
-        registry = Registry()
-        instance = registry.joined()
-        instance.num_outstanding = 1
-        registry.world.elastic.remove("d", force=True)
-        assert registry.join("c2", "d@2") == "d is leaving by an operator's command; start it when it has left"
-        registry.world.elastic.tick()
-        assert "d" in registry.names(), "it is not empty yet"
-        instance.num_outstanding = 0
-        registry.world.elastic.tick()
-        assert "d" not in registry.names()
-        assert registry.answers()[-1] == ("c1", "an operator has removed d")
-        assert registry.join("c3", "d@3") == ""
-
-    asyncio.run(test())
+async def test_an_operator_removes_it_and_it_may_register_again() -> None:
+    registry = Registry()
+    instance = registry.joined()
+    instance.num_outstanding = 1
+    registry.world.elastic.remove("d", force=True)
+    assert registry.join("c2", "d@2") == "d is leaving by an operator's command; start it when it has left"
+    registry.world.elastic.tick()
+    assert "d" in registry.names(), "it is not empty yet"
+    instance.num_outstanding = 0
+    registry.world.elastic.tick()
+    assert "d" not in registry.names()
+    assert registry.answers()[-1] == ("c1", "an operator has removed d")
+    assert registry.join("c3", "d@3") == ""
 
 
-def test_the_table_decides_about_its_own_entries_only() -> None:
-    async def test() -> None:
-        registry = Registry()
-        assert registry.join(host="127.0.0.1", device_ids=["10"]) == "", "the devices of prefill-0"
-        assert await registry.world.elastic.reload() == "nobody joins, nobody leaves"
-        registry.world.place = replace(registry.world.place, table=ElasticWorld(1, 0).place.table)
-        assert await registry.world.elastic.reload() == "nobody joins, decode-0 leaves"
-        assert "d" in registry.names()
-        with pytest.raises(InstanceNotFound, match="has no d; it has prefill-0"):
-            await registry.world.elastic.add("d", 8000)
-
-    asyncio.run(test())
+async def test_the_table_decides_about_its_own_entries_only() -> None:
+    registry = Registry()
+    assert registry.join(host="127.0.0.1", device_ids=["10"]) == "", "the devices of prefill-0"
+    assert await registry.world.elastic.reload() == "nobody joins, nobody leaves"
+    registry.world.place = replace(registry.world.place, table=ElasticWorld(1, 0).place.table)
+    assert await registry.world.elastic.reload() == "nobody joins, decode-0 leaves"
+    assert "d" in registry.names()
+    with pytest.raises(InstanceNotFound, match="has no d; it has prefill-0"):
+        await registry.world.elastic.add("d", 8000)

@@ -273,15 +273,11 @@ def test_it_lies_under_the_prefix_of_a_proxy(tmp_path: Path, strips: bool) -> No
     world.run(use)
 
 
-def test_without_the_flag_there_is_none(tmp_path: Path) -> None:
+async def test_without_the_flag_there_is_none(tmp_path: Path) -> None:
     app, _ = make_app(tmp_path)
-
-    async def test() -> None:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HOST) as client:
-            for path in ("/dashboard", "/dashboard/", "/dashboard/api/session"):
-                assert (await client.get(path)).status_code == 404
-
-    asyncio.run(test())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HOST) as client:
+        for path in ("/dashboard", "/dashboard/", "/dashboard/api/session"):
+            assert (await client.get(path)).status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.model.batch import OnLayer
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.copies import Copies
-from pd_cluster.transport.events import Drained, Landed
+from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault
 from pd_cluster.transport.guard import Opener
-from pd_cluster.transport.landing import Lander, Landing
+from pd_cluster.transport.landing import Lander
 from pd_cluster.types import Leg, Order, Request, Sampling, Status, TokenOutput
 from tests.support.handoff_ahead import AheadWorld
 from tests.support.handoff_rest import RestingWorld
@@ -172,13 +172,17 @@ def drained_while_copies_are_under_way(self: Lander, transfer_id: str) -> Draine
     return Drained(transfer_id)
 
 
-land_end = Lander._land_end
+land = Lander.land
 
 
-def landed_while_copies_are_under_way(self: Lander, end: wire.KVEnd, landing: Landing) -> Landed:
-    copies, self._receiver.copies = self._receiver.copies, Copies(CPU)
+def landed_while_copies_are_under_way(
+    self: Lander, sequence: int, header: wire.KVChunk | wire.KVEnd
+) -> Arrived | Landed | LandFault | None:
+    copies = self._receiver.copies
+    if isinstance(header, wire.KVEnd):
+        self._receiver.copies = Copies(CPU)
     try:
-        return land_end(self, end, landing)
+        return land(self, sequence, header)
     finally:
         self._receiver.copies = copies
 
@@ -198,7 +202,7 @@ MUTATIONS: list[tuple[type, str, Callable[..., None]]] = [
     (Held, "take", confirmed_without_taking_it_out),
     (Opener, "_reason_to_drop", replays_are_opened),
     (Lander, "forget", drained_while_copies_are_under_way),
-    (Lander, "_land_end", landed_while_copies_are_under_way),
+    (Lander, "land", landed_while_copies_are_under_way),
     (Exports, "expire", expiry_revokes_what_was_handed_over),
     (Imports, "num_on_their_way", who_has_no_room_comes_by_itself),
 ]

@@ -39,7 +39,8 @@ from pd_cluster.net.nodes import Nodes, check_own
 from pd_cluster.net.opening import MOST_LINES, PERIOD_S, Opening
 from pd_cluster.net.sockets import KeyPair
 from pd_cluster.settings.config import Credentials
-from tests.unit.test_node_keys import SCHEDULER, SECRET, command
+from tests.support.mail import SCHEDULER, SECRET
+from tests.unit.test_node_keys import command
 
 PEER, OWN = "decode-0@7", "scheduler@1"
 

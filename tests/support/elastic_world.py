@@ -15,21 +15,8 @@ from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import LinkState
 from ranktable_tools import generate
-from tests.support.router_world import FakeMailbox, info_of
-
-
-class Wires(FakeMailbox):
-    table = b""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.closed: list[str] = []
-
-    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
-        return f"to-{name}"
-
-    def disconnect(self, conn: str) -> None:
-        self.closed.append(conn)
+from tests.support.mail import RecordedMail
+from tests.support.router_world import info_of
 
 
 def place_of(num_prefill: int = 2, num_decode: int = 2) -> Place:
@@ -48,7 +35,7 @@ class ElasticWorld:
 
     def __init__(self, num_prefill: int = 2, num_decode: int = 2) -> None:
         self.now_s = 0.0
-        self.mailbox = Wires()
+        self.mailbox = RecordedMail()
         place = place_of(num_prefill, num_decode)
         instances = instances_of(place, list(range(1, num_prefill + num_decode + 1)))
         self.membership = Membership(place, instances, self.mailbox, Timeouts(), "model")

@@ -27,6 +27,7 @@ from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import LegEnd, Order, Role, Sampling
+from tests.support.mail import RecordedMail
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 16
@@ -34,32 +35,23 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, planes=keys_and_values(8), block
 CONN = "scheduler-conn"
 
 
-class Post:
+class Post(RecordedMail):
     """Keeps what the worker sends to its scheduler."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.tokens: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self.ended: list[LegEnd] = []
         self.messages: list[tuple[str, wire.Outputs]] = []
-        self.num_beats = 0
-        self.num_beats_at_once = 0
 
-    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
+    def connect(self, *_: object) -> str:
         raise AssertionError("nobody to connect to")
-
-    def disconnect(self, conn: str) -> None: ...
-
-    def beat(self) -> None:
-        self.num_beats_at_once += 1
-
-    def beat_soon(self) -> None:
-        self.num_beats += 1
 
     def send(self, conn: str, body: wire.Body) -> None:
         if isinstance(body, wire.CacheKeys):
             return
         assert isinstance(body, wire.Outputs)
-        wire.encode_body(body)
+        super().send(conn, body)
         self.messages.append((conn, body))
         assert conn == CONN or not (body.tokens or body.prompts)
         self.ended += body.ended

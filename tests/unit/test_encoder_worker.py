@@ -21,7 +21,8 @@ from pd_cluster.engine.encode.worker import MOST_WAITING, EncodeWorker
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain
 from pd_cluster.transport.features import Sealed, fetch
 from pd_cluster.types import Image
-from tests.support.encoder_values import FEATURES, OPENING, PLACE, SHAPE, TERMS, UP, A, B, Post
+from tests.support.encoder_values import FEATURES, OPENING, PLACE, SHAPE, TERMS, UP, A, B
+from tests.support.mail import RecordedMail
 
 
 class Tower:
@@ -41,7 +42,7 @@ class Encoder:
         self.now_s = 0.0
         self.addresses: list[str] = []  # of the server that gives features
         self.num_loads = 0  # of the tower, after sleep
-        self.post, self.tower, inbox = Post(), Tower(), queue.SimpleQueue[Event]()
+        self.post, self.tower, inbox = RecordedMail(), Tower(), queue.SimpleQueue[Event]()
         tower: Any = self.tower
         self.worker = EncodeWorker(tower, TERMS, self.post, inbox, num_kept_tokens, 30.0, self.load, lambda: self.now_s)
 

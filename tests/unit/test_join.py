@@ -17,7 +17,7 @@ from pd_cluster.net.nodes import NODE_REFUSED
 from pd_cluster.reports import InstanceInfo
 from tests.support.elastic_world import ElasticWorld
 from tests.support.joining_worker import JOIN, REACH_S
-from tests.support.router_world import FakeMailbox
+from tests.support.mail import RecordedMail
 
 
 class Registry:
@@ -26,7 +26,7 @@ class Registry:
     def __init__(self) -> None:
         self.world = ElasticWorld(1, 1)
         self.now_s = 0.0
-        self.mail = FakeMailbox()
+        self.mail = RecordedMail()
         self.registrar = Registrar(self.world.membership, self.mail.send, REACH_S, lambda: self.now_s)
 
     def join(self, conn: str = "c1", peer: str = "d@1", **changes: Any) -> str:

@@ -15,7 +15,7 @@ from pd_cluster.cluster.members.joining import FIRST_BACKOFF_S
 from pd_cluster.cluster.members.registrar import ELSEWHERE, Registrar
 from pd_cluster.errors import ConfigError
 from tests.support.joining_worker import JOIN, REACH_S, TIMES, Seeker
-from tests.support.router_world import FakeMailbox
+from tests.support.mail import RecordedMail
 from tests.support.shared_schedulers import LEASE_S, Two
 
 ADMITTED = wire.JoinAnswer()
@@ -27,7 +27,7 @@ class Admitting(Two):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.waited_s = 0.0  # the registrars' clock, beside that of the lease
-        self.mail = [FakeMailbox(), FakeMailbox()]
+        self.mail = [RecordedMail(), RecordedMail()]
         self.schedulers = [self.one, self.other]
         self.registrars = [
             Registrar(each.world.membership, mail.send, REACH_S, lambda: self.waited_s)
@@ -222,8 +222,8 @@ def answer_elsewhere(seeker: Seeker, *hosts: str) -> str:
     conn = seeker.joining.conn
     seeker.joining.on_opened(conn)
     seeker.joining.on_answer(conn, ELSEWHERE.problem, True)
-    assert (seeker.joining.state, seeker.lines.dropped[-1]) == ("seeking", conn)
-    return seeker.lines.opened[-1][0]
+    assert (seeker.joining.state, seeker.lines.closed[-1]) == ("seeking", conn)
+    return seeker.tried[-1][0]
 
 
 @pytest.mark.parametrize("order", [("10.0.0.1", "10.0.0.2", "10.0.0.3"), ("10.0.0.3", "10.0.0.1", "10.0.0.2")])
@@ -251,7 +251,7 @@ def test_a_registered_one_that_is_sent_on_seeks_the_owner() -> None:
     conn = seeker.register()
     seeker.joining.on_answer(conn, ELSEWHERE.problem, True)
     assert seeker.joining.state == "seeking"
-    assert seeker.lines.dropped == [conn]
+    assert seeker.lines.closed == [conn]
     seeker.now_s += FIRST_BACKOFF_S
     assert answer_elsewhere(seeker, "10.0.0.1", "10.0.0.2") == "10.0.0.2", "the next one"
 

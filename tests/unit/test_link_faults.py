@@ -28,6 +28,7 @@ from pd_cluster.transport.local import LocalReceiver
 from pd_cluster.transport.one_sided import PoolAddress
 from pd_cluster.transport.receiving import Incoming, Probe, ReceiveThread
 from pd_cluster.transport.shm import PoolServer, ShmReceiver
+from tests.support.mail import RecordedMail
 from tests.support.transports import (
     CHECKSUM,
     KEY,
@@ -266,18 +267,15 @@ def test_frames_that_are_dropped_buy_no_time() -> None:
     assert time.monotonic() - started_s < WAIT_S
 
 
-class Post:
+class Post(RecordedMail):
+    """Its mail is waited for: it comes from links' threads."""
+
     def __init__(self) -> None:
-        self.sent: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
+        super().__init__()
+        self.queue: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
 
-    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
-        raise AssertionError
-
-    def disconnect(self, conn: str) -> None: ...
-    def beat(self) -> None: ...
-    def beat_soon(self) -> None: ...
     def send(self, conn: str, body: wire.Body) -> None:
-        self.sent.put(body)
+        self.queue.put(body)
 
 
 NO_OFFERS = wire.LaneOffer(offers=[], probe_seed=0)
@@ -299,7 +297,7 @@ def test_a_link_that_goes_down_acknowledges_drains_first() -> None:
     opened = wire.LinkOpen("l", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [NO_OFFERS])
     links._down = lambda conn, reason: links.forget(conn, "t")
     links.on_open("c", "prefill-0@1", opened, is_told=True)
-    assert isinstance(post.sent.get(timeout=WAIT_S), wire.LinkRefused)
+    assert isinstance(post.queue.get(timeout=WAIT_S), wire.LinkRefused)
     links.on_down("c", "cut")
     assert events.get(timeout=WAIT_S) == Drained("t")
 
@@ -308,7 +306,7 @@ def test_a_peer_that_is_not_known_yet_may_come_again() -> None:
     links, post, _, _ = make_in_links(random_pool(2))
     opened = wire.LinkOpen("l", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [NO_OFFERS])
     links.on_open("c", "prefill-0@1", opened, is_told=False)
-    refused = post.sent.get(timeout=WAIT_S)
+    refused = post.queue.get(timeout=WAIT_S)
     assert isinstance(refused, wire.LinkRefused)
     assert (refused.retry, refused.reason) == (True, "the scheduler has not told d@1 of prefill-0@1")
     assert not links.is_open("c")

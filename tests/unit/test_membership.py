@@ -19,7 +19,8 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.settings.timeouts import Timeouts
 from ranktable_tools import Server
 from ranktable_tools.tables import server_group
-from tests.support.elastic_world import Wires, place_of
+from tests.support.elastic_world import place_of
+from tests.support.mail import RecordedMail
 from tests.support.router_world import info_of
 
 
@@ -52,7 +53,7 @@ def test_a_name_is_asked_for_again_before_every_call(monkeypatch: pytest.MonkeyP
     async def watch() -> list[str]:
         place = place_with("pod-0")
         instances = instances_of(place, [1, 2])
-        membership = Membership(place, instances, Wires(), Timeouts(), "model")
+        membership = Membership(place, instances, RecordedMail(), Timeouts(), "model")
         reasons = []
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
             for address in ("", "192.0.2.1", "192.0.2.2"):
@@ -102,7 +103,7 @@ def test_an_answer_of_any_kind_ends_nothing_but_its_instance(head: str, part: by
         timeouts = Timeouts(connect_timeout_s=0.5) if not part else Timeouts()
         async with server, httpx.AsyncClient(timeout=timeouts.connect_timeout_s, trust_env=False) as client:
             instance = Instance("e", "decode", "127.0.0.1", server.sockets[0].getsockname()[1], ["0"], True)
-            membership = Membership(place_of(1, 1), [instance], Wires(), timeouts, "model")
+            membership = Membership(place_of(1, 1), [instance], RecordedMail(), timeouts, "model")
             await membership.ask(instance, client)
         return instance.reason
 
@@ -125,7 +126,7 @@ def test_a_stranger_at_a_port_fails_one_instance() -> None:
             return httpx.Response(200, stream=httpx.ByteStream(msgspec.json.encode(info)))
 
         instances = instances_of(place, [1, 2, 3])
-        membership = Membership(place, instances, Wires(), Timeouts(), "model")
+        membership = Membership(place, instances, RecordedMail(), Timeouts(), "model")
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
             for instance in instances:
                 await membership.ask(instance, client)

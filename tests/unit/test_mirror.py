@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from collections.abc import Coroutine
 from typing import Any, cast
 
 import msgspec
@@ -29,25 +28,13 @@ from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.logs import Logs
 from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.settings.timeouts import Timeouts
-from tests.support.router_world import WAIT_S, info_of
-
-
-class FakeMailbox:
-    def __init__(self) -> None:
-        self.opened: list[tuple[str, int]] = []
-        self.closed: list[str] = []
-
-    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
-        self.opened.append((name, epoch))
-        return f"{name}@{epoch}#{len(self.opened)}"
-
-    def disconnect(self, conn: str) -> None:
-        self.closed.append(conn)
+from tests.support.mail import RecordedMail
+from tests.support.router_world import info_of
 
 
 class World:
     def __init__(self) -> None:
-        self.mailbox = FakeMailbox()
+        self.mailbox = RecordedMail(is_numbered=True)
         self.lost: list[str] = []
         self.moved: list[str] = []
         self.mirror = Mirror(self.mailbox)
@@ -67,6 +54,10 @@ class World:
     def states(self) -> dict[str, str]:
         return {instance.name: instance.shown_state for instance in self.mirror.instances}
 
+    def lives(self) -> list[tuple[str, int]]:
+        """The name and the epoch of every life to which a connection was opened."""
+        return [(name, epoch) for name, epoch, *_ in self.mailbox.opened]
+
     def conn(self, name: str) -> str:
         return next(instance.conn for instance in self.mirror.instances if instance.name == name)
 
@@ -79,15 +70,11 @@ def view(name: str, epoch: int = 1, state: Any = "ready", **more: Any) -> Instan
     )
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, WAIT_S))
-
-
 async def test_ready_is_who_is_ready_for_the_scheduler_and_connected_here() -> None:
     world = World()
     world.hear(view("prefill-0"), view("decode-0", state="loading"))
     assert world.states() == {"prefill-0": "connecting", "decode-0": "loading"}
-    assert world.mailbox.opened == [("prefill-0", 1)]
+    assert world.lives() == [("prefill-0", 1)]
     world.mirror.on_opened(world.conn("prefill-0"))
     world.hear(view("prefill-0"), view("decode-0"))
     assert world.states() == {"prefill-0": "ready", "decode-0": "connecting"}
@@ -95,7 +82,7 @@ async def test_ready_is_who_is_ready_for_the_scheduler_and_connected_here() -> N
     assert world.states()["prefill-0"] == "unreachable"
     world.hear(view("prefill-0"), view("decode-0"))  # the scheduler's own connection had failed, not this one
     assert world.states()["prefill-0"] == "ready"
-    assert world.mailbox.opened == [("prefill-0", 1), ("decode-0", 1)]
+    assert world.lives() == [("prefill-0", 1), ("decode-0", 1)]
     assert world.lost == []
 
 
@@ -107,7 +94,7 @@ async def test_a_lost_connection_is_tried_again_while_the_scheduler_sees_the_ins
     assert world.states() == {"decode-0": "unreachable"}
     assert world.lost == ["decode-0"]
     world.hear(view("decode-0"))
-    assert world.mailbox.opened == [("decode-0", 1)] * 2
+    assert world.lives() == [("decode-0", 1)] * 2
 
 
 @pytest.mark.parametrize(("is_draining", "said"), [(True, "it stopped, as it had said: closed"), (False, "closed")])
@@ -161,7 +148,7 @@ async def test_a_new_life_ends_the_old_one() -> None:
     world.mirror.on_opened(old)
     world.hear(view("decode-0", epoch=2))
     assert (world.lost, world.mailbox.closed) == (["decode-0"], [old])
-    assert world.mailbox.opened[-1] == ("decode-0", 2)
+    assert world.lives()[-1] == ("decode-0", 2)
     world.mirror.on_opened(world.conn("decode-0"))
     assert world.states() == {"decode-0": "ready"}
     assert world.mirror.instances[0].epoch == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,9 +22,10 @@ class Scheduler:
         self.world = ElasticWorld()
         self.fence = Fence()
         self.wall_s = 0.0
+        self.store = LeaseFolder(folder / "lease")
         self.shared = SharedMembership(
             f"scheduler-{index}@{index + 1}",
-            LeaseFolder(folder / "lease"),
+            self.store,
             self.world.membership,
             self.world.elastic,
             self,
@@ -39,6 +41,13 @@ class Scheduler:
 
     async def look(self) -> None:
         await self.shared._look()
+
+    async def stop(self) -> None:
+        """Lets go of the lease, as at the end of its process."""
+        running = asyncio.create_task(self.shared.run())
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait((running,))
 
     @property
     def orders(self) -> list[wire.Peers]:

@@ -33,8 +33,8 @@ ASKS = [
 ]
 
 
-def entrance_of(hall: Hall) -> Entrance:
-    entrance = Entrance(FakeMembership([]), least_loaded, RequestStats(), NO_GOALS, 0.0, None)
+def entrance_of(hall: Hall, stats: RequestStats | None = None) -> Entrance:
+    entrance = Entrance(FakeMembership([]), least_loaded, stats or RequestStats(), NO_GOALS, 0.0, None)
     entrance.waiting = hall.room
     return entrance
 
@@ -43,9 +43,8 @@ def entrance_of(hall: Hall) -> Entrance:
 async def test_what_would_wait_too_long_is_refused_before_its_body_is_read(
     tmp_path: Path, openai: bool, path: str, body: dict[str, Any]
 ) -> None:
-    hall = Hall(max_wait_s=2.0)
-    entrance = entrance_of(hall)
-    app, _ = make_app(tmp_path, HttpConfig(api_keys=("full", "free")), openai, entrance=entrance)
+    hall, stats = Hall(max_wait_s=2.0), RequestStats()
+    app, _ = make_app(tmp_path, HttpConfig(api_keys=("full", "free")), openai, entrance=entrance_of(hall, stats))
     hall.close()
     tasks = await hall.waiting(3, _client("full"), 100)
     hall.measured(100)
@@ -60,7 +59,7 @@ async def test_what_would_wait_too_long_is_refused_before_its_body_is_read(
     assert "a wait of 3 s is expected, too much for the 2 s of --max-queue-time" in error["message"]
     assert free.status == 503  # it was read, and nobody serves
     assert free.num_received
-    assert entrance._stats.snapshot().counters["refused_queue"] == 1
+    assert stats.snapshot().counters["refused_queue"] == 1
     hall.open()
     await asyncio.gather(*tasks)
 
@@ -141,7 +140,7 @@ def test_bodies_share_a_budget_and_nobody_has_all_of_it() -> None:
     budget.take("guest", 10 * MEGABYTE)
     for client, nbytes in (("guest", 35), ("third", 12)):
         budget.give_back(client, nbytes * MEGABYTE)
-    assert (budget.taken_nbytes, budget._of) == (0, {})
+    assert [budget.taken_nbytes, *map(budget.of, ("hog", "guest", "third"))] == [0] * 4
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from pd_cluster.cluster.members.elastic import Tables
 from pd_cluster.cluster.members.place import Place
 from pd_cluster.errors import ConfigError, InstanceNotFound, Refused
 from pd_cluster.settings.config import Credentials
@@ -101,6 +100,6 @@ async def test_a_faulty_table_is_one_line() -> None:
     def read() -> Place:
         raise ConfigError("table.json: line 1: found '{', expected more")
 
-    world.elastic._tables = Tables(read, lambda place: None, lambda place: world.credentials)
+    world.read_place = read
     with pytest.raises(Refused, match=r"^table.json: line 1: found '{', expected more; nothing has changed$"):
         await world.elastic.reload()

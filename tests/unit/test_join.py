@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -248,13 +249,19 @@ def test_a_worker_that_fails_by_itself_says_why_itself() -> None:
     assert registry.answers() == [("c1", "")]
 
 
-def test_another_process_at_the_address_is_recognized() -> None:
+async def test_another_process_at_the_address_is_recognized() -> None:
     registry = Registry()
     instance = registry.joined()
-    membership = registry.world.membership
-    assert membership._misplaced(instance, info_of(instance, device_ids=["7"], server_ip="192.0.2.9")) == ""
-    told = membership._misplaced(instance, info_of(instance, name="e"))
-    assert told.startswith("at 192.0.2.7:8000 answers e; give the --advertise-host")
+    for told, changes in (("", {"server_ip": "192.0.2.9"}), ("at 192.0.2.7:8000 answers e; give", {"name": "e"})):
+        info = info_of(instance, device_ids=["7"], public_key=bytes(wire.KEY_NBYTES), **changes)
+        transport = httpx.MockTransport(
+            lambda _, data=msgspec.json.encode(info): httpx.Response(200, stream=httpx.ByteStream(data))
+        )
+        async with httpx.AsyncClient(transport=transport) as client:
+            await registry.world.membership.ask(instance, client)
+        assert instance.state == ("failed" if told else "connecting")
+        assert instance.reason.startswith(told)
+        assert told or not instance.reason
 
 
 async def test_an_operator_removes_it_and_it_may_register_again() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.api.gate.error_answers import error_response
+from pd_cluster.cluster.routing import stream as stream_module
 from pd_cluster.cluster.routing.predict import Goals
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.errors import GenerationError, Overloaded, Unavailable
@@ -64,8 +65,10 @@ async def test_a_router_that_has_just_begun_waits_for_its_instances() -> None:
 
 
 @pytest.mark.parametrize("why", ["fault", "deadline", "unread"])
-def test_a_request_that_fails_leaves_nothing_for_the_collector(why: str) -> None:
+def test_a_request_that_fails_leaves_nothing_for_the_collector(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exception knows the frames that it came through; none of them may know the exception."""
+    monkeypatch.setattr(stream_module, "MAX_UNREAD_TOKENS", 0)
+    monkeypatch.setattr(stream_module, "MAX_UNREAD_STEPS", 0)
 
     async def test() -> None:
         world = World(request_timeout_s=0.2 if why == "deadline" else 0.0)
@@ -74,9 +77,10 @@ def test_a_request_that_fails_leaves_nothing_for_the_collector(why: str) -> None
             world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "the request's own"))
         with contextlib.suppress(GenerationError):
             if why == "unread":
-                world.outputs("to-prefill-0", token(rid, 0))
+                world.outputs("to-prefill-0", token(rid, 0), *(token(rid, at) for at in range(1, 4)))
                 await first
-                world.router._endings.give_up(world.router.streams[rid])
+                world.outputs("to-decode-0", token(rid, 1))
+                world.outputs("to-decode-0", token(rid, 2))
                 await anext(serving)
             await first
         assert world.router.num_streams == 0

@@ -133,7 +133,7 @@ async def test_a_write_that_another_program_got_ahead_of_is_made_again_at_once(
 ) -> None:
     two = Two(tmp_path)
     await two.begin()
-    store, refused = two.one.shared._store, [True]
+    store, refused = two.one.store, [True]
     write = store.write
     monkeypatch.setattr(store, "write", lambda record: not (refused and refused.pop()) and write(record))
     two.now_s += LEASE_S / 2
@@ -172,7 +172,7 @@ async def test_the_lease_is_let_go_after_a_write_that_is_under_way(
     two = Two(tmp_path)
     await two.begin()
     shared, begun, goes_on = two.one.shared, threading.Event(), threading.Event()
-    write, written = shared._store.write, list[str]()
+    write, written = two.one.store.write, list[str]()
 
     def slowly(record: LeaseRecord) -> bool:
         begun.set()
@@ -180,7 +180,7 @@ async def test_the_lease_is_let_go_after_a_write_that_is_under_way(
         written.append(record.holder)
         return write(record)
 
-    monkeypatch.setattr(shared._store, "write", slowly)
+    monkeypatch.setattr(two.one.store, "write", slowly)
     monkeypatch.setattr("pd_cluster.cluster.members.shared.CALL_PART", 0.01 if is_slow else 5.0)
     two.now_s += LEASE_S / 2
     running = asyncio.create_task(shared.run())
@@ -216,7 +216,7 @@ async def test_the_first_look_waits_for_all_instances_and_takes_over_the_wishes_
     await two.begin()
     two.one.world.elastic.drain("decode-1", timeout_s=7.0)
     await two.one.look()
-    await two.one.shared._release()
+    await two.one.stop()
     new = Scheduler(tmp_path, 2, lambda: two.now_s)
     new.world["decode-0"].state = "connecting"
     await new.look()
@@ -254,11 +254,15 @@ def test_a_single_scheduler_says_how_workers_of_several_follow_it(caplog: pytest
     assert "start the workers again" in told.getMessage()
 
 
-def test_others_have_longer_to_hear_where_leases_are_longer(tmp_path: Path) -> None:
+async def test_others_have_longer_to_hear_where_leases_are_longer(tmp_path: Path) -> None:
     two = Two(tmp_path)
+    await two.begin()
     assert two.one.shared.settle_s == 0.5
     two.one.shared.ownership.duration_s = 15.0
     assert two.one.shared.settle_s == 4.5
     world = two.one.world
-    assert not world.elastic._is_settled(world["decode-1"], world["decode-1"].drain_deadline_s + 4.4)
-    assert world.elastic._is_settled(world["decode-1"], world["decode-1"].drain_deadline_s + 4.5)
+    world.elastic.change_role("decode-1", "prefill")
+    for now_s, role in ((4.4, "decode"), (4.5, "prefill")):
+        world.now_s = now_s
+        world.elastic.tick()
+        assert world["decode-1"].role == role

@@ -18,7 +18,6 @@ from pd_cluster.cluster.routing.waiting_room import (
     SAFE,
     AdmissionPace,
     Party,
-    WaitingRoom,
 )
 from pd_cluster.errors import GenerationError, Overloaded
 from tests.support.hall import FULL, Hall, fill, pair
@@ -334,8 +333,7 @@ async def test_when_the_first_prompt_of_a_request_has_begun_the_others_wait_long
 
 
 async def test_where_there_are_priorities_nobody_is_refused_for_what_comes_after_him() -> None:
-    hall = Hall(max_wait_s=1.0)
-    hall.room = WaitingRoom(1.0, lambda: hall.instances, hall._changed, has_priorities=True)
+    hall = Hall(max_wait_s=1.0, has_priorities=True)
     hall.close()
     tasks = await hall.waiting(10, num_tokens=1000)
     hall.measured(10)

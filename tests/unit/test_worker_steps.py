@@ -218,17 +218,15 @@ def test_a_worker_that_sleeps_closes_at_once_and_is_not_woken() -> None:
 def test_heartbeats_hear_at_once_that_nothing_runs_any_more() -> None:
     world = World()
     world.submit("r", PROMPT, sampling(1))
-    ends, monotonic_s = [], 0.0
+    ends = []
 
     def came_round() -> None:
-        nonlocal monotonic_s
-        monotonic_s += 1e-6  # far less than what a load may be old
+        world.now_s += 1e-6  # far less than what a load may be old
         if not world.worker.legs.sequences and world.worker.core.num_steps:
             ends.append(world.worker.load.num_running)
             if len(ends) == 2:
                 world.inbox.put(StopEngine())
 
-    world.worker._clock = lambda: monotonic_s
     world.worker.run(came_round)
     assert ends[-1] == 0
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -358,7 +359,9 @@ def test_the_end_is_told_to_a_watch_whose_status_is_on_its_way(monkeypatch: pyte
 
     async def statuses(service: str) -> list[int]:
         picker, found = Picker(reported()), list[int]()
-        async for each in picker._watch(HealthCheckRequest(service=service), None):
+        call = SimpleNamespace(method="/grpc.health.v1.Health/Watch", invocation_metadata=())
+        watch = picker.handlers[1].service(call).unary_stream
+        async for each in watch(HealthCheckRequest(service=service), None):
             found.append(int(each.status))
             picker.is_ending = True
         return found

@@ -72,6 +72,10 @@ def info_of(instance: Instance, **changes: Any) -> InstanceInfo:
     return msgspec.structs.replace(info, **changes)
 
 
+def answering(answer: httpx.Response) -> httpx.MockTransport:
+    return httpx.MockTransport(lambda request: answer)
+
+
 def test_a_worker_is_listed_behind_the_table_s() -> None:
     registry = Registry()
     assert registry.join() == ""
@@ -254,10 +258,8 @@ async def test_another_process_at_the_address_is_recognized() -> None:
     instance = registry.joined()
     for told, changes in (("", {"server_ip": "192.0.2.9"}), ("at 192.0.2.7:8000 answers e; give", {"name": "e"})):
         info = info_of(instance, device_ids=["7"], public_key=bytes(wire.KEY_NBYTES), **changes)
-        transport = httpx.MockTransport(
-            lambda _, data=msgspec.json.encode(info): httpx.Response(200, stream=httpx.ByteStream(data))
-        )
-        async with httpx.AsyncClient(transport=transport) as client:
+        answer = httpx.Response(200, stream=httpx.ByteStream(msgspec.json.encode(info)))
+        async with httpx.AsyncClient(transport=answering(answer)) as client:
             await registry.world.membership.ask(instance, client)
         assert instance.state == ("failed" if told else "connecting")
         assert instance.reason.startswith(told)

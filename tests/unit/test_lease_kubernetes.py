@@ -397,20 +397,3 @@ def test_no_two_own_membership_over_the_api_server_in_many_orders(api: Api) -> N
     assert refused > 5
     owners, _ = explore(api, range(30_000, 30_100), removals=0.5)
     assert owners > 100
-
-
-def overwrites(self: KubernetesLease, record: LeaseRecord) -> bool:
-    """Replaces whatever is there."""
-    with_current = self.read().version
-    del with_current
-    self._version = record.version - 1
-    return write_of(self, record)
-
-
-write_of = KubernetesLease.write
-
-
-def test_the_random_orders_notice_a_client_without_preconditions(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KubernetesLease, "write", overwrites)
-    with pytest.raises((AssertionError, KeyError)):
-        explore(api, range(20))

@@ -98,6 +98,16 @@ class World:
         """Returns where one sequence, or the whole request, was aborted."""
         return sorted(conn for conn, body in self.mailbox.of(wire.Abort) if body.index == index)
 
+    async def leave(
+        self, serving: AsyncGenerator[TokenOutput, None], waiting: asyncio.Task[TokenOutput] | None = None
+    ) -> None:
+        """Closes the iterator, whose next token may be waited for; nothing of any request is left then."""
+        if waiting is not None:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        await serving.aclose()
+        self.assert_home()
+
     def assert_home(self) -> None:
         assert self.router.num_streams == 0
         assert [(i.num_outstanding, i.outstanding_tokens) for i in self.instances] == [(0, 0)] * 4

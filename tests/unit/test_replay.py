@@ -123,10 +123,7 @@ async def test_a_fault_of_the_pair_avoids_the_pair() -> None:
     world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "the link is down", is_fault=True))
     submits = await next_attempt(world, 1)
     assert set(submits) != {"to-prefill-0", "to-decode-0"}
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    await serving.aclose()
-    world.assert_home()
+    await world.leave(serving, first)
 
 
 async def test_without_any_prefill_instance_decode_instances_prefill() -> None:
@@ -156,8 +153,7 @@ async def test_how_many_deaths_a_request_may_meet(apart: bool) -> None:
         world.lose(conn.removeprefix("to-"))
     with pytest.raises(InstanceLost, match=rf"was lost .* number {most} of the instances"):
         await first
-    await serving.aclose()
-    world.assert_home()
+    await world.leave(serving)
 
 
 @pytest.mark.parametrize("is_same_life", [True, False], ids=["it had paused", "it had died"])
@@ -181,8 +177,7 @@ async def test_losses_after_which_the_same_life_is_back_never_count(is_same_life
         conn = next(iter(await next_attempt(world, 12)))
         world.outputs(conn, token(rid, 0, 9, "length", attempt=12), ended=LegEnd(rid, 12))
         assert (await first).token_id == 9
-    await serving.aclose()
-    world.assert_home()
+    await world.leave(serving)
 
 
 async def test_a_server_that_stops_ends_what_waits_for_an_instance() -> None:
@@ -243,8 +238,7 @@ async def test_after_two_deaths_it_goes_only_where_somebody_has_been_heard_of() 
     assert list(await next_attempt(world, 2)) == ["to-decode-1"]
     world.outputs("to-decode-1", token(rid, 0, 4, "length", attempt=2), ended=LegEnd(rid, 2))
     assert (await first).token_id == 4
-    await serving.aclose()
-    world.assert_home()
+    await world.leave(serving)
 
 
 async def test_both_instances_of_a_request_die_at_once() -> None:
@@ -276,8 +270,7 @@ async def test_how_often_it_is_tried_again(max_attempts: int) -> None:
     with pytest.raises(GenerationError, match="the link is down"):
         await first
     assert world.mailbox.of(wire.Submit)[-1][1].attempt == max_attempts
-    await serving.aclose()
-    world.assert_home()
+    await world.leave(serving)
 
 
 async def test_it_waits_for_somebody_to_come_back() -> None:
@@ -299,8 +292,7 @@ async def test_it_waits_for_somebody_to_come_back() -> None:
     assert (conn, submit.leg) == ("to-prefill-0", "hybrid")
     world.outputs(conn, token(rid, 0, 3, "length", attempt=1))
     assert (await first).token_id == 3
-    await serving.aclose()
-    world.assert_home()
+    await world.leave(serving)
 
 
 async def test_it_does_not_wait_for_ever() -> None:
@@ -311,8 +303,7 @@ async def test_it_does_not_wait_for_ever() -> None:
     world.lose("prefill-0")
     with pytest.raises(GenerationError, match="prefill-0 was lost"):
         await first
-    await serving.aclose()
-    world.assert_home()
+    await world.leave(serving)
 
 
 async def test_a_new_request_waits_a_moment_when_everybody_was_lost_just_now() -> None:

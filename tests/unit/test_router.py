@@ -12,7 +12,7 @@ from pd_cluster import wire
 from pd_cluster.cluster.routing import stream as stream_module
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.errors import DeadlineExceeded, GenerationError, Unavailable
-from pd_cluster.types import LegEnd, Sampling
+from pd_cluster.types import LegEnd, Order, Sampling
 from tests.support.router_world import PROMPT, SAMPLING, World, rest_of, run, token
 
 # ---- Router.serve
@@ -20,19 +20,15 @@ from tests.support.router_world import PROMPT, SAMPLING, World, rest_of, run, to
 
 async def test_both_legs_get_the_request_and_each_other() -> None:
     world = World()
-    serving, first, request_id = await world.begin()
+    serving, first, request_id = await world.begin(priority=-3, batch="b", cache_salt="mine")
     (p_conn, p), (d_conn, d) = world.mailbox.of(wire.Submit)
     assert (p_conn, d_conn) == ("to-prefill-0", "to-decode-0")
     assert (p.leg, d.leg) == ("prefill", "decode")
     assert (p.peer, d.peer) == (world.instances[2].key, world.instances[0].key)
     assert p.request_id == d.request_id == request_id
     assert p.transfer_id == d.transfer_id
-    assert p.order.prompt_token_ids == d.order.prompt_token_ids == PROMPT
-    assert p.order.sampling == d.order.sampling == SAMPLING
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    await serving.aclose()
-    world.assert_home()
+    assert p.order == d.order == Order(PROMPT, SAMPLING, priority=-3, batch="b", cache_salt="mine")
+    await world.leave(serving, first)
 
 
 async def test_the_next_request_goes_to_the_others() -> None:
@@ -42,11 +38,11 @@ async def test_the_next_request_goes_to_the_others() -> None:
     assert conns == [f"to-{name}" for i in (0, 1, 0) for name in (f"prefill-{i}", f"decode-{i}")]
     assert len({request_id for *_, request_id in begun}) == 3
     assert len({body.transfer_id for _, body in world.mailbox.of(wire.Submit)}) == 3
-    for serving, first, _ in begun:
+    for serving, first, _ in begun[1:]:
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await serving.aclose()
-    world.assert_home()
+    await world.leave(*begun[0][:2])
 
 
 async def test_a_whole_life() -> None:
@@ -193,8 +189,7 @@ async def test_mail_of_others_changes_nothing() -> None:
     assert [(i.num_outstanding, i.outstanding_tokens) for i in world.instances] == before
     world.outputs("to-prefill-0", token(rid, 0, 9, finish="length"))
     assert (await first).token_id == 9
-    await serving.aclose()
-    world.assert_home()
+    await world.leave(serving)
 
 
 async def test_nobody_there_is_unavailable_and_counts_nothing() -> None:

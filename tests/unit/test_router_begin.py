@@ -37,13 +37,6 @@ async def test_what_would_be_too_late_is_refused_before_anything_is_sent() -> No
     first.cancel()
 
 
-async def test_a_priority_goes_with_both_legs() -> None:
-    world = World()
-    _, first, _ = await world.begin(priority=-3)
-    assert [submit.order.priority for _, submit in world.mailbox.of(wire.Submit)] == [-3, -3]
-    first.cancel()
-
-
 async def test_a_router_that_has_just_begun_waits_for_its_instances() -> None:
     world = World()
     for instance in world.instances:

@@ -91,17 +91,6 @@ async def test_stopping_all_ends_the_request() -> None:
     world.assert_home()
 
 
-async def test_workers_are_told_which_batch_an_answer_is_of() -> None:
-    world = World()
-    serving, first, request_id = await world.begin(batch="b")
-    assert [submit.order.batch for _, submit in world.mailbox.of(wire.Submit)] == ["b", "b"]
-    world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
-    world.outputs(world.router.streams[request_id].decode.conn, token(request_id, 0, finish="length"))
-    await first
-    await rest_of(serving)
-    world.assert_home()
-
-
 async def test_who_gathers_is_woken_for_the_last_token_or_for_many() -> None:
     world = World()
     serving, first, request_id = await world.begin(gathers=True)
@@ -177,8 +166,7 @@ async def test_the_prompt_is_told_once_and_before_any_token() -> None:
     """D may be faster; its tokens wait for what P has to say."""
     world = World()
     told: list[PromptOutput] = []
-    serving, first, rid = await world.begin(prompted=told.append, cache_salt="mine")
-    assert [body.order.cache_salt for _, body in world.mailbox.of(wire.Submit)] == ["mine", "mine"]
+    serving, first, rid = await world.begin(prompted=told.append)
     world.outputs("to-decode-0", token(rid, 0), token(rid, 1))
     for _ in range(5):
         await asyncio.sleep(0)
@@ -199,5 +187,4 @@ async def test_without_p_nobody_waits_for_it() -> None:
     world.outputs("to-decode-0", token(rid, 0))
     world.outputs("to-prefill-0", ended=LegEnd(rid, 0))
     assert (await first).position == 0
-    await serving.aclose()
-    world.assert_home()
+    await world.leave(serving)

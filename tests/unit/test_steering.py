@@ -46,8 +46,7 @@ async def test_it_goes_on_after_its_tokens() -> None:
     for instance in world.instances:
         world.outputs(instance.conn, token(request_id, 1, finish="length", attempt=1))
     assert (await following).position == 1
-    await serving.aclose()
-    world.assert_home()
+    await world.leave(serving)
     assert world.router.num_waiting == 0
 
 
@@ -64,8 +63,7 @@ async def test_a_reader_that_comes_late_goes_on_at_once() -> None:
         await asyncio.sleep(0)
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
-    await serving.aclose()
-    world.assert_home()
+    await world.leave(serving)
 
 
 async def test_one_that_looks_for_an_instance_is_kept_too() -> None:

@@ -13,7 +13,6 @@ from pd_cluster.engine.handover.events import (
     ConnClosed,
     Mail,
 )
-from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.step.beams import are_first_tokens
 from pd_cluster.engine.step.core import StepResult
 from pd_cluster.engine.step.limits import EngineLimits
@@ -23,7 +22,6 @@ from pd_cluster.numerics import Numerics
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide, Leg, Order, Request, Resumed, Sampling
 from tests.support.toy_model import VOCAB_SIZE, generate_alone
 from tests.support.worker_world import (
-    BLOCK_SIZE,
     CONN,
     LAYOUT,
     NUM_BLOCKS,
@@ -129,10 +127,7 @@ def test_sequences_go_on_after_what_was_told_elsewhere(lens: dict[int, int]) -> 
     """Some have ended elsewhere and are not sent; for some nothing was reported yet."""
     world = World()
     expected = generate_alone(PROMPT, sampling())
-    resumed = [Resumed(index, expected[index][:num_told]) for index, num_told in lens.items()]
-    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling()), 0.0, resumed))
-    for index, num_told in lens.items():
-        world.post.tokens["r"][index] = list(expected[index][:num_told])
+    world.resume("r", Order(PROMPT, sampling()), {index: expected[index][:num] for index, num in lens.items()})
     world.run()
     assert dict(world.post.tokens["r"]) == {index: expected[index] for index in lens}
     world.assert_home()
@@ -146,10 +141,7 @@ def test_sequences_that_go_on_do_not_take_each_others_blocks(seed: int) -> None:
     params = sampling(max_tokens=24, seed=seed)
     expected = generate_alone(prompt, params)
     told = {index: expected[index][: rng.choice([1, 9, 15, rng.randrange(24)])] for index in range(3)}
-    resumed = [Resumed(index, token_ids) for index, token_ids in told.items()]
-    gathers = rng.random() < 0.5
-    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", Order(prompt, params, gathers=gathers), 0.0, resumed))
-    world.post.tokens["r"].update({index: list(token_ids) for index, token_ids in told.items()})
+    world.resume("r", Order(prompt, params, gathers=rng.random() < 0.5), told)
     world.run()
     assert found(world, "r") == expected
     world.assert_home()
@@ -159,10 +151,7 @@ def test_sequences_that_go_on_do_not_take_each_others_blocks(seed: int) -> None:
 def test_one_of_the_sequences_that_go_on_is_aborted(num_steps: int) -> None:
     world = World()
     expected = generate_alone(PROMPT, sampling())
-    resumed = [Resumed(index, expected[index][:2]) for index in range(3)]
-    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling()), 0.0, resumed))
-    for index in range(3):
-        world.post.tokens["r"][index] = list(expected[index][:2])
+    world.resume("r", Order(PROMPT, sampling()), {index: expected[index][:2] for index in range(3)})
     for _ in range(num_steps):
         world.step()
     world.mail(wire.Abort("r", 1, 1))
@@ -226,30 +215,23 @@ def test_aborted_beams_leave_nothing(num_steps: int) -> None:
 def test_candidates_are_handed_over_and_not_told(monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
     """A search of one token ends where the prompt was computed."""
     world = World()
-    worker, links = world.worker, world.worker.handover.out_links
-    ends: list[wire.KVEnd] = []
-    sent: list[wire.Body] = []
-    monkeypatch.setattr(links, "link_to", lambda peer: "link")
-    monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20))
-    monkeypatch.setattr(links, "send", lambda conn, body: sent.append(body))
-    monkeypatch.setattr(links, "ship", lambda *_: None)
-    monkeypatch.setattr(links, "ship_end", lambda conn, end: ends.append(end))
+    shipped = world.take_links(monkeypatch)
     params = beams(3, max_tokens=max_tokens)
     world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, params), 0.0))
     world.step()
     if max_tokens > 1:
         world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", 0)))
-        worker.handover.credits.put(("link", wire.Credit("r", 0)))
+        world.worker.handover.credits.put(("link", wire.Credit("r", 0)))
         world.step()
         assert not world.post.tokens
-        (end,) = ends
+        (end,) = shipped.ends
         assert are_first_tokens(Request("r", Order(PROMPT, params)), end.first_tokens, VOCAB_SIZE)
         world.mail(wire.Abort("r", 0))
         world.step()
     else:
         assert found(world, "r") == generate_alone(PROMPT, params)
-        assert not ends
-    assert sent[-1] == wire.Revoke("r")
+        assert not shipped.ends
+    assert shipped.sent[-1] == wire.Revoke("r")
     world.assert_home()
 
 

@@ -17,7 +17,7 @@ from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS
 from pd_cluster.engine.tiers import EngineTiers
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.lower_tier import LowerTier
-from pd_cluster.types import LegEnd, Order, Request, Resumed
+from pd_cluster.types import LegEnd, Order, Request
 from tests.support.toy_model import generate_alone
 from tests.support.worker_world import (
     BLOCK_SIZE,
@@ -50,9 +50,7 @@ def test_after_the_first_many_tokens_are_told_together(n: int, monkeypatch: pyte
 def test_a_sequence_that_goes_on_is_told_from_there() -> None:
     world = World()
     (expected,) = generate_alone(PROMPT, sampling(1))
-    resumed = [Resumed(0, expected[:3])]
-    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling(1), gathers=True), 0.0, resumed))
-    world.post.tokens["r"][0] = expected[:3]
+    world.resume("r", Order(PROMPT, sampling(1), gathers=True), {0: expected[:3]})
     world.run()
     assert found(world, "r")[0] == expected
     assert positions_told(world) == [[3, 4, 5, 6, 7]]

@@ -17,7 +17,6 @@ from pd_cluster.engine.handover.events import (
     StartDrain,
     StopEngine,
 )
-from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.step.patience import Patience
 from pd_cluster.engine.worker import Worker
 from pd_cluster.model.batch import RunnerOutput
@@ -234,21 +233,13 @@ def test_heartbeats_hear_at_once_that_nothing_runs_any_more() -> None:
 def test_layers_leave_before_the_step_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A credit that arrives during the step counts, too; layers already sent are not sent again."""
     world = World()
-    worker, links = world.worker, world.worker.handover.out_links
-    runner = MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
+    worker, shipped, runner = world.worker, world.take_links(monkeypatch), MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
     worker.core.runner, runner.worker = runner, worker
-    shipped: list[tuple[wire.KVPiece, int]] = []
-    ends: list[wire.KVEnd] = []
-    monkeypatch.setattr(links, "link_to", lambda peer: "link")
-    monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20))
-    monkeypatch.setattr(links, "send", lambda conn, body: None)
-    monkeypatch.setattr(links, "ship", lambda conn, tid, index, piece: shipped.append((piece, worker.core.num_steps)))
-    monkeypatch.setattr(links, "ship_end", lambda conn, end: ends.append(end))
     world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, sampling(n=1)), 0.0))
     world.step()
     (request,) = worker.core.scheduler.requests.values()
-    assert shipped == [(wire.KVPiece(0, 5, 0, 1, request.block_table), 0)], "not while the step ran"
-    assert [end.num_chunks for end in ends] == [1]
+    assert shipped.pieces == [(wire.KVPiece(0, 5, 0, 1, request.block_table), 0)], "not while the step ran"
+    assert [end.num_chunks for end in shipped.ends] == [1]
     assert worker.handover.exports.held.take("link", "r")
     world.worker.inbox.put(HandedOver("link", "r"))
     world.step()
@@ -258,20 +249,15 @@ def test_layers_leave_before_the_step_has_ended(monkeypatch: pytest.MonkeyPatch)
 def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends its request, whose blocks the step still writes."""
     world = World()
-    worker, links = world.worker, world.worker.handover.out_links
-    runner = MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
+    worker, shipped, runner = world.worker, world.take_links(monkeypatch), MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
     worker.core.runner, runner.worker, runner.credit = runner, worker, wire.Credit("r", 3)
-    sent: list[wire.Body] = []
-    monkeypatch.setattr(links, "link_to", lambda peer: "link")
-    monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20))
-    monkeypatch.setattr(links, "send", lambda conn, body: sent.append(body))
     world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, sampling(n=1)), 0.0))
     world.step()
     assert worker.core.scheduler.requests, "it was ended under the running step"
     world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", 3)))
     world.step()
     assert [end.error for end in world.post.ended] == ["decode-0@2 wants KV cache from token 3 on"]
-    assert sent[-1] == wire.Revoke("r")
+    assert shipped.sent[-1] == wire.Revoke("r")
     world.assert_home()
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from pd_cluster import wire
 from pd_cluster.engine.drain import CLOSES_AFTER_S
@@ -83,7 +83,7 @@ def small() -> Any:
 
 def test_an_image_is_computed_once_and_offered_each_time(encoder: Encoder) -> None:
     ask = wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)
-    step(encoder, OPEN, mail(ask), mail(replace_struct(ask, item=2)))
+    step(encoder, OPEN, mail(ask), mail(replace(ask, item=2)))
     (answer,) = encoder.post.take(wire.EncoderAnswer)
     one, other = encoder.post.take(wire.EncodeDone)
     assert (one.item, other.item, one.checksum) == (1, 2, other.checksum)
@@ -97,24 +97,18 @@ def test_an_image_is_computed_once_and_offered_each_time(encoder: Encoder) -> No
     assert load.links == {"prefill-0@1": UP}
 
 
-def replace_struct(ask: wire.Encode, **changes: Any) -> wire.Encode:
-    return wire.Encode(**{**{name: getattr(ask, name) for name in ask.__struct_fields__}, **changes})
-
-
 def test_what_is_refused(encoder: Encoder) -> None:
     ask = wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)
     step(encoder, mail(ask))
     assert encoder.post.sent == [], "nobody who has not opened is answered"
-    step(
-        encoder, OPEN, mail(replace_struct(ask, image=Image(3, 2, b"pp"))), mail(replace_struct(ask, image=Image(2, 2)))
-    )
+    step(encoder, OPEN, mail(replace(ask, image=Image(3, 2, b"pp"))), mail(replace(ask, image=Image(2, 2))))
     assert [each.reason for each in encoder.post.take(wire.EncodeFailed)] == ["too many rows", "it came without pixels"]
-    put(encoder, *(mail(replace_struct(ask, item=at)) for at in range(MOST_WAITING + 1)))
+    put(encoder, *(mail(replace(ask, item=at)) for at in range(MOST_WAITING + 1)))
     step(encoder, ConnClosed("p", "prefill-0@1", "gone"))
     (full,) = encoder.post.take(wire.EncodeFailed)
     assert full == wire.EncodeFailed(MOST_WAITING, f"{MOST_WAITING} images wait at the encoder")
     assert encoder.tower.num_encoded == 0
-    other = mail(msgspec.structs.replace(OPENING, model_identity="another"), "q")
+    other = mail(replace(OPENING, model_identity="another"), "q")
     step(encoder, other)
     assert "another model" in encoder.post.take(wire.EncoderAnswer)[-1].problem
 

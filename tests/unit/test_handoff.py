@@ -174,20 +174,15 @@ def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> Non
     assert not len(exports)
 
 
-def landing(sampling: Sampling | None = None, clock: Callable[[], float] = lambda: 0.0) -> tuple[Imports, Recorder]:
-    world = Recorder()
-    scheduler = StepScheduler(BlockPool(8), 4, 4, 16)
-    imports = Imports(
-        scheduler,
-        world,
-        world.end,
-        world.join,
-        clock,
-        Timeouts(),
-        growth_tokens=4,
-        vocab_size=100,
-    )
+def submitted(sampling: Sampling | None = None, clock: Callable[[], float] = lambda: 0.0) -> tuple[Imports, Recorder]:
+    world, scheduler = Recorder(), StepScheduler(BlockPool(8), 4, 4, 16)
+    imports = Imports(scheduler, world, world.end, world.join, clock, Timeouts(), growth_tokens=4, vocab_size=100)
     imports.submit(make_request("decode", sampling))
+    return imports, world
+
+
+def landing(sampling: Sampling | None = None, clock: Callable[[], float] = lambda: 0.0) -> tuple[Imports, Recorder]:
+    imports, world = submitted(sampling, clock)
     imports.on_offer("c", wire.Offer("t", 8))
     imports.credit()
     return imports, world
@@ -272,11 +267,7 @@ def test_what_lands_is_known_by_the_precision_of_its_link() -> None:
 
 
 def test_an_offer_of_another_instance_than_the_one_expected_is_ignored() -> None:
-    world = Recorder()
-    imports = Imports(
-        StepScheduler(BlockPool(8), 4, 4, 16), world, world.end, lambda r, s, t: None, lambda: 0.0, Timeouts(), 4, 100
-    )
-    imports.submit(make_request("decode"))
+    imports, world = submitted()
     imports.on_offer("c", wire.Offer("t", 8), "another@1")
     imports.credit()
     assert not world.sent
@@ -295,10 +286,7 @@ def test_a_transfer_is_not_submitted_twice() -> None:
 
 
 def test_an_offer_of_another_length_is_refused() -> None:
-    world = Recorder()
-    scheduler = StepScheduler(BlockPool(8), 4, 4, 16)
-    fresh = Imports(scheduler, world, world.end, lambda r, s, t: None, lambda: 0.0, Timeouts(), 4, 100)
-    fresh.submit(make_request("decode"))
-    fresh.on_offer("c", wire.Offer("t", 2**60))
+    imports, world = submitted()
+    imports.on_offer("c", wire.Offer("t", 2**60))
     assert world.ended == [f"offered {2**60} tokens for a prompt of 8"]
-    assert not len(fresh)
+    assert not len(imports)

@@ -204,8 +204,8 @@ async def over_mailboxes(secret: bytes, pinned: bytes) -> tuple[str, str]:
     return found
 
 
-def test_a_worker_registers_and_leaves_over_loopback() -> None:
-    assert asyncio.run(over_mailboxes(b"s" * 32, SCHEDULER.public)) == ("d", "192.0.2.7")
+async def test_a_worker_registers_and_leaves_over_loopback() -> None:
+    assert await over_mailboxes(b"s" * 32, SCHEDULER.public) == ("d", "192.0.2.7")
 
 
 @pytest.mark.parametrize(
@@ -216,6 +216,6 @@ def test_a_worker_registers_and_leaves_over_loopback() -> None:
     ],
     ids=["another secret", "another scheduler"],
 )
-def test_a_stranger_is_not_heard(secret: bytes, pinned: bytes, told: str) -> None:
+async def test_a_stranger_is_not_heard(secret: bytes, pinned: bytes, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        asyncio.run(over_mailboxes(secret, pinned))
+        await over_mailboxes(secret, pinned)

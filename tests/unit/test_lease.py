@@ -105,14 +105,20 @@ def look(own: Ownership, store: lease.LeaseStore, members: Sequence[Listed] = ()
         own.wrote(wanted, store.write(wanted))
 
 
-def test_another_takes_over_within_the_lease_and_keeps_the_list(tmp_path: Path) -> None:
-    clock, store = Clock(), LeaseFolder(tmp_path / "lease")
+def owned(folder: Path) -> tuple[Clock, LeaseFolder, Ownership, Ownership]:
+    """A record that the first of two owns."""
+    clock, store = Clock(), LeaseFolder(folder / "lease")
     one, other = (Ownership(name, DURATION_S, clock) for name in ("scheduler-0@1", "scheduler-1@2"))
     look(one, store, [MEMBER])
     assert one.term_now is None, "one that knows of a list may be about to write it"
     clock.now_s += DURATION_S
     look(one, store, [MEMBER])
     look(other, store)
+    return clock, store, one, other
+
+
+def test_another_takes_over_within_the_lease_and_keeps_the_list(tmp_path: Path) -> None:
+    clock, store, one, other = owned(tmp_path)
     assert (one.term_now, other.term_now) == (1, None)
     clock.now_s += 0.5
     look(one, store, [MEMBER])  # renews
@@ -130,13 +136,7 @@ def test_another_takes_over_within_the_lease_and_keeps_the_list(tmp_path: Path) 
 
 
 def test_one_that_ends_lets_go_at_once(tmp_path: Path) -> None:
-    clock, store = Clock(), LeaseFolder(tmp_path / "lease")
-    one, other = (Ownership(name, DURATION_S, clock) for name in ("scheduler-0@1", "scheduler-1@2"))
-    look(one, store, [MEMBER])
-    assert one.term_now is None, "one that knows of a list may be about to write it"
-    clock.now_s += DURATION_S
-    look(one, store, [MEMBER])
-    look(other, store)
+    _, store, one, other = owned(tmp_path)
     released = one.released()
     assert released is not None
     assert store.write(released)

@@ -19,7 +19,6 @@ from pd_cluster.service.resumption import Ticket
 from pd_cluster.types import LegEnd, Order, PromptOutput, Sampling, TokenOutput
 from tests.support.resume_values import DIGEST, OTHER, ROOM, WINDOW_S
 from tests.support.router_world import World as RouterWorld
-from tests.support.router_world import run
 
 
 def test_a_token_is_bound_to_its_tenant_and_draws_the_same_ids() -> None:
@@ -34,7 +33,7 @@ def test_a_token_is_bound_to_its_tenant_and_draws_the_same_ids() -> None:
     assert all(len(each) == 9 and each.isalnum() for each in ids[0])
 
 
-def test_events_have_ids_and_errors_have_none() -> None:
+async def test_events_have_ids_and_errors_have_none() -> None:
     async def events() -> Any:
         yield b"data: {}\n\ndata: 1\n\n"
         yield b"data: 2\n\n"
@@ -43,13 +42,10 @@ def test_events_have_ids_and_errors_have_none() -> None:
     async def read(after: int) -> list[bytes]:
         return [each async for each in numbered(events(), Ticket("t", DIGEST, after))]
 
-    async def check() -> None:
-        whole = b"".join(await read(-1))
-        assert whole.startswith(b"id: t-0\ndata: {}\n\nid: t-1\ndata: 1\n\nid: t-2\ndata: 2\n\ndata: {")
-        assert b"".join(await read(1)) == whole[whole.index(b"id: t-2") :]
-        assert await read(9) == [b'data: {"error":1}\n\ndata: [DONE]\n\n']
-
-    asyncio.run(check())
+    whole = b"".join(await read(-1))
+    assert whole.startswith(b"id: t-0\ndata: {}\n\nid: t-1\ndata: 1\n\nid: t-2\ndata: 2\n\ndata: {")
+    assert b"".join(await read(1)) == whole[whole.index(b"id: t-2") :]
+    assert await read(9) == [b'data: {"error":1}\n\ndata: [DONE]\n\n']
 
 
 def kept(digest: bytes = DIGEST) -> KeptStream:
@@ -85,25 +81,24 @@ async def test_a_stream_for_lost_schedulers_alone_ends_when_its_client_leaves(is
     world.assert_home()
 
 
-def test_the_next_attempt_keeps_what_was_delivered() -> None:
-    async def check() -> None:
-        world = RouterWorld()
-        serving, first, name = await world.begin(kept=kept())
-        told, prompt = TokenOutput(name, 0, 0, 0, 5), PromptOutput(name, 0, 1)
-        world.outputs("to-prefill-0", told, prompt=prompt)
-        await first
-        world.lose("decode-0")
-        rest = asyncio.ensure_future(anext(serving))
-        while (submit := world.mailbox.of(wire.Submit)[-1][1]).attempt == 0:
-            await asyncio.sleep(0)
-        assert submit.leg == "hybrid"
-        assert submit.keep == wire.Keep(DIGEST, WINDOW_S, ROOM, b"recipe", prompt, [told])
-        world.outputs(world.mailbox.of(wire.Submit)[-1][0], TokenOutput(name, 1, 0, 1, 6, "length"))
-        assert (await rest).token_id == 6
-        assert [each async for each in serving] == []
-        (released,) = world.mailbox.of(wire.Release)
-        assert released[1] == wire.Release(name, 1, "stop")
-        world.assert_home()
+async def test_the_next_attempt_keeps_what_was_delivered() -> None:
+    world = RouterWorld()
+    serving, first, name = await world.begin(kept=kept())
+    told, prompt = TokenOutput(name, 0, 0, 0, 5), PromptOutput(name, 0, 1)
+    world.outputs("to-prefill-0", told, prompt=prompt)
+    await first
+    world.lose("decode-0")
+    rest = asyncio.ensure_future(anext(serving))
+    while (submit := world.mailbox.of(wire.Submit)[-1][1]).attempt == 0:
+        await asyncio.sleep(0)
+    assert submit.leg == "hybrid"
+    assert submit.keep == wire.Keep(DIGEST, WINDOW_S, ROOM, b"recipe", prompt, [told])
+    world.outputs(world.mailbox.of(wire.Submit)[-1][0], TokenOutput(name, 1, 0, 1, 6, "length"))
+    assert (await rest).token_id == 6
+    assert [each async for each in serving] == []
+    (released,) = world.mailbox.of(wire.Release)
+    assert released[1] == wire.Release(name, 1, "stop")
+    world.assert_home()
 
 
 def test_more_than_the_room_is_not_kept_by_the_next_attempt() -> None:
@@ -162,49 +157,45 @@ async def test_a_stream_resumes_from_its_first_token() -> None:
     world.assert_home()
 
 
-def test_a_stream_that_waits_for_an_instance_ends_for_a_later_reader() -> None:
+@pytest.mark.parametrize("is_here", [False, True])
+async def test_a_stream_that_waits_for_an_instance_ends_for_a_later_reader(is_here: bool) -> None:
     """Where it is taken over at another scheduler, and where two readers of this one found it at once."""
-
-    async def check(is_here: bool) -> None:
-        world = RouterWorld()
-        serving, first, name = await world.begin(kept=kept())
-        world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=PromptOutput(name, 0, 1))
-        await first
-        for each in world.instances[1:]:
-            each.state = "unreachable"
-        world.instances[0].service = "out"
-        rest = asyncio.ensure_future(anext(serving))
-        world.outputs("to-decode-0", ended=LegEnd(name, 0, STOPPED, is_fault=True))
-        for _ in range(5):
-            await asyncio.sleep(0)  # it waits for an instance
-        num_submitted = len(world.mailbox.of(wire.Submit))
-        later = None
-        if is_here:
-            again = kept()
-            found = wire.Found(DIGEST, name, 0, Order([1, 2, 3], Sampling(max_tokens=9)), b"recipe", 1)
-            again.place = RecordPlace(world.instances[2], found)
-            later = world.serve(kept=again)
-            token = asyncio.ensure_future(anext(later))
-            while not world.mailbox.of(wire.Attach):
-                await asyncio.sleep(0)
-        else:
-            world.outputs("to-decode-0", ended=LegEnd(name, 0, TAKEN, is_taken=True))
-        world.instances[0].service = "in"
-        world.membership.changed.set()
-        with pytest.raises(GenerationError, match="another reader"):
-            await rest
-        assert len(world.mailbox.of(wire.Submit)) == num_submitted
-        if later is not None:
-            timeline = world.router.timelines.find(name)
-            assert timeline is not None
-            assert timeline.status not in ("failed", "finished")  # the later reader's
-            world.outputs("to-decode-0", TokenOutput(name, 0, 0, 0, 5))
-            assert (await token).token_id == 5
-            await later.aclose()
-        world.assert_home()
-
-    run(check(False))
-    run(check(True))
+    world = RouterWorld()
+    serving, first, name = await world.begin(kept=kept())
+    world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=PromptOutput(name, 0, 1))
+    await first
+    for each in world.instances[1:]:
+        each.state = "unreachable"
+    world.instances[0].service = "out"
+    rest = asyncio.ensure_future(anext(serving))
+    world.outputs("to-decode-0", ended=LegEnd(name, 0, STOPPED, is_fault=True))
+    for _ in range(5):
+        await asyncio.sleep(0)  # it waits for an instance
+    num_submitted = len(world.mailbox.of(wire.Submit))
+    later = None
+    if is_here:
+        again = kept()
+        found = wire.Found(DIGEST, name, 0, Order([1, 2, 3], Sampling(max_tokens=9)), b"recipe", 1)
+        again.place = RecordPlace(world.instances[2], found)
+        later = world.serve(kept=again)
+        token = asyncio.ensure_future(anext(later))
+        while not world.mailbox.of(wire.Attach):
+            await asyncio.sleep(0)
+    else:
+        world.outputs("to-decode-0", ended=LegEnd(name, 0, TAKEN, is_taken=True))
+    world.instances[0].service = "in"
+    world.membership.changed.set()
+    with pytest.raises(GenerationError, match="another reader"):
+        await rest
+    assert len(world.mailbox.of(wire.Submit)) == num_submitted
+    if later is not None:
+        timeline = world.router.timelines.find(name)
+        assert timeline is not None
+        assert timeline.status not in ("failed", "finished")  # the later reader's
+        world.outputs("to-decode-0", TokenOutput(name, 0, 0, 0, 5))
+        assert (await token).token_id == 5
+        await later.aclose()
+    world.assert_home()
 
 
 @pytest.mark.parametrize("why", ["nobody is ready", "one is lost", "one is silent"])

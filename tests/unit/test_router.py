@@ -13,7 +13,7 @@ from pd_cluster.cluster.routing import stream as stream_module
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.errors import DeadlineExceeded, GenerationError, Unavailable
 from pd_cluster.types import LegEnd, Order, Sampling
-from tests.support.router_world import PROMPT, SAMPLING, World, rest_of, run, token
+from tests.support.router_world import PROMPT, SAMPLING, World, rest_of, token
 
 # ---- Router.serve
 
@@ -202,7 +202,7 @@ async def test_nobody_there_is_unavailable_and_counts_nothing() -> None:
     world.assert_home()
 
 
-def test_random_lives_come_home() -> None:
+async def test_random_lives_come_home() -> None:
     """Many requests at once, each with a random end; counts return to zero and every sequence is a gapless prefix."""
 
     async def one(world: World, rng: random.Random) -> None:
@@ -245,10 +245,6 @@ def test_random_lives_come_home() -> None:
         await serving.aclose()
         assert seen == [list(range(len(positions))) for positions in seen]
 
-    async def test() -> None:
-        world = World()
-        rng = random.Random(3)
-        await asyncio.gather(*(one(world, random.Random(rng.random())) for _ in range(200)))
-        world.assert_home()
-
-    run(test())
+    world, rng = World(), random.Random(3)
+    await asyncio.gather(*(one(world, random.Random(rng.random())) for _ in range(200)))
+    world.assert_home()

@@ -26,8 +26,12 @@ def pairs(world: ElasticWorld) -> set[str]:
 # ---- the list of another scheduler
 
 
-async def test_a_name_at_another_place_is_another_worker() -> None:
-    world = ElasticWorld()
+@pytest.fixture
+def world() -> ElasticWorld:
+    return ElasticWorld()
+
+
+async def test_a_name_at_another_place_is_another_worker(world: ElasticWorld) -> None:
     members = [
         Listed(name=each.name, role=each.role, host=each.host, port=each.port, device_ids=each.device_ids)
         for each in world.membership.instances
@@ -49,8 +53,7 @@ async def test_a_name_at_another_place_is_another_worker() -> None:
 # ---- drain
 
 
-def test_a_draining_instance_gets_no_requests_and_keeps_its_links() -> None:
-    world = ElasticWorld()
+def test_a_draining_instance_gets_no_requests_and_keeps_its_links(world: ElasticWorld) -> None:
     decode = world["decode-0"]
     busy(decode)
     world.elastic.drain("decode-0")
@@ -66,8 +69,7 @@ def test_a_draining_instance_gets_no_requests_and_keeps_its_links() -> None:
     assert len(pairs(world)) == 4
 
 
-def test_what_the_load_still_shows_is_waited_for() -> None:
-    world = ElasticWorld()
+def test_what_the_load_still_shows_is_waited_for(world: ElasticWorld) -> None:
     for shown in ("num_running", "num_waiting", "num_landing", "num_exporting", "num_held_blocks"):
         world["prefill-0"].load = wire.Load(**{shown: 1})
         world.elastic.change_role("prefill-0", "decode")
@@ -77,8 +79,7 @@ def test_what_the_load_still_shows_is_waited_for() -> None:
         assert world["prefill-0"].shown_state == "ready"
 
 
-async def test_past_the_deadline_requests_go_on_elsewhere_and_it_is_no_death() -> None:
-    world = ElasticWorld()
+async def test_past_the_deadline_requests_go_on_elsewhere_and_it_is_no_death(world: ElasticWorld) -> None:
     tokens: list[int] = []
     serving = world.router.serve(Order(PROMPT, Sampling(max_tokens=3)))
 
@@ -115,8 +116,7 @@ async def test_past_the_deadline_requests_go_on_elsewhere_and_it_is_no_death() -
 
 
 @pytest.mark.parametrize(("command", "more"), [("drain", []), ("remove", []), ("change_role", ["decode"])])
-def test_the_same_command_again_changes_the_deadline(command: str, more: list[str]) -> None:
-    world = ElasticWorld()
+def test_the_same_command_again_changes_the_deadline(world: ElasticWorld, command: str, more: list[str]) -> None:
     busy(world["prefill-0"])
     ask = getattr(world.elastic, command)
     assert ask("prefill-0", *more).drain_deadline_s == 30.0
@@ -125,8 +125,7 @@ def test_the_same_command_again_changes_the_deadline(command: str, more: list[st
     assert ask("prefill-0", *more, timeout_s=0.5).drain_deadline_s == 10.5
 
 
-async def test_a_request_outlives_any_number_of_drains() -> None:
-    world = ElasticWorld()
+async def test_a_request_outlives_any_number_of_drains(world: ElasticWorld) -> None:
     serving = world.router.serve(Order(PROMPT, Sampling(max_tokens=100)))
     reading = asyncio.ensure_future(anext(serving))
     for at in range(20):
@@ -141,8 +140,7 @@ async def test_a_request_outlives_any_number_of_drains() -> None:
     await asyncio.gather(reading, return_exceptions=True)
 
 
-def test_a_worker_that_never_says_it_is_empty_changes_after_the_deadline_all_the_same() -> None:
-    world = ElasticWorld()
+def test_a_worker_that_never_says_it_is_empty_changes_after_the_deadline_all_the_same(world: ElasticWorld) -> None:
     world["decode-0"].load = wire.Load(num_held_blocks=7)
     world.elastic.change_role("decode-0", "prefill", timeout_s=2.0)
     world.elastic.tick()
@@ -155,8 +153,7 @@ def test_a_worker_that_never_says_it_is_empty_changes_after_the_deadline_all_the
 # ---- roles
 
 
-def test_a_role_changes_when_the_instance_is_empty_and_everybody_is_told() -> None:
-    world = ElasticWorld()
+def test_a_role_changes_when_the_instance_is_empty_and_everybody_is_told(world: ElasticWorld) -> None:
     prefill = world["prefill-1"]
     busy(prefill)
     world.elastic.change_role("prefill-1", "decode")
@@ -172,8 +169,7 @@ def test_a_role_changes_when_the_instance_is_empty_and_everybody_is_told() -> No
     assert pairs(world) == {"prefill-0 decode-0", "prefill-0 decode-1", "prefill-0 prefill-1"}
 
 
-def test_a_change_can_be_called_off() -> None:
-    world = ElasticWorld()
+def test_a_change_can_be_called_off(world: ElasticWorld) -> None:
     busy(world["prefill-1"])
     world.elastic.change_role("prefill-1", "decode")
     world.elastic.change_role("prefill-1", "prefill")
@@ -182,16 +178,14 @@ def test_a_change_can_be_called_off() -> None:
     assert (world["prefill-1"].role, world["prefill-1"].shown_state) == ("prefill", "ready")
 
 
-def test_a_drained_instance_that_changes_stays_drained() -> None:
-    world = ElasticWorld()
+def test_a_drained_instance_that_changes_stays_drained(world: ElasticWorld) -> None:
     world.elastic.drain("decode-1")
     world.elastic.change_role("decode-1", "prefill")
     world.elastic.tick()
     assert (world["decode-1"].role, world["decode-1"].shown_state) == ("prefill", "drained")
 
 
-async def test_one_that_is_down_changes_at_once_and_comes_back_with_its_new_role() -> None:
-    world = ElasticWorld()
+async def test_one_that_is_down_changes_at_once_and_comes_back_with_its_new_role(world: ElasticWorld) -> None:
     world.membership.on_closed("to-decode-1", "it died")
     world.elastic.change_role("decode-1", "prefill")
     world.elastic.tick()
@@ -221,8 +215,7 @@ def test_the_last_of_a_role_stays_unless_forced(command: str) -> None:
     assert (prefill.name, prefill) == ("decode-0", decode), "one instance alone serves"
 
 
-def test_one_that_drains_is_no_other_one() -> None:
-    world = ElasticWorld()
+def test_one_that_drains_is_no_other_one(world: ElasticWorld) -> None:
     world.elastic.drain("decode-0")
     with pytest.raises(Refused, match="decode-1 is the last"):
         world.elastic.change_role("decode-1", "prefill")
@@ -233,8 +226,7 @@ def test_one_that_drains_is_no_other_one() -> None:
 # ---- leave and join
 
 
-async def test_remove_drains_and_forgets() -> None:
-    world = ElasticWorld()
+async def test_remove_drains_and_forgets(world: ElasticWorld) -> None:
     busy(world["decode-0"])
     world.elastic.remove("decode-0")
     world.elastic.tick()
@@ -254,8 +246,7 @@ async def test_remove_drains_and_forgets() -> None:
         world.elastic.remove("decode-0")
 
 
-async def test_what_was_removed_comes_back_by_hand_only() -> None:
-    world = ElasticWorld()
+async def test_what_was_removed_comes_back_by_hand_only(world: ElasticWorld) -> None:
     world.elastic.remove("prefill-1")
     world.elastic.tick()
     assert await world.elastic.reload() == "nobody joins, nobody leaves"
@@ -265,8 +256,7 @@ async def test_what_was_removed_comes_back_by_hand_only() -> None:
     assert (back.host, back.port, back.device_ids, back.state) == ("127.0.0.1", 7001, ["11"], "unreachable")
 
 
-async def test_run_ends_what_was_begun() -> None:
-    world = ElasticWorld()
+async def test_run_ends_what_was_begun(world: ElasticWorld) -> None:
     running = asyncio.ensure_future(world.elastic.run())
     for role in ("decode", "prefill"):
         world.elastic.change_role("prefill-1", role)  # type: ignore[arg-type]

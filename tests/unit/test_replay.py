@@ -38,9 +38,13 @@ async def next_attempt(world: World, attempt: int) -> dict[str, wire.Submit]:
     return last_submits(world)
 
 
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
 @pytest.mark.parametrize("lost", ["prefill-0", "decode-0"])
-async def test_before_the_first_token_another_pair_begins_anew(lost: str) -> None:
-    world = World()
+async def test_before_the_first_token_another_pair_begins_anew(world: World, lost: str) -> None:
     serving, first, rid = await world.begin()
     world.lose(lost)
     submits = await next_attempt(world, 1)
@@ -59,8 +63,7 @@ async def test_before_the_first_token_another_pair_begins_anew(lost: str) -> Non
     world.assert_home()
 
 
-async def test_in_mid_stream_one_instance_goes_on_after_what_was_delivered() -> None:
-    world = World()
+async def test_in_mid_stream_one_instance_goes_on_after_what_was_delivered(world: World) -> None:
     serving, first, rid = await world.begin()
     world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
     world.outputs("to-decode-0", token(rid, 0, 5), token(rid, 1, 6), token(rid, 3, 8))  # 2 is still to come
@@ -76,9 +79,8 @@ async def test_in_mid_stream_one_instance_goes_on_after_what_was_delivered() -> 
     world.assert_home()
 
 
-async def test_tokens_that_were_made_and_not_told_are_made_again() -> None:
+async def test_tokens_that_were_made_and_not_told_are_made_again(world: World) -> None:
     """The worker that had four more is lost; its late report of them, together with earlier ones, does not count."""
-    world = World()
     serving, first, rid = await world.begin(Sampling(max_tokens=6), gathers=True)
     assert all(submit.order.gathers for submit in last_submits(world).values())
     world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
@@ -94,9 +96,8 @@ async def test_tokens_that_were_made_and_not_told_are_made_again() -> None:
     world.assert_home()
 
 
-async def test_of_several_sequences_those_that_have_not_ended_go_on() -> None:
+async def test_of_several_sequences_those_that_have_not_ended_go_on(world: World) -> None:
     """0 has ended, 1 was stopped, 2 is under way, and of 3 the end has come before what is before it."""
-    world = World()
     handle: list[RequestStream] = []
     serving, first, rid = await world.begin(Sampling(n=4, max_tokens=4), routed=handle.append)
     firsts = [token(rid, 0, 10 + i, "stop" if i == 0 else None, index=i) for i in range(4)]
@@ -117,8 +118,7 @@ async def test_of_several_sequences_those_that_have_not_ended_go_on() -> None:
     world.assert_home()
 
 
-async def test_a_fault_of_the_pair_avoids_the_pair() -> None:
-    world = World()
+async def test_a_fault_of_the_pair_avoids_the_pair(world: World) -> None:
     serving, first, rid = await world.begin()
     world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "the link is down", is_fault=True))
     submits = await next_attempt(world, 1)
@@ -126,8 +126,7 @@ async def test_a_fault_of_the_pair_avoids_the_pair() -> None:
     await world.leave(serving, first)
 
 
-async def test_without_any_prefill_instance_decode_instances_prefill() -> None:
-    world = World()
+async def test_without_any_prefill_instance_decode_instances_prefill(world: World) -> None:
     for name in ("prefill-0", "prefill-1"):
         world.lose(name)
     serving = world.serve()
@@ -241,9 +240,8 @@ async def test_after_two_deaths_it_goes_only_where_somebody_has_been_heard_of() 
     await world.leave(serving)
 
 
-async def test_both_instances_of_a_request_die_at_once() -> None:
+async def test_both_instances_of_a_request_die_at_once(world: World) -> None:
     """One attempt, one death; and where the second is only seen after the request has gone there, another."""
-    world = World()
     serving, first, rid = await world.begin()
     world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
     assert (await first).position == 0
@@ -273,8 +271,7 @@ async def test_how_often_it_is_tried_again(max_attempts: int) -> None:
     await world.leave(serving)
 
 
-async def test_it_waits_for_somebody_to_come_back() -> None:
-    world = World()
+async def test_it_waits_for_somebody_to_come_back(world: World) -> None:
     for name in ("prefill-1", "decode-1", "prefill-0"):
         world.instances[[i.name for i in world.instances].index(name)].state = "unreachable"
     serving = world.serve()

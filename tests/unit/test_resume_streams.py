@@ -21,6 +21,11 @@ from tests.support.resume_values import DIGEST, OTHER, ROOM, WINDOW_S
 from tests.support.router_world import World as RouterWorld
 
 
+@pytest.fixture
+def world() -> RouterWorld:
+    return RouterWorld()
+
+
 def test_a_token_is_bound_to_its_tenant_and_draws_the_same_ids() -> None:
     ticket = Ticket.new("one")
     assert len(bytes.fromhex(ticket.token)) == 16
@@ -52,8 +57,7 @@ def kept(digest: bytes = DIGEST) -> KeptStream:
     return KeptStream(wire.Keep(digest, WINDOW_S, ROOM, b"recipe"))
 
 
-async def test_a_client_that_leaves_lets_its_legs_go_on() -> None:
-    world = RouterWorld()
+async def test_a_client_that_leaves_lets_its_legs_go_on(world: RouterWorld) -> None:
     serving, first, name = await world.begin(kept=kept())
     assert [conn for conn, each in world.mailbox.of(wire.Submit) if each.keep is not None] == ["to-decode-0"]
     prompt = PromptOutput(name, 0, 1)
@@ -66,8 +70,9 @@ async def test_a_client_that_leaves_lets_its_legs_go_on() -> None:
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])
-async def test_a_stream_for_lost_schedulers_alone_ends_when_its_client_leaves(is_stopping: bool) -> None:
-    world = RouterWorld()
+async def test_a_stream_for_lost_schedulers_alone_ends_when_its_client_leaves(
+    world: RouterWorld, is_stopping: bool
+) -> None:
     own = KeptStream(wire.Keep(DIGEST, WINDOW_S, ROOM, b"recipe"), outlives_client=False)
     serving, first, name = await world.begin(kept=own)
     world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=PromptOutput(name, 0, 1))
@@ -81,8 +86,7 @@ async def test_a_stream_for_lost_schedulers_alone_ends_when_its_client_leaves(is
     world.assert_home()
 
 
-async def test_the_next_attempt_keeps_what_was_delivered() -> None:
-    world = RouterWorld()
+async def test_the_next_attempt_keeps_what_was_delivered(world: RouterWorld) -> None:
     serving, first, name = await world.begin(kept=kept())
     told, prompt = TokenOutput(name, 0, 0, 0, 5), PromptOutput(name, 0, 1)
     world.outputs("to-prefill-0", told, prompt=prompt)
@@ -109,8 +113,7 @@ def test_more_than_the_room_is_not_kept_by_the_next_attempt() -> None:
     assert small.of_next_attempt() is None
 
 
-async def test_an_error_that_the_client_reads_is_the_end() -> None:
-    world = RouterWorld()
+async def test_an_error_that_the_client_reads_is_the_end(world: RouterWorld) -> None:
     serving, first, name = await world.begin(kept=kept())
     world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=PromptOutput(name, 0, 1))
     await first
@@ -122,8 +125,7 @@ async def test_an_error_that_the_client_reads_is_the_end() -> None:
     world.assert_home()
 
 
-async def test_a_stream_resumes_from_its_first_token() -> None:
-    world = RouterWorld()
+async def test_a_stream_resumes_from_its_first_token(world: RouterWorld) -> None:
     serving, first, name = await world.begin(kept=kept())
     world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=PromptOutput(name, 0, 1))
     await first
@@ -158,9 +160,8 @@ async def test_a_stream_resumes_from_its_first_token() -> None:
 
 
 @pytest.mark.parametrize("is_here", [False, True])
-async def test_a_stream_that_waits_for_an_instance_ends_for_a_later_reader(is_here: bool) -> None:
+async def test_a_stream_that_waits_for_an_instance_ends_for_a_later_reader(world: RouterWorld, is_here: bool) -> None:
     """Where it is taken over at another scheduler, and where two readers of this one found it at once."""
-    world = RouterWorld()
     serving, first, name = await world.begin(kept=kept())
     world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=PromptOutput(name, 0, 1))
     await first
@@ -199,8 +200,7 @@ async def test_a_stream_that_waits_for_an_instance_ends_for_a_later_reader(is_he
 
 
 @pytest.mark.parametrize("why", ["nobody is ready", "one is lost", "one is silent"])
-async def test_while_an_instance_is_away_a_stream_may_still_be_found(why: str) -> None:
-    world = RouterWorld()
+async def test_while_an_instance_is_away_a_stream_may_still_be_found(world: RouterWorld, why: str) -> None:
     finder = Finder(world.mailbox.send, world.membership, 0.01 if why == "one is silent" else 60.0)
     asked = 0 if why == "nobody is ready" else 4
     for each in world.instances[asked:]:
@@ -216,8 +216,9 @@ async def test_while_an_instance_is_away_a_stream_may_still_be_found(why: str) -
         await search
 
 
-async def test_searches_end_without_those_that_are_lost_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = RouterWorld()
+async def test_searches_end_without_those_that_are_lost_and_are_bounded(
+    world: RouterWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     finder = Finder(world.mailbox.send, world.membership, 60.0)
     search = asyncio.ensure_future(finder.find(DIGEST))
     while len(world.mailbox.of(wire.Find)) < 4:
@@ -236,8 +237,7 @@ async def test_searches_end_without_those_that_are_lost_and_are_bounded(monkeypa
     assert (place.instance.name, place.found.attempt) == ("decode-1", 1)
 
 
-async def test_encoders_are_not_searched() -> None:
-    world = RouterWorld()
+async def test_encoders_are_not_searched(world: RouterWorld) -> None:
     next(each for each in world.instances if each.name == "prefill-1").role = "encode"
     finder = Finder(world.mailbox.send, world.membership, 60.0)
     search = asyncio.ensure_future(finder.find(DIGEST))

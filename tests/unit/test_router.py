@@ -18,8 +18,12 @@ from tests.support.router_world import PROMPT, SAMPLING, World, rest_of, token
 # ---- Router.serve
 
 
-async def test_both_legs_get_the_request_and_each_other() -> None:
-    world = World()
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+async def test_both_legs_get_the_request_and_each_other(world: World) -> None:
     serving, first, request_id = await world.begin(priority=-3, batch="b", cache_salt="mine")
     (p_conn, p), (d_conn, d) = world.mailbox.of(wire.Submit)
     assert (p_conn, d_conn) == ("to-prefill-0", "to-decode-0")
@@ -31,8 +35,7 @@ async def test_both_legs_get_the_request_and_each_other() -> None:
     await world.leave(serving, first)
 
 
-async def test_the_next_request_goes_to_the_others() -> None:
-    world = World()
+async def test_the_next_request_goes_to_the_others(world: World) -> None:
     begun = [await world.begin() for _ in range(3)]
     conns = [conn for conn, _ in world.mailbox.of(wire.Submit)]
     assert conns == [f"to-{name}" for i in (0, 1, 0) for name in (f"prefill-{i}", f"decode-{i}")]
@@ -45,9 +48,8 @@ async def test_the_next_request_goes_to_the_others() -> None:
     await world.leave(*begun[0][:2])
 
 
-async def test_a_whole_life() -> None:
+async def test_a_whole_life(world: World) -> None:
     """P gives token one and hands over; D repeats it, out of order with the rest, and finishes."""
-    world = World()
     serving, first, rid = await world.begin()
     world.outputs("to-prefill-0", token(rid, 0, 50))
     assert (await first).token_id == 50
@@ -61,8 +63,7 @@ async def test_a_whole_life() -> None:
     world.assert_home()
 
 
-async def test_decode_may_be_faster_than_prefill() -> None:
-    world = World()
+async def test_decode_may_be_faster_than_prefill(world: World) -> None:
     serving, first, rid = await world.begin()
     world.outputs("to-decode-0", token(rid, 0, 50), token(rid, 1))
     world.outputs("to-prefill-0", token(rid, 0, 50), ended=LegEnd(rid, 0))
@@ -72,8 +73,7 @@ async def test_decode_may_be_faster_than_prefill() -> None:
     world.assert_home()
 
 
-async def test_a_finish_on_token_one_aborts_decode() -> None:
-    world = World()
+async def test_a_finish_on_token_one_aborts_decode(world: World) -> None:
     serving, first, rid = await world.begin()
     world.outputs("to-prefill-0", token(rid, 0, finish="stop"))
     assert (await first).finish_reason == "stop"
@@ -83,8 +83,7 @@ async def test_a_finish_on_token_one_aborts_decode() -> None:
 
 
 @pytest.mark.parametrize("conn", ["to-prefill-0", "to-decode-0"])
-async def test_an_error_of_a_leg_ends_the_request_and_names_the_instance(conn: str) -> None:
-    world = World()
+async def test_an_error_of_a_leg_ends_the_request_and_names_the_instance(world: World, conn: str) -> None:
     serving, first, rid = await world.begin()
     world.outputs("to-prefill-0", token(rid, 0))
     world.outputs(conn, ended=LegEnd(rid, 0, "out of luck"))
@@ -96,8 +95,7 @@ async def test_an_error_of_a_leg_ends_the_request_and_names_the_instance(conn: s
     world.assert_home()
 
 
-async def test_prefill_may_be_lost_after_it_handed_over() -> None:
-    world = World()
+async def test_prefill_may_be_lost_after_it_handed_over(world: World) -> None:
     serving, first, rid = await world.begin()
     world.outputs("to-prefill-0", token(rid, 0), ended=LegEnd(rid, 0))
     world.router.on_lost(world.instances[0], "gone")
@@ -108,8 +106,7 @@ async def test_prefill_may_be_lost_after_it_handed_over() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
-async def test_closing_aborts_both_legs(num_tokens: int) -> None:
-    world = World()
+async def test_closing_aborts_both_legs(world: World, num_tokens: int) -> None:
     serving, first, rid = await world.begin()
     if num_tokens:
         world.outputs("to-prefill-0", token(rid, 0))
@@ -176,9 +173,8 @@ async def test_an_answer_that_comes_at_once_is_not_unread(monkeypatch: pytest.Mo
     world.assert_home()
 
 
-async def test_mail_of_others_changes_nothing() -> None:
+async def test_mail_of_others_changes_nothing(world: World) -> None:
     """Another attempt's tokens, a stranger's, an unknown request's: not delivered, no leg ends."""
-    world = World()
     serving, first, rid = await world.begin()
     before = [(i.num_outstanding, i.outstanding_tokens) for i in world.instances]
     world.outputs("to-decode-0", token(rid, 0, attempt=1, finish="stop"), ended=LegEnd(rid, 1, "x"))
@@ -192,8 +188,7 @@ async def test_mail_of_others_changes_nothing() -> None:
     await world.leave(serving)
 
 
-async def test_nobody_there_is_unavailable_and_counts_nothing() -> None:
-    world = World()
+async def test_nobody_there_is_unavailable_and_counts_nothing(world: World) -> None:
     for instance in world.instances:
         instance.state = "failed"
     with pytest.raises(Unavailable, match="no prefill and no decode instance is ready"):

@@ -30,8 +30,12 @@ async def read_all(serving: AsyncGenerator[TokenOutput, None], first: asyncio.Ta
     return seen
 
 
-async def test_three_sequences_one_of_which_ends_on_p() -> None:
-    world = World()
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+async def test_three_sequences_one_of_which_ends_on_p(world: World) -> None:
     serving, first, rid = await world.begin(THREE)
     assert world.instances[0].outstanding_tokens == len(PROMPT)
     assert world.instances[2].outstanding_tokens == len(PROMPT) + 3 * 4
@@ -47,8 +51,7 @@ async def test_three_sequences_one_of_which_ends_on_p() -> None:
     world.assert_home()
 
 
-async def test_all_sequences_end_on_p_and_d_is_aborted() -> None:
-    world = World()
+async def test_all_sequences_end_on_p_and_d_is_aborted(world: World) -> None:
     serving, first, rid = await world.begin(THREE)
     world.outputs("to-prefill-0", *(token(rid, 0, finish="length", index=i) for i in range(3)))
     assert await read_all(serving, first) == [[0], [0], [0]]
@@ -56,9 +59,8 @@ async def test_all_sequences_end_on_p_and_d_is_aborted() -> None:
     world.assert_home()
 
 
-async def test_one_sequence_is_stopped() -> None:
+async def test_one_sequence_is_stopped(world: World) -> None:
     """It stops in both legs; its further tokens are dropped, the others continue to their ends."""
-    world = World()
     streams: list[RequestStream] = []
     serving, first, rid = await world.begin(THREE, routed=streams.append)
     world.outputs("to-prefill-0", *(token(rid, 0, index=i) for i in range(3)))
@@ -75,8 +77,7 @@ async def test_one_sequence_is_stopped() -> None:
     world.assert_home()
 
 
-async def test_stopping_all_ends_the_request() -> None:
-    world = World()
+async def test_stopping_all_ends_the_request(world: World) -> None:
     streams: list[RequestStream] = []
     serving, first, rid = await world.begin(THREE, routed=streams.append)
     world.outputs("to-prefill-0", *(token(rid, 0, index=i) for i in range(3)))
@@ -91,8 +92,7 @@ async def test_stopping_all_ends_the_request() -> None:
     world.assert_home()
 
 
-async def test_who_gathers_is_woken_for_the_last_token_or_for_many() -> None:
-    world = World()
+async def test_who_gathers_is_woken_for_the_last_token_or_for_many(world: World) -> None:
     serving, first, request_id = await world.begin(gathers=True)
     conn = world.router.streams[request_id].decode.conn
     world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
@@ -113,8 +113,7 @@ async def test_who_gathers_is_woken_for_the_last_token_or_for_many() -> None:
     world.assert_home()
 
 
-async def test_who_gathers_is_woken_for_many_tokens_that_come_together() -> None:
-    world = World()
+async def test_who_gathers_is_woken_for_many_tokens_that_come_together(world: World) -> None:
     serving, first, request_id = await world.begin(Sampling(max_tokens=9), gathers=True)
     conn = world.router.streams[request_id].decode.conn
     world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
@@ -130,9 +129,8 @@ async def test_who_gathers_is_woken_for_many_tokens_that_come_together() -> None
     world.assert_home()
 
 
-async def test_who_gathers_had_the_first_token_when_it_came() -> None:
+async def test_who_gathers_had_the_first_token_when_it_came(world: World) -> None:
     """However long the reader sleeps after it."""
-    world = World()
     serving, first, request_id = await world.begin(Sampling(max_tokens=3), gathers=True)
     stream = world.router.streams[request_id]
     world.outputs("to-prefill-0", token(request_id, 0), prompt=PromptOutput(request_id, 0, 0))
@@ -146,8 +144,7 @@ async def test_who_gathers_had_the_first_token_when_it_came() -> None:
     world.assert_home()
 
 
-async def test_a_reader_that_waits_is_woken_by_the_last_stop() -> None:
-    world = World()
+async def test_a_reader_that_waits_is_woken_by_the_last_stop(world: World) -> None:
     streams: list[RequestStream] = []
     serving, first, _ = await world.begin(routed=streams.append)
     await asyncio.sleep(0)
@@ -162,9 +159,8 @@ async def test_a_reader_that_waits_is_woken_by_the_last_stop() -> None:
 # ---- the prompt's own outputs
 
 
-async def test_the_prompt_is_told_once_and_before_any_token() -> None:
+async def test_the_prompt_is_told_once_and_before_any_token(world: World) -> None:
     """D may be faster; its tokens wait for what P has to say."""
-    world = World()
     told: list[PromptOutput] = []
     serving, first, rid = await world.begin(prompted=told.append)
     world.outputs("to-decode-0", token(rid, 0), token(rid, 1))
@@ -181,8 +177,7 @@ async def test_the_prompt_is_told_once_and_before_any_token() -> None:
     world.assert_home()
 
 
-async def test_without_p_nobody_waits_for_it() -> None:
-    world = World()
+async def test_without_p_nobody_waits_for_it(world: World) -> None:
     serving, first, rid = await world.begin()
     world.outputs("to-decode-0", token(rid, 0))
     world.outputs("to-prefill-0", ended=LegEnd(rid, 0))

@@ -47,6 +47,11 @@ class MidStepCredit(ToyRunner):
         return output
 
 
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
 def test_the_loop_says_that_it_came_round_between_steps() -> None:
     world, steps = World(), []
     world.submit("r", PROMPT, sampling(1))
@@ -65,8 +70,7 @@ def test_the_loop_says_that_it_came_round_between_steps() -> None:
 # ---- answers that nobody wants early
 
 
-def test_batches_are_told_apart_by_name_and_priority() -> None:
-    world = World()
+def test_batches_are_told_apart_by_name_and_priority(world: World) -> None:
     for name, batch, priority in (("a", "x", 0), ("b", "x", 1), ("c", "", 0)):
         submit = wire.Submit(
             name, 0, name, "hybrid", "", Order(PROMPT, sampling(1), priority=priority, batch=batch), 0.0
@@ -152,8 +156,9 @@ def test_what_comes_during_the_last_step_before_a_worker_closes_is_answered(
     assert [end.request_id for end in world.post.ended] == ["late"]
 
 
-def test_a_leg_that_is_held_when_a_worker_closes_is_told_to_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
+def test_a_leg_that_is_held_when_a_worker_closes_is_told_to_go_elsewhere(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker, submit = world.worker, wire.Submit("held", 0, "held", "hybrid", "", Order(PROMPT, sampling()), 0.0)
     held = [submit]
 
@@ -172,8 +177,7 @@ def test_a_leg_that_is_held_when_a_worker_closes_is_told_to_go_elsewhere(monkeyp
     assert [(end.request_id, end.is_fault) for end in world.post.ended] == [("held", True)]
 
 
-def test_a_scheduler_that_connects_to_a_worker_that_drains_hears_so_at_once() -> None:
-    world = World()
+def test_a_scheduler_that_connects_to_a_worker_that_drains_hears_so_at_once(world: World) -> None:
     world.inbox.put(StartDrain())
     world.step()
     assert world.post.num_beats_at_once == 1
@@ -183,8 +187,7 @@ def test_a_scheduler_that_connects_to_a_worker_that_drains_hears_so_at_once() ->
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_worker_whose_scheduler_is_gone_closes_at_once(is_first: bool) -> None:
-    world = World()
+def test_a_worker_whose_scheduler_is_gone_closes_at_once(world: World, is_first: bool) -> None:
     events = [ConnClosed(CONN, "scheduler@1", "gone"), StartDrain()]
     rounds = iter([*events[:: 1 if is_first else -1], None, None])
 
@@ -214,8 +217,7 @@ def test_a_worker_that_sleeps_closes_at_once_and_is_not_woken() -> None:
     assert (num_rounds, levels) == (3, [1])
 
 
-def test_heartbeats_hear_at_once_that_nothing_runs_any_more() -> None:
-    world = World()
+def test_heartbeats_hear_at_once_that_nothing_runs_any_more(world: World) -> None:
     world.submit("r", PROMPT, sampling(1))
     ends = []
 
@@ -230,9 +232,8 @@ def test_heartbeats_hear_at_once_that_nothing_runs_any_more() -> None:
     assert ends[-1] == 0
 
 
-def test_layers_leave_before_the_step_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_leave_before_the_step_has_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A credit that arrives during the step counts, too; layers already sent are not sent again."""
-    world = World()
     worker, shipped, runner = world.worker, world.take_links(monkeypatch), MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
     worker.core.runner, runner.worker = runner, worker
     world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, sampling(n=1)), 0.0))
@@ -246,9 +247,10 @@ def test_layers_leave_before_the_step_has_ended(monkeypatch: pytest.MonkeyPatch)
     world.assert_home()
 
 
-def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ends its request, whose blocks the step still writes."""
-    world = World()
     worker, shipped, runner = world.worker, world.take_links(monkeypatch), MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
     worker.core.runner, runner.worker, runner.credit = runner, worker, wire.Credit("r", 3)
     world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, sampling(n=1)), 0.0))
@@ -261,9 +263,8 @@ def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(monkeypatch:
     world.assert_home()
 
 
-def test_what_the_mail_brought_leaves_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_mail_brought_leaves_before_the_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step may take long: a refusal, or the first tokens of a sequence that joins, do not wait for its results."""
-    world = World()
     runner, ended = world.worker.core.runner, []
     forward = runner.forward
 

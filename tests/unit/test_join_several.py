@@ -60,8 +60,7 @@ class Admitting(Two):
 
 
 async def admitting(folder: Path) -> Admitting:
-    two = Admitting(folder)
-    await two.begin()
+    two = await Admitting.begun(folder)
     await two.look()
     return two
 

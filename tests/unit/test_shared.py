@@ -15,8 +15,7 @@ from tests.support.shared_schedulers import LEASE_S, Scheduler, Two
 
 
 async def test_only_the_owner_gives_orders_and_commands_at_another_name_it(tmp_path: Path) -> None:
-    two = Two(tmp_path)
-    await two.begin()
+    two = await Two.begun(tmp_path)
     assert {peers.term for peers in two.one.orders} == {1}
     assert not two.other.orders
     two.other.world.membership.tell_peers()
@@ -27,8 +26,7 @@ async def test_only_the_owner_gives_orders_and_commands_at_another_name_it(tmp_p
 
 
 async def test_an_owner_that_does_not_reach_the_record_any_more_names_nobody(tmp_path: Path) -> None:
-    two = Two(tmp_path)
-    await two.begin()
+    two = await Two.begun(tmp_path)
     assert two.one.shared.owner == "scheduler-0"
     two.now_s += LEASE_S
     assert two.one.shared.owner == ""
@@ -37,8 +35,7 @@ async def test_an_owner_that_does_not_reach_the_record_any_more_names_nobody(tmp
 
 
 async def test_a_command_is_recorded_and_outlives_the_owner(tmp_path: Path) -> None:
-    two = Two(tmp_path)
-    await two.begin()
+    two = await Two.begun(tmp_path)
     elastic = two.one.world.elastic
     done = asyncio.ensure_future(elastic.done(elastic.drain("decode-1", timeout_s=7.0)))
     await asyncio.sleep(0)
@@ -60,8 +57,7 @@ async def test_a_command_at_an_owner_that_is_none_any_more_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pd_cluster.cluster.members.shared.RECORD_TIMEOUT_S", 0.05)
-    two = Two(tmp_path)
-    await two.begin()
+    two = await Two.begun(tmp_path)
     elastic = two.one.world.elastic
     drained = elastic.drain("decode-1")
     await two.fail_over()
@@ -72,8 +68,7 @@ async def test_a_command_at_an_owner_that_is_none_any_more_fails(
 
 
 async def test_roles_and_members_follow_once_all_had_time_to_hear(tmp_path: Path) -> None:
-    two = Two(tmp_path)
-    await two.begin()
+    two = await Two.begun(tmp_path)
     world = two.one.world
     world.elastic.change_role("decode-1", "prefill")
     world.elastic.remove("prefill-1")
@@ -96,8 +91,7 @@ async def test_roles_and_members_follow_once_all_had_time_to_hear(tmp_path: Path
 
 async def test_a_refused_order_makes_the_owner_look_and_ends_nothing_by_itself(tmp_path: Path) -> None:
     """The record alone says who owns membership: a worker that lies could end it otherwise."""
-    two = Two(tmp_path)
-    await two.begin()
+    two = await Two.begun(tmp_path)
     two.one.world.membership.on_stale_order("to-decode-0", 2**62)
     assert two.one.shared._asked.is_set()
     await two.one.look()
@@ -109,8 +103,7 @@ async def test_a_refused_order_makes_the_owner_look_and_ends_nothing_by_itself(t
 
 async def test_a_record_that_was_removed_is_its_owner_s_to_write_again(tmp_path: Path) -> None:
     """A scheduler that has just started knows none of the workers that have joined."""
-    two = Two(tmp_path)
-    await two.begin()
+    two = await Two.begun(tmp_path)
     two.one.world.elastic.drain("decode-1", timeout_s=7.0)
     await two.one.look()
     for file in (tmp_path / "lease").glob("0*"):
@@ -131,8 +124,7 @@ async def test_a_record_that_was_removed_is_its_owner_s_to_write_again(tmp_path:
 async def test_a_write_that_another_program_got_ahead_of_is_made_again_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two = Two(tmp_path)
-    await two.begin()
+    two = await Two.begun(tmp_path)
     store, refused = two.one.store, [True]
     write = store.write
     monkeypatch.setattr(store, "write", lambda record: not (refused and refused.pop()) and write(record))
@@ -151,8 +143,7 @@ async def test_a_write_that_another_program_got_ahead_of_is_made_again_at_once(
 async def test_an_owner_whose_workers_follow_a_later_term_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    two = Two(tmp_path)
-    await two.begin()
+    two = await Two.begun(tmp_path)
     two.one.world.membership.on_stale_order("to-decode-0", 1)
     await two.one.look()
     assert "start the workers again" not in caplog.text
@@ -169,8 +160,7 @@ async def test_an_owner_whose_workers_follow_a_later_term_says_so(
 async def test_the_lease_is_let_go_after_a_write_that_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
 ) -> None:
-    two = Two(tmp_path)
-    await two.begin()
+    two = await Two.begun(tmp_path)
     shared, begun, goes_on = two.one.shared, threading.Event(), threading.Event()
     write, written = two.one.store.write, list[str]()
 
@@ -196,8 +186,7 @@ async def test_the_lease_is_let_go_after_a_write_that_is_under_way(
 
 async def test_a_new_scheduler_is_no_owner_before_it_reaches_all(tmp_path: Path) -> None:
     """Its list of live instances would cut links that the others' requests use."""
-    two = Two(tmp_path)
-    await two.begin()
+    two = await Two.begun(tmp_path)
     new = Scheduler(tmp_path, 2, lambda: two.now_s)
     new.world["decode-0"].state = "connecting"
     await new.look()
@@ -212,8 +201,7 @@ async def test_a_new_scheduler_is_no_owner_before_it_reaches_all(tmp_path: Path)
 async def test_the_first_look_waits_for_all_instances_and_takes_over_the_wishes_of_a_record_without_an_owner(
     tmp_path: Path,
 ) -> None:
-    two = Two(tmp_path)
-    await two.begin()
+    two = await Two.begun(tmp_path)
     two.one.world.elastic.drain("decode-1", timeout_s=7.0)
     await two.one.look()
     await two.one.stop()
@@ -255,8 +243,7 @@ def test_a_single_scheduler_says_how_workers_of_several_follow_it(caplog: pytest
 
 
 async def test_others_have_longer_to_hear_where_leases_are_longer(tmp_path: Path) -> None:
-    two = Two(tmp_path)
-    await two.begin()
+    two = await Two.begun(tmp_path)
     assert two.one.shared.settle_s == 0.5
     two.one.shared.ownership.duration_s = 15.0
     assert two.one.shared.settle_s == 4.5

@@ -289,13 +289,13 @@ def test_workers_are_not_told_of_what_schedulers_show(box: Callable[..., Box]) -
     scheduler.mailbox.send(scheduler.connect_to(server), wire.Peers([worker.info]))
     server.wait("message")
     worker.connect_to(server)
-    server.wait("opened")
-    worker.wait("opened")
+    to_worker = server.wait("opened")[1]
     server.mailbox.beat_soon()
     scheduler.beats.get(timeout=WAIT_S)
-    assert worker.beats.empty()
     server.mailbox.beat()
-    worker.beats.get(timeout=WAIT_S)
+    server.mailbox.send(to_worker, wire.Offer("after", 1))
+    assert worker.wait("message")[2] == wire.Offer("after", 1)
+    assert worker.beats.qsize() == 1, "that of all, which came before the message"
 
 
 @pytest.mark.parametrize(

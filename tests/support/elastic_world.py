@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from pd_cluster import wire
@@ -41,7 +43,7 @@ class ElasticWorld:
         self.membership = Membership(place, instances, self.mailbox, Timeouts(), "model")
         self.router = Router(self.mailbox.send, self.membership, least_loaded, 0.0)
         self.place, self.ports = place, list[int]()
-        self.read_place = lambda: self.place
+        self.read_place: Callable[[], Place] = lambda: self.place
         self.credentials = credentials = Credentials(b"s" * 32)
         tables = Tables(lambda: self.read_place(), lambda place: self.ports or None, lambda place: self.credentials)
         self.elastic = Elastic(self.membership, credentials, tables, self.router.move_on, 30.0, lambda: self.now_s)

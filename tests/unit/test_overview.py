@@ -16,7 +16,7 @@ from pd_cluster.cluster.overview.marks import EventMarks
 from pd_cluster.cluster.overview.problems import problems_of
 from pd_cluster.cluster.overview.tiers import tiers_of
 from pd_cluster.cluster.overview.watch import Overview
-from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Histogram, RequestStats
+from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Histogram, Outcome, RequestStats
 from pd_cluster.reports import Buckets, Busy, InstanceInfo
 from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.wire import Load
@@ -186,7 +186,8 @@ def test_failed_requests_are_critical_for_a_minute_and_promises_are_held() -> No
     world, stats, history = ElasticWorld(), RequestStats(lambda: 0.0), History()
     history.note(0.0, 0.0, stats.snapshot(), 0, 0)
     stats.replayed("death")
-    stats._counters["finished_error"] += 2
+    for _ in range(2):
+        stats.ended(Outcome(["error"], [1], 1, 1, 0.0, 0.0, 0.0))
     stats.first_token(1, 3.0)
     history.note(1.0, 1.0, stats.snapshot(), 0, 0)
     texts = {text: severity for severity, text in _problems(world, history, slo_ttft_s=1.0)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +42,20 @@ SECRETS = ("10.9.8.7", "/secret/path", "127.0.0.1", "pid", "epoch", "device_ids"
 class World:
     """A cluster with one dead instance whose reason has an address, and the app in front of it."""
 
-    def __init__(self, folder: Path, http: HttpConfig, file_keys: FileKeys | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        http: HttpConfig,
+        file_keys: FileKeys | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.cluster = ElasticWorld()
         dead = self.cluster.membership.instances[0]
         dead.state, dead.reason = "unreachable", "10.9.8.7:8088 refused /secret/path"
         stats = RequestStats(lambda: 0.0)
         overview = Overview(self.cluster.membership, lambda: (stats.snapshot(), Busy()), RoutingConfig())
         overview.look()
-        self.sessions = Sessions()
+        self.sessions = Sessions(clock)
         instances = self.cluster.elastic.instances
         shown = lambda: [describe(i) for i in instances]  # noqa: E731
         names = HostNames(frozenset({"pd.example"}))
@@ -150,9 +158,8 @@ async def test_a_key_ends_no_sessions_of_others(tmp_path: Path) -> None:
 
 
 async def test_a_session_looks_no_more_often_than_its_page_needs(tmp_path: Path) -> None:
-    world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
     now_s = [100.0]
-    world.sessions._clock = lambda: now_s[0]
+    world = World(tmp_path, HttpConfig(api_keys=(KEY,)), clock=lambda: now_s[0])
     async with world.client() as client:
         await login(client, api_key=KEY)
         found = [await client.get("/dashboard/api/overview") for _ in range(int(MOST_LOOKS) + 1)]

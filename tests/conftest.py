@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ import pytest
 from pd_cluster.cluster.processes.rank_process import LOOKUPS
 from pd_cluster.native import build
 from tests.support.gpu_guard import for_cuda
+
+COROUTINE_LIMIT_S = 120.0  # of a test's own waiting; pytest-timeout ends what blocks the loop
 
 for name, value in LOOKUPS.items():  # as in rank processes, for links between engines in one process
     os.environ.setdefault(name, value)
@@ -93,6 +98,20 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Compiles the kernels before a test's time limit runs: seconds of CPU, and minutes beside other work."""
     if not hasattr(session.config, "workerinput"):  # with xdist before its processes start, which would all compile
         build.identity()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Runs a test that is a coroutine function in an event loop of its own."""
+    if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+        item.obj = in_a_loop(item.obj)
+
+
+def in_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), COROUTINE_LIMIT_S))
+
+    return run
 
 
 def pytest_collection_finish() -> None:

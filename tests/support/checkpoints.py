@@ -15,6 +15,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING
 
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+
 VOCAB_SIZE = 320
 PAD_ID = 256
 EOS_ID = 258
@@ -191,6 +193,15 @@ def shake(model: Any) -> None:
                 parameter.add_(torch.randn_like(parameter) * (2.0 if name.endswith("sinks") else 0.2))
             if tied and "post_feedforward_layernorm" in name:
                 parameter.add_(15.0)
+
+
+def text_checkpoint(folder: Path, tokenizer: Tokenizer, template: str = TEMPLATE, **config: Any) -> Checkpoint:
+    """Writes a tokenizer and a chat template, unless it is empty; returns the checkpoint of a model without weights."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+    known = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}
+    return Checkpoint(folder, {**known, **config}, {}, "", folder)
 
 
 def make_tokenizer() -> Tokenizer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from pd_cluster import wire
@@ -15,21 +17,8 @@ from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import LinkState
 from ranktable_tools import generate
-from tests.support.router_world import FakeMailbox
-
-
-class Wires(FakeMailbox):
-    table = b""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.closed: list[str] = []
-
-    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
-        raise AssertionError("every instance is connected already")
-
-    def disconnect(self, conn: str) -> None:
-        self.closed.append(conn)
+from tests.support.mail import RecordedMail
+from tests.support.router_world import info_of
 
 
 def place_of(num_prefill: int = 2, num_decode: int = 2) -> Place:
@@ -48,14 +37,15 @@ class ElasticWorld:
 
     def __init__(self, num_prefill: int = 2, num_decode: int = 2) -> None:
         self.now_s = 0.0
-        self.mailbox = Wires()
+        self.mailbox = RecordedMail()
         place = place_of(num_prefill, num_decode)
         instances = instances_of(place, list(range(1, num_prefill + num_decode + 1)))
         self.membership = Membership(place, instances, self.mailbox, Timeouts(), "model")
         self.router = Router(self.mailbox.send, self.membership, least_loaded, 0.0)
         self.place, self.ports = place, list[int]()
+        self.read_place: Callable[[], Place] = lambda: self.place
         self.credentials = credentials = Credentials(b"s" * 32)
-        tables = Tables(lambda: self.place, lambda place: self.ports or None, lambda place: self.credentials)
+        tables = Tables(lambda: self.read_place(), lambda place: self.ports or None, lambda place: self.credentials)
         self.elastic = Elastic(self.membership, credentials, tables, self.router.move_on, 30.0, lambda: self.now_s)
         for instance in instances:
             self.make_ready(instance)
@@ -69,8 +59,9 @@ class ElasticWorld:
         return [each.name for each in self.membership.instances]
 
     def make_ready(self, instance: Instance) -> None:
-        instance.state, instance.conn = "ready", f"to-{instance.name}"
-        self.membership._by_conn[instance.conn] = instance
+        """Connects it, without the messages that follow when a connection opens."""
+        self.membership.connect(instance, info_of(instance.name, instance.role))
+        instance.state = "ready"
 
     def link(self) -> None:
         """Links every prefill instance to every decode instance, by their current roles."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from pd_cluster import wire
@@ -25,34 +23,6 @@ def order_of(*digests: bytes, num_tokens: int = 4, salt: str = "") -> Order:
     spans = tuple(Span(at * num_tokens, (at + 1) * num_tokens, each) for at, each in enumerate(digests))
     images = tuple(Image(2, 2, b"p") for _ in digests)
     return Order([1] * (len(digests) * num_tokens + 1), Sampling(), cache_salt=salt, spans=spans, images=images)
-
-
-class Post:
-    """Keeps what is sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, wire.Body]] = []
-        self.closed: list[str] = []
-        self.num_beats_at_once = 0
-
-    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
-        return f"to {name}"
-
-    def disconnect(self, conn: str) -> None:
-        self.closed.append(conn)
-
-    def send(self, conn: str, body: wire.Body) -> None:
-        self.sent.append((conn, body))
-
-    def beat(self) -> None:
-        self.num_beats_at_once += 1
-
-    def beat_soon(self) -> None: ...
-
-    def take(self, kind: type) -> list[Any]:
-        found = [body for _, body in self.sent if isinstance(body, kind)]
-        self.sent = [each for each in self.sent if not isinstance(each[1], kind)]
-        return found
 
 
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))

@@ -32,10 +32,10 @@ def fill(instance: Instance, num_tokens: int = FULL) -> None:
 class Hall:
     """A waiting room before a pair of instances, which the test fills and empties."""
 
-    def __init__(self, max_wait_s: float = 0.0) -> None:
+    def __init__(self, max_wait_s: float = 0.0, has_priorities: bool = False) -> None:
         self.instances = pair()
         self.heard = asyncio.Event()
-        self.room = WaitingRoom(max_wait_s, lambda: self.instances, self._changed)
+        self.room = WaitingRoom(max_wait_s, lambda: self.instances, self._changed, has_priorities=has_priorities)
 
     async def _changed(self) -> None:
         await self.heard.wait()

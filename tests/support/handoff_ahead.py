@@ -12,12 +12,11 @@ from functools import partial
 
 from pd_cluster import wire
 from pd_cluster.engine.step.ahead import LookAhead
-from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.model.batch import OnLayer
 from pd_cluster.model.sampling.sampler import Sampled
 from pd_cluster.model.sampling.tokens import After, Tokens
-from pd_cluster.types import Request, Status, TokenOutput
-from tests.support.handoff_engine import NUM_LAYERS, Memory, contents, ends_at_once, first_tokens
+from pd_cluster.types import Request
+from tests.support.handoff_engine import NUM_LAYERS, Memory, contents
 from tests.support.handoff_world import World
 
 
@@ -97,12 +96,6 @@ class AheadWorld(World):
 
     # ---- P's engine
 
-    def _begins(self, plan: StepPlan) -> OnLayer | None:
-        for request in plan.admitted:
-            self.exports.admitted(request)
-        plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
-        return self.exports.layers_done if self.exports.computing(plan.chunks) else None
-
     def _p_step(self) -> None:
         if self._is_stepping:
             return
@@ -126,18 +119,7 @@ class AheadWorld(World):
             ready = self.p.scheduler.computed(plan)
         else:
             ready = chosen[0]
-        tokens: dict[str, list[TokenOutput]] = {}
-        for request in ready:
-            tokens[request.key] = first_tokens(request)
-            request.output_token_ids.append(tokens[request.key][0].token_id)
-            if ends_at_once(request, tokens[request.key]):
-                self.p.scheduler.finish(request)
-                self._end(self.p, request, "finished")
-            else:
-                self.p.scheduler.export(request)
-        for request, _ in plan.chunks:
-            self.exports.computed(request, tokens.get(request.key, []))
-        self.exports.expire()
+        self._p_ends_step(plan, ready)
         self.num_ahead = self.ahead.num_ahead
 
     def _p_reads_inbox(self) -> None:
@@ -147,12 +129,6 @@ class AheadWorld(World):
     def _p_dies(self) -> None:
         if not self._is_stepping:
             super()._p_dies()
-
-    def check(self) -> None:
-        while self.p_inbox or self.replies:
-            self._p_mailbox_replies()
-            self._p_reads_inbox()
-        super().check()
 
     # ---- its links
 

@@ -41,7 +41,7 @@ class Memory:
 
     def write(self, piece: wire.KVPiece, into: Sequence[int], content: list[list[int]]) -> None:
         """Writes a received piece into blocks that must still be held for it."""
-        assert all(self._blocks._holders[block] for block in into), f"{into} were released and are written"
+        assert not self._blocks.num_unheld(into), f"{into} were released and are written"
         offset = piece.first_token // self.block_size * self.block_size
         for layer, values in zip(range(piece.first_layer, piece.stop_layer), content, strict=True):
             for position, value in zip(range(piece.first_token, piece.stop_token), values, strict=True):

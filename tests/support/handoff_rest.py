@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.imports import ImportState
 from tests.support.handoff_world import World
 
 
@@ -50,10 +49,8 @@ class RestingWorld(World):
         if self.d_inbox and isinstance(self.d_inbox[0], tuple) and isinstance(self.d_inbox[0][1], wire.LinkRest):
             conn, _ = self.d_inbox.popleft()  # type: ignore[misc]
             if conn == self.d_conn:
-                landing = (ImportState.LANDING, ImportState.CONFIRMING)
-                under_way = [each for each in self.imports._imports.values() if each.conn == conn]
                 # P's engine may let one go, by a deadline or an abort, before its mailbox has sent its word.
-                left = {each.transfer_id for each in under_way if each.state in landing}
+                left = {transfer_id for transfer_id, of in self.d_side.landing.items() if of == conn}
                 assert left <= self.taken, "a link rests under a transfer"
                 self._d_loses_link("it rests")
                 if conn == self.p_conn:

@@ -19,7 +19,9 @@ from pd_cluster.devices.device import CPU
 from pd_cluster.engine.handover.exports import Exports, ShipLimits
 from pd_cluster.engine.handover.imports import Imports
 from pd_cluster.engine.step.patience import LandingWait, Patience
+from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.errors import LinkError
+from pd_cluster.model.batch import OnLayer
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault
@@ -210,7 +212,7 @@ class World:
     def start_d(self) -> None:
         self.d_life += 1
         self.d = Engine(*self.d_shape)
-        side = DecodeSide(self)
+        self.d_side = side = DecodeSide(self)
         self.imports = Imports(
             self.d.scheduler, side, self._import_ended, self._joined, self.clock, TIMES, growth_tokens=4, vocab_size=999
         )
@@ -316,20 +318,22 @@ class World:
             while self.p_inbox:
                 self._p_reads_inbox()
             plan = p.scheduler.plan()
-            for request in plan.admitted:
-                self.exports.admitted(request)
-            plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
+            self._begins(plan)
             p.begin(plan)
-            self.exports.computing(plan.chunks)
         elif p.num_layers_done < NUM_LAYERS:
             p.compute_layer()
             self._read_credits()
             self.exports.layers_done(p.num_layers_done)
         else:
-            self._p_ends_step()
+            self._p_ends_step(*self.p.end_step())
 
-    def _p_ends_step(self) -> None:
-        plan, ready = self.p.end_step()
+    def _begins(self, plan: StepPlan) -> OnLayer | None:
+        for request in plan.admitted:
+            self.exports.admitted(request)
+        plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
+        return self.exports.layers_done if self.exports.computing(plan.chunks) else None
+
+    def _p_ends_step(self, plan: StepPlan, ready: list[Request]) -> None:
         tokens: dict[str, list[TokenOutput]] = {}
         for request in ready:
             tokens[request.key] = first_tokens(request)
@@ -602,6 +606,7 @@ class World:
         """Asserts the central invariant: D commits this request's whole prompt, and P's tokens."""
         assert request.transfer_id in self.taken, f"{request.key} goes on without P's word"
         assert tokens == first_tokens(request)
+        del self.d_side.landing[request.transfer_id]
         self.patience.landed()
         going_on = [t for t in tokens if t.finish_reason is None]
         width = request.sampling.beam_width
@@ -620,7 +625,7 @@ class DecodeSide:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.life = world.d_life
+        self.landing: dict[str, str] = {}  # transfers that have blocks -> their connections
 
     def send(self, conn: str, body: wire.Body) -> None:
         if conn == self.world.d_conn:
@@ -630,9 +635,11 @@ class DecodeSide:
         return ""
 
     def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
+        self.landing[transfer_id] = conn
         self.world.link(conn).lander.begin(transfer_id, block_ids, first_token, num_tokens)
 
     def forget(self, conn: str, transfer_id: str) -> None:
+        del self.landing[transfer_id]
         self.world.link(conn).frames.append(transfer_id)
 
     def progress_s(self, conn: str) -> float:

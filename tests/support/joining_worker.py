@@ -8,6 +8,7 @@ from pd_cluster.cluster.members.joining import (
     Joining,
 )
 from pd_cluster.settings.timeouts import Timeouts
+from tests.support.mail import RecordedMail
 
 REACH_S = 10.0
 JOIN = wire.Join(role="decode", host="192.0.2.7", port=8000, device_ids=["0"], model_identity="model")
@@ -15,29 +16,17 @@ TIMES = Timeouts(join_timeout_s=60.0)
 KEY = b"k" * 32
 
 
-class Lines:
-    def __init__(self) -> None:
-        self.opened: list[tuple[str, int, bytes]] = []
-        self.sent: list[tuple[str, wire.Body]] = []
-        self.dropped: list[str] = []
-
-    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
-        assert (name, epoch) == ("join", 0)
-        self.opened.append((host, port, key))
-        return f"c{len(self.opened)}"
-
-    def disconnect(self, conn: str) -> None:
-        self.dropped.append(conn)
-
-    def send(self, conn: str, body: wire.Body) -> None:
-        self.sent.append((conn, body))
-
-
 class Seeker:
     def __init__(self, addresses: tuple[tuple[str, int], ...] = (("h", 1),), keys: tuple[bytes, ...] = (KEY,)) -> None:
         self.now_s = 0.0
-        self.lines = Lines()
+        self.lines = RecordedMail(is_numbered=True)
         self.joining = Joining(addresses, keys, JOIN, self.lines, TIMES, lambda: self.now_s)
+
+    @property
+    def tried(self) -> list[tuple[str, int, bytes]]:
+        """Host, port and key of every connection that it opened."""
+        assert {each[:2] for each in self.lines.opened} <= {("join", 0)}
+        return [each[2:] for each in self.lines.opened]
 
     def connect(self) -> str:
         """Waits for its backoff, and returns the connection that it opens."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +74,3 @@ class Port:
 
     def counted(self, name: str) -> dict[str, int]:
         return by_tenant(self.counts.counters(), f"tenant_{name}")
-
-
-def run(test: Awaitable[None]) -> None:
-    async def timed() -> None:
-        async with asyncio.timeout(WAIT_S):
-            await test
-
-    asyncio.run(timed())

@@ -10,12 +10,11 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from pd_cluster import LLM
-from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.offline.lora import RequestedAdapters
 from pd_cluster.offline.session import OfflineConfig
 from pd_cluster.service.service import ServiceConfig, TextService
-from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
+from tests.support.checkpoints import make_tokenizer, text_checkpoint
 from tests.support.playback import Playback
 
 T = TypeVar("T")
@@ -29,13 +28,7 @@ class FakeOffline:
         self.config = config
         self.is_closed = False
         self.router = Playback(make_tokenizer().encode(text).ids)
-        self.checkpoint = Checkpoint(
-            folder,
-            {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID, "dtype": dtype},
-            {},
-            identity="",
-            tokenizer_path=folder,
-        )
+        self.checkpoint = text_checkpoint(folder, make_tokenizer(), dtype=dtype)
         limit = config.engine.max_model_len or LIMIT
         self.service = TextService(
             cast(Router, self.router),
@@ -60,8 +53,6 @@ MakeLLM = Callable[..., tuple[LLM, FakeOffline]]
 
 def make_fake_llm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[MakeLLM, list[FakeOffline]]:
     """Returns `make(text, **arguments)`, which makes an LLM that says that text, and the list of their engines."""
-    make_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
     made: list[FakeOffline] = []
 
     def make(text: str = "", dtype_on_disk: str = "bfloat16", **arguments: Any) -> tuple[LLM, FakeOffline]:

@@ -9,14 +9,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
-from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import InstanceLost
 from pd_cluster.offline.loop import LoopThread
 from pd_cluster.offline.session import OfflineConfig
 from pd_cluster.service.service import ServiceConfig, TextService
 from pd_cluster.types import Order
-from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
+from tests.support.checkpoints import EOS_ID, TEMPLATE, make_tokenizer, text_checkpoint
 from tests.support.playback import Playback
 
 
@@ -26,17 +25,12 @@ class PlaybackOffline:
     def __init__(self, folder: Path, config: OfflineConfig, says: str, has_template: bool) -> None:
         self.config = config
         rust = make_tokenizer()
-        rust.save(str(folder / "tokenizer.json"))
-        if has_template:
-            (folder / "chat_template.jinja").write_text(TEMPLATE)
+        self.checkpoint = text_checkpoint(folder, rust, TEMPLATE if has_template else "")
         self.router = HeldPlayback([*rust.encode(says).ids, EOS_ID])
         self.router.last_reason = "stop"
-        self.checkpoint = checkpoint = Checkpoint(
-            folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "", folder
-        )
         self.service = TextService(
             cast(Router, self.router),
-            checkpoint,
+            self.checkpoint,
             ServiceConfig("/models/x", ["x"], config.engine.max_model_len or 4096, chat=config.chat),
         )
         self._loop = LoopThread("playback")

@@ -17,7 +17,6 @@ from pd_cluster.api.dashboard.public import PublicView
 from pd_cluster.api.gate.drain import Drain
 from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
-from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.entrance import Entrance
 from pd_cluster.cluster.routing.policy import least_loaded
 from pd_cluster.cluster.routing.predict import NO_GOALS
@@ -28,7 +27,7 @@ from pd_cluster.errors import Unavailable
 from pd_cluster.service.service import ServiceConfig, TextService
 from pd_cluster.service.traces import Tracing
 from pd_cluster.settings.http import HttpConfig
-from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
+from tests.support.checkpoints import make_tokenizer, text_checkpoint
 from tests.support.router_world import FakeMembership
 
 MAX_MODEL_LEN = 1000
@@ -75,9 +74,7 @@ def make_app(
 
     `settings`: of the service.
     """
-    make_special_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    checkpoint = Checkpoint(folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "", folder)
+    checkpoint = text_checkpoint(folder, make_special_tokenizer())
     entrance = entrance or Entrance(
         FakeMembership([]), least_loaded, RequestStats(), NO_GOALS, ReplayLimits(together_s=0.0), None
     )

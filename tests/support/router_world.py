@@ -15,6 +15,7 @@ from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.reports import InstanceInfo
 from pd_cluster.types import FinishReason, LegEnd, LinkState, Order, PromptOutput, Role, Sampling, TokenOutput
+from tests.support.mail import RecordedMail
 
 PROMPT = [1, 2, 3]
 SAMPLING = Sampling(max_tokens=4)
@@ -22,18 +23,6 @@ WAIT_S = 60.0
 
 
 INFINITY = float("inf")
-
-
-class FakeMailbox:
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, wire.Body]] = []
-
-    def send(self, conn: str, body: wire.Body) -> None:
-        wire.encode_body(body)
-        self.sent.append((conn, body))
-
-    def of(self, kind: type[Any]) -> list[tuple[str, Any]]:
-        return [(conn, body) for conn, body in self.sent if isinstance(body, kind)]
 
 
 class FakeMembership:
@@ -64,7 +53,7 @@ class World:
         links = {i.key: LinkState("up", ("shm",)) for i in self.instances if i.role == "decode"}
         for prefill in self.instances[:2]:
             prefill.load = wire.Load(links=links)
-        self.mailbox = FakeMailbox()
+        self.mailbox = RecordedMail()
         self.membership = FakeMembership(self.instances)
         send = self.mailbox.send
         self.router = Router(send, self.membership, least_loaded, request_timeout_s, replay, goals, max_queue_s)
@@ -108,6 +97,16 @@ class World:
     def aborted(self, index: int = -1) -> list[str]:
         """Returns where one sequence, or the whole request, was aborted."""
         return sorted(conn for conn, body in self.mailbox.of(wire.Abort) if body.index == index)
+
+    async def leave(
+        self, serving: AsyncGenerator[TokenOutput, None], waiting: asyncio.Task[TokenOutput] | None = None
+    ) -> None:
+        """Closes the iterator, whose next token may be waited for; nothing of any request is left then."""
+        if waiting is not None:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        await serving.aclose()
+        self.assert_home()
 
     def assert_home(self) -> None:
         assert self.router.num_streams == 0

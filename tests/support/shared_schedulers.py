@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.lease_folder import LeaseFolder
@@ -21,9 +23,10 @@ class Scheduler:
         self.world = ElasticWorld()
         self.fence = Fence()
         self.wall_s = 0.0
+        self.store = LeaseFolder(folder / "lease")
         self.shared = SharedMembership(
             f"scheduler-{index}@{index + 1}",
-            LeaseFolder(folder / "lease"),
+            self.store,
             self.world.membership,
             self.world.elastic,
             self,
@@ -40,6 +43,13 @@ class Scheduler:
     async def look(self) -> None:
         await self.shared._look()
 
+    async def stop(self) -> None:
+        """Lets go of the lease, as at the end of its process."""
+        running = asyncio.create_task(self.shared.run())
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait((running,))
+
     @property
     def orders(self) -> list[wire.Peers]:
         return [body for _, body in self.world.mailbox.of(wire.Peers)]
@@ -50,12 +60,16 @@ class Two:
         self.now_s = 10.0
         self.one, self.other = (Scheduler(folder, index, lambda: self.now_s) for index in range(2))
 
-    async def begin(self) -> None:
-        await self.one.look()
-        self.now_s += LEASE_S  # one that knows of a list would have written it by now
-        await self.one.look()
-        await self.other.look()
-        assert (self.one.shared.is_owner, self.other.shared.is_owner) == (True, False)
+    @classmethod
+    async def begun(cls, folder: Path) -> Self:
+        """Returns two of which the first owns membership."""
+        two = cls(folder)
+        await two.one.look()
+        two.now_s += LEASE_S  # one that knows of a list would have written it by now
+        await two.one.look()
+        await two.other.look()
+        assert (two.one.shared.is_owner, two.other.shared.is_owner) == (True, False)
+        return two
 
     async def fail_over(self) -> None:
         self.now_s += LEASE_S

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.sampling_defaults import sampling_defaults
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.service.generation import Generation
@@ -18,7 +18,7 @@ from pd_cluster.service.schema.protocol import CompletionRequest
 from pd_cluster.service.sequence import Piece
 from pd_cluster.service.service import ServiceConfig, TextService
 from pd_cluster.settings.requests import ChatConfig
-from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
+from tests.support.checkpoints import make_tokenizer, text_checkpoint
 from tests.support.playback import Playback
 
 RUST = make_tokenizer()
@@ -28,8 +28,7 @@ Services = Callable[..., tuple[TextService, Playback]]
 
 def services_in(folder: Path, rust: RustTokenizer = RUST) -> Services:
     """Returns a function: given a text, a service whose model says that text, and the router behind it."""
-    rust.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    plain = text_checkpoint(folder, rust)
 
     def build(
         text: str = "",
@@ -39,8 +38,7 @@ def services_in(folder: Path, rust: RustTokenizer = RUST) -> Services:
         chat: ChatConfig | None = None,
     ) -> Any:
         router = Playback(rust.encode(text, add_special_tokens=False).ids)
-        config = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}
-        checkpoint = Checkpoint(folder, config, generation_config or {}, "", folder)
+        checkpoint = replace(plain, generation_config=generation_config or {})
         service = TextService(
             cast(Router, router),
             checkpoint,

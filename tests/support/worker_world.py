@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import queue
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Any
+
+import pytest
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.events import (
@@ -12,6 +15,7 @@ from pd_cluster.engine.handover.events import (
     Event,
     Mail,
 )
+from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd, Side
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.limits import EngineLimits
@@ -26,7 +30,8 @@ from pd_cluster.settings.config import Credentials, WorkerConfig
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.types import LegEnd, Order, Role, Sampling
+from pd_cluster.types import LegEnd, Order, Resumed, Role, Sampling
+from tests.support.mail import RecordedMail
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 16
@@ -34,32 +39,23 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, planes=keys_and_values(8), block
 CONN = "scheduler-conn"
 
 
-class Post:
+class Post(RecordedMail):
     """Keeps what the worker sends to its scheduler."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.tokens: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self.ended: list[LegEnd] = []
         self.messages: list[tuple[str, wire.Outputs]] = []
-        self.num_beats = 0
-        self.num_beats_at_once = 0
 
-    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
+    def connect(self, *_: object) -> str:
         raise AssertionError("nobody to connect to")
-
-    def disconnect(self, conn: str) -> None: ...
-
-    def beat(self) -> None:
-        self.num_beats_at_once += 1
-
-    def beat_soon(self) -> None:
-        self.num_beats += 1
 
     def send(self, conn: str, body: wire.Body) -> None:
         if isinstance(body, wire.CacheKeys):
             return
         assert isinstance(body, wire.Outputs)
-        wire.encode_body(body)
+        super().send(conn, body)
         self.messages.append((conn, body))
         assert conn == CONN or not (body.tokens or body.prompts)
         self.ended += body.ended
@@ -67,6 +63,13 @@ class Post:
             known = self.tokens[token.request_id][token.index]
             assert token.position == len(known)
             known.append(token.token_id)
+
+
+@dataclass
+class Shipped:
+    sent: list[wire.Body] = field(default_factory=list)
+    pieces: list[tuple[wire.KVPiece, int]] = field(default_factory=list)  # and the steps that had ended by then
+    ends: list[wire.KVEnd] = field(default_factory=list)
 
 
 class NoLinks:
@@ -117,6 +120,24 @@ class World:
         self, name: str, prompt: list[int], sampling: Sampling, deadline_s: float = 0.0, gathers: bool = False
     ) -> None:
         self.mail(wire.Submit(name, 0, name, "hybrid", "", Order(prompt, sampling, gathers=gathers), deadline_s))
+
+    def resume(self, name: str, order: Order, told: dict[int, list[int]]) -> None:
+        """Submits what another worker has begun: the tokens of each sequence that were told."""
+        resumed = [Resumed(index, token_ids) for index, token_ids in told.items()]
+        self.mail(wire.Submit(name, 1, f"{name}-1", "hybrid", "", order, 0.0, resumed))
+        self.post.tokens[name].update({index: list(token_ids) for index, token_ids in told.items()})
+
+    def take_links(self, monkeypatch: pytest.MonkeyPatch) -> Shipped:
+        """Gives its engine a link to every peer, `link`, over which whatever it ships is recorded."""
+        links, shipped = self.worker.handover.out_links, Shipped()
+        monkeypatch.setattr(links, "link_to", lambda peer: "link")
+        monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20))
+        monkeypatch.setattr(links, "send", lambda conn, body: shipped.sent.append(body))
+        monkeypatch.setattr(
+            links, "ship", lambda conn, tid, at, piece: shipped.pieces.append((piece, self.worker.core.num_steps))
+        )
+        monkeypatch.setattr(links, "ship_end", lambda conn, end: shipped.ends.append(end))
+        return shipped
 
     def mail(self, body: wire.Body) -> None:
         self.inbox.put(Mail(CONN, "scheduler@1", body))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -55,7 +54,7 @@ class BookWorld(ElasticWorld):
         self.used: set[str] = set()
         self.published: list[dict[str, str]] = []
         for instance in self.membership.instances:
-            self.membership._open.add(instance.conn)
+            self.membership.on_opened(instance.conn)
 
         async def publish() -> None:
             self.published.append(dict(self.book.names))
@@ -100,131 +99,109 @@ class BookWorld(ElasticWorld):
                 await asyncio.sleep(0)
 
 
-def play(root: Path, scene: Callable[[BookWorld], Awaitable[None]]) -> None:
-    async def run() -> None:
-        await scene(BookWorld(root))
+async def test_a_name_is_published_when_the_last_worker_has_it(tmp_path: Path) -> None:
+    world = BookWorld(tmp_path)
+    loading = asyncio.ensure_future(world.book.load("a", "one"))
+    await world.until(lambda: world.digests["one"] in world.wanted().get("decode-0", set()))
+    world.report(world["prefill-0"])
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not loading.done()
+    assert world.book.names == {}
+    world.report(world["decode-0"])
+    await asyncio.wait_for(loading, TIMEOUT_S)
+    assert world.published == [{"a": world.digests["one"]}]
 
-    asyncio.run(run())
 
-
-def test_a_name_is_published_when_the_last_worker_has_it(tmp_path: Path) -> None:
-    async def scene(world: BookWorld) -> None:
-        loading = asyncio.ensure_future(world.book.load("a", "one"))
-        await world.until(lambda: world.digests["one"] in world.wanted().get("decode-0", set()))
-        world.report(world["prefill-0"])
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not loading.done()
-        assert world.book.names == {}
-        world.report(world["decode-0"])
+async def test_a_worker_s_reason_fails_the_load_and_takes_it_back(tmp_path: Path) -> None:
+    world = BookWorld(tmp_path)
+    loading = asyncio.ensure_future(world.book.load("a", "one"))
+    await world.until(lambda: world.digests["one"] in world.wanted().get("decode-0", set()))
+    world.report(world["prefill-0"])
+    world.report(world["decode-0"], {world.digests["one"]: "no room"})
+    with pytest.raises(RequestError, match="decode-0: no room"):
         await asyncio.wait_for(loading, TIMEOUT_S)
-        assert world.published == [{"a": world.digests["one"]}]
-
-    play(tmp_path, scene)
-
-
-def test_a_worker_s_reason_fails_the_load_and_takes_it_back(tmp_path: Path) -> None:
-    async def scene(world: BookWorld) -> None:
-        loading = asyncio.ensure_future(world.book.load("a", "one"))
-        await world.until(lambda: world.digests["one"] in world.wanted().get("decode-0", set()))
-        world.report(world["prefill-0"])
-        world.report(world["decode-0"], {world.digests["one"]: "no room"})
-        with pytest.raises(RequestError, match="decode-0: no room"):
-            await asyncio.wait_for(loading, TIMEOUT_S)
-        assert world.wanted() == {"prefill-0": set(), "decode-0": set()}
-        assert world.published == []
-
-    play(tmp_path, scene)
+    assert world.wanted() == {"prefill-0": set(), "decode-0": set()}
+    assert world.published == []
 
 
-def test_a_worker_that_is_lost_does_not_hold_up_the_others(tmp_path: Path) -> None:
-    async def scene(world: BookWorld) -> None:
-        loading = asyncio.ensure_future(world.book.load("a", "one"))
-        await world.until(lambda: world.digests["one"] in world.wanted().get("decode-0", set()))
-        world.report(world["prefill-0"])
-        decode = world["decode-0"]
-        world.membership.on_closed(decode.conn, "it is dead")
-        await asyncio.wait_for(loading, TIMEOUT_S)
-        decode.conn = "to-decode-0"
-        world.membership._by_conn[decode.conn] = decode
-        world.membership.on_opened(decode.conn)
-        assert decode.shown_state == "connecting"
-        assert decode.reason == "it loads adapters"
-        world.report(decode, {world.digests["one"]: "the disk is full"})
-        assert "the disk is full" in decode.reason
-        world.mailbox.sent.clear()
-        world.now_s = RETRY_S + 1
-        world.book.tick()
-        assert world.wanted()["decode-0"] == {world.digests["one"]}
-        world.report(decode)
-        assert decode.is_ready
-
-    play(tmp_path, scene)
+async def test_a_worker_that_is_lost_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    world = BookWorld(tmp_path)
+    loading = asyncio.ensure_future(world.book.load("a", "one"))
+    await world.until(lambda: world.digests["one"] in world.wanted().get("decode-0", set()))
+    world.report(world["prefill-0"])
+    decode = world["decode-0"]
+    world.membership.on_closed(decode.conn, "it is dead")
+    await asyncio.wait_for(loading, TIMEOUT_S)
+    world.make_ready(decode)
+    world.membership.on_opened(decode.conn)
+    assert decode.shown_state == "connecting"
+    assert decode.reason == "it loads adapters"
+    world.report(decode, {world.digests["one"]: "the disk is full"})
+    assert "the disk is full" in decode.reason
+    world.mailbox.sent.clear()
+    world.now_s = RETRY_S + 1
+    world.book.tick()
+    assert world.wanted()["decode-0"] == {world.digests["one"]}
+    world.report(decode)
+    assert decode.is_ready
 
 
-def test_an_unloaded_adapter_goes_when_nobody_has_it(tmp_path: Path) -> None:
-    async def scene(world: BookWorld) -> None:
-        await world.load("a", "one")
-        world.used = {world.digests["one"]}
+async def test_an_unloaded_adapter_goes_when_nobody_has_it(tmp_path: Path) -> None:
+    world = BookWorld(tmp_path)
+    await world.load("a", "one")
+    world.used = {world.digests["one"]}
+    await world.book.unload("a")
+    assert world.published[-1] == {}
+    world.now_s = 10.0
+    world.book.tick()
+    assert world.wanted()["decode-0"] == {world.digests["one"]}
+    world.used = set()
+    world.book.tick()
+    assert world.wanted()["decode-0"] == {world.digests["one"]}, "one may be about to be routed"
+    world.now_s += GRACE_S
+    world.book.tick()
+    assert world.wanted()["decode-0"] == set()
+    with pytest.raises(ModelNotFound, match="there is no adapter 'a'; there are none"):
         await world.book.unload("a")
-        assert world.published[-1] == {}
-        world.now_s = 10.0
-        world.book.tick()
-        assert world.wanted()["decode-0"] == {world.digests["one"]}
-        world.used = set()
-        world.book.tick()
-        assert world.wanted()["decode-0"] == {world.digests["one"]}, "one may be about to be routed"
-        world.now_s += GRACE_S
-        world.book.tick()
-        assert world.wanted()["decode-0"] == set()
-        with pytest.raises(ModelNotFound, match="there is no adapter 'a'; there are none"):
-            await world.book.unload("a")
-
-    play(tmp_path, scene)
 
 
-def test_an_unloaded_adapter_goes_at_its_deadline(tmp_path: Path) -> None:
-    async def scene(world: BookWorld) -> None:
-        await world.load("a", "one")
-        world.used = {world.digests["one"]}
-        await world.book.unload("a")
-        world.now_s = 29.0
-        world.book.tick()
-        assert world.wanted()["decode-0"] == {world.digests["one"]}
-        world.now_s = 30.0
-        world.book.tick()
-        assert world.wanted()["decode-0"] == set()
-
-    play(tmp_path, scene)
+async def test_an_unloaded_adapter_goes_at_its_deadline(tmp_path: Path) -> None:
+    world = BookWorld(tmp_path)
+    await world.load("a", "one")
+    world.used = {world.digests["one"]}
+    await world.book.unload("a")
+    world.now_s = 29.0
+    world.book.tick()
+    assert world.wanted()["decode-0"] == {world.digests["one"]}
+    world.now_s = 30.0
+    world.book.tick()
+    assert world.wanted()["decode-0"] == set()
 
 
-def test_loaded_again_before_it_has_gone(tmp_path: Path) -> None:
-    async def scene(world: BookWorld) -> None:
-        await world.load("a", "one")
-        await world.book.unload("a")
-        await world.load("b", "one")
-        world.now_s = 100.0
-        world.book.tick()
-        assert world.wanted()["decode-0"] == {world.digests["one"]}
-
-    play(tmp_path, scene)
+async def test_loaded_again_before_it_has_gone(tmp_path: Path) -> None:
+    world = BookWorld(tmp_path)
+    await world.load("a", "one")
+    await world.book.unload("a")
+    await world.load("b", "one")
+    world.now_s = 100.0
+    world.book.tick()
+    assert world.wanted()["decode-0"] == {world.digests["one"]}
 
 
-def test_two_names_of_one_content_and_one_that_moves(tmp_path: Path) -> None:
-    async def scene(world: BookWorld) -> None:
-        await world.load("a", "one")
-        await world.load("b", "one")
-        await world.load("a", "two", replaces=True)
-        world.now_s = 100.0
-        world.book.tick()
-        assert world.wanted()["decode-0"] == set(world.digests.values())
-        await world.load("b", "two", replaces=True)
-        world.book.tick()
-        world.now_s += GRACE_S
-        world.book.tick()
-        assert world.wanted()["decode-0"] == {world.digests["two"]}
-
-    play(tmp_path, scene)
+async def test_two_names_of_one_content_and_one_that_moves(tmp_path: Path) -> None:
+    world = BookWorld(tmp_path)
+    await world.load("a", "one")
+    await world.load("b", "one")
+    await world.load("a", "two", replaces=True)
+    world.now_s = 100.0
+    world.book.tick()
+    assert world.wanted()["decode-0"] == set(world.digests.values())
+    await world.load("b", "two", replaces=True)
+    world.book.tick()
+    world.now_s += GRACE_S
+    world.book.tick()
+    assert world.wanted()["decode-0"] == {world.digests["two"]}
 
 
 # ---- a worker
@@ -251,6 +228,7 @@ class FakeKeeper:
 
 class WorkerWorld:
     def __init__(self, keeper: FakeKeeper | None, most: int | None = None) -> None:
+        self.keeper = keeper
         self.sent: list[wire.AdapterStates] = []
         self.events: list[AdapterLoaded] = []
         self.has_event = threading.Semaphore(0)
@@ -381,8 +359,8 @@ def world_of(folders: list[Path], most: int) -> WorkerWorld:
 
 
 def present(world: WorkerWorld, folders: list[Path]) -> list[int]:
-    keeper: Any = world.adapters._keeper
-    return [at for at, folder in enumerate(folders) if digest_of(folder) in keeper.variants]
+    assert world.keeper is not None
+    return [at for at, folder in enumerate(folders) if digest_of(folder) in world.keeper.variants]
 
 
 def test_the_least_recently_asked_gives_way_and_a_leg_waits_for_its_adapter(tmp_path: Path) -> None:
@@ -403,13 +381,12 @@ def test_owners_of_held_legs_take_turns(tmp_path: Path) -> None:
     """A client that asks for many adapters delays another's one by no more than what is being read already."""
     folders = many(tmp_path, 8)
     world = world_of(folders, 1)
-    keeper = world.adapters._keeper
-    assert isinstance(keeper, FakeKeeper)
-    keeper.hold.clear()
+    assert world.keeper is not None
+    world.keeper.hold.clear()
     for at in range(6):
         assert not world.adapters.admits("s", leg(folders[at], f"a{at}", client="a"))
     assert not world.adapters.admits("s", leg(folders[6], "b", client="b"))
-    keeper.hold.set()
+    world.keeper.hold.set()
     for _ in range(7):
         world.take()
         world.used = set()  # each request ends at once

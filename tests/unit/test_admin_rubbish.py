@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from typing import Any
 
@@ -37,26 +36,23 @@ METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 RUN = ("/pause", "/resume", "/reset_prefix_cache", "/abort_requests", "/sleep", "/wake_up")  # when nothing is wrong
 
 
-def test_no_rubbish_is_a_fault() -> None:
-    async def test() -> None:
-        world = ElasticWorld()
-        control = Control(world.membership, world.mailbox, world.router, 5.0)
-        commands = control_routes(control, {})
-        app = admin_app(world.elastic, LocalTimelines(world.router.timelines), AdminAccess(TOKEN, True), None, commands)
-        paths = sorted(app.openapi()["paths"])
-        assert {*RUN, "/is_sleeping", "/server_info", "/instances"} <= set(paths)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        rng = random.Random(0)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            for path in paths:
-                place = path.format(**dict.fromkeys(("name", "request_id"), "nobody\ud7ff"))
-                for method in METHODS:
-                    for _ in range(6):
-                        await _ask(client, method, place, rng)
-        assert not control.is_paused
-        assert not control.is_asleep
-
-    asyncio.run(test())
+async def test_no_rubbish_is_a_fault() -> None:
+    world = ElasticWorld()
+    control = Control(world.membership, world.mailbox, world.router, 5.0)
+    commands = control_routes(control, {})
+    app = admin_app(world.elastic, LocalTimelines(world.router.timelines), AdminAccess(TOKEN, True), None, commands)
+    paths = sorted(app.openapi()["paths"])
+    assert {*RUN, "/is_sleeping", "/server_info", "/instances"} <= set(paths)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    rng = random.Random(0)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        for path in paths:
+            place = path.format(**dict.fromkeys(("name", "request_id"), "nobody\ud7ff"))
+            for method in METHODS:
+                for _ in range(6):
+                    await _ask(client, method, place, rng)
+    assert not control.is_paused
+    assert not control.is_asleep
 
 
 async def _ask(client: httpx.AsyncClient, method: str, place: str, rng: random.Random) -> None:

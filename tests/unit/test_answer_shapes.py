@@ -17,12 +17,11 @@ from fastapi import FastAPI
 from pd_cluster.api.gate.error_answers import install_error_handlers
 from pd_cluster.api.openai.legacy import legacy_routes
 from pd_cluster.api.openai.openai import openai_routes
-from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.service.service import ServiceConfig, TextService
 from pd_cluster.types import FinishReason, Logprobs, Order, PromptOutput, TokenOutput
-from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
+from tests.support.checkpoints import EOS_ID, make_tokenizer, text_checkpoint
 
 RUST = make_tokenizer()
 A, B, C, D, E = RUST.encode("abcde").ids
@@ -67,9 +66,7 @@ def script() -> Script:
 @pytest.fixture
 def post(tmp_path: Path, script: Script) -> Post:
     """`post(route, **fields)` asks a server whose model is the script."""
-    RUST.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    checkpoint = Checkpoint(tmp_path, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "", tmp_path)
+    checkpoint = text_checkpoint(tmp_path, RUST)
     service = TextService(cast(Router, script), checkpoint, ServiceConfig("/models/x", ["x"], 1000))
     app = FastAPI()
     install_error_handlers(app)

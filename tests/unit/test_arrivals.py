@@ -22,7 +22,7 @@ from pd_cluster.errors import Overloaded
 from pd_cluster.settings.http import HttpConfig
 from tests.support.hall import Hall
 from tests.support.public_port import Answer, make_app, send
-from tests.support.router_world import FakeMembership, run
+from tests.support.router_world import FakeMembership
 
 MEGABYTE = 1 << 20
 ADDRESS = "127.0.0.1"  # of clients without another one
@@ -34,39 +34,36 @@ ASKS = [
 ]
 
 
-def entrance_of(hall: Hall) -> Entrance:
-    entrance = Entrance(FakeMembership([]), least_loaded, RequestStats(), NO_GOALS, ReplayLimits(together_s=0.0), None)
+def entrance_of(hall: Hall, stats: RequestStats | None = None) -> Entrance:
+    replay = ReplayLimits(together_s=0.0)
+    entrance = Entrance(FakeMembership([]), least_loaded, stats or RequestStats(), NO_GOALS, replay, None)
     entrance.waiting = hall.room
     return entrance
 
 
 @pytest.mark.parametrize(("openai", "path", "body"), ASKS)
-def test_what_would_wait_too_long_is_refused_before_its_body_is_read(
+async def test_what_would_wait_too_long_is_refused_before_its_body_is_read(
     tmp_path: Path, openai: bool, path: str, body: dict[str, Any]
 ) -> None:
-    async def test() -> None:
-        hall = Hall(max_wait_s=2.0)
-        entrance = entrance_of(hall)
-        app, _ = make_app(tmp_path, HttpConfig(api_keys=("full", "free")), openai, entrance=entrance)
-        hall.close()
-        tasks = await hall.waiting(3, _client("full"), 100)
-        hall.measured(100)
+    hall, stats = Hall(max_wait_s=2.0), RequestStats()
+    app, _ = make_app(tmp_path, HttpConfig(api_keys=("full", "free")), openai, entrance=entrance_of(hall, stats))
+    hall.close()
+    tasks = await hall.waiting(3, _client("full"), 100)
+    hall.measured(100)
 
-        async def ask(key: str) -> Answer:
-            return await send(app, "POST", path, [("authorization", f"Bearer {key}")], body)
+    async def ask(key: str) -> Answer:
+        return await send(app, "POST", path, [("authorization", f"Bearer {key}")], body)
 
-        refused, free = await ask("full"), await ask("free")
-        assert (refused.status, refused.num_received, refused.headers["retry-after"]) == (429, 0, "2")
-        error = refused.json()["error"]
-        assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
-        assert "a wait of 3 s is expected, too much for the 2 s of --max-queue-time" in error["message"]
-        assert free.status == 503  # it was read, and nobody serves
-        assert free.num_received
-        assert entrance._stats.snapshot().counters["refused_queue"] == 1
-        hall.open()
-        await asyncio.gather(*tasks)
-
-    run(test())
+    refused, free = await ask("full"), await ask("free")
+    assert (refused.status, refused.num_received, refused.headers["retry-after"]) == (429, 0, "2")
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
+    assert "a wait of 3 s is expected, too much for the 2 s of --max-queue-time" in error["message"]
+    assert free.status == 503  # it was read, and nobody serves
+    assert free.num_received
+    assert stats.snapshot().counters["refused_queue"] == 1
+    hall.open()
+    await asyncio.gather(*tasks)
 
 
 def _client(key: str) -> str:
@@ -76,45 +73,38 @@ def _client(key: str) -> str:
 
 
 @pytest.mark.parametrize("header", ["x-stainless-read-timeout", "X-Stainless-Timeout"])
-def test_a_clients_own_timeout_is_how_long_it_waits(tmp_path: Path, header: str) -> None:
-    async def test() -> None:
-        hall = Hall(max_wait_s=100.0)
-        app, _ = make_app(tmp_path, entrance=entrance_of(hall))
-        hall.close()
-        tasks = await hall.waiting(3, ADDRESS, 100)
-        hall.measured(100)
+async def test_a_clients_own_timeout_is_how_long_it_waits(tmp_path: Path, header: str) -> None:
+    hall = Hall(max_wait_s=100.0)
+    app, _ = make_app(tmp_path, entrance=entrance_of(hall))
+    hall.close()
+    tasks = await hall.waiting(3, ADDRESS, 100)
+    hall.measured(100)
 
-        async def ask(value: str) -> int:
-            return (await send(app, "POST", "/v1/chat/completions", [(header, value)], CHAT)).status
+    async def ask(value: str) -> int:
+        return (await send(app, "POST", "/v1/chat/completions", [(header, value)], CHAT)).status
 
-        assert [await ask(value) for value in ("2", "600", "nan", "-1", "0", "soon", "")] == [429, *[503] * 6]
-        hall.open()
-        await asyncio.gather(*tasks)
-
-    run(test())
+    assert [await ask(value) for value in ("2", "600", "nan", "-1", "0", "soon", "")] == [429, *[503] * 6]
+    hall.open()
+    await asyncio.gather(*tasks)
 
 
-def test_requests_that_are_read_at_the_same_time_are_counted(tmp_path: Path) -> None:
+async def test_requests_that_are_read_at_the_same_time_are_counted(tmp_path: Path) -> None:
     """So a thousand that come at once are not all let in because none was there before."""
-
-    async def test() -> None:
-        hall = Hall(max_wait_s=2.0)
-        app, _ = make_app(tmp_path, entrance=entrance_of(hall))
-        hall.close()
-        tasks = await hall.waiting(1, "", 10)
-        hall.measured(100)
-        release = asyncio.Event()
-        body = json.dumps(CHAT).encode() + b" " * 240
-        answers = [asyncio.ensure_future(_slowly(app, body, release)) for _ in range(10)]
-        while sum(answer.done() for answer in answers) < 8:
-            await asyncio.sleep(0)
-        release.set()
-        assert sorted(await asyncio.gather(*answers)) == [429] * 8 + [503] * 2
-        assert hall.room.queue.client("", 0.0).num_arriving_tokens == 0
-        hall.open()
-        await asyncio.gather(*tasks)
-
-    run(test())
+    hall = Hall(max_wait_s=2.0)
+    app, _ = make_app(tmp_path, entrance=entrance_of(hall))
+    hall.close()
+    tasks = await hall.waiting(1, "", 10)
+    hall.measured(100)
+    release = asyncio.Event()
+    body = json.dumps(CHAT).encode() + b" " * 240
+    answers = [asyncio.ensure_future(_slowly(app, body, release)) for _ in range(10)]
+    while sum(answer.done() for answer in answers) < 8:
+        await asyncio.sleep(0)
+    release.set()
+    assert sorted(await asyncio.gather(*answers)) == [429] * 8 + [503] * 2
+    assert hall.room.queue.client("", 0.0).num_arriving_tokens == 0
+    hall.open()
+    await asyncio.gather(*tasks)
 
 
 async def _slowly(app: Any, body: bytes, release: asyncio.Event) -> int:
@@ -152,64 +142,56 @@ def test_bodies_share_a_budget_and_nobody_has_all_of_it() -> None:
     budget.take("guest", 10 * MEGABYTE)
     for client, nbytes in (("guest", 35), ("third", 12)):
         budget.give_back(client, nbytes * MEGABYTE)
-    assert (budget.taken_nbytes, budget._of) == (0, {})
+    assert [budget.taken_nbytes, *map(budget.of, ("hog", "guest", "third"))] == [0] * 4
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 @pytest.mark.parametrize("told", [True, False])
-def test_unfinished_bodies_cannot_take_the_memory(
+async def test_unfinished_bodies_cannot_take_the_memory(
     tmp_path: Path, path: str, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrivals, "BODIES_NBYTES", 8 * MEGABYTE)
+    app, _ = make_app(tmp_path)
+    never, statuses = asyncio.Event(), []
 
-    async def test() -> None:
-        app, _ = make_app(tmp_path)
-        never, statuses = asyncio.Event(), []
+    async def unfinished() -> None:
+        parts = iter([b"x" * (2 * MEGABYTE)])
 
-        async def unfinished() -> None:
-            parts = iter([b"x" * (2 * MEGABYTE)])
+        async def receive() -> dict[str, Any]:
+            for part in parts:
+                return {"type": "http.request", "body": part, "more_body": True}
+            await never.wait()
+            return {"type": "http.disconnect"}
 
-            async def receive() -> dict[str, Any]:
-                for part in parts:
-                    return {"type": "http.request", "body": part, "more_body": True}
-                await never.wait()
-                return {"type": "http.disconnect"}
+        async def hear(message: Any) -> None:
+            statuses.append(message.get("status"))
 
-            async def hear(message: Any) -> None:
-                statuses.append(message.get("status"))
+        length = [(b"content-length", str(2 * MEGABYTE + 1).encode())] if told else []
+        scope = {"type": "http", "method": "POST", "path": path, "headers": length, "query_string": b""}
+        await app(scope, receive, hear)
 
-            length = [(b"content-length", str(2 * MEGABYTE + 1).encode())] if told else []
-            scope = {"type": "http", "method": "POST", "path": path, "headers": length, "query_string": b""}
-            await app(scope, receive, hear)
-
-        tasks = [asyncio.ensure_future(unfinished()) for _ in range(10)]
-        while len([each for each in statuses if each]) < 8:
-            await asyncio.sleep(0)
-        assert statuses[::2] == [429] * 8
-        small = await send(app, "POST", path, [], {"model": "tiny", "prompt": "hello"})
-        assert small.status in (200, 503)  # it is read
-        never.set()
-        await asyncio.gather(*tasks)
-        large = await send(app, "POST", path, [], {"model": "tiny", "prompt": "hello", "user": "x" * 2 * MEGABYTE})
-        assert large.status in (200, 503)
-
-    run(test())
+    tasks = [asyncio.ensure_future(unfinished()) for _ in range(10)]
+    while len([each for each in statuses if each]) < 8:
+        await asyncio.sleep(0)
+    assert statuses[::2] == [429] * 8
+    small = await send(app, "POST", path, [], {"model": "tiny", "prompt": "hello"})
+    assert small.status in (200, 503)  # it is read
+    never.set()
+    await asyncio.gather(*tasks)
+    large = await send(app, "POST", path, [], {"model": "tiny", "prompt": "hello", "user": "x" * 2 * MEGABYTE})
+    assert large.status in (200, 503)
 
 
-def test_small_bodies_count_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_small_bodies_count_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "BODIES_NBYTES", 0)
     app, _ = make_app(tmp_path)
-
-    async def test() -> None:
-        asked = {"model": "tiny", "prompt": "hello"}
-        small = {**asked, "user": "x" * (SMALL_NBYTES - len(json.dumps(asked)) - 20)}
-        statuses = [
-            (await send(app, "POST", "/tokenize", [], body)).status
-            for body in (small, {**asked, "user": "x" * SMALL_NBYTES})
-        ]
-        assert statuses == [200, 429]
-
-    run(test())
+    asked = {"model": "tiny", "prompt": "hello"}
+    small = {**asked, "user": "x" * (SMALL_NBYTES - len(json.dumps(asked)) - 20)}
+    statuses = [
+        (await send(app, "POST", "/tokenize", [], body)).status
+        for body in (small, {**asked, "user": "x" * SMALL_NBYTES})
+    ]
+    assert statuses == [200, 429]
 
 
 @pytest.mark.parametrize(

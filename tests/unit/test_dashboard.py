@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import shutil
 import subprocess
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +64,13 @@ def test_codes_and_sessions_are_bounded_and_no_secret_is_kept() -> None:
     assert cookies[-1] not in repr(vars(sessions))
 
 
-def with_app(tmp_path: Path, use: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
-    async def test() -> None:
-        world = ElasticWorld()
-        stats = RequestStats(lambda: 0.0)
-        overview = Overview(world.membership, lambda: (stats.snapshot(), Busy()), RoutingConfig())
-        shown = ShownCluster(overview, "a model", tmp_path, PublicPort("127.0.0.1", 9))
-        app = admin_app(world.elastic, LocalTimelines(world.router.timelines), AdminAccess(TOKEN, True), shown=shown)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HOST) as client:
-            await use(client)
-
-    asyncio.run(test())
+def client_of(logs: Path) -> httpx.AsyncClient:
+    world = ElasticWorld()
+    stats = RequestStats(lambda: 0.0)
+    overview = Overview(world.membership, lambda: (stats.snapshot(), Busy()), RoutingConfig())
+    shown = ShownCluster(overview, "a model", logs, PublicPort("127.0.0.1", 9))
+    app = admin_app(world.elastic, LocalTimelines(world.router.timelines), AdminAccess(TOKEN, True), shown=shown)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HOST)
 
 
 async def begin(client: httpx.AsyncClient) -> dict[str, str]:
@@ -90,8 +84,8 @@ async def begin(client: httpx.AsyncClient) -> dict[str, str]:
     return {**ORIGIN, "X-PD-Dashboard": answer.json()["command_token"]}
 
 
-def test_nothing_is_read_without_a_session(tmp_path: Path) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_nothing_is_read_without_a_session(tmp_path: Path) -> None:
+    async with client_of(tmp_path) as client:
         for path in READ:
             answer = await client.get(f"/dashboard/api{path}")
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "no_session")
@@ -102,13 +96,10 @@ def test_nothing_is_read_without_a_session(tmp_path: Path) -> None:
             assert answer.status_code == 401
             assert "set-cookie" not in answer.headers
 
-    with_app(tmp_path, use)
 
-
-def test_the_dashboard_answers_under_the_port_s_names_only(tmp_path: Path) -> None:
+async def test_the_dashboard_answers_under_the_port_s_names_only(tmp_path: Path) -> None:
     """Even to a session: a page whose name resolves to this port must not read with whatever cookie it got."""
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with client_of(tmp_path) as client:
         headers = await begin(client)
         cookie = client.cookies[COOKIE]
         for host, status in (("evil.example:9001", 403), ("127.0.0.1:9001", 200)):
@@ -121,13 +112,10 @@ def test_the_dashboard_answers_under_the_port_s_names_only(tmp_path: Path) -> No
             begun = await client.post("/dashboard/api/session", json={"code": code}, headers=asked)
             assert begun.status_code == status
 
-    with_app(tmp_path, use)
 
-
-def test_a_session_reads_and_its_cookie_opens_nothing_else(tmp_path: Path) -> None:
+async def test_a_session_reads_and_its_cookie_opens_nothing_else(tmp_path: Path) -> None:
     LogFile(tmp_path, "prefill-0").write("one line with Bearer abcdefgh")
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with client_of(tmp_path) as client:
         headers = await begin(client)
         for path in READ:
             assert (await client.get(f"/dashboard/api{path}")).status_code == 200, path
@@ -148,11 +136,9 @@ def test_a_session_reads_and_its_cookie_opens_nothing_else(tmp_path: Path) -> No
         old = {"Cookie": cookie["Cookie"]}
         assert (await client.get("/dashboard/api/instances", headers=old)).status_code == 401
 
-    with_app(tmp_path, use)
 
-
-def test_commands_need_this_page_and_its_token(tmp_path: Path) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_commands_need_this_page_and_its_token(tmp_path: Path) -> None:
+    async with client_of(tmp_path) as client:
         headers = await begin(client)
         path = "/dashboard/api/instances/prefill-0/drain"
         bad: list[dict[str, Any]] = [
@@ -178,11 +164,9 @@ def test_commands_need_this_page_and_its_token(tmp_path: Path) -> None:
         answer = await client.post("/dashboard/api/chat", json={}, headers=headers)
         assert (answer.status_code, "public port does not answer" in answer.text) == (503, True)
 
-    with_app(tmp_path, use)
 
-
-def test_files_are_closed_and_name_no_other_host(tmp_path: Path) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_files_are_closed_and_name_no_other_host(tmp_path: Path) -> None:
+    async with client_of(tmp_path) as client:
         page = (await client.get("/dashboard/")).text
         named = re.findall(r'(?:src|href)="([^"#]+)"', page)
         assert sorted(name.rpartition(".")[2] for name in named) == ["css", "js", "svg"], "one of each"
@@ -203,8 +187,6 @@ def test_files_are_closed_and_name_no_other_host(tmp_path: Path) -> None:
         ):
             assert (await client.get(path)).status_code == 404, path
 
-    with_app(tmp_path, use)
-
 
 def test_the_pages_have_no_inline_code_no_markup_from_strings_and_no_outside_address() -> None:
     own = [
@@ -221,8 +203,8 @@ def test_the_pages_have_no_inline_code_no_markup_from_strings_and_no_outside_add
     assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=", page)
 
 
-def test_a_file_whose_name_has_its_hash_is_kept_for_good(tmp_path: Path) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_a_file_whose_name_has_its_hash_is_kept_for_good(tmp_path: Path) -> None:
+    async with client_of(tmp_path) as client:
         for name, file in page_files().items():
             for coding in ("gzip, br", "identity"):
                 answer = await client.get(f"/dashboard/{name}", headers={"Accept-Encoding": coding})
@@ -230,8 +212,6 @@ def test_a_file_whose_name_has_its_hash_is_kept_for_good(tmp_path: Path) -> None
                 assert answer.headers["vary"] == "Accept-Encoding"
                 assert ("content-encoding" in answer.headers) is (coding != "identity")
                 assert ("immutable" in answer.headers["cache-control"]) is bool(re.search("-[0-9a-f]{12}", name))
-
-    with_app(tmp_path, use)
 
 
 def test_the_script_is_valid() -> None:
@@ -243,26 +223,20 @@ def test_the_script_is_valid() -> None:
 
 
 @pytest.mark.parametrize("limit", ["0x", "-1", "1.5", "9" * 30, "5001"])
-def test_bad_numbers_are_refused(tmp_path: Path, limit: str) -> None:
+async def test_bad_numbers_are_refused(tmp_path: Path, limit: str) -> None:
     LogFile(tmp_path, "prefill-0").write("x")
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with client_of(tmp_path) as client:
         answer = await client.get(f"/instances/prefill-0/logs?limit={limit}", headers=BEARER)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
         for path in ("/overview?since=x", "/overview?since=nan", "/overview?since_mark=1e999"):
             assert (await client.get(path)).status_code == 400
 
-    with_app(tmp_path, use)
 
-
-def test_only_logs_of_instances_are_read(tmp_path: Path) -> None:
+async def test_only_logs_of_instances_are_read(tmp_path: Path) -> None:
     (tmp_path / "secret.log").write_text("no\n")
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with client_of(tmp_path) as client:
         for name in ("secret", "..%2fsecret", "%2e%2e", "prefill-9"):
             answer = await client.get(f"/instances/{name}/logs", headers=BEARER)
             assert answer.status_code == 404, name
         answer = await client.get("/instances/prefill-0/logs", headers=BEARER)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_logs")
-
-    with_app(tmp_path, use)

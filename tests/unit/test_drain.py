@@ -54,83 +54,66 @@ class Served:
         return sent[0]["status"], dict(sent[0]["headers"]), json.loads(sent[1]["body"])
 
 
-def test_what_runs_ends_and_what_comes_is_refused() -> None:
-    async def test() -> None:
-        served = Served()
-        running = asyncio.ensure_future(served.ask())
-        await asyncio.sleep(0)
-        served.drain.begin()
-        finishing = asyncio.ensure_future(served.drain.finish(asyncio.Event()))
-        status, headers, body = await served.ask(body=(b"a", b"b", b"c"))
-        assert (status, headers[b"retry-after"], headers[b"connection"]) == (503, b"1", b"close")
-        assert body["error"]["type"] == "service_unavailable"
-        assert (await served.ask("/health"))[0] == (await served.ask("/metrics"))[0] == 200
-        assert not finishing.done()
-        served.release.set()
-        await finishing
-        assert (await running)[0] == 200
-        assert served.num_ended_early == 0
-
-    run(test())
+async def test_what_runs_ends_and_what_comes_is_refused() -> None:
+    served = Served()
+    running = asyncio.ensure_future(served.ask())
+    await asyncio.sleep(0)
+    served.drain.begin()
+    finishing = asyncio.ensure_future(served.drain.finish(asyncio.Event()))
+    status, headers, body = await served.ask(body=(b"a", b"b", b"c"))
+    assert (status, headers[b"retry-after"], headers[b"connection"]) == (503, b"1", b"close")
+    assert body["error"]["type"] == "service_unavailable"
+    assert (await served.ask("/health"))[0] == (await served.ask("/metrics"))[0] == 200
+    assert not finishing.done()
+    served.release.set()
+    await finishing
+    assert (await running)[0] == 200
+    assert served.num_ended_early == 0
 
 
-def test_with_nothing_running_it_is_finished_at_once() -> None:
-    async def test() -> None:
-        served = Served()
-        served.release.set()
-        await served.ask()
-        served.drain.begin()
-        await served.drain.finish(asyncio.Event())
-        assert served.num_ended_early == 0
-
-    run(test())
+async def test_with_nothing_running_it_is_finished_at_once() -> None:
+    served = Served()
+    served.release.set()
+    await served.ask()
+    served.drain.begin()
+    await served.drain.finish(asyncio.Event())
+    assert served.num_ended_early == 0
 
 
 @pytest.mark.parametrize("why", ["the time is over", "a second signal"])
-def test_what_runs_too_long_is_ended(why: str) -> None:
-    async def test() -> None:
-        served, hurry = Served(timeout_s=0.01 if why == "the time is over" else 60.0), asyncio.Event()
-        running = asyncio.ensure_future(served.ask())
-        await asyncio.sleep(0)
-        served.drain.begin()
-        finishing = asyncio.ensure_future(served.drain.finish(hurry))
-        await asyncio.sleep(0)
-        if why == "a second signal":
-            hurry.set()
-        await finishing
-        assert served.num_ended_early == 1
-        assert (await running)[0] == 200
-
-    run(test())
+async def test_what_runs_too_long_is_ended(why: str) -> None:
+    served, hurry = Served(timeout_s=0.01 if why == "the time is over" else 60.0), asyncio.Event()
+    running = asyncio.ensure_future(served.ask())
+    await asyncio.sleep(0)
+    served.drain.begin()
+    finishing = asyncio.ensure_future(served.drain.finish(hurry))
+    await asyncio.sleep(0)
+    if why == "a second signal":
+        hurry.set()
+    await finishing
+    assert served.num_ended_early == 1
+    assert (await running)[0] == 200
 
 
-def test_a_request_that_cannot_be_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_cannot_be_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LAST_WORDS_S", 0.01)
-
-    async def test() -> None:
-        stuck = Drain(0.01, lambda: None)
-        stuck.started()
-        stuck.begin()
-        await stuck.finish(asyncio.Event())
-
-    run(test())
+    stuck = Drain(0.01, lambda: None)
+    stuck.started()
+    stuck.begin()
+    await stuck.finish(asyncio.Event())
 
 
-def test_a_refused_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REFUSED_BODY_S", 0.01)
+    sent: list[Any] = []
+    gate = Served()
+    gate.drain.begin()
 
-    async def test() -> None:
-        sent: list[Any] = []
-        gate = Served()
-        gate.drain.begin()
+    async def receive() -> Any:
+        await asyncio.Event().wait()
 
-        async def receive() -> Any:
-            await asyncio.Event().wait()
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        await gate._gate({"type": "http", "method": "POST", "path": "/v1/completions"}, receive, send)
-        assert sent[0]["status"] == 503
-
-    run(test())
+    await gate._gate({"type": "http", "method": "POST", "path": "/v1/completions"}, receive, send)
+    assert sent[0]["status"] == 503

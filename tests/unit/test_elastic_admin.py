@@ -52,21 +52,17 @@ def send(
         ("", False),
     ],
 )
-def test_the_port_is_read_under_its_own_names_only(host: str, is_known: bool) -> None:
+async def test_the_port_is_read_under_its_own_names_only(host: str, is_known: bool) -> None:
     """A page whose name resolves to 127.0.0.1 sends its own name; the token opens under any."""
     access = AdminAccess(TOKEN, True, frozenset({"pd.example", "[fd00::5]"}))
-
-    async def ask() -> None:
-        app = admin_app(ElasticWorld().elastic, LocalTimelines(ElasticWorld().router.timelines), access)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-            for path in ("/instances", "/requests"):
-                answer = await client.get(path, headers={"Host": host})
-                assert answer.status_code == (200 if is_known else 403)
-                assert is_known or "--admin-allowed-hosts" in answer.text
-                token = {"Host": host, "Authorization": f"Bearer {TOKEN}"}
-                assert (await client.get(path, headers=token)).status_code == 200
-
-    asyncio.run(ask())
+    app = admin_app(ElasticWorld().elastic, LocalTimelines(ElasticWorld().router.timelines), access)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        for path in ("/instances", "/requests"):
+            answer = await client.get(path, headers={"Host": host})
+            assert answer.status_code == (200 if is_known else 403)
+            assert is_known or "--admin-allowed-hosts" in answer.text
+            token = {"Host": host, "Authorization": f"Bearer {TOKEN}"}
+            assert (await client.get(path, headers=token)).status_code == 200
 
 
 COMMANDS = [

@@ -7,54 +7,46 @@ from dataclasses import replace
 
 import pytest
 
-from pd_cluster.cluster.members.elastic import Tables
 from pd_cluster.cluster.members.place import Place
 from pd_cluster.errors import ConfigError, InstanceNotFound, Refused
 from pd_cluster.settings.config import Credentials
 from ranktable_tools import RankTable
 from ranktable_tools.tables import Server, server_group
 from tests.support.elastic_world import ElasticWorld, busy, idle
-from tests.support.router_world import run
 
 
-def test_add_takes_host_and_devices_from_the_grown_table() -> None:
-    async def test() -> None:
-        world = ElasticWorld()
-        grown = ElasticWorld(num_prefill=3)
-        world.place = grown.place
-        assert await world.elastic.add("prefill-2", 7002) is world["prefill-2"]
-        assert world["prefill-2"].device_ids == ["12"]
-        again = await world.elastic.add("prefill-2", 7003)
-        assert (again.port, len(world.names)) == (7003, 5), "it was not there"
-        world.make_ready(again)
-        with pytest.raises(Refused, match="prefill-2 is there already, at port 7003"):
-            await world.elastic.add("prefill-2", 7004)
-        with pytest.raises(Refused, match=r"port: 3 of 127.0.0.1 is the port of decode-0"):
-            await world.elastic.add("prefill-2", 3)
-        with pytest.raises(InstanceNotFound, match="has no prefill-3; it has prefill-0, "):
-            await world.elastic.add("prefill-3", 7004)
-
-    run(test())
+async def test_add_takes_host_and_devices_from_the_grown_table() -> None:
+    world = ElasticWorld()
+    grown = ElasticWorld(num_prefill=3)
+    world.place = grown.place
+    assert await world.elastic.add("prefill-2", 7002) is world["prefill-2"]
+    assert world["prefill-2"].device_ids == ["12"]
+    again = await world.elastic.add("prefill-2", 7003)
+    assert (again.port, len(world.names)) == (7003, 5), "it was not there"
+    world.make_ready(again)
+    with pytest.raises(Refused, match="prefill-2 is there already, at port 7003"):
+        await world.elastic.add("prefill-2", 7004)
+    with pytest.raises(Refused, match=r"port: 3 of 127.0.0.1 is the port of decode-0"):
+        await world.elastic.add("prefill-2", 3)
+    with pytest.raises(InstanceNotFound, match="has no prefill-3; it has prefill-0, "):
+        await world.elastic.add("prefill-3", 7004)
 
 
-def test_a_reload_joins_and_leaves() -> None:
-    async def test() -> None:
-        world = ElasticWorld(num_prefill=2, num_decode=2)
-        world.place = ElasticWorld(num_prefill=3, num_decode=1).place
-        busy(world["decode-1"])
-        assert await world.elastic.reload() == "prefill-2 joins, decode-1 leaves"
-        assert world["decode-1"].shown_state == "leaving"
-        await world.membership.ask(world["prefill-2"], None)  # type: ignore[arg-type]  # nobody is asked
-        assert world["prefill-2"].reason.startswith("its port is not known; pd-cluster instances add prefill-2 --port")
-        assert await world.elastic.reload() == "nobody joins, nobody leaves"
-        world.ports = [1, 2, 7002, 4]
-        await world.elastic.reload()
-        assert world["prefill-2"].port == 7002
-        idle(world["decode-1"])
-        world.elastic.tick()
-        assert world.names == ["prefill-0", "prefill-1", "prefill-2", "decode-0"]
-
-    run(test())
+async def test_a_reload_joins_and_leaves() -> None:
+    world = ElasticWorld(num_prefill=2, num_decode=2)
+    world.place = ElasticWorld(num_prefill=3, num_decode=1).place
+    busy(world["decode-1"])
+    assert await world.elastic.reload() == "prefill-2 joins, decode-1 leaves"
+    assert world["decode-1"].shown_state == "leaving"
+    await world.membership.ask(world["prefill-2"], None)  # type: ignore[arg-type]  # nobody is asked
+    assert world["prefill-2"].reason.startswith("its port is not known; pd-cluster instances add prefill-2 --port")
+    assert await world.elastic.reload() == "nobody joins, nobody leaves"
+    world.ports = [1, 2, 7002, 4]
+    await world.elastic.reload()
+    assert world["prefill-2"].port == 7002
+    idle(world["decode-1"])
+    world.elastic.tick()
+    assert world.names == ["prefill-0", "prefill-1", "prefill-2", "decode-0"]
 
 
 def changed(world: ElasticWorld, change: Callable[[list[Server]], list[Server]]) -> Place:
@@ -77,46 +69,37 @@ def changed(world: ElasticWorld, change: Callable[[list[Server]], list[Server]])
         ),
     ],
 )
-def test_a_table_that_renames_is_refused_whole(change: Callable[[list[Server]], list[Server]], said: str) -> None:
-    async def test() -> None:
-        world = ElasticWorld()
-        world.place = changed(world, change)
-        before = world.membership.place
-        ways: list[Callable[[], Awaitable[object]]] = [world.elastic.reload, lambda: world.elastic.add("decode-1", 9)]
-        for ask in ways:
-            with pytest.raises(Refused, match=said) as caught:
-                await ask()
-            assert str(caught.value).endswith("; nothing has changed")
-        assert world.membership.place is before
-        assert [(each.port, each.shown_state) for each in world.membership.instances] == [
-            (port, "ready") for port in (1, 2, 3, 4)
-        ]
-
-    run(test())
+async def test_a_table_that_renames_is_refused_whole(change: Callable[[list[Server]], list[Server]], said: str) -> None:
+    world = ElasticWorld()
+    world.place = changed(world, change)
+    before = world.membership.place
+    ways: list[Callable[[], Awaitable[object]]] = [world.elastic.reload, lambda: world.elastic.add("decode-1", 9)]
+    for ask in ways:
+        with pytest.raises(Refused, match=said) as caught:
+            await ask()
+        assert str(caught.value).endswith("; nothing has changed")
+    assert world.membership.place is before
+    assert [(each.port, each.shown_state) for each in world.membership.instances] == [
+        (port, "ready") for port in (1, 2, 3, 4)
+    ]
 
 
-def test_a_changed_table_needs_a_secret_of_its_own() -> None:
-    async def test() -> None:
-        world = ElasticWorld()
-        assert await world.elastic.reload() == "nobody joins, nobody leaves"
-        world.place = ElasticWorld(num_prefill=3).place
-        world.credentials = Credentials(b"t" * 32)  # as --derive-secret makes of another table
-        with pytest.raises(Refused, match="do not use --derive-secret where the table may change; nothing has changed"):
-            await world.elastic.add("prefill-2", 7002)
-        assert len(world.names) == 4
-
-    run(test())
+async def test_a_changed_table_needs_a_secret_of_its_own() -> None:
+    world = ElasticWorld()
+    assert await world.elastic.reload() == "nobody joins, nobody leaves"
+    world.place = ElasticWorld(num_prefill=3).place
+    world.credentials = Credentials(b"t" * 32)  # as --derive-secret makes of another table
+    with pytest.raises(Refused, match="do not use --derive-secret where the table may change; nothing has changed"):
+        await world.elastic.add("prefill-2", 7002)
+    assert len(world.names) == 4
 
 
-def test_a_faulty_table_is_one_line() -> None:
-    async def test() -> None:
-        world = ElasticWorld()
+async def test_a_faulty_table_is_one_line() -> None:
+    world = ElasticWorld()
 
-        def read() -> Place:
-            raise ConfigError("table.json: line 1: found '{', expected more")
+    def read() -> Place:
+        raise ConfigError("table.json: line 1: found '{', expected more")
 
-        world.elastic._tables = Tables(read, lambda place: None, lambda place: world.credentials)
-        with pytest.raises(Refused, match=r"^table.json: line 1: found '{', expected more; nothing has changed$"):
-            await world.elastic.reload()
-
-    run(test())
+    world.read_place = read
+    with pytest.raises(Refused, match=r"^table.json: line 1: found '{', expected more; nothing has changed$"):
+        await world.elastic.reload()

@@ -14,7 +14,8 @@ from pd_cluster.engine.encode.encoders import MOST_ASKED_TOKENS, Encoders, Engin
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.events import EncoderReached, FeaturesRead
 from pd_cluster.types import Order
-from tests.support.encoder_values import FEATURES, OPENING, SHAPE, TERMS, A, B, C, Post, order_of
+from tests.support.encoder_values import FEATURES, OPENING, SHAPE, TERMS, A, B, C, order_of
+from tests.support.mail import RecordedMail
 
 
 class Blocks(set[bytes]):
@@ -35,7 +36,7 @@ class Prefill:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.post, self.begun, self.here = Post(), list[str](), set[str]()
+        self.post, self.begun, self.here = RecordedMail(), list[str](), set[str]()
         self.tower = SimpleNamespace(kept={}, landed={}, dtype=torch.float32, shape_of=lambda image: SHAPE)
         self.cached: set[bytes] = set()
         scheduler: Any = SimpleNamespace(
@@ -57,9 +58,9 @@ class Prefill:
         ]
         self.encoders.set_peers(infos)
         for name in names:
-            self.encoders.links.on_opened(f"to {name}")
-            self.encoders.read(f"to {name}", wire.EncoderAnswer("", "no-such-socket"))
-            self.encoders.handle(EncoderReached(f"to {name}", "shm"))
+            self.encoders.links.on_opened(f"to-{name}")
+            self.encoders.read(f"to-{name}", wire.EncoderAnswer("", "no-such-socket"))
+            self.encoders.handle(EncoderReached(f"to-{name}", "shm"))
 
     def submit(self, request_id: str, order: Order, *encoders: str, deadline_s: float = 0.0) -> bool:
         keys = [f"{each}@1" if each else "" for each in encoders]
@@ -123,10 +124,10 @@ def test_an_image_in_the_prefix_cache_is_not_asked_for(prefill: Prefill) -> None
 def test_a_failure_of_any_kind_lets_the_leg_begin(prefill: Prefill) -> None:
     for at, fail in enumerate[Callable[[wire.Encode], object]](
         (
-            lambda ask: prefill.encoders.read("to encode-0", wire.EncodeFailed(ask.item, "full")),
+            lambda ask: prefill.encoders.read("to-encode-0", wire.EncodeFailed(ask.item, "full")),
             lambda ask: prefill.encoders.handle(FeaturesRead(ask.item, None, "torn")),
             lambda ask: prefill.tick(Timeouts().encode_timeout_s + 0.1),
-            lambda ask: prefill.encoders.links.on_closed("to encode-0", "silence"),
+            lambda ask: prefill.encoders.links.on_closed("to-encode-0", "silence"),
         )
     ):
         assert not prefill.submit(f"r{at}", order_of(A), "encode-0")
@@ -147,8 +148,8 @@ def test_a_busy_encoder_has_more_time_than_one_that_stands_still(prefill: Prefil
     assert not prefill.submit("r", order_of(A), "encode-0")
     assert not prefill.submit("q", order_of(B), "encode-1")
     for at in range(1, 8):
-        prefill.encoders.read("to encode-0", wire.Heartbeat(wire.Load(num_steps=at)))
-        prefill.encoders.read("to encode-1", wire.Heartbeat(wire.Load(num_steps=5)))
+        prefill.encoders.read("to-encode-0", wire.Heartbeat(wire.Load(num_steps=at)))
+        prefill.encoders.read("to-encode-1", wire.Heartbeat(wire.Load(num_steps=5)))
         prefill.tick(0.9 * limit_s)
         assert ("q" in prefill.begun) == (at > 1)
         assert ("r" in prefill.begun) == (at > 6)
@@ -157,7 +158,7 @@ def test_a_busy_encoder_has_more_time_than_one_that_stands_still(prefill: Prefil
 def test_an_answer_counts_only_over_the_link_that_was_asked(prefill: Prefill) -> None:
     assert not prefill.submit("r", order_of(A), "encode-0")
     (ask,) = prefill.asked()
-    prefill.encoders.read("to encode-1", wire.EncodeFailed(ask.item, "not mine"))
+    prefill.encoders.read("to-encode-1", wire.EncodeFailed(ask.item, "not mine"))
     assert prefill.begun == []
 
 
@@ -197,13 +198,13 @@ def test_a_refused_encoder_is_asked_for_nothing() -> None:
     prefill = Prefill()
     info = wire.PeerInfo(name="encode-0", epoch=1, role="encode", host="h", control_port=1, public_key=b"")
     prefill.encoders.set_peers([info])
-    prefill.encoders.links.on_opened("to encode-0")
+    prefill.encoders.links.on_opened("to-encode-0")
     (opening,) = prefill.post.take(wire.EncoderOpen)
     assert (opening.model_identity, opening.transports) == (OPENING.model_identity, ["shm", "dist", "curve"])
-    prefill.encoders.read("to encode-0", wire.EncoderAnswer("the encoder serves another model"))
+    prefill.encoders.read("to-encode-0", wire.EncoderAnswer("the encoder serves another model"))
     state = prefill.encoders.links.states()["encode-0@1"]
     assert (state.phase, state.reason) == ("refused", "the encoder serves another model")
-    assert prefill.post.closed == ["to encode-0"]
+    assert prefill.post.closed == ["to-encode-0"]
     assert prefill.submit("r", order_of(A), "encode-0")
     prefill.encoders.set_peers([])
     assert prefill.encoders.links.states() == {}

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from pd_cluster import wire
 from pd_cluster.engine.drain import CLOSES_AFTER_S
@@ -21,7 +21,8 @@ from pd_cluster.engine.encode.worker import MOST_WAITING, EncodeWorker
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain
 from pd_cluster.transport.features import Sealed, fetch
 from pd_cluster.types import Image
-from tests.support.encoder_values import FEATURES, OPENING, PLACE, SHAPE, TERMS, UP, A, B, Post
+from tests.support.encoder_values import FEATURES, OPENING, PLACE, SHAPE, TERMS, UP, A, B
+from tests.support.mail import RecordedMail
 
 
 class Tower:
@@ -41,7 +42,7 @@ class Encoder:
         self.now_s = 0.0
         self.addresses: list[str] = []  # of the server that gives features
         self.num_loads = 0  # of the tower, after sleep
-        self.post, self.tower, inbox = Post(), Tower(), queue.SimpleQueue[Event]()
+        self.post, self.tower, inbox = RecordedMail(), Tower(), queue.SimpleQueue[Event]()
         tower: Any = self.tower
         self.worker = EncodeWorker(tower, TERMS, self.post, inbox, num_kept_tokens, 30.0, self.load, lambda: self.now_s)
 
@@ -82,7 +83,7 @@ def small() -> Any:
 
 def test_an_image_is_computed_once_and_offered_each_time(encoder: Encoder) -> None:
     ask = wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)
-    step(encoder, OPEN, mail(ask), mail(replace_struct(ask, item=2)))
+    step(encoder, OPEN, mail(ask), mail(replace(ask, item=2)))
     (answer,) = encoder.post.take(wire.EncoderAnswer)
     one, other = encoder.post.take(wire.EncodeDone)
     assert (one.item, other.item, one.checksum) == (1, 2, other.checksum)
@@ -96,24 +97,18 @@ def test_an_image_is_computed_once_and_offered_each_time(encoder: Encoder) -> No
     assert load.links == {"prefill-0@1": UP}
 
 
-def replace_struct(ask: wire.Encode, **changes: Any) -> wire.Encode:
-    return wire.Encode(**{**{name: getattr(ask, name) for name in ask.__struct_fields__}, **changes})
-
-
 def test_what_is_refused(encoder: Encoder) -> None:
     ask = wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)
     step(encoder, mail(ask))
     assert encoder.post.sent == [], "nobody who has not opened is answered"
-    step(
-        encoder, OPEN, mail(replace_struct(ask, image=Image(3, 2, b"pp"))), mail(replace_struct(ask, image=Image(2, 2)))
-    )
+    step(encoder, OPEN, mail(replace(ask, image=Image(3, 2, b"pp"))), mail(replace(ask, image=Image(2, 2))))
     assert [each.reason for each in encoder.post.take(wire.EncodeFailed)] == ["too many rows", "it came without pixels"]
-    put(encoder, *(mail(replace_struct(ask, item=at)) for at in range(MOST_WAITING + 1)))
+    put(encoder, *(mail(replace(ask, item=at)) for at in range(MOST_WAITING + 1)))
     step(encoder, ConnClosed("p", "prefill-0@1", "gone"))
     (full,) = encoder.post.take(wire.EncodeFailed)
     assert full == wire.EncodeFailed(MOST_WAITING, f"{MOST_WAITING} images wait at the encoder")
     assert encoder.tower.num_encoded == 0
-    other = mail(msgspec.structs.replace(OPENING, model_identity="another"), "q")
+    other = mail(replace(OPENING, model_identity="another"), "q")
     step(encoder, other)
     assert "another model" in encoder.post.take(wire.EncoderAnswer)[-1].problem
 

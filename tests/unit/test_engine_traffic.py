@@ -7,26 +7,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from dataclasses import replace
 
 import pytest
 
-from pd_cluster.engine.step.ahead import LookAhead
-from pd_cluster.engine.step.beams import Growth
 from pd_cluster.engine.step.core import EngineCore, StepResult
-from pd_cluster.engine.step.holdings import Holdings
-from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.engine.step.room import BlockRoom
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.host_tier import Emit, HostTier, LoadCost
+from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Logprobs, Order, PromptOutput, Request, Sampling, Status
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone, told_alone
 
 LONGEST = 40
-SEEDS = range(20)  # most of them notice each fault below
+SEEDS = range(20)  # most of them noticed each of the deliberate faults that 6ae04940 has
 
 
 def random_sampling(rng: random.Random, num_prompt: int) -> Sampling:
@@ -214,21 +208,6 @@ def test_a_step_ahead_of_the_host_changes_no_token() -> None:
         assert seen[what] > least, f"{what} was hardly seen: {seen}"
 
 
-def test_a_step_ahead_that_forgets_who_has_ended_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def everybody(self: LookAhead) -> StepPlan | None:
-        return self._plan
-
-    monkeypatch.setattr(LookAhead, "plan", everybody)
-    with pytest.raises((AssertionError, ValueError, LookupError)):
-        explore(range(300, 340), launches=True)
-
-
-def test_a_step_ahead_into_a_block_of_somebody_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockRoom, "grow_ahead", lambda self, request, num_tokens: True)
-    with pytest.raises((AssertionError, LookupError)):
-        explore(range(300, 340), launches=True)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_much_random_traffic_a_step_ahead() -> None:
@@ -239,75 +218,3 @@ def test_much_random_traffic_a_step_ahead() -> None:
 @pytest.mark.timeout(900)
 def test_much_random_traffic() -> None:
     explore(range(1000, 2500))
-
-
-def write_into_a_shared_block(self: BlockPool, block: int) -> bool:
-    return False
-
-
-def forget_the_parent(parent: bytes, token_ids: list[int], block_size: int, *others: object) -> list[bytes]:
-    return [repr(token_ids[at : at + block_size]).encode() for at in range(0, len(token_ids), block_size)]
-
-
-def test_a_slot_of_host_memory_that_changes_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget_pins(self: HostTier) -> int | None:
-        self._pinned.clear()
-        return room(self)
-
-    room = HostTier._room
-    monkeypatch.setattr(HostTier, "_room", forget_pins)
-    with pytest.raises(AssertionError):
-        explore(range(200))
-
-
-def test_an_evicted_block_that_is_not_copied_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def only_in(self: HostTier, emit: Emit | None) -> None:
-        begin(self, None if emit is None else lambda kind, s, t: emit(kind, s, t) if kind == "in" else None)
-
-    begin = HostTier.begin
-    monkeypatch.setattr(HostTier, "begin", only_in)
-    with pytest.raises((AssertionError, TypeError)):
-        explore(range(60))
-
-
-def test_a_missing_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockPool, "is_shared", write_into_a_shared_block)
-    with pytest.raises(AssertionError):
-        explore(range(100))
-
-
-def test_a_block_that_goes_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed = Holdings.num_passed
-
-    def one_token_early(self: Holdings, request: Request) -> int:
-        request.num_computed_tokens += 1
-        try:
-            return passed(self, request)
-        finally:
-            request.num_computed_tokens -= 1
-
-    monkeypatch.setattr(Holdings, "num_passed", one_token_early)
-    with pytest.raises(AssertionError):
-        explore(range(100))
-
-
-def share_nothing(scheduler: StepScheduler, before: list[Request], index: int, growth: Growth) -> Request:
-    return replace(before[index % len(before)], index=index, output_token_ids=[growth.token_id])
-
-
-def test_beams_that_take_others_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd_cluster.engine.step.beam_groups._child", share_nothing)
-    with pytest.raises(AssertionError):
-        explore(range(100))
-
-
-def test_a_hash_without_its_parent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd_cluster.engine.step.holdings.chain_hashes", forget_the_parent)
-    with pytest.raises(AssertionError):
-        explore(range(100))
-
-
-def test_a_missing_swap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ToyRunner, "move", lambda self, moves: None)
-    with pytest.raises(AssertionError):
-        explore(range(100))

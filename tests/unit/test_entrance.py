@@ -15,7 +15,7 @@ from pd_cluster.cluster.routing.predict import Goals
 from pd_cluster.errors import GenerationError, Overloaded, RequestAborted, Unavailable
 from pd_cluster.types import LegEnd, Sampling
 from tests.support.hall import RATE, fill
-from tests.support.router_world import World, run, token
+from tests.support.router_world import World, token
 
 
 @contextlib.asynccontextmanager
@@ -27,57 +27,48 @@ async def _full_world(**options: Any) -> AsyncGenerator[World, None]:
     yield world
 
 
-def test_a_request_is_sent_when_a_leg_ends() -> None:
-    async def test() -> None:
-        world = World(max_queue_s=0.0)
-        prefill, decode = world.instances[0], world.instances[2]
-        for instance in (world.instances[1], world.instances[3]):
-            instance.state = "unreachable"
-        prefill.load = msgspec.structs.replace(prefill.load, prefill_tokens_per_s=0.01)
-        begun = [await world.begin() for _ in range(2)]
-        third = asyncio.ensure_future(anext(world.serve()))
-        while world.router.entrance.num_waiting < 1:
-            await asyncio.sleep(0)
-        assert len(world.mailbox.of(wire.Submit)) == 4
-        request_id = begun[0][2]
-        world.outputs(prefill.conn, token(request_id, 0), ended=LegEnd(request_id, 0))
-        while len(world.mailbox.of(wire.Submit)) < 6:
-            await asyncio.sleep(0)
-        assert decode.num_sequences == 3
-        for task in (third, *(first for _, first, _ in begun)):
-            task.cancel()
-        await asyncio.gather(third, *(first for _, first, _ in begun), return_exceptions=True)
-        for serving, _, _ in begun:
-            await serving.aclose()
-        await _home(world)
-
-    run(test())
-
-
-def test_a_request_that_cannot_be_sent_does_not_keep_others_waiting() -> None:
-    async def test() -> None:
-        world = World(max_queue_s=0.0)
-        with pytest.raises(OverflowError):
-            async for _ in world.serve(Sampling(max_tokens=4, seed=1 << 70)):
-                pass
-        serving, first, _ = await world.begin()
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
+async def test_a_request_is_sent_when_a_leg_ends() -> None:
+    world = World(max_queue_s=0.0)
+    prefill, decode = world.instances[0], world.instances[2]
+    for instance in (world.instances[1], world.instances[3]):
+        instance.state = "unreachable"
+    prefill.load = msgspec.structs.replace(prefill.load, prefill_tokens_per_s=0.01)
+    begun = [await world.begin() for _ in range(2)]
+    third = asyncio.ensure_future(anext(world.serve()))
+    while world.router.entrance.num_waiting < 1:
+        await asyncio.sleep(0)
+    assert len(world.mailbox.of(wire.Submit)) == 4
+    request_id = begun[0][2]
+    world.outputs(prefill.conn, token(request_id, 0), ended=LegEnd(request_id, 0))
+    while len(world.mailbox.of(wire.Submit)) < 6:
+        await asyncio.sleep(0)
+    assert decode.num_sequences == 3
+    for task in (third, *(first for _, first, _ in begun)):
+        task.cancel()
+    await asyncio.gather(third, *(first for _, first, _ in begun), return_exceptions=True)
+    for serving, _, _ in begun:
         await serving.aclose()
-        await _home(world)
-
-    run(test())
+    await _home(world)
 
 
-def test_what_comes_after_the_end_does_not_wait() -> None:
-    async def test() -> None:
-        async with _full_world(max_queue_s=0.0) as world:
-            world.router.end_all()
-            with pytest.raises(Unavailable, match="the server is shutting down"):
-                await anext(world.serve())
-            assert world.mailbox.sent == []
+async def test_a_request_that_cannot_be_sent_does_not_keep_others_waiting() -> None:
+    world = World(max_queue_s=0.0)
+    with pytest.raises(OverflowError):
+        async for _ in world.serve(Sampling(max_tokens=4, seed=1 << 70)):
+            pass
+    serving, first, _ = await world.begin()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await serving.aclose()
+    await _home(world)
 
-    run(test())
+
+async def test_what_comes_after_the_end_does_not_wait() -> None:
+    async with _full_world(max_queue_s=0.0) as world:
+        world.router.end_all()
+        with pytest.raises(Unavailable, match="the server is shutting down"):
+            await anext(world.serve())
+        assert world.mailbox.sent == []
 
 
 async def _home(world: World) -> None:
@@ -88,63 +79,48 @@ async def _home(world: World) -> None:
     assert world.router.entrance.num_waiting == 0
 
 
-def test_a_request_that_waits_for_its_turn_has_a_deadline() -> None:
-    async def test() -> None:
-        async with _full_world(max_queue_s=0.0, request_timeout_s=0.01) as world:
-            with pytest.raises(GenerationError, match=r"the request has waited for its turn for 0\.01 s"):
-                await anext(world.serve())
-            assert world.mailbox.sent == []
-
-    run(test())
+async def test_a_request_that_waits_for_its_turn_has_a_deadline() -> None:
+    async with _full_world(max_queue_s=0.0, request_timeout_s=0.01) as world:
+        with pytest.raises(GenerationError, match=r"the request has waited for its turn for 0\.01 s"):
+            await anext(world.serve())
+        assert world.mailbox.sent == []
 
 
-def test_refusals_are_counted() -> None:
-    async def test() -> None:
-        async with _full_world(max_queue_s=0.01) as world:
-            with pytest.raises(Overloaded):
-                await anext(world.serve())
-            assert world.router.stats.snapshot().counters["refused_queue"] == 1
-
-    run(test())
+async def test_refusals_are_counted() -> None:
+    async with _full_world(max_queue_s=0.01) as world:
+        with pytest.raises(Overloaded):
+            await anext(world.serve())
+        assert world.router.stats.snapshot().counters["refused_queue"] == 1
 
 
-def test_who_waits_is_told_when_all_instances_are_gone() -> None:
-    async def test() -> None:
-        async with _full_world(max_queue_s=0.0) as world:
-            waiting = asyncio.ensure_future(anext(world.serve()))
-            while world.router.entrance.num_waiting < 1:
-                await asyncio.sleep(0)
-            for instance in world.instances:
-                instance.state = "unreachable"
-            world.membership.changed.set()
-            with pytest.raises(Unavailable):
-                await waiting
-
-    run(test())
+async def test_who_waits_is_told_when_all_instances_are_gone() -> None:
+    async with _full_world(max_queue_s=0.0) as world:
+        waiting = asyncio.ensure_future(anext(world.serve()))
+        while world.router.entrance.num_waiting < 1:
+            await asyncio.sleep(0)
+        for instance in world.instances:
+            instance.state = "unreachable"
+        world.membership.changed.set()
+        with pytest.raises(Unavailable):
+            await waiting
 
 
-def test_what_it_waited_counts_for_a_promise() -> None:
-    async def test() -> None:
-        async with _full_world(max_queue_s=0.0, goals=Goals(ttft_s=0.01)) as world:
-            with pytest.raises(Overloaded, match=r"it has waited for the 0\.01 s of --slo-ttft"):
-                await anext(world.serve())
-
-    run(test())
+async def test_what_it_waited_counts_for_a_promise() -> None:
+    async with _full_world(max_queue_s=0.0, goals=Goals(ttft_s=0.01)) as world:
+        with pytest.raises(Overloaded, match=r"it has waited for the 0\.01 s of --slo-ttft"):
+            await anext(world.serve())
 
 
-def test_tokens_are_counted_for_the_client_that_got_them() -> None:
-    async def test() -> None:
-        world = World(max_queue_s=0.0)
-        serving, first, request_id = await world.begin(Sampling(max_tokens=200))
-        conn = world.mailbox.of(wire.Submit)[1][0]
-        world.outputs("to-prefill-0", token(request_id, 0), ended=LegEnd(request_id, 0))
-        world.outputs(conn, token(request_id, 1, finish="stop"))
-        await first
-        assert [each.position async for each in serving] == [1]
-        client = world.router.entrance.waiting.queue.clients[""]  # type: ignore[union-attr]
-        assert (client.num_served_tokens, client.num_sequences, client.num_begun) == (3 + 2, 0, 0)
-
-    run(test())
+async def test_tokens_are_counted_for_the_client_that_got_them() -> None:
+    world = World(max_queue_s=0.0)
+    serving, first, request_id = await world.begin(Sampling(max_tokens=200))
+    conn = world.mailbox.of(wire.Submit)[1][0]
+    world.outputs("to-prefill-0", token(request_id, 0), ended=LegEnd(request_id, 0))
+    world.outputs(conn, token(request_id, 1, finish="stop"))
+    await first
+    assert [each.position async for each in serving] == [1]
+    client = world.router.entrance.waiting.queue.clients[""]  # type: ignore[union-attr]
+    assert (client.num_served_tokens, client.num_sequences, client.num_begun) == (3 + 2, 0, 0)
 
 
 def _first_token(world: World, request_id: str) -> None:
@@ -153,78 +129,66 @@ def _first_token(world: World, request_id: str) -> None:
 
 
 @pytest.mark.parametrize("max_queue_s", [None, 0.0])
-def test_while_it_is_paused_requests_wait(max_queue_s: float | None) -> None:
-    async def test() -> None:
-        world = World(max_queue_s=max_queue_s)
-        serving, first, request_id = await world.begin()
-        await world.router.steer("paused")
-        second = asyncio.ensure_future(anext(world.serve()))
-        _first_token(world, request_id)
-        assert (await first).position == 0  # running ones go on
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert len(world.mailbox.of(wire.Submit)) == 2
-        await world.router.steer("open")
-        while len(world.mailbox.of(wire.Submit)) < 4:
-            await asyncio.sleep(0)
-        second.cancel()
-        await asyncio.gather(second, return_exceptions=True)
+async def test_while_it_is_paused_requests_wait(max_queue_s: float | None) -> None:
+    world = World(max_queue_s=max_queue_s)
+    serving, first, request_id = await world.begin()
+    await world.router.steer("paused")
+    second = asyncio.ensure_future(anext(world.serve()))
+    _first_token(world, request_id)
+    assert (await first).position == 0  # running ones go on
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(world.mailbox.of(wire.Submit)) == 2
+    await world.router.steer("open")
+    while len(world.mailbox.of(wire.Submit)) < 4:
+        await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    await serving.aclose()
+    await world.router.until_idle()
+    await _home(world)
+
+
+async def test_a_pause_is_named_to_requests_that_wait_too_long() -> None:
+    world = World(max_queue_s=0.01)
+    await world.router.steer("paused")
+    with pytest.raises(Overloaded, match=r"paused by its operator: it has waited for the 0\.01 s"):
+        await anext(world.serve())
+    assert world.mailbox.sent == []
+
+
+async def test_named_requests_end_and_count_as_aborted() -> None:
+    world = World(max_queue_s=0.0)
+    named, first, _ = await world.begin(client_id="cmpl-a")
+    other, second, request_id = await world.begin(client_id="cmpl-b")
+    await world.router.steer("open", ["cmpl-a", "cmpl-c"])
+    with pytest.raises(RequestAborted):
+        await first
+    _first_token(world, request_id)
+    assert (await second).position == 0
+    counters = world.router.stats.snapshot().counters
+    assert (counters["finished_abort"], counters["finished_error"]) == (1, 0)
+    for serving in (named, other):
         await serving.aclose()
-        await world.router.until_idle()
-        await _home(world)
-
-    run(test())
+    await _home(world)
 
 
-def test_a_pause_is_named_to_requests_that_wait_too_long() -> None:
-    async def test() -> None:
-        world = World(max_queue_s=0.01)
-        await world.router.steer("paused")
-        with pytest.raises(Overloaded, match=r"paused by its operator: it has waited for the 0\.01 s"):
-            await anext(world.serve())
-        assert world.mailbox.sent == []
-
-    run(test())
-
-
-def test_named_requests_end_and_count_as_aborted() -> None:
-    async def test() -> None:
-        world = World(max_queue_s=0.0)
-        named, first, _ = await world.begin(client_id="cmpl-a")
-        other, second, request_id = await world.begin(client_id="cmpl-b")
-        await world.router.steer("open", ["cmpl-a", "cmpl-c"])
+async def test_all_requests_end_those_that_wait_too() -> None:
+    world = World(max_queue_s=0.0)
+    _, first, _ = await world.begin()
+    await world.router.steer("paused")
+    waiting = asyncio.ensure_future(anext(world.serve()))
+    while world.router.entrance.num_waiting < 1:
+        await asyncio.sleep(0)
+    idle = asyncio.ensure_future(world.router.until_idle())
+    await world.router.steer("paused", ())
+    for task in (first, waiting):
         with pytest.raises(RequestAborted):
-            await first
-        _first_token(world, request_id)
-        assert (await second).position == 0
-        counters = world.router.stats.snapshot().counters
-        assert (counters["finished_abort"], counters["finished_error"]) == (1, 0)
-        for serving in (named, other):
-            await serving.aclose()
-        await _home(world)
-
-    run(test())
-
-
-def test_all_requests_end_those_that_wait_too() -> None:
-    async def test() -> None:
-        world = World(max_queue_s=0.0)
-        _, first, _ = await world.begin()
-        await world.router.steer("paused")
-        waiting = asyncio.ensure_future(anext(world.serve()))
-        while world.router.entrance.num_waiting < 1:
-            await asyncio.sleep(0)
-        idle = asyncio.ensure_future(world.router.until_idle())
-        await world.router.steer("paused", ())
-        for task in (first, waiting):
-            with pytest.raises(RequestAborted):
-                await task
-        await idle
-        await world.router.steer("open")
-        serving, task, _ = await world.begin()  # later ones are served as before
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await serving.aclose()
-        await _home(world)
-
-    run(test())
+            await task
+    await idle
+    await world.router.steer("open")
+    serving, task, _ = await world.begin()  # later ones are served as before
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await serving.aclose()
+    await _home(world)

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -280,42 +281,36 @@ async def served(choice: Choice) -> AsyncIterator[tuple[Picker, Any]]:
     await made.stop(None)
 
 
-def test_a_stream_over_grpc() -> None:
-    async def go() -> None:
-        choice = reported()
-        async with served(choice) as (_, channel):
-            ask = asking(channel)
-            sent = [headers(request_body_mode=FULL_DUPLEX_STREAMED), part("request_body", b"{}", True)]
-            found = [each async for each in ask(iter(sent), timeout=10)]
-            assert [each.WhichOneof("response") for each in found] == ["request_headers", "request_body"]
-            choice.know([])
-            found = [each async for each in ask(iter(sent), timeout=10)]
-            assert [each.WhichOneof("response") for each in found] == ["immediate_response"], "and it is over"
-
-    asyncio.run(go())
+async def test_a_stream_over_grpc() -> None:
+    choice = reported()
+    async with served(choice) as (_, channel):
+        ask = asking(channel)
+        sent = [headers(request_body_mode=FULL_DUPLEX_STREAMED), part("request_body", b"{}", True)]
+        found = [each async for each in ask(iter(sent), timeout=10)]
+        assert [each.WhichOneof("response") for each in found] == ["request_headers", "request_body"]
+        choice.know([])
+        found = [each async for each in ask(iter(sent), timeout=10)]
+        assert [each.WhichOneof("response") for each in found] == ["immediate_response"], "and it is over"
 
 
-def test_health_is_readiness() -> None:
-    async def go() -> None:
-        choice = Choice()
-        async with served(choice) as (picker, channel):
-            ask = checking(channel)
+async def test_health_is_readiness() -> None:
+    choice = Choice()
+    async with served(choice) as (picker, channel):
+        ask = checking(channel)
 
-            async def status(service: str) -> int:
-                found = await ask(HealthCheckRequest(service=service), timeout=10)
-                return int(found.status)
+        async def status(service: str) -> int:
+            found = await ask(HealthCheckRequest(service=service), timeout=10)
+            return int(found.status)
 
-            names = ("", "readiness", "liveness", "envoy.service.ext_proc.v3.ExternalProcessor")
-            assert [await status(name) for name in names] == [2, 2, 1, 2]
-            report(choice, {A: 0})
-            assert [await status(name) for name in names] == [1, 1, 1, 1]
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await status("other")
-            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-            picker.is_ending = True
-            assert [await status(name) for name in names] == [2, 2, 1, 2]
-
-    asyncio.run(go())
+        names = ("", "readiness", "liveness", "envoy.service.ext_proc.v3.ExternalProcessor")
+        assert [await status(name) for name in names] == [2, 2, 1, 2]
+        report(choice, {A: 0})
+        assert [await status(name) for name in names] == [1, 1, 1, 1]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await status("other")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        picker.is_ending = True
+        assert [await status(name) for name in names] == [2, 2, 1, 2]
 
 
 def asking(channel: Any) -> Any:
@@ -335,32 +330,28 @@ def checking(channel: Any, method: str = "Check") -> Any:
     )
 
 
-def test_streams_are_limited_and_health_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_are_limited_and_health_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MOST_STREAMS", 2)
     monkeypatch.setattr(server, "MOST_WATCHES", 1)
-
-    async def go() -> None:
-        async with served(reported()) as (_, channel):
-            watching = checking(channel, "Watch")(HealthCheckRequest(), timeout=10)
-            assert (await watching.read()).status == 1
-            streams = [asking(channel)(timeout=10) for _ in range(2)]
-            for each in streams:
-                await each.write(headers())
-                await each.read()
-            for refused in (
-                asking(channel)(iter([headers()]), timeout=10),
-                checking(channel, "Watch")(HealthCheckRequest()),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await anext(aiter(refused))
-                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert (await checking(channel)(HealthCheckRequest(service="liveness"), timeout=10)).status == 1
-            await streams[0].done_writing()
-            assert await streams[0].read() == grpc.aio.EOF
-            found = [each async for each in asking(channel)(iter([headers()]), timeout=10)]
-            assert len(found) == 1, "its place is free again"
-
-    asyncio.run(go())
+    async with served(reported()) as (_, channel):
+        watching = checking(channel, "Watch")(HealthCheckRequest(), timeout=10)
+        assert (await watching.read()).status == 1
+        streams = [asking(channel)(timeout=10) for _ in range(2)]
+        for each in streams:
+            await each.write(headers())
+            await each.read()
+        for refused in (
+            asking(channel)(iter([headers()]), timeout=10),
+            checking(channel, "Watch")(HealthCheckRequest()),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(aiter(refused))
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await checking(channel)(HealthCheckRequest(service="liveness"), timeout=10)).status == 1
+        await streams[0].done_writing()
+        assert await streams[0].read() == grpc.aio.EOF
+        found = [each async for each in asking(channel)(iter([headers()]), timeout=10)]
+        assert len(found) == 1, "its place is free again"
 
 
 def test_the_end_is_told_to_a_watch_whose_status_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +359,9 @@ def test_the_end_is_told_to_a_watch_whose_status_is_on_its_way(monkeypatch: pyte
 
     async def statuses(service: str) -> list[int]:
         picker, found = Picker(reported()), list[int]()
-        async for each in picker._watch(HealthCheckRequest(service=service), None):
+        call = SimpleNamespace(method="/grpc.health.v1.Health/Watch", invocation_metadata=())
+        watch = picker.handlers[1].service(call).unary_stream
+        async for each in watch(HealthCheckRequest(service=service), None):
             found.append(int(each.status))
             picker.is_ending = True
         return found
@@ -416,53 +409,47 @@ def test_only_streams_of_requests_are_waited_for_at_sigterm_and_a_second_one_end
         asyncio.run(go(has_stream))
 
 
-def test_what_ends_the_looks_ends_the_picker_at_once() -> None:
+async def test_what_ends_the_looks_ends_the_picker_at_once() -> None:
     class Broken(SchedulerWatch):
         async def run(self) -> None:
             await begun.wait()
             raise LookupError
 
     begun, choice, (port,) = asyncio.Event(), reported(), free_ports(1)
-
-    async def go() -> None:
-        watch = Broken(choice, [], 0.5, 5.0)
-        task = asyncio.create_task(server.serve(watch, choice, Listening("127.0.0.1", port), 30.0))
-        async with asyncio.timeout(10), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stream = asking(channel)(wait_for_ready=True)
-            await stream.write(headers(request_body_mode=FULL_DUPLEX_STREAMED))
-            await stream.read()
-            begun.set()
-            with pytest.raises(LookupError):
-                await task
-
-    asyncio.run(go())
+    watch = Broken(choice, [], 0.5, 5.0)
+    task = asyncio.create_task(server.serve(watch, choice, Listening("127.0.0.1", port), 30.0))
+    async with asyncio.timeout(10), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stream = asking(channel)(wait_for_ready=True)
+        await stream.write(headers(request_body_mode=FULL_DUPLEX_STREAMED))
+        await stream.read()
+        begun.set()
+        with pytest.raises(LookupError):
+            await task
 
 
-def test_a_renewed_certificate_is_shown_to_new_connections(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_renewed_certificate_is_shown_to_new_connections(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second = (make_certificate(tmp_path, name) for name in ("first", "second"))
     old, new = (each.certfile.read_bytes() for each in (first, second))
+    made = Certificate(str(first.certfile), str(first.keyfile))
+    async with running(made) as (port, _):
 
-    async def go() -> None:
-        made = Certificate(str(first.certfile), str(first.keyfile))
-        async with running(made) as (port, _):
+        async def answers(trusted: bytes) -> None:
+            credentials = grpc.ssl_channel_credentials(trusted)
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            async with grpc.aio.secure_channel(f"localhost:{port}", credentials, options) as channel:
+                await checking(channel)(HealthCheckRequest(service="liveness"), timeout=10)
 
-            async def answers(trusted: bytes) -> None:
-                credentials = grpc.ssl_channel_credentials(trusted)
-                options = [("grpc.use_local_subchannel_pool", 1)]
-                async with grpc.aio.secure_channel(f"localhost:{port}", credentials, options) as channel:
-                    await checking(channel)(HealthCheckRequest(service="liveness"), timeout=10)
-
+        await answers(old)
+        first.keyfile.write_text("half written")
+        await answers(old)
+        first.becomes(second)
+        await answers(new)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
             await answers(old)
-            first.keyfile.write_text("half written")
-            await answers(old)
-            first.becomes(second)
-            await answers(new)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await answers(old)
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    asyncio.run(go())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        os.kill(os.getpid(), signal.SIGTERM)
     assert "TLS goes on with the files as they were before" in caplog.text
 
 

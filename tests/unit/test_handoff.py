@@ -1,4 +1,4 @@
-"""The handover's state machines, driven through random orders of events, and proof that the test would notice."""
+"""The handover's state machines: driven through random orders of events, and given what makes no sense."""
 
 from __future__ import annotations
 
@@ -11,27 +11,18 @@ from multiprocessing import get_context
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.devices.device import CPU
-from pd_cluster.engine.handover.exports import Exports, ExportState, ShipLimits
-from pd_cluster.engine.handover.held import Held
-from pd_cluster.engine.handover.imports import Import, Imports, ImportState
-from pd_cluster.engine.step import ahead
-from pd_cluster.engine.step.plan import StepPlan
+from pd_cluster.engine.handover.exports import Exports, ShipLimits
+from pd_cluster.engine.handover.imports import Imports
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.errors import QuarantineFull
 from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.model.batch import OnLayer
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.copies import Copies
-from pd_cluster.transport.events import Drained, Landed
-from pd_cluster.transport.guard import Opener
-from pd_cluster.transport.landing import Lander, Landing
-from pd_cluster.types import Leg, Order, Request, Sampling, Status, TokenOutput
+from pd_cluster.types import Leg, Order, Request, Sampling, TokenOutput
 from tests.support.handoff_ahead import AheadWorld
 from tests.support.handoff_rest import RestingWorld
 from tests.support.handoff_world import World
 
-SEEDS = range(500)  # a deliberate fault is noticed by 2 of 100 at least, see below
+SEEDS = range(500)  # 2 of 100 at least noticed each of the deliberate faults that 6ae04940 has
 SLOW_SEEDS = range(1000, 101_000)
 
 
@@ -71,146 +62,55 @@ def explore_on_all_cores(seeds: range) -> Counter[str]:
         return sum(pool.map(explore, parts), Counter())
 
 
-def test_random_orders_of_events() -> None:
-    seen = explore(SEEDS)
-    for outcome in (
-        "P handed over",
-        "P died",
-        "P the link to decode is down",
-        "P decode did not take the transfer within 10 s",
-        "P decode did not finish the transfer within 30 s",
-        "P decode gave the transfer up",
-        "D finished",
-        "D aborted",
-        "D dropped",
-        "D died",
-        "D the link from prefill is down",
-        "D the transfer stood still for 30 s",
-        "D waits",
-        "D waits for a landing",
-    ):
-        assert seen[outcome] > 25, f"{outcome!r} was hardly seen: {seen}"
+ORDERS: list[tuple[type[World], range, int, tuple[str, ...]]] = [
+    (
+        World,
+        SEEDS,
+        25,
+        (
+            "P handed over",
+            "P died",
+            "P the link to decode is down",
+            "P decode did not take the transfer within 10 s",
+            "P decode did not finish the transfer within 30 s",
+            "P decode gave the transfer up",
+            "D finished",
+            "D aborted",
+            "D dropped",
+            "D died",
+            "D the link from prefill is down",
+            "D the transfer stood still for 30 s",
+            "D waits",
+            "D waits for a landing",
+        ),
+    ),
+    (
+        RestingWorld,
+        range(180),
+        8,
+        ("P handed over", "P died", "P the link to decode did not open", "D finished", "rests", "wakes"),
+    ),
+    (
+        AheadWorld,
+        SEEDS,
+        25,
+        ("P handed over", "P died", "P the link to decode is down", "D finished", "D aborted", "steps ahead"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("world_of", "seeds", "least", "outcomes"), ORDERS, ids=["plain", "links rest", "steps ahead"])
+def test_random_orders_of_events(world_of: type[World], seeds: range, least: int, outcomes: tuple[str, ...]) -> None:
+    """Also where a link rests until its next transfer, and where steps are launched ahead of the host."""
+    seen = explore(seeds, world_of)
+    for outcome in outcomes:
+        assert seen[outcome] > least, f"{outcome!r} was hardly seen: {seen}"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_random_orders_of_events() -> None:
     explore_on_all_cores(SLOW_SEEDS)
-
-
-def commit_without_asking(self: Imports, transfer_id: str, first_tokens: list[TokenOutput]) -> None:
-    found = self._imports.get(transfer_id)
-    if found is not None and found.state is ImportState.LANDING:
-        found.state, found.first_tokens = ImportState.CONFIRMING, first_tokens
-        self.on_confirmed(found.conn, wire.Confirmed(transfer_id, True))
-
-
-def release_before_drained(self: Imports, found: Import, error: str | None) -> None:
-    request = found.request
-    del self._imports[found.transfer_id]
-    if request is not None:
-        if request.key in self._scheduler.requests:
-            self._scheduler.finish(request)
-        self._ended(request, error)
-
-
-def drain_is_ignored(self: Imports, transfer_id: str) -> None:
-    return
-
-
-def cancel_ends_twice(self: Exports, conn: str, cancel: wire.Cancel) -> None:
-    export = self._find(conn, cancel.transfer_id)
-    if export is not None:
-        self._ended(export.request, "cancelled")
-
-
-def layers_are_shipped_before_they_are_written(self: Exports, num_layers: int) -> None:
-    for export in self._step:
-        if export.state is ExportState.STREAMING:
-            self._ship_layers(export, min(num_layers + 1, self._num_layers))
-
-
-def confirmed_without_taking_it_out(self: Held, conn: str, transfer_id: str) -> bool:
-    return (conn, transfer_id) in self._held
-
-
-def expiry_revokes_what_was_handed_over(self: Exports) -> None:
-    for export in [e for e in self._exports.values() if e.state is not ExportState.STREAMING]:
-        limit_s = 10 if export.state is ExportState.OFFERED else 30
-        if self._clock() - max(export.since_s, self._ports.progress_s(export.conn)) > limit_s:
-            self._ports.send(export.conn, wire.Revoke(export.request.transfer_id))
-            self._give_up(export, "late")
-
-
-def replays_are_opened(self: Opener, frame: wire.KVFrame) -> str:
-    return "out of order" if frame.sequence > self.next_sequence else ""
-
-
-def credit_without_blocks_for_the_prompt(self: Imports) -> None:
-    for waiting in [i for i in self._imports.values() if i.state is ImportState.QUEUED]:
-        assert waiting.request is not None
-        if not self._scheduler.can_land(waiting.request, waiting.num_tokens - 1):
-            return
-        first = self._scheduler.land(waiting.request, waiting.num_tokens - 1)
-        waiting.state = ImportState.LANDING
-        table = waiting.request.block_table
-        self._ports.begin(waiting.conn, waiting.transfer_id, table, first, waiting.num_tokens)
-        self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id, first))
-
-
-def credit_without_pinning(self: StepScheduler, request: Request, num_tokens: int) -> int:
-    """Believes that what is cached now will be there when the rest has landed."""
-    found = self._holdings.cached(request, len(request.prompt_token_ids))
-    request.block_table = self.blocks.take(self.num_blocks_for(num_tokens))
-    self._take_in(request)
-    request.status = Status.LANDING
-    return len(found) * self.block_size
-
-
-def drained_while_copies_are_under_way(self: Lander, transfer_id: str) -> Drained:
-    self._landings.pop(transfer_id, None)
-    return Drained(transfer_id)
-
-
-land_end = Lander._land_end
-
-
-def landed_while_copies_are_under_way(self: Lander, end: wire.KVEnd, landing: Landing) -> Landed:
-    copies, self._receiver.copies = self._receiver.copies, Copies(CPU)
-    try:
-        return land_end(self, end, landing)
-    finally:
-        self._receiver.copies = copies
-
-
-def who_has_no_room_comes_by_itself(self: Imports, batch: str) -> int:
-    return len(self)
-
-
-MUTATIONS: list[tuple[type, str, Callable[..., None]]] = [
-    (Imports, "on_landed", commit_without_asking),
-    (Imports, "_give_up", release_before_drained),
-    (Imports, "on_drained", drain_is_ignored),
-    (Imports, "credit", credit_without_blocks_for_the_prompt),
-    (StepScheduler, "land", credit_without_pinning),
-    (Exports, "on_cancel", cancel_ends_twice),
-    (Exports, "layers_done", layers_are_shipped_before_they_are_written),
-    (Held, "take", confirmed_without_taking_it_out),
-    (Opener, "_reason_to_drop", replays_are_opened),
-    (Lander, "forget", drained_while_copies_are_under_way),
-    (Lander, "_land_end", landed_while_copies_are_under_way),
-    (Exports, "expire", expiry_revokes_what_was_handed_over),
-    (Imports, "num_on_their_way", who_has_no_room_comes_by_itself),
-]
-
-
-@pytest.mark.parametrize(("owner", "name", "broken"), MUTATIONS, ids=[m[2].__name__ for m in MUTATIONS])
-def test_a_broken_state_machine_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Callable[..., None]
-) -> None:
-    monkeypatch.setattr(owner, name, broken)
-    with pytest.raises((AssertionError, KeyError, ValueError, IndexError)):
-        explore(SEEDS)
 
 
 class Recorder:
@@ -274,20 +174,15 @@ def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> Non
     assert not len(exports)
 
 
-def landing(sampling: Sampling | None = None, clock: Callable[[], float] = lambda: 0.0) -> tuple[Imports, Recorder]:
-    world = Recorder()
-    scheduler = StepScheduler(BlockPool(8), 4, 4, 16)
-    imports = Imports(
-        scheduler,
-        world,
-        world.end,
-        world.join,
-        clock,
-        Timeouts(),
-        growth_tokens=4,
-        vocab_size=100,
-    )
+def submitted(sampling: Sampling | None = None, clock: Callable[[], float] = lambda: 0.0) -> tuple[Imports, Recorder]:
+    world, scheduler = Recorder(), StepScheduler(BlockPool(8), 4, 4, 16)
+    imports = Imports(scheduler, world, world.end, world.join, clock, Timeouts(), growth_tokens=4, vocab_size=100)
     imports.submit(make_request("decode", sampling))
+    return imports, world
+
+
+def landing(sampling: Sampling | None = None, clock: Callable[[], float] = lambda: 0.0) -> tuple[Imports, Recorder]:
+    imports, world = submitted(sampling, clock)
     imports.on_offer("c", wire.Offer("t", 8))
     imports.credit()
     return imports, world
@@ -372,11 +267,7 @@ def test_what_lands_is_known_by_the_precision_of_its_link() -> None:
 
 
 def test_an_offer_of_another_instance_than_the_one_expected_is_ignored() -> None:
-    world = Recorder()
-    imports = Imports(
-        StepScheduler(BlockPool(8), 4, 4, 16), world, world.end, lambda r, s, t: None, lambda: 0.0, Timeouts(), 4, 100
-    )
-    imports.submit(make_request("decode"))
+    imports, world = submitted()
     imports.on_offer("c", wire.Offer("t", 8), "another@1")
     imports.credit()
     assert not world.sent
@@ -395,91 +286,7 @@ def test_a_transfer_is_not_submitted_twice() -> None:
 
 
 def test_an_offer_of_another_length_is_refused() -> None:
-    world = Recorder()
-    scheduler = StepScheduler(BlockPool(8), 4, 4, 16)
-    fresh = Imports(scheduler, world, world.end, lambda r, s, t: None, lambda: 0.0, Timeouts(), 4, 100)
-    fresh.submit(make_request("decode"))
-    fresh.on_offer("c", wire.Offer("t", 2**60))
+    imports, world = submitted()
+    imports.on_offer("c", wire.Offer("t", 2**60))
     assert world.ended == [f"offered {2**60} tokens for a prompt of 8"]
-    assert not len(fresh)
-
-
-# ---- P's steps ahead of its host
-
-
-def test_random_orders_of_events_with_a_link_that_rests() -> None:
-    """A link that rests wakes for its next transfer; what waits for it is handed over, or ends when it is lost."""
-    seen = explore(range(180), RestingWorld)
-    for outcome in ("P handed over", "P died", "P the link to decode did not open", "D finished", "rests", "wakes"):
-        assert seen[outcome] > 8, f"{outcome!r} was hardly seen: {seen}"
-
-
-def offers_before_the_link_is_up(self: Exports, peer: str, conn: str) -> None:
-    for export in self._awaiting(peer):
-        export.conn = conn
-
-
-def rests_under_way(self: Exports, conn: str) -> bool:
-    return False
-
-
-@pytest.mark.parametrize(
-    ("name", "broken"),
-    [
-        ("link_up", offers_before_the_link_is_up),
-        ("uses", rests_under_way),
-    ],
-)
-def test_a_fault_with_a_link_that_rests_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, name: str, broken: Callable[..., object]
-) -> None:
-    monkeypatch.setattr(Exports, name, broken)
-    with pytest.raises((AssertionError, KeyError)):
-        explore(range(60), RestingWorld)
-
-
-def test_random_orders_of_events_with_steps_ahead_of_the_host() -> None:
-    """Prompts that are handed over are launched before the host has seen the end of the step before."""
-    seen = explore(SEEDS, AheadWorld)
-    for outcome in (
-        "P handed over",
-        "P died",
-        "P the link to decode is down",
-        "D finished",
-        "D aborted",
-        "steps ahead",
-    ):
-        assert seen[outcome] > 25, f"{outcome!r} was hardly seen: {seen}"
-
-
-def a_prompt_that_is_handed_over_goes_on(request: Request) -> bool:
-    return len(request.output_token_ids) + 1 >= request.sampling.max_tokens
-
-
-def a_link_waits_for_no_launch(self: AheadWorld) -> None:
-    World._send_job(self)
-
-
-def steps_ahead_are_not_begun(self: AheadWorld, plan: StepPlan) -> OnLayer | None:
-    return begins(self, plan) if not self.device.num_launched else None
-
-
-begins = AheadWorld._begins
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "broken"),
-    [
-        (ahead, "ends_with", a_prompt_that_is_handed_over_goes_on),
-        (AheadWorld, "_send_job", a_link_waits_for_no_launch),
-        (AheadWorld, "_begins", steps_ahead_are_not_begun),
-        *[m for m in MUTATIONS if m[2] is not credit_without_blocks_for_the_prompt],
-    ],
-    ids=lambda given: getattr(given, "__name__", None),
-)
-def test_a_fault_in_steps_ahead_of_the_host_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, broken: Callable[..., object]
-) -> None:
-    monkeypatch.setattr(owner, name, broken)
-    with pytest.raises((AssertionError, KeyError, ValueError, IndexError)):
-        explore(SEEDS, AheadWorld)
+    assert not len(imports)

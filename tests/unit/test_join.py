@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -18,7 +18,7 @@ from pd_cluster.net.nodes import NODE_REFUSED
 from pd_cluster.reports import InstanceInfo
 from tests.support.elastic_world import ElasticWorld
 from tests.support.joining_worker import JOIN, REACH_S
-from tests.support.router_world import FakeMailbox
+from tests.support.mail import RecordedMail
 
 
 class Registry:
@@ -27,7 +27,7 @@ class Registry:
     def __init__(self) -> None:
         self.world = ElasticWorld(1, 1)
         self.now_s = 0.0
-        self.mail = FakeMailbox()
+        self.mail = RecordedMail()
         self.registrar = Registrar(self.world.membership, self.mail.send, REACH_S, lambda: self.now_s)
 
     def join(self, conn: str = "c1", peer: str = "d@1", **changes: Any) -> str:
@@ -72,8 +72,16 @@ def info_of(instance: Instance, **changes: Any) -> InstanceInfo:
     return msgspec.structs.replace(info, **changes)
 
 
-def test_a_worker_is_listed_behind_the_table_s() -> None:
-    registry = Registry()
+def answering(answer: httpx.Response) -> httpx.MockTransport:
+    return httpx.MockTransport(lambda request: answer)
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry()
+
+
+def test_a_worker_is_listed_behind_the_table_s(registry: Registry) -> None:
     assert registry.join() == ""
     assert registry.join("c2", "a.prefill@9", role="prefill", port=8001) == ""
     assert registry.names() == ["prefill-0", "decode-0", "a.prefill", "d"]
@@ -99,8 +107,7 @@ def test_a_worker_is_listed_behind_the_table_s() -> None:
         ("d@2", {"role": "prefill"}, "--instance-name d: the decode instance at"),
     ],
 )
-def test_what_is_refused_changes_nothing(peer: str, changes: dict[str, Any], told: str) -> None:
-    registry = Registry()
+def test_what_is_refused_changes_nothing(registry: Registry, peer: str, changes: dict[str, Any], told: str) -> None:
     registry.joined()
     assert registry.join("c2", peer, **changes).startswith(told)
     assert registry.names() == ["prefill-0", "decode-0", "d"]
@@ -108,14 +115,12 @@ def test_what_is_refused_changes_nothing(peer: str, changes: dict[str, Any], tol
     assert registry.names() == ["prefill-0", "decode-0", "d"]
 
 
-def test_the_port_of_a_dead_registration_can_be_taken() -> None:
-    registry = Registry()
+def test_the_port_of_a_dead_registration_can_be_taken(registry: Registry) -> None:
     registry.lose(registry.joined())
     assert registry.join("c2", "e@2") == ""
 
 
-def test_the_next_life_at_the_same_place_takes_the_registration_over() -> None:
-    registry = Registry()
+def test_the_next_life_at_the_same_place_takes_the_registration_over(registry: Registry) -> None:
     instance = registry.joined()
     instance.service = "out"
     assert registry.join("c2", "d@2") == ""
@@ -126,8 +131,7 @@ def test_the_next_life_at_the_same_place_takes_the_registration_over() -> None:
     assert instance.service == "out", "an operator's wish stays"
 
 
-def test_a_lapsed_worker_stays_while_the_scheduler_is_connected_to_it() -> None:
-    registry = Registry()
+def test_a_lapsed_worker_stays_while_the_scheduler_is_connected_to_it(registry: Registry) -> None:
     instance = registry.joined()
     registry.registrar.on_closed("c1")
     assert "d" in registry.names()
@@ -139,8 +143,7 @@ def test_a_lapsed_worker_stays_while_the_scheduler_is_connected_to_it() -> None:
     assert registry.answers() == [("c1", "")]
 
 
-def test_a_lapsed_worker_that_registers_again_is_the_same() -> None:
-    registry = Registry()
+def test_a_lapsed_worker_that_registers_again_is_the_same(registry: Registry) -> None:
     instance = registry.joined()
     registry.registrar.on_closed("c1")
     assert registry.join("c2") == ""
@@ -148,9 +151,8 @@ def test_a_lapsed_worker_that_registers_again_is_the_same() -> None:
     assert "d" in registry.names()
 
 
-def test_another_process_that_says_the_same_takes_no_lease_away() -> None:
+def test_another_process_that_says_the_same_takes_no_lease_away(registry: Registry) -> None:
     """The worker stays registered when the other leaves, and hears when its registration ends."""
-    registry = Registry()
     instance = registry.joined()
     assert registry.join("c2", "d@2") == ""
     registry.registrar.on_message("c2", "d@2", wire.Leave())
@@ -174,16 +176,14 @@ def test_the_number_of_registrations_is_bounded(monkeypatch: pytest.MonkeyPatch)
     assert registry.join("c3", "c@1", port=8003) == ""
 
 
-def test_leave_ends_the_lease_and_is_answered() -> None:
-    registry = Registry()
+def test_leave_ends_the_lease_and_is_answered(registry: Registry) -> None:
     registry.lose(registry.joined())
     registry.registrar.on_message("c1", "d@1", wire.Leave())
     assert registry.answers()[-1] == ("c1", "d has left")
     assert registry.names() == ["prefill-0", "decode-0"]
 
 
-def test_a_worker_that_is_not_reached_in_time() -> None:
-    registry = Registry()
+def test_a_worker_that_is_not_reached_in_time(registry: Registry) -> None:
     assert registry.join() == ""
     registry.world["d"].reason = "nobody answers at 192.0.2.7:8000"
     registry.now_s = REACH_S
@@ -194,15 +194,13 @@ def test_a_worker_that_is_not_reached_in_time() -> None:
     assert registry.join("c2") == "", "it may try again"
 
 
-def test_a_worker_that_has_answered_once_may_be_away_for_longer() -> None:
-    registry = Registry()
+def test_a_worker_that_has_answered_once_may_be_away_for_longer(registry: Registry) -> None:
     registry.lose(registry.joined())
     registry.now_s = REACH_S + 0.1
     assert "d" in registry.names()
 
 
-def test_a_worker_that_the_scheduler_finds_failed_is_told_why() -> None:
-    registry = Registry()
+def test_a_worker_that_the_scheduler_finds_failed_is_told_why(registry: Registry) -> None:
     instance = registry.joined()
     registry.lose(instance)
     instance.state, instance.reason = "failed", "it serves another model"
@@ -210,9 +208,8 @@ def test_a_worker_that_the_scheduler_finds_failed_is_told_why() -> None:
     assert registry.answers()[-1] == ("c1", "it serves another model")
 
 
-def test_a_node_that_the_connecting_mailbox_does_not_know_yet_has_time() -> None:
+def test_a_node_that_the_connecting_mailbox_does_not_know_yet_has_time(registry: Registry) -> None:
     """The join port reads the list of nodes by itself, up to a second earlier."""
-    registry = Registry()
     assert registry.join() == ""
     instance = registry.world["d"]
     instance.info = info_of(instance)
@@ -228,8 +225,7 @@ def test_a_node_that_the_connecting_mailbox_does_not_know_yet_has_time() -> None
     assert registry.answers()[-1] == ("c1", f"{NODE_REFUSED}key 1f of node n was revoked")
 
 
-def test_a_node_that_is_never_admitted_is_told_why_in_time() -> None:
-    registry = Registry()
+def test_a_node_that_is_never_admitted_is_told_why_in_time(registry: Registry) -> None:
     assert registry.join() == ""
     instance = registry.world["d"]
     instance.info = info_of(instance)
@@ -239,8 +235,7 @@ def test_a_node_that_is_never_admitted_is_told_why_in_time() -> None:
     assert registry.answers()[-1] == ("c1", instance.reason)
 
 
-def test_a_worker_that_fails_by_itself_says_why_itself() -> None:
-    registry = Registry()
+def test_a_worker_that_fails_by_itself_says_why_itself(registry: Registry) -> None:
     instance = registry.joined()
     registry.lose(instance)
     instance.info = info_of(instance, state="failed")
@@ -249,42 +244,37 @@ def test_a_worker_that_fails_by_itself_says_why_itself() -> None:
     assert registry.answers() == [("c1", "")]
 
 
-def test_another_process_at_the_address_is_recognized() -> None:
-    registry = Registry()
+async def test_another_process_at_the_address_is_recognized(registry: Registry) -> None:
     instance = registry.joined()
-    membership = registry.world.membership
-    assert membership._misplaced(instance, info_of(instance, device_ids=["7"], server_ip="192.0.2.9")) == ""
-    told = membership._misplaced(instance, info_of(instance, name="e"))
-    assert told.startswith("at 192.0.2.7:8000 answers e; give the --advertise-host")
+    for told, changes in (("", {"server_ip": "192.0.2.9"}), ("at 192.0.2.7:8000 answers e; give", {"name": "e"})):
+        info = info_of(instance, device_ids=["7"], public_key=bytes(wire.KEY_NBYTES), **changes)
+        answer = httpx.Response(200, stream=httpx.ByteStream(msgspec.json.encode(info)))
+        async with httpx.AsyncClient(transport=answering(answer)) as client:
+            await registry.world.membership.ask(instance, client)
+        assert instance.state == ("failed" if told else "connecting")
+        assert instance.reason.startswith(told)
+        assert told or not instance.reason
 
 
-def test_an_operator_removes_it_and_it_may_register_again() -> None:
-    async def test() -> None:
-        registry = Registry()
-        instance = registry.joined()
-        instance.num_outstanding = 1
-        registry.world.elastic.remove("d", force=True)
-        assert registry.join("c2", "d@2") == "d is leaving by an operator's command; start it when it has left"
-        registry.world.elastic.tick()
-        assert "d" in registry.names(), "it is not empty yet"
-        instance.num_outstanding = 0
-        registry.world.elastic.tick()
-        assert "d" not in registry.names()
-        assert registry.answers()[-1] == ("c1", "an operator has removed d")
-        assert registry.join("c3", "d@3") == ""
-
-    asyncio.run(test())
+async def test_an_operator_removes_it_and_it_may_register_again(registry: Registry) -> None:
+    instance = registry.joined()
+    instance.num_outstanding = 1
+    registry.world.elastic.remove("d", force=True)
+    assert registry.join("c2", "d@2") == "d is leaving by an operator's command; start it when it has left"
+    registry.world.elastic.tick()
+    assert "d" in registry.names(), "it is not empty yet"
+    instance.num_outstanding = 0
+    registry.world.elastic.tick()
+    assert "d" not in registry.names()
+    assert registry.answers()[-1] == ("c1", "an operator has removed d")
+    assert registry.join("c3", "d@3") == ""
 
 
-def test_the_table_decides_about_its_own_entries_only() -> None:
-    async def test() -> None:
-        registry = Registry()
-        assert registry.join(host="127.0.0.1", device_ids=["10"]) == "", "the devices of prefill-0"
-        assert await registry.world.elastic.reload() == "nobody joins, nobody leaves"
-        registry.world.place = replace(registry.world.place, table=ElasticWorld(1, 0).place.table)
-        assert await registry.world.elastic.reload() == "nobody joins, decode-0 leaves"
-        assert "d" in registry.names()
-        with pytest.raises(InstanceNotFound, match="has no d; it has prefill-0"):
-            await registry.world.elastic.add("d", 8000)
-
-    asyncio.run(test())
+async def test_the_table_decides_about_its_own_entries_only(registry: Registry) -> None:
+    assert registry.join(host="127.0.0.1", device_ids=["10"]) == "", "the devices of prefill-0"
+    assert await registry.world.elastic.reload() == "nobody joins, nobody leaves"
+    registry.world.place = replace(registry.world.place, table=ElasticWorld(1, 0).place.table)
+    assert await registry.world.elastic.reload() == "nobody joins, decode-0 leaves"
+    assert "d" in registry.names()
+    with pytest.raises(InstanceNotFound, match="has no d; it has prefill-0"):
+        await registry.world.elastic.add("d", 8000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from pd_cluster.cluster.members.joining import FIRST_BACKOFF_S
 from pd_cluster.cluster.members.registrar import ELSEWHERE, Registrar
 from pd_cluster.errors import ConfigError
 from tests.support.joining_worker import JOIN, REACH_S, TIMES, Seeker
-from tests.support.router_world import FakeMailbox
+from tests.support.mail import RecordedMail
 from tests.support.shared_schedulers import LEASE_S, Two
 
 ADMITTED = wire.JoinAnswer()
@@ -27,7 +26,7 @@ class Admitting(Two):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.waited_s = 0.0  # the registrars' clock, beside that of the lease
-        self.mail = [FakeMailbox(), FakeMailbox()]
+        self.mail = [RecordedMail(), RecordedMail()]
         self.schedulers = [self.one, self.other]
         self.registrars = [
             Registrar(each.world.membership, mail.send, REACH_S, lambda: self.waited_s)
@@ -60,157 +59,137 @@ class Admitting(Two):
         self.schedulers[at].world.make_ready(self.found(at))
 
 
-def run(folder: Path, test: Any) -> None:
-    async def go() -> None:
-        two = Admitting(folder)
-        await two.begin()
-        await two.look()
-        await test(two)
-
-    asyncio.run(go())
+async def admitting(folder: Path) -> Admitting:
+    two = await Admitting.begun(folder)
+    await two.look()
+    return two
 
 
-def test_the_owner_admits_a_worker_and_the_other_learns_of_it(tmp_path: Path) -> None:
-    async def test(two: Admitting) -> None:
-        assert two.join(1) == ELSEWHERE
-        assert "d" not in two.names(1)
-        assert two.join(0) == ADMITTED
-        await two.look()
-        followed = two.found(1)
-        assert (followed.joined_as, followed.role, followed.host, followed.port) == (
-            "decode",
-            "decode",
-            JOIN.host,
-            8000,
-        )
-        assert two.names(1) == two.names(0)
-        two.registrars[1].tick()
-        assert "d" in two.names(1), "only the owner forgets a worker"
-        two.registrars[0].on_closed("c1")
-        await two.look()
-        await two.look()
-        assert "d" not in two.names(0)
-        assert "d" not in two.names(1)
-
-    run(tmp_path, test)
+async def test_the_owner_admits_a_worker_and_the_other_learns_of_it(tmp_path: Path) -> None:
+    two = await admitting(tmp_path)
+    assert two.join(1) == ELSEWHERE
+    assert "d" not in two.names(1)
+    assert two.join(0) == ADMITTED
+    await two.look()
+    followed = two.found(1)
+    assert (followed.joined_as, followed.role, followed.host, followed.port) == (
+        "decode",
+        "decode",
+        JOIN.host,
+        8000,
+    )
+    assert two.names(1) == two.names(0)
+    two.registrars[1].tick()
+    assert "d" in two.names(1), "only the owner forgets a worker"
+    two.registrars[0].on_closed("c1")
+    await two.look()
+    await two.look()
+    assert "d" not in two.names(0)
+    assert "d" not in two.names(1)
 
 
-def test_the_next_owner_takes_the_registrations_over_with_what_was_wished(tmp_path: Path) -> None:
-    async def test(two: Admitting) -> None:
-        assert two.join(0) == ADMITTED
-        two.is_reached(0)
-        two.one.world.elastic.change_role("d", "prefill", force=True)
-        two.one.world.now_s += 0.5
-        two.one.world.elastic.tick()
-        two.one.world.elastic.drain("d", force=True)
-        await two.look()
-        two.is_reached(1)
-        await two.fail_over()
-        await two.look()
-        assert two.sent(0)[-1] == ("c1", ELSEWHERE), "its connection to the former owner is no lease any more"
-        assert two.join(1, "c9", role="prefill").problem.startswith("--instance-name d: the decode instance at")
-        assert two.join(1, "c9") == ADMITTED, "it says the role with which it was started"
-        assert (two.found(1).role, two.found(1).service) == ("prefill", "out")
-        await two.look()
-        assert two.names(0) == two.names(1)
-        assert two.found(0).joined_as == "decode"
-
-    run(tmp_path, test)
+async def test_the_next_owner_takes_the_registrations_over_with_what_was_wished(tmp_path: Path) -> None:
+    two = await admitting(tmp_path)
+    assert two.join(0) == ADMITTED
+    two.is_reached(0)
+    two.one.world.elastic.change_role("d", "prefill", force=True)
+    two.one.world.now_s += 0.5
+    two.one.world.elastic.tick()
+    two.one.world.elastic.drain("d", force=True)
+    await two.look()
+    two.is_reached(1)
+    await two.fail_over()
+    await two.look()
+    assert two.sent(0)[-1] == ("c1", ELSEWHERE), "its connection to the former owner is no lease any more"
+    assert two.join(1, "c9", role="prefill").problem.startswith("--instance-name d: the decode instance at")
+    assert two.join(1, "c9") == ADMITTED, "it says the role with which it was started"
+    assert (two.found(1).role, two.found(1).service) == ("prefill", "out")
+    await two.look()
+    assert two.names(0) == two.names(1)
+    assert two.found(0).joined_as == "decode"
 
 
-def test_a_worker_that_dies_with_the_owner_is_forgotten_in_time(tmp_path: Path) -> None:
-    async def test(two: Admitting) -> None:
-        assert two.join(0) == ADMITTED
-        await two.look()
-        assert two.found(1).state == "unreachable"
-        two.now_s += 6.0  # it does not wait for that worker any longer
-        await two.fail_over()
-        two.registrars[1].tick()
-        two.waited_s += REACH_S
-        two.registrars[1].tick()
-        assert "d" in two.names(1), "it may register again"
-        two.waited_s += 0.1
-        two.registrars[1].tick()
-        assert "d" not in two.names(1)
-
-    run(tmp_path, test)
+async def test_a_worker_that_dies_with_the_owner_is_forgotten_in_time(tmp_path: Path) -> None:
+    two = await admitting(tmp_path)
+    assert two.join(0) == ADMITTED
+    await two.look()
+    assert two.found(1).state == "unreachable"
+    two.now_s += 6.0  # it does not wait for that worker any longer
+    await two.fail_over()
+    two.registrars[1].tick()
+    two.waited_s += REACH_S
+    two.registrars[1].tick()
+    assert "d" in two.names(1), "it may register again"
+    two.waited_s += 0.1
+    two.registrars[1].tick()
+    assert "d" not in two.names(1)
 
 
-def test_one_that_serves_and_does_not_register_again_stays(tmp_path: Path) -> None:
-    async def test(two: Admitting) -> None:
-        assert two.join(0) == ADMITTED
-        await two.look()
-        two.is_reached(1)
-        await two.fail_over()
-        two.registrars[1].tick()
-        two.waited_s += 3 * REACH_S
-        two.registrars[1].tick()
-        assert "d" in two.names(1)
-        assert two.join(1, "c2", "d@2", host="192.0.2.8").problem.startswith("--instance-name d: the decode instance")
-
-    run(tmp_path, test)
+async def test_one_that_serves_and_does_not_register_again_stays(tmp_path: Path) -> None:
+    two = await admitting(tmp_path)
+    assert two.join(0) == ADMITTED
+    await two.look()
+    two.is_reached(1)
+    await two.fail_over()
+    two.registrars[1].tick()
+    two.waited_s += 3 * REACH_S
+    two.registrars[1].tick()
+    assert "d" in two.names(1)
+    assert two.join(1, "c2", "d@2", host="192.0.2.8").problem.startswith("--instance-name d: the decode instance")
 
 
-def test_an_owner_that_stood_still_sends_its_workers_on_and_admits_nobody(tmp_path: Path) -> None:
-    async def test(two: Admitting) -> None:
-        assert two.join(0) == ADMITTED
-        await two.look()
-        two.now_s += LEASE_S  # it stands still
-        assert two.join(0, "c2", "e@1", port=8001) == ELSEWHERE, "no look was needed: its lease is over"
-        assert two.sent(0)[-2] == ("c1", ELSEWHERE)
-        two.registrars[0].on_closed("c1")
-        two.registrars[0].tick()
-        assert "d" in two.names(0), "the record has it"
-
-    run(tmp_path, test)
+async def test_an_owner_that_stood_still_sends_its_workers_on_and_admits_nobody(tmp_path: Path) -> None:
+    two = await admitting(tmp_path)
+    assert two.join(0) == ADMITTED
+    await two.look()
+    two.now_s += LEASE_S  # it stands still
+    assert two.join(0, "c2", "e@1", port=8001) == ELSEWHERE, "no look was needed: its lease is over"
+    assert two.sent(0)[-2] == ("c1", ELSEWHERE)
+    two.registrars[0].on_closed("c1")
+    two.registrars[0].tick()
+    assert "d" in two.names(0), "the record has it"
 
 
-def test_an_owner_that_comes_back_as_the_owner_begins_anew(tmp_path: Path) -> None:
-    async def test(two: Admitting) -> None:
-        assert two.join(0) == ADMITTED
-        await two.look()
-        two.is_reached(0)
-        two.now_s += LEASE_S
-        await two.one.look()  # before the other has looked
-        two.registrars[0].tick()
-        assert two.one.shared.is_owner
-        assert two.sent(0)[-1] == ("c1", ELSEWHERE)
-        assert two.join(0, "c2") == ADMITTED
-        assert two.names(0).count("d") == 1
-
-    run(tmp_path, test)
+async def test_an_owner_that_comes_back_as_the_owner_begins_anew(tmp_path: Path) -> None:
+    two = await admitting(tmp_path)
+    assert two.join(0) == ADMITTED
+    await two.look()
+    two.is_reached(0)
+    two.now_s += LEASE_S
+    await two.one.look()  # before the other has looked
+    two.registrars[0].tick()
+    assert two.one.shared.is_owner
+    assert two.sent(0)[-1] == ("c1", ELSEWHERE)
+    assert two.join(0, "c2") == ADMITTED
+    assert two.names(0).count("d") == 1
 
 
-def test_a_name_at_another_port_is_another_worker(tmp_path: Path) -> None:
-    async def test(two: Admitting) -> None:
-        assert two.join(0) == ADMITTED
-        await two.look()
-        before = two.found(1)
-        two.registrars[0].on_closed("c1")
-        two.registrars[0].tick()
-        assert two.join(0, "c2", "d@2", port=8001) == ADMITTED
-        await two.look()
-        assert two.found(1) is not before
-        assert two.found(1).port == 8001
-
-    run(tmp_path, test)
+async def test_a_name_at_another_port_is_another_worker(tmp_path: Path) -> None:
+    two = await admitting(tmp_path)
+    assert two.join(0) == ADMITTED
+    await two.look()
+    before = two.found(1)
+    two.registrars[0].on_closed("c1")
+    two.registrars[0].tick()
+    assert two.join(0, "c2", "d@2", port=8001) == ADMITTED
+    await two.look()
+    assert two.found(1) is not before
+    assert two.found(1).port == 8001
 
 
-def test_no_worker_is_admitted_that_the_record_has_no_room_for(tmp_path: Path) -> None:
-    async def test(two: Admitting) -> None:
-        two.one.shared._store.max_record_nbytes = 4096
-        num = 0
-        while (answer := two.join(0, f"c{num}", f"w{num}@1", port=8000 + num)) == ADMITTED:
-            num += 1
-        assert answer.problem == "the schedulers' record has no room for another worker; end some of them first"
-        assert 5 < num < 20
-        for each in two.one.world.membership.instances:
-            each.service, each.next_role, each.drain_timeout_s = "leaving", "prefill", 1234.5678901
-        await two.look()
-        assert len(msgspec.json.encode(two.one.shared.ownership.record)) <= 4096
-        assert two.join(0, "c0", "w0@1").problem.startswith("w0 is leaving"), "one that is there needs no room"
-
-    run(tmp_path, test)
+async def test_no_worker_is_admitted_that_the_record_has_no_room_for(tmp_path: Path) -> None:
+    two = await admitting(tmp_path)
+    two.one.store.max_record_nbytes = 4096
+    num = 0
+    while (answer := two.join(0, f"c{num}", f"w{num}@1", port=8000 + num)) == ADMITTED:
+        num += 1
+    assert answer.problem == "the schedulers' record has no room for another worker; end some of them first"
+    assert 5 < num < 20
+    for each in two.one.world.membership.instances:
+        each.service, each.next_role, each.drain_timeout_s = "leaving", "prefill", 1234.5678901
+    await two.look()
+    assert len(msgspec.json.encode(two.one.shared.ownership.record)) <= 4096
+    assert two.join(0, "c0", "w0@1").problem.startswith("w0 is leaving"), "one that is there needs no room"
 
 
 # ---- at the worker
@@ -222,8 +201,8 @@ def answer_elsewhere(seeker: Seeker, *hosts: str) -> str:
     conn = seeker.joining.conn
     seeker.joining.on_opened(conn)
     seeker.joining.on_answer(conn, ELSEWHERE.problem, True)
-    assert (seeker.joining.state, seeker.lines.dropped[-1]) == ("seeking", conn)
-    return seeker.lines.opened[-1][0]
+    assert (seeker.joining.state, seeker.lines.closed[-1]) == ("seeking", conn)
+    return seeker.tried[-1][0]
 
 
 @pytest.mark.parametrize("order", [("10.0.0.1", "10.0.0.2", "10.0.0.3"), ("10.0.0.3", "10.0.0.1", "10.0.0.2")])
@@ -251,7 +230,7 @@ def test_a_registered_one_that_is_sent_on_seeks_the_owner() -> None:
     conn = seeker.register()
     seeker.joining.on_answer(conn, ELSEWHERE.problem, True)
     assert seeker.joining.state == "seeking"
-    assert seeker.lines.dropped == [conn]
+    assert seeker.lines.closed == [conn]
     seeker.now_s += FIRST_BACKOFF_S
     assert answer_elsewhere(seeker, "10.0.0.1", "10.0.0.2") == "10.0.0.2", "the next one"
 

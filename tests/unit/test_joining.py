@@ -49,7 +49,8 @@ def test_every_address_is_tried_with_every_pinned_key_before_it_waits() -> None:
             assert seeker.joining.is_due
             seeker.joining.connect(seeker.joining.address[0])
             seeker.joining.on_closed(seeker.joining.conn, NOT_OPENED)
-        tried, seeker.lines.opened = seeker.lines.opened, []
+        tried = seeker.tried
+        seeker.lines.opened.clear()
         assert tried == [("a", 1, b"1"), ("a", 1, b"2"), ("b", 2, b"1"), ("b", 2, b"2")]
         seeker.now_s += backoff_s - 0.01
         assert not seeker.joining.is_due
@@ -63,8 +64,8 @@ def test_a_name_with_several_addresses_is_tried_at_each_of_them() -> None:
             seeker.now_s += FIRST_BACKOFF_S / 4
         seeker.joining.connect(*(("10.0.0.1", "10.0.0.2") if seeker.joining.address[0] == "a" else ("10.0.0.3",)))
         seeker.joining.on_closed(seeker.joining.conn, NOT_OPENED)
-    assert [host for host, port, _ in seeker.lines.opened if port == 1] == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
-    assert [host for host, port, _ in seeker.lines.opened if port == 2] == ["10.0.0.3"] * 3
+    assert [host for host, port, _ in seeker.tried if port == 1] == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
+    assert [host for host, port, _ in seeker.tried if port == 2] == ["10.0.0.3"] * 3
 
 
 def test_each_reason_is_logged_once_until_it_is_registered(caplog: pytest.LogCaptureFixture) -> None:
@@ -105,7 +106,7 @@ def test_a_lost_registration_is_sought_again_at_the_same_address_with_a_deadline
     seeker.joining.on_closed(conn, "the connection was closed")
     assert seeker.joining.state == "seeking"
     seeker.register()
-    assert [port for _, port, _ in seeker.lines.opened] == [1, 2, 2]
+    assert [port for _, port, _ in seeker.tried] == [1, 2, 2]
     seeker.joining.on_closed(seeker.joining.conn, "the connection was closed")
     seeker.now_s = lost_s + TIMES.join_timeout_s
     seeker.joining.tick()
@@ -149,7 +150,7 @@ def test_a_scheduler_that_does_not_answer_is_left() -> None:
     assert seeker.joining.state == "asking"
     seeker.now_s += 0.1
     seeker.joining.tick()
-    assert (seeker.joining.state, seeker.lines.dropped) == ("seeking", [conn])
+    assert (seeker.joining.state, seeker.lines.closed) == ("seeking", [conn])
 
 
 def test_mail_of_an_earlier_connection_means_nothing() -> None:
@@ -203,8 +204,8 @@ async def over_mailboxes(secret: bytes, pinned: bytes) -> tuple[str, str]:
     return found
 
 
-def test_a_worker_registers_and_leaves_over_loopback() -> None:
-    assert asyncio.run(over_mailboxes(b"s" * 32, SCHEDULER.public)) == ("d", "192.0.2.7")
+async def test_a_worker_registers_and_leaves_over_loopback() -> None:
+    assert await over_mailboxes(b"s" * 32, SCHEDULER.public) == ("d", "192.0.2.7")
 
 
 @pytest.mark.parametrize(
@@ -215,6 +216,6 @@ def test_a_worker_registers_and_leaves_over_loopback() -> None:
     ],
     ids=["another secret", "another scheduler"],
 )
-def test_a_stranger_is_not_heard(secret: bytes, pinned: bytes, told: str) -> None:
+async def test_a_stranger_is_not_heard(secret: bytes, pinned: bytes, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        asyncio.run(over_mailboxes(secret, pinned))
+        await over_mailboxes(secret, pinned)

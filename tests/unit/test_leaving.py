@@ -12,7 +12,6 @@ import pytest
 from pd_cluster.cluster.routing.leaving import LEAST_LEFT, STEP, AnswerTimes, LeaveTimes, Leaving
 from pd_cluster.errors import Overloaded
 from tests.support.hall import Hall
-from tests.support.router_world import run
 
 
 def told(times: LeaveTimes, outcomes: Iterator[tuple[float, bool]]) -> float:
@@ -77,25 +76,21 @@ def test_answers_take_as_long_as_they_took_lately_by_their_size() -> None:
     assert answers.expected_s(100) == pytest.approx(1.0, rel=0.05)
 
 
-def test_a_request_that_would_be_answered_too_late_is_refused_with_a_time_to_come_back() -> None:
+async def test_a_request_that_would_be_answered_too_late_is_refused_with_a_time_to_come_back() -> None:
     """At its arrival where that is expected, otherwise when its turn comes."""
-
-    async def test() -> None:
-        hall = Hall()
-        client = await hall.room.turn("a", 10, 1)
-        hall.room.begun(client)
-        for at in range(20):
-            hall.room._leaving.note(client.client.leave_times, asyncio.get_running_loop().time() + at / 5, 0.2, True)
-        hall.close()
-        (late,) = await hall.waiting(1)
-        with pytest.raises(Overloaded, match=r"it has waited .* an answer within 0.19 s") as refused:
-            await late
-        assert refused.value.retry_after_s >= 1
-        (waiting,) = await hall.waiting(1, "a", 100)
-        hall.measured(10.0)
-        with pytest.raises(Overloaded, match=r"a wait of 10 s is expected, .* an answer within 0.19 s, after"):
-            await hall.visit("a")
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-
-    run(test())
+    hall = Hall()
+    client = await hall.room.turn("a", 10, 1)
+    hall.room.begun(client)
+    for at in range(20):
+        hall.room._leaving.note(client.client.leave_times, asyncio.get_running_loop().time() + at / 5, 0.2, True)
+    hall.close()
+    (late,) = await hall.waiting(1)
+    with pytest.raises(Overloaded, match=r"it has waited .* an answer within 0.19 s") as refused:
+        await late
+    assert refused.value.retry_after_s >= 1
+    (waiting,) = await hall.waiting(1, "a", 100)
+    hall.measured(10.0)
+    with pytest.raises(Overloaded, match=r"a wait of 10 s is expected, .* an answer within 0.19 s, after"):
+        await hall.visit("a")
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from pd_cluster.transport.local import LocalReceiver
 from pd_cluster.transport.one_sided import PoolAddress
 from pd_cluster.transport.receiving import Incoming, Probe, ReceiveThread
 from pd_cluster.transport.shm import PoolServer, ShmReceiver
+from tests.support.mail import RecordedMail
 from tests.support.transports import (
     CHECKSUM,
     KEY,
@@ -266,49 +268,61 @@ def test_frames_that_are_dropped_buy_no_time() -> None:
     assert time.monotonic() - started_s < WAIT_S
 
 
-class Post:
+class Post(RecordedMail):
+    """Its mail is waited for: it comes from links' threads."""
+
     def __init__(self) -> None:
-        self.sent: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
+        super().__init__()
+        self.queue: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
 
-    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
-        raise AssertionError
-
-    def disconnect(self, conn: str) -> None: ...
-    def beat(self) -> None: ...
-    def beat_soon(self) -> None: ...
     def send(self, conn: str, body: wire.Body) -> None:
-        self.sent.put(body)
+        self.queue.put(body)
 
 
-NO_OFFERS = wire.LaneOffer(offers=[], probe_seed=0)
+OPENED = wire.LinkOpen(
+    "l", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [wire.LaneOffer(offers=[], probe_seed=0)]
+)
 
 
-def make_in_links(pool: KVPool) -> tuple[InLinks, Post, queue.SimpleQueue[object], list[float]]:
+class OneLane:
+    """The receiving end of a link's only lane, as far as InLinks asks it; and what makes it."""
+
+    received_nbytes = num_dropped = 0
+
+    def receive_end(self, *_: object) -> Any:
+        return self
+
+    def needs_pair(self, opened: wire.LinkOpen) -> bool:
+        return False
+
+    def start(self) -> None: ...
+
+
+def make_in_links(
+    pool: KVPool, lanes: Any = None, down: Callable[[str, str], None] = lambda conn, reason: None
+) -> tuple[InLinks, Post, queue.SimpleQueue[object], list[float]]:
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     now = [0.0]
     side = Side("d@1", b"s", "m", Numerics(), LAYOUT, NUM_BLOCKS, pool.probe_seed, wire.KVOptions())
     post = Post()
-    lanes = LocalLanes(side, Transports(make_config("local"), pool), post.send)
-    links = InLinks(side, post, lanes, events.put, lambda c, r: None, PeerProgress(lambda: now[0]))
+    lanes = lanes or LocalLanes(side, Transports(make_config("local"), pool), post.send)
+    links = InLinks(side, post, lanes, events.put, down, PeerProgress(lambda: now[0]))
     return links, post, events, now
 
 
 def test_a_link_that_goes_down_acknowledges_drains_first() -> None:
     """Its end makes the thread forget; that must not come after the thread's own end."""
-    links, post, events, _ = make_in_links(random_pool(2))
-    opened = wire.LinkOpen("l", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [NO_OFFERS])
-    links._down = lambda conn, reason: links.forget(conn, "t")
-    links.on_open("c", "prefill-0@1", opened, is_told=True)
-    assert isinstance(post.sent.get(timeout=WAIT_S), wire.LinkRefused)
+    links, post, events, _ = make_in_links(random_pool(2), down=lambda conn, reason: links.forget(conn, "t"))
+    links.on_open("c", "prefill-0@1", OPENED, is_told=True)
+    assert isinstance(post.queue.get(timeout=WAIT_S), wire.LinkRefused)
     links.on_down("c", "cut")
     assert events.get(timeout=WAIT_S) == Drained("t")
 
 
 def test_a_peer_that_is_not_known_yet_may_come_again() -> None:
     links, post, _, _ = make_in_links(random_pool(2))
-    opened = wire.LinkOpen("l", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [NO_OFFERS])
-    links.on_open("c", "prefill-0@1", opened, is_told=False)
-    refused = post.sent.get(timeout=WAIT_S)
+    links.on_open("c", "prefill-0@1", OPENED, is_told=False)
+    refused = post.queue.get(timeout=WAIT_S)
     assert isinstance(refused, wire.LinkRefused)
     assert (refused.retry, refused.reason) == (True, "the scheduler has not told d@1 of prefill-0@1")
     assert not links.is_open("c")
@@ -319,22 +333,18 @@ def test_a_link_is_known_before_its_thread_answers(monkeypatch: pytest.MonkeyPat
     links, _, _, _ = make_in_links(random_pool(2))
     known: list[bool] = []
     monkeypatch.setattr(ReceiveThread, "start", lambda self: known.append(links.is_open("c")))
-    opened = wire.LinkOpen("l", "m", Numerics(), LAYOUT.to_info(), 1, wire.KVOptions(), [NO_OFFERS])
-    links.on_open("c", "prefill-0@1", opened, is_told=True)
+    links.on_open("c", "prefill-0@1", OPENED, is_told=True)
     assert known == [True]
 
 
 def test_what_lands_is_progress_of_its_sender() -> None:
     """A step of the prefill instance may be longer than the lease, as long as its layers come in."""
-    links, _, _, now = make_in_links(random_pool(2))
-
-    class Thread:
-        received_nbytes = 0
-
-    links._lanes["c"] = [Thread()]  # type: ignore[list-item]
+    lane = OneLane()
+    links, _, _, now = make_in_links(random_pool(2), lane)
+    links.on_open("c", "prefill-0@1", OPENED, is_told=True)
     links.progress_s("c")
     now[0] = 40.0
-    Thread.received_nbytes = 5
+    lane.received_nbytes = 5
     assert links.progress_s("c") == 40.0
     now[0] = 80.0
     assert links.progress_s("c") == 40.0

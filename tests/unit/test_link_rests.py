@@ -248,7 +248,7 @@ class PEnd:
 
 class DEnd:
     def __init__(self, net: Net, name: str) -> None:
-        self.net, self.name = net, name
+        self.net, self.places = net, LinkPlaces(net.most_d)
         side = Side(f"{name}@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions(), net.crossing(name))
         self.links = InLinks(
             side,
@@ -257,7 +257,7 @@ class DEnd:
             lambda event: None,
             lambda conn, reason: None,
             PeerProgress(net.clock),
-            places=LinkPlaces(net.most_d),
+            places=self.places,
         )
 
     def receive_end(
@@ -411,7 +411,7 @@ def test_a_prefill_instance_that_dies_in_the_queue_is_forgotten() -> None:
     for name in sleeping:
         assert net.hand_over(name, "d0") == "awaits"
     net.run()
-    places = net.d["d0"].links._places
+    places = net.d["d0"].places
     assert len(places.queue) == 2
     net.p[sleeping[0]].set_peers([])  # its connection goes down
     assert len(places.queue) == 1

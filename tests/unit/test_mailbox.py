@@ -19,85 +19,37 @@ from pd_cluster import wire
 from pd_cluster.errors import ConfigError
 from pd_cluster.net import mailbox as module
 from pd_cluster.net import opening, sockets
-from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.net.opening import NO_HANDSHAKE, NOT_ADMITTED, OTHER_SECRET
-from pd_cluster.net.sockets import KeyPair, receive
+from pd_cluster.net.sockets import receive
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
 from tests.support.held import held, more_than
+from tests.support.mail import SCHEDULER, SECRET, WAIT_S, Box
 
-SECRET = b"s" * 32
-SCHEDULER = KeyPair.of(b"private key of the scheduler 32b")
 OTHER_KEY = b"k" * 32
 TIMES = Timeouts(heartbeat_interval_s=0.05, dead_after_s=1.5, connect_timeout_s=5.0)
-WAIT_S = 60.0
+SELDOM = Timeouts(heartbeat_interval_s=30.0, dead_after_s=100.0)
 
 
-class Box:
-    """A mailbox whose events land in a queue."""
+@pytest.fixture
+def box() -> Iterator[Callable[..., Box]]:
+    """Makes mailboxes. One that listens is a worker; the others are schedulers, unless they have another key."""
+    made: list[Box] = []
 
-    def __init__(
-        self,
+    def make(
         name: str,
         epoch: int,
         secret: bytes = SECRET,
         listen: bool = False,
         key: bytes = b"",
         times: Timeouts = TIMES,
-    ) -> None:
-        """A listening mailbox is a worker; otherwise it is a scheduler, unless another key than its own is given."""
+        kind: Any = "",
+    ) -> Box:
         is_worker = listen or bool(key)
-        self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         credentials = Credentials(secret, (SCHEDULER.public,), key if is_worker else SCHEDULER.private)
-        self.mailbox = Mailbox(name, epoch, "worker" if is_worker else "scheduler", credentials, times)
-        self.port = self.mailbox.bind("127.0.0.1", PortRange()) if listen else 0
-        self.mailbox.start(self)
-
-    def connect_to(self, other: Box, epoch: int | None = None) -> str:
-        mailbox = other.mailbox
-        return self.mailbox.connect(mailbox.name, epoch or mailbox.epoch, "127.0.0.1", other.port, mailbox.public_key)
-
-    @property
-    def info(self) -> wire.PeerInfo:
-        return wire.PeerInfo(
-            name=self.mailbox.name,
-            epoch=self.mailbox.epoch,
-            role="prefill",
-            host="127.0.0.1",
-            control_port=self.port,
-            public_key=self.mailbox.public_key,
-        )
-
-    def on_opened(self, conn: str, peer: str, kind: str) -> None:
-        self.events.put(("opened", conn, peer, kind))
-
-    def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
-        self.events.put(("message", conn, body) if not isinstance(body, wire.Heartbeat) else ("beat", conn, body))
-
-    def on_closed(self, conn: str, peer: str, reason: str) -> None:
-        self.events.put(("closed", conn, reason))
-
-    def on_fatal(self, error: BaseException) -> None:
-        self.events.put(("fatal", error))
-
-    def load(self) -> wire.Load | None:
-        return wire.Load(num_blocks=5)
-
-    def wait(self, kind: str) -> tuple[Any, ...]:
-        while True:
-            event = self.events.get(timeout=WAIT_S)
-            assert event[0] != "fatal", event
-            if event[0] == kind:
-                return event
-
-
-@pytest.fixture
-def box() -> Iterator[Callable[..., Box]]:
-    made: list[Box] = []
-
-    def make(*args: Any, **kwargs: Any) -> Box:
-        made.append(Box(*args, **kwargs))
+        kind = kind or ("worker" if is_worker else "scheduler")
+        made.append(Box(name, epoch, kind, credentials, times, listen))
         return made[-1]
 
     yield make
@@ -115,7 +67,7 @@ def test_mail_goes_both_ways(box: Callable[..., Box]) -> None:
     assert server.wait("message")[2] == wire.Offer("t", 3)
     server.mailbox.send(back, wire.Credit("t"))
     assert client.wait("message")[2] == wire.Credit("t")
-    assert client.wait("beat")[2].load.num_blocks == 5
+    assert client.beats.get(timeout=WAIT_S).load == wire.Load(num_blocks=5)
 
 
 def test_mail_comes_in_order(box: Callable[..., Box]) -> None:
@@ -202,8 +154,7 @@ def test_a_worker_is_taken_for_nobody_else(
     said: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     monkeypatch.setattr(opening.log, "error", lambda *words: said.put(words))
     server, scheduler = box("decode-0", 7, listen=True), box("scheduler", 1)
-    worker = box(name, epoch, key=OTHER_KEY)
-    monkeypatch.setattr(worker.mailbox._opening, "_kind", "scheduler" if name == "scheduler" else "worker")
+    worker = box(name, epoch, key=OTHER_KEY, kind="scheduler" if name == "scheduler" else "worker")
     named = msgspec.structs.replace(worker.info, name="prefill-0", epoch=8)
     told = scheduler.connect_to(server)
     scheduler.mailbox.send(told, wire.Peers([named]))
@@ -298,7 +249,7 @@ def test_after_a_long_pause_all_connections_are_lost(box: Callable[..., Box]) ->
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
     conn = client.connect_to(server)
     client.wait("opened")
-    client.mailbox._clock = lambda: time.monotonic() + 100
+    client.ahead_s = 100
     _, closed, reason = client.wait("closed")
     assert closed == conn
     assert "this process stood still for" in reason
@@ -307,16 +258,15 @@ def test_after_a_long_pause_all_connections_are_lost(box: Callable[..., Box]) ->
 def test_a_heartbeat_can_be_sent_at_once(box: Callable[..., Box]) -> None:
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
     client.connect_to(server)
-    client.wait("beat")
+    client.beats.get(timeout=WAIT_S)
     for _ in range(50):
         server.mailbox.beat()
     for _ in range(50):
-        client.wait("beat")
+        client.beats.get(timeout=WAIT_S)
 
 
-def test_heartbeats_that_shall_come_soon_share_one(box: Callable[..., Box], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.unit.test_mailbox.TIMES", Timeouts(heartbeat_interval_s=30.0, dead_after_s=100.0))
-    server, scheduler = box("decode-0", 7, listen=True), box("scheduler", 8)
+def test_heartbeats_that_shall_come_soon_share_one(box: Callable[..., Box]) -> None:
+    server, scheduler = box("decode-0", 7, listen=True, times=SELDOM), box("scheduler", 8, times=SELDOM)
     scheduler.connect_to(server)
     scheduler.wait("opened")
     server.wait("opened")
@@ -324,42 +274,44 @@ def test_heartbeats_that_shall_come_soon_share_one(box: Callable[..., Box], monk
     for _ in range(3):
         for _ in range(100):
             server.mailbox.beat_soon()
-        scheduler.wait("beat")
+        scheduler.beats.get(timeout=WAIT_S)
         num_beats += 1
-        while not scheduler.events.empty():
-            num_beats += scheduler.events.get()[0] == "beat"
+        while not scheduler.beats.empty():
+            scheduler.beats.get()
+            num_beats += 1
     assert num_beats <= 2 + (time.monotonic() - started_s) / module.BEAT_GAP_S
     assert module.BEAT_GAP_S <= 0.025
 
 
-def test_workers_are_not_told_of_what_schedulers_show(box: Callable[..., Box], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.unit.test_mailbox.TIMES", Timeouts(heartbeat_interval_s=30.0, dead_after_s=100.0))
-    server, scheduler = box("decode-0", 7, listen=True), box("scheduler", 8)
-    worker = box("prefill-0", 9, key=OTHER_KEY)
-    scheduler.connect_to(server)
-    server.wait("opened")
-    server.mailbox._deliver(
-        next(iter(server.mailbox._connections)),
-        wire.Envelope("scheduler", 8, 7, wire.Peers([worker.info])),
-    )
+def test_workers_are_not_told_of_what_schedulers_show(box: Callable[..., Box]) -> None:
+    server, scheduler = box("decode-0", 7, listen=True, times=SELDOM), box("scheduler", 8, times=SELDOM)
+    worker = box("prefill-0", 9, key=OTHER_KEY, times=SELDOM)
+    scheduler.mailbox.send(scheduler.connect_to(server), wire.Peers([worker.info]))
+    server.wait("message")
     worker.connect_to(server)
-    server.wait("opened")
-    worker.wait("opened")
+    to_worker = server.wait("opened")[1]
     server.mailbox.beat_soon()
-    scheduler.wait("beat")
-    assert worker.events.empty()
+    scheduler.beats.get(timeout=WAIT_S)
     server.mailbox.beat()
-    worker.wait("beat")
+    server.mailbox.send(to_worker, wire.Offer("after", 1))
+    assert worker.wait("message")[2] == wire.Offer("after", 1)
+    assert worker.beats.qsize() == 1, "that of all, which came before the message"
 
 
-@pytest.mark.parametrize("garbage", [b"\xc1garbage", 100_000 * b"\x91"], ids=["invalid", "nested"])
-def test_garbage_does_not_harm(box: Callable[..., Box], garbage: bytes) -> None:
+@pytest.mark.parametrize(
+    "garbage", [[b"\xc1garbage"], [100_000 * b"\x91"], [b"a", b"b"]], ids=["invalid", "nested", "two frames"]
+)
+def test_garbage_does_not_harm(box: Callable[..., Box], garbage: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
     conn = client.connect_to(server)
     client.wait("opened")
-    dealer = client.mailbox._connections._by_id[conn].socket
-    client.mailbox._call(lambda: dealer.send(garbage))
-    client.mailbox._call(lambda: dealer.send_multipart([b"a", b"b"]))
+
+    def received(router: Any) -> tuple[bytes, bytes, list[bytes]]:
+        identity, key, frames = receive(router)
+        return identity, key, garbage if b"garbage" in frames[0] else frames
+
+    monkeypatch.setattr(module, "receive", received)
+    client.mailbox.send(conn, wire.Offer("garbage", 1))
     client.mailbox.send(conn, wire.Offer("after", 1))
     assert server.wait("message")[2].transfer_id == "after"
 
@@ -371,26 +323,26 @@ def test_a_taken_port_range_is_a_clear_error(box: Callable[..., Box]) -> None:
         other.mailbox.bind("127.0.0.1", PortRange(server.port, server.port))
 
 
-def test_closed_it_holds_nothing_and_takes_no_orders() -> None:
+def test_closed_it_holds_nothing_and_takes_no_orders(box: Callable[..., Box]) -> None:
     before = held()
-    worker, scheduler = Box("w", 1, listen=True), Box("s", 2)
+    worker, scheduler = box("w", 1, listen=True), box("s", 2)
     opened = [scheduler.connect_to(worker) for _ in range(2)]
     for _ in opened:
         scheduler.wait("opened")
     scheduler.mailbox.disconnect(opened[0])
-    for box in (worker, scheduler):
-        box.mailbox.close()
-        box.mailbox.close()
-        box.mailbox.send(opened[1], wire.Abort("r", 1))
+    for each in (worker, scheduler):
+        each.mailbox.close()
+        each.mailbox.close()
+        each.mailbox.send(opened[1], wire.Abort("r", 1))
     assert more_than(before) == Counter()
 
 
-def test_a_connection_that_is_given_up_holds_nothing() -> None:
-    worker, scheduler = Box("w", 1, listen=True), Box("s", 2)
+def test_a_connection_that_is_given_up_holds_nothing(box: Callable[..., Box]) -> None:
+    worker, scheduler = box("w", 1, listen=True), box("s", 2)
+    scheduler.connect_to(worker)
+    scheduler.wait("opened")
+    gc.disable()
     try:
-        scheduler.connect_to(worker)
-        scheduler.wait("opened")
-        gc.disable()
         before = held()
         for _ in range(5):
             conn = scheduler.connect_to(worker)
@@ -399,5 +351,3 @@ def test_a_connection_that_is_given_up_holds_nothing() -> None:
         assert more_than(before) == Counter()
     finally:
         gc.enable()
-        worker.mailbox.close()
-        scheduler.mailbox.close()

@@ -19,7 +19,8 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.settings.timeouts import Timeouts
 from ranktable_tools import Server
 from ranktable_tools.tables import server_group
-from tests.support.elastic_world import Wires, place_of
+from tests.support.elastic_world import place_of
+from tests.support.mail import RecordedMail
 from tests.support.router_world import info_of
 
 
@@ -33,7 +34,7 @@ def place_with(host: str) -> Place:
     )
 
 
-def test_a_name_is_asked_for_again_before_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_is_asked_for_again_before_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pod comes back under its old name with another address, and may have none for a while."""
     addresses: dict[str, str] = {}
     asked: list[str] = []
@@ -48,21 +49,16 @@ def test_a_name_is_asked_for_again_before_every_call(monkeypatch: pytest.MonkeyP
         raise httpx.ConnectError("nobody")
 
     monkeypatch.setattr(module, "resolve_host", lambda host: host if host[0].isdigit() else resolve(host))
-
-    async def watch() -> list[str]:
-        place = place_with("pod-0")
-        instances = instances_of(place, [1, 2])
-        membership = Membership(place, instances, Wires(), Timeouts(), "model")
-        reasons = []
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            for address in ("", "192.0.2.1", "192.0.2.2"):
-                if address:
-                    addresses["pod-0"] = address
-                await membership.ask(instances[0], client)
-                reasons.append(instances[0].reason)
-        return reasons
-
-    reasons = asyncio.run(watch())
+    place = place_with("pod-0")
+    instances = instances_of(place, [1, 2])
+    membership = Membership(place, instances, RecordedMail(), Timeouts(), "model")
+    reasons = []
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        for address in ("", "192.0.2.1", "192.0.2.2"):
+            if address:
+                addresses["pod-0"] = address
+            await membership.ask(instances[0], client)
+            reasons.append(instances[0].reason)
     assert "'pod-0' of the rank table cannot be resolved" in reasons[0]
     assert reasons[1:] == ["nobody answers at 192.0.2.1:1", "nobody answers at 192.0.2.2:1"]
     assert asked == ["192.0.2.1", "192.0.2.2"]
@@ -78,7 +74,7 @@ def test_a_name_is_asked_for_again_before_every_call(monkeypatch: pytest.MonkeyP
     ],
     ids=["nested", "endless", "compressed", "silent"],
 )
-def test_an_answer_of_any_kind_ends_nothing_but_its_instance(head: str, part: bytes, wanted: str) -> None:
+async def test_an_answer_of_any_kind_ends_nothing_but_its_instance(head: str, part: bytes, wanted: str) -> None:
     """A registered worker names the address to ask, where anything may listen: over a real connection."""
     num_sent = 0
 
@@ -97,20 +93,17 @@ def test_an_answer_of_any_kind_ends_nothing_but_its_instance(head: str, part: by
                 await reader.read()
         writer.close()
 
-    async def asked() -> str:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        timeouts = Timeouts(connect_timeout_s=0.5) if not part else Timeouts()
-        async with server, httpx.AsyncClient(timeout=timeouts.connect_timeout_s, trust_env=False) as client:
-            instance = Instance("e", "decode", "127.0.0.1", server.sockets[0].getsockname()[1], ["0"], True)
-            membership = Membership(place_of(1, 1), [instance], Wires(), timeouts, "model")
-            await membership.ask(instance, client)
-        return instance.reason
-
-    assert wanted in asyncio.run(asked())
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    timeouts = Timeouts(connect_timeout_s=0.5) if not part else Timeouts()
+    async with server, httpx.AsyncClient(timeout=timeouts.connect_timeout_s, trust_env=False) as client:
+        instance = Instance("e", "decode", "127.0.0.1", server.sockets[0].getsockname()[1], ["0"], True)
+        membership = Membership(place_of(1, 1), [instance], RecordedMail(), timeouts, "model")
+        await membership.ask(instance, client)
+    assert wanted in instance.reason
     assert num_sent < 2 * MOST_INFO_NBYTES + (8 << 20), "the rest is not read; buffers of sockets may hold some"
 
 
-def test_a_stranger_at_a_port_fails_one_instance() -> None:
+async def test_a_stranger_at_a_port_fails_one_instance() -> None:
     """A restart of the scheduler finds it there, too. All workers in each other's places are an error of NODE_PORTS."""
     place = place_of(1, 2)
     first, second, third = place.table.instances
@@ -125,16 +118,16 @@ def test_a_stranger_at_a_port_fails_one_instance() -> None:
             return httpx.Response(200, stream=httpx.ByteStream(msgspec.json.encode(info)))
 
         instances = instances_of(place, [1, 2, 3])
-        membership = Membership(place, instances, Wires(), Timeouts(), "model")
+        membership = Membership(place, instances, RecordedMail(), Timeouts(), "model")
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
             for instance in instances:
                 await membership.ask(instance, client)
         return [(instance.state, instance.reason) for instance in instances]
 
     stranger = replace(first, device=tuple(replace(each, device_id="77") for each in first.device))
-    (state, reason), *_ = asyncio.run(ask(stranger, second, third))
+    (state, reason), *_ = await ask(stranger, second, third)
     assert (state, "devices 77" in reason) == ("failed", True)
-    states = asyncio.run(ask(first, third, second))
+    states = await ask(first, third, second)
     assert [reason.startswith("NODE_PORTS=1,2,3: ") for _, reason in states] == [False, True, True]
     with pytest.raises(ConfigError, match=r"^NODE_PORTS=1,2,3: .*list the ports in the order"):
-        asyncio.run(ask(second, third, first))
+        await ask(second, third, first)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from collections.abc import Coroutine
 from typing import Any, cast
 
 import msgspec
@@ -29,25 +28,13 @@ from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.logs import Logs
 from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.settings.timeouts import Timeouts
-from tests.support.router_world import WAIT_S, info_of
-
-
-class FakeMailbox:
-    def __init__(self) -> None:
-        self.opened: list[tuple[str, int]] = []
-        self.closed: list[str] = []
-
-    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
-        self.opened.append((name, epoch))
-        return f"{name}@{epoch}#{len(self.opened)}"
-
-    def disconnect(self, conn: str) -> None:
-        self.closed.append(conn)
+from tests.support.mail import RecordedMail
+from tests.support.router_world import info_of
 
 
 class World:
     def __init__(self) -> None:
-        self.mailbox = FakeMailbox()
+        self.mailbox = RecordedMail(is_numbered=True)
         self.lost: list[str] = []
         self.moved: list[str] = []
         self.mirror = Mirror(self.mailbox)
@@ -67,6 +54,10 @@ class World:
     def states(self) -> dict[str, str]:
         return {instance.name: instance.shown_state for instance in self.mirror.instances}
 
+    def lives(self) -> list[tuple[str, int]]:
+        """The name and the epoch of every life to which a connection was opened."""
+        return [(name, epoch) for name, epoch, *_ in self.mailbox.opened]
+
     def conn(self, name: str) -> str:
         return next(instance.conn for instance in self.mirror.instances if instance.name == name)
 
@@ -79,152 +70,120 @@ def view(name: str, epoch: int = 1, state: Any = "ready", **more: Any) -> Instan
     )
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, WAIT_S))
+async def test_ready_is_who_is_ready_for_the_scheduler_and_connected_here() -> None:
+    world = World()
+    world.hear(view("prefill-0"), view("decode-0", state="loading"))
+    assert world.states() == {"prefill-0": "connecting", "decode-0": "loading"}
+    assert world.lives() == [("prefill-0", 1)]
+    world.mirror.on_opened(world.conn("prefill-0"))
+    world.hear(view("prefill-0"), view("decode-0"))
+    assert world.states() == {"prefill-0": "ready", "decode-0": "connecting"}
+    world.hear(view("prefill-0", state="unreachable", reason="x"), view("decode-0"))
+    assert world.states()["prefill-0"] == "unreachable"
+    world.hear(view("prefill-0"), view("decode-0"))  # the scheduler's own connection had failed, not this one
+    assert world.states()["prefill-0"] == "ready"
+    assert world.lives() == [("prefill-0", 1), ("decode-0", 1)]
+    assert world.lost == []
 
 
-def test_ready_is_who_is_ready_for_the_scheduler_and_connected_here() -> None:
-    async def test() -> None:
-        world = World()
-        world.hear(view("prefill-0"), view("decode-0", state="loading"))
-        assert world.states() == {"prefill-0": "connecting", "decode-0": "loading"}
-        assert world.mailbox.opened == [("prefill-0", 1)]
-        world.mirror.on_opened(world.conn("prefill-0"))
-        world.hear(view("prefill-0"), view("decode-0"))
-        assert world.states() == {"prefill-0": "ready", "decode-0": "connecting"}
-        world.hear(view("prefill-0", state="unreachable", reason="x"), view("decode-0"))
-        assert world.states()["prefill-0"] == "unreachable"
-        world.hear(view("prefill-0"), view("decode-0"))  # the scheduler's own connection had failed, not this one
-        assert world.states()["prefill-0"] == "ready"
-        assert world.mailbox.opened == [("prefill-0", 1), ("decode-0", 1)]
-        assert world.lost == []
-
-    run(test())
-
-
-def test_a_lost_connection_is_tried_again_while_the_scheduler_sees_the_instance() -> None:
-    async def test() -> None:
-        world = World()
-        world.hear(view("decode-0"))
-        world.mirror.on_opened(world.conn("decode-0"))
-        world.mirror.on_closed(world.conn("decode-0"), "cut")
-        assert world.states() == {"decode-0": "unreachable"}
-        assert world.lost == ["decode-0"]
-        world.hear(view("decode-0"))
-        assert world.mailbox.opened == [("decode-0", 1)] * 2
-
-    run(test())
+async def test_a_lost_connection_is_tried_again_while_the_scheduler_sees_the_instance() -> None:
+    world = World()
+    world.hear(view("decode-0"))
+    world.mirror.on_opened(world.conn("decode-0"))
+    world.mirror.on_closed(world.conn("decode-0"), "cut")
+    assert world.states() == {"decode-0": "unreachable"}
+    assert world.lost == ["decode-0"]
+    world.hear(view("decode-0"))
+    assert world.lives() == [("decode-0", 1)] * 2
 
 
 @pytest.mark.parametrize(("is_draining", "said"), [(True, "it stopped, as it had said: closed"), (False, "closed")])
-def test_an_instance_that_drained_before_it_ended_is_not_told_of_as_dead(is_draining: bool, said: str) -> None:
-    async def test() -> None:
-        world = World()
-        world.hear(view("decode-0"))
-        (instance,) = world.mirror.instances
-        world.mirror.on_opened(instance.conn)
-        world.mirror.on_heartbeat(instance.conn, wire.Load(is_draining=is_draining))
-        world.mirror.on_closed(instance.conn, "closed")
-        assert (instance.state, instance.reason) == ("unreachable", said)
-
-    run(test())
+async def test_an_instance_that_drained_before_it_ended_is_not_told_of_as_dead(is_draining: bool, said: str) -> None:
+    world = World()
+    world.hear(view("decode-0"))
+    (instance,) = world.mirror.instances
+    world.mirror.on_opened(instance.conn)
+    world.mirror.on_heartbeat(instance.conn, wire.Load(is_draining=is_draining))
+    world.mirror.on_closed(instance.conn, "closed")
+    assert (instance.state, instance.reason) == ("unreachable", said)
 
 
-def test_what_ran_before_a_connection_was_lost_makes_no_room_after_it() -> None:
-    async def test() -> None:
-        world = World()
-        world.hear(view("decode-0"))
-        world.mirror.on_opened(world.conn("decode-0"))
-        (instance,) = world.mirror.instances
-        instance.num_sequences = 50
-        world.mirror.on_heartbeat(instance.conn, wire.Load(num_running=50))
-        world.mirror.on_closed(instance.conn, "cut")
-        instance.num_sequences = 0  # as the router does when it learns of the loss
-        world.hear(view("decode-0"))
-        world.mirror.on_opened(instance.conn)
-        instance.num_sequences += 8
-        assert instance.num_sequences_there == 8
-
-    run(test())
+async def test_what_ran_before_a_connection_was_lost_makes_no_room_after_it() -> None:
+    world = World()
+    world.hear(view("decode-0"))
+    world.mirror.on_opened(world.conn("decode-0"))
+    (instance,) = world.mirror.instances
+    instance.num_sequences = 50
+    world.mirror.on_heartbeat(instance.conn, wire.Load(num_running=50))
+    world.mirror.on_closed(instance.conn, "cut")
+    instance.num_sequences = 0  # as the router does when it learns of the loss
+    world.hear(view("decode-0"))
+    world.mirror.on_opened(instance.conn)
+    instance.num_sequences += 8
+    assert instance.num_sequences_there == 8
 
 
 @pytest.mark.parametrize("then", ["closed", "new life", "gone"])
-def test_requests_are_told_of_a_loss_whoever_sees_it_first(then: str) -> None:
+async def test_requests_are_told_of_a_loss_whoever_sees_it_first(then: str) -> None:
     """The scheduler says that an instance is unreachable while the connection from here still seems open."""
-
-    async def test() -> None:
-        world = World()
-        world.hear(view("decode-0"))
-        conn = world.conn("decode-0")
-        world.mirror.on_opened(conn)
-        world.hear(view("decode-0", state="unreachable"))
-        assert world.lost == []
-        if then == "closed":
-            world.mirror.on_closed(conn, "nothing heard for 3 s")
-        elif then == "new life":
-            world.hear(view("decode-0", epoch=2))
-        else:
-            world.hear()
-        assert world.lost == ["decode-0"]
-
-    run(test())
-
-
-def test_a_new_life_ends_the_old_one() -> None:
-    async def test() -> None:
-        world = World()
-        world.hear(view("decode-0"))
-        old = world.conn("decode-0")
-        world.mirror.on_opened(old)
+    world = World()
+    world.hear(view("decode-0"))
+    conn = world.conn("decode-0")
+    world.mirror.on_opened(conn)
+    world.hear(view("decode-0", state="unreachable"))
+    assert world.lost == []
+    if then == "closed":
+        world.mirror.on_closed(conn, "nothing heard for 3 s")
+    elif then == "new life":
         world.hear(view("decode-0", epoch=2))
-        assert (world.lost, world.mailbox.closed) == (["decode-0"], [old])
-        assert world.mailbox.opened[-1] == ("decode-0", 2)
-        world.mirror.on_opened(world.conn("decode-0"))
-        assert world.states() == {"decode-0": "ready"}
-        assert world.mirror.instances[0].epoch == 2
-
-    run(test())
+    else:
+        world.hear()
+    assert world.lost == ["decode-0"]
 
 
-def test_who_leaves_is_lost_and_roles_and_service_are_the_schedulers_word() -> None:
-    async def test() -> None:
-        world = World()
-        world.hear(view("prefill-0"), view("decode-0"))
-        for name in ("prefill-0", "decode-0"):
-            world.mirror.on_opened(world.conn(name))
-        world.hear(view("prefill-0", role="decode", service="out"))
-        (left,) = world.mirror.instances
-        assert (left.name, left.role, left.takes_requests) == ("prefill-0", "decode", False)
-        assert world.lost == ["decode-0"]
-        world.mirror.hear(MoveOn("prefill-0", "its drain is over"))
-        world.mirror.hear(OthersTokens({"prefill-0": 30}))
-        assert (world.moved, left.others_tokens) == (["prefill-0"], 30)
+async def test_a_new_life_ends_the_old_one() -> None:
+    world = World()
+    world.hear(view("decode-0"))
+    old = world.conn("decode-0")
+    world.mirror.on_opened(old)
+    world.hear(view("decode-0", epoch=2))
+    assert (world.lost, world.mailbox.closed) == (["decode-0"], [old])
+    assert world.lives()[-1] == ("decode-0", 2)
+    world.mirror.on_opened(world.conn("decode-0"))
+    assert world.states() == {"decode-0": "ready"}
+    assert world.mirror.instances[0].epoch == 2
 
-    run(test())
+
+async def test_who_leaves_is_lost_and_roles_and_service_are_the_schedulers_word() -> None:
+    world = World()
+    world.hear(view("prefill-0"), view("decode-0"))
+    for name in ("prefill-0", "decode-0"):
+        world.mirror.on_opened(world.conn(name))
+    world.hear(view("prefill-0", role="decode", service="out"))
+    (left,) = world.mirror.instances
+    assert (left.name, left.role, left.takes_requests) == ("prefill-0", "decode", False)
+    assert world.lost == ["decode-0"]
+    world.mirror.hear(MoveOn("prefill-0", "its drain is over"))
+    world.mirror.hear(OthersTokens({"prefill-0": 30}))
+    assert (world.moved, left.others_tokens) == (["prefill-0"], 30)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_after_any_story_it_knows_what_the_scheduler_knows(seed: int) -> None:
+async def test_after_any_story_it_knows_what_the_scheduler_knows(seed: int) -> None:
     """Random lives and connections; when nothing changes any more, who is ready there is ready here."""
-
-    async def test() -> None:
-        rng, world = random.Random(seed), World()
-        epochs = dict.fromkeys(("prefill-0", "prefill-1", "decode-0"), 1)
-        for _ in range(60):
-            name = rng.choice(list(epochs))
-            epochs[name] += rng.random() < 0.3
-            world.hear(*(view(n, e, rng.choice(["ready", "ready", "loading"])) for n, e in epochs.items()))
-            for conn in [i.conn for i in world.mirror.instances if i.conn and rng.random() < 0.5]:
-                rng.choice([world.mirror.on_opened, lambda c: world.mirror.on_closed(c, "cut")])(conn)
-        for _ in range(3):
-            world.hear(*(view(n, e) for n, e in epochs.items()))
-            for instance in world.mirror.instances:
-                world.mirror.on_opened(instance.conn)
-        assert {i.name: (i.state, i.epoch) for i in world.mirror.instances} == {
-            n: ("ready", e) for n, e in epochs.items()
-        }
-
-    run(test())
+    rng, world = random.Random(seed), World()
+    epochs = dict.fromkeys(("prefill-0", "prefill-1", "decode-0"), 1)
+    for _ in range(60):
+        name = rng.choice(list(epochs))
+        epochs[name] += rng.random() < 0.3
+        world.hear(*(view(n, e, rng.choice(["ready", "ready", "loading"])) for n, e in epochs.items()))
+        for conn in [i.conn for i in world.mirror.instances if i.conn and rng.random() < 0.5]:
+            rng.choice([world.mirror.on_opened, lambda c: world.mirror.on_closed(c, "cut")])(conn)
+    for _ in range(3):
+        world.hear(*(view(n, e) for n, e in epochs.items()))
+        for instance in world.mirror.instances:
+            world.mirror.on_opened(instance.conn)
+    assert {i.name: (i.state, i.epoch) for i in world.mirror.instances} == {n: ("ready", e) for n, e in epochs.items()}
 
 
 # ---- the scheduler's side

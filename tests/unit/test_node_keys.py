@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import shutil
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,11 +30,9 @@ from pd_cluster.settings.timeouts import Timeouts
 from ranktable_tools.files import PRIVATE
 from ranktable_tools.keys import SCHEDULER_KEY_FILE, SECRET_FILE, write_keys
 from ranktable_tools.public_keys import public_key
+from tests.support.mail import SCHEDULER, SECRET, WAIT_S, Box
 
-SECRET = b"s" * 32
-SCHEDULER = KeyPair.of(b"private key of the scheduler 32b")
 TIMES = Timeouts(heartbeat_interval_s=0.02, dead_after_s=2.0, connect_timeout_s=5.0)
-WAIT_S = 60.0
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -91,63 +87,17 @@ def world(template: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     return World(tmp_path, capsys)
 
 
-class Box:
-    """A mailbox whose events land in a queue. `node`: the file of its own key; `trusted`: its list."""
-
-    def __init__(self, name: str, epoch: int, node: str = "", trusted: str = "", private: bytes = b"") -> None:
-        """Without a private key it is a worker that listens; the scheduler has SCHEDULER's."""
-        is_scheduler = private == SCHEDULER.private
-        self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        credentials = Credentials(SECRET, (SCHEDULER.public,), private, b"", node, trusted)
-        self.mailbox = Mailbox(name, epoch, "scheduler" if is_scheduler else "worker", credentials, TIMES)
-        self.port = self.mailbox.bind("127.0.0.1", PortRange()) if not is_scheduler else 0
-        self.mailbox.start(self)
-
-    def connect_to(self, other: Box) -> str:
-        there = other.mailbox
-        return self.mailbox.connect(there.name, there.epoch, "127.0.0.1", other.port, there.public_key)
-
-    @property
-    def info(self) -> wire.PeerInfo:
-        own = self.mailbox
-        return wire.PeerInfo(
-            name=own.name,
-            epoch=own.epoch,
-            role="prefill",
-            host="127.0.0.1",
-            control_port=self.port,
-            public_key=own.public_key,
-        )
-
-    def on_opened(self, conn: str, peer: str, kind: str) -> None:
-        self.events.put(("opened", conn, peer))
-
-    def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
-        if not isinstance(body, wire.Heartbeat):
-            self.events.put(("message", conn, body))
-
-    def on_closed(self, conn: str, peer: str, reason: str) -> None:
-        self.events.put(("closed", conn, reason))
-
-    def on_fatal(self, error: BaseException) -> None:
-        self.events.put(("fatal", error))
-
-    def load(self) -> wire.Load | None:
-        return None
-
-    def wait(self, kind: str) -> tuple[Any, ...]:
-        event = self.events.get(timeout=WAIT_S)
-        assert event[0] == kind, event
-        return event
-
-
 @pytest.fixture
 def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Box]]:
+    """Makes mailboxes. `node`: the file of its own key; `trusted`: its list."""
     monkeypatch.setattr(mailbox_module, "READ_AGAIN_S", 0.02)
     made: list[Box] = []
 
-    def make(*args: Any, **kwargs: Any) -> Box:
-        made.append(Box(*args, **kwargs))
+    def make(name: str, epoch: int, node: str = "", trusted: str = "", private: bytes = b"") -> Box:
+        """Without a private key it is a worker that listens; the scheduler has SCHEDULER's."""
+        is_worker = private != SCHEDULER.private
+        credentials = Credentials(SECRET, (SCHEDULER.public,), private, b"", node, trusted)
+        made.append(Box(name, epoch, "worker" if is_worker else "scheduler", credentials, TIMES, is_worker))
         return made[-1]
 
     yield make
@@ -162,7 +112,7 @@ def scheduler(box: Callable[..., Box], world: World) -> Box:
 def refusal(server: Box, client: Box) -> str:
     """Returns why a connection did not open, as the end that connects hears it."""
     conn = client.connect_to(server)
-    found = client.wait("closed")
+    found = client.next("closed")
     assert found[1] == conn
     return str(found[2])
 
@@ -318,15 +268,15 @@ def test_nodes_are_believed_in_every_direction(box: Callable[..., Box], world: W
     )
     own = scheduler(box, world)
     to_one, to_other = own.connect_to(one), own.connect_to(other)
-    assert {own.wait("opened")[1:], own.wait("opened")[1:]} == {(to_one, "decode-0@7"), (to_other, "prefill-0@8")}
+    assert {own.next("opened")[1:3] for _ in range(2)} == {(to_one, "decode-0@7"), (to_other, "prefill-0@8")}
     peers = wire.Peers([one.info, other.info])
     own.mailbox.send(to_one, peers)
-    assert one.wait("opened")[2] == "scheduler@1"
-    assert one.wait("message")[2] == peers
+    assert one.next("opened")[2] == "scheduler@1"
+    assert one.next("message")[2] == peers
     link = other.connect_to(one)
-    assert one.wait("opened")[2] == "prefill-0@8"
-    assert other.wait("opened")[2] == "scheduler@1"
-    assert other.wait("opened")[1:] == (link, "decode-0@7")
+    assert one.next("opened")[2] == "prefill-0@8"
+    assert other.next("opened")[2] == "scheduler@1"
+    assert other.next("opened")[1:3] == (link, "decode-0@7")
 
 
 def test_a_nodes_key_does_not_make_another_node(box: Callable[..., Box], world: World, tmp_path: Path) -> None:
@@ -337,11 +287,11 @@ def test_a_nodes_key_does_not_make_another_node(box: Callable[..., Box], world: 
     assert "decode-0@7: node b has another key (" in refusal(false, own)
     decode = box("decode-1", 9, world.key("b"), str(world.file))
     told = own.connect_to(decode)
-    own.wait("opened")
+    own.next("opened")
     own.mailbox.send(told, wire.Peers([false.info]))
-    assert decode.wait("opened")[2] == "scheduler@1"
-    assert decode.wait("message")
-    assert (false.wait("opened")[2], false.wait("closed")[0]) == ("scheduler@1", "closed")
+    assert decode.next("opened")[2] == "scheduler@1"
+    assert decode.next("message")
+    assert (false.next("opened")[2], false.next("closed")[0]) == ("scheduler@1", "closed")
     assert "decode-0@7: node b has another key (" in refusal(decode, false)
     assert decode.events.empty(), "it never heard of that connection"
 
@@ -403,7 +353,7 @@ def test_old_and_new_keys_are_accepted_and_live_connections_stay(box: Callable[.
     """Either file may be changed first, and the node's connection outlives the whole rotation."""
     worker, own = box("decode-0", 7, world.key("a")), scheduler(box, world)
     conn = own.connect_to(worker)
-    own.wait("opened")
+    own.next("opened")
     world.run("rotate", "a", "--folder", world.folder)  # the list has the old key alone
     second = await_open(own, worker)
     world.run("trust", world.folder / "a.pub", "--file", world.file)
@@ -425,28 +375,28 @@ def test_revocation_cuts_a_nodes_connections_and_says_so(
 ) -> None:
     bad, good, own = box("decode-0", 7, world.key("a")), box("decode-1", 8, world.key("b")), scheduler(box, world)
     to_bad = own.connect_to(bad)
-    own.wait("opened")
+    own.next("opened")
     to_good = own.connect_to(good)
-    own.wait("opened")
-    bad.wait("opened"), good.wait("opened")
+    own.next("opened")
+    bad.next("opened"), good.next("opened")
     with caplog.at_level(logging.ERROR, logger=mailbox_module.__name__):
         world.run("revoke", "a", "--file", world.file)
-        closed = own.wait("closed")
+        closed = own.next("closed")
         assert closed[1] == to_bad
         assert " of node a was revoked at " in closed[2]
         assert f"({world.file}); `pd-cluster keys node rotate a` makes another" in closed[2]
-        assert bad.wait("closed")
+        assert bad.next("closed")
     why = closed[2].removeprefix(NODE_REFUSED)
     assert [each.getMessage() for each in caplog.records] == [f"the connection with decode-0@7 is cut: {why}"]
     own.mailbox.send(to_good, wire.Offer("t", 1))
-    assert good.wait("message")[2] == wire.Offer("t", 1)
+    assert good.next("message")[2] == wire.Offer("t", 1)
     assert " of node a was revoked at " in refusal(bad, own)
 
 
 def test_a_key_whose_time_is_over_is_cut_off(box: Callable[..., Box], world: World) -> None:
     worker, own = box("decode-0", 7, world.key("a")), scheduler(box, world)
     own.connect_to(worker)
-    own.wait("opened")
+    own.next("opened")
     now = time.time()
     world.file.write_text(
         world.file.read_text().replace(
@@ -454,7 +404,7 @@ def test_a_key_whose_time_is_over_is_cut_off(box: Callable[..., Box], world: Wor
             f'"public": "{read_node_keys(Path(world.key("a"))).public[0].hex()}", "until": "{_text(now - 1)}"',
         )
     )
-    assert f" of node a has expired at {_text(now - 1)}" in own.wait("closed")[2]
+    assert f" of node a has expired at {_text(now - 1)}" in own.next("closed")[2]
     assert " of node a has expired at " in refusal(worker, own)
 
 
@@ -467,7 +417,7 @@ def test_a_list_with_a_fault_changes_nothing(
 ) -> None:
     worker, own = box("decode-0", 7, world.key("a")), scheduler(box, world)
     conn = own.connect_to(worker)
-    own.wait("opened")
+    own.next("opened")
     good = world.file.read_text()
     with caplog.at_level(logging.ERROR):
         for number in range(2):
@@ -485,8 +435,8 @@ def test_a_list_with_a_fault_changes_nothing(
             time.sleep(0.005)
     assert all(each.getMessage().startswith(f"nothing has changed: {world.file}: ") for each in caplog.records)
     own.mailbox.send(conn, wire.Offer("t", 1))
-    worker.wait("opened")
-    assert worker.wait("message")[2] == wire.Offer("t", 1)
+    worker.next("opened")
+    assert worker.next("message")[2] == wire.Offer("t", 1)
     await_open(own, worker)
 
 
@@ -500,12 +450,12 @@ def test_a_join_port_asks_for_a_node(box: Callable[..., Box], world: World) -> N
         for epoch, node, told in ((5, world.key("a"), ""), (6, "", "d@6 proves no node")):
             worker = box("d", epoch, node, private=join_key(SECRET))
             conn = worker.mailbox.connect(JOIN_PORT, JOIN_EPOCH, "127.0.0.1", number, public_key(SCHEDULER.private))
-            event = worker.wait("closed" if told else "opened")
+            event = worker.next("closed" if told else "opened")
             assert event[1] == conn
             assert told in event[2]
-        assert port.wait("opened")[2] == "d@5"
+        assert port.next("opened")[2] == "d@5"
         world.run("revoke", "a", "--file", world.file)
-        assert " of node a was revoked at " in port.wait("closed")[2]
+        assert " of node a was revoked at " in port.next("closed")[2]
     finally:
         joining.close()
 
@@ -514,4 +464,4 @@ def test_without_a_list_nothing_is_asked(box: Callable[..., Box], world: World) 
     own = box("scheduler", 1, private=SCHEDULER.private)
     for epoch, node in ((7, ""), (8, world.key("a"))):
         own.connect_to(box("decode-0", epoch, node))
-        assert own.wait("opened")[2] == f"decode-0@{epoch}"
+        assert own.next("opened")[2] == f"decode-0@{epoch}"

@@ -17,7 +17,7 @@ from pd_cluster import wire
 from pd_cluster.errors import ConfigError
 from pd_cluster.net import node_files, opening
 from pd_cluster.net import nodes as nodes_module
-from pd_cluster.net.admission import Admission, JoinAdmission
+from pd_cluster.net.admission import Admission, JoinAdmission, join_key
 from pd_cluster.net.node_files import (
     Node,
     NodeKeys,
@@ -39,7 +39,8 @@ from pd_cluster.net.nodes import Nodes, check_own
 from pd_cluster.net.opening import MOST_LINES, PERIOD_S, Opening
 from pd_cluster.net.sockets import KeyPair
 from pd_cluster.settings.config import Credentials
-from tests.unit.test_node_keys import SCHEDULER, SECRET, command
+from tests.support.mail import SCHEDULER, SECRET
+from tests.unit.test_node_keys import command
 
 PEER, OWN = "decode-0@7", "scheduler@1"
 
@@ -166,7 +167,7 @@ def test_peers_that_come_again_and_again_do_not_fill_the_log(pair: Pair, caplog:
     now_s = [0.0]
     credentials = Credentials(SECRET, (SCHEDULER.public,), SCHEDULER.private)
     admission = JoinAdmission(credentials, OWN, SCHEDULER.public)
-    key = cast(Any, admission)._joining
+    key = KeyPair.of(join_key(SECRET)).public
     told: list[str] = []
     connections = cast(Any, SimpleNamespace(say_gone=lambda identity, envelope, reason: told.append(reason)))
     listens = Opening(
@@ -198,15 +199,15 @@ def test_peers_that_come_again_and_again_do_not_fill_the_log(pair: Pair, caplog:
 
 def failing(monkeypatch: pytest.MonkeyPatch, number: int, only: Path) -> Callable[[], None]:
     """Lets every opening of this file fail; returns what ends that."""
-    opened = node_files._opened
+    opened = os.open
 
-    def fails(path: str, flags: int) -> int:
+    def fails(path: str, flags: int, *more: Any, **options: Any) -> int:
         if Path(path) == only:
             raise OSError(number, os.strerror(number))
-        return opened(path, flags)
+        return opened(path, flags, *more, **options)
 
-    monkeypatch.setattr(node_files, "_opened", fails)
-    return lambda: monkeypatch.setattr(node_files, "_opened", opened)
+    monkeypatch.setattr(os, "open", fails)
+    return lambda: monkeypatch.setattr(os, "open", opened)
 
 
 def test_a_revocation_that_could_not_be_read_at_first_is_read_later(

@@ -30,7 +30,7 @@ from pd_cluster.types import (
     resume,
     sibling,
 )
-from tests.support.router_world import PROMPT, World, rest_of, run, token
+from tests.support.router_world import PROMPT, World, rest_of, token
 from tests.support.toy_model import ToyRunner
 
 SCOPE = PrefixScope("model", Numerics())
@@ -62,31 +62,28 @@ def submit_of(order: Order) -> wire.Submit:
     return body
 
 
-def test_every_attempt_is_told_the_whole_order() -> None:
-    async def test() -> None:
-        world = World()
-        order = Order(PROMPT, Sampling(max_tokens=4), **odd_fields())  # type: ignore[arg-type]
-        serving, first, rid = await world.begin(order.sampling, **odd_fields())
-        world.lose("prefill-0")  # before the first token
-        while len(world.mailbox.of(wire.Submit)) < 4:
-            await asyncio.sleep(0)
-        (prefill, _), (decode, _) = world.mailbox.of(wire.Submit)[2:]
-        world.outputs(prefill, token(rid, 0, 5, attempt=1), ended=LegEnd(rid, 1))
-        world.outputs(decode, TokenOutput(rid, 1, 0, 2, 7, earlier=(6,)))
-        assert (await first).token_id == 5
-        rest = asyncio.ensure_future(rest_of(serving))
-        world.lose(decode.removeprefix("to-"))  # in mid-stream
-        while len(world.mailbox.of(wire.Submit)) < 5:
-            await asyncio.sleep(0)
-        orders = [(body.leg, body.order) for _, body in world.mailbox.of(wire.Submit)]
-        assert [own for leg, own in orders if leg != "decode"] == [order] * 3
-        assert [own for leg, own in orders if leg == "decode"] == [order.without_pixels()] * 2
-        assert world.mailbox.of(wire.Submit)[-1][1].resumed
-        rest.cancel()
-        await asyncio.gather(rest, return_exceptions=True)
-        await serving.aclose()
-
-    run(test())
+async def test_every_attempt_is_told_the_whole_order() -> None:
+    world = World()
+    order = Order(PROMPT, Sampling(max_tokens=4), **odd_fields())  # type: ignore[arg-type]
+    serving, first, rid = await world.begin(order.sampling, **odd_fields())
+    world.lose("prefill-0")  # before the first token
+    while len(world.mailbox.of(wire.Submit)) < 4:
+        await asyncio.sleep(0)
+    (prefill, _), (decode, _) = world.mailbox.of(wire.Submit)[2:]
+    world.outputs(prefill, token(rid, 0, 5, attempt=1), ended=LegEnd(rid, 1))
+    world.outputs(decode, TokenOutput(rid, 1, 0, 2, 7, earlier=(6,)))
+    assert (await first).token_id == 5
+    rest = asyncio.ensure_future(rest_of(serving))
+    world.lose(decode.removeprefix("to-"))  # in mid-stream
+    while len(world.mailbox.of(wire.Submit)) < 5:
+        await asyncio.sleep(0)
+    orders = [(body.leg, body.order) for _, body in world.mailbox.of(wire.Submit)]
+    assert [own for leg, own in orders if leg != "decode"] == [order] * 3
+    assert [own for leg, own in orders if leg == "decode"] == [order.without_pixels()] * 2
+    assert world.mailbox.of(wire.Submit)[-1][1].resumed
+    rest.cancel()
+    await asyncio.gather(rest, return_exceptions=True)
+    await serving.aclose()
 
 
 @pytest.mark.parametrize("num_swap_blocks", [0, 20])
@@ -114,30 +111,26 @@ def test_every_sequence_of_an_engine_has_the_whole_order(sampling: Sampling, num
     assert scheduler.num_preemptions > 0
 
 
-def test_a_decode_leg_gets_no_pixels() -> None:
+async def test_a_decode_leg_gets_no_pixels() -> None:
     """A leg that continues alone has them again."""
-
-    async def test() -> None:
-        world = World()
-        fields = {"spans": (Span(0, 1, b"d"),), "images": (Image(2, 2, b"pixels"),)}
-        order = Order(PROMPT, Sampling(max_tokens=4), **fields)  # type: ignore[arg-type]
-        serving, first, rid = await world.begin(order.sampling, **fields)
-        (prefill, one), (decode, other) = world.mailbox.of(wire.Submit)
-        assert one.order == order
-        assert other.order == order.without_pixels() != order
-        world.outputs(prefill, token(rid, 0, 5))
-        assert (await first).token_id == 5
-        rest = asyncio.ensure_future(rest_of(serving))
-        world.lose(decode.removeprefix("to-"))
-        while len(world.mailbox.of(wire.Submit)) < 3:
-            await asyncio.sleep(0)
-        _, last = world.mailbox.of(wire.Submit)[-1]
-        assert (last.leg, last.order) == ("hybrid", order)
-        rest.cancel()
-        await asyncio.gather(rest, return_exceptions=True)
-        await serving.aclose()
-
-    run(test())
+    world = World()
+    fields = {"spans": (Span(0, 1, b"d"),), "images": (Image(2, 2, b"pixels"),)}
+    order = Order(PROMPT, Sampling(max_tokens=4), **fields)  # type: ignore[arg-type]
+    serving, first, rid = await world.begin(order.sampling, **fields)
+    (prefill, one), (decode, other) = world.mailbox.of(wire.Submit)
+    assert one.order == order
+    assert other.order == order.without_pixels() != order
+    world.outputs(prefill, token(rid, 0, 5))
+    assert (await first).token_id == 5
+    rest = asyncio.ensure_future(rest_of(serving))
+    world.lose(decode.removeprefix("to-"))
+    while len(world.mailbox.of(wire.Submit)) < 3:
+        await asyncio.sleep(0)
+    _, last = world.mailbox.of(wire.Submit)[-1]
+    assert (last.leg, last.order) == ("hybrid", order)
+    rest.cancel()
+    await asyncio.gather(rest, return_exceptions=True)
+    await serving.aclose()
 
 
 def test_a_resumed_sequence_has_the_whole_order() -> None:

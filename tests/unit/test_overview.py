@@ -16,7 +16,7 @@ from pd_cluster.cluster.overview.marks import EventMarks
 from pd_cluster.cluster.overview.problems import problems_of
 from pd_cluster.cluster.overview.tiers import tiers_of
 from pd_cluster.cluster.overview.watch import Overview
-from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Histogram, RequestStats
+from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Histogram, Outcome, RequestStats
 from pd_cluster.reports import Buckets, Busy, InstanceInfo
 from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.wire import Load
@@ -186,7 +186,8 @@ def test_failed_requests_are_critical_for_a_minute_and_promises_are_held() -> No
     world, stats, history = ElasticWorld(), RequestStats(lambda: 0.0), History()
     history.note(0.0, 0.0, stats.snapshot(), 0, 0)
     stats.replayed("death")
-    stats._counters["finished_error"] += 2
+    for _ in range(2):
+        stats.ended(Outcome(["error"], [1], 1, 1, 0.0, 0.0, 0.0))
     stats.first_token(1, 3.0)
     history.note(1.0, 1.0, stats.snapshot(), 0, 0)
     texts = {text: severity for severity, text in _problems(world, history, slo_ttft_s=1.0)}
@@ -198,35 +199,31 @@ def test_failed_requests_are_critical_for_a_minute_and_promises_are_held() -> No
     assert not any("last minute" in text for _, text in _problems(world, history, slo_ttft_s=1.0))
 
 
-def test_an_overview_looks_at_each_change_and_notes_once_a_second() -> None:
+async def test_an_overview_looks_at_each_change_and_notes_once_a_second() -> None:
     world, stats, now = ElasticWorld(), RequestStats(lambda: 0.0), [100.0]
     roster = world.membership
-
-    async def test() -> None:
-        overview = Overview(
-            roster, lambda: (stats.snapshot(), Busy(0, 2, 1)), RoutingConfig(), lambda: now[0], lambda: now[0]
-        )
-        running = asyncio.ensure_future(overview.run())
-        try:
-            async with asyncio.timeout(20):
-                roster.set_state(roster.instances[0], "ready", "")
-                while not any(mark["kind"] == "up" for mark in overview.to_json(0, 0)["marks"]):
-                    await asyncio.sleep(0)
-                roster.set_state(roster.instances[0], "unreachable", "gone")
-                while not any(mark["kind"] == "down" for mark in overview.to_json(0, 0)["marks"]):
-                    await asyncio.sleep(0)
-                assert overview.to_json(0, 0)["samples"] == [], "no second has passed"
-                now[0] += 1.5
-                roster.wake()
-                while not overview.to_json(0, 0)["samples"]:
-                    await asyncio.sleep(0)
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-        body = overview.to_json(0, 0)
-        assert (body["num_running"], body["num_queued"], body["started_s"]) == (2, 1, 100.0)
-
-    asyncio.run(test())
+    overview = Overview(
+        roster, lambda: (stats.snapshot(), Busy(0, 2, 1)), RoutingConfig(), lambda: now[0], lambda: now[0]
+    )
+    running = asyncio.ensure_future(overview.run())
+    try:
+        async with asyncio.timeout(20):
+            roster.set_state(roster.instances[0], "ready", "")
+            while not any(mark["kind"] == "up" for mark in overview.to_json(0, 0)["marks"]):
+                await asyncio.sleep(0)
+            roster.set_state(roster.instances[0], "unreachable", "gone")
+            while not any(mark["kind"] == "down" for mark in overview.to_json(0, 0)["marks"]):
+                await asyncio.sleep(0)
+            assert overview.to_json(0, 0)["samples"] == [], "no second has passed"
+            now[0] += 1.5
+            roster.wake()
+            while not overview.to_json(0, 0)["samples"]:
+                await asyncio.sleep(0)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    body = overview.to_json(0, 0)
+    assert (body["num_running"], body["num_queued"], body["started_s"]) == (2, 1, 100.0)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

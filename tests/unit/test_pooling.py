@@ -36,7 +36,7 @@ from pd_cluster.types import (
     Resumed,
     Sampling,
 )
-from tests.support.router_world import World, run, token
+from tests.support.router_world import World, token
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone, hidden_state_after, logits_after
 from tests.support.worker_world import CONN
 from tests.support.worker_world import World as WorkerWorld
@@ -66,111 +66,96 @@ def tell(world: World, conn: str, submit: wire.Submit) -> None:
     world.router.on_outputs(conn, wire.Outputs(pooled=[pooled]))
 
 
-def test_one_prefill_instance_takes_it_and_no_decode_leg() -> None:
-    async def test() -> None:
-        world = World()
-        world.instances[0].outstanding_tokens += 50  # the other one has less to do
-        task = pool(world)
-        conn, submit = await submitted(world, 1)
-        assert (conn, submit.leg, submit.peer) == ("to-prefill-1", "hybrid", "")
-        assert submit.order.pooling == MEAN
-        assert sum(instance.num_sequences for instance in world.instances) == 0
-        tell(world, conn, submit)
-        assert (await task).vector == VECTOR
-        assert len(world.mailbox.of(wire.Submit)) == 1
-        assert world.mailbox.of(wire.Abort) == []  # the leg has ended by itself
-        world.instances[0].outstanding_tokens -= 50
-        world.assert_home()
-        stats = world.router.stats.snapshot()
-        assert stats.counters["finished_stop"] == 1
-        assert stats.counters["prompt_tokens"] == len(PROMPT)
-        assert stats.counters["generation_tokens"] == 0
-        counted = {name for name, each in stats.histograms.items() if sum(each.counts)}
-        assert counted == {"num_prompt_tokens", "num_computed_tokens", "whole_s"}
-
-    run(test())
+async def test_one_prefill_instance_takes_it_and_no_decode_leg() -> None:
+    world = World()
+    world.instances[0].outstanding_tokens += 50  # the other one has less to do
+    task = pool(world)
+    conn, submit = await submitted(world, 1)
+    assert (conn, submit.leg, submit.peer) == ("to-prefill-1", "hybrid", "")
+    assert submit.order.pooling == MEAN
+    assert sum(instance.num_sequences for instance in world.instances) == 0
+    tell(world, conn, submit)
+    assert (await task).vector == VECTOR
+    assert len(world.mailbox.of(wire.Submit)) == 1
+    assert world.mailbox.of(wire.Abort) == []  # the leg has ended by itself
+    world.instances[0].outstanding_tokens -= 50
+    world.assert_home()
+    stats = world.router.stats.snapshot()
+    assert stats.counters["finished_stop"] == 1
+    assert stats.counters["prompt_tokens"] == len(PROMPT)
+    assert stats.counters["generation_tokens"] == 0
+    counted = {name for name, each in stats.histograms.items() if sum(each.counts)}
+    assert counted == {"num_prompt_tokens", "num_computed_tokens", "whole_s"}
 
 
-def test_links_do_not_matter_and_a_decode_instance_is_the_last_resort() -> None:
-    async def test() -> None:
-        world = World()
-        for prefill in world.instances[:2]:
-            prefill.load = wire.Load()
-        first = pool(world)
-        conn, submit = await submitted(world, 1)
-        assert conn == "to-prefill-0"
-        tell(world, conn, submit)
-        await first
-        for prefill in world.instances[:2]:
-            prefill.state = "unreachable"
-        second = pool(world)
-        conn, submit = await submitted(world, 2)
-        assert (conn, submit.leg) == ("to-decode-0", "hybrid")
-        tell(world, conn, submit)
-        await second
-        world.assert_home()
-
-    run(test())
+async def test_links_do_not_matter_and_a_decode_instance_is_the_last_resort() -> None:
+    world = World()
+    for prefill in world.instances[:2]:
+        prefill.load = wire.Load()
+    first = pool(world)
+    conn, submit = await submitted(world, 1)
+    assert conn == "to-prefill-0"
+    tell(world, conn, submit)
+    await first
+    for prefill in world.instances[:2]:
+        prefill.state = "unreachable"
+    second = pool(world)
+    conn, submit = await submitted(world, 2)
+    assert (conn, submit.leg) == ("to-decode-0", "hybrid")
+    tell(world, conn, submit)
+    await second
+    world.assert_home()
 
 
 @pytest.mark.parametrize("how", ["death", "fault"])
-def test_it_is_computed_again_elsewhere(how: str) -> None:
-    async def test() -> None:
-        world = World()
-        task = pool(world)
-        conn, submit = await submitted(world, 1)
-        if how == "death":
-            world.lose("prefill-0")
-        else:
-            world.outputs(conn, ended=LegEnd(submit.request_id, 0, "it stops", is_fault=True))
-        again, second = await submitted(world, 2)
-        assert (conn, again) == ("to-prefill-0", "to-prefill-1")
-        assert (second.attempt, second.resumed, second.order) == (1, [], submit.order)
-        tell(world, conn, submit)  # of the attempt before: dropped
-        await asyncio.sleep(0)
-        assert not task.done()
-        tell(world, again, second)
-        assert (await task).attempt == 1
-        world.assert_home()
-
-    run(test())
+async def test_it_is_computed_again_elsewhere(how: str) -> None:
+    world = World()
+    task = pool(world)
+    conn, submit = await submitted(world, 1)
+    if how == "death":
+        world.lose("prefill-0")
+    else:
+        world.outputs(conn, ended=LegEnd(submit.request_id, 0, "it stops", is_fault=True))
+    again, second = await submitted(world, 2)
+    assert (conn, again) == ("to-prefill-0", "to-prefill-1")
+    assert (second.attempt, second.resumed, second.order) == (1, [], submit.order)
+    tell(world, conn, submit)  # of the attempt before: dropped
+    await asyncio.sleep(0)
+    assert not task.done()
+    tell(world, again, second)
+    assert (await task).attempt == 1
+    world.assert_home()
 
 
-def test_too_many_deaths_a_refusal_and_a_token_are_errors() -> None:
-    async def test() -> None:
-        world = World()
-        task = pool(world)
-        conn, submit = await submitted(world, 1)
-        world.outputs(conn, ended=LegEnd(submit.request_id, 0, "dimensions 9", is_refusal=True))
-        with pytest.raises(RequestError, match="dimensions 9"):
-            await task
-        task = pool(world)
-        conn, submit = await submitted(world, 2)
-        world.outputs(conn, token(submit.request_id, 0))
-        with pytest.raises(GenerationError, match="in place of a vector"):
-            await task
-        task = pool(world)
-        for count in (3, 4, 5):
-            conn, _ = await submitted(world, count)
-            world.lose(conn.removeprefix("to-"))
-        with pytest.raises(InstanceLost):
-            await task
-        world.assert_home()
-
-    run(test())
+async def test_too_many_deaths_a_refusal_and_a_token_are_errors() -> None:
+    world = World()
+    task = pool(world)
+    conn, submit = await submitted(world, 1)
+    world.outputs(conn, ended=LegEnd(submit.request_id, 0, "dimensions 9", is_refusal=True))
+    with pytest.raises(RequestError, match="dimensions 9"):
+        await task
+    task = pool(world)
+    conn, submit = await submitted(world, 2)
+    world.outputs(conn, token(submit.request_id, 0))
+    with pytest.raises(GenerationError, match="in place of a vector"):
+        await task
+    task = pool(world)
+    for count in (3, 4, 5):
+        conn, _ = await submitted(world, count)
+        world.lose(conn.removeprefix("to-"))
+    with pytest.raises(InstanceLost):
+        await task
+    world.assert_home()
 
 
-def test_a_reader_who_leaves_aborts_the_leg() -> None:
-    async def test() -> None:
-        world = World()
-        task = pool(world)
-        await submitted(world, 1)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert world.aborted() == ["to-prefill-0"]
-        world.assert_home()
-
-    run(test())
+async def test_a_reader_who_leaves_aborts_the_leg() -> None:
+    world = World()
+    task = pool(world)
+    await submitted(world, 1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert world.aborted() == ["to-prefill-0"]
+    world.assert_home()
 
 
 # ---- at a worker

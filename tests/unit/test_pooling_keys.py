@@ -12,7 +12,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.types import LegEnd, PooledOutput
-from tests.support.keyed_port import Port, key_of, run
+from tests.support.keyed_port import Port, key_of
 from tests.support.public_port import Answer
 
 VECTOR = struct.pack("<2f", 3.0, 4.0)
@@ -36,65 +36,56 @@ def embed(port: Port, key: str, **more: Any) -> asyncio.Task[Answer]:
     return asyncio.ensure_future(port.ask(key, "POST", "/v1/embeddings", input=INPUT, model="tiny", **more))
 
 
-def test_prompt_tokens_are_reserved_and_charged_and_nothing_for_an_answer(make: Make) -> None:
-    async def test() -> None:
-        port = make(key_of("k", tokens_per_minute=8), key_of("other", tenant="b", tokens_per_minute=100))
-        task = embed(port, "k")
-        legs = await submits(port, 2)
-        assert port.left("k")[1] == 8 - 5
-        for conn, submit in legs:
-            port.world.router.on_outputs(
-                conn, wire.Outputs(pooled=[PooledOutput(submit.request_id, 0, VECTOR, num_cached_tokens=1)])
-            )
-        answer = await task
-        assert answer.status == 200
-        body = answer.json()
-        assert [each["embedding"] for each in body["data"]] == [[3.0, 4.0]] * 2
-        assert body["usage"] == {
-            "prompt_tokens": 5,
-            "total_tokens": 5,
-            "prompt_tokens_details": {"cached_tokens": 2},
-        }
-        assert port.left("k")[1] == 8 - 5
-        assert port.counted("prompt_tokens") == {"team": 5}
-        refused = await embed(port, "k")
-        assert refused.status == 429
-        task = embed(port, "other", cache_salt="own")
-        legs = await submits(port, 4)
-        salts = {submit.order.cache_salt for _, submit in legs}
-        assert len(salts) == 2  # each tenant has its own
-        assert "" not in salts
-        assert "own" not in salts
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert len(port.world.mailbox.of(wire.Abort)) == 2
-        port.world.assert_home()
-
-    run(test())
+async def test_prompt_tokens_are_reserved_and_charged_and_nothing_for_an_answer(make: Make) -> None:
+    port = make(key_of("k", tokens_per_minute=8), key_of("other", tenant="b", tokens_per_minute=100))
+    task = embed(port, "k")
+    legs = await submits(port, 2)
+    assert port.left("k")[1] == 8 - 5
+    for conn, submit in legs:
+        port.world.router.on_outputs(
+            conn, wire.Outputs(pooled=[PooledOutput(submit.request_id, 0, VECTOR, num_cached_tokens=1)])
+        )
+    answer = await task
+    assert answer.status == 200
+    body = answer.json()
+    assert [each["embedding"] for each in body["data"]] == [[3.0, 4.0]] * 2
+    assert body["usage"] == {
+        "prompt_tokens": 5,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert port.left("k")[1] == 8 - 5
+    assert port.counted("prompt_tokens") == {"team": 5}
+    refused = await embed(port, "k")
+    assert refused.status == 429
+    task = embed(port, "other", cache_salt="own")
+    legs = await submits(port, 4)
+    salts = {submit.order.cache_salt for _, submit in legs}
+    assert len(salts) == 2  # each tenant has its own
+    assert "" not in salts
+    assert "own" not in salts
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert len(port.world.mailbox.of(wire.Abort)) == 2
+    port.world.assert_home()
 
 
-def test_one_prompt_that_fails_ends_all_and_gives_back_what_was_not_sent(make: Make) -> None:
-    async def test() -> None:
-        port = make(key_of("k", tokens_per_minute=100))
-        task = embed(port, "k", dimensions=9)
-        (conn, submit), _ = await submits(port, 2)
-        port.world.outputs(conn, ended=LegEnd(submit.request_id, 0, "dimensions 9: too many", is_refusal=True))
-        answer = await task
-        assert answer.status == 400
-        assert len(port.world.mailbox.of(wire.Abort)) == 1
-        port.world.assert_home()
-        too_much = await port.ask("k", "POST", "/v1/embeddings", input=[[1] * 60, [2] * 60])
-        assert too_much.status == 400
-        assert too_much.json()["error"]["code"] == "larger_than_rate_limit"
-
-    run(test())
+async def test_one_prompt_that_fails_ends_all_and_gives_back_what_was_not_sent(make: Make) -> None:
+    port = make(key_of("k", tokens_per_minute=100))
+    task = embed(port, "k", dimensions=9)
+    (conn, submit), _ = await submits(port, 2)
+    port.world.outputs(conn, ended=LegEnd(submit.request_id, 0, "dimensions 9: too many", is_refusal=True))
+    answer = await task
+    assert answer.status == 400
+    assert len(port.world.mailbox.of(wire.Abort)) == 1
+    port.world.assert_home()
+    too_much = await port.ask("k", "POST", "/v1/embeddings", input=[[1] * 60, [2] * 60])
+    assert too_much.status == 400
+    assert too_much.json()["error"]["code"] == "larger_than_rate_limit"
 
 
-def test_a_priority_needs_a_server_that_has_them(make: Make) -> None:
-    async def test() -> None:
-        port = make(key_of("k"))
-        answer = await embed(port, "k", priority=2)
-        assert answer.status == 400
-        assert answer.json()["error"]["param"] == "priority"
-
-    run(test())
+async def test_a_priority_needs_a_server_that_has_them(make: Make) -> None:
+    port = make(key_of("k"))
+    answer = await embed(port, "k", priority=2)
+    assert answer.status == 400
+    assert answer.json()["error"]["param"] == "priority"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,36 +42,37 @@ SECRETS = ("10.9.8.7", "/secret/path", "127.0.0.1", "pid", "epoch", "device_ids"
 class World:
     """A cluster with one dead instance whose reason has an address, and the app in front of it."""
 
-    def __init__(self, folder: Path, http: HttpConfig, file_keys: FileKeys | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        http: HttpConfig,
+        file_keys: FileKeys | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.cluster = ElasticWorld()
         dead = self.cluster.membership.instances[0]
         dead.state, dead.reason = "unreachable", "10.9.8.7:8088 refused /secret/path"
         stats = RequestStats(lambda: 0.0)
         overview = Overview(self.cluster.membership, lambda: (stats.snapshot(), Busy()), RoutingConfig())
         overview.look()
-        self.sessions = Sessions()
+        self.sessions = Sessions(clock)
         instances = self.cluster.elastic.instances
         shown = lambda: [describe(i) for i in instances]  # noqa: E731
         names = HostNames(frozenset({"pd.example"}))
         view = PublicView(overview, shown, "a model", self.sessions, http.root_path, names)
         self.app = make_app(folder, http, file_keys=file_keys, view=view)[0]
 
-    def run(self, use: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
-        async def test() -> None:
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url=HOST) as client:
-                await use(client)
-
-        asyncio.run(test())
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url=HOST)
 
 
 async def login(client: httpx.AsyncClient, root: str = "", **proof: str) -> httpx.Response:
     return await client.post(f"{root}/dashboard/api/session", json=proof, headers=ORIGIN)
 
 
-def test_a_key_or_a_link_shows_figures_and_nothing_else(tmp_path: Path) -> None:
+async def test_a_key_or_a_link_shows_figures_and_nothing_else(tmp_path: Path) -> None:
     world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with world.client() as client:
         assert (await client.get("/dashboard/")).status_code == 200, "the page itself has nothing of the cluster"
         state = (await client.get("/dashboard/api/session")).json()
         assert state == {"command_token": None, "is_whole": False, "takes_keys": True}
@@ -89,13 +90,10 @@ def test_a_key_or_a_link_shows_figures_and_nothing_else(tmp_path: Path) -> None:
             text = json.dumps(found)
             assert not [secret for secret in SECRETS if secret in text]
 
-    world.run(use)
 
-
-def test_there_are_no_commands_logs_requests_or_chats(tmp_path: Path) -> None:
+async def test_there_are_no_commands_logs_requests_or_chats(tmp_path: Path) -> None:
     world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with world.client() as client:
         token = (await login(client, api_key=KEY)).json()["command_token"]
         headers = {**ORIGIN, "X-PD-Dashboard": token}
         data = "/dashboard/api"
@@ -113,15 +111,12 @@ def test_there_are_no_commands_logs_requests_or_chats(tmp_path: Path) -> None:
         assert (await client.delete(f"{data}/session", headers=headers)).status_code == 200
         assert (await client.get(f"{data}/overview", headers=cookie)).status_code == 401
 
-    world.run(use)
 
-
-def test_it_answers_under_its_own_names_only(tmp_path: Path) -> None:
+async def test_it_answers_under_its_own_names_only(tmp_path: Path) -> None:
     """A page whose name resolves to this port sends its own name, with the same Origin."""
     world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
     asked = [("GET", path) for path in ("/", "/api/session", "/api/overview")] + [("POST", "/api/session")]
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with world.client() as client:
         assert (await login(client, api_key=KEY)).status_code == 200
         cookie = {"Cookie": f"{COOKIE}={client.cookies[COOKIE]}"}
         for host, is_known in [("localhost:9000", True), ("pd.example", True), ("evil.example:9000", False)]:
@@ -130,8 +125,6 @@ def test_it_answers_under_its_own_names_only(tmp_path: Path) -> None:
                 answer = await client.request(method, f"/dashboard{path}", json={"api_key": KEY}, headers=headers)
                 assert answer.status_code == (200 if is_known else 403), (host, path)
                 assert is_known or "is no name of this port" in answer.text
-
-    world.run(use)
 
 
 @pytest.mark.parametrize(
@@ -153,26 +146,21 @@ def test_which_names_are_a_port_s_own(names: HostNames, host: str, scheme: str, 
     assert names.has(Request({**scope, "server": None}))  # a Unix socket
 
 
-def test_a_key_ends_no_sessions_of_others(tmp_path: Path) -> None:
+async def test_a_key_ends_no_sessions_of_others(tmp_path: Path) -> None:
     world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
     cookie, _ = world.sessions.begin()
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with world.client() as client:
         for _ in range(100):
             await login(client, api_key=KEY)
         client.cookies.clear()
         answer = await client.get("/dashboard/api/overview", headers={"Cookie": f"{COOKIE}={cookie}"})
         assert answer.status_code == 200
 
-    world.run(use)
 
-
-def test_a_session_looks_no_more_often_than_its_page_needs(tmp_path: Path) -> None:
-    world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
+async def test_a_session_looks_no_more_often_than_its_page_needs(tmp_path: Path) -> None:
     now_s = [100.0]
-    world.sessions._clock = lambda: now_s[0]
-
-    async def use(client: httpx.AsyncClient) -> None:
+    world = World(tmp_path, HttpConfig(api_keys=(KEY,)), clock=lambda: now_s[0])
+    async with world.client() as client:
         await login(client, api_key=KEY)
         found = [await client.get("/dashboard/api/overview") for _ in range(int(MOST_LOOKS) + 1)]
         assert [each.status_code for each in found] == [200] * int(MOST_LOOKS) + [429]
@@ -182,8 +170,6 @@ def test_a_session_looks_no_more_often_than_its_page_needs(tmp_path: Path) -> No
         for _ in range(100):  # a page, for a minute
             now_s[0] += 0.5
             assert (await client.get("/dashboard/api/overview")).status_code == 200
-
-    world.run(use)
 
 
 def test_pages_that_ask_for_the_same_share_an_answer() -> None:
@@ -202,21 +188,17 @@ def test_pages_that_ask_for_the_same_share_an_answer() -> None:
     assert len(shared._kept) == MOST_SHARED
 
 
-def test_the_cookie_of_a_page_behind_a_proxy_with_tls_is_secure(tmp_path: Path) -> None:
+async def test_the_cookie_of_a_page_behind_a_proxy_with_tls_is_secure(tmp_path: Path) -> None:
     world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with world.client() as client:
         headers = {"Origin": "https://localhost:9000"}
         answer = await client.post("/dashboard/api/session", json={"api_key": KEY}, headers=headers)
         assert "secure" in answer.headers["set-cookie"].lower()
 
-    world.run(use)
 
-
-def test_wrong_keys_and_foreign_pages_get_nothing(tmp_path: Path) -> None:
+async def test_wrong_keys_and_foreign_pages_get_nothing(tmp_path: Path) -> None:
     world = World(tmp_path, HttpConfig(api_keys=(KEY,), allowed_origins=("*",), allow_credentials=True))
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with world.client() as client:
         for proof in ({"api_key": "x"}, {"api_key": f"{KEY} "}, {"code": KEY}):
             assert (await login(client, **proof)).status_code == 401, proof
         for bad in ({}, {"api_key": "", "code": ""}, {"api_key": KEY, "code": "x"}, {"key": KEY}):
@@ -232,16 +214,13 @@ def test_wrong_keys_and_foreign_pages_get_nothing(tmp_path: Path) -> None:
             "no other page reads it, whatever CORS allows the API"
         )
 
-    world.run(use)
 
-
-def test_a_withdrawn_key_ends_its_session(tmp_path: Path) -> None:
+async def test_a_withdrawn_key_ends_its_session(tmp_path: Path) -> None:
     now_s = [0.0]
     keys = Keys(SALT, (key_of(KEY), key_of("short", expires_s=100.0)), (0, 1), ())
     file_keys = FileKeys(keys, RateMemory.create(), RequestStats().tenants, lambda: now_s[0])
     world = World(tmp_path, HttpConfig(key_file="keys.json"), file_keys)
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with world.client() as client:
         for key in (KEY, "short"):
             assert (await login(client, api_key=key)).status_code == 200
             assert (await client.get("/dashboard/api/overview")).status_code == 200
@@ -252,16 +231,13 @@ def test_a_withdrawn_key_ends_its_session(tmp_path: Path) -> None:
         file_keys.replace(Keys(SALT, (), (), ()))
         assert (await client.get("/dashboard/api/overview")).status_code == 401, "it was removed"
 
-    world.run(use)
-
 
 @pytest.mark.parametrize("strips", [True, False])
-def test_it_lies_under_the_prefix_of_a_proxy(tmp_path: Path, strips: bool) -> None:
+async def test_it_lies_under_the_prefix_of_a_proxy(tmp_path: Path, strips: bool) -> None:
     root = "/llm"
     world = World(tmp_path, HttpConfig(root_path=root))
     asked = "" if strips else root
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with world.client() as client:
         assert (await client.get(f"{asked}/dashboard")).headers["location"] == f"{root}/dashboard/"
         answer = await login(client, asked, code=world.sessions.new_code())
         assert f"path={root}/dashboard" in answer.headers["set-cookie"].lower()
@@ -270,18 +246,12 @@ def test_it_lies_under_the_prefix_of_a_proxy(tmp_path: Path, strips: bool) -> No
         assert (await client.get(f"{asked}/dashboard/api/overview", headers=cookie)).status_code == 200
         assert (await client.get(f"{asked}/health")).status_code == 503
 
-    world.run(use)
 
-
-def test_without_the_flag_there_is_none(tmp_path: Path) -> None:
+async def test_without_the_flag_there_is_none(tmp_path: Path) -> None:
     app, _ = make_app(tmp_path)
-
-    async def test() -> None:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HOST) as client:
-            for path in ("/dashboard", "/dashboard/", "/dashboard/api/session"):
-                assert (await client.get(path)).status_code == 404
-
-    asyncio.run(test())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HOST) as client:
+        for path in ("/dashboard", "/dashboard/", "/dashboard/api/session"):
+            assert (await client.get(path)).status_code == 404
 
 
 @pytest.mark.parametrize(

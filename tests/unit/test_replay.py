@@ -19,7 +19,7 @@ from pd_cluster.errors import GenerationError, InstanceLost, Unavailable
 from pd_cluster.numerics import Numerics
 from pd_cluster.reports import InstanceState
 from pd_cluster.types import LegEnd, Resumed, Sampling, TokenOutput
-from tests.support.router_world import World, info_of, rest_of, run, token
+from tests.support.router_world import World, info_of, rest_of, token
 
 
 def last_submits(world: World) -> dict[str, wire.Submit]:
@@ -39,366 +39,297 @@ async def next_attempt(world: World, attempt: int) -> dict[str, wire.Submit]:
     return last_submits(world)
 
 
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
 @pytest.mark.parametrize("lost", ["prefill-0", "decode-0"])
-def test_before_the_first_token_another_pair_begins_anew(lost: str) -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, rid = await world.begin()
-        world.lose(lost)
-        submits = await next_attempt(world, 1)
-        assert f"to-{lost}" not in submits
-        assert {submit.leg for submit in submits.values()} == {"prefill", "decode"}
-        assert all(not submit.resumed and submit.transfer_id.endswith("-1") for submit in submits.values())
-        world.outputs("to-decode-0", token(rid, 0, 99))  # from the attempt before
-        for conn, submit in submits.items():
-            if submit.leg == "prefill":
-                world.outputs(conn, token(rid, 0, 5, attempt=1), ended=LegEnd(rid, 1))
-            else:
-                decode = conn
-        world.outputs(decode, token(rid, 0, 5, attempt=1), token(rid, 1, 6, "length", attempt=1))
-        assert (await first).token_id == 5
-        assert await rest_of(serving) == [1]
-        world.assert_home()
-
-    run(test())
+async def test_before_the_first_token_another_pair_begins_anew(world: World, lost: str) -> None:
+    serving, first, rid = await world.begin()
+    world.lose(lost)
+    submits = await next_attempt(world, 1)
+    assert f"to-{lost}" not in submits
+    assert {submit.leg for submit in submits.values()} == {"prefill", "decode"}
+    assert all(not submit.resumed and submit.transfer_id.endswith("-1") for submit in submits.values())
+    world.outputs("to-decode-0", token(rid, 0, 99))  # from the attempt before
+    for conn, submit in submits.items():
+        if submit.leg == "prefill":
+            world.outputs(conn, token(rid, 0, 5, attempt=1), ended=LegEnd(rid, 1))
+        else:
+            decode = conn
+    world.outputs(decode, token(rid, 0, 5, attempt=1), token(rid, 1, 6, "length", attempt=1))
+    assert (await first).token_id == 5
+    assert await rest_of(serving) == [1]
+    world.assert_home()
 
 
-def test_in_mid_stream_one_instance_goes_on_after_what_was_delivered() -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, rid = await world.begin()
-        world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
-        world.outputs("to-decode-0", token(rid, 0, 5), token(rid, 1, 6), token(rid, 3, 8))  # 2 is still to come
-        world.lose("decode-0")
-        assert (await first).position == 0
-        assert (await anext(serving)).position == 1
-        rest = asyncio.ensure_future(rest_of(serving))
-        ((conn, submit),) = (await next_attempt(world, 1)).items()
-        assert (conn, submit.leg, submit.peer) == ("to-decode-1", "hybrid", "")
-        assert submit.resumed == [Resumed(0, [5, 6])]
-        world.outputs(conn, token(rid, 2, 7, attempt=1), token(rid, 3, 8, "length", attempt=1))
-        assert await rest == [2, 3]
-        world.assert_home()
-
-    run(test())
+async def test_in_mid_stream_one_instance_goes_on_after_what_was_delivered(world: World) -> None:
+    serving, first, rid = await world.begin()
+    world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
+    world.outputs("to-decode-0", token(rid, 0, 5), token(rid, 1, 6), token(rid, 3, 8))  # 2 is still to come
+    world.lose("decode-0")
+    assert (await first).position == 0
+    assert (await anext(serving)).position == 1
+    rest = asyncio.ensure_future(rest_of(serving))
+    ((conn, submit),) = (await next_attempt(world, 1)).items()
+    assert (conn, submit.leg, submit.peer) == ("to-decode-1", "hybrid", "")
+    assert submit.resumed == [Resumed(0, [5, 6])]
+    world.outputs(conn, token(rid, 2, 7, attempt=1), token(rid, 3, 8, "length", attempt=1))
+    assert await rest == [2, 3]
+    world.assert_home()
 
 
-def test_tokens_that_were_made_and_not_told_are_made_again() -> None:
+async def test_tokens_that_were_made_and_not_told_are_made_again(world: World) -> None:
     """The worker that had four more is lost; its late report of them, together with earlier ones, does not count."""
-
-    async def test() -> None:
-        world = World()
-        serving, first, rid = await world.begin(Sampling(max_tokens=6), gathers=True)
-        assert all(submit.order.gathers for submit in last_submits(world).values())
-        world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
-        world.outputs("to-decode-0", token(rid, 0, 5))
-        world.lose("decode-0")
-        assert (await first).token_id == 5
-        rest = asyncio.ensure_future(all_of(serving))
-        ((conn, submit),) = (await next_attempt(world, 1)).items()
-        assert (submit.order.gathers, submit.resumed) == (True, [Resumed(0, [5])])
-        world.outputs("to-decode-0", TokenOutput(rid, 0, 0, 4, 99, earlier=(99, 99, 99)))
-        world.outputs(conn, TokenOutput(rid, 1, 0, 5, 10, "length", earlier=(6, 7, 8, 9)))
-        assert [each.token_id for told in await rest for each in told.apart()] == [6, 7, 8, 9, 10]
-        world.assert_home()
-
-    run(test())
+    serving, first, rid = await world.begin(Sampling(max_tokens=6), gathers=True)
+    assert all(submit.order.gathers for submit in last_submits(world).values())
+    world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
+    world.outputs("to-decode-0", token(rid, 0, 5))
+    world.lose("decode-0")
+    assert (await first).token_id == 5
+    rest = asyncio.ensure_future(all_of(serving))
+    ((conn, submit),) = (await next_attempt(world, 1)).items()
+    assert (submit.order.gathers, submit.resumed) == (True, [Resumed(0, [5])])
+    world.outputs("to-decode-0", TokenOutput(rid, 0, 0, 4, 99, earlier=(99, 99, 99)))
+    world.outputs(conn, TokenOutput(rid, 1, 0, 5, 10, "length", earlier=(6, 7, 8, 9)))
+    assert [each.token_id for told in await rest for each in told.apart()] == [6, 7, 8, 9, 10]
+    world.assert_home()
 
 
-def test_of_several_sequences_those_that_have_not_ended_go_on() -> None:
+async def test_of_several_sequences_those_that_have_not_ended_go_on(world: World) -> None:
     """0 has ended, 1 was stopped, 2 is under way, and of 3 the end has come before what is before it."""
-
-    async def test() -> None:
-        world = World()
-        handle: list[RequestStream] = []
-        serving, first, rid = await world.begin(Sampling(n=4, max_tokens=4), routed=handle.append)
-        firsts = [token(rid, 0, 10 + i, "stop" if i == 0 else None, index=i) for i in range(4)]
-        world.outputs("to-prefill-0", *firsts, ended=LegEnd(rid, 0))
-        assert (await first).index == 0
-        for _ in range(3):
-            await anext(serving)
-        handle[0].stop(1)
-        world.outputs("to-decode-0", token(rid, 1, 22, index=2), token(rid, 2, 33, "stop", index=3))
-        assert (await anext(serving)).token_id == 22
-        rest = asyncio.ensure_future(rest_of(serving))
-        world.lose("decode-0")
-        (submit,) = (await next_attempt(world, 1)).values()
-        assert submit.resumed == [Resumed(2, [12, 22]), Resumed(3, [13])]
-        more = [token(rid, 2, 1, "stop", 1, index=2), token(rid, 1, 2, None, 1, index=3)]
-        world.outputs("to-decode-1", *more, token(rid, 2, 33, "stop", 1, index=3))
-        assert await rest == [2, 1, 2]
-        world.assert_home()
-
-    run(test())
+    handle: list[RequestStream] = []
+    serving, first, rid = await world.begin(Sampling(n=4, max_tokens=4), routed=handle.append)
+    firsts = [token(rid, 0, 10 + i, "stop" if i == 0 else None, index=i) for i in range(4)]
+    world.outputs("to-prefill-0", *firsts, ended=LegEnd(rid, 0))
+    assert (await first).index == 0
+    for _ in range(3):
+        await anext(serving)
+    handle[0].stop(1)
+    world.outputs("to-decode-0", token(rid, 1, 22, index=2), token(rid, 2, 33, "stop", index=3))
+    assert (await anext(serving)).token_id == 22
+    rest = asyncio.ensure_future(rest_of(serving))
+    world.lose("decode-0")
+    (submit,) = (await next_attempt(world, 1)).values()
+    assert submit.resumed == [Resumed(2, [12, 22]), Resumed(3, [13])]
+    more = [token(rid, 2, 1, "stop", 1, index=2), token(rid, 1, 2, None, 1, index=3)]
+    world.outputs("to-decode-1", *more, token(rid, 2, 33, "stop", 1, index=3))
+    assert await rest == [2, 1, 2]
+    world.assert_home()
 
 
-def test_a_fault_of_the_pair_avoids_the_pair() -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, rid = await world.begin()
-        world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "the link is down", is_fault=True))
-        submits = await next_attempt(world, 1)
-        assert set(submits) != {"to-prefill-0", "to-decode-0"}
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await serving.aclose()
-        world.assert_home()
-
-    run(test())
+async def test_a_fault_of_the_pair_avoids_the_pair(world: World) -> None:
+    serving, first, rid = await world.begin()
+    world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "the link is down", is_fault=True))
+    submits = await next_attempt(world, 1)
+    assert set(submits) != {"to-prefill-0", "to-decode-0"}
+    await world.leave(serving, first)
 
 
-def test_without_any_prefill_instance_decode_instances_prefill() -> None:
-    async def test() -> None:
-        world = World()
-        for name in ("prefill-0", "prefill-1"):
-            world.lose(name)
-        serving = world.serve()
-        first = asyncio.ensure_future(anext(serving))
-        while not world.mailbox.of(wire.Submit):
-            await asyncio.sleep(0)
-        ((conn, submit),) = world.mailbox.of(wire.Submit)
-        assert (conn, submit.leg) == ("to-decode-0", "hybrid")
-        world.outputs(conn, token(submit.request_id, 0, 3, "length"))
-        assert (await first).token_id == 3
-        assert await rest_of(serving) == []
-        world.assert_home()
-
-    run(test())
+async def test_without_any_prefill_instance_decode_instances_prefill(world: World) -> None:
+    for name in ("prefill-0", "prefill-1"):
+        world.lose(name)
+    serving = world.serve()
+    first = asyncio.ensure_future(anext(serving))
+    while not world.mailbox.of(wire.Submit):
+        await asyncio.sleep(0)
+    ((conn, submit),) = world.mailbox.of(wire.Submit)
+    assert (conn, submit.leg) == ("to-decode-0", "hybrid")
+    world.outputs(conn, token(submit.request_id, 0, 3, "length"))
+    assert (await first).token_id == 3
+    assert await rest_of(serving) == []
+    world.assert_home()
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
-def test_how_many_deaths_a_request_may_meet(apart: bool) -> None:
+async def test_how_many_deaths_a_request_may_meet(apart: bool) -> None:
     """Two in succession may be its own doing. Two at the same moment make it rather a victim; three are too many."""
     most = 2 if apart else 3
-
-    async def test() -> None:
-        world = World(replay=ReplayLimits(together_s=-1.0 if apart else 60.0))
-        serving, first, _ = await world.begin()
-        for attempt in range(most):
-            *_, conn = await next_attempt(world, attempt)
-            world.lose(conn.removeprefix("to-"))
-        with pytest.raises(InstanceLost, match=rf"was lost .* number {most} of the instances"):
-            await first
-        await serving.aclose()
-        world.assert_home()
-
-    run(test())
+    world = World(replay=ReplayLimits(together_s=-1.0 if apart else 60.0))
+    serving, first, _ = await world.begin()
+    for attempt in range(most):
+        *_, conn = await next_attempt(world, attempt)
+        world.lose(conn.removeprefix("to-"))
+    with pytest.raises(InstanceLost, match=rf"was lost .* number {most} of the instances"):
+        await first
+    await world.leave(serving)
 
 
 @pytest.mark.parametrize("is_same_life", [True, False], ids=["it had paused", "it had died"])
-def test_losses_after_which_the_same_life_is_back_never_count(is_same_life: bool) -> None:
+async def test_losses_after_which_the_same_life_is_back_never_count(is_same_life: bool) -> None:
     """Pauses of any process, the scheduler or workers, do not count however often; deaths always do."""
     limits = ReplayLimits(max_attempts=3, together_s=-1.0)
-
-    async def test() -> None:
-        world = World(replay=limits)
-        serving, first, rid = await world.begin()
-        for attempt in range(12):
-            *_, conn = await next_attempt(world, attempt)
-            name = conn.removeprefix("to-")
-            for each in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
-                if each == name or is_same_life:  # a paused process loses them all
-                    world.lose(each)
-                    world.come_back(each, epoch=0 if is_same_life else attempt + 1)
-            if attempt and not is_same_life:
-                with pytest.raises(InstanceLost, match="number 2 of the instances"):
-                    await first
-                break
-        else:
-            conn = next(iter(await next_attempt(world, 12)))
-            world.outputs(conn, token(rid, 0, 9, "length", attempt=12), ended=LegEnd(rid, 12))
-            assert (await first).token_id == 9
-        await serving.aclose()
-        world.assert_home()
-
-    run(test())
+    world = World(replay=limits)
+    serving, first, rid = await world.begin()
+    for attempt in range(12):
+        *_, conn = await next_attempt(world, attempt)
+        name = conn.removeprefix("to-")
+        for each in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+            if each == name or is_same_life:  # a paused process loses them all
+                world.lose(each)
+                world.come_back(each, epoch=0 if is_same_life else attempt + 1)
+        if attempt and not is_same_life:
+            with pytest.raises(InstanceLost, match="number 2 of the instances"):
+                await first
+            break
+    else:
+        conn = next(iter(await next_attempt(world, 12)))
+        world.outputs(conn, token(rid, 0, 9, "length", attempt=12), ended=LegEnd(rid, 12))
+        assert (await first).token_id == 9
+    await world.leave(serving)
 
 
-def test_a_server_that_stops_ends_what_waits_for_an_instance() -> None:
+async def test_a_server_that_stops_ends_what_waits_for_an_instance() -> None:
     """At once, with a word: its deadline for that may be later than the server's own."""
-
-    async def test() -> None:
-        world = World(replay=ReplayLimits(wait_s=1000.0, together_s=1000.0))
-        begun, first, rid = await world.begin()
-        world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
-        assert (await first).position == 0
-        rest = asyncio.ensure_future(rest_of(begun))
-        for instance in world.instances:
-            world.lose(instance.name)
-        late = asyncio.ensure_future(anext(world.serve()))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not rest.done()
-        assert not late.done()
-        world.router.end_all()
-        with pytest.raises(GenerationError, match="the server is shutting down; decode-0 was lost"):
-            await rest
-        with pytest.raises(Unavailable, match="the server is shutting down"):
-            await late
-        world.assert_home()
-
-    run(test())
+    world = World(replay=ReplayLimits(wait_s=1000.0, together_s=1000.0))
+    begun, first, rid = await world.begin()
+    world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
+    assert (await first).position == 0
+    rest = asyncio.ensure_future(rest_of(begun))
+    for instance in world.instances:
+        world.lose(instance.name)
+    late = asyncio.ensure_future(anext(world.serve()))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not rest.done()
+    assert not late.done()
+    world.router.end_all()
+    with pytest.raises(GenerationError, match="the server is shutting down; decode-0 was lost"):
+        await rest
+    with pytest.raises(Unavailable, match="the server is shutting down"):
+        await late
+    world.assert_home()
 
 
-def test_what_was_begun_is_finished_by_the_same_numerics() -> None:
+async def test_what_was_begun_is_finished_by_the_same_numerics() -> None:
     """Two pairs that compute otherwise: after the first token only one of the two kinds will do."""
-
-    async def test() -> None:
-        world = World(replay=ReplayLimits(wait_s=0.05))
-        for instance in world.instances:
-            dtype = "float32" if instance.name.endswith("0") else "bfloat16"
-            instance.info = info_of(instance.name, instance.role, numerics=Numerics(dtype=dtype))
-        serving, first, rid = await world.begin()
-        world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
-        assert (await first).position == 0
-        rest = asyncio.ensure_future(rest_of(serving))
-        world.lose("decode-0")
-        assert list(await next_attempt(world, 1)) == ["to-prefill-0"]
-        world.lose("prefill-0")
-        with pytest.raises(InstanceLost, match="prefill-0 was lost"):
-            await rest
-        world.assert_home()
-
-    run(test())
+    world = World(replay=ReplayLimits(wait_s=0.05))
+    for instance in world.instances:
+        dtype = "float32" if instance.name.endswith("0") else "bfloat16"
+        instance.info = info_of(instance.name, instance.role, numerics=Numerics(dtype=dtype))
+    serving, first, rid = await world.begin()
+    world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
+    assert (await first).position == 0
+    rest = asyncio.ensure_future(rest_of(serving))
+    world.lose("decode-0")
+    assert list(await next_attempt(world, 1)) == ["to-prefill-0"]
+    world.lose("prefill-0")
+    with pytest.raises(InstanceLost, match="prefill-0 was lost"):
+        await rest
+    world.assert_home()
 
 
-def test_after_two_deaths_it_goes_only_where_somebody_has_been_heard_of() -> None:
+async def test_after_two_deaths_it_goes_only_where_somebody_has_been_heard_of() -> None:
     """All die at once, and the deaths are seen one after the other."""
-
-    async def test() -> None:
-        world = World(replay=ReplayLimits(together_s=60.0))
-        for instance in world.instances:
-            instance.heard_s = asyncio.get_running_loop().time()
-        serving, first, rid = await world.begin()
-        world.lose("prefill-0")
-        await next_attempt(world, 1)
-        world.lose("prefill-1")
-        num_submits = len(world.mailbox.of(wire.Submit))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert len(world.mailbox.of(wire.Submit)) == num_submits, "the decode instances may be dead, too"
-        world.instances[-1].heard_s = asyncio.get_running_loop().time() + 1
-        world.membership.changed.set()
-        assert list(await next_attempt(world, 2)) == ["to-decode-1"]
-        world.outputs("to-decode-1", token(rid, 0, 4, "length", attempt=2), ended=LegEnd(rid, 2))
-        assert (await first).token_id == 4
-        await serving.aclose()
-        world.assert_home()
-
-    run(test())
+    world = World(replay=ReplayLimits(together_s=60.0))
+    for instance in world.instances:
+        instance.heard_s = asyncio.get_running_loop().time()
+    serving, first, rid = await world.begin()
+    world.lose("prefill-0")
+    await next_attempt(world, 1)
+    world.lose("prefill-1")
+    num_submits = len(world.mailbox.of(wire.Submit))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(world.mailbox.of(wire.Submit)) == num_submits, "the decode instances may be dead, too"
+    world.instances[-1].heard_s = asyncio.get_running_loop().time() + 1
+    world.membership.changed.set()
+    assert list(await next_attempt(world, 2)) == ["to-decode-1"]
+    world.outputs("to-decode-1", token(rid, 0, 4, "length", attempt=2), ended=LegEnd(rid, 2))
+    assert (await first).token_id == 4
+    await world.leave(serving)
 
 
-def test_both_instances_of_a_request_die_at_once() -> None:
+async def test_both_instances_of_a_request_die_at_once(world: World) -> None:
     """One attempt, one death; and where the second is only seen after the request has gone there, another."""
-
-    async def test() -> None:
-        world = World()
-        serving, first, rid = await world.begin()
-        world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
-        assert (await first).position == 0
-        rest = asyncio.ensure_future(rest_of(serving))
-        world.lose("decode-0")
-        assert list(await next_attempt(world, 1)) == ["to-decode-1"]
-        world.lose("prefill-0")
-        world.lose("decode-1")
-        ((conn, submit),) = (await next_attempt(world, 2)).items()
-        assert (conn, submit.resumed) == ("to-prefill-1", [Resumed(0, [5])])
-        world.outputs(conn, token(rid, 1, 6, "length", attempt=2))
-        assert await rest == [1]
-        world.assert_home()
-
-    run(test())
+    serving, first, rid = await world.begin()
+    world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
+    assert (await first).position == 0
+    rest = asyncio.ensure_future(rest_of(serving))
+    world.lose("decode-0")
+    assert list(await next_attempt(world, 1)) == ["to-decode-1"]
+    world.lose("prefill-0")
+    world.lose("decode-1")
+    ((conn, submit),) = (await next_attempt(world, 2)).items()
+    assert (conn, submit.resumed) == ("to-prefill-1", [Resumed(0, [5])])
+    world.outputs(conn, token(rid, 1, 6, "length", attempt=2))
+    assert await rest == [1]
+    world.assert_home()
 
 
 @pytest.mark.parametrize("max_attempts", [0, 2])
-def test_how_often_it_is_tried_again(max_attempts: int) -> None:
-    async def test() -> None:
-        world = World(replay=ReplayLimits(max_attempts=max_attempts))
-        serving, first, rid = await world.begin()
-        for attempt in range(max_attempts + 1):
-            conn = next(iter(await next_attempt(world, attempt)))
-            assert not first.done()
-            world.outputs(conn, ended=LegEnd(rid, attempt, "the link is down", is_fault=True))
-        with pytest.raises(GenerationError, match="the link is down"):
-            await first
-        assert world.mailbox.of(wire.Submit)[-1][1].attempt == max_attempts
-        await serving.aclose()
-        world.assert_home()
-
-    run(test())
+async def test_how_often_it_is_tried_again(max_attempts: int) -> None:
+    world = World(replay=ReplayLimits(max_attempts=max_attempts))
+    serving, first, rid = await world.begin()
+    for attempt in range(max_attempts + 1):
+        conn = next(iter(await next_attempt(world, attempt)))
+        assert not first.done()
+        world.outputs(conn, ended=LegEnd(rid, attempt, "the link is down", is_fault=True))
+    with pytest.raises(GenerationError, match="the link is down"):
+        await first
+    assert world.mailbox.of(wire.Submit)[-1][1].attempt == max_attempts
+    await world.leave(serving)
 
 
-def test_it_waits_for_somebody_to_come_back() -> None:
-    async def test() -> None:
-        world = World()
-        for name in ("prefill-1", "decode-1", "prefill-0"):
-            world.instances[[i.name for i in world.instances].index(name)].state = "unreachable"
-        serving = world.serve()
-        first = asyncio.ensure_future(anext(serving))
-        while not world.mailbox.of(wire.Submit):
-            await asyncio.sleep(0)
-        rid = world.mailbox.of(wire.Submit)[0][1].request_id
-        world.lose("decode-0")
+async def test_it_waits_for_somebody_to_come_back(world: World) -> None:
+    for name in ("prefill-1", "decode-1", "prefill-0"):
+        world.instances[[i.name for i in world.instances].index(name)].state = "unreachable"
+    serving = world.serve()
+    first = asyncio.ensure_future(anext(serving))
+    while not world.mailbox.of(wire.Submit):
+        await asyncio.sleep(0)
+    rid = world.mailbox.of(wire.Submit)[0][1].request_id
+    world.lose("decode-0")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not first.done()
+    world.instances[0].state = "ready"
+    world.membership.changed.set()
+    ((conn, submit),) = (await next_attempt(world, 1)).items()
+    assert (conn, submit.leg) == ("to-prefill-0", "hybrid")
+    world.outputs(conn, token(rid, 0, 3, "length", attempt=1))
+    assert (await first).token_id == 3
+    await world.leave(serving)
+
+
+async def test_it_does_not_wait_for_ever() -> None:
+    world = World(replay=ReplayLimits(wait_s=0.01))
+    serving, first, _ = await world.begin()
+    for instance in world.instances[1:]:
+        instance.state = "unreachable"
+    world.lose("prefill-0")
+    with pytest.raises(GenerationError, match="prefill-0 was lost"):
+        await first
+    await world.leave(serving)
+
+
+async def test_a_new_request_waits_a_moment_when_everybody_was_lost_just_now() -> None:
+    """This happens after the scheduler itself stood still. Without a loss, or too long after it, nobody waits."""
+    for together_s, is_served in ((60.0, True), (0.01, False)):
+        world = World(replay=ReplayLimits(together_s=together_s))
+        for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+            world.lose(name)
+        first = asyncio.ensure_future(anext(world.serve()))
         for _ in range(10):
             await asyncio.sleep(0)
         assert not first.done()
-        world.instances[0].state = "ready"
-        world.membership.changed.set()
-        ((conn, submit),) = (await next_attempt(world, 1)).items()
-        assert (conn, submit.leg) == ("to-prefill-0", "hybrid")
-        world.outputs(conn, token(rid, 0, 3, "length", attempt=1))
-        assert (await first).token_id == 3
-        await serving.aclose()
-        world.assert_home()
-
-    run(test())
-
-
-def test_it_does_not_wait_for_ever() -> None:
-    async def test() -> None:
-        world = World(replay=ReplayLimits(wait_s=0.01))
-        serving, first, _ = await world.begin()
-        for instance in world.instances[1:]:
-            instance.state = "unreachable"
-        world.lose("prefill-0")
-        with pytest.raises(GenerationError, match="prefill-0 was lost"):
-            await first
-        await serving.aclose()
-        world.assert_home()
-
-    run(test())
-
-
-def test_a_new_request_waits_a_moment_when_everybody_was_lost_just_now() -> None:
-    """This happens after the scheduler itself stood still. Without a loss, or too long after it, nobody waits."""
-
-    async def test() -> None:
-        for together_s, is_served in ((60.0, True), (0.01, False)):
-            world = World(replay=ReplayLimits(together_s=together_s))
-            for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
-                world.lose(name)
-            first = asyncio.ensure_future(anext(world.serve()))
-            for _ in range(10):
-                await asyncio.sleep(0)
-            assert not first.done()
-            if not is_served:
-                with pytest.raises(Unavailable, match="no prefill and no decode instance is ready"):
-                    await first
-                continue
-            for instance in world.instances:
-                instance.state = "ready"
-            world.membership.changed.set()
-            while not world.mailbox.of(wire.Submit):
-                await asyncio.sleep(0)
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-        world = World()
+        if not is_served:
+            with pytest.raises(Unavailable, match="no prefill and no decode instance is ready"):
+                await first
+            continue
         for instance in world.instances:
-            instance.state = "unreachable"
-        with pytest.raises(Unavailable):
-            await anext(world.serve())
-
-    run(test())
+            instance.state = "ready"
+        world.membership.changed.set()
+        while not world.mailbox.of(wire.Submit):
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+    world = World()
+    for instance in world.instances:
+        instance.state = "unreachable"
+    with pytest.raises(Unavailable):
+        await anext(world.serve())
 
 
 @pytest.mark.parametrize("returning", [("connecting", ""), ("loading", ""), ("unreachable", wire.GIVEN_UP)])
@@ -495,37 +426,33 @@ class Workers:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_faults_change_no_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_random_faults_change_no_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replays, "MAX_DEATHS", 1000)
     monkeypatch.setattr(replays, "MAX_DEATHS_TOGETHER", 1000)
+    world = World(replay=ReplayLimits(max_attempts=1000))
+    workers = Workers(world, seed)
+    rng = workers.rng
+    sampling = Sampling(n=rng.randrange(1, 4), max_tokens=rng.randrange(1, 9))
+    gathers = rng.random() < 0.5
+    got: defaultdict[int, list[int]] = defaultdict(list)
 
-    async def test() -> None:
-        world = World(replay=ReplayLimits(max_attempts=1000))
-        workers = Workers(world, seed)
-        rng = workers.rng
-        sampling = Sampling(n=rng.randrange(1, 4), max_tokens=rng.randrange(1, 9))
-        gathers = rng.random() < 0.5
-        got: defaultdict[int, list[int]] = defaultdict(list)
+    async def read() -> None:
+        async for item in world.serve(sampling, gathers=gathers):
+            for each in item.apart():
+                assert each.position == len(got[each.index])
+                got[each.index].append(each.token_id)
 
-        async def read() -> None:
-            async for item in world.serve(sampling, gathers=gathers):
-                for each in item.apart():
-                    assert each.position == len(got[each.index])
-                    got[each.index].append(each.token_id)
-
-        reading = asyncio.ensure_future(read())
-        num_faults = rng.randrange(6)
-        while not reading.done():
-            await asyncio.sleep(0)
-            if num_faults and rng.random() < 0.2:
-                num_faults -= 1
-                workers.fault()
-            else:
-                workers.step()
-        reading.result()
-        expected = [made_up(0, p) for p in range(sampling.max_tokens)]
-        assert got[0] == expected
-        assert {i: len(ids) for i, ids in got.items()} == dict.fromkeys(range(sampling.n), sampling.max_tokens)
-        world.assert_home()
-
-    run(test())
+    reading = asyncio.ensure_future(read())
+    num_faults = rng.randrange(6)
+    while not reading.done():
+        await asyncio.sleep(0)
+        if num_faults and rng.random() < 0.2:
+            num_faults -= 1
+            workers.fault()
+        else:
+            workers.step()
+    reading.result()
+    expected = [made_up(0, p) for p in range(sampling.max_tokens)]
+    assert got[0] == expected
+    assert {i: len(ids) for i, ids in got.items()} == dict.fromkeys(range(sampling.n), sampling.max_tokens)
+    world.assert_home()

@@ -12,245 +12,192 @@ from pd_cluster import wire
 from pd_cluster.cluster.routing import stream as stream_module
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.errors import DeadlineExceeded, GenerationError, Unavailable
-from pd_cluster.types import LegEnd, Sampling
-from tests.support.router_world import PROMPT, SAMPLING, World, rest_of, run, token
+from pd_cluster.types import LegEnd, Order, Sampling
+from tests.support.router_world import PROMPT, SAMPLING, World, rest_of, token
 
 # ---- Router.serve
 
 
-def test_both_legs_get_the_request_and_each_other() -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, request_id = await world.begin()
-        (p_conn, p), (d_conn, d) = world.mailbox.of(wire.Submit)
-        assert (p_conn, d_conn) == ("to-prefill-0", "to-decode-0")
-        assert (p.leg, d.leg) == ("prefill", "decode")
-        assert (p.peer, d.peer) == (world.instances[2].key, world.instances[0].key)
-        assert p.request_id == d.request_id == request_id
-        assert p.transfer_id == d.transfer_id
-        assert p.order.prompt_token_ids == d.order.prompt_token_ids == PROMPT
-        assert p.order.sampling == d.order.sampling == SAMPLING
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+async def test_both_legs_get_the_request_and_each_other(world: World) -> None:
+    serving, first, request_id = await world.begin(priority=-3, batch="b", cache_salt="mine")
+    (p_conn, p), (d_conn, d) = world.mailbox.of(wire.Submit)
+    assert (p_conn, d_conn) == ("to-prefill-0", "to-decode-0")
+    assert (p.leg, d.leg) == ("prefill", "decode")
+    assert (p.peer, d.peer) == (world.instances[2].key, world.instances[0].key)
+    assert p.request_id == d.request_id == request_id
+    assert p.transfer_id == d.transfer_id
+    assert p.order == d.order == Order(PROMPT, SAMPLING, priority=-3, batch="b", cache_salt="mine")
+    await world.leave(serving, first)
+
+
+async def test_the_next_request_goes_to_the_others(world: World) -> None:
+    begun = [await world.begin() for _ in range(3)]
+    conns = [conn for conn, _ in world.mailbox.of(wire.Submit)]
+    assert conns == [f"to-{name}" for i in (0, 1, 0) for name in (f"prefill-{i}", f"decode-{i}")]
+    assert len({request_id for *_, request_id in begun}) == 3
+    assert len({body.transfer_id for _, body in world.mailbox.of(wire.Submit)}) == 3
+    for serving, first, _ in begun[1:]:
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await serving.aclose()
-        world.assert_home()
-
-    run(test())
+    await world.leave(*begun[0][:2])
 
 
-def test_the_next_request_goes_to_the_others() -> None:
-    async def test() -> None:
-        world = World()
-        begun = [await world.begin() for _ in range(3)]
-        conns = [conn for conn, _ in world.mailbox.of(wire.Submit)]
-        assert conns == [f"to-{name}" for i in (0, 1, 0) for name in (f"prefill-{i}", f"decode-{i}")]
-        assert len({request_id for *_, request_id in begun}) == 3
-        assert len({body.transfer_id for _, body in world.mailbox.of(wire.Submit)}) == 3
-        for serving, first, _ in begun:
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-            await serving.aclose()
-        world.assert_home()
-
-    run(test())
-
-
-def test_a_whole_life() -> None:
+async def test_a_whole_life(world: World) -> None:
     """P gives token one and hands over; D repeats it, out of order with the rest, and finishes."""
-
-    async def test() -> None:
-        world = World()
-        serving, first, rid = await world.begin()
-        world.outputs("to-prefill-0", token(rid, 0, 50))
-        assert (await first).token_id == 50
-        world.outputs("to-prefill-0", ended=LegEnd(rid, 0))
-        assert world.instances[0].num_outstanding == 0
-        assert world.instances[2].num_outstanding == 1
-        world.outputs("to-decode-0", token(rid, 2), token(rid, 0, 50), token(rid, 1))
-        world.outputs("to-decode-0", token(rid, 3, finish="length"))
-        assert await rest_of(serving) == [1, 2, 3]
-        assert world.aborted() == []
-        world.assert_home()
-
-    run(test())
+    serving, first, rid = await world.begin()
+    world.outputs("to-prefill-0", token(rid, 0, 50))
+    assert (await first).token_id == 50
+    world.outputs("to-prefill-0", ended=LegEnd(rid, 0))
+    assert world.instances[0].num_outstanding == 0
+    assert world.instances[2].num_outstanding == 1
+    world.outputs("to-decode-0", token(rid, 2), token(rid, 0, 50), token(rid, 1))
+    world.outputs("to-decode-0", token(rid, 3, finish="length"))
+    assert await rest_of(serving) == [1, 2, 3]
+    assert world.aborted() == []
+    world.assert_home()
 
 
-def test_decode_may_be_faster_than_prefill() -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, rid = await world.begin()
-        world.outputs("to-decode-0", token(rid, 0, 50), token(rid, 1))
-        world.outputs("to-prefill-0", token(rid, 0, 50), ended=LegEnd(rid, 0))
-        world.outputs("to-decode-0", token(rid, 2, finish="stop"))
-        assert (await first).position == 0
-        assert await rest_of(serving) == [1, 2]
-        world.assert_home()
-
-    run(test())
+async def test_decode_may_be_faster_than_prefill(world: World) -> None:
+    serving, first, rid = await world.begin()
+    world.outputs("to-decode-0", token(rid, 0, 50), token(rid, 1))
+    world.outputs("to-prefill-0", token(rid, 0, 50), ended=LegEnd(rid, 0))
+    world.outputs("to-decode-0", token(rid, 2, finish="stop"))
+    assert (await first).position == 0
+    assert await rest_of(serving) == [1, 2]
+    world.assert_home()
 
 
-def test_a_finish_on_token_one_aborts_decode() -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, rid = await world.begin()
-        world.outputs("to-prefill-0", token(rid, 0, finish="stop"))
-        assert (await first).finish_reason == "stop"
-        assert await rest_of(serving) == []
-        assert world.aborted() == ["to-decode-0"]
-        world.assert_home()
-
-    run(test())
+async def test_a_finish_on_token_one_aborts_decode(world: World) -> None:
+    serving, first, rid = await world.begin()
+    world.outputs("to-prefill-0", token(rid, 0, finish="stop"))
+    assert (await first).finish_reason == "stop"
+    assert await rest_of(serving) == []
+    assert world.aborted() == ["to-decode-0"]
+    world.assert_home()
 
 
 @pytest.mark.parametrize("conn", ["to-prefill-0", "to-decode-0"])
-def test_an_error_of_a_leg_ends_the_request_and_names_the_instance(conn: str) -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, rid = await world.begin()
-        world.outputs("to-prefill-0", token(rid, 0))
-        world.outputs(conn, ended=LegEnd(rid, 0, "out of luck"))
-        assert (await first).position == 0
-        with pytest.raises(GenerationError, match=f"^{conn[3:]}: out of luck$"):
-            await anext(serving)
-        other = {"to-prefill-0": "to-decode-0", "to-decode-0": "to-prefill-0"}[conn]
-        assert world.aborted() == [other]
-        world.assert_home()
-
-    run(test())
+async def test_an_error_of_a_leg_ends_the_request_and_names_the_instance(world: World, conn: str) -> None:
+    serving, first, rid = await world.begin()
+    world.outputs("to-prefill-0", token(rid, 0))
+    world.outputs(conn, ended=LegEnd(rid, 0, "out of luck"))
+    assert (await first).position == 0
+    with pytest.raises(GenerationError, match=f"^{conn[3:]}: out of luck$"):
+        await anext(serving)
+    other = {"to-prefill-0": "to-decode-0", "to-decode-0": "to-prefill-0"}[conn]
+    assert world.aborted() == [other]
+    world.assert_home()
 
 
-def test_prefill_may_be_lost_after_it_handed_over() -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, rid = await world.begin()
-        world.outputs("to-prefill-0", token(rid, 0), ended=LegEnd(rid, 0))
-        world.router.on_lost(world.instances[0], "gone")
-        world.outputs("to-decode-0", token(rid, 0), token(rid, 1, finish="length"))
-        assert (await first).position == 0
-        assert await rest_of(serving) == [1]
-        world.assert_home()
-
-    run(test())
+async def test_prefill_may_be_lost_after_it_handed_over(world: World) -> None:
+    serving, first, rid = await world.begin()
+    world.outputs("to-prefill-0", token(rid, 0), ended=LegEnd(rid, 0))
+    world.router.on_lost(world.instances[0], "gone")
+    world.outputs("to-decode-0", token(rid, 0), token(rid, 1, finish="length"))
+    assert (await first).position == 0
+    assert await rest_of(serving) == [1]
+    world.assert_home()
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
-def test_closing_aborts_both_legs(num_tokens: int) -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, rid = await world.begin()
-        if num_tokens:
-            world.outputs("to-prefill-0", token(rid, 0))
-            await first
-        else:
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-        await serving.aclose()
-        assert world.aborted() == ["to-decode-0", "to-prefill-0"]
-        assert {body.request_id for _, body in world.mailbox.of(wire.Abort)} == {rid}
-        world.assert_home()
-        world.outputs("to-decode-0", token(rid, 1), ended=LegEnd(rid, 0, "late"))
-        world.router.on_lost(world.instances[2], "late")
-        world.assert_home()
-
-    run(test())
-
-
-def test_the_deadline() -> None:
-    async def test() -> None:
-        world = World(request_timeout_s=0.5)
-        serving, first, rid = await world.begin()
-        (left_s,) = {body.deadline_s for _, body in world.mailbox.of(wire.Submit)}
-        assert 0 < left_s <= 0.5
+async def test_closing_aborts_both_legs(world: World, num_tokens: int) -> None:
+    serving, first, rid = await world.begin()
+    if num_tokens:
         world.outputs("to-prefill-0", token(rid, 0))
-        assert (await first).position == 0
-        with pytest.raises(DeadlineExceeded, match=r"longer than 0\.5 s"):
-            await anext(serving)
-        assert world.aborted() == ["to-decode-0", "to-prefill-0"]
-        world.assert_home()
+        await first
+    else:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+    await serving.aclose()
+    assert world.aborted() == ["to-decode-0", "to-prefill-0"]
+    assert {body.request_id for _, body in world.mailbox.of(wire.Abort)} == {rid}
+    world.assert_home()
+    world.outputs("to-decode-0", token(rid, 1), ended=LegEnd(rid, 0, "late"))
+    world.router.on_lost(world.instances[2], "late")
+    world.assert_home()
 
-    run(test())
+
+async def test_the_deadline() -> None:
+    world = World(request_timeout_s=0.5)
+    serving, first, rid = await world.begin()
+    (left_s,) = {body.deadline_s for _, body in world.mailbox.of(wire.Submit)}
+    assert 0 < left_s <= 0.5
+    world.outputs("to-prefill-0", token(rid, 0))
+    assert (await first).position == 0
+    with pytest.raises(DeadlineExceeded, match=r"longer than 0\.5 s"):
+        await anext(serving)
+    assert world.aborted() == ["to-decode-0", "to-prefill-0"]
+    world.assert_home()
 
 
-def test_a_reader_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its legs end when too much is unread; that can still be read, followed by the reason for the end."""
     monkeypatch.setattr(stream_module, "MAX_UNREAD_TOKENS", 3)
     monkeypatch.setattr(stream_module, "MAX_UNREAD_STEPS", 3)
-
-    async def test() -> None:
-        world = World()
-        _, other_first, other = await world.begin()
-        serving, first, rid = await world.begin(Sampling(max_tokens=99))
-        world.outputs("to-prefill-1", token(rid, 0), ended=LegEnd(rid, 0))
-        assert (await first).position == 0
-        for position in range(1, 4):
-            world.outputs("to-decode-1", token(rid, position))
-        assert world.aborted() == []
-        world.outputs("to-decode-1", token(rid, 4))
-        world.outputs("to-decode-1", token(rid, 5), token(rid, 6))
-        assert world.aborted() == ["to-decode-1"]
-        assert [(await anext(serving)).position for _ in range(4)] == [1, 2, 3, 4]
-        with pytest.raises(GenerationError, match="leaves more than 3 tokens unread"):
-            await anext(serving)
-        world.outputs("to-prefill-0", token(other, 0, finish="length"))
-        assert (await other_first).position == 0
-
-    run(test())
+    world = World()
+    _, other_first, other = await world.begin()
+    serving, first, rid = await world.begin(Sampling(max_tokens=99))
+    world.outputs("to-prefill-1", token(rid, 0), ended=LegEnd(rid, 0))
+    assert (await first).position == 0
+    for position in range(1, 4):
+        world.outputs("to-decode-1", token(rid, position))
+    assert world.aborted() == []
+    world.outputs("to-decode-1", token(rid, 4))
+    world.outputs("to-decode-1", token(rid, 5), token(rid, 6))
+    assert world.aborted() == ["to-decode-1"]
+    assert [(await anext(serving)).position for _ in range(4)] == [1, 2, 3, 4]
+    with pytest.raises(GenerationError, match="leaves more than 3 tokens unread"):
+        await anext(serving)
+    world.outputs("to-prefill-0", token(other, 0, finish="length"))
+    assert (await other_first).position == 0
 
 
-def test_an_answer_that_comes_at_once_is_not_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_comes_at_once_is_not_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a beam search, and the last tokens of any."""
     monkeypatch.setattr(stream_module, "MAX_UNREAD_TOKENS", 3)
     monkeypatch.setattr(stream_module, "MAX_UNREAD_STEPS", 3)
-
-    async def test() -> None:
-        world = World()
-        for sampling in (Sampling(max_tokens=9, beam_width=2), Sampling(max_tokens=4)):
-            serving, first, rid = await world.begin(sampling)
-            conn = world.mailbox.of(wire.Submit)[-2][0]
-            last = sampling.max_tokens - 1
-            world.outputs(conn, *(token(rid, p, finish="length" if p == last else None) for p in range(last + 1)))
-            assert (await first).position == 0
-            assert await rest_of(serving) == list(range(1, last + 1))
-        world.assert_home()
-
-    run(test())
+    world = World()
+    for sampling in (Sampling(max_tokens=9, beam_width=2), Sampling(max_tokens=4)):
+        serving, first, rid = await world.begin(sampling)
+        conn = world.mailbox.of(wire.Submit)[-2][0]
+        last = sampling.max_tokens - 1
+        world.outputs(conn, *(token(rid, p, finish="length" if p == last else None) for p in range(last + 1)))
+        assert (await first).position == 0
+        assert await rest_of(serving) == list(range(1, last + 1))
+    world.assert_home()
 
 
-def test_mail_of_others_changes_nothing() -> None:
+async def test_mail_of_others_changes_nothing(world: World) -> None:
     """Another attempt's tokens, a stranger's, an unknown request's: not delivered, no leg ends."""
-
-    async def test() -> None:
-        world = World()
-        serving, first, rid = await world.begin()
-        before = [(i.num_outstanding, i.outstanding_tokens) for i in world.instances]
-        world.outputs("to-decode-0", token(rid, 0, attempt=1, finish="stop"), ended=LegEnd(rid, 1, "x"))
-        world.outputs("to-decode-1", token(rid, 0, finish="stop"), ended=LegEnd(rid, 0, "x"))
-        world.outputs("to-decode-0", token("nobody", 0), ended=LegEnd("nobody", 0, "x"))
-        await asyncio.sleep(0)
-        assert not first.done()
-        assert [(i.num_outstanding, i.outstanding_tokens) for i in world.instances] == before
-        world.outputs("to-prefill-0", token(rid, 0, 9, finish="length"))
-        assert (await first).token_id == 9
-        await serving.aclose()
-        world.assert_home()
-
-    run(test())
+    serving, first, rid = await world.begin()
+    before = [(i.num_outstanding, i.outstanding_tokens) for i in world.instances]
+    world.outputs("to-decode-0", token(rid, 0, attempt=1, finish="stop"), ended=LegEnd(rid, 1, "x"))
+    world.outputs("to-decode-1", token(rid, 0, finish="stop"), ended=LegEnd(rid, 0, "x"))
+    world.outputs("to-decode-0", token("nobody", 0), ended=LegEnd("nobody", 0, "x"))
+    await asyncio.sleep(0)
+    assert not first.done()
+    assert [(i.num_outstanding, i.outstanding_tokens) for i in world.instances] == before
+    world.outputs("to-prefill-0", token(rid, 0, 9, finish="length"))
+    assert (await first).token_id == 9
+    await world.leave(serving)
 
 
-def test_nobody_there_is_unavailable_and_counts_nothing() -> None:
-    async def test() -> None:
-        world = World()
-        for instance in world.instances:
-            instance.state = "failed"
-        with pytest.raises(Unavailable, match="no prefill and no decode instance is ready"):
-            await anext(world.serve())
-        assert world.mailbox.sent == []
-        world.assert_home()
-
-    run(test())
+async def test_nobody_there_is_unavailable_and_counts_nothing(world: World) -> None:
+    for instance in world.instances:
+        instance.state = "failed"
+    with pytest.raises(Unavailable, match="no prefill and no decode instance is ready"):
+        await anext(world.serve())
+    assert world.mailbox.sent == []
+    world.assert_home()
 
 
-def test_random_lives_come_home() -> None:
+async def test_random_lives_come_home() -> None:
     """Many requests at once, each with a random end; counts return to zero and every sequence is a gapless prefix."""
 
     async def one(world: World, rng: random.Random) -> None:
@@ -293,10 +240,6 @@ def test_random_lives_come_home() -> None:
         await serving.aclose()
         assert seen == [list(range(len(positions))) for positions in seen]
 
-    async def test() -> None:
-        world = World()
-        rng = random.Random(3)
-        await asyncio.gather(*(one(world, random.Random(rng.random())) for _ in range(200)))
-        world.assert_home()
-
-    run(test())
+    world, rng = World(), random.Random(3)
+    await asyncio.gather(*(one(world, random.Random(rng.random())) for _ in range(200)))
+    world.assert_home()

@@ -12,7 +12,7 @@ from pd_cluster import wire
 from pd_cluster.cluster.routing import stream as stream_module
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.types import LegEnd, PromptOutput, Sampling, TokenOutput
-from tests.support.router_world import PROMPT, World, rest_of, run, token
+from tests.support.router_world import PROMPT, World, rest_of, token
 
 # ---- several sequences
 
@@ -30,210 +30,156 @@ async def read_all(serving: AsyncGenerator[TokenOutput, None], first: asyncio.Ta
     return seen
 
 
-def test_three_sequences_one_of_which_ends_on_p() -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, rid = await world.begin(THREE)
-        assert world.instances[0].outstanding_tokens == len(PROMPT)
-        assert world.instances[2].outstanding_tokens == len(PROMPT) + 3 * 4
-        world.outputs("to-prefill-0", token(rid, 0), token(rid, 0, finish="stop", index=1), token(rid, 0, index=2))
-        world.outputs("to-prefill-0", ended=LegEnd(rid, 0))
-        assert [i.num_outstanding for i in world.instances] == [0, 0, 1, 0]
-        world.outputs("to-decode-0", *(token(rid, p, index=i) for p in (0, 1) for i in (0, 2)))
-        world.outputs("to-decode-0", token(rid, 2, index=2), token(rid, 2, finish="length"))
-        assert world.instances[2].num_outstanding == 1
-        world.outputs("to-decode-0", token(rid, 3, finish="length", index=2))
-        assert await read_all(serving, first) == [[0, 1, 2], [0], [0, 1, 2, 3]]
-        assert world.mailbox.of(wire.Abort) == []
-        world.assert_home()
-
-    run(test())
+@pytest.fixture
+def world() -> World:
+    return World()
 
 
-def test_all_sequences_end_on_p_and_d_is_aborted() -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, rid = await world.begin(THREE)
-        world.outputs("to-prefill-0", *(token(rid, 0, finish="length", index=i) for i in range(3)))
-        assert await read_all(serving, first) == [[0], [0], [0]]
-        assert world.aborted() == ["to-decode-0"]
-        world.assert_home()
+async def test_three_sequences_one_of_which_ends_on_p(world: World) -> None:
+    serving, first, rid = await world.begin(THREE)
+    assert world.instances[0].outstanding_tokens == len(PROMPT)
+    assert world.instances[2].outstanding_tokens == len(PROMPT) + 3 * 4
+    world.outputs("to-prefill-0", token(rid, 0), token(rid, 0, finish="stop", index=1), token(rid, 0, index=2))
+    world.outputs("to-prefill-0", ended=LegEnd(rid, 0))
+    assert [i.num_outstanding for i in world.instances] == [0, 0, 1, 0]
+    world.outputs("to-decode-0", *(token(rid, p, index=i) for p in (0, 1) for i in (0, 2)))
+    world.outputs("to-decode-0", token(rid, 2, index=2), token(rid, 2, finish="length"))
+    assert world.instances[2].num_outstanding == 1
+    world.outputs("to-decode-0", token(rid, 3, finish="length", index=2))
+    assert await read_all(serving, first) == [[0, 1, 2], [0], [0, 1, 2, 3]]
+    assert world.mailbox.of(wire.Abort) == []
+    world.assert_home()
 
-    run(test())
+
+async def test_all_sequences_end_on_p_and_d_is_aborted(world: World) -> None:
+    serving, first, rid = await world.begin(THREE)
+    world.outputs("to-prefill-0", *(token(rid, 0, finish="length", index=i) for i in range(3)))
+    assert await read_all(serving, first) == [[0], [0], [0]]
+    assert world.aborted() == ["to-decode-0"]
+    world.assert_home()
 
 
-def test_one_sequence_is_stopped() -> None:
+async def test_one_sequence_is_stopped(world: World) -> None:
     """It stops in both legs; its further tokens are dropped, the others continue to their ends."""
-
-    async def test() -> None:
-        world = World()
-        streams: list[RequestStream] = []
-        serving, first, rid = await world.begin(THREE, routed=streams.append)
-        world.outputs("to-prefill-0", *(token(rid, 0, index=i) for i in range(3)))
-        assert (await first).index == 0
-        streams[0].stop(1)
-        streams[0].stop(1)
-        assert world.aborted(1) == ["to-decode-0", "to-prefill-0"]
-        world.outputs("to-prefill-0", ended=LegEnd(rid, 0))
-        world.outputs("to-decode-0", *(token(rid, p, index=i) for p in (0, 1) for i in range(3)))
-        world.outputs("to-decode-0", *(token(rid, 2, finish="length", index=i) for i in (0, 2)))
-        seen = [(item.index, item.position) async for item in serving]
-        assert seen == [(2, 0), (0, 1), (2, 1), (0, 2), (2, 2)]
-        assert world.aborted() == []
-        world.assert_home()
-
-    run(test())
+    streams: list[RequestStream] = []
+    serving, first, rid = await world.begin(THREE, routed=streams.append)
+    world.outputs("to-prefill-0", *(token(rid, 0, index=i) for i in range(3)))
+    assert (await first).index == 0
+    streams[0].stop(1)
+    streams[0].stop(1)
+    assert world.aborted(1) == ["to-decode-0", "to-prefill-0"]
+    world.outputs("to-prefill-0", ended=LegEnd(rid, 0))
+    world.outputs("to-decode-0", *(token(rid, p, index=i) for p in (0, 1) for i in range(3)))
+    world.outputs("to-decode-0", *(token(rid, 2, finish="length", index=i) for i in (0, 2)))
+    seen = [(item.index, item.position) async for item in serving]
+    assert seen == [(2, 0), (0, 1), (2, 1), (0, 2), (2, 2)]
+    assert world.aborted() == []
+    world.assert_home()
 
 
-def test_stopping_all_ends_the_request() -> None:
-    async def test() -> None:
-        world = World()
-        streams: list[RequestStream] = []
-        serving, first, rid = await world.begin(THREE, routed=streams.append)
-        world.outputs("to-prefill-0", *(token(rid, 0, index=i) for i in range(3)))
-        await first
-        rest = asyncio.ensure_future(anext(serving, None))  # it may even be waiting
-        await rest
-        for index in range(3):
-            streams[0].stop(index)
-        assert await anext(serving, None) is None
-        assert world.aborted() == ["to-decode-0", "to-prefill-0"]
-        assert world.aborted(2) == []
-        world.assert_home()
-
-    run(test())
+async def test_stopping_all_ends_the_request(world: World) -> None:
+    streams: list[RequestStream] = []
+    serving, first, rid = await world.begin(THREE, routed=streams.append)
+    world.outputs("to-prefill-0", *(token(rid, 0, index=i) for i in range(3)))
+    await first
+    rest = asyncio.ensure_future(anext(serving, None))  # it may even be waiting
+    await rest
+    for index in range(3):
+        streams[0].stop(index)
+    assert await anext(serving, None) is None
+    assert world.aborted() == ["to-decode-0", "to-prefill-0"]
+    assert world.aborted(2) == []
+    world.assert_home()
 
 
-def test_workers_are_told_which_batch_an_answer_is_of() -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, request_id = await world.begin(batch="b")
-        assert [submit.order.batch for _, submit in world.mailbox.of(wire.Submit)] == ["b", "b"]
-        world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
-        world.outputs(world.router.streams[request_id].decode.conn, token(request_id, 0, finish="length"))
-        await first
-        await rest_of(serving)
-        world.assert_home()
-
-    run(test())
-
-
-def test_who_gathers_is_woken_for_the_last_token_or_for_many() -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, request_id = await world.begin(gathers=True)
-        conn = world.router.streams[request_id].decode.conn
-        world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
-        for position in range(stream_module.NUM_GATHERED):
-            await asyncio.sleep(0)
-            assert not first.done()
-            world.outputs(conn, token(request_id, position))
-        assert (await first).position == 0
-        assert [(await anext(serving)).position for _ in range(1, stream_module.NUM_GATHERED)][-1] == 63
-        rest = asyncio.ensure_future(anext(serving))
-        await asyncio.sleep(0)
-        world.outputs(conn, token(request_id, 64))
-        await asyncio.sleep(0)
-        assert not rest.done()
-        world.outputs(conn, token(request_id, 65, finish="length"))
-        assert [(await rest).position, (await anext(serving)).position] == [64, 65]
-        await rest_of(serving)
-        world.assert_home()
-
-    run(test())
-
-
-def test_who_gathers_is_woken_for_many_tokens_that_come_together() -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, request_id = await world.begin(Sampling(max_tokens=9), gathers=True)
-        conn = world.router.streams[request_id].decode.conn
-        world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
-        world.outputs(conn, token(request_id, 0))
+async def test_who_gathers_is_woken_for_the_last_token_or_for_many(world: World) -> None:
+    serving, first, request_id = await world.begin(gathers=True)
+    conn = world.router.streams[request_id].decode.conn
+    world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
+    for position in range(stream_module.NUM_GATHERED):
         await asyncio.sleep(0)
         assert not first.done()
-        world.outputs(conn, TokenOutput(request_id, 0, 0, 4, 7, earlier=(4, 5, 6)))
-        assert [(await first).position, (await anext(serving)).earlier] == [0, (4, 5, 6)]
-        world.outputs(conn, TokenOutput(request_id, 0, 0, 8, 7, "length", earlier=(4, 5, 6)))
-        assert (await anext(serving)).finish_reason == "length"
-        await rest_of(serving)
-        assert world.router.stats.snapshot().counters["generation_tokens"] == 9
-        world.assert_home()
+        world.outputs(conn, token(request_id, position))
+    assert (await first).position == 0
+    assert [(await anext(serving)).position for _ in range(1, stream_module.NUM_GATHERED)][-1] == 63
+    rest = asyncio.ensure_future(anext(serving))
+    await asyncio.sleep(0)
+    world.outputs(conn, token(request_id, 64))
+    await asyncio.sleep(0)
+    assert not rest.done()
+    world.outputs(conn, token(request_id, 65, finish="length"))
+    assert [(await rest).position, (await anext(serving)).position] == [64, 65]
+    await rest_of(serving)
+    world.assert_home()
 
-    run(test())
+
+async def test_who_gathers_is_woken_for_many_tokens_that_come_together(world: World) -> None:
+    serving, first, request_id = await world.begin(Sampling(max_tokens=9), gathers=True)
+    conn = world.router.streams[request_id].decode.conn
+    world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
+    world.outputs(conn, token(request_id, 0))
+    await asyncio.sleep(0)
+    assert not first.done()
+    world.outputs(conn, TokenOutput(request_id, 0, 0, 4, 7, earlier=(4, 5, 6)))
+    assert [(await first).position, (await anext(serving)).earlier] == [0, (4, 5, 6)]
+    world.outputs(conn, TokenOutput(request_id, 0, 0, 8, 7, "length", earlier=(4, 5, 6)))
+    assert (await anext(serving)).finish_reason == "length"
+    await rest_of(serving)
+    assert world.router.stats.snapshot().counters["generation_tokens"] == 9
+    world.assert_home()
 
 
-def test_who_gathers_had_the_first_token_when_it_came() -> None:
+async def test_who_gathers_had_the_first_token_when_it_came(world: World) -> None:
     """However long the reader sleeps after it."""
+    serving, first, request_id = await world.begin(Sampling(max_tokens=3), gathers=True)
+    stream = world.router.streams[request_id]
+    world.outputs("to-prefill-0", token(request_id, 0), prompt=PromptOutput(request_id, 0, 0))
+    came_s = stream.first_s
+    world.outputs(stream.decode.conn, TokenOutput(request_id, 0, 0, 2, 7, "length", earlier=(6,)))
+    await first
+    timeline = world.router.timelines.find(request_id)
+    assert timeline is not None
+    assert (came_s, "first token") in timeline.own
+    await rest_of(serving)
+    world.assert_home()
 
-    async def test() -> None:
-        world = World()
-        serving, first, request_id = await world.begin(Sampling(max_tokens=3), gathers=True)
-        stream = world.router.streams[request_id]
-        world.outputs("to-prefill-0", token(request_id, 0), prompt=PromptOutput(request_id, 0, 0))
-        came_s = stream.first_s
-        world.outputs(stream.decode.conn, TokenOutput(request_id, 0, 0, 2, 7, "length", earlier=(6,)))
+
+async def test_a_reader_that_waits_is_woken_by_the_last_stop(world: World) -> None:
+    streams: list[RequestStream] = []
+    serving, first, _ = await world.begin(routed=streams.append)
+    await asyncio.sleep(0)
+    streams[0].stop(0)
+    with pytest.raises(StopAsyncIteration):
         await first
-        timeline = world.router.timelines.find(request_id)
-        assert timeline is not None
-        assert (came_s, "first token") in timeline.own
-        await rest_of(serving)
-        world.assert_home()
-
-    run(test())
-
-
-def test_a_reader_that_waits_is_woken_by_the_last_stop() -> None:
-    async def test() -> None:
-        world = World()
-        streams: list[RequestStream] = []
-        serving, first, _ = await world.begin(routed=streams.append)
-        await asyncio.sleep(0)
-        streams[0].stop(0)
-        with pytest.raises(StopAsyncIteration):
-            await first
-        assert await anext(serving, None) is None
-        assert world.aborted() == ["to-decode-0", "to-prefill-0"]
-        world.assert_home()
-
-    run(test())
+    assert await anext(serving, None) is None
+    assert world.aborted() == ["to-decode-0", "to-prefill-0"]
+    world.assert_home()
 
 
 # ---- the prompt's own outputs
 
 
-def test_the_prompt_is_told_once_and_before_any_token() -> None:
+async def test_the_prompt_is_told_once_and_before_any_token(world: World) -> None:
     """D may be faster; its tokens wait for what P has to say."""
-
-    async def test() -> None:
-        world = World()
-        told: list[PromptOutput] = []
-        serving, first, rid = await world.begin(prompted=told.append, cache_salt="mine")
-        assert [body.order.cache_salt for _, body in world.mailbox.of(wire.Submit)] == ["mine", "mine"]
-        world.outputs("to-decode-0", token(rid, 0), token(rid, 1))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not first.done()
-        world.outputs("to-prefill-0", prompt=PromptOutput(rid, 1, 99))
-        assert told == []
-        world.outputs("to-prefill-0", token(rid, 0), ended=LegEnd(rid, 0), prompt=PromptOutput(rid, 0, 16))
-        world.outputs("to-decode-0", token(rid, 2, finish="length"), prompt=PromptOutput(rid, 0, 99))
-        assert (await first).position == 0
-        assert await rest_of(serving) == [1, 2]
-        assert told == [PromptOutput(rid, 0, 16)]
-        world.assert_home()
-
-    run(test())
+    told: list[PromptOutput] = []
+    serving, first, rid = await world.begin(prompted=told.append)
+    world.outputs("to-decode-0", token(rid, 0), token(rid, 1))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not first.done()
+    world.outputs("to-prefill-0", prompt=PromptOutput(rid, 1, 99))
+    assert told == []
+    world.outputs("to-prefill-0", token(rid, 0), ended=LegEnd(rid, 0), prompt=PromptOutput(rid, 0, 16))
+    world.outputs("to-decode-0", token(rid, 2, finish="length"), prompt=PromptOutput(rid, 0, 99))
+    assert (await first).position == 0
+    assert await rest_of(serving) == [1, 2]
+    assert told == [PromptOutput(rid, 0, 16)]
+    world.assert_home()
 
 
-def test_without_p_nobody_waits_for_it() -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, rid = await world.begin()
-        world.outputs("to-decode-0", token(rid, 0))
-        world.outputs("to-prefill-0", ended=LegEnd(rid, 0))
-        assert (await first).position == 0
-        await serving.aclose()
-        world.assert_home()
-
-    run(test())
+async def test_without_p_nobody_waits_for_it(world: World) -> None:
+    serving, first, rid = await world.begin()
+    world.outputs("to-decode-0", token(rid, 0))
+    world.outputs("to-prefill-0", ended=LegEnd(rid, 0))
+    assert (await first).position == 0
+    await world.leave(serving)

@@ -31,6 +31,7 @@ from pd_cluster.kv.layout import keys_and_values
 from pd_cluster.kv.prefix import PrefixScope, chain_hashes, keys_of, read_keys
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import TIERS, LinkState, Order, Request, Role, Sampling
+from tests.support.mail import RecordedMail
 from tests.support.router_world import info_of
 
 BLOCK = 16
@@ -99,7 +100,7 @@ def test_news_of_a_pool_add_up_to_what_the_pool_knows() -> None:
     """A pool is used at random; two schedulers, one joining late, end equal to a third that gets everything at once."""
     for seed in range(30):
         rng = random.Random(seed)
-        pool, post = BlockPool(40), _Post()
+        pool, post = BlockPool(40), RecordedMail()
         news, known = CacheNews(post, pool), {name: KnownBlocks() for name in ("early", "late", "last")}
         news.opened("early")
         held: list[list[int]] = []
@@ -117,28 +118,11 @@ def test_news_of_a_pool_add_up_to_what_the_pool_knows() -> None:
                 news.tick(pool.changes())
         news.tick(pool.changes())
         news.opened("last")
-        for client, body in post.sent:
+        for client, body in post.of(wire.CacheKeys):
             known[client].hear(body)
-        assert len(known["last"]) > 10
-        assert known["early"]._keys == known["late"]._keys == known["last"]._keys, seed
-
-
-class _Post:
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, wire.CacheKeys]] = []
-
-    def send(self, conn: str, body: wire.Body) -> None:
-        assert isinstance(body, wire.CacheKeys)
-        self.sent.append((conn, body))
-
-    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
-        raise AssertionError
-
-    def disconnect(self, conn: str) -> None:
-        raise AssertionError
-
-    def beat(self) -> None:
-        raise AssertionError
+        keys = read_keys(b"".join(body.added for client, body in post.of(wire.CacheKeys) if client == "last"))
+        assert {len(each) for each in known.values()} == {len(keys)} != {0}, seed
+        assert all(each.leading(keys)["device"] == len(keys) > 10 for each in known.values()), seed
 
 
 def test_a_prefix_counts_less_the_slower_the_tier_that_has_it() -> None:

@@ -22,9 +22,9 @@ class Both:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        block_size = rng.choice([1, 2, 4, 5])
+        block_size = rng.choice([1, 2, 4, 7])
         num_blocks = -(-LONGEST // block_size) + rng.randrange(0, 14)
-        max_seqs, budget = rng.randrange(3, 9), rng.randrange(1, 25)
+        max_seqs, budget = rng.randrange(1, 9), rng.randrange(1, 25)
         caches, num_swap_blocks = rng.random() < 0.8, rng.choice([0, 5, 30])
         window = rng.choice([None, 1, 3, 8, 17])
         self.real = StepScheduler(

@@ -27,41 +27,35 @@ from tests.support.elastic_world import ElasticWorld
 from tests.support.router_world import World, run, token
 
 
-def test_other_work_at_an_instance_is_what_it_reports(tmp_path: Path) -> None:
-    async def go() -> None:
-        world = ElasticWorld()
-        world.membership.own_key = "scheduler-0@1"
-        load = wire.Load(outstanding={"scheduler-0@1": 100, "scheduler-1@2": 30, "scheduler-2@3": 12})
-        world.membership.on_heartbeat("to-decode-0", load)
-        assert world["decode-0"].others_tokens == 42
-
-    asyncio.run(go())
+async def test_other_work_at_an_instance_is_what_it_reports(tmp_path: Path) -> None:
+    world = ElasticWorld()
+    world.membership.own_key = "scheduler-0@1"
+    load = wire.Load(outstanding={"scheduler-0@1": 100, "scheduler-1@2": 30, "scheduler-2@3": 12})
+    world.membership.on_heartbeat("to-decode-0", load)
+    assert world["decode-0"].others_tokens == 42
 
 
 def test_work_that_others_must_see_is_reported_at_once() -> None:
     assert wire.Load(outstanding={"a@1": 1}).shown_now != wire.Load(outstanding={"a@1": 0}).shown_now
 
 
-def test_a_full_instance_is_no_fault_and_no_attempt() -> None:
-    async def go() -> None:
-        world = World()
-        world.router.attempts.limits = world.router.attempts.limits.__class__(max_attempts=0)
-        serving, first, rid = await world.begin()
-        world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "full", True, is_full=True))
+async def test_a_full_instance_is_no_fault_and_no_attempt() -> None:
+    world = World()
+    world.router.attempts.limits = world.router.attempts.limits.__class__(max_attempts=0)
+    serving, first, rid = await world.begin()
+    world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "full", True, is_full=True))
+    await asyncio.sleep(0)
+    assert len(world.mailbox.of(wire.Submit)) == 2, "it waits for news of the instances"
+    while len(world.mailbox.of(wire.Submit)) < 4:
+        world.membership.changed.set()
         await asyncio.sleep(0)
-        assert len(world.mailbox.of(wire.Submit)) == 2, "it waits for news of the instances"
-        while len(world.mailbox.of(wire.Submit)) < 4:
-            world.membership.changed.set()
-            await asyncio.sleep(0)
-        assert len(world.mailbox.of(wire.Submit)) == 4
-        submits = [body for _, body in world.mailbox.of(wire.Submit)]
-        assert {body.attempt for body in submits[2:]} == {1}
-        prefill = world.mailbox.of(wire.Submit)[2][0]
-        world.outputs(prefill, token(rid, 0, attempt=1))
-        assert (await first).position == 0
-        await serving.aclose()
-
-    asyncio.run(go())
+    assert len(world.mailbox.of(wire.Submit)) == 4
+    submits = [body for _, body in world.mailbox.of(wire.Submit)]
+    assert {body.attempt for body in submits[2:]} == {1}
+    prefill = world.mailbox.of(wire.Submit)[2][0]
+    world.outputs(prefill, token(rid, 0, attempt=1))
+    assert (await first).position == 0
+    await serving.aclose()
 
 
 class Bounced:
@@ -95,81 +89,68 @@ class Bounced:
         await self.until(lambda: self.num_submits >= num or (ended is not None and ended.done()))
 
 
-def test_a_full_instance_is_left_alone_for_longer_each_time() -> None:
-    async def go() -> None:
-        bounced = Bounced()
-        bounced.goes_on.set()
-        serving, first, rid = await bounced.world.begin()
-        for attempt in range(8):
-            bounced.bounce(rid, attempt)
-            await bounced.until_submits(2 * attempt + 4)
-        assert bounced.pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0]
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await serving.aclose()
-        bounced.world.assert_home()
-
-    run(go())
+async def test_a_full_instance_is_left_alone_for_longer_each_time() -> None:
+    bounced = Bounced()
+    bounced.goes_on.set()
+    serving, first, rid = await bounced.world.begin()
+    for attempt in range(8):
+        bounced.bounce(rid, attempt)
+        await bounced.until_submits(2 * attempt + 4)
+    assert bounced.pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0]
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await serving.aclose()
+    bounced.world.assert_home()
 
 
-def test_instances_that_stay_full_are_no_internal_error() -> None:
+async def test_instances_that_stay_full_are_no_internal_error() -> None:
     """The wait is counted from the first time, however often it is tried."""
-
-    async def go() -> None:
-        bounced = Bounced(wait_s=0.1)
-        bounced.goes_on.set()
-        _, first, rid = await bounced.world.begin()
-        attempt = 0
-        while not first.done():
-            bounced.bounce(rid, attempt)
-            attempt += 1
-            await bounced.until_submits(2 * attempt + 2, first)
-        with pytest.raises(Overloaded, match="full") as caught:
-            await first
-        assert caught.value.retry_after_s == 1
-        assert status_of(caught.value) == 429
-        bounced.world.assert_home()
-
-    run(go())
+    bounced = Bounced(wait_s=0.1)
+    bounced.goes_on.set()
+    _, first, rid = await bounced.world.begin()
+    attempt = 0
+    while not first.done():
+        bounced.bounce(rid, attempt)
+        attempt += 1
+        await bounced.until_submits(2 * attempt + 2, first)
+    with pytest.raises(Overloaded, match="full") as caught:
+        await first
+    assert caught.value.retry_after_s == 1
+    assert status_of(caught.value) == 429
+    bounced.world.assert_home()
 
 
-def test_a_request_that_waits_for_room_ends_with_the_process() -> None:
-    async def go() -> None:
-        bounced = Bounced()
-        bounced.goes_on.set()
-        _, first, rid = await bounced.world.begin()
-        for each in bounced.world.instances:
-            each.load, each.num_outstanding = wire.Load(prefill_tokens_per_s=1.0, num_waiting=99), 99
-        bounced.bounce(rid)
-        await bounced.until(lambda: bool(bounced.pauses))
-        bounced.world.router.end_all()
-        with pytest.raises(GenerationError, match="shut"):
-            await first
-
-    run(go())
+async def test_a_request_that_waits_for_room_ends_with_the_process() -> None:
+    bounced = Bounced()
+    bounced.goes_on.set()
+    _, first, rid = await bounced.world.begin()
+    for each in bounced.world.instances:
+        each.load, each.num_outstanding = wire.Load(prefill_tokens_per_s=1.0, num_waiting=99), 99
+    bounced.bounce(rid)
+    await bounced.until(lambda: bool(bounced.pauses))
+    bounced.world.router.end_all()
+    with pytest.raises(GenerationError, match="shut"):
+        await first
 
 
-def test_a_pause_while_a_request_waits_for_room_keeps_it() -> None:
-    async def go() -> None:
-        bounced = Bounced()
-        serving, first, rid = await bounced.world.begin()
-        bounced.bounce(rid)
-        await bounced.until(lambda: bool(bounced.pauses))
-        await bounced.world.router.steer("paused", keeps=True)
-        bounced.goes_on.set()
-        for _ in range(20):
-            bounced.world.membership.changed.set()
-            await asyncio.sleep(0)
-        assert bounced.num_submits == 2, "it has gone on while the cluster is paused"
-        await bounced.world.router.steer("open")
-        await bounced.until(lambda: bounced.num_submits == 4)
-        assert sum(each.num_outstanding for each in bounced.world.instances) == 2
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await serving.aclose()
-        bounced.world.assert_home()
-
-    run(go())
+async def test_a_pause_while_a_request_waits_for_room_keeps_it() -> None:
+    bounced = Bounced()
+    serving, first, rid = await bounced.world.begin()
+    bounced.bounce(rid)
+    await bounced.until(lambda: bool(bounced.pauses))
+    await bounced.world.router.steer("paused", keeps=True)
+    bounced.goes_on.set()
+    for _ in range(20):
+        bounced.world.membership.changed.set()
+        await asyncio.sleep(0)
+    assert bounced.num_submits == 2, "it has gone on while the cluster is paused"
+    await bounced.world.router.steer("open")
+    await bounced.until(lambda: bounced.num_submits == 4)
+    assert sum(each.num_outstanding for each in bounced.world.instances) == 2
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await serving.aclose()
+    bounced.world.assert_home()
 
 
 def test_others_see_each_leg_however_small() -> None:

@@ -26,7 +26,7 @@ from pd_cluster.reports import AllStats, ApiReport, Busy, OthersBusy, Stats, ToA
 from pd_cluster.settings.config import ApiProcessConfig
 from pd_cluster.types import LegEnd, Sampling, TokenOutput
 from pd_cluster.wire import TraceEvent
-from tests.support.router_world import PROMPT, World, rest_of, run, token
+from tests.support.router_world import PROMPT, World, rest_of, token
 
 # ---- a histogram
 
@@ -77,94 +77,82 @@ class Counted(World):
         self.outputs(conn, *tokens)
 
 
-def test_a_request_from_arrival_to_last_token() -> None:
-    async def test() -> None:
-        world = Counted()
-        serving, first, name = await world.begin(Sampling(max_tokens=9), received_s=99.0)
-        timeline = world.router.timelines.find(name)
-        assert timeline is not None
-        clock = WorkerClock("to-prefill-0", offset_s=50.0)
-        timeline.add(clock, TraceEvent(f"{name}-0", 49.25, "admitted"))
-        world.say(101.0, token(name, 0), conn="to-prefill-0")
-        await first
-        world.say(101.5, token(name, 0), token(name, 1))  # the first again, from decode
-        world.say(103.0, token(name, 3))  # waits for the one before it
-        world.say(104.0, token(name, 2), token(name, 4, finish="stop"))
-        assert await rest_of(serving) == [1, 2, 3, 4]
-        assert world.counters() == {"prompt_tokens": len(PROMPT), "generation_tokens": 5, "finished_stop": 1}
-        assert world.seen("first_token_s") == (1, 2.0)
-        assert world.seen("inter_token_s") == (4, 3.0)
-        assert world.seen("whole_s") == (1, 5.0)
-        assert world.seen("queue_s") == (1, 0.25)
-        assert world.seen("prefill_s") == (1, 1.75)
-        assert world.seen("decode_s") == (1, 3.0)
-        assert world.seen("inference_s") == (1, 4.75)
-        assert world.seen("num_prompt_tokens") == (1, len(PROMPT))
-        assert world.seen("num_output_tokens") == world.seen("most_output_tokens") == (1, 5)
-        assert world.seen("max_tokens") == (1, 9)
-        assert world.seen("num_sequences") == (1, 1)
-
-    run(test())
+async def test_a_request_from_arrival_to_last_token() -> None:
+    world = Counted()
+    serving, first, name = await world.begin(Sampling(max_tokens=9), received_s=99.0)
+    timeline = world.router.timelines.find(name)
+    assert timeline is not None
+    clock = WorkerClock("to-prefill-0", offset_s=50.0)
+    timeline.add(clock, TraceEvent(f"{name}-0", 49.25, "admitted"))
+    world.say(101.0, token(name, 0), conn="to-prefill-0")
+    await first
+    world.say(101.5, token(name, 0), token(name, 1))  # the first again, from decode
+    world.say(103.0, token(name, 3))  # waits for the one before it
+    world.say(104.0, token(name, 2), token(name, 4, finish="stop"))
+    assert await rest_of(serving) == [1, 2, 3, 4]
+    assert world.counters() == {"prompt_tokens": len(PROMPT), "generation_tokens": 5, "finished_stop": 1}
+    assert world.seen("first_token_s") == (1, 2.0)
+    assert world.seen("inter_token_s") == (4, 3.0)
+    assert world.seen("whole_s") == (1, 5.0)
+    assert world.seen("queue_s") == (1, 0.25)
+    assert world.seen("prefill_s") == (1, 1.75)
+    assert world.seen("decode_s") == (1, 3.0)
+    assert world.seen("inference_s") == (1, 4.75)
+    assert world.seen("num_prompt_tokens") == (1, len(PROMPT))
+    assert world.seen("num_output_tokens") == world.seen("most_output_tokens") == (1, 5)
+    assert world.seen("max_tokens") == (1, 9)
+    assert world.seen("num_sequences") == (1, 1)
 
 
-def test_tokens_that_come_together_count_each_and_share_the_time() -> None:
-    async def test() -> None:
-        world = Counted()
-        serving, first, name = await world.begin(Sampling(max_tokens=6), gathers=True)
-        world.say(101.0, token(name, 0), conn="to-prefill-0")
-        world.say(103.0, token(name, 0), TokenOutput(name, 0, 0, 4, 7, earlier=(7, 7, 7)))
-        world.say(103.5, token(name, 5, finish="length"))
-        await first
-        await rest_of(serving)
-        assert world.counters()["generation_tokens"] == 6
-        assert world.seen("inter_token_s") == (5, 2.5)
-        counts = world.told.histograms["inter_token_s"].counts
-        assert counts[BOUNDS["inter_token_s"].index(0.5)] == 5
-        assert world.seen("num_output_tokens") == (1, 6)
-        assert world.seen("decode_s") == (1, 2.5)
-
-    run(test())
+async def test_tokens_that_come_together_count_each_and_share_the_time() -> None:
+    world = Counted()
+    serving, first, name = await world.begin(Sampling(max_tokens=6), gathers=True)
+    world.say(101.0, token(name, 0), conn="to-prefill-0")
+    world.say(103.0, token(name, 0), TokenOutput(name, 0, 0, 4, 7, earlier=(7, 7, 7)))
+    world.say(103.5, token(name, 5, finish="length"))
+    await first
+    await rest_of(serving)
+    assert world.counters()["generation_tokens"] == 6
+    assert world.seen("inter_token_s") == (5, 2.5)
+    counts = world.told.histograms["inter_token_s"].counts
+    assert counts[BOUNDS["inter_token_s"].index(0.5)] == 5
+    assert world.seen("num_output_tokens") == (1, 6)
+    assert world.seen("decode_s") == (1, 2.5)
 
 
-def test_what_no_worker_has_told_is_left_out() -> None:
-    async def test() -> None:
-        world = Counted()
-        serving, first, name = await world.begin()
-        world.say(101.0, token(name, 0, finish="length"), conn="to-prefill-0")
-        await first
-        await rest_of(serving)
-        assert world.seen("whole_s")[0] == 1
-        assert [world.seen(each)[0] for each in ("queue_s", "prefill_s", "inference_s", "handover_s")] == [0] * 4
-
-    run(test())
+async def test_what_no_worker_has_told_is_left_out() -> None:
+    world = Counted()
+    serving, first, name = await world.begin()
+    world.say(101.0, token(name, 0, finish="length"), conn="to-prefill-0")
+    await first
+    await rest_of(serving)
+    assert world.seen("whole_s")[0] == 1
+    assert [world.seen(each)[0] for each in ("queue_s", "prefill_s", "inference_s", "handover_s")] == [0] * 4
 
 
-def test_each_sequence_counts_by_its_own_reason_and_the_request_once() -> None:
-    async def test() -> None:
-        world = Counted()
-        streams: list[Any] = []
-        serving, first, name = await world.begin(Sampling(n=3, max_tokens=4), routed=streams.append)
-        world.say(101.0, *(token(name, 0, index=index) for index in range(3)), conn="to-prefill-0")
-        await first
-        world.say(102.0, token(name, 1, index=0, finish="length"), token(name, 1, index=1), token(name, 1, index=2))
-        for _ in range(3):
-            await anext(serving)  # two first tokens, and the end of sequence 0
-        streams[0].stop(1)  # its second token was not read, and is not counted
-        world.say(103.0, token(name, 2, index=2, finish="stop"))
-        await rest_of(serving)
-        assert world.counters() == {
-            "prompt_tokens": len(PROMPT),
-            "generation_tokens": 2 + 1 + 3,
-            "finished_length": 1,
-            "finished_stop": 2,
-        }
-        assert world.seen("inter_token_s") == (4, 4.0)
-        assert world.seen("num_output_tokens") == (3, 6)
-        assert world.seen("most_output_tokens") == (1, 3)
-        assert world.seen("num_sequences") == (1, 3)
-        assert world.seen("first_token_s")[0] == world.seen("whole_s")[0] == 1
-
-    run(test())
+async def test_each_sequence_counts_by_its_own_reason_and_the_request_once() -> None:
+    world = Counted()
+    streams: list[Any] = []
+    serving, first, name = await world.begin(Sampling(n=3, max_tokens=4), routed=streams.append)
+    world.say(101.0, *(token(name, 0, index=index) for index in range(3)), conn="to-prefill-0")
+    await first
+    world.say(102.0, token(name, 1, index=0, finish="length"), token(name, 1, index=1), token(name, 1, index=2))
+    for _ in range(3):
+        await anext(serving)  # two first tokens, and the end of sequence 0
+    streams[0].stop(1)  # its second token was not read, and is not counted
+    world.say(103.0, token(name, 2, index=2, finish="stop"))
+    await rest_of(serving)
+    assert world.counters() == {
+        "prompt_tokens": len(PROMPT),
+        "generation_tokens": 2 + 1 + 3,
+        "finished_length": 1,
+        "finished_stop": 2,
+    }
+    assert world.seen("inter_token_s") == (4, 4.0)
+    assert world.seen("num_output_tokens") == (3, 6)
+    assert world.seen("most_output_tokens") == (1, 3)
+    assert world.seen("num_sequences") == (1, 3)
+    assert world.seen("first_token_s")[0] == world.seen("whole_s")[0] == 1
 
 
 async def leave(world: Counted, serving: AsyncGenerator[TokenOutput, None], name: str) -> None:
@@ -186,85 +174,72 @@ async def fails(world: Counted, serving: AsyncGenerator[TokenOutput, None], name
 
 
 @pytest.mark.parametrize(("how", "reason"), [(leave, "abort"), (is_cancelled, "abort"), (fails, "error")])
-def test_a_request_that_came_to_no_end_counts_as_that_and_took_no_time(how: Any, reason: str) -> None:
+async def test_a_request_that_came_to_no_end_counts_as_that_and_took_no_time(how: Any, reason: str) -> None:
     """One of its two sequences had ended before."""
-
-    async def test() -> None:
-        world = Counted()
-        serving, first, name = await world.begin(Sampling(n=2, max_tokens=4))
-        world.say(101.0, token(name, 0, finish="length"), token(name, 0, index=1), conn="to-prefill-0")
-        await first
-        await anext(serving)
-        await how(world, serving, name)
-        assert world.counters() == {
-            "prompt_tokens": len(PROMPT),
-            "generation_tokens": 2,
-            "finished_length": 1,
-            f"finished_{reason}": 1,
-        }
-        assert [world.seen(name)[0] for name in BOUNDS if name != "first_token_s"] == [0] * (len(BOUNDS) - 1)
-        world.assert_home()
-
-    run(test())
+    world = Counted()
+    serving, first, name = await world.begin(Sampling(n=2, max_tokens=4))
+    world.say(101.0, token(name, 0, finish="length"), token(name, 0, index=1), conn="to-prefill-0")
+    await first
+    await anext(serving)
+    await how(world, serving, name)
+    assert world.counters() == {
+        "prompt_tokens": len(PROMPT),
+        "generation_tokens": 2,
+        "finished_length": 1,
+        f"finished_{reason}": 1,
+    }
+    assert [world.seen(name)[0] for name in BOUNDS if name != "first_token_s"] == [0] * (len(BOUNDS) - 1)
+    world.assert_home()
 
 
-def test_the_answer_of_a_beam_search_has_no_time_between_its_tokens() -> None:
-    async def test() -> None:
-        world = Counted()
-        serving, first, name = await world.begin(Sampling(n=1, beam_width=2, max_tokens=2, temperature=0.0))
-        world.say(101.0, token(name, 0), token(name, 1, finish="length"))
-        world.outputs("to-prefill-0", ended=LegEnd(name, 0))
-        await first
-        await rest_of(serving)
-        assert world.counters()["generation_tokens"] == 2
-        assert world.seen("inter_token_s") == (0, 0.0)
-
-    run(test())
+async def test_the_answer_of_a_beam_search_has_no_time_between_its_tokens() -> None:
+    world = Counted()
+    serving, first, name = await world.begin(Sampling(n=1, beam_width=2, max_tokens=2, temperature=0.0))
+    world.say(101.0, token(name, 0), token(name, 1, finish="length"))
+    world.outputs("to-prefill-0", ended=LegEnd(name, 0))
+    await first
+    await rest_of(serving)
+    assert world.counters()["generation_tokens"] == 2
+    assert world.seen("inter_token_s") == (0, 0.0)
 
 
 @pytest.mark.parametrize("cause", ["death", "fault", "moved"])
-def test_replays_count_by_their_cause(cause: str) -> None:
-    async def test() -> None:
-        world = Counted()
-        serving, first, name = await world.begin(Sampling(max_tokens=2))
-        world.say(101.0, token(name, 0), conn="to-prefill-0")
-        await first
-        second = asyncio.ensure_future(anext(serving))
+async def test_replays_count_by_their_cause(cause: str) -> None:
+    world = Counted()
+    serving, first, name = await world.begin(Sampling(max_tokens=2))
+    world.say(101.0, token(name, 0), conn="to-prefill-0")
+    await first
+    second = asyncio.ensure_future(anext(serving))
+    await asyncio.sleep(0)
+    if cause == "death":
+        world.lose("decode-0")
+    elif cause == "fault":
+        world.outputs("to-decode-0", ended=LegEnd(name, 0, "no KV cache", is_fault=True))
+    else:
+        world.router.move_on(world.instances[2], "its drain is over")
+    while len(world.mailbox.of(wire.Submit)) < 3:
         await asyncio.sleep(0)
-        if cause == "death":
-            world.lose("decode-0")
-        elif cause == "fault":
-            world.outputs("to-decode-0", ended=LegEnd(name, 0, "no KV cache", is_fault=True))
-        else:
-            world.router.move_on(world.instances[2], "its drain is over")
-        while len(world.mailbox.of(wire.Submit)) < 3:
-            await asyncio.sleep(0)
-        conn = world.mailbox.of(wire.Submit)[-1][0]
-        world.say(102.0, token(name, 1, finish="length", attempt=1), conn=conn)
-        await second
-        await rest_of(serving)
-        assert {n: c for n, c in world.counters().items() if n.startswith("replays")} == {f"replays_{cause}": 1}
-        assert world.counters()["generation_tokens"] == 2
-        assert world.counters()["prompt_tokens"] == len(PROMPT)
-
-    run(test())
+    conn = world.mailbox.of(wire.Submit)[-1][0]
+    world.say(102.0, token(name, 1, finish="length", attempt=1), conn=conn)
+    await second
+    await rest_of(serving)
+    assert {n: c for n, c in world.counters().items() if n.startswith("replays")} == {f"replays_{cause}": 1}
+    assert world.counters()["generation_tokens"] == 2
+    assert world.counters()["prompt_tokens"] == len(PROMPT)
 
 
-def test_what_is_refused_counts_and_nothing_else_of_it() -> None:
-    async def test() -> None:
-        world = Counted(goals=Goals(ttft_s=0.001))
-        for each in world.instances[:2]:
-            each.outstanding_tokens = 10_000
-        with pytest.raises(Overloaded):
-            await anext(world.serve())
-        assert world.counters() == {"refused_slo": 1}
-        for each in world.instances:
-            each.state = "unreachable"
-        with pytest.raises(Unavailable):
-            await anext(world.serve())
-        assert world.counters() == {"refused_slo": 1, "refused_unavailable": 1}
-
-    run(test())
+async def test_what_is_refused_counts_and_nothing_else_of_it() -> None:
+    world = Counted(goals=Goals(ttft_s=0.001))
+    for each in world.instances[:2]:
+        each.outstanding_tokens = 10_000
+    with pytest.raises(Overloaded):
+        await anext(world.serve())
+    assert world.counters() == {"refused_slo": 1}
+    for each in world.instances:
+        each.state = "unreachable"
+    with pytest.raises(Unavailable):
+        await anext(world.serve())
+    assert world.counters() == {"refused_slo": 1, "refused_unavailable": 1}
 
 
 # ---- what the workers tell of it
@@ -408,7 +383,7 @@ def test_of_what_they_do_now_each_is_told_the_others() -> None:
     assert [len(hearer.totals) for hearer in hearers] == [2, 2, 1]  # only news
 
 
-def test_a_process_tells_what_it_has_counted_only_when_that_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_tells_what_it_has_counted_only_when_that_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror_module, "TICK_S", 0.0)
     monkeypatch.setattr(mirror_module, "SILENT_TICKS", 2)
     stats, told = RequestStats(), list[ApiReport]()
@@ -418,40 +393,33 @@ def test_a_process_tells_what_it_has_counted_only_when_that_has_changed(monkeypa
         if len(told) == 3:
             stats.refused("slo")
 
-    async def test() -> None:
-        mirror = Mirror(cast(Any, None))
-        running = asyncio.ensure_future(mirror.run(tell, lambda: ApiReport({}, stats=stats.snapshot())))
-        while len(told) < 6:
-            await asyncio.sleep(0)
-        running.cancel()
-
-    run(test())
+    mirror = Mirror(cast(Any, None))
+    running = asyncio.ensure_future(mirror.run(tell, lambda: ApiReport({}, stats=stats.snapshot())))
+    while len(told) < 6:
+        await asyncio.sleep(0)
+    running.cancel()
     refused = [each.stats.counters["refused_slo"] if each.stats is not None else None for each in told]
     assert refused == [0, None, None, 1, None, None]
 
 
-def test_a_change_of_the_work_is_reported_before_the_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_change_of_the_work_is_reported_before_the_tick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the counts, which are larger; the others' work replaces that of the last totals."""
     monkeypatch.setattr(mirror_module, "TICK_S", 3600.0)
     monkeypatch.setattr(mirror_module, "LOOK_S", 0.0)
     told: list[ApiReport] = []
     work = [Busy(1, 1, 0)]
-
-    async def test() -> None:
-        mirror = Mirror(cast(Any, None))
-        running = asyncio.ensure_future(mirror.run(told.append, lambda: ApiReport({}), lambda: work[0]))
-        while len(told) < 1:
-            await asyncio.sleep(0)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert len(told) == 1, "nothing has changed"
-        work[0] = Busy(3, 2, 1)
-        while len(told) < 2:
-            await asyncio.sleep(0)
-        running.cancel()
-        mirror.hear(AllStats(Stats(), Busy(), 2))
-        mirror.hear(OthersBusy(Busy(5, 4, 3)))
-        assert mirror.totals == AllStats(Stats(), Busy(5, 4, 3), 2)
-
-    run(test())
+    mirror = Mirror(cast(Any, None))
+    running = asyncio.ensure_future(mirror.run(told.append, lambda: ApiReport({}), lambda: work[0]))
+    while len(told) < 1:
+        await asyncio.sleep(0)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(told) == 1, "nothing has changed"
+    work[0] = Busy(3, 2, 1)
+    while len(told) < 2:
+        await asyncio.sleep(0)
+    running.cancel()
+    mirror.hear(AllStats(Stats(), Busy(), 2))
+    mirror.hear(OthersBusy(Busy(5, 4, 3)))
+    assert mirror.totals == AllStats(Stats(), Busy(5, 4, 3), 2)
     assert [(each.busy, each.stats) for each in told] == [(Busy(1, 1, 0), None), (Busy(3, 2, 1), None)]

@@ -9,7 +9,7 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.cluster.routing.entrance import ANYBODY
 from pd_cluster.errors import DeadlineExceeded, RequestAborted, Unavailable
-from tests.support.router_world import World, run, token
+from tests.support.router_world import World, token
 
 
 def submits(world: World) -> list[wire.Submit]:
@@ -26,142 +26,120 @@ def first_token(world: World, request_id: str) -> None:
         world.outputs(prefill.conn, token(request_id, 0))
 
 
-def test_it_goes_on_after_its_tokens() -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, request_id = await world.begin()
-        first_token(world, request_id)
-        assert (await first).position == 0
-        following = asyncio.ensure_future(anext(serving))
-        await world.router.steer("paused", keeps=True)
-        await world.router.until_idle()
-        assert world.router.num_waiting == 1
-        world.assert_home()
-        await turns()
-        assert len(submits(world)) == 2
-        await world.router.steer("open")
-        while len(submits(world)) < 3:
-            await asyncio.sleep(0)
-        again = submits(world)[-1]
-        assert (again.leg, again.attempt, [each.output_token_ids for each in again.resumed]) == ("hybrid", 1, [[7]])
-        for instance in world.instances:
-            world.outputs(instance.conn, token(request_id, 1, finish="length", attempt=1))
-        assert (await following).position == 1
-        await serving.aclose()
-        world.assert_home()
-        assert world.router.num_waiting == 0
-
-    run(test())
+async def test_it_goes_on_after_its_tokens() -> None:
+    world = World()
+    serving, first, request_id = await world.begin()
+    first_token(world, request_id)
+    assert (await first).position == 0
+    following = asyncio.ensure_future(anext(serving))
+    await world.router.steer("paused", keeps=True)
+    await world.router.until_idle()
+    assert world.router.num_waiting == 1
+    world.assert_home()
+    await turns()
+    assert len(submits(world)) == 2
+    await world.router.steer("open")
+    while len(submits(world)) < 3:
+        await asyncio.sleep(0)
+    again = submits(world)[-1]
+    assert (again.leg, again.attempt, [each.output_token_ids for each in again.resumed]) == ("hybrid", 1, [[7]])
+    for instance in world.instances:
+        world.outputs(instance.conn, token(request_id, 1, finish="length", attempt=1))
+    assert (await following).position == 1
+    await world.leave(serving)
+    assert world.router.num_waiting == 0
 
 
-def test_a_reader_that_comes_late_goes_on_at_once() -> None:
+async def test_a_reader_that_comes_late_goes_on_at_once() -> None:
     """Its setback is read when the gate is open again."""
-
-    async def test() -> None:
-        world = World()
-        serving, first, request_id = await world.begin()
-        first_token(world, request_id)
-        await first
-        await world.router.steer("asleep", keeps=True)
-        await world.router.steer("open")
-        following = asyncio.ensure_future(anext(serving))
-        while len(submits(world)) < 3:
-            await asyncio.sleep(0)
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        await serving.aclose()
-        world.assert_home()
-
-    run(test())
+    world = World()
+    serving, first, request_id = await world.begin()
+    first_token(world, request_id)
+    await first
+    await world.router.steer("asleep", keeps=True)
+    await world.router.steer("open")
+    following = asyncio.ensure_future(anext(serving))
+    while len(submits(world)) < 3:
+        await asyncio.sleep(0)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await world.leave(serving)
 
 
-def test_one_that_looks_for_an_instance_is_kept_too() -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, request_id = await world.begin()
-        first_token(world, request_id)
-        await first
-        following = asyncio.ensure_future(anext(serving))
-        for instance in world.instances:
-            world.lose(instance.name)
-        await turns()
-        await world.router.steer("paused", keeps=True)
-        for instance in world.instances:
-            world.come_back(instance.name)
-        world.membership.changed.set()
-        await turns()
-        assert len(submits(world)) == 2
-        await world.router.steer("open")
-        while len(submits(world)) < 3:
-            await asyncio.sleep(0)
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        await serving.aclose()
-
-    run(test())
+async def test_one_that_looks_for_an_instance_is_kept_too() -> None:
+    world = World()
+    serving, first, request_id = await world.begin()
+    first_token(world, request_id)
+    await first
+    following = asyncio.ensure_future(anext(serving))
+    for instance in world.instances:
+        world.lose(instance.name)
+    await turns()
+    await world.router.steer("paused", keeps=True)
+    for instance in world.instances:
+        world.come_back(instance.name)
+    world.membership.changed.set()
+    await turns()
+    assert len(submits(world)) == 2
+    await world.router.steer("open")
+    while len(submits(world)) < 3:
+        await asyncio.sleep(0)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await serving.aclose()
 
 
 @pytest.mark.parametrize("way", ["command", "client", "deadline"])
-def test_it_can_end_meanwhile(way: str) -> None:
-    async def test() -> None:
-        world = World(request_timeout_s=0.05 if way == "deadline" else 0.0)
-        serving, first, _ = await world.begin(client_id="cmpl-a")
-        await world.router.steer("paused", keeps=True)
-        await turns()
-        if way == "command":
-            await world.router.steer("paused", ["cmpl-a"])
-        elif way == "client":
-            first.cancel()
-        errors = {"command": RequestAborted, "client": asyncio.CancelledError, "deadline": DeadlineExceeded}
-        with pytest.raises(errors[way]):
-            await first
-        await serving.aclose()
-        assert world.router.num_waiting == 0
-        await world.router.steer("open")
-        await turns()
-        assert len(submits(world)) == 2
-        world.assert_home()
-
-    run(test())
-
-
-def test_one_that_has_ended_and_is_not_read_yet_is_not_kept() -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, request_id = await world.begin()
-        first_token(world, request_id)
+async def test_it_can_end_meanwhile(way: str) -> None:
+    world = World(request_timeout_s=0.05 if way == "deadline" else 0.0)
+    serving, first, _ = await world.begin(client_id="cmpl-a")
+    await world.router.steer("paused", keeps=True)
+    await turns()
+    if way == "command":
+        await world.router.steer("paused", ["cmpl-a"])
+    elif way == "client":
+        first.cancel()
+    errors = {"command": RequestAborted, "client": asyncio.CancelledError, "deadline": DeadlineExceeded}
+    with pytest.raises(errors[way]):
         await first
-        for instance in world.instances:
-            world.outputs(instance.conn, token(request_id, 1, finish="stop"))
-        await world.router.steer("paused", keeps=True)
-        assert world.router.num_waiting == 0
-        assert [each.finish_reason async for each in serving] == ["stop"]
-        await world.router.until_idle()
+    await serving.aclose()
+    assert world.router.num_waiting == 0
+    await world.router.steer("open")
+    await turns()
+    assert len(submits(world)) == 2
+    world.assert_home()
 
-    run(test())
+
+async def test_one_that_has_ended_and_is_not_read_yet_is_not_kept() -> None:
+    world = World()
+    serving, first, request_id = await world.begin()
+    first_token(world, request_id)
+    await first
+    for instance in world.instances:
+        world.outputs(instance.conn, token(request_id, 1, finish="stop"))
+    await world.router.steer("paused", keeps=True)
+    assert world.router.num_waiting == 0
+    assert [each.finish_reason async for each in serving] == ["stop"]
+    await world.router.until_idle()
 
 
 @pytest.mark.parametrize("max_queue_s", [None, 5.0])
-def test_while_it_sleeps_requests_are_refused(max_queue_s: float | None) -> None:
+async def test_while_it_sleeps_requests_are_refused(max_queue_s: float | None) -> None:
     """Those that wait since before, and those that come; by the headers alone, too."""
-
-    async def test() -> None:
-        world = World(max_queue_s=max_queue_s)
-        await world.router.steer("paused")
-        waiting = asyncio.ensure_future(anext(world.serve()))
-        await turns()
-        await world.router.steer("asleep")
-        for refused in (waiting, anext(world.serve())):
-            with pytest.raises(Unavailable, match="the cluster is asleep") as caught:
-                await refused
-            assert caught.value.retry_after_s > 1
-        with pytest.raises(Unavailable, match="the cluster is asleep"):
-            world.router.entrance.arrives(ANYBODY, 10)
-        assert world.mailbox.sent == []
-        await world.router.steer("open")
-        serving, first, _ = await world.begin()
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await serving.aclose()
-
-    run(test())
+    world = World(max_queue_s=max_queue_s)
+    await world.router.steer("paused")
+    waiting = asyncio.ensure_future(anext(world.serve()))
+    await turns()
+    await world.router.steer("asleep")
+    for refused in (waiting, anext(world.serve())):
+        with pytest.raises(Unavailable, match="the cluster is asleep") as caught:
+            await refused
+        assert caught.value.retry_after_s > 1
+    with pytest.raises(Unavailable, match="the cluster is asleep"):
+        world.router.entrance.arrives(ANYBODY, 10)
+    assert world.mailbox.sent == []
+    await world.router.steer("open")
+    serving, first, _ = await world.begin()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await serving.aclose()

@@ -47,8 +47,12 @@ def event(name: str, at_s: float, what: str = "chunk", **numbers: int) -> TraceE
     return TraceEvent(f"{name}-0", at_s, what, numbers)
 
 
-def test_a_whole_life() -> None:
-    world = World()
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_whole_life(world: World) -> None:
     world.route("r", "cmpl-1", received_s=99.5)
     world.now_s = 101.0
     world.tell("to-p", event("r", 10.0, "submitted"), now_s=10.75)  # its clock is 90.25 s behind
@@ -76,8 +80,7 @@ def test_a_whole_life() -> None:
     }
 
 
-def test_an_error_is_told() -> None:
-    world = World()
+def test_an_error_is_told(world: World) -> None:
     world.route("r")
     assert world.find("r").status == "running"
     world.timelines.ended("r", "decode-0 was lost")
@@ -111,9 +114,8 @@ def test_the_fastest_message_tells_the_clock(seed: int) -> None:
         assert at_ms == pytest.approx((at_s - 100.0) * 1e3, abs=0.01)
 
 
-def test_a_new_connection_has_a_clock_of_its_own() -> None:
+def test_a_new_connection_has_a_clock_of_its_own(world: World) -> None:
     """The worker started again: events of its predecessor keep their place."""
-    world = World()
     world.route("a")
     world.tell("to-p", event("a", 1.0), now_s=1.0)
     world.timelines.gone("to-p")
@@ -124,8 +126,7 @@ def test_a_new_connection_has_a_clock_of_its_own() -> None:
     assert world.events("b")[-1] == (0.0, "prefill-0", "chunk")
 
 
-def test_one_process_and_instant_keep_the_order_of_telling() -> None:
-    world = World()
+def test_one_process_and_instant_keep_the_order_of_telling(world: World) -> None:
     world.route("r")
     names = ["submitted", "admitted", "offered"]
     world.tell("to-p", *(event("r", 1.0, what) for what in names), now_s=1.0)
@@ -135,9 +136,8 @@ def test_one_process_and_instant_keep_the_order_of_telling() -> None:
 # ---- strangers
 
 
-def test_events_of_strangers_are_dropped() -> None:
+def test_events_of_strangers_are_dropped(world: World) -> None:
     """Strangers are unknown transfers, and instances that do not serve the request."""
-    world = World()
     world.route("r")
     world.timelines.add("to-p", [event("r", 1.0)])  # never heard from
     world.tell("to-p", event("nobody", 1.0), now_s=1.0)
@@ -148,8 +148,7 @@ def test_events_of_strangers_are_dropped() -> None:
         tell("nobody")
 
 
-def test_how_often_a_request_went_on_elsewhere() -> None:
-    world = World()
+def test_how_often_a_request_went_on_elsewhere(world: World) -> None:
     world.route("r")
     world.route("other")
     for attempt in (1, 2):
@@ -177,8 +176,7 @@ def test_the_oldest_request_makes_room() -> None:
     world.timelines.ended("r1")
 
 
-def test_a_request_with_many_events_keeps_its_end() -> None:
-    world = World()
+def test_a_request_with_many_events_keeps_its_end(world: World) -> None:
     world.route("r")
     world.tell("to-p", *(event("r", at, start=at) for at in range(3000)), now_s=3000.0)
     world.tell("to-d", event("r", 3000.0, "finished"), now_s=3000.0)
@@ -216,8 +214,7 @@ def get(world: World, path: str) -> tuple[int, Any]:
     return answer.status_code, answer.json()
 
 
-def test_the_routes() -> None:
-    world = World()
+def test_the_routes(world: World) -> None:
     for at in range(25):
         world.route(f"r{at}", f"cmpl-{at}")
     world.now_s = 100.5
@@ -248,8 +245,7 @@ def test_a_limit_that_makes_no_sense(limit: str) -> None:
     assert body["error"]["message"].endswith("give a number from 1 to 1000")
 
 
-def test_an_id_that_is_not_kept() -> None:
-    world = World()
+def test_an_id_that_is_not_kept(world: World) -> None:
     world.route("r")
     status, body = get(world, "/requests/cmpl-9/timeline")
     assert (status, body["error"]["param"], body["error"]["code"]) == (404, "id", "request_not_found")

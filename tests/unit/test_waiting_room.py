@@ -18,11 +18,10 @@ from pd_cluster.cluster.routing.waiting_room import (
     SAFE,
     AdmissionPace,
     Party,
-    WaitingRoom,
 )
 from pd_cluster.errors import GenerationError, Overloaded
 from tests.support.hall import FULL, Hall, fill, pair
-from tests.support.router_world import ready, run
+from tests.support.router_world import ready
 
 # ---- what room means
 
@@ -106,123 +105,102 @@ def test_one_instance_that_does_both_needs_room_for_both() -> None:
 # ---- who waits, and how long
 
 
-def test_who_finds_room_does_not_wait() -> None:
-    async def test() -> None:
-        hall = Hall()
-        entries = [await hall.visit() for _ in range(3)]
-        assert hall.room.num_waiting == 0
-        for entry in entries:
-            hall.room.ended(entry, 10)
-
-    run(test())
+async def test_who_finds_room_does_not_wait() -> None:
+    hall = Hall()
+    entries = [await hall.visit() for _ in range(3)]
+    assert hall.room.num_waiting == 0
+    for entry in entries:
+        hall.room.ended(entry, 10)
 
 
-def test_who_waits_begins_as_soon_as_there_is_room() -> None:
-    async def test() -> None:
-        hall = Hall()
-        hall.close()
-        first, second = await hall.waiting(2)
-        assert not first.done()
-        hall.open()
-        await asyncio.gather(first, second)
-        hall.close()
-        (third,) = await hall.waiting(1)
-        fill(hall.instances[0], 0)
-        hall.heard.set()  # a heartbeat, and nothing has ended
-        await third
-
-    run(test())
+async def test_who_waits_begins_as_soon_as_there_is_room() -> None:
+    hall = Hall()
+    hall.close()
+    first, second = await hall.waiting(2)
+    assert not first.done()
+    hall.open()
+    await asyncio.gather(first, second)
+    hall.close()
+    (third,) = await hall.waiting(1)
+    fill(hall.instances[0], 0)
+    hall.heard.set()  # a heartbeat, and nothing has ended
+    await third
 
 
-def test_room_for_one_is_not_given_to_two() -> None:
-    async def test() -> None:
-        hall = Hall()
-        hall.close()
-        tasks = [asyncio.ensure_future(hall.room.turn("a", 10, 1)) for _ in range(2)]
-        while hall.room.num_waiting < 2:
-            await asyncio.sleep(0)
-        hall.open()
-        entry = await tasks[0]
-        hall.open()
+async def test_room_for_one_is_not_given_to_two() -> None:
+    hall = Hall()
+    hall.close()
+    tasks = [asyncio.ensure_future(hall.room.turn("a", 10, 1)) for _ in range(2)]
+    while hall.room.num_waiting < 2:
         await asyncio.sleep(0)
-        assert not tasks[1].done()
-        hall.close()  # the former first one
-        hall.room.begun(entry)
+    hall.open()
+    entry = await tasks[0]
+    hall.open()
+    await asyncio.sleep(0)
+    assert not tasks[1].done()
+    hall.close()  # the former first one
+    hall.room.begun(entry)
+    await asyncio.sleep(0)
+    assert not tasks[1].done()
+    hall.open()
+    await tasks[1]
+
+
+async def test_nobody_waits_longer_than_he_may() -> None:
+    hall = Hall(max_wait_s=0.01)
+    hall.close()
+    with pytest.raises(Overloaded, match=r"it has waited for the 0\.01 s of --max-queue-time"):
+        await hall.visit()
+    with pytest.raises(Overloaded, match=r"waited for the 0\.005 s of the client's own timeout"):
+        await hall.visit(patience_s=0.005)
+    assert hall.room.num_waiting == 0
+
+
+async def test_who_leaves_takes_no_turn() -> None:
+    hall = Hall()
+    hall.close()
+    first, second, third = await hall.waiting(3)
+    first.cancel()
+    hall.open()
+    second.cancel()  # at the very moment of its turn
+    await third
+    assert hall.room.num_waiting == 0
+    assert hall.room.queue.clients["a"].num_begun == 1
+
+
+async def test_what_would_wait_too_long_is_refused_at_once_and_told_when_to_come_back() -> None:
+    hall = Hall(max_wait_s=10.0)
+    hall.close()
+    tasks = await hall.waiting(15, num_tokens=100)
+    hall.measured(100)
+    with pytest.raises(
+        Overloaded, match="a wait of 15 s is expected, too much for the 10 s of --max-queue-time"
+    ) as told:
+        hall.room.arrives("a", 10)
+    assert told.value.retry_after_s == math.ceil(15 - SAFE * 10)
+    with pytest.raises(Overloaded, match="is expected"):
+        await hall.visit()
+    hall.room.departs(hall.room.arrives("another", 10), 10)  # which is next
+    for task in tasks[: told.value.retry_after_s]:  # so many are done in that time
+        task.cancel()
+    while hall.room.num_waiting > 15 - told.value.retry_after_s:
         await asyncio.sleep(0)
-        assert not tasks[1].done()
-        hall.open()
-        await tasks[1]
-
-    run(test())
+    hall.room.departs(hall.room.arrives("a", 10), 10)
+    hall.open()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_nobody_waits_longer_than_he_may() -> None:
-    async def test() -> None:
-        hall = Hall(max_wait_s=0.01)
-        hall.close()
-        with pytest.raises(Overloaded, match=r"it has waited for the 0\.01 s of --max-queue-time"):
-            await hall.visit()
-        with pytest.raises(Overloaded, match=r"waited for the 0\.005 s of the client's own timeout"):
-            await hall.visit(patience_s=0.005)
-        assert hall.room.num_waiting == 0
-
-    run(test())
-
-
-def test_who_leaves_takes_no_turn() -> None:
-    async def test() -> None:
-        hall = Hall()
-        hall.close()
-        first, second, third = await hall.waiting(3)
-        first.cancel()
-        hall.open()
-        second.cancel()  # at the very moment of its turn
-        await third
-        assert hall.room.num_waiting == 0
-        assert hall.room.queue.clients["a"].num_begun == 1
-
-    run(test())
-
-
-def test_what_would_wait_too_long_is_refused_at_once_and_told_when_to_come_back() -> None:
-    async def test() -> None:
-        hall = Hall(max_wait_s=10.0)
-        hall.close()
-        tasks = await hall.waiting(15, num_tokens=100)
-        hall.measured(100)
-        with pytest.raises(
-            Overloaded, match="a wait of 15 s is expected, too much for the 10 s of --max-queue-time"
-        ) as told:
-            hall.room.arrives("a", 10)
-        assert told.value.retry_after_s == math.ceil(15 - SAFE * 10)
-        with pytest.raises(Overloaded, match="is expected"):
-            await hall.visit()
-        hall.room.departs(hall.room.arrives("another", 10), 10)  # which is next
-        for task in tasks[: told.value.retry_after_s]:  # so many are done in that time
-            task.cancel()
-        while hall.room.num_waiting > 15 - told.value.retry_after_s:
-            await asyncio.sleep(0)
-        hall.room.departs(hall.room.arrives("a", 10), 10)
-        hall.open()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    run(test())
-
-
-def test_what_arrives_at_the_same_time_is_counted_before_it_is_read() -> None:
-    async def test() -> None:
-        hall = Hall(max_wait_s=10.0)
-        hall.close()
-        tasks = await hall.waiting(1, num_tokens=100)
-        hall.measured(100)
-        for _ in range(7):
-            hall.room.arrives("a", 100)
-        with pytest.raises(Overloaded):
-            hall.room.arrives("a", 100)
-        hall.open()
-        await asyncio.gather(*tasks)
-
-    run(test())
+async def test_what_arrives_at_the_same_time_is_counted_before_it_is_read() -> None:
+    hall = Hall(max_wait_s=10.0)
+    hall.close()
+    tasks = await hall.waiting(1, num_tokens=100)
+    hall.measured(100)
+    for _ in range(7):
+        hall.room.arrives("a", 100)
+    with pytest.raises(Overloaded):
+        hall.room.arrives("a", 100)
+    hall.open()
+    await asyncio.gather(*tasks)
 
 
 def test_a_pause_does_not_make_what_follows_look_slow() -> None:
@@ -234,110 +212,88 @@ def test_a_pause_does_not_make_what_follows_look_slow() -> None:
     assert 2500 < pace.tokens_per_s < 4500
 
 
-def test_a_client_that_waits_less_is_refused_earlier() -> None:
-    async def test() -> None:
-        hall = Hall(max_wait_s=100.0)
-        hall.close()
-        tasks = await hall.waiting(5, num_tokens=100)
-        hall.measured(100)
-        with pytest.raises(Overloaded, match="5 s is expected, too much for the 3 s of the client's own"):
-            hall.room.arrives("a", 10, patience_s=3.0)
-        hall.room.departs(hall.room.arrives("a", 10), 10)
-        hall.open()
-        await asyncio.gather(*tasks)
-
-    run(test())
+async def test_a_client_that_waits_less_is_refused_earlier() -> None:
+    hall = Hall(max_wait_s=100.0)
+    hall.close()
+    tasks = await hall.waiting(5, num_tokens=100)
+    hall.measured(100)
+    with pytest.raises(Overloaded, match="5 s is expected, too much for the 3 s of the client's own"):
+        hall.room.arrives("a", 10, patience_s=3.0)
+    hall.room.departs(hall.room.arrives("a", 10), 10)
+    hall.open()
+    await asyncio.gather(*tasks)
 
 
-def test_without_a_limit_nobody_is_refused() -> None:
-    async def test() -> None:
-        hall = Hall(max_wait_s=0.0)
-        hall.close()
-        tasks = await hall.waiting(100, num_tokens=1000)
-        hall.measured(1)
-        tasks += await hall.waiting(1)
-        hall.open()
-        await asyncio.gather(*tasks)
-
-    run(test())
+async def test_without_a_limit_nobody_is_refused() -> None:
+    hall = Hall(max_wait_s=0.0)
+    hall.close()
+    tasks = await hall.waiting(100, num_tokens=1000)
+    hall.measured(1)
+    tasks += await hall.waiting(1)
+    hall.open()
+    await asyncio.gather(*tasks)
 
 
-def test_a_full_room_has_a_place_for_who_has_few_there() -> None:
-    async def test() -> None:
-        hall = Hall()
-        hall.close()
-        tasks = await hall.waiting(4, "hog", MAX_WAITING_TOKENS // 4)
-        with pytest.raises(Overloaded, match="4 requests wait already"):
-            await hall.visit("hog")
-        tasks += await hall.waiting(1, "guest")
-        hall.open()
-        await asyncio.gather(*tasks)
-
-    run(test())
+async def test_a_full_room_has_a_place_for_who_has_few_there() -> None:
+    hall = Hall()
+    hall.close()
+    tasks = await hall.waiting(4, "hog", MAX_WAITING_TOKENS // 4)
+    with pytest.raises(Overloaded, match="4 requests wait already"):
+        await hall.visit("hog")
+    tasks += await hall.waiting(1, "guest")
+    hall.open()
+    await asyncio.gather(*tasks)
 
 
-def test_the_last_places_are_for_who_has_few() -> None:
-    async def test() -> None:
-        hall = Hall()
-        await hall.visit("guest")
-        entries = [await hall.room.turn("hog", 10, 4)]
-        hall.room.begun(entries[0])
-        hall.instances[1].load = wire.Load(num_running=7)
-        (hogs,) = await hall.waiting(1, "hog")
-        await hall.visit("guest")
-        assert not hogs.done()
-        hall.instances[1].load = wire.Load(num_running=12, num_waiting=4)  # none left
-        await hall.visit("guest")
-        assert not hogs.done()
-        hall.instances[1].load = wire.Load(num_running=6)
-        hall.room.look()
-        await hogs
-
-    run(test())
+async def test_the_last_places_are_for_who_has_few() -> None:
+    hall = Hall()
+    await hall.visit("guest")
+    entries = [await hall.room.turn("hog", 10, 4)]
+    hall.room.begun(entries[0])
+    hall.instances[1].load = wire.Load(num_running=7)
+    (hogs,) = await hall.waiting(1, "hog")
+    await hall.visit("guest")
+    assert not hogs.done()
+    hall.instances[1].load = wire.Load(num_running=12, num_waiting=4)  # none left
+    await hall.visit("guest")
+    assert not hogs.done()
+    hall.instances[1].load = wire.Load(num_running=6)
+    hall.room.look()
+    await hogs
 
 
-def test_the_sequences_of_a_request_count_before_it_begins() -> None:
+async def test_the_sequences_of_a_request_count_before_it_begins() -> None:
     """A request of many has no more of the last places than so many requests."""
-
-    async def test() -> None:
-        hall = Hall()
-        await hall.visit("guest")
-        entry = await hall.room.turn("hog", 10, 3)
-        hall.room.begun(entry)
-        hall.instances[1].load = wire.Load(num_running=7)
-        many = asyncio.ensure_future(hall.room.turn("guest", 10, 60))
-        while not hall.room.num_waiting:
-            await asyncio.sleep(0)
-        assert not many.done(), "61 sequences would be more than its share"
-        few = await hall.room.turn("other", 10, 2)
-        hall.room.begun(few)
-        hall.instances[1].load = wire.Load(num_running=2)
-        hall.room.look()
-        hall.room.begun(await many)
-
-    run(test())
+    hall = Hall()
+    await hall.visit("guest")
+    entry = await hall.room.turn("hog", 10, 3)
+    hall.room.begun(entry)
+    hall.instances[1].load = wire.Load(num_running=7)
+    many = asyncio.ensure_future(hall.room.turn("guest", 10, 60))
+    while not hall.room.num_waiting:
+        await asyncio.sleep(0)
+    assert not many.done(), "61 sequences would be more than its share"
+    few = await hall.room.turn("other", 10, 2)
+    hall.room.begun(few)
+    hall.instances[1].load = wire.Load(num_running=2)
+    hall.room.look()
+    hall.room.begun(await many)
 
 
-def test_a_client_alone_has_all_places() -> None:
-    async def test() -> None:
-        hall = Hall()
-        await hall.visit("only")
-        hall.instances[1].load = wire.Load(num_running=7)
-        await hall.visit("only")
-
-    run(test())
+async def test_a_client_alone_has_all_places() -> None:
+    hall = Hall()
+    await hall.visit("only")
+    hall.instances[1].load = wire.Load(num_running=7)
+    await hall.visit("only")
 
 
-def test_all_that_wait_end_when_the_server_stops() -> None:
-    async def test() -> None:
-        hall = Hall()
-        hall.close()
-        tasks = await hall.waiting(3)
-        hall.room.close(GenerationError("the server is shutting down"))
-        assert [str(await _error(task)) for task in tasks] == ["the server is shutting down"] * 3
-        assert hall.room.num_waiting == 0
-
-    run(test())
+async def test_all_that_wait_end_when_the_server_stops() -> None:
+    hall = Hall()
+    hall.close()
+    tasks = await hall.waiting(3)
+    hall.room.close(GenerationError("the server is shutting down"))
+    assert [str(await _error(task)) for task in tasks] == ["the server is shutting down"] * 3
+    assert hall.room.num_waiting == 0
 
 
 async def _error(task: asyncio.Task[QueueEntry]) -> BaseException | None:
@@ -346,87 +302,69 @@ async def _error(task: asyncio.Task[QueueEntry]) -> BaseException | None:
     return task.exception()
 
 
-def test_prompts_of_one_request_are_let_in_together() -> None:
+async def test_prompts_of_one_request_are_let_in_together() -> None:
     """Places taken by some of them would be wasted, and a retry would do no better."""
-
-    async def test() -> None:
-        hall, party = Hall(max_wait_s=1.0), Party()
-        hall.close()
-        first = asyncio.ensure_future(hall.visit(num_tokens=1000, party=party))
-        while hall.room.num_waiting < 1:
-            await asyncio.sleep(0)
-        hall.measured(100)
-        rest = [asyncio.ensure_future(hall.visit(num_tokens=1000, party=party)) for _ in range(3)]
-        while hall.room.num_waiting < 4:
-            await asyncio.sleep(0)
-        with pytest.raises(Overloaded):
-            await hall.visit(party=Party())
-        hall.open()
-        await asyncio.gather(first, *rest)
-
-    run(test())
+    hall, party = Hall(max_wait_s=1.0), Party()
+    hall.close()
+    first = asyncio.ensure_future(hall.visit(num_tokens=1000, party=party))
+    while hall.room.num_waiting < 1:
+        await asyncio.sleep(0)
+    hall.measured(100)
+    rest = [asyncio.ensure_future(hall.visit(num_tokens=1000, party=party)) for _ in range(3)]
+    while hall.room.num_waiting < 4:
+        await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await hall.visit(party=Party())
+    hall.open()
+    await asyncio.gather(first, *rest)
 
 
-def test_when_the_first_prompt_of_a_request_has_begun_the_others_wait_longer() -> None:
-    async def test() -> None:
-        hall, party = Hall(max_wait_s=0.02), Party()
-        await hall.visit(party=party)
-        hall.close()
-        late = asyncio.ensure_future(hall.visit(party=party))
-        with pytest.raises(Overloaded, match="has waited"):
-            await hall.visit(party=Party())
-        await asyncio.sleep(0.02)  # longer than it may alone
-        assert not late.done()
-        hall.open()
-        await late
-
-    run(test())
+async def test_when_the_first_prompt_of_a_request_has_begun_the_others_wait_longer() -> None:
+    hall, party = Hall(max_wait_s=0.02), Party()
+    await hall.visit(party=party)
+    hall.close()
+    late = asyncio.ensure_future(hall.visit(party=party))
+    with pytest.raises(Overloaded, match="has waited"):
+        await hall.visit(party=Party())
+    await asyncio.sleep(0.02)  # longer than it may alone
+    assert not late.done()
+    hall.open()
+    await late
 
 
-def test_where_there_are_priorities_nobody_is_refused_for_what_comes_after_him() -> None:
-    async def test() -> None:
-        hall = Hall(max_wait_s=1.0)
-        hall.room = WaitingRoom(1.0, lambda: hall.instances, hall._changed, has_priorities=True)
-        hall.close()
-        tasks = await hall.waiting(10, num_tokens=1000)
-        hall.measured(10)
-        urgent = asyncio.ensure_future(hall.visit(priority=-1))
-        while hall.room.num_waiting < 11:
-            await asyncio.sleep(0)
-        hall.room.departs(hall.room.arrives("a", 10), 10)
-        assert hall.room.queue.next(lambda entry: True).priority == -1  # type: ignore[union-attr]
-        hall.open()
-        await asyncio.gather(urgent, *tasks)
-
-    run(test())
+async def test_where_there_are_priorities_nobody_is_refused_for_what_comes_after_him() -> None:
+    hall = Hall(max_wait_s=1.0, has_priorities=True)
+    hall.close()
+    tasks = await hall.waiting(10, num_tokens=1000)
+    hall.measured(10)
+    urgent = asyncio.ensure_future(hall.visit(priority=-1))
+    while hall.room.num_waiting < 11:
+        await asyncio.sleep(0)
+    hall.room.departs(hall.room.arrives("a", 10), 10)
+    assert hall.room.queue.next(lambda entry: True).priority == -1  # type: ignore[union-attr]
+    hall.open()
+    await asyncio.gather(urgent, *tasks)
 
 
-def test_what_it_has_waited_before_counts() -> None:
-    async def test() -> None:
-        hall = Hall(max_wait_s=100.0)
-        hall.close()
-        with pytest.raises(Overloaded, match="has waited for the 100 s"):
-            await hall.visit(since_s=asyncio.get_running_loop().time() - 100)
-
-    run(test())
+async def test_what_it_has_waited_before_counts() -> None:
+    hall = Hall(max_wait_s=100.0)
+    hall.close()
+    with pytest.raises(Overloaded, match="has waited for the 100 s"):
+        await hall.visit(since_s=asyncio.get_running_loop().time() - 100)
 
 
-def test_who_would_begin_at_once_is_not_refused_for_those_who_may_not() -> None:
+async def test_who_would_begin_at_once_is_not_refused_for_those_who_may_not() -> None:
     """The guest has had more tokens of late than the hog, whose requests wait for places."""
-
-    async def test() -> None:
-        hall = Hall(max_wait_s=1.0)
-        hall.room.begun(await hall.room.turn("hog", 10, 4))
-        hall.room.ended(await hall.visit("guest", 10_000), 10_000)
-        hall.instances[1].load = wire.Load(num_running=7)
-        tasks = await hall.waiting(3, "hog", 1000)
-        hall.measured(100)
-        hall.room.departs(hall.room.arrives("guest", 10), 10)
-        await hall.visit("guest")
-        with pytest.raises(Overloaded):
-            hall.room.arrives("hog", 10)
-        hall.instances[1].load = wire.Load()
-        hall.room.look()
-        await asyncio.gather(*tasks)
-
-    run(test())
+    hall = Hall(max_wait_s=1.0)
+    hall.room.begun(await hall.room.turn("hog", 10, 4))
+    hall.room.ended(await hall.visit("guest", 10_000), 10_000)
+    hall.instances[1].load = wire.Load(num_running=7)
+    tasks = await hall.waiting(3, "hog", 1000)
+    hall.measured(100)
+    hall.room.departs(hall.room.arrives("guest", 10), 10)
+    await hall.visit("guest")
+    with pytest.raises(Overloaded):
+        hall.room.arrives("hog", 10)
+    hall.instances[1].load = wire.Load()
+    hall.room.look()
+    await asyncio.gather(*tasks)

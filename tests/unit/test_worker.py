@@ -13,7 +13,6 @@ from pd_cluster.engine.handover.events import (
     ConnClosed,
     Mail,
 )
-from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.step.beams import are_first_tokens
 from pd_cluster.engine.step.core import StepResult
 from pd_cluster.engine.step.limits import EngineLimits
@@ -23,7 +22,6 @@ from pd_cluster.numerics import Numerics
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide, Leg, Order, Request, Resumed, Sampling
 from tests.support.toy_model import VOCAB_SIZE, generate_alone
 from tests.support.worker_world import (
-    BLOCK_SIZE,
     CONN,
     LAYOUT,
     NUM_BLOCKS,
@@ -39,8 +37,12 @@ def beams(width: int, **changes: Any) -> Sampling:
     return sampling(**{"n": width, "beam_width": width, "temperature": 0.0, **changes})
 
 
-def test_the_scheduler_says_which_role_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_the_scheduler_says_which_role_it_has(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     links: list[list[str]] = []
     monkeypatch.setattr(
         world.worker.handover.out_links, "set_peers", lambda peers: links.append([p.name for p in peers])
@@ -56,8 +58,7 @@ def test_the_scheduler_says_which_role_it_has(monkeypatch: pytest.MonkeyPatch) -
     assert links == [[], both, [], both, ["decode-0", *both], []]
 
 
-def test_links_are_taken_from_those_that_the_scheduler_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
+def test_links_are_taken_from_those_that_the_scheduler_named(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = wire.LinkOpen("l", "model", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [])
     told: list[bool] = []
     monkeypatch.setattr(
@@ -70,17 +71,15 @@ def test_links_are_taken_from_those_that_the_scheduler_named(monkeypatch: pytest
     assert told == [True, False, False]
 
 
-def test_all_sequences_come_to_their_end() -> None:
-    world = World()
+def test_all_sequences_come_to_their_end(world: World) -> None:
     world.submit("r", PROMPT, sampling())
     world.run()
     assert found(world, "r") == generate_alone(PROMPT, sampling())
     world.assert_home()
 
 
-def test_what_metrics_show_is_reported_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_metrics_show_is_reported_when_it_changes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there before the step that an admitted request begins with, and nothing is reported without a change."""
-    world = World()
     worker = world.worker
     for _ in range(3):
         world.step()
@@ -107,12 +106,11 @@ def test_what_metrics_show_is_reported_when_it_changes(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_one_sequence_is_aborted_and_the_others_go_on(index: int, num_steps: int) -> None:
+def test_one_sequence_is_aborted_and_the_others_go_on(world: World, index: int, num_steps: int) -> None:
     """It happens before they are forked, just after, and later.
 
     The token of the fork itself is reported in any case.
     """
-    world = World()
     world.submit("r", PROMPT, sampling())
     for _ in range(num_steps):
         world.step()
@@ -125,14 +123,10 @@ def test_one_sequence_is_aborted_and_the_others_go_on(index: int, num_steps: int
 
 
 @pytest.mark.parametrize("lens", [{0: 3}, {0: 0, 1: 2, 2: 7}, {1: 1, 2: 1}, {0: 0, 2: 0}])
-def test_sequences_go_on_after_what_was_told_elsewhere(lens: dict[int, int]) -> None:
+def test_sequences_go_on_after_what_was_told_elsewhere(world: World, lens: dict[int, int]) -> None:
     """Some have ended elsewhere and are not sent; for some nothing was reported yet."""
-    world = World()
     expected = generate_alone(PROMPT, sampling())
-    resumed = [Resumed(index, expected[index][:num_told]) for index, num_told in lens.items()]
-    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling()), 0.0, resumed))
-    for index, num_told in lens.items():
-        world.post.tokens["r"][index] = list(expected[index][:num_told])
+    world.resume("r", Order(PROMPT, sampling()), {index: expected[index][:num] for index, num in lens.items()})
     world.run()
     assert dict(world.post.tokens["r"]) == {index: expected[index] for index in lens}
     world.assert_home()
@@ -146,23 +140,16 @@ def test_sequences_that_go_on_do_not_take_each_others_blocks(seed: int) -> None:
     params = sampling(max_tokens=24, seed=seed)
     expected = generate_alone(prompt, params)
     told = {index: expected[index][: rng.choice([1, 9, 15, rng.randrange(24)])] for index in range(3)}
-    resumed = [Resumed(index, token_ids) for index, token_ids in told.items()]
-    gathers = rng.random() < 0.5
-    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", Order(prompt, params, gathers=gathers), 0.0, resumed))
-    world.post.tokens["r"].update({index: list(token_ids) for index, token_ids in told.items()})
+    world.resume("r", Order(prompt, params, gathers=rng.random() < 0.5), told)
     world.run()
     assert found(world, "r") == expected
     world.assert_home()
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_one_of_the_sequences_that_go_on_is_aborted(num_steps: int) -> None:
-    world = World()
+def test_one_of_the_sequences_that_go_on_is_aborted(world: World, num_steps: int) -> None:
     expected = generate_alone(PROMPT, sampling())
-    resumed = [Resumed(index, expected[index][:2]) for index in range(3)]
-    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling()), 0.0, resumed))
-    for index in range(3):
-        world.post.tokens["r"][index] = list(expected[index][:2])
+    world.resume("r", Order(PROMPT, sampling()), {index: expected[index][:2] for index in range(3)})
     for _ in range(num_steps):
         world.step()
     world.mail(wire.Abort("r", 1, 1))
@@ -183,8 +170,7 @@ def test_one_of_the_sequences_that_go_on_is_aborted(num_steps: int) -> None:
         ("hybrid", [Resumed(0, [VOCAB_SIZE])]),
     ],
 )
-def test_what_cannot_go_on_is_refused(leg: Leg, resumed: list[Resumed]) -> None:
-    world = World()
+def test_what_cannot_go_on_is_refused(world: World, leg: Leg, resumed: list[Resumed]) -> None:
     world.mail(wire.Submit("r", 1, "r-1", leg, "decode-0@2", Order(PROMPT, sampling()), 0.0, resumed))
     world.step()
     (end,) = [ended for _, outputs in world.post.messages for ended in outputs.ended]
@@ -193,9 +179,8 @@ def test_what_cannot_go_on_is_refused(leg: Leg, resumed: list[Resumed]) -> None:
     world.assert_home()
 
 
-def test_beams_leave_all_at_once() -> None:
+def test_beams_leave_all_at_once(world: World) -> None:
     """In one message; no token before it, and an abort of one of them is none."""
-    world = World()
     world.submit("r", PROMPT, beams(3))
     for _ in range(4):
         world.step()
@@ -211,8 +196,7 @@ def test_beams_leave_all_at_once() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
-def test_aborted_beams_leave_nothing(num_steps: int) -> None:
-    world = World()
+def test_aborted_beams_leave_nothing(world: World, num_steps: int) -> None:
     world.submit("r", PROMPT, beams(4))
     for _ in range(num_steps):
         world.step()
@@ -223,33 +207,27 @@ def test_aborted_beams_leave_nothing(num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 4])
-def test_candidates_are_handed_over_and_not_told(monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
+def test_candidates_are_handed_over_and_not_told(
+    world: World, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
     """A search of one token ends where the prompt was computed."""
-    world = World()
-    worker, links = world.worker, world.worker.handover.out_links
-    ends: list[wire.KVEnd] = []
-    sent: list[wire.Body] = []
-    monkeypatch.setattr(links, "link_to", lambda peer: "link")
-    monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20))
-    monkeypatch.setattr(links, "send", lambda conn, body: sent.append(body))
-    monkeypatch.setattr(links, "ship", lambda *_: None)
-    monkeypatch.setattr(links, "ship_end", lambda conn, end: ends.append(end))
+    shipped = world.take_links(monkeypatch)
     params = beams(3, max_tokens=max_tokens)
     world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, params), 0.0))
     world.step()
     if max_tokens > 1:
         world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", 0)))
-        worker.handover.credits.put(("link", wire.Credit("r", 0)))
+        world.worker.handover.credits.put(("link", wire.Credit("r", 0)))
         world.step()
         assert not world.post.tokens
-        (end,) = ends
+        (end,) = shipped.ends
         assert are_first_tokens(Request("r", Order(PROMPT, params)), end.first_tokens, VOCAB_SIZE)
         world.mail(wire.Abort("r", 0))
         world.step()
     else:
         assert found(world, "r") == generate_alone(PROMPT, params)
-        assert not ends
-    assert sent[-1] == wire.Revoke("r")
+        assert not shipped.ends
+    assert shipped.sent[-1] == wire.Revoke("r")
     world.assert_home()
 
 
@@ -272,8 +250,7 @@ def test_tokens_with_many_logprobs_are_parted(monkeypatch: pytest.MonkeyPatch) -
         assert prompted <= first
 
 
-def test_the_only_sequence_is_aborted_by_its_index() -> None:
-    world = World()
+def test_the_only_sequence_is_aborted_by_its_index(world: World) -> None:
     world.submit("r", PROMPT, sampling(n=1))
     world.mail(wire.Abort("r", 0, 0))
     world.run()
@@ -281,8 +258,7 @@ def test_the_only_sequence_is_aborted_by_its_index() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_a_deadline_ends_all_sequences_once(num_steps: int) -> None:
-    world = World()
+def test_a_deadline_ends_all_sequences_once(world: World, num_steps: int) -> None:
     world.submit("r", PROMPT, sampling(), deadline_s=0.1 + 0.2 * num_steps)
     world.run()
     assert [(e.request_id, e.error) for e in world.post.ended] == [("r", "the request's deadline has passed")]
@@ -290,8 +266,7 @@ def test_a_deadline_ends_all_sequences_once(num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_guide_that_cannot_be_followed_ends_its_request_only(n: int) -> None:
-    world = World()
+def test_a_guide_that_cannot_be_followed_ends_its_request_only(world: World, n: int) -> None:
     world.submit("r", PROMPT, sampling())
     world.submit("guided", PROMPT, sampling(n=n, guide=Guide("regex", "a+")))
     world.submit("too long", PROMPT, sampling(n=n, guide=Guide("regex", "a" * (MAX_GUIDE_NUM_CHARS + 1))))
@@ -304,8 +279,7 @@ def test_a_guide_that_cannot_be_followed_ends_its_request_only(n: int) -> None:
     world.assert_home()
 
 
-def test_a_scheduler_that_is_gone_leaves_nothing_behind() -> None:
-    world = World()
+def test_a_scheduler_that_is_gone_leaves_nothing_behind(world: World) -> None:
     world.submit("r", PROMPT, sampling())
     world.submit("s", PROMPT, sampling(n=1))
     world.step()
@@ -332,8 +306,7 @@ def test_a_scheduler_that_is_gone_leaves_nothing_behind() -> None:
         ({"max_tokens": 36}, "5 prompt tokens and max_tokens 36 exceed max_model_len 40"),
     ],
 )
-def test_what_the_engine_cannot_do_ends_that_leg_only(changes: dict[str, Any], problem: str) -> None:
-    world = World()
+def test_what_the_engine_cannot_do_ends_that_leg_only(world: World, changes: dict[str, Any], problem: str) -> None:
     world.submit("good", PROMPT, sampling())
     world.submit("bad", PROMPT, sampling(**changes))
     world.run()

@@ -17,7 +17,7 @@ from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS
 from pd_cluster.engine.tiers import EngineTiers
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.lower_tier import LowerTier
-from pd_cluster.types import LegEnd, Order, Request, Resumed
+from pd_cluster.types import LegEnd, Order, Request
 from tests.support.toy_model import generate_alone
 from tests.support.worker_world import (
     BLOCK_SIZE,
@@ -36,6 +36,11 @@ def positions_told(world: World, index: int = 0) -> list[list[int]]:
     return [[each.position for each in token.apart()] for token in tokens]
 
 
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_after_the_first_many_tokens_are_told_together(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "MOST_UNTOLD", 2)
@@ -47,12 +52,9 @@ def test_after_the_first_many_tokens_are_told_together(n: int, monkeypatch: pyte
     world.assert_home()
 
 
-def test_a_sequence_that_goes_on_is_told_from_there() -> None:
-    world = World()
+def test_a_sequence_that_goes_on_is_told_from_there(world: World) -> None:
     (expected,) = generate_alone(PROMPT, sampling(1))
-    resumed = [Resumed(0, expected[:3])]
-    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling(1), gathers=True), 0.0, resumed))
-    world.post.tokens["r"][0] = expected[:3]
+    world.resume("r", Order(PROMPT, sampling(1), gathers=True), {0: expected[:3]})
     world.run()
     assert found(world, "r")[0] == expected
     assert positions_told(world) == [[3, 4, 5, 6, 7]]
@@ -68,8 +70,7 @@ def test_tokens_with_logprobs_and_those_of_beams_are_told_singly(changes: dict[s
     assert positions_told(world) == [[position] for position in range(8)]
 
 
-def test_what_was_not_told_before_an_abort_never_is() -> None:
-    world = World()
+def test_what_was_not_told_before_an_abort_never_is(world: World) -> None:
     world.submit("r", PROMPT, sampling(2), gathers=True)
     for _ in range(4):
         world.step()
@@ -87,9 +88,8 @@ def told(world: World, conn: str = CONN) -> list[str]:
     return [event.what for to, outputs in world.post.messages if to == conn for event in outputs.events]
 
 
-def test_events_go_with_tokens() -> None:
+def test_events_go_with_tokens(world: World) -> None:
     """A leg's first and last; nothing for the tokens between them, and between ticks no message of their own."""
-    world = World()
     world.step()
     world.now_s = 0.0
     world.submit("r", [1, 2, 3], sampling(n=1))
@@ -101,8 +101,7 @@ def test_events_go_with_tokens() -> None:
     assert all(outputs.tokens for _, outputs in world.post.messages)
 
 
-def test_events_alone_wait_for_the_next_tick() -> None:
-    world = World()
+def test_events_alone_wait_for_the_next_tick(world: World) -> None:
     world.step()
     for at in range(3):
         world.worker.tracer.note("t", "landed", start=at)
@@ -115,9 +114,8 @@ def test_events_alone_wait_for_the_next_tick() -> None:
     assert len(world.post.messages) == 2
 
 
-def test_every_scheduler_is_told() -> None:
+def test_every_scheduler_is_told(world: World) -> None:
     """A scheduler without tokens in this step gets them with the next tick; none gets them twice."""
-    world = World()
     world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
     world.submit("r", [1, 2, 3], sampling(n=1))
     world.run()
@@ -129,9 +127,8 @@ def test_every_scheduler_is_told() -> None:
     assert len(told(world, "other-conn")) == 3
 
 
-def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full() -> None:
+def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full(world: World) -> None:
     """Only legs that may be refused; those that wait are served, and each scheduler's share is reported."""
-    world = World()
     world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
     world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
     for at in range(LEAST_WAITING + 1):
@@ -148,9 +145,8 @@ def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full() -> None:
     world.assert_home()
 
 
-def test_one_attempt_of_two_schedulers_is_computed_for_the_first() -> None:
+def test_one_attempt_of_two_schedulers_is_computed_for_the_first(world: World) -> None:
     """Both have the same request, which one of them resumes; neither must wait for ever."""
-    world = World()
     submit = wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling(n=1)), 0.0)
     world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
     for conn in (CONN, CONN, "other-conn"):
@@ -162,8 +158,7 @@ def test_one_attempt_of_two_schedulers_is_computed_for_the_first() -> None:
     world.assert_home()
 
 
-def test_an_attempt_whose_leg_still_ends_can_continue_elsewhere() -> None:
-    world = World()
+def test_an_attempt_whose_leg_still_ends_can_continue_elsewhere(world: World) -> None:
     request = Request("r", Order(PROMPT, sampling(n=1)), attempt=1)
     world.worker.core.scheduler.requests[request.key] = request
     world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", request.order, 0.0))
@@ -171,9 +166,8 @@ def test_an_attempt_whose_leg_still_ends_can_continue_elsewhere() -> None:
     assert world.post.ended == [LegEnd("r", 1, ENDING, is_fault=True)]
 
 
-def test_a_whole_answer_of_a_stream_that_moves_has_its_window() -> None:
+def test_a_whole_answer_of_a_stream_that_moves_has_its_window(world: World) -> None:
     """The abort crosses the last token."""
-    world = World()
     keep = wire.Keep(b"d" * 32, 30.0, 1 << 20, b"recipe")
     world.mail(wire.Submit("r", 0, "r-0", "hybrid", "", Order(PROMPT, sampling(n=1)), 0.0, keep=keep))
     world.run()
@@ -188,8 +182,7 @@ def test_a_whole_answer_of_a_stream_that_moves_has_its_window() -> None:
     assert not world.worker.legs.records
 
 
-def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting() -> None:
-    world = World()
+def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting(world: World) -> None:
     scheduler = world.worker.core.scheduler
     host = scheduler.blocks.tier = HostTier(0, 0, LoadCost(BLOCK_SIZE))
     lower = LowerTier("shared", host, 0, 1, BLOCK_SIZE, lambda: world.now_s)
@@ -211,9 +204,10 @@ def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting() -> None:
     assert len(world.post.ended) == 1, "the others are served"
 
 
-def test_only_schedulers_that_share_the_worker_are_told_of_each_others_legs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_schedulers_that_share_the_worker_are_told_of_each_others_legs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a fencing number there is one scheduler, and the sums would be made for nobody."""
-    world = World()
     world.mail(wire.Peers([peer("decode-0", 1, "decode")]))
     world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
     monkeypatch.setattr(world.worker.legs, "outstanding", lambda: pytest.fail("it is summed for nobody"))
@@ -221,8 +215,7 @@ def test_only_schedulers_that_share_the_worker_are_told_of_each_others_legs(monk
     assert world.worker.load.outstanding == {}
 
 
-def test_a_leg_that_is_refused_or_late_has_failed() -> None:
-    world = World()
+def test_a_leg_that_is_refused_or_late_has_failed(world: World) -> None:
     world.submit("long", [1] * 60, sampling(n=1))
     world.submit("late", [1, 2, 3], sampling(n=1, max_tokens=30), deadline_s=0.5)
     world.run()

@@ -17,7 +17,6 @@ from pd_cluster.engine.handover.events import (
     StartDrain,
     StopEngine,
 )
-from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.step.patience import Patience
 from pd_cluster.engine.worker import Worker
 from pd_cluster.model.batch import RunnerOutput
@@ -48,6 +47,11 @@ class MidStepCredit(ToyRunner):
         return output
 
 
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
 def test_the_loop_says_that_it_came_round_between_steps() -> None:
     world, steps = World(), []
     world.submit("r", PROMPT, sampling(1))
@@ -66,8 +70,7 @@ def test_the_loop_says_that_it_came_round_between_steps() -> None:
 # ---- answers that nobody wants early
 
 
-def test_batches_are_told_apart_by_name_and_priority() -> None:
-    world = World()
+def test_batches_are_told_apart_by_name_and_priority(world: World) -> None:
     for name, batch, priority in (("a", "x", 0), ("b", "x", 1), ("c", "", 0)):
         submit = wire.Submit(
             name, 0, name, "hybrid", "", Order(PROMPT, sampling(1), priority=priority, batch=batch), 0.0
@@ -153,8 +156,9 @@ def test_what_comes_during_the_last_step_before_a_worker_closes_is_answered(
     assert [end.request_id for end in world.post.ended] == ["late"]
 
 
-def test_a_leg_that_is_held_when_a_worker_closes_is_told_to_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
+def test_a_leg_that_is_held_when_a_worker_closes_is_told_to_go_elsewhere(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker, submit = world.worker, wire.Submit("held", 0, "held", "hybrid", "", Order(PROMPT, sampling()), 0.0)
     held = [submit]
 
@@ -173,8 +177,7 @@ def test_a_leg_that_is_held_when_a_worker_closes_is_told_to_go_elsewhere(monkeyp
     assert [(end.request_id, end.is_fault) for end in world.post.ended] == [("held", True)]
 
 
-def test_a_scheduler_that_connects_to_a_worker_that_drains_hears_so_at_once() -> None:
-    world = World()
+def test_a_scheduler_that_connects_to_a_worker_that_drains_hears_so_at_once(world: World) -> None:
     world.inbox.put(StartDrain())
     world.step()
     assert world.post.num_beats_at_once == 1
@@ -184,8 +187,7 @@ def test_a_scheduler_that_connects_to_a_worker_that_drains_hears_so_at_once() ->
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_worker_whose_scheduler_is_gone_closes_at_once(is_first: bool) -> None:
-    world = World()
+def test_a_worker_whose_scheduler_is_gone_closes_at_once(world: World, is_first: bool) -> None:
     events = [ConnClosed(CONN, "scheduler@1", "gone"), StartDrain()]
     rounds = iter([*events[:: 1 if is_first else -1], None, None])
 
@@ -215,71 +217,54 @@ def test_a_worker_that_sleeps_closes_at_once_and_is_not_woken() -> None:
     assert (num_rounds, levels) == (3, [1])
 
 
-def test_heartbeats_hear_at_once_that_nothing_runs_any_more() -> None:
-    world = World()
+def test_heartbeats_hear_at_once_that_nothing_runs_any_more(world: World) -> None:
     world.submit("r", PROMPT, sampling(1))
-    ends, monotonic_s = [], 0.0
+    ends = []
 
     def came_round() -> None:
-        nonlocal monotonic_s
-        monotonic_s += 1e-6  # far less than what a load may be old
+        world.now_s += 1e-6  # far less than what a load may be old
         if not world.worker.legs.sequences and world.worker.core.num_steps:
             ends.append(world.worker.load.num_running)
             if len(ends) == 2:
                 world.inbox.put(StopEngine())
 
-    world.worker._clock = lambda: monotonic_s
     world.worker.run(came_round)
     assert ends[-1] == 0
 
 
-def test_layers_leave_before_the_step_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_leave_before_the_step_has_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A credit that arrives during the step counts, too; layers already sent are not sent again."""
-    world = World()
-    worker, links = world.worker, world.worker.handover.out_links
-    runner = MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
+    worker, shipped, runner = world.worker, world.take_links(monkeypatch), MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
     worker.core.runner, runner.worker = runner, worker
-    shipped: list[tuple[wire.KVPiece, int]] = []
-    ends: list[wire.KVEnd] = []
-    monkeypatch.setattr(links, "link_to", lambda peer: "link")
-    monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20))
-    monkeypatch.setattr(links, "send", lambda conn, body: None)
-    monkeypatch.setattr(links, "ship", lambda conn, tid, index, piece: shipped.append((piece, worker.core.num_steps)))
-    monkeypatch.setattr(links, "ship_end", lambda conn, end: ends.append(end))
     world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, sampling(n=1)), 0.0))
     world.step()
     (request,) = worker.core.scheduler.requests.values()
-    assert shipped == [(wire.KVPiece(0, 5, 0, 1, request.block_table), 0)], "not while the step ran"
-    assert [end.num_chunks for end in ends] == [1]
+    assert shipped.pieces == [(wire.KVPiece(0, 5, 0, 1, request.block_table), 0)], "not while the step ran"
+    assert [end.num_chunks for end in shipped.ends] == [1]
     assert worker.handover.exports.held.take("link", "r")
     world.worker.inbox.put(HandedOver("link", "r"))
     world.step()
     world.assert_home()
 
 
-def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ends its request, whose blocks the step still writes."""
-    world = World()
-    worker, links = world.worker, world.worker.handover.out_links
-    runner = MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
+    worker, shipped, runner = world.worker, world.take_links(monkeypatch), MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
     worker.core.runner, runner.worker, runner.credit = runner, worker, wire.Credit("r", 3)
-    sent: list[wire.Body] = []
-    monkeypatch.setattr(links, "link_to", lambda peer: "link")
-    monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20))
-    monkeypatch.setattr(links, "send", lambda conn, body: sent.append(body))
     world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, sampling(n=1)), 0.0))
     world.step()
     assert worker.core.scheduler.requests, "it was ended under the running step"
     world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", 3)))
     world.step()
     assert [end.error for end in world.post.ended] == ["decode-0@2 wants KV cache from token 3 on"]
-    assert sent[-1] == wire.Revoke("r")
+    assert shipped.sent[-1] == wire.Revoke("r")
     world.assert_home()
 
 
-def test_what_the_mail_brought_leaves_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_mail_brought_leaves_before_the_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step may take long: a refusal, or the first tokens of a sequence that joins, do not wait for its results."""
-    world = World()
     runner, ended = world.worker.core.runner, []
     forward = runner.forward
 

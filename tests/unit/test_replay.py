@@ -333,26 +333,22 @@ async def test_a_new_request_waits_a_moment_when_everybody_was_lost_just_now() -
 
 
 @pytest.mark.parametrize("returning", [("connecting", ""), ("loading", ""), ("unreachable", wire.GIVEN_UP)])
-def test_a_new_request_waits_longer_for_an_instance_that_returns(returning: tuple[InstanceState, str]) -> None:
+async def test_a_new_request_waits_longer_for_an_instance_that_returns(returning: tuple[InstanceState, str]) -> None:
     """On a busy host, processes that gave a stopped scheduler up may take seconds to come back to it."""
-
-    async def test() -> None:
-        world = World(replay=ReplayLimits(together_s=0.01, wait_s=60.0))
-        for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
-            world.lose(name)
-        back = world.instances[2]
-        back.state, back.reason = returning
-        first = asyncio.ensure_future(anext(world.serve()))
-        await asyncio.wait([first], timeout=0.1)
-        assert not first.done()
-        back.state = "ready"
-        world.membership.changed.set()
-        while not world.mailbox.of(wire.Submit):
-            await asyncio.sleep(0)
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-
-    run(test())
+    world = World(replay=ReplayLimits(together_s=0.01, wait_s=60.0))
+    for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+        world.lose(name)
+    back = world.instances[2]
+    back.state, back.reason = returning
+    first = asyncio.ensure_future(anext(world.serve()))
+    await asyncio.wait([first], timeout=0.1)
+    assert not first.done()
+    back.state = "ready"
+    world.membership.changed.set()
+    while not world.mailbox.of(wire.Submit):
+        await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
 
 
 # ---- a cluster that is made up

@@ -5,18 +5,17 @@ Knows nothing of goals or figures; imports no torch.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 
 import msgspec
 
+from pd_cluster.engine.trip.spec import BLOCK_NBYTES, BeginTrips
 from pd_cluster.types import Role
-from pd_cluster.wire import TransportName
+from pd_cluster.wire import KVOptions, TransportName
 
-# A block of a model of 32 layers with 4 KV heads (Yi-6B's shape) in float16 is 1 MiB; 4,096 tokens are 256 MiB.
-NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 4, 128, 16
-BLOCK_NBYTES = 1 << 20
+HOST = "127.0.0.1"
+NAMES: dict[Role, str] = {"prefill": "prefill-0", "decode": "decode-0"}
 RUN_BLOCKS = 8  # consecutive blocks of a request in the pool
 
 
@@ -33,9 +32,21 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         return f"{self.transport} {'on' if self.checked else 'off'}"
 
-    def key_of(self, role: Role) -> bytes:
-        """Returns the private key of one end: both ends know both."""
-        return hashlib.sha256(self.secret + role.encode()).digest()
+    @property
+    def options(self) -> KVOptions:
+        return KVOptions(checksum=self.checked, hmac=self.checked)
+
+    def begin(self, role: Role) -> BeginTrips:
+        return BeginTrips(
+            name=NAMES[role],
+            role=role,
+            rank=0,
+            device="cpu",
+            device_ids=["0"],
+            host=HOST,
+            kv_transport=self.transport,
+            seed=0,
+        )
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):

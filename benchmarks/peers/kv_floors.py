@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from benchmarks.kv.spec import Answer, Gloo, Move, OpenGloo
-from benchmarks.peers.kv_lane import HOST, FreeBlocks
+from benchmarks.kv.spec import HOST, Answer, Gloo, Move, OpenGloo
+from benchmarks.peers.kv_blocks import FreeBlocks
 from pd_cluster.kv.memory import paired_runs
 from pd_cluster.kv.pool import KVPool
 

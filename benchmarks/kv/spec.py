@@ -1,12 +1,9 @@
-"""Messages between `benchmarks kv` and its two children: one JSON line per command, one per answer.
+"""Messages between `benchmarks kv` and its two children: one answer per command.
 
 Knows nothing of goals or figures; imports no torch.
 """
 
 from __future__ import annotations
-
-import os
-import sys
 
 import msgspec
 
@@ -73,14 +70,14 @@ class OpenLane(msgspec.Struct, frozen=True, tag="open_lane"):
 
 
 class Handover(msgspec.Struct, frozen=True, tag="handover"):
-    """For the sender: moves over this lane; `times` has one ship and one confirmation per transfer."""
+    """For the sender: moves over this lane. Returns each ship and confirmation, and the last transfer's blocks."""
 
     lane: str
     move: Move
 
 
 class LastTransfer(msgspec.Struct, frozen=True, tag="last_transfer"):
-    """Returns the last transfer's blocks: the sender's own, and the numbers that the receiver found in its blocks."""
+    """For the receiver: returns the numbers that it found in the last transfer's blocks."""
 
     lane: str
 
@@ -117,21 +114,3 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     confirms_s: list[float] = []
     blocks: list[int] = []
     error: str = ""
-
-
-def serve_commands(child: object) -> None:
-    """Runs a child: commands on stdin, answers on stdout, until stdin ends. Other output goes to stderr.
-
-    The child has a method for each command, named by its tag.
-    """
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
-    decoder = msgspec.json.Decoder(Command)
-    for line in sys.stdin.buffer:
-        command = decoder.decode(line)
-        try:
-            answer: Answer = getattr(child, command.__struct_config__.tag)(command)
-        except Exception as error:
-            answer = Answer(error=f"{type(command).__name__}: {error or type(error).__name__}")
-        answers.write(msgspec.json.encode(answer) + b"\n")
-    os._exit(0)  # threads of links and sockets need no clean-up

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.kv.spec import (
-    Answer,
-    Gloo,
-    Lane,
-    LastTransfer,
-    MakePool,
-    Memcpy,
-    OpenGloo,
-    OpenLane,
-    serve_commands,
-)
-from benchmarks.peers.kv_blocks import FreeBlocks, make_pool
-from benchmarks.peers.kv_floors import GlooPeer, memcpy
+from benchmarks.kv.spec import Answer, Gloo, Lane, LastTransfer, MakePool, Memcpy, OpenGloo, OpenLane
+from benchmarks.peers.kv_floors import FreeBlocks, GlooPeer, make_pool, memcpy
 from pd_cluster import wire
 from pd_cluster.devices.device import resolve, use
 from pd_cluster.devices.streams import poll
 from pd_cluster.engine.handover.events import Event, Mail
-from pd_cluster.engine.start.process import die_with_parent
 from pd_cluster.engine.trip.links import ReceivingEnd
 from pd_cluster.engine.trip.spec import Listen
 from pd_cluster.errors import LinkError
@@ -63,7 +51,7 @@ class ReceiveLane(ReceivingEnd):
                 super()._take(event)
 
 
-class Receiver:
+class Peer:
     """Its pool has a number in every received block: that of the sender's block."""
 
     def __init__(self) -> None:
@@ -100,8 +88,3 @@ class Receiver:
 
     def gloo(self, command: Gloo) -> Answer:
         return self._gloo.move(command)
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    serve_commands(Receiver())

@@ -6,26 +6,12 @@ import time
 
 import torch
 
-from benchmarks.kv.spec import (
-    NAMES,
-    Answer,
-    Gloo,
-    Handover,
-    Lane,
-    LastTransfer,
-    MakePool,
-    Move,
-    OpenGloo,
-    OpenLane,
-    serve_commands,
-)
-from benchmarks.peers.kv_blocks import FreeBlocks, make_pool
-from benchmarks.peers.kv_floors import GlooPeer
+from benchmarks.kv.spec import NAMES, Answer, Gloo, Handover, Lane, MakePool, Move, OpenGloo, OpenLane
+from benchmarks.peers.kv_floors import FreeBlocks, GlooPeer, make_pool
 from pd_cluster import wire
 from pd_cluster.devices.device import resolve, use
 from pd_cluster.engine.handover.events import Event, HandedOver, Mail
 from pd_cluster.engine.handover.exports import Exports
-from pd_cluster.engine.start.process import die_with_parent
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.engine.trip.links import LAYOUT, TIMEOUTS, SendingEnd
 from pd_cluster.engine.trip.spec import Send
@@ -115,7 +101,7 @@ class SendLane(SendingEnd):
         self._num_done += 1
 
 
-class Sender:
+class Peer:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self._lanes: dict[str, SendLane] = {}
@@ -135,18 +121,10 @@ class Sender:
     def handover(self, command: Handover) -> Answer:
         lane = self._lanes[command.lane]
         took_s = lane.move(command.move)
-        return Answer(took_s=took_s, ships_s=lane.ships_s, confirms_s=lane.confirms_s)
-
-    def last_transfer(self, command: LastTransfer) -> Answer:
-        return Answer(blocks=self._lanes[command.lane].last_blocks)
+        return Answer(took_s=took_s, ships_s=lane.ships_s, confirms_s=lane.confirms_s, blocks=lane.last_blocks)
 
     def open_gloo(self, command: OpenGloo) -> Answer:
         return self._gloo.open(command)
 
     def gloo(self, command: Gloo) -> Answer:
         return self._gloo.move(command)
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    serve_commands(Sender())

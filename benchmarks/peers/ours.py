@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
+from msgspec import structs
 
 from benchmarks.spec import PeerResult, Run, Spec, Workload, child_main
 from benchmarks.workloads import random_prompt
@@ -34,7 +34,7 @@ class Driver:
 
     def add(self, prompt: list[int], sampling: Sampling) -> Request:
         self._num_requests += 1
-        sampling = replace(sampling, seed=self._num_requests)
+        sampling = structs.replace(sampling, seed=self._num_requests)
         request = Request(f"r{self._num_requests}", Order(prompt, sampling), arrival_s=float(self._num_requests))
         self.core.scheduler.add(request)
         return request

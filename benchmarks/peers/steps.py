@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from dataclasses import replace
 from statistics import median
 
 import torch
+from msgspec import structs
 
 from benchmarks.peers.ours import Driver, greedy
 from benchmarks.spec import PeerResult, Spec, child_main
@@ -33,7 +33,7 @@ class Bench(Driver):
     def decode(self, num_seqs: int, num_steps: int, sampling: dict[str, float]) -> dict[str, float]:
         """Returns medians of decode steps in milliseconds, by part; `step` is the whole."""
         num_tokens = 1 + NUM_SETTLING_STEPS + num_steps
-        drawn = replace(greedy(num_tokens + 1), **sampling)  # type: ignore[arg-type]
+        drawn = structs.replace(greedy(num_tokens + 1), **sampling)
         requests = [self.add(self.prompt(PROMPT_LEN), drawn) for _ in range(num_seqs)]
         self.until(lambda: all(request.output_token_ids for request in requests))
         for _ in range(NUM_SETTLING_STEPS):

@@ -181,11 +181,12 @@ def test_a_request_with_many_fields_is_refused(served: LiveCluster) -> None:
 
 def test_a_socket_that_is_taken_is_refused(model: Path, tmp_path: Path, served: LiveCluster) -> None:
     taken = served.folder / "api.sock"
-    with LiveCluster(tmp_path, model, arguments=FLAGS) as other:
-        other.kill("scheduler")
-        other.await_exit("scheduler")
-        other.member_arguments = {"scheduler": [f"--uds={taken}"]}
+    other = LiveCluster(tmp_path, model, arguments=FLAGS, member_arguments={"scheduler": [f"--uds={taken}"]})
+    other.members = {member.name: member for member in other.plan() if member.is_scheduler}  # no workers
+    try:
         other.start_member("scheduler")
         assert other.await_exit("scheduler") == 1
-        assert f"--uds {taken}: a process listens there" in other.log_file("scheduler").read_text()
-        assert taken.exists()
+    finally:
+        other.stop()
+    assert f"--uds {taken}: a process listens there" in other.log_file("scheduler").read_text()
+    assert taken.exists()

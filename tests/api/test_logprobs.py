@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pd_cluster.text.tokenizer import Tokenizer
-from tests.api.conftest import FLAGS
+from tests.api.conftest import KEYS
 from tests.support.checkpoints import VOCAB_SIZE, reference_model
 from tests.support.cluster import LiveCluster
 
@@ -176,35 +176,18 @@ def test_more_than_the_server_gives(cluster: LiveCluster, route: str, fields: di
     assert answer.json()["error"]["param"] == param
 
 
-@pytest.mark.slow
-def test_all_of_them_sum_to_one(cluster_with_many_logprobs: LiveCluster) -> None:
-    """--max-logprobs is above the vocabulary's size here."""
-    fields = {"logprobs": 400, "return_tokens_as_token_ids": True}
-    (choice,) = post(cluster_with_many_logprobs, **fields)["choices"]
-    for top in choice["logprobs"]["top_logprobs"]:
-        assert len(top) == VOCAB_SIZE
-        assert sum(math.exp(value) for value in top.values()) == pytest.approx(1, abs=1e-3)
-
-
-@pytest.fixture(scope="module")
-def cluster_with_many_logprobs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    flags = ["--max-model-len=256", "--num-blocks=64", "--max-logprobs=1000"]
-    with LiveCluster(tmp_path_factory.mktemp("many"), model, arguments=flags) as running:
-        yield running
-
-
-def test_every_token_of_the_vocabulary(model: Path, tmp_path: Path) -> None:
+def test_every_token_of_the_vocabulary(guarded: LiveCluster) -> None:
     """--max-logprobs -1: probabilities of the whole vocabulary add up to one, across the split and over HTTP."""
-    with LiveCluster(tmp_path, model, arguments=[*FLAGS, "--max-logprobs=-1"]) as cluster:
-        body = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "return_tokens_as_token_ids": True}
-        answer = cluster.client.post(
-            f"{cluster.url}/v1/completions", json={**body, "logprobs": -1, "prompt_logprobs": -1}
-        )
-        assert answer.status_code == 200, answer.text
-        (choice,) = answer.json()["choices"]
-        rows = [list(each.values()) for each in choice["logprobs"]["top_logprobs"]]
-        rows += [[told["logprob"] for told in each.values()] for each in choice["prompt_logprobs"][1:]]
-        assert [len(row) for row in rows] == [VOCAB_SIZE] * (4 + 2)
-        for row in rows:
-            assert sum(map(math.exp, row)) == pytest.approx(1.0, abs=1e-4)
-        cluster.assert_home()
+    body = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "return_tokens_as_token_ids": True}
+    answer = guarded.client.post(
+        f"{guarded.url}/v1/completions",
+        json={**body, "logprobs": -1, "prompt_logprobs": -1},
+        headers={"Authorization": f"Bearer {KEYS['one']}"},
+    )
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    rows = [list(each.values()) for each in choice["logprobs"]["top_logprobs"]]
+    rows += [[told["logprob"] for told in each.values()] for each in choice["prompt_logprobs"][1:]]
+    assert [len(row) for row in rows] == [VOCAB_SIZE] * (4 + 2)
+    for row in rows:
+        assert sum(map(math.exp, row)) == pytest.approx(1.0, abs=1e-4)

@@ -95,12 +95,6 @@ def test_completion_streamed(client: openai.OpenAI) -> None:
     assert last.usage.total_tokens == whole.usage.total_tokens
 
 
-def test_without_stream_options_no_chunk_has_usage(client: openai.OpenAI) -> None:
-    chunks = list(client.completions.create(**COMPLETION, stream=True))
-    assert all(chunk.usage is None for chunk in chunks)
-    assert all(chunk.choices for chunk in chunks)
-
-
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
 def test_a_stream_on_the_wire(cluster: LiveCluster, route: str) -> None:
     body = {**(CHAT if route.startswith("chat") else COMPLETION), "stream": True}
@@ -111,26 +105,6 @@ def test_a_stream_on_the_wire(cluster: LiveCluster, route: str) -> None:
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert all("usage" not in chunk for chunk in chunks)
     assert chunks[-1]["choices"][0]["finish_reason"] in ("length", "stop")
-
-
-async def _both(client: openai.AsyncOpenAI) -> tuple[str, str]:
-    answer = await client.chat.completions.create(**CHAT)
-    pieces = [
-        chunk.choices[0].delta.content or ""
-        async for chunk in await client.chat.completions.create(**CHAT, stream=True)
-    ]
-    return answer.choices[0].message.content or "", "".join(pieces)
-
-
-def test_the_asynchronous_client(cluster: LiveCluster, client: openai.OpenAI) -> None:
-    import asyncio
-
-    async def ask() -> tuple[str, str]:
-        async with openai.AsyncOpenAI(base_url=str(client.base_url), api_key="none", max_retries=0) as other:
-            return await _both(other)
-
-    whole, streamed = asyncio.run(ask())
-    assert whole == streamed == client.chat.completions.create(**CHAT).choices[0].message.content
 
 
 def test_stop_by_the_models_own_end(client: openai.OpenAI) -> None:

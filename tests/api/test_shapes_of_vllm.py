@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.cluster import LiveCluster
 from tests.support.scripted_scenarios import FAMILIES
@@ -140,6 +141,25 @@ def test_harmless_fields_of_openai_s_client(client: openai.OpenAI, cluster: Live
     assert answer.choices[0].finish_reason
     log = cluster.log_file("scheduler").read_text()
     assert not any(name in log for name in ("'service_tier'", "'verbosity'", "'safety_identifier'"))
+
+
+def test_the_token_client(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
+    """Text to tokens and back; a conversation's are those of its prompt."""
+    text = "A robot may not"
+    found = cluster.client.post(f"{cluster.url}/tokenize", json={"model": "tiny", "prompt": text}).json()
+    assert (found["tokens"], found["count"]) == (tokenizer.encode(text), len(text))
+    assert found["max_model_len"] == MAX_MODEL_LEN
+    body = {"model": "tiny", "tokens": found["tokens"]}
+    assert cluster.client.post(f"{cluster.url}/detokenize", json=body).json() == {"prompt": text}
+    talk: list[Any] = [
+        {"role": "system", "content": "You help."},
+        {"role": "user", "content": "Who won in 2020?"},
+        {"role": "assistant", "content": "The Dodgers."},
+        {"role": "user", "content": "Where was it?"},
+    ]
+    rendered = "".join(f"<|{message['role']}|>{message['content']}" for message in talk) + "<|assistant|>"
+    counted = cluster.client.post(f"{cluster.url}/tokenize", json={"model": "tiny", "messages": talk}).json()
+    assert counted["tokens"] == tokenizer.encode(rendered)
 
 
 def test_tokens_of_a_text_as_the_vocabulary_writes_them(cluster: LiveCluster) -> None:

@@ -325,10 +325,6 @@ def test_a_prompt_of_token_ids(cluster: LiveCluster, greedy: Answer, tokenizer: 
     assert ask(cluster, [token_ids] if wrapped else token_ids, ignore_eos=True) == greedy
 
 
-def test_a_prompt_in_a_list(cluster: LiveCluster, greedy: Answer) -> None:
-    assert ask(cluster, [PROMPT], ignore_eos=True) == greedy  # type: ignore[list-item]
-
-
 def test_return_token_ids(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(greedy.token_ids) == greedy.text
     assert not ask(cluster, return_token_ids=None).token_ids

@@ -264,6 +264,20 @@ def test_wrong_fields_are_named(cluster: LiveCluster, name: str, value: Any, str
             assert "not supported yet" in message
 
 
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        ("completions", {"n": 3, "best_of": 2, "temperature": 1}, "best_of"),
+        ("completions", {"best_of": 2, "temperature": 1, "stream": True}, "best_of"),
+        ("completions", {"logprobs": 21}, "logprobs"),
+        ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ],
+)
+def test_fields_that_do_not_go_together(cluster: LiveCluster, route: str, fields: dict[str, Any], param: str) -> None:
+    refused(post(cluster, route, {**(CHAT if route.startswith("chat") else COMPLETION), **fields}), 400, param)
+
+
 @pytest.mark.parametrize("name", NOT_YET)
 def test_values_that_ask_for_nothing_are_accepted(cluster: LiveCluster, name: str) -> None:
     for value in (None, *NOT_YET[name]):

@@ -10,6 +10,7 @@ import pytest
 
 from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.cluster import LiveCluster
+from tests.support.sse import chunks_of
 
 HELLO = {"role": "user", "content": "hello"}
 STARTED = {"role": "assistant", "content": "Once upon"}
@@ -79,8 +80,7 @@ def test_an_echo_of_the_message_that_goes_on(cluster: LiveCluster) -> None:
     silent = post(cluster, HELLO, STARTED, **fields).json()["choices"][0]["message"]
     echoed = post(cluster, HELLO, STARTED, echo=True, **fields).json()["choices"][0]["message"]
     assert echoed == {"role": "assistant", "content": "Once upon" + silent["content"]}
-    events = post(cluster, HELLO, STARTED, echo=True, stream=True, **fields).text.splitlines()
-    chunks = [json.loads(line.removeprefix("data: ")) for line in events if line and line != "data: [DONE]"]
+    chunks = chunks_of(post(cluster, HELLO, STARTED, echo=True, stream=True, **fields))
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == echoed["content"]
 
 
@@ -116,8 +116,7 @@ def test_a_request_has_the_name_that_it_was_given(cluster: LiveCluster, route: s
 
 
 def test_prompts_tokens_in_a_stream(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
-    lines = post(cluster, stream=True).text.splitlines()
-    first = json.loads(lines[0].removeprefix("data: "))
+    first, *_ = chunks_of(post(cluster, stream=True))
     assert tokenizer.decode(first["prompt_token_ids"]) == "<|user|>hello<|assistant|>"
 
 

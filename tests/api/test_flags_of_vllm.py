@@ -15,6 +15,7 @@ from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import FLAGS
 from tests.support.cluster import LiveCluster
 from tests.support.metrics import told
+from tests.support.sse import chunks_of
 
 TEMPLATE = (
     "{{ mood | default('no mood') }}:{% for part in messages[0].content %}{{ part.text }}/{% endfor %}"
@@ -67,10 +68,7 @@ def post(cluster: LiveCluster, path: str, **body: Any) -> Any:
 
 
 def chunks(cluster: LiveCluster, **body: Any) -> list[dict[str, Any]]:
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={**PROMPT, **body, "stream": True})
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
+    return chunks_of(cluster.client.post(f"{cluster.url}/v1/completions", json={**PROMPT, **body, "stream": True}))
 
 
 def test_it_is_served_at_the_socket_alone(served: LiveCluster) -> None:

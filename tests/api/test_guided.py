@@ -23,6 +23,7 @@ from tests.support.canary import Canary
 from tests.support.checkpoints import EOS_ID
 from tests.support.cluster import LiveCluster, children_of
 from tests.support.engines import make_core, run
+from tests.support.sse import chunks_of
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -83,10 +84,10 @@ def test_json(cluster: LiveCluster, route: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_the_other_kinds(cluster: LiveCluster, route: str, temperature: float) -> None:
     fields = {"temperature": temperature, "seed": 3}
-    for guide in ({"guided_regex": REGEX}, {"structured_outputs": {"regex": REGEX}}):
-        assert re.fullmatch(REGEX, texts(post(cluster, route, **guide, **fields))[0])
-    for guide in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}):
-        assert texts(post(cluster, route, **guide, **fields))[0] in ("yes", "no")
+    for by_regex in ({"guided_regex": REGEX}, {"structured_outputs": {"regex": REGEX}}):
+        assert re.fullmatch(REGEX, texts(post(cluster, route, **by_regex, **fields))[0])
+    for by_choice in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}):
+        assert texts(post(cluster, route, **by_choice, **fields))[0] in ("yes", "no")
     grammar = 'root ::= "SELECT " col " FROM t"\ncol ::= "a" | "b"'
     assert texts(post(cluster, route, guided_grammar=grammar, **fields))[0] in ("SELECT a FROM t", "SELECT b FROM t")
     lark = '?start: "SELECT " COL\nCOL: "a" | "b"'
@@ -125,8 +126,7 @@ def test_openais_client_parses_into_a_model(client: openai.OpenAI) -> None:
 def test_a_stream_is_the_same(cluster: LiveCluster, route: str) -> None:
     fields = {"guided_json": SCHEMA, "temperature": 1, "seed": 8}
     (whole,) = texts(post(cluster, route, **fields))
-    lines = post(cluster, route, stream=True, **fields).text.splitlines()
-    chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    chunks = [each["choices"][0] for each in chunks_of(post(cluster, route, stream=True, **fields))]
     assert "".join(chunk.get("text") or chunk.get("delta", {}).get("content", "") for chunk in chunks) == whole
     assert chunks[-1]["finish_reason"] == "stop"
 
@@ -170,9 +170,7 @@ def test_nothing_to_choose_is_an_error_of_that_request(cluster: LiveCluster) -> 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"guided_json": {"type": "objec"}}, "guided_json"),
         ({"guided_json": '{"type": "string", "format": "poem"}'}, "guided_json"),
-        ({"guided_regex": "a("}, "guided_regex"),
         ({"guided_grammar": "root ::= nothing"}, "guided_grammar"),
         ({"structured_outputs": {"regex": r"(a)\1"}}, "structured_outputs"),
         ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex"),

@@ -159,23 +159,6 @@ def test_an_echo_scores_a_text(cluster: LiveCluster, model: Path, tokenizer: Tok
     cluster.assert_home()
 
 
-@pytest.mark.parametrize(
-    ("route", "fields", "param"),
-    [
-        ("completions", {"logprobs": 21}, "logprobs"),
-        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
-        ("completions", {"prompt_logprobs": 21}, "prompt_logprobs"),
-        ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    ],
-)
-def test_more_than_the_server_gives(cluster: LiveCluster, route: str, fields: dict[str, Any], param: str) -> None:
-    body = {"prompt": PROMPT, "messages": [{"role": "user", "content": "x"}], **fields}
-    answer = cluster.client.post(f"{cluster.url}/v1/{route}", json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
-
-
 def test_every_token_of_the_vocabulary(guarded: LiveCluster) -> None:
     """--max-logprobs -1: probabilities of the whole vocabulary add up to one, across the split and over HTTP."""
     body = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "return_tokens_as_token_ids": True}

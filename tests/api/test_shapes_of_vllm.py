@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.cluster import LiveCluster
 from tests.support.scripted_scenarios import FAMILIES
+from tests.support.sse import chunks_of
 
 HELLO = {"role": "user", "content": "hello"}
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -22,13 +22,6 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 
 def post(cluster: LiveCluster, route: str, **body: Any) -> httpx.Response:
     return cluster.client.post(f"{cluster.url}/v1/{route}", json=body)
-
-
-def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    assert answer.status_code == 200, answer.text
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def test_an_answer_has_as_many_tokens_as_there_is_room_for(cluster: LiveCluster) -> None:

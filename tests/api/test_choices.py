@@ -29,9 +29,7 @@ BODY: dict[str, Any] = {
 
 
 def post(cluster: LiveCluster, **fields: Any) -> dict[str, Any]:
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={**BODY, **fields})
-    assert answer.status_code == 200, answer.text
-    data: dict[str, Any] = answer.json()
+    data: dict[str, Any] = cluster.ask("/v1/completions", {**BODY, **fields})
     return data
 
 

@@ -62,9 +62,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
 
 
 def post(cluster: LiveCluster, path: str, **body: Any) -> Any:
-    answer = cluster.client.post(f"{cluster.url}{path}", json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return cluster.ask(path, body)
 
 
 def chunks(cluster: LiveCluster, **body: Any) -> list[dict[str, Any]]:

@@ -22,9 +22,7 @@ EXACT = 2e-3  # float32 with another order of additions
 def post(cluster: LiveCluster, route: str = "completions", **fields: Any) -> dict[str, Any]:
     body: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     asked = {"messages": [{"role": "user", "content": "hello"}]} if route.startswith("chat") else {"prompt": PROMPT}
-    answer = cluster.client.post(f"{cluster.url}/v1/{route}", json={**asked, **body, **fields})
-    assert answer.status_code == 200, answer.text
-    data: dict[str, Any] = answer.json()
+    data: dict[str, Any] = cluster.ask(f"/v1/{route}", {**asked, **body, **fields})
     return data
 
 

@@ -18,9 +18,7 @@ SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 6}
 
 
 def post(cluster: LiveCluster, **fields: Any) -> dict[str, Any]:
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={"temperature": 0, "max_tokens": 8, **fields})
-    assert answer.status_code == 200, answer.text
-    body: dict[str, Any] = answer.json()
+    body: dict[str, Any] = cluster.ask("/v1/completions", {"temperature": 0, "max_tokens": 8, **fields})
     return body
 
 

@@ -157,7 +157,7 @@ def test_the_token_client(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
 
 def test_tokens_of_a_text_as_the_vocabulary_writes_them(cluster: LiveCluster) -> None:
     body = {"prompt": "a b", "return_token_strs": True}
-    answer = cluster.client.post(f"{cluster.url}/tokenize", json=body).json()
+    answer = cluster.ask("/tokenize", body)
     assert len(answer["token_strs"]) == answer["count"]
     assert "Ġ" in "".join(answer["token_strs"])
 

@@ -30,9 +30,7 @@ def ask(cluster: LiveCluster, prompt: str | list[int] = PROMPT, **fields: Any) -
     """Sends one completion, by default greedy and of NUM_TOKENS tokens; None leaves a field out."""
     defaults = {"temperature": 0, "max_tokens": NUM_TOKENS, "return_token_ids": True}
     body = {"prompt": prompt, **{k: v for k, v in {**defaults, **fields}.items() if v is not None}}
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    data = answer.json()
+    data = cluster.ask("/v1/completions", body)
     (choice,) = data["choices"]
     data["usage"].pop("prompt_tokens_details", None)  # depends on what was asked before
     return Answer(choice["text"], choice["finish_reason"], data["usage"], choice.get("token_ids", []))
@@ -40,9 +38,7 @@ def ask(cluster: LiveCluster, prompt: str | list[int] = PROMPT, **fields: Any) -
 
 def chat(cluster: LiveCluster, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
     body = {"messages": messages, "temperature": 0, "return_token_ids": True, **fields}
-    answer = cluster.client.post(f"{cluster.url}/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    data: dict[str, Any] = answer.json()
+    data: dict[str, Any] = cluster.ask("/v1/chat/completions", body)
     data["usage"].pop("prompt_tokens_details", None)
     return data
 
@@ -126,9 +122,7 @@ def test_what_is_not_given_has_the_documents_default(cluster: LiveCluster) -> No
     defaults |= {"length_penalty": 1.0, "ignore_eos": False, "guided_json": None}
 
     def choices(**fields: Any) -> Any:
-        answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body | fields)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"]
+        return cluster.ask("/v1/completions", body | fields)["choices"]
 
     assert choices() == choices(**defaults) != choices(temperature=1.5)
 

@@ -9,10 +9,10 @@ import httpx
 
 
 def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """Returns the data of each event but the last, which says that the stream has ended."""
+    """Returns the data of each event but the last, which says that the stream has ended. Events may have ids."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
-    *events, done, end = answer.text.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    lines = [line for event in events for line in event.splitlines() if line.startswith("data: ")]
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert answer.text.endswith("\n\n")
+    *events, last = (line[6:] for line in answer.text.split("\n") if line.startswith("data: "))
+    assert last == "[DONE]"
+    return [json.loads(event) for event in events]

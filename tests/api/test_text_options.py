@@ -17,6 +17,7 @@ from tests.support.cluster import LiveCluster
 
 PROMPT = "Once upon a time"
 NUM_TOKENS = 40
+HELLO = [{"role": "user", "content": "hello"}]
 
 
 class Answer(NamedTuple):
@@ -143,27 +144,18 @@ def test_max_tokens(cluster: LiveCluster, greedy: Answer) -> None:
         }
 
 
-def test_a_completion_has_16_tokens_by_default(cluster: LiveCluster) -> None:
-    answer = ask(cluster, max_tokens=None, ignore_eos=True)
-    assert (answer.usage["completion_tokens"], answer.finish_reason) == (16, "length")
-
-
-def test_the_default_shrinks_to_the_room(cluster: LiveCluster) -> None:
-    answer = ask(cluster, "x" * (MAX_MODEL_LEN - 3), max_tokens=None, ignore_eos=True)
-    assert (answer.usage["completion_tokens"], answer.finish_reason) == (3, "length")
-
-
-def test_a_chat_fills_the_context_by_default(cluster: LiveCluster) -> None:
-    answer = chat(cluster, [{"role": "user", "content": "hello"}], ignore_eos=True)
-    assert answer["usage"]["total_tokens"] == MAX_MODEL_LEN
-    assert answer["choices"][0]["finish_reason"] == "length"
-
-
-def test_max_completion_tokens_wins(cluster: LiveCluster) -> None:
-    answer = chat(
-        cluster, [{"role": "user", "content": "hello"}], ignore_eos=True, max_tokens=9, max_completion_tokens=5
-    )
-    assert answer["usage"]["completion_tokens"] == 5
+@pytest.mark.parametrize(
+    ("path", "fields", "num_tokens"),
+    [
+        ("completions", {"prompt": PROMPT}, 16),
+        ("completions", {"prompt": "x" * (MAX_MODEL_LEN - 3)}, 3),  # the default shrinks to the room
+        ("chat/completions", {"messages": HELLO, "max_tokens": 9, "max_completion_tokens": 5}, 5),
+        ("chat/completions", {"messages": HELLO}, MAX_MODEL_LEN - len("<|user|>hello<|assistant|>")),
+    ],
+)
+def test_how_long_an_answer_is(cluster: LiveCluster, path: str, fields: dict[str, Any], num_tokens: int) -> None:
+    answer = cluster.ask(f"/v1/{path}", {"temperature": 0, "ignore_eos": True, **fields})
+    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (num_tokens, "length")
 
 
 # ---- when to stop

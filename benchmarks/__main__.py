@@ -122,9 +122,9 @@ def hog(
     json: Json = "",
 ) -> None:
     """Three quiet tenants beside one that attacks in turn with guides, pictures, sequences, adapters and more."""
-    from benchmarks.router.hog import make_bench, run
+    from benchmarks.router.hog import run
 
-    _run(run(make_bench(seconds, attacks), json))
+    _run(run(seconds, attacks, json))
 
 
 @app.command("faults")
@@ -138,9 +138,9 @@ def faults(
     json: Json = "",
 ) -> None:
     """Two prefill and two decode instances that die, stand still and are restarted under load: what requests notice."""
-    from benchmarks.faults.bench import make_bench, run
+    from benchmarks.faults.bench import FaultsBench, run
 
-    _run(run(make_bench(faults, num_requests, load, seed, quick, kv_transport), json))
+    _run(run(FaultsBench(faults, num_requests, load, seed, quick, kv_transport), json))
 
 
 @app.command("soak")
@@ -159,9 +159,9 @@ def soak(
     json: Json = "",
 ) -> None:
     """Two prefill and two decode instances under steady load, with faults at random: what is lost, what grows."""
-    from benchmarks.faults.soak import make_bench, run
+    from benchmarks.faults.soak import SoakBench, run
 
-    _run(run(make_bench(model, minutes, kv_transport, faults, load, seed, quick, leave, tenants), json))
+    _run(run(SoakBench(model, minutes, kv_transport, faults, load, seed, quick, leave, tenants), json))
 
 
 @app.command("start")
@@ -202,16 +202,7 @@ def gpu(
         print(table_of(Path(table)), end="")
         return
     place = Path(out).expanduser().absolute()
-    bench = GpuBench(
-        parts=parts_of(parts, stage),
-        device=device,
-        quick=quick,
-        budget_s=budget,
-        out=place,
-        models=models,
-        resume=resume,
-    )
-    if not run(bench):
+    if not run(GpuBench(parts_of(parts, stage), device, quick, budget, place, models, resume)):
         raise typer.Exit(1)
 
 

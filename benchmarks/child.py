@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,7 @@ from pd_cluster.errors import GenerationError, PdClusterError
 END_TIMEOUT_S = 5.0
 MODEL_DEADLINE_S = 120.0
 NUM_LOG_LINES = 15
+NOTHING: Mapping[str, str] = {}
 
 
 class ChildFailed(GenerationError):
@@ -31,36 +32,56 @@ class ChildFailed(GenerationError):
 
 def run_peer(module: str, spec: Spec, folder: Path, deadline_s: float) -> PeerResult:
     """Runs `module` of the folder peers/. Raises ChildFailed."""
-    spec_file, result_file = folder / f"{module}.spec.json", folder / f"{module}.result.json"
-    result_file.unlink(missing_ok=True)  # from an earlier round
-    spec_file.write_bytes(msgspec.json.encode(spec))
-    command = [sys.executable, "-m", f"benchmarks.peers.{module}", str(spec_file), str(result_file)]
-    run_child(command, folder / f"{module}.log", deadline_s, spec.num_threads)
+    result_file = run_module(module, spec, folder / module, deadline_s, spec.num_threads)
     try:
         return msgspec.json.decode(result_file.read_bytes(), type=PeerResult)
     except (OSError, msgspec.MsgspecError) as error:
         raise ChildFailed(f"{module} left no result: {error}") from None
 
 
+def run_module(module: str, spec: msgspec.Struct, place: Path, deadline_s: float, num_threads: int) -> Path:
+    """Runs `module` of the folder peers/; returns its file of results, beside `place`. Raises ChildFailed."""
+    spec_file, result_file, log = (place.with_suffix(ending) for ending in (".spec", ".result", ".log"))
+    result_file.unlink(missing_ok=True)  # from an earlier round
+    spec_file.write_bytes(msgspec.json.encode(spec))
+    command = [sys.executable, "-m", f"benchmarks.peers.{module}", str(spec_file), str(result_file)]
+    run_child(command, log, deadline_s, num_threads)
+    return result_file
+
+
 def run_child(command: Sequence[str], log: Path, deadline_s: float, num_threads: int) -> None:
     """Runs a command to its end, and ends everything that it started in its group. Raises ChildFailed."""
+    with running_child(command, log, num_threads) as child:
+        try:
+            code = child.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise ChildFailed(f"not finished within {deadline_s:g} s; its last lines:\n{last_lines(log)}") from None
+    if code:
+        raise ChildFailed(f"ended with code {code}; its last lines:\n{last_lines(log)}")
+
+
+@contextlib.contextmanager
+def running_child(
+    command: Sequence[str], log: Path, num_threads: int, env: Mapping[str, str] = NOTHING, folder: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Ends it and its group afterwards. Its standard input ends with this process. `folder`: where it finds modules."""
     with log.open("wb") as output:
         child = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            cwd=folder,
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=child_environment(num_threads),
+            env={**child_environment(num_threads), **env},
             start_new_session=True,
         )
     try:
-        code = child.wait(deadline_s)
-    except subprocess.TimeoutExpired:
-        raise ChildFailed(f"not finished within {deadline_s:g} s; its last lines:\n{last_lines(log)}") from None
+        yield child
     finally:
         end_group(child)
-    if code:
-        raise ChildFailed(f"ended with code {code}; its last lines:\n{last_lines(log)}")
+        if child.stdin is not None:
+            with contextlib.suppress(OSError):
+                child.stdin.close()
 
 
 def make_model(folder: Path, shape: ModelShape, num_threads: int = 1) -> Path:

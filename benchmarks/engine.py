@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks import workloads
 from benchmarks.child import ChildFailed, make_model, run_peer, sigterm_raises
 from benchmarks.figures import begin, finish, names_of, result
-from benchmarks.spec import PeerResult, Spec, Workload
+from benchmarks.spec import PeerResult, Spec
 from benchmarks.tiny_model import QUICK_SHAPE, ModelShape
 from pd_cluster.tables import Report, Result
 
@@ -47,25 +47,26 @@ def run(workload: str, rounds: int, threads: int, quick: bool, json: str) -> Non
     with sigterm_raises(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
         shape = QUICK_SHAPE if quick else ModelShape()
         model = make_model(Path(folder), shape, threads)
-        spec = spec_of(model, shape.vocab_size, threads, names, quick)
+        spec = spec_of(model, shape, threads, names, quick)
         measured = [measure(spec, names, Path(folder), f"round {at + 1} of {rounds}") for at in range(rounds)]
     asked = f"--workload {','.join(names)} --rounds {rounds} --threads {threads}{' --quick' * quick}"
-    report = Report(f"python -m benchmarks engine {asked}", [*results(measured, with_goals=not quick)])
+    report = Report(f"python -m benchmarks engine {asked}", [*results(measured)])
     finish(report, f"{rounds} rounds, {threads} threads, {time.monotonic() - started_s:.0f} s", json, quick)
 
 
-def spec_of(model: Path, vocab: int, threads: int, names: Sequence[str], quick: bool) -> Spec:
+def spec_of(model: Path, shape: ModelShape, threads: int, names: Sequence[str], quick: bool) -> Spec:
+    vocab = shape.vocab_size
     if quick:
         every = [workloads.uniform(vocab, 4, 16, 4), workloads.mixed(vocab, 6, (4, 40), (2, 8))]
         warmup = workloads.warmup(vocab, 4, 8, 2)
     else:
         every, warmup = [workloads.uniform(vocab), workloads.mixed(vocab)], workloads.warmup(vocab)
     chosen = [each for each in every if each.name in names]
-    return Spec(model=str(model), num_threads=threads, warmup=warmup, workloads=chosen, quick=quick)
+    return Spec(model=str(model), shape=shape, num_threads=threads, warmup=warmup, workloads=chosen, quick=quick)
 
 
 def measure(spec: Spec, names: Sequence[str], folder: Path, label: str) -> Round:
-    """Runs each engine once. Raises ChildFailed."""
+    """Runs each engine once. Raises ChildFailed, too where a request did not get the tokens that it asked for."""
     found = {}
     engines = (FLOORS, STEPS) * (STEPS in names) + (OURS, REFERENCE) * bool(spec.workloads)
     for name in engines:
@@ -73,18 +74,13 @@ def measure(spec: Spec, names: Sequence[str], folder: Path, label: str) -> Round
         found[name] = run_peer(name, spec, folder, DEADLINE_S)
         print(f"{label}: {name} ({time.monotonic() - started_s:.0f} s)", flush=True)
         for each in spec.workloads if found[name].runs else ():
-            check_lengths(each, found[name])
+            lens = [len(output) for output in found[name].runs[each.name].outputs]
+            if lens != each.output_lens:
+                raise ChildFailed(f"{each.name}: {sum(lens)} output tokens instead of {each.num_output_tokens}")
     return found
 
 
-def check_lengths(workload: Workload, found: PeerResult) -> None:
-    """Raises ChildFailed unless each request got the tokens that it asked for."""
-    lens = [len(output) for output in found.runs[workload.name].outputs]
-    if lens != workload.output_lens:
-        raise ChildFailed(f"{workload.name}: {sum(lens)} output tokens instead of {workload.num_output_tokens}")
-
-
-def results(rounds: Sequence[Round], with_goals: bool) -> Iterator[Result]:
+def results(rounds: Sequence[Round]) -> Iterator[Result]:
     for name, goal in REQUESTS.items():
         if name not in rounds[0].get(OURS, PeerResult()).runs:
             continue
@@ -92,7 +88,7 @@ def results(rounds: Sequence[Round], with_goals: bool) -> Iterator[Result]:
         for engine, values in rates.items():
             yield result(f"{name}, {engine}", values, "tokens/s", "higher")
         ratios = [ours / theirs for ours, theirs in zip(*rates.values(), strict=True)]
-        yield result(f"{name}: tokens/s, times generate()", ratios, "x", "higher", goal if with_goals else None)
+        yield result(f"{name}: tokens/s, times generate()", ratios, "x", "higher", goal)
         ours, theirs = (rounds[0][engine].runs[name].outputs for engine in (OURS, REFERENCE))
         yield result(f"{name}: tokens equal to generate()'s", [100 * equal_share(ours, theirs)], "%", "higher")
     if STEPS in rounds[0]:
@@ -101,7 +97,7 @@ def results(rounds: Sequence[Round], with_goals: bool) -> Iterator[Result]:
             unit = next(unit for ending, unit in UNITS.items() if name.endswith(ending))
             yield result(name, [each[name] for each in figures], unit, "lower" if unit == "ms" else "higher")
         for name, most, unit, value_of in STEP_GOALS:
-            yield result(name, [value_of(each) for each in figures], unit, "lower", most if with_goals else None)
+            yield result(name, [value_of(each) for each in figures], unit, "lower", most)
 
 
 def rate(found: PeerResult, workload: str) -> float:

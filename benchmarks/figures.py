@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from pd_cluster.errors import ConfigError
 from pd_cluster.tables import Better, Report, Result, check_writable, percentile, spread
@@ -26,6 +27,12 @@ def result(
     )
 
 
+def ratio(values: Sequence[float], base: Sequence[float], percent: float) -> list[float]:
+    """Returns that of two percentiles; nothing if there is none."""
+    one, other = percentile(values, percent), percentile(base, percent)
+    return [one / other] if one is not None and other else []
+
+
 def names_of(flag: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
     """Returns the names that commas separate, or all if none is given. Raises ConfigError for an unknown one."""
     names = tuple(filter(None, map(str.strip, text.split(","))))
@@ -42,6 +49,9 @@ def begin(json: str) -> None:
 
 
 def finish(report: Report, title: str, json: str, quick: bool = False) -> None:
+    """Shows and writes the report; a quick run has no goals."""
+    if quick:
+        report = Report(report.command, [replace(each, goal=None) for each in report.results])
     report.show(title)
     if quick:
         print("note: --quick tells whether everything runs; its figures mean nothing")

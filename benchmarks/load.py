@@ -13,12 +13,23 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pd_cluster.client.streaming import Sample
+import httpx
+
+from pd_cluster.client.streaming import Sample, measure
+from pd_cluster.errors import GenerationError
 
 NUM_TOKEN_IDS = 256  # every vocabulary has these
 SHORTEST, LONGEST_PROMPT, LONGEST_OUTPUT = 8, 256, 64  # tokens
 
 Send = Callable[[Mapping[str, Any]], Awaitable[Sample]]
+
+
+async def answered(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> Sample:
+    """Raises GenerationError if the request fails."""
+    sample = await measure(client, url, body)
+    if sample.error is not None or sample.ttft_s is None:
+        raise GenerationError(f"a request failed: {sample.error}")
+    return sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,20 +19,21 @@ def run(rounds: int, threads: int, quick: bool, json: str) -> None:
     """Raises PdClusterError."""
     begin(json)
     with child.sigterm_raises(), tempfile.TemporaryDirectory(prefix="pd-cluster-lora-") as folder:
-        model = child.make_model(Path(folder), QUICK_SHAPE if quick else ModelShape(), threads)
-        spec = Spec(model=str(model), num_threads=threads, batch_size=4 if quick else 32, rounds=rounds, quick=quick)
+        shape = QUICK_SHAPE if quick else ModelShape()
+        model, size = str(child.make_model(Path(folder), shape, threads)), 4 if quick else 32
+        spec = Spec(model=model, shape=shape, num_threads=threads, batch_size=size, rounds=rounds, quick=quick)
         times_ms = child.run_peer("lora", spec, Path(folder), DEADLINE_S).figures
     asked = f"--rounds {rounds} --threads {threads}{' --quick' * quick}"
-    report = Report(f"python -m benchmarks lora {asked}", results(times_ms, {} if quick else GOALS))
+    report = Report(f"python -m benchmarks lora {asked}", results(times_ms))
     finish(report, f"decode steps of {spec.batch_size} sequences, adapters of rank 16 on all layers", json, quick)
 
 
-def results(times_ms: dict[str, float], goals: dict[int, float]) -> list[Result]:
+def results(times_ms: dict[str, float]) -> list[Result]:
     """`times_ms`: as the child names them."""
     bare_ms = times_ms["bare"]
     found = [result("a step without --enable-lora", [bare_ms], "ms")]
     distinct = {int(name.split()[0]): took for name, took in times_ms.items() if name.endswith(" adapters")}
     for num, took_ms in distinct.items():
         name = f"{num} adapters in the batch, times the speed without --enable-lora"
-        found.append(Result(name=name, value=bare_ms / took_ms, unit="x", better="higher", goal=goals.get(num)))
+        found.append(Result(name=name, value=bare_ms / took_ms, unit="x", better="higher", goal=GOALS.get(num)))
     return found

@@ -41,19 +41,24 @@ def waited_s(pid: int) -> float:
     return waited_ns / 1e9
 
 
+def num_descriptors(pid: int) -> int:
+    """Raises OSError."""
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def mapped_kib(pid: int, what: str) -> int:
+    """Returns a line of smaps_rollup: "Pss" or "Anonymous". Raises OSError."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
+
+
 def rss_nbytes(pid: int) -> int:
     return sum(int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in family(pid)) * PAGE_NBYTES
 
 
-def raise_open_files() -> int:
-    """Raises the soft limit to the hard one, and returns it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
-
-
-def check_open_files(wanted: int) -> None:
-    """Raises ConfigError if this many connections cannot be open here."""
+def raise_open_files(wanted: int = 0) -> None:
+    """Raises the soft limit to the hard one. Raises ConfigError if this many connections cannot be open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
         raise ConfigError(f"the hard limit of open files is {hard}; {wanted} are needed: ulimit -Hn {wanted}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

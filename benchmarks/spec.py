@@ -5,8 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
+
+from benchmarks.tiny_model import ModelShape
+
+S = TypeVar("S")
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,9 +27,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """A child's task, the warm-up first, where it has any. `quick` makes the measurements small."""
+    """A child's task, the warm-up first, where it has any. `shape`: the model's. `quick`: measurements are small."""
 
     model: str
+    shape: ModelShape
     num_threads: int
     warmup: Workload = Workload(name="warmup", prompts=[], output_lens=[])
     workloads: list[Workload] = []
@@ -47,8 +53,12 @@ class PeerResult(msgspec.Struct, frozen=True, kw_only=True):
     figures: dict[str, float] = {}
 
 
-def child_main(measure: Callable[[Spec], PeerResult]) -> None:
-    """Runs a child: `python -m MODULE SPEC_FILE RESULT_FILE`."""
+def given_spec(kind: type[S]) -> tuple[S, Path]:
+    """Returns the task and the file for the results of a child: `python -m MODULE SPEC_FILE RESULT_FILE`."""
     spec_file, result_file = map(Path, sys.argv[1:])
-    result = measure(msgspec.json.decode(spec_file.read_bytes(), type=Spec))
-    result_file.write_bytes(msgspec.json.encode(result))
+    return msgspec.json.decode(spec_file.read_bytes(), type=kind), result_file
+
+
+def child_main(measure: Callable[[Spec], PeerResult]) -> None:
+    spec, result_file = given_spec(Spec)
+    result_file.write_bytes(msgspec.json.encode(measure(spec)))

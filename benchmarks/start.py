@@ -15,14 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.faults.stage import is_whole
 from benchmarks.figures import begin, finish, result
-from benchmarks.processes import family
+from benchmarks.processes import family, mapped_kib
 from pd_cluster.cluster.processes.ports import free_port_pair
 from pd_cluster.errors import GenerationError
 from pd_cluster.tables import Report, Result
@@ -68,7 +67,7 @@ class Up:
 
     def pss_mib(self) -> float:
         """Returns the memory of all processes; shared pages count once."""
-        return sum(map(_pss_nbytes, family(self.process.pid))) / (1 << 20)
+        return sum(mapped_kib(pid, "Pss") for pid in family(self.process.pid)) / 1024
 
 
 @contextlib.contextmanager
@@ -103,13 +102,6 @@ def _await_ready(process: subprocess.Popen[str]) -> None:
     finally:
         timer.cancel()
     raise GenerationError("pd-cluster up was not ready: " + " / ".join(lines[-3:]))
-
-
-def _pss_nbytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) << 10
-    return 0
 
 
 def import_torch_s() -> float:

@@ -61,12 +61,5 @@ SMALL_SHAPE = ModelShape(  # 14 million parameters
     hidden_size=384, num_layers=8, num_heads=6, num_kv_heads=2, intermediate_size=1024, vocab_size=2048
 )
 QUICK_SHAPE = ModelShape(
-    hidden_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=96,
-    vocab_size=320,
-    max_positions=2048,
+    hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=320
 )

@@ -14,11 +14,18 @@ SEED = 0
 FIRST_WORD_ID = 259  # smaller ids are bytes and special tokens
 
 
-def uniform(vocab_size: int, num_requests: int = 32, input_len: int = 128, output_len: int = 64) -> Workload:
+def uniform(
+    vocab_size: int,
+    num_requests: int = 32,
+    input_len: int = 128,
+    output_len: int = 64,
+    name: str = "uniform",
+    seed: int = SEED,
+) -> Workload:
     """Makes requests of one shape."""
-    rng = random.Random(SEED)
+    rng = random.Random(seed)
     prompts = [random_prompt(rng, vocab_size, input_len) for _ in range(num_requests)]
-    return Workload(name="uniform", prompts=prompts, output_lens=[output_len] * num_requests)
+    return Workload(name=name, prompts=prompts, output_lens=[output_len] * num_requests)
 
 
 def mixed(
@@ -38,9 +45,7 @@ def warmup(vocab_size: int, num_requests: int = 32, input_len: int = 128, output
 
     Shares no prompt with the others.
     """
-    rng = random.Random(SEED + 2)
-    prompts = [random_prompt(rng, vocab_size, input_len) for _ in range(num_requests)]
-    return Workload(name="warmup", prompts=prompts, output_lens=[output_len] * num_requests)
+    return uniform(vocab_size, num_requests, input_len, output_len, "warmup", SEED + 2)
 
 
 def random_prompt(rng: random.Random, vocab_size: int, length: int) -> list[int]:

@@ -101,7 +101,7 @@ class Report:
         print_table(title, headers, rows, right=("value", "spread", "samples", "goal"))
 
 
-def counted(name: str, count: int, unit: str, goal: float | None = None) -> Result:
+def counted(name: str, count: float, unit: str, goal: float | None = None) -> Result:
     """Returns a figure whose ideal is zero or as low as possible."""
     return Result(name=name, value=count, unit=unit, better="lower", goal=goal)
 

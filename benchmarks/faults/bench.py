@@ -10,28 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import sys
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.faults.left import Left
-from benchmarks.faults.list import ALL_FAULTS
-from benchmarks.faults.report import MOST_DESCRIPTORS, Run, Tokens, is_right, show
+from benchmarks.faults.clients import CLIENT_FAULTS
+from benchmarks.faults.left import MOST_DESCRIPTORS, Left
+from benchmarks.faults.means import MEANS_FAULTS
+from benchmarks.faults.report import Run, Tokens, is_right, show
+from benchmarks.faults.scripts import FAULTS
 from benchmarks.faults.stage import Stage
 from benchmarks.faults.terms import Fault, Means, Seen
-from benchmarks.load import LONGEST_OUTPUT, LONGEST_PROMPT, Load, LoadRequest, Send, make_asks, poisson
-from pd_cluster.bench.serve import sigterm_ends_it
-from pd_cluster.checkpoints.checkpoint import Checkpoint
+from benchmarks.figures import begin, names_of
+from benchmarks.load import Load, LoadRequest, Send, make_asks, poisson
+from pd_cluster.bench.serve import running, sigterm_ends_it
 from pd_cluster.client.streaming import make_client
 from pd_cluster.cluster.processes.launch import Launch
-from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.cluster.processes.ports import free_port_pair
-from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
-from pd_cluster.settings.engine import SHIPPED_MODEL
-from pd_cluster.tables import Report, Result, check_writable
+from pd_cluster.errors import ConfigError, GenerationError
+from pd_cluster.tables import Report, Result
 from pd_cluster.transport.table import choices_for
 
 NUM_PREFILL = NUM_DECODE = 2
@@ -42,80 +40,58 @@ COUNT_S = 3.0  # between two reads of the last requests
 MOST_AT_ONCE = 4000
 MOST_FOR_CAPACITY = 400
 QUICK_FAULTS = ("kill-both", "kill-scheduler")
+STALL_S = 20.0
 QUICK_NUM_REQUESTS, QUICK_STALL_S, QUICK_SCALE = 60, 6.0, 0.02
+ALL_FAULTS: dict[str, Fault] = {**FAULTS, **MEANS_FAULTS, **CLIENT_FAULTS}
 NAME = "faults"
 TRANSPORTS = choices_for("cpu")  # between processes of one host, with pools in its memory
 
 
 @dataclass(frozen=True, slots=True)
 class FaultsBench:
-    """The command's parameters. `num_requests`: the least in each run."""
+    """The command's parameters. `faults`: names with commas; `num_requests`: the least in each run."""
 
-    model: str = ""
-    faults: tuple[str, ...] = tuple(ALL_FAULTS)
-    num_requests: int = 1000
-    load: float = 0.7
-    stall_s: float = 20.0
-    seed: int = 0
-    quick: bool = False
-    kv_transport: str = ""
+    faults: str
+    num_requests: int
+    load: float
+    seed: int
+    quick: bool
+    kv_transport: str
 
-    @property
-    def scale(self) -> float:
-        """The share of a fault's counts that `--quick` uses."""
-        return QUICK_SCALE if self.quick else 1.0
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        names_of("--faults", self.faults, ALL_FAULTS)
+        check(self.load, self.kv_transport)
 
     @property
     def command(self) -> str:
-        default = QUICK_FAULTS if self.quick else tuple(ALL_FAULTS)
-        only = f" --faults {','.join(self.faults)}" if self.faults != default else ""
+        only = f" --faults {self.faults}" if self.faults else ""
         size = "--quick" if self.quick else f"--num-requests {self.num_requests}"
         over = f" --kv-transport {self.kv_transport}" if self.kv_transport else ""
         return f"python -m benchmarks faults{only}{over} {size} --load {self.load:g} --seed {self.seed}"
 
 
-def make_bench(faults: str, num_requests: int, load: float, seed: int, quick: bool, kv_transport: str) -> FaultsBench:
-    """Builds the bench. Raises ConfigError."""
-    names = named(faults, ALL_FAULTS)
-    check_load(load)
-    check_transport(kv_transport)
-    if not quick:
-        return FaultsBench("", names, num_requests, load, seed=seed, kv_transport=kv_transport)
-    names = names if faults else QUICK_FAULTS
-    return FaultsBench("", names, QUICK_NUM_REQUESTS, load, QUICK_STALL_S, seed, True, kv_transport)
-
-
-def named(faults: str, allowed: Iterable[str]) -> tuple[str, ...]:
-    """Returns the named faults, or all if none is named. Raises ConfigError."""
-    names = tuple(filter(None, faults.split(","))) or tuple(allowed)
-    for name in names:
-        if name not in allowed:
-            raise ConfigError(f"--faults {name!r}: expected some of {','.join(allowed)}")
-    return names
-
-
-def check_load(load: float) -> None:
-    """Checks the load. Raises ConfigError."""
+def check(load: float, kv_transport: str) -> None:
+    """Raises ConfigError, too for a transport that two processes' CPU pools cannot use."""
     if not 0 < load <= 1:
         raise ConfigError(f"--load {load:g}: must be above 0 and at most 1, a share of what the cluster can serve")
-
-
-def check_transport(kv_transport: str) -> None:
-    """Raises ConfigError for a transport that two processes' CPU pools cannot use."""
     if kv_transport not in ("", *TRANSPORTS):
         raise ConfigError(f"--kv-transport {kv_transport!r}: expected {' or '.join(TRANSPORTS)}")
 
 
 async def run(bench: FaultsBench, json_path: str = "") -> None:
     """Measures, prints, writes. Raises PdClusterError: no cluster, or any request that was lost or wrong."""
-    check_writable(json_path)
-    check_model(bench.model)
+    begin(json_path)
     started_s = time.monotonic()
+    names = QUICK_FAULTS if bench.quick and not bench.faults else names_of("--faults", bench.faults, ALL_FAULTS)
     with sigterm_ends_it():
-        async with started(bench.model, bench.kv_transport) as stage:
-            scene = Scene(bench, stage)
+        async with started("", bench.kv_transport) as stage:
+            if bench.quick:
+                scene = Scene(stage, QUICK_NUM_REQUESTS, bench.load, bench.seed, QUICK_STALL_S, QUICK_SCALE)
+            else:
+                scene = Scene(stage, bench.num_requests, bench.load, bench.seed, STALL_S)
             quiet, capacity = await scene.quiet()
-            runs = [quiet, *[await scene.play(key, capacity, expected_of(quiet)) for key in bench.faults]]
+            runs = [quiet, *[await scene.play(key, capacity, expected_of(quiet)) for key in names]]
     load = f"{bench.load:.0%} of {capacity:.1f} requests/s"
     show(f"two prefill and two decode instances at {load}; {time.monotonic() - started_s:.0f} s in all", runs)
     if json_path:
@@ -123,14 +99,6 @@ async def run(bench: FaultsBench, json_path: str = "") -> None:
         Report(bench.command, results + [result for run in runs for result in run.results()]).write(json_path)
     if not is_right(runs):
         raise GenerationError("requests failed or differ, or blocks are held; see above")
-
-
-def check_model(named_model: str) -> None:
-    """Raises ConfigError at once, in one line, for a wrong model."""
-    model = named_model or str(SHIPPED_MODEL)
-    limit = Checkpoint.open(model).max_model_len(None)
-    if limit < (needed := LONGEST_PROMPT + LONGEST_OUTPUT):
-        raise ConfigError(f"--model {model}: its context of {limit} tokens is too short; {needed} are needed")
 
 
 @contextlib.asynccontextmanager
@@ -145,39 +113,31 @@ async def started(model: str, kv_transport: str) -> AsyncIterator[Stage]:
         restart="on-failure",
         arguments=[f"--kv-transport={kv_transport}"] if kv_transport else [],
     )
-    lines: deque[str] = deque(maxlen=100)
-    print(f"starting {NUM_PREFILL} prefill, {NUM_DECODE} decode and the scheduler …", flush=True)
-    async with make_client(MOST_AT_ONCE) as client:
-        stage = Stage(Cluster(launch, lines.append), client)
-        try:
-            await stage.start()
-            yield stage
-        except PdClusterError:
-            print("\n".join(lines), file=sys.stderr, flush=True)
-            raise
-        finally:
-            await stage.end()
+    async with make_client(MOST_AT_ONCE) as client, running(launch) as cluster:
+        yield Stage(cluster, client)
 
 
 class Scene:
-    """The requests and the cluster that serves them."""
+    """The requests and the cluster that serves them. `scale`: the share of a fault's counts that is used."""
 
-    def __init__(self, bench: FaultsBench, stage: Stage) -> None:
-        self._bench = bench
+    def __init__(
+        self, stage: Stage, num_requests: int, load: float, seed: int, stall_s: float, scale: float = 1.0
+    ) -> None:
         self.stage = stage
-        self._asks = make_asks(random.Random(bench.seed), bench.num_requests)
+        self._load, self._seed, self._stall_s, self._scale = load, seed, stall_s, scale
+        self._asks = make_asks(random.Random(seed), num_requests)
 
     async def play(self, key: str, capacity: float, expected: Sequence[Tokens]) -> Run:
         """Runs one fault."""
         fault = ALL_FAULTS[key]
         await self.stage.whole()
-        return await self._run(key, fault.title, (fault.load or self._bench.load) * capacity, expected, fault)
+        return await self._run(key, fault.title, (fault.load or self._load) * capacity, expected, fault)
 
     async def quiet(self) -> tuple[Run, float]:
         """Returns the run without a fault, and the capacity in requests per second."""
         await self.stage.whole()
         capacity = await self._capacity()
-        quiet = await self._run("quiet", "no fault", self._bench.load * capacity)
+        quiet = await self._run("quiet", "no fault", self._load * capacity)
         if quiet.failed:
             raise GenerationError(f"without any fault a request failed: {quiet.failed[0].sample.error}")
         return quiet, capacity
@@ -235,9 +195,8 @@ class Scene:
 
     def means(self, salt: str, rate: float) -> Means:
         probe = LoadRequest((1, 2, 3), 1, None).body(NAME, "probe")
-        bench = self._bench
-        rng, body_of = random.Random(bench.seed), self._body_of(f"{salt} script")
-        return Means(self.stage, bench.stall_s, probe, bench.scale, rng, body_of, rate)
+        rng, body_of = random.Random(self._seed), self._body_of(f"{salt} script")
+        return Means(self.stage, self._stall_s, probe, self._scale, rng, body_of, rate)
 
     async def count(self) -> None:
         while True:
@@ -246,7 +205,7 @@ class Scene:
 
     def load(self, salt: str, rate: float, send: Send | None = None) -> Load:
         """Makes the same gaps and the same requests in every run."""
-        gaps_s = poisson(random.Random(self._bench.seed), rate)
+        gaps_s = poisson(random.Random(self._seed), rate)
         return Load(self._body_of(salt), gaps_s, send or self.stage.stream)
 
     def _body_of(self, salt: str) -> Callable[[int], dict[str, Any]]:

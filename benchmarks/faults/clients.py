@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.faults.scripts import DEATH_GOAL_S
+from benchmarks.faults.stage import Stage
 from benchmarks.faults.terms import Fault, Means, Seen
 from benchmarks.load import Answer
 from pd_cluster.errors import PdClusterError
@@ -24,40 +25,28 @@ NUM_HOGS, HOG_ROUNDS, HOG_N = 4, 3, 128
 
 async def kill_at_first_token(means: Means, role: str) -> Seen:
     """Kills the rank of the instance that serves a request at the request's first token; over several lives."""
-    seen = Seen()
+    seen, stage = Seen(), means.stage
     by_length = sorted(range(NUM_LONGEST), key=lambda number: -int(means.body_of(number)["max_tokens"]))
     for number in by_length[:NUM_KILLS]:
+        seeing: list[asyncio.Task[float]] = []
+
+        def first_token(served_by: tuple[str, ...], seeing: list[asyncio.Task[float]] = seeing) -> None:
+            killed = [name for name in served_by if name.startswith(role)][:1]
+            seeing.extend(asyncio.ensure_future(_detected(stage, name, stage.kill_ranks(name))) for name in killed)
+
         sent_s = time.monotonic()
-        killer = _Killer(means, role)
-        sample = await means.stage.stream(means.body_of(number), killer.first_token)
+        sample = await stage.stream(means.body_of(number), first_token)
         seen.answers.append(Answer(number, sent_s, time.monotonic(), sample))
-        seen.detected_s.extend(await killer.detected_s())
-        await means.stage.whole()
+        seen.detected_s.extend(await asyncio.gather(*seeing))
+        await stage.whole()
     if not seen.detected_s:
         raise PdClusterError(f"no request was served by a {role} instance, so none could be killed")
     seen.figures.append(counted("killed at a first token", len(seen.detected_s), "instances"))
     return seen
 
 
-class _Killer:
-    """Kills one instance once, and measures how soon that is detected."""
-
-    def __init__(self, means: Means, role: str) -> None:
-        self._means = means
-        self._role = role
-        self._seeing: asyncio.Task[float] | None = None
-
-    def first_token(self, served_by: tuple[str, ...]) -> None:
-        name = next((name for name in served_by if name.startswith(self._role)), None)
-        if name is not None:
-            self._seeing = asyncio.ensure_future(self._see(name, self._means.stage.kill_ranks(name)))
-
-    async def _see(self, name: str, at_s: float) -> float:
-        return await self._means.stage.lost(name) - at_s
-
-    async def detected_s(self) -> list[float]:
-        """Detection times; empty if no instance of the role served the request."""
-        return [await self._seeing] if self._seeing is not None else []
+async def _detected(stage: Stage, name: str, at_s: float) -> float:
+    return await stage.lost(name) - at_s
 
 
 async def overload(means: Means) -> Seen:

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.processes import family
+from benchmarks import processes
+from pd_cluster.tables import Result, counted
 
 SHARED = Path("/dev/shm")
-PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
+MOST_DESCRIPTORS = 8  # more than before: connections of clients and links that are about to close
 
 
 class Left(NamedTuple):
@@ -27,15 +28,15 @@ class Left(NamedTuple):
 
     @classmethod
     def now(cls, also: Iterable[int] = ()) -> Left:
-        pids = {*family(os.getpid()), *also} - {os.getpid()}
-        num_descriptors, num_pages = 0, 0
+        pids = {*processes.family(os.getpid()), *also} - {os.getpid()}
+        num_open, num_pages = 0, 0
         for pid in pids:
             with contextlib.suppress(OSError):  # it has ended meanwhile
-                num_descriptors += sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+                num_open += processes.num_descriptors(pid)
                 _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
                 num_pages += resident - shared
         num_shared = sum(1 for _ in SHARED.iterdir()) if SHARED.is_dir() else 0
-        return cls(len(pids), num_descriptors, num_shared, num_pages * PAGE_NBYTES / (1 << 20))
+        return cls(len(pids), num_open, num_shared, num_pages * processes.PAGE_NBYTES / (1 << 20))
 
     def since(self, before: Left) -> Left:
         return Left(
@@ -44,6 +45,14 @@ class Left(NamedTuple):
             self.num_shared - before.num_shared,
             self.memory_mib - before.memory_mib,
         )
+
+    def results(self) -> list[Result]:
+        return [
+            counted("processes left", self.num_processes, "processes", 0),
+            counted("descriptors left", self.num_descriptors, "descriptors", MOST_DESCRIPTORS),
+            counted("shared memory left", self.num_shared, "files", 0),
+            counted("memory left", self.memory_mib, "MiB"),
+        ]
 
 
 NOTHING = Left(0, 0, 0, 0.0)

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from benchmarks.faults.left import NOTHING, Left
 from benchmarks.faults.scripts import SERVED_GOAL_S
 from benchmarks.faults.terms import Fault, Seen
+from benchmarks.figures import result
 from benchmarks.load import Answer
-from pd_cluster.tables import Result, print_table
+from pd_cluster.tables import Result, counted, print_table
 
 Tokens = tuple[int, ...]
 
 COMPLETE_GOAL = 99.9  # percent
 MAX_SHOWN = 10
 COLUMNS = ("requests", "complete", "exact", "replayed", "seen after", "served after", "worst gap", "worst wait", "held")
-MOST_DESCRIPTORS = 8  # more than before: connections of clients and links that are about to close
 
 
 LEGEND = """complete: share of the requests. exact: of those, token for token as in the quiet run.
@@ -73,48 +73,37 @@ class Run:
         return self.expected[answer.number % len(self.expected)]
 
     def results(self) -> list[Result]:
-        """Every figure of this run, with its goal."""
+        """Every measured figure of this run, with its goal."""
         num_complete = len(self.complete)
         num_counted = num_complete + len(self.failed)
         gaps_s = [max(a.sample.itl_s) for a in self.complete if a.sample.itl_s]
         waits_s = [a.sample.ttft_s for a in self.complete if a.sample.ttft_s is not None]
-        return [
-            *self._share("complete", num_complete, num_counted, COMPLETE_GOAL),
-            *self._share("exact", num_complete - len(self.different), num_complete if self.expected else 0, 100.0),
-            *self._times("seen after", self.seen.detected_s, self.fault.goal_s if self.fault else None),
-            *self._times("served after", self.seen.served_s, SERVED_GOAL_S),
-            *self._times("worst gap", gaps_s),
-            *self._times("worst wait", waits_s),
-            self._count("replayed", self.num_replayed, "requests"),
-            self._count("apart", len(self.apart), "requests"),
-            self._count("refused", len(self.refused), "requests"),
-            *(replace(figure, name=self._name(figure.name)) for figure in self.seen.figures),
-            self._count("held", self.num_held, "blocks", 0),
-            self._count("processes left", self.left.num_processes, "processes", 0),
-            self._count("descriptors left", self.left.num_descriptors, "descriptors", MOST_DESCRIPTORS),
-            self._count("shared memory left", self.left.num_shared, "files", 0),
-            Result(name=self._name("memory left"), value=self.left.memory_mib, unit="MiB", better="lower"),
+        found = [
+            share("complete", num_complete, num_counted, COMPLETE_GOAL),
+            share("exact", num_complete - len(self.different), num_complete if self.expected else 0, 100.0),
+            worst("seen after", self.seen.detected_s, self.fault.goal_s if self.fault else None),
+            worst("served after", self.seen.served_s, SERVED_GOAL_S),
+            worst("worst gap", gaps_s),
+            worst("worst wait", waits_s),
+            counted("replayed", self.num_replayed, "requests"),
+            counted("apart", len(self.apart), "requests"),
+            counted("refused", len(self.refused), "requests"),
+            *self.seen.figures,
+            counted("held", self.num_held, "blocks", 0),
+            *self.left.results(),
         ]
+        return [replace(each, name=f"{self.key} {each.name}") for each in found if each.value is not None]
 
-    def _share(self, name: str, count: int, total: int, goal: float) -> list[Result]:
-        """Returns a share's result; nothing if there is nothing to compare."""
-        if not total:
-            return []
-        value = 100 * count / total
-        return [Result(name=self._name(name), value=value, unit="%", better="higher", samples=total, goal=goal)]
 
-    def _times(self, name: str, values_s: Sequence[float], goal_s: float | None = None) -> list[Result]:
-        """Returns the longest time; nothing if none was measured."""
-        if not values_s:
-            return []
-        times = {"value": max(values_s), "samples": len(values_s), "goal": goal_s}
-        return [Result(name=self._name(name), unit="s", better="lower", **times)]  # type: ignore[arg-type]
+def share(name: str, count: int, total: int, goal: float) -> Result:
+    """Returns a percentage, without a value if there is nothing to compare."""
+    value = 100 * count / total if total else None
+    return Result(name=name, value=value, unit="%", better="higher", samples=total, goal=goal)
 
-    def _count(self, name: str, count: int, unit: str, goal: float | None = None) -> Result:
-        return Result(name=self._name(name), value=count, unit=unit, better="lower", goal=goal)
 
-    def _name(self, name: str) -> str:
-        return f"{self.key} {name}"
+def worst(name: str, values_s: Sequence[float], goal_s: float | None = None) -> Result:
+    """Returns the longest time, without a value if none was measured."""
+    return result(name, values_s, "s", goal=goal_s, at=100)
 
 
 def show(title: str, runs: Sequence[Run]) -> None:
@@ -122,9 +111,9 @@ def show(title: str, runs: Sequence[Run]) -> None:
     print_table(title, ("", *COLUMNS, "goals"), [_row(run) for run in runs], right=COLUMNS)
     print(LEGEND)
     for run in runs:
-        for result in run.results():
-            if result.met is False:
-                print(f"not reached: {result.name} {result.value:g} {result.unit}, the goal is {result.goal:g}")
+        for each in run.results():
+            if each.met is False:
+                print(f"not reached: {each.name} {each.value:g} {each.unit}, the goal is {each.goal:g}")
         for line in _faults_of(run):
             print(line)
 
@@ -135,18 +124,18 @@ def is_right(runs: Sequence[Run]) -> bool:
 
 
 def _row(run: Run) -> list[str]:
-    found = {result.name.removeprefix(f"{run.key} "): result for result in run.results()}
+    found = {each.name.removeprefix(f"{run.key} "): each for each in run.results()}
     cells = [_cell(found.get(name)) for name in COLUMNS[1:]]
-    reached = all(result.met is not False for result in found.values())
+    reached = all(each.met is not False for each in found.values())
     apart = f" ({len(run.apart)} apart)" if run.apart else ""
     apart += f" ({len(run.refused)} refused)" if run.refused else ""
     return [run.title, f"{len(run.answers)}{apart}", *cells, "reached" if reached else "NO"]
 
 
-def _cell(result: Result | None) -> str:
-    if result is None or result.value is None:
+def _cell(figure: Result | None) -> str:
+    if figure is None or figure.value is None:
         return "-"
-    return {"%": f"{result.value:.4g} %", "s": f"{result.value:.2f} s"}.get(result.unit, f"{result.value:g}")
+    return {"%": f"{figure.value:.4g} %", "s": f"{figure.value:.2f} s"}.get(figure.unit, f"{figure.value:g}")
 
 
 def _faults_of(run: Run) -> list[str]:

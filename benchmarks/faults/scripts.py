@@ -154,24 +154,20 @@ def _fault(title: str, script: Callable[..., Awaitable[Seen]], *arguments: Any, 
     return Fault(title, lambda means: script(means, *arguments), goal_s)
 
 
+def _death(title: str, script: Callable[..., Awaitable[Seen]], *arguments: Any) -> Fault:
+    return _fault(title, script, *arguments, goal_s=DEATH_GOAL_S)
+
+
 FAULTS: dict[str, Fault] = {
-    "kill-prefill": _fault("kill -9 of a prefill instance", kill, "prefill", goal_s=DEATH_GOAL_S),
-    "kill-decode": _fault("kill -9 of a decode instance", kill, "decode", goal_s=DEATH_GOAL_S),
-    "kill-both": _fault("kill -9 of one of each at once", kill_several, "decode-0", "prefill-0", goal_s=DEATH_GOAL_S),
-    "kill-parent": _fault("kill -9 of the parent alone", kill_several, "decode-1", goal_s=DEATH_GOAL_S),
-    "stop-parent": _fault(
-        "SIGSTOP of a parent, kill -9 of its rank", stop_parent_kill_rank, "decode-0", goal_s=DEATH_GOAL_S
-    ),
-    "kill-loading": _fault(
-        "kill -9, and of each life that loads", kill_while_loading, "prefill-1", goal_s=DEATH_GOAL_S
-    ),
-    "kill-again": _fault(
-        "kill -9 of one instance again and again", kill_again_and_again, "decode-1", goal_s=DEATH_GOAL_S
-    ),
+    "kill-prefill": _death("kill -9 of a prefill instance", kill, "prefill"),
+    "kill-decode": _death("kill -9 of a decode instance", kill, "decode"),
+    "kill-both": _death("kill -9 of one of each at once", kill_several, "decode-0", "prefill-0"),
+    "kill-parent": _death("kill -9 of the parent alone", kill_several, "decode-1"),
+    "stop-parent": _death("SIGSTOP of a parent, kill -9 of its rank", stop_parent_kill_rank, "decode-0"),
+    "kill-loading": _death("kill -9, and of each life that loads", kill_while_loading, "prefill-1"),
+    "kill-again": _death("kill -9 of one instance again and again", kill_again_and_again, "decode-1"),
     "kill-ranks": _fault("kill -9 of all ranks at once", kill_all_ranks),
-    "kill-preloader": _fault(
-        "kill -9 of the preloader, then of a decode instance", kill_preloader, goal_s=DEATH_GOAL_S
-    ),
+    "kill-preloader": _death("kill -9 of the preloader, then of a decode instance", kill_preloader),
     "stall-decode": _fault("SIGSTOP of a decode instance", stall, "decode-1", goal_s=STALL_GOAL_S),
     "stall-prefill": _fault("SIGSTOP of a prefill instance", stall, "prefill-1", goal_s=STALL_GOAL_S),
     "rolling": _fault("rolling restart of the workers", rolling_restart),

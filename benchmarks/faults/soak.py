@@ -15,31 +15,23 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.faults.bench import (
-    MOST_AT_ONCE,
-    FaultsBench,
-    Scene,
-    check_load,
-    check_model,
-    check_transport,
-    expected_of,
-    started,
-)
-from benchmarks.faults.bench import named as faults_named
+from benchmarks.faults.bench import ALL_FAULTS, MOST_AT_ONCE, Scene, check, expected_of, started
 from benchmarks.faults.left import Left
-from benchmarks.faults.list import ALL_FAULTS
 from benchmarks.faults.soak_report import LEFT, Soak, Tally, Use, Watch
 from benchmarks.faults.terms import Means
-from benchmarks.load import Load
+from benchmarks.figures import begin, finish, names_of
+from benchmarks.load import LONGEST_OUTPUT, LONGEST_PROMPT, Load
+from benchmarks.processes import mapped_kib, num_descriptors
 from pd_cluster.bench.serve import sigterm_ends_it
+from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.client.streaming import Sample, make_client, measure
 from pd_cluster.errors import ConfigError, GenerationError
-from pd_cluster.tables import Report, check_writable
+from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.tables import Report
 
 # Faults that end neither the scheduler nor prefill-0 nor decode-0.
 SOAK_FAULTS = (
@@ -59,23 +51,38 @@ QUICK_MINUTES, QUICK_NUM_REQUESTS, QUICK_FAULTS, QUICK_REST_S = 0.25, 40, ("kill
 
 @dataclass(frozen=True, slots=True)
 class SoakBench:
-    """The command's parameters."""
+    """The command's parameters. `leave`: the share of requests whose client leaves early."""
 
-    model: str = ""
-    minutes: float = 30.0
-    kv_transport: str = "shm"
-    faults: tuple[str, ...] = SOAK_FAULTS
-    load: float = 0.4
-    seed: int = 0
-    quick: bool = False
-    leave: float = 0.0  # share of requests whose client leaves early
-    tenants: int = 1
+    model: str
+    minutes: float
+    kv_transport: str
+    faults: str
+    load: float
+    seed: int
+    quick: bool
+    leave: float
+    tenants: int
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        if not 0 <= self.leave < 1:
+            raise ConfigError(f"--leave {self.leave:g}: a share of requests, at least 0 and below 1")
+        check(self.load, self.kv_transport)
+        if self.minutes <= 0:
+            raise ConfigError(f"--minutes {self.minutes:g}: must be above 0")
+        if not 1 <= self.tenants <= MOST_TENANTS:
+            raise ConfigError(f"--tenants {self.tenants}: must be at least 1 and at most {MOST_TENANTS}")
+        names_of("--faults", self.faults, SOAK_FAULTS)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The faults."""
+        return QUICK_FAULTS if self.quick and not self.faults else names_of("--faults", self.faults, SOAK_FAULTS)
 
     @property
     def command(self) -> str:
         model = f" --model {self.model}" if self.model else ""
-        default = QUICK_FAULTS if self.quick else SOAK_FAULTS
-        only = f" --faults {','.join(self.faults)}" if self.faults != default else ""
+        only = f" --faults {self.faults}" if self.faults else ""
         size = "--quick" if self.quick else f"--minutes {self.minutes:g}"
         leave = f" --leave {self.leave:g}" if self.leave else ""
         leave += f" --tenants {self.tenants}" if self.tenants > 1 else ""
@@ -83,51 +90,29 @@ class SoakBench:
         return f"python -m benchmarks soak{model}{only} {size} {rest}"
 
 
-def make_bench(
-    model: str,
-    minutes: float,
-    kv_transport: str,
-    faults: str,
-    load: float,
-    seed: int,
-    quick: bool,
-    leave: float = 0.0,
-    tenants: int = 1,
-) -> SoakBench:
-    """Builds the bench. Raises ConfigError."""
-    if not 0 <= leave < 1:
-        raise ConfigError(f"--leave {leave:g}: a share of requests, at least 0 and below 1")
-    check_load(load)
-    check_transport(kv_transport)
-    if minutes <= 0:
-        raise ConfigError(f"--minutes {minutes:g}: must be above 0")
-    names = faults_named(faults, SOAK_FAULTS)
-    if quick:
-        minutes, names = QUICK_MINUTES, names if faults else QUICK_FAULTS
-    if not 1 <= tenants <= MOST_TENANTS:
-        raise ConfigError(f"--tenants {tenants}: must be at least 1 and at most {MOST_TENANTS}")
-    return SoakBench(model, minutes, kv_transport, names, load, seed, quick, leave, tenants)
-
-
 async def run(bench: SoakBench, json_path: str = "") -> None:
     """Measures, prints, writes. Raises PdClusterError: no cluster, a lost or wrong request, something left over."""
-    check_writable(json_path)
+    begin(json_path)
     check_model(bench.model)
-    print(f"{bench.command}: faults are drawn from {', '.join(bench.faults)}", flush=True)
+    print(f"{bench.command}: faults are drawn from {', '.join(bench.names)}", flush=True)
     number = QUICK_NUM_REQUESTS if bench.quick else NUM_REQUESTS
-    parameters = FaultsBench(bench.model, (), number, bench.load, STALL_S, bench.seed, kv_transport=bench.kv_transport)
     os.environ.update(SMALL_CACHES)  # of all processes that are started
     with sigterm_ends_it():
         async with started(bench.model, bench.kv_transport) as stage, tenants_of(bench) as tenants:
-            soak = await _Soaking(bench, Scene(parameters, stage), tenants).play()
-    report = Report(bench.command, soak.results())
-    report.show("soak")
+            soak = await _Soaking(bench, Scene(stage, number, bench.load, bench.seed, STALL_S), tenants).play()
+    finish(Report(bench.command, soak.results()), "soak", json_path)
     for line in (*soak.watch.by_minute(), *soak.tally.lines):
         print(line)
-    if json_path:
-        report.write(json_path)
     if not soak.is_right:
         raise GenerationError("requests failed or differ, or something is left; see above")
+
+
+def check_model(named_model: str) -> None:
+    """Raises ConfigError at once, in one line, for a wrong model."""
+    model = named_model or str(SHIPPED_MODEL)
+    limit = Checkpoint.open(model).max_model_len(None)
+    if limit < (needed := LONGEST_PROMPT + LONGEST_OUTPUT):
+        raise ConfigError(f"--model {model}: its context of {limit} tokens is too short; {needed} are needed")
 
 
 @contextlib.asynccontextmanager
@@ -160,7 +145,7 @@ class _Soaking:
         await asyncio.sleep(SETTLE_S)
         before = Left.now(self._stage.pids())
         self._started_s = time.monotonic()
-        until_s = self._started_s + 60 * self._bench.minutes
+        until_s = self._started_s + 60 * (QUICK_MINUTES if self._bench.quick else self._bench.minutes)
         rate = self._bench.load * capacity
         load = self._scene.load("soak", rate, self._send)
         drawing = asyncio.ensure_future(self._draw(until_s, self._scene.means("soak", rate)))
@@ -200,7 +185,7 @@ class _Soaking:
             await asyncio.sleep(rng.uniform(*rest_s))
             if time.monotonic() >= until_s:
                 return
-            order = order or rng.sample(self._bench.faults, len(self._bench.faults))  # each once before any repeats
+            order = order or rng.sample(self._bench.names, len(self._bench.names))  # each once before any repeats
             self._last = order.pop()
             await ALL_FAULTS[self._last].script(means)
             self._faults[self._last] += 1
@@ -238,8 +223,5 @@ def use_of(names: dict[int, str]) -> dict[tuple[int, str], Use]:
     found = {}
     for pid, name in names.items():
         with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            own_kib = sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
-            num_descriptors = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-            found[pid, name] = Use(time.monotonic(), own_kib / 1024, num_descriptors)
+            found[pid, name] = Use(time.monotonic(), mapped_kib(pid, "Anonymous") / 1024, num_descriptors(pid))
     return found

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import linear_regression
 from typing import NamedTuple
 
 from benchmarks.faults.left import NOTHING, Left
-from benchmarks.faults.report import COMPLETE_GOAL, MOST_DESCRIPTORS, Tokens, first_difference
+from benchmarks.faults.report import COMPLETE_GOAL, Tokens, first_difference, share
 from benchmarks.load import Answer
 from pd_cluster.tables import Result, counted
 
@@ -67,13 +68,13 @@ class Tally:
 
     def results(self) -> list[Result]:
         return [
-            _share("complete", self.num_complete, self.num_answers - self.num_refused, COMPLETE_GOAL),
-            _share("exact", self.num_exact, self.num_complete, 100.0),
+            share("complete", self.num_complete, self.num_answers - self.num_refused, COMPLETE_GOAL),
+            share("exact", self.num_exact, self.num_complete, 100.0),
             counted("requests", self.num_answers, "requests"),
             counted("refused", self.num_refused, "requests"),
             counted("left by their clients", self.num_left, "requests"),
-            _worst("worst gap", self.worst_gap_s, "s"),
-            _worst("worst wait", self.worst_wait_s, "s"),
+            counted("worst gap", self.worst_gap_s, "s"),
+            counted("worst wait", self.worst_wait_s, "s"),
         ]
 
 
@@ -109,8 +110,9 @@ class Watch:
             if len(warm) >= FEWEST_SAMPLES:
                 for name, unit, value_of in SERIES:
                     slope = slope_per_hour(warm, value_of)
-                    found.append(_worst(f"{process[1]} {name}", value_of(samples[-1]), unit))
-                    found.append(_worst(f"{process[1]} {name} slope", slope, f"{unit}/h", len(warm)))
+                    found.append(counted(f"{process[1]} {name}", value_of(samples[-1]), unit))
+                    per_hour = counted(f"{process[1]} {name} slope", slope, f"{unit}/h")
+                    found.append(replace(per_hour, samples=len(warm)))
         return found
 
 
@@ -140,10 +142,7 @@ class Soak:
             *(counted(f"fault {name}", number, "faults") for name, number in sorted(self.faults.items())),
             counted("replayed", self.num_replayed, "requests"),
             counted("held", self.num_held, "blocks", 0),
-            counted("processes left", self.left.num_processes, "processes", 0),
-            counted("descriptors left", self.left.num_descriptors, "descriptors", MOST_DESCRIPTORS),
-            counted("shared memory left", self.left.num_shared, "files", 0),
-            _worst("memory left", self.left.memory_mib, "MiB"),
+            *self.left.results(),
             *self.watch.results(),
         ]
 
@@ -154,17 +153,5 @@ class Soak:
 
 
 def slope_per_hour(samples: Sequence[Use], value_of: Callable[[Use], float]) -> float:
-    """Fits a line by least squares to two or more samples at different times; returns its slope per hour."""
-    mean_s = sum(use.at_s for use in samples) / len(samples)
-    mean = sum(map(value_of, samples)) / len(samples)
-    spread = sum((use.at_s - mean_s) ** 2 for use in samples)
-    return HOUR_S * sum((use.at_s - mean_s) * (value_of(use) - mean) for use in samples) / spread if spread else 0.0
-
-
-def _share(name: str, count: int, total: int, goal: float) -> Result:
-    value = 100 * count / total if total else None
-    return Result(name=name, value=value, unit="%", better="higher", samples=total, goal=goal)
-
-
-def _worst(name: str, value: float, unit: str, samples: int = 1) -> Result:
-    return Result(name=name, value=value, unit=unit, better="lower", samples=samples)
+    """Fits a line to two or more samples at different times; returns its slope per hour."""
+    return HOUR_S * linear_regression([use.at_s for use in samples], [*map(value_of, samples)]).slope

@@ -211,14 +211,6 @@ class Stage:
         sequences = [tuple(choice["token_ids"]) for choice in choices]
         return Sample(e2e_s=e2e_s, token_ids=sequences[0], status=200), sequences
 
-    async def start(self) -> None:
-        """Starts the cluster. Raises PdClusterError."""
-        await self._cluster.start()
-        await self._cluster.wait_ready()
-
-    async def end(self) -> None:
-        await self._cluster.stop()
-
 
 async def _until(problem: str, check: Callable[[], Awaitable[bool]]) -> float:
     """Waits until the check holds. Returns the time. Raises PdClusterError."""

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from benchmarks.child import ChildFailed, run_child, sigterm_raises
+from benchmarks.child import ChildFailed, run_module, sigterm_raises
 from benchmarks.figures import names_of
 from benchmarks.gpu import handover
 from benchmarks.gpu.report import GpuReport, PartResult
@@ -51,9 +48,7 @@ ENGINE = ("startup", "decode", "overhead", "prefill", "mixed", "profile")
 MODEL = Part("model", (), "gpu_model", (), 20, 120, False)
 PARTS = (
     Part("ceilings", ("engine", "cluster"), "gpu_ceilings", (), 10, 60, False),
-    Part(
-        "engine", ("engine",), "gpu_engine", ("startup", "decode", "overhead", "prefill", "mixed", "profile"), 40, 180
-    ),
+    Part("engine", ("engine",), "gpu_engine", ENGINE, 40, 180),
     Part("handover", ("cluster",), "", (handover.CHECKED, handover.UNCHECKED), 15, 45, False),
     Part("cluster", ("cluster",), "gpu_cluster", ("split", "colocated"), 50, 150),
     Part("deterministic", ("engine",), "gpu_engine", ("deterministic",), 30, 90),
@@ -73,7 +68,7 @@ def parts_of(parts: str, stage: str) -> tuple[str, ...]:
     return found or names_of("--parts", parts, [part.name for part in PARTS])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GpuBench:
     """The command's parameters. `models` is a folder that keeps the model: a whole one in it is not made again.
 
@@ -158,14 +153,12 @@ def run_part(bench: GpuBench, part: Part, folder: Path, left_s: float) -> tuple[
     print(f"{part.name} …", flush=True)
     deadline_s = min(part.most_s * (QUICK_SLOWER if bench.quick else 1), left_s)
     place = folder / part.name
-    spec_file, result_file, log = (place.with_suffix(ending) for ending in (".spec.json", ".result.jsonl", ".log"))
-    spec_file.write_bytes(msgspec.json.encode(spec))
+    result_file, log = place.with_suffix(".result"), place.with_suffix(".log")
     why = ""
     try:
         if part.module:
-            command = [sys.executable, "-m", f"benchmarks.peers.{part.module}", str(spec_file), str(result_file)]
             num_threads = 1 if bench.quick else min(MOST_THREADS, len(os.sched_getaffinity(0)))
-            run_child(command, log, deadline_s, num_threads)
+            run_module(part.module, spec, place, deadline_s, num_threads)
         else:
             handover.run(spec, Writer(result_file), folder, deadline_s)
     except ChildFailed as error:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from benchmarks import tiny_model
+from benchmarks.spec import given_spec
 from benchmarks.tiny_model import ModelShape
 from pd_cluster.tables import Better, spread
 
@@ -55,19 +56,11 @@ LLAMA_8B = GpuShape(
     hidden_size=4096,
     num_heads=32,
     num_kv_heads=8,
-    head_dim=128,
     intermediate_size=14336,
     vocab_size=128256,
+    head_dim=128,
 )
-QUICK_SHAPE = GpuShape(
-    num_layers=2,
-    hidden_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=96,
-    vocab_size=320,
-)
+QUICK_SHAPE = GpuShape(**msgspec.structs.asdict(tiny_model.QUICK_SHAPE))
 DECODE_BATCHES, QUICK_BATCHES = (1, 32, 128), (1, 3)
 CONTEXT_LEN = 1024
 NUM_PREFILL, PREFILL_LEN = 8, 2048
@@ -167,5 +160,5 @@ def read_lines(file: Path) -> list[Line]:
 
 def child_main(measure: Callable[[GpuSpec, Writer], None]) -> None:
     """Runs a child: `python -m MODULE SPEC_FILE RESULT_FILE`."""
-    spec_file, result_file = map(Path, sys.argv[1:])
-    measure(msgspec.json.decode(spec_file.read_bytes(), type=GpuSpec), Writer(result_file))
+    spec, result_file = given_spec(GpuSpec)
+    measure(spec, Writer(result_file))

@@ -6,17 +6,18 @@ Knows nothing of what is measured.
 from __future__ import annotations
 
 import contextlib
-import queue
-import subprocess
-import sys
-import threading
+import importlib
+import multiprocessing
+import os
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-import msgspec
-
-from benchmarks.child import ChildFailed, child_environment, end_group, last_lines
+from benchmarks.child import ChildFailed, child_environment, last_lines
 from benchmarks.kv.spec import Answer, Command
+from pd_cluster.engine.start.process import die_with_parent
+
+CONTEXT = multiprocessing.get_context("spawn")
 
 
 class Child:
@@ -25,36 +26,26 @@ class Child:
     def __init__(self, module: str, folder: Path) -> None:
         self.module = module
         self._log = folder / f"{module}.log"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", f"benchmarks.peers.{module}"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=child_environment(1),
-                start_new_session=True,
-            )
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name=f"answers of {module}", daemon=True).start()
+        self._pipe, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=_serve, args=(module, theirs, self._log), daemon=True)
+        self._process.start()
+        theirs.close()
 
     def tell(self, command: Command) -> None:
         """Sends a command. Raises ChildFailed."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(msgspec.json.encode(command) + b"\n")
-            self._process.stdin.flush()
+            self._pipe.send(command)
         except OSError:
             raise ChildFailed(self._how_it_ended("has ended")) from None
 
     def hear(self, deadline_s: float) -> Answer:
         """Returns the answer. Raises ChildFailed if the child ended, failed, or took longer than that."""
         try:
-            line = self._lines.get(timeout=deadline_s)
-        except queue.Empty:
-            raise ChildFailed(self._how_it_ended(f"did not answer within {deadline_s:g} s")) from None
-        if not line:
-            raise ChildFailed(self._how_it_ended("has ended"))
-        answer = msgspec.json.decode(line, type=Answer)
+            if not self._pipe.poll(deadline_s):
+                raise ChildFailed(self._how_it_ended(f"did not answer within {deadline_s:g} s"))
+            answer: Answer = self._pipe.recv()
+        except (EOFError, OSError):
+            raise ChildFailed(self._how_it_ended("has ended")) from None
         if answer.error:
             raise ChildFailed(self._how_it_ended(answer.error))
         return answer
@@ -63,25 +54,32 @@ class Child:
         self.tell(command)
         return self.hear(deadline_s)
 
-    def end(self) -> None:
-        end_group(self._process)
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put(b"")
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
 
     def _how_it_ended(self, what: str) -> str:
         return f"{self.module}: {what}; its last lines:\n{last_lines(self._log)}"
 
 
+def _serve(module: str, pipe: Connection, log: Path) -> None:
+    """Runs a child, whose class has a method for each command, named by its tag. Its output goes to `log`."""
+    die_with_parent()
+    os.environ.update(child_environment(1))
+    with log.open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    child = importlib.import_module(f"benchmarks.peers.{module}").Peer()
+    while True:
+        command: Command = pipe.recv()
+        try:
+            answer: Answer = getattr(child, str(command.__struct_config__.tag))(command)
+        except Exception as error:
+            answer = Answer(error=f"{type(command).__name__}: {error or type(error).__name__}")
+        pipe.send(answer)
+
+
 @contextlib.contextmanager
 def two_children(sender: str, receiver: str, folder: Path) -> Iterator[tuple[Child, Child]]:
-    with contextlib.ExitStack() as stack:
-        children = []
-        for module in (sender, receiver):
-            child = Child(module, folder)
-            stack.callback(child.end)
-            children.append(child)
-        yield children[0], children[1]
+    with contextlib.closing(Child(sender, folder)) as one, contextlib.closing(Child(receiver, folder)) as other:
+        yield one, other

@@ -1,22 +1,18 @@
-"""Messages between `benchmarks kv` and its two children: one JSON line per command, one per answer.
+"""Messages between `benchmarks kv` and its two children: one answer per command.
 
 Knows nothing of goals or figures; imports no torch.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import sys
-
 import msgspec
 
+from pd_cluster.engine.trip.spec import BLOCK_NBYTES, BeginTrips
 from pd_cluster.types import Role
-from pd_cluster.wire import TransportName
+from pd_cluster.wire import KVOptions, TransportName
 
-# A block of a model of 32 layers with 4 KV heads (Yi-6B's shape) in float16 is 1 MiB; 4,096 tokens are 256 MiB.
-NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 4, 128, 16
-BLOCK_NBYTES = 1 << 20
+HOST = "127.0.0.1"
+NAMES: dict[Role, str] = {"prefill": "prefill-0", "decode": "decode-0"}
 RUN_BLOCKS = 8  # consecutive blocks of a request in the pool
 
 
@@ -33,9 +29,21 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         return f"{self.transport} {'on' if self.checked else 'off'}"
 
-    def key_of(self, role: Role) -> bytes:
-        """Returns the private key of one end: both ends know both."""
-        return hashlib.sha256(self.secret + role.encode()).digest()
+    @property
+    def options(self) -> KVOptions:
+        return KVOptions(checksum=self.checked, hmac=self.checked)
+
+    def begin(self, role: Role) -> BeginTrips:
+        return BeginTrips(
+            name=NAMES[role],
+            role=role,
+            rank=0,
+            device="cpu",
+            device_ids=["0"],
+            host=HOST,
+            kv_transport=self.transport,
+            seed=0,
+        )
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,14 +70,14 @@ class OpenLane(msgspec.Struct, frozen=True, tag="open_lane"):
 
 
 class Handover(msgspec.Struct, frozen=True, tag="handover"):
-    """For the sender: moves over this lane; `times` has one ship and one confirmation per transfer."""
+    """For the sender: moves over this lane. Returns each ship and confirmation, and the last transfer's blocks."""
 
     lane: str
     move: Move
 
 
 class LastTransfer(msgspec.Struct, frozen=True, tag="last_transfer"):
-    """Returns the last transfer's blocks: the sender's own, and the numbers that the receiver found in its blocks."""
+    """For the receiver: returns the numbers that it found in the last transfer's blocks."""
 
     lane: str
 
@@ -106,21 +114,3 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     confirms_s: list[float] = []
     blocks: list[int] = []
     error: str = ""
-
-
-def serve_commands(child: object) -> None:
-    """Runs a child: commands on stdin, answers on stdout, until stdin ends. Other output goes to stderr.
-
-    The child has a method for each command, named by its tag.
-    """
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
-    decoder = msgspec.json.Decoder(Command)
-    for line in sys.stdin.buffer:
-        command = decoder.decode(line)
-        try:
-            answer: Answer = getattr(child, command.__struct_config__.tag)(command)
-        except Exception as error:
-            answer = Answer(error=f"{type(command).__name__}: {error or type(error).__name__}")
-        answers.write(msgspec.json.encode(answer) + b"\n")
-    os._exit(0)  # threads of links and sockets need no clean-up

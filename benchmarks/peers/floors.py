@@ -13,8 +13,6 @@ from statistics import median
 import torch
 
 from benchmarks.spec import PeerResult, Spec, child_main
-from benchmarks.tiny_model import ModelShape
-from pd_cluster.checkpoints.checkpoint import Checkpoint
 
 READ_NBYTES = 1 << 30
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -22,16 +20,7 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 def measure(spec: Spec) -> PeerResult:
     torch.set_num_threads(spec.num_threads)
-    config = Checkpoint.open(spec.model).config
-    shape = ModelShape(
-        hidden_size=config["hidden_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        intermediate_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-    )
+    shape = spec.shape
     bytes_per_s = read_bandwidth(READ_NBYTES >> 6 if spec.quick else READ_NBYTES)
     figures = {"read_gb_per_s": bytes_per_s / 1e9, "read_weights_ms": 1e3 * shape.read_nbytes / bytes_per_s}
     with torch.inference_mode():
@@ -63,11 +52,7 @@ def packed(weight: torch.Tensor, num_rows: int) -> Linear:
 
 
 def time_linears(
-    weights: list[torch.Tensor],
-    head: torch.Tensor,
-    num_rows: int,
-    num_sampled: int,
-    num_passes: int,
+    weights: list[torch.Tensor], head: torch.Tensor, num_rows: int, num_sampled: int, num_passes: int
 ) -> float:
     """Returns the median seconds of one pass over all matrices, after an uncounted one."""
     layers = [(packed(weight, num_rows), torch.randn(num_rows, weight.shape[1])) for weight in weights]

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 from benchmarks.gpu.spec import DeviceName, GpuSpec, Writer, child_main
-from benchmarks.peers.gpu_clock import launches_s
+from benchmarks.peers.gpu_profile import launches_s
 from pd_cluster.devices.device import Device, memory, product, resolve, use
 
 # rows, inner, columns: the products of a prefill step of the 8B model, and one that fills every device

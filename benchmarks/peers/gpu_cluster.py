@@ -17,12 +17,13 @@ from typing import Any
 import httpx
 
 from benchmarks.gpu.spec import GpuSpec, Writer, child_main
+from benchmarks.load import answered
 from benchmarks.workloads import random_prompt
 from pd_cluster.bench.serve import ServeBench, ask_model, own_cluster
 from pd_cluster.client.admin import Admin
 from pd_cluster.client.instances import Traffic, fetch_instances, fetch_settled
 from pd_cluster.client.operate import is_drained
-from pd_cluster.client.streaming import Sample, make_client, measure
+from pd_cluster.client.streaming import Sample, make_client
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.errors import GenerationError
 from pd_cluster.tables import percentile
@@ -77,10 +78,7 @@ class Client:
             "ignore_eos": True,
             "skip_special_tokens": False,
         }
-        sample = await measure(self._client, f"{self._url}/v1/completions", body)
-        if sample.error is not None:
-            raise GenerationError(f"a request of {prompt_len} + {output_len} tokens failed: {sample.error}")
-        return sample
+        return await answered(self._client, f"{self._url}/v1/completions", body)
 
     async def ttfts_s(self, load: Load) -> list[float]:
         """Returns the TTFT of long prompts, one after the other; the first few are not counted."""

@@ -7,21 +7,19 @@ Steps are `EngineCore`'s own, with sampling, as in a worker. The spec selects th
 from __future__ import annotations
 
 import gc
-import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 from benchmarks import workloads
 from benchmarks.gpu.spec import CONTEXT_LEN, NUM_PREFILL, PREFILL_LEN, GpuSpec, Writer, child_main
 from benchmarks.peers import gpu_profile
-from benchmarks.peers.gpu_clock import process_age_s
-from benchmarks.peers.ours import greedy, run
+from benchmarks.peers.gpu_profile import process_age_s
+from benchmarks.peers.ours import Driver, greedy, run
 from pd_cluster.devices.device import Device, reset_peak, synchronize
 from pd_cluster.engine.build import build_core
 from pd_cluster.settings.engine import PDL, PROMPT_GRAPHS, SKINNY_GATE, EngineConfig
-from pd_cluster.types import Order, Request
+from pd_cluster.types import Request
 
 MAX_MODEL_LEN = 36_864
 STEP_TOKENS = 8192  # per prefill step
@@ -30,7 +28,7 @@ DETERMINISTIC, SPEEDUPS = "deterministic", (PDL, SKINNY_GATE, PROMPT_GRAPHS)
 SEED = 7
 
 
-class Bench:
+class Bench(Driver):
     """One engine and its measurements. Every prompt is new, and prefixes are not cached."""
 
     def __init__(self, spec: GpuSpec, results: Writer, changed: str = "") -> None:
@@ -49,10 +47,8 @@ class Bench:
             deterministic=changed == DETERMINISTIC,
             cuda_speedups=(changed,) if changed in SPEEDUPS else (),
         )
-        self.core, self.runner = build_core(config)
+        super().__init__(*build_core(config), SEED)
         self.ready_s = process_age_s()
-        self.rng = random.Random(SEED)
-        self._num_requests = 0
         results.note(
             f"{self.prefix}engine: {self.runner.max_num_batched_tokens} tokens a step, "
             f"{self.runner.pool.num_blocks} blocks of {self.runner.pool.layout.block_size}"
@@ -67,22 +63,8 @@ class Bench:
         """The number of counted decode steps."""
         return self.spec.sizes(60, 3)
 
-    def add(self, num_seqs: int, prompt_len: int, max_tokens: int) -> list[Request]:
-        requests = []
-        for _ in range(num_seqs):
-            self._num_requests += 1
-            prompt = workloads.random_prompt(self.rng, self.runner.vocab_size, prompt_len)
-            order = Order(prompt, greedy(max_tokens))
-            requests.append(Request(f"r{self._num_requests}", order, arrival_s=float(self._num_requests)))
-            self.core.scheduler.add(requests[-1])
-        return requests
-
-    def until(self, done: Callable[[], bool]) -> None:
-        while not done():
-            self.core.step()
-
-    def drain(self) -> None:
-        self.until(lambda: not self.core.scheduler.requests)
+    def add_all(self, num_seqs: int, prompt_len: int, max_tokens: int) -> list[Request]:
+        return [self.add(self.prompt(prompt_len), greedy(max_tokens)) for _ in range(num_seqs)]
 
     def decoding(self, batch: int) -> list[Request]:
         """Returns requests that have their context and have decoded for a while; the device has caught up.
@@ -90,7 +72,7 @@ class Bench:
         Halfway through the counted steps the context has `CONTEXT_LEN` tokens.
         """
         max_tokens = 2 * NUM_SETTLING_STEPS + self.num_steps
-        requests = self.add(batch, self.spec.sizes(CONTEXT_LEN - 40, 32), max_tokens)
+        requests = self.add_all(batch, self.spec.sizes(CONTEXT_LEN - 40, 32), max_tokens)
         self.until(lambda: all(request.output_token_ids for request in requests))
         for _ in range(NUM_SETTLING_STEPS):
             self.core.step()
@@ -106,7 +88,7 @@ class Bench:
     def startup(self) -> None:
         self.put("start-up: process to engine ready", [self.ready_s], "s")
         self.put("start-up: interpreter and imports", [self.imported_s], "s")
-        self.add(1, 16, 4)
+        self.add_all(1, 16, 4)
         self.drain()
         self.put("start-up: process to the first request's end", [process_age_s()], "s")
 
@@ -148,7 +130,7 @@ class Bench:
         count, length = self.spec.sizes(NUM_PREFILL, 2), self.spec.sizes(PREFILL_LEN, 32)
         took_s = []
         for _ in range(1 + self.spec.sizes(5, 1)):
-            requests = self.add(count, length, 1)
+            requests = self.add_all(count, length, 1)
             synchronize(self.device)
             start_s = time.perf_counter()
             self.until(lambda requests=requests: all(r.output_token_ids for r in requests))  # type: ignore[misc]
@@ -173,7 +155,7 @@ class Bench:
         batch = self.spec.sizes(32, 2)
         self.decoding(batch)
         self._profile(f"decode-{batch}")
-        self.add(self.spec.sizes(STEP_TOKENS // PREFILL_LEN, 2), self.spec.sizes(PREFILL_LEN, 32), 1)
+        self.add_all(self.spec.sizes(STEP_TOKENS // PREFILL_LEN, 2), self.spec.sizes(PREFILL_LEN, 32), 1)
         self._profile("prefill")
 
     def _profile(self, what: str) -> None:

@@ -1,8 +1,12 @@
-"""Profiles of steps: all kernels with their times, and a trace. On CPU operators take the place of kernels."""
+"""Times device work by repeated launches between two waits, by profiles of steps, and this process.
+
+On CPU operators take the place of kernels, and a call is over when it returns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,8 @@ from typing import Any
 import torch
 
 from pd_cluster.devices.device import Device, synchronize
+
+TICKS_PER_S = 100  # of /proc's start times, fixed by Linux for user space
 
 
 @contextmanager
@@ -53,3 +59,22 @@ def write(profiler: Any, device: Device, place: Path) -> float:
     Path(f"{place}.txt").write_text("\n".join(lines) + "\n")  # its name may have dots
     profiler.export_chrome_trace(f"{place}.trace.json.gz")
     return total_ms
+
+
+def launches_s(run: Callable[[], Any], device: Device, num_launches: int, num_tries: int) -> list[float]:
+    """Returns the seconds of one call, of each try. `run` launches and does not wait; the first try is not counted."""
+    took_s = []
+    for _ in range(1 + num_tries):
+        synchronize(device)
+        start_s = time.perf_counter()
+        for _ in range(num_launches):
+            run()
+        synchronize(device)
+        took_s.append((time.perf_counter() - start_s) / num_launches)
+    return took_s[1:]
+
+
+def process_age_s() -> float:
+    """Returns the seconds since this process started, to a hundredth, including the interpreter's start."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / TICKS_PER_S

@@ -1,107 +1,57 @@
-"""D's end in `kv`: the worker's links and threads; every offer is credited at once, every landing confirmed."""
+"""D's end in `kv`: that of a trial transfer; every offer is credited at once, every landing confirmed."""
 
 from __future__ import annotations
 
-import threading
-import time
-
 import torch
 
-from benchmarks.kv.spec import (
-    Answer,
-    Gloo,
-    Lane,
-    LastTransfer,
-    MakePool,
-    Memcpy,
-    OpenGloo,
-    OpenLane,
-    serve_commands,
-)
-from benchmarks.peers.kv_floors import GlooPeer, memcpy
-from benchmarks.peers.kv_lane import FreeBlocks, LaneEnd, make_pool
+from benchmarks.kv.spec import Answer, Gloo, Lane, LastTransfer, MakePool, Memcpy, OpenGloo, OpenLane
+from benchmarks.peers.kv_floors import FreeBlocks, GlooPeer, make_pool, memcpy
 from pd_cluster import wire
 from pd_cluster.devices.device import resolve, use
-from pd_cluster.engine.handover.events import ConnClosed, Event, Mail, StopEngine
-from pd_cluster.engine.handover.in_links import InLinks
-from pd_cluster.engine.handover.links import PeerProgress
-from pd_cluster.engine.start.process import die_with_parent
+from pd_cluster.devices.streams import poll
+from pd_cluster.engine.handover.events import Event, Mail
+from pd_cluster.engine.trip.links import ReceivingEnd
+from pd_cluster.engine.trip.spec import Listen
+from pd_cluster.errors import LinkError
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.transport.events import LandFault, LinkFailed
 
 SETTLE_S = 5.0
 
 
-class ReceiveLane:
-    """One link, with a thread in the engine's place."""
+class ReceiveLane(ReceivingEnd):
+    """One link, whose transfers land in blocks of their own."""
 
     def __init__(self, lane: Lane, pool: KVPool, free: FreeBlocks) -> None:
-        self._end = LaneEnd(lane, "decode", pool, self._route)
-        self._links = InLinks(
-            self._end.side,
-            self._end.mailbox,
-            self._end.lanes,
-            self._end.inbox.put,
-            lambda conn, reason: None,
-            PeerProgress(time.monotonic),
-        )
-        self._pool, self._free = pool, free
-        self._tables: dict[str, tuple[str, list[int]]] = {}  # transfer -> connection, blocks
-        self.last_blocks: list[int] = []
-        self.error = ""
-        self._settled = threading.Condition()
-        self.port, self.epoch = self._end.port, self._end.epoch
-        self._end.mailbox.start(self._end)
-        threading.Thread(target=self._run, name=f"lane {lane.name}", daemon=True).start()
+        self._free = free
+        self._tables: dict[str, list[int]] = {}  # transfer -> blocks
+        self._last_blocks: list[int] = []
+        super().__init__(lane.begin("decode"), Listen(lane.secret), pool, lane.options)
 
-    def _route(self, conn: str, body: wire.Body) -> bool:
-        match body:
-            case wire.KVFrame():
-                self._links.route(conn, body)
-            case wire.LinkValue():
-                self._links.meet(conn, body)
-            case _:
-                return False
-        return True
+    def last_blocks(self) -> list[int]:
+        """Waits until this end, too, knows that everything was confirmed. Raises TimeoutError, LinkError."""
+        if not poll(lambda: bool(self._error) or not self._tables, SETTLE_S):
+            raise TimeoutError(f"{len(self._tables)} transfers were not confirmed")
+        if self._error:
+            raise LinkError(self._error)
+        return self._last_blocks
 
-    def _run(self) -> None:
-        while not self.error:
-            event = self._end.inbox.get()
-            with self._settled:
-                try:
-                    self._on_event(event)
-                except ValueError as error:
-                    self.error = str(error)
-                self._settled.notify_all()
-
-    def settle(self) -> None:
-        """Waits until this end, too, knows that everything was confirmed. Raises TimeoutError."""
-        with self._settled:
-            if not self._settled.wait_for(lambda: bool(self.error) or not self._tables, SETTLE_S):
-                raise TimeoutError(f"{len(self._tables)} transfers were not confirmed")
-
-    def _on_event(self, event: Event) -> None:
+    def _take(self, event: Event) -> None:
         match event:
-            case Mail(conn, peer, wire.LinkOpen() as opened):
-                self._links.on_open(conn, peer, opened, is_told=True)
             case Mail(conn, _, wire.Offer(transfer_id, num_tokens)):
-                blocks = self._free.take(num_tokens // self._pool.layout.block_size)
-                self._tables[transfer_id] = (conn, blocks)
+                blocks = self._tables[transfer_id] = self._free.take(num_tokens // self._pool.layout.block_size)
+                self._conns[transfer_id] = conn
                 self._links.begin(conn, transfer_id, blocks, 0, num_tokens)
                 self._links.send(conn, wire.Credit(transfer_id))
             case Mail(_, _, wire.Confirmed(transfer_id, held)):
-                _, self.last_blocks = self._tables.pop(transfer_id)
-                self._free.release(self.last_blocks)
-                self.error = "" if held else "a transfer was not held any more"
-            case LandFault(_, reason) | LinkFailed(_, reason) | ConnClosed(_, _, reason):
-                self.error = reason
-            case StopEngine(error):
-                self.error = str(error)
+                self._last_blocks = self._tables[transfer_id]
+                self._free.release(self._last_blocks)
+                self._error = "" if held else "a transfer was not held any more"
+                del self._conns[transfer_id], self._tables[transfer_id]  # last: `last_blocks` waits for it
             case _:
-                pass
+                super()._take(event)
 
 
-class Receiver:
+class Peer:
     """Its pool has a number in every received block: that of the sender's block."""
 
     def __init__(self) -> None:
@@ -125,12 +75,10 @@ class Receiver:
         return Answer(port=lane.port, epoch=lane.epoch)
 
     def last_transfer(self, command: LastTransfer) -> Answer:
-        lane = self._lanes[command.lane]
-        lane.settle()
-        blocks = self.pool.flat()[lane.last_blocks].view(torch.int16)
+        blocks = self.pool.flat()[self._lanes[command.lane].last_blocks()].view(torch.int16)
         same = blocks.amin(1) == blocks.amax(1)
         numbers = torch.where(same, blocks[:, 0], -1).tolist()
-        return Answer(blocks=numbers, error=lane.error)
+        return Answer(blocks=numbers)
 
     def memcpy(self, command: Memcpy) -> Answer:
         return memcpy(self._source, self.pool, self._copied, command.move)
@@ -140,8 +88,3 @@ class Receiver:
 
     def gloo(self, command: Gloo) -> Answer:
         return self._gloo.move(command)
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    serve_commands(Receiver())

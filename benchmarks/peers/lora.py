@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from benchmarks.spec import PeerResult, Spec, child_main
@@ -42,17 +44,12 @@ class LoraFolders:
         """`place`: the folder for them."""
         self._place = place
         self._num = 0
-        config = json.loads((model / "config.json").read_text())
-        config = config.get("text_config", config)
         numbers = np.random.default_rng(0)
         tensors: dict[str, np.ndarray[Any, Any]] = {}
-        for layer in range(config["num_hidden_layers"]):
-            for module in MODULES:
-                out_features, in_features = _shapes(config)[module.partition(".")[2]]
-                name = f"base_model.model.model.layers.{layer}.{module}"
-                for side, shape in (("A", (RANK, in_features)), ("B", (out_features, RANK))):
-                    drawn = numbers.standard_normal(shape, dtype=np.float32)
-                    tensors[f"{name}.lora_{side}.weight"] = DEVIATION * drawn
+        for name, (out_features, in_features) in _linears(model):
+            for side, shape in (("A", (RANK, in_features)), ("B", (out_features, RANK))):
+                drawn = numbers.standard_normal(shape, dtype=np.float32)
+                tensors[f"base_model.model.model.{name}.lora_{side}.weight"] = DEVIATION * drawn
         save_file(tensors, place / WEIGHTS_FILE)
 
     def next(self) -> Path:
@@ -67,20 +64,14 @@ class LoraFolders:
         return folder
 
 
-def _shapes(config: Any) -> dict[str, tuple[int, int]]:
-    """Returns out_features and in_features by the last part of a module's name."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
-    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    return {
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-    }
+def _linears(model: Path) -> Iterator[tuple[str, list[int]]]:
+    """Yields names and shapes of the matrices that adapters change."""
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, "np") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - not a mapping
+                found = re.fullmatch(r"model\.(layers\.\d+\.(.+))\.weight", key)
+                if found and found[2] in MODULES:
+                    yield found[1], tensors.get_slice(key).get_shape()
 
 
 def model_of(spec: Spec, adapters: AdapterSettings) -> CausalLM:

@@ -5,15 +5,46 @@ Prefix caching is off, as it is for the other engine.
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Callable
 
 import torch
+from msgspec import structs
 
 from benchmarks.spec import PeerResult, Run, Spec, Workload, child_main
+from benchmarks.workloads import random_prompt
 from pd_cluster.engine.build import build_core
 from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.model.runner import ModelRunner
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
+
+
+class Driver:
+    """An engine core, with requests of new prompts for it."""
+
+    def __init__(self, core: EngineCore, runner: ModelRunner, seed: int) -> None:
+        self.core, self.runner = core, runner
+        self._rng = random.Random(seed)
+        self._num_requests = 0
+
+    def prompt(self, length: int) -> list[int]:
+        return random_prompt(self._rng, self.runner.vocab_size, length)
+
+    def add(self, prompt: list[int], sampling: Sampling) -> Request:
+        self._num_requests += 1
+        sampling = structs.replace(sampling, seed=self._num_requests)
+        request = Request(f"r{self._num_requests}", Order(prompt, sampling), arrival_s=float(self._num_requests))
+        self.core.scheduler.add(request)
+        return request
+
+    def until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            self.core.step()
+
+    def drain(self) -> None:
+        self.until(lambda: not self.core.scheduler.requests)
 
 
 def measure(spec: Spec) -> PeerResult:

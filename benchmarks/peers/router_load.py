@@ -11,10 +11,8 @@ import asyncio
 import itertools
 import random
 import re
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -22,6 +20,7 @@ import uvloop
 
 from benchmarks.processes import cpu_s, raise_open_files, rss_nbytes, waited_s
 from benchmarks.router.spec import TEXT, LoadResult, LoadSpec
+from benchmarks.spec import given_spec
 
 END_OF_BODY = b"0\r\n\r\n"
 MAX_ERRORS = 10
@@ -126,7 +125,6 @@ class LoadGenerator:
             cpu_s=cpu_s(spec.pid) - before_s,
             own_cpu_s=time.process_time() - own_before_s,
             num_done=self._num_done,
-            num_open=load.num_open,
             errors=self._errors,
             gaps_s=self._gaps_s,
             waited_s=waited_s(spec.pid) - waited_before_s,
@@ -196,10 +194,10 @@ class LoadGenerator:
 
 
 def main() -> None:
-    spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=LoadSpec)
+    spec, result_file = given_spec(LoadSpec)
     raise_open_files()
     result = uvloop.run(LoadGenerator(spec).run())
-    Path(sys.argv[2]).write_bytes(msgspec.json.encode(result))
+    result_file.write_bytes(msgspec.json.encode(result))
 
 
 if __name__ == "__main__":

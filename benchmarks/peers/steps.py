@@ -5,58 +5,37 @@ Whole steps are timed from outside; their parts are read from `core.times`. All 
 
 from __future__ import annotations
 
-import random
 import time
 from collections import defaultdict
 from statistics import median
 
 import torch
+from msgspec import structs
 
+from benchmarks.peers.ours import Driver, greedy
 from benchmarks.spec import PeerResult, Spec, child_main
-from benchmarks.workloads import random_prompt
 from pd_cluster import wire
 from pd_cluster.engine.build import build_core
-from pd_cluster.engine.step.core import EngineCore, StepResult
-from pd_cluster.model.runner import ModelRunner
+from pd_cluster.engine.step.core import StepResult
 from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Request, Sampling
 
 SEED = 1000
 PROMPT_LEN = 128
 SUFFIX_LEN = 64
 NUM_SETTLING_STEPS = 3  # decode steps before the counted ones
 TOP_K_TOP_P = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
-GREEDY = {"temperature": 0.0}
+GREEDY: dict[str, float] = {}
 
 
-class Bench:
+class Bench(Driver):
     """One engine with its default settings, and so with the prefix cache; prompts are new unless meant otherwise."""
-
-    def __init__(self, core: EngineCore, runner: ModelRunner) -> None:
-        self.core, self.runner = core, runner
-        self.rng = random.Random(SEED)
-        self.num_requests = 0
-
-    def prompt(self, length: int) -> list[int]:
-        return random_prompt(self.rng, self.runner.vocab_size, length)
-
-    def add(self, prompt: list[int], max_tokens: int, sampling: dict[str, float]) -> Request:
-        self.num_requests += 1
-        params = Sampling(max_tokens=max_tokens, ignore_eos=True, seed=self.num_requests, **sampling)  # type: ignore[arg-type]
-        request = Request(f"r{self.num_requests}", Order(prompt, params), arrival_s=float(self.num_requests))
-        self.core.scheduler.add(request)
-        return request
-
-    def drain(self) -> None:
-        while self.core.scheduler.requests:
-            self.core.step()
 
     def decode(self, num_seqs: int, num_steps: int, sampling: dict[str, float]) -> dict[str, float]:
         """Returns medians of decode steps in milliseconds, by part; `step` is the whole."""
         num_tokens = 1 + NUM_SETTLING_STEPS + num_steps
-        requests = [self.add(self.prompt(PROMPT_LEN), num_tokens + 1, sampling) for _ in range(num_seqs)]
-        while not all(request.output_token_ids for request in requests):
-            self.core.step()
+        drawn = structs.replace(greedy(num_tokens + 1), **sampling)
+        requests = [self.add(self.prompt(PROMPT_LEN), drawn) for _ in range(num_seqs)]
+        self.until(lambda: all(request.output_token_ids for request in requests))
         for _ in range(NUM_SETTLING_STEPS):
             self.core.step()
         parts: dict[str, list[float]] = defaultdict(list)
@@ -82,7 +61,7 @@ class Bench:
     def ttft_s(self, prompt: list[int]) -> tuple[float, int]:
         """Returns the seconds from adding the request, alone, to its first token; and its cached prompt tokens."""
         start_s = time.perf_counter()
-        request = self.add(prompt, 1, GREEDY)
+        request = self.add(prompt, greedy(1))
         self.drain()
         return time.perf_counter() - start_s, request.num_cached_tokens
 
@@ -119,7 +98,7 @@ def message_s(result: StepResult) -> float:
 
 def measure(spec: Spec) -> PeerResult:
     torch.set_num_threads(spec.num_threads)
-    bench = Bench(*build_core(EngineConfig(model=spec.model, dtype="float32", device="cpu")))
+    bench = Bench(*build_core(EngineConfig(model=spec.model, dtype="float32", device="cpu")), SEED)
     num_steps, num_repeats = (3, 1) if spec.quick else (40, 5)
     one = bench.decode(1, num_steps, GREEDY)
     many = bench.decode(spec.batch_size, num_steps, GREEDY)

@@ -18,9 +18,9 @@ from statistics import median
 
 import msgspec
 
-from benchmarks.child import ChildFailed, run_child, sigterm_raises
+from benchmarks.child import ChildFailed, run_module, sigterm_raises
 from benchmarks.figures import begin, finish, result
-from benchmarks.processes import check_open_files, raise_open_files
+from benchmarks.processes import raise_open_files
 from benchmarks.router.spec import STEP_S, LoadResult, LoadSpec, RouterLoad
 from benchmarks.router.targets import MODEL_NAME, Target, own_scheduler
 from pd_cluster.errors import ConfigError, GenerationError
@@ -49,6 +49,7 @@ class RouterFigures:
     costs: list[Cost] = field(default_factory=list)
     paced: tuple[RouterLoad, LoadResult] | None = None
     held: LoadResult | None = None
+    num_held: int = 0
     inside_ms: list[float] = field(default_factory=list)
 
 
@@ -87,10 +88,9 @@ class Bench:
             found.inside_ms = target.added_ttft_ms(paced.num_requests)
         with own_scheduler(self.folder, HELD_STEP_S) as target:
             self.load(target, self.request_load("fill-up", 1200, 10, 1, 8))  # its record of its last requests
-            shape = RouterLoad(
-                name="held", num_requests=self.streams, num_tokens=64, num_open=self.streams, is_held=True
-            )
-            found.held = self.load(target, shape)
+            shape = self.request_load("held", self.streams, self.streams, 64, self.streams)
+            found.held = self.load(target, msgspec.structs.replace(shape, is_held=True))
+            found.num_held = self.streams
         return found
 
     def in_turn(self, checkout: Path) -> tuple[list[float], list[float]]:
@@ -110,12 +110,9 @@ class Bench:
 
     def load(self, target: Target, shape: RouterLoad) -> LoadResult:
         """Sends the load. Raises ChildFailed if no request of it was answered."""
-        spec_file, result_file = self.folder / "load.json", self.folder / "load.result.json"
         spec = LoadSpec(target.port, target.pid, MODEL_NAME, shape, self._next_seed, DEADLINE_S)
         self._next_seed += shape.num_requests
-        spec_file.write_bytes(msgspec.json.encode(spec))
-        command = [sys.executable, "-m", "benchmarks.peers.router_load", str(spec_file), str(result_file)]
-        run_child(command, self.folder / "load.log", DEADLINE_S + 30, 1)
+        result_file = run_module("router_load", spec, self.folder / "load", DEADLINE_S + 30, 1)
         found = msgspec.json.decode(result_file.read_bytes(), type=LoadResult)
         if found.errors and not found.num_done:
             raise ChildFailed(f"{shape.name}: {found.errors[0]}")
@@ -151,8 +148,7 @@ def run(rounds: int, streams: int, against: str, quick: bool, json: str) -> None
     checkout = Path(against).expanduser().absolute() if against else None
     if checkout is not None and not (checkout / "pd_cluster" / "__main__.py").is_file():
         raise ConfigError(f"--against {against}: no checkout of this project is there")
-    check_open_files(streams + OTHER_FILES)
-    raise_open_files()  # the children inherit it
+    raise_open_files(streams + OTHER_FILES)  # the children inherit it
     command = f"python -m benchmarks router --rounds {rounds}{' --quick' * quick}"
     with sigterm_raises(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
         bench = Bench(rounds, streams, quick, Path(folder))
@@ -161,32 +157,27 @@ def run(rounds: int, streams: int, against: str, quick: bool, json: str) -> None
             found, title = [*compared(*bench.in_turn(checkout))], "CPU time of a request of two tokens"
         else:
             command += f" --streams {streams}"
-            found = [*results(bench.measure(), has_goals=not quick)]
+            found = [*results(bench.measure())]
             title = f"the scheduler before made-up workers, a step every {1e3 * STEP_S:g} ms"
     finish(Report(command, found), title, json, quick)
     bench.check()
 
 
-def results(found: RouterFigures, has_goals: bool) -> Iterator[Result]:
-    def goal(value: float) -> float | None:
-        return value if has_goals else None
-
-    yield result("cpu_per_token", [1e6 * each.token_s for each in found.costs], "us", goal=goal(MOST_CPU_TOKEN_US))
-    yield result(
-        "cpu_per_request", [1e3 * each.request_s for each in found.costs], "ms", goal=goal(MOST_CPU_REQUEST_MS)
-    )
+def results(found: RouterFigures) -> Iterator[Result]:
+    yield result("cpu_per_token", [1e6 * each.token_s for each in found.costs], "us", goal=MOST_CPU_TOKEN_US)
+    yield result("cpu_per_request", [1e3 * each.request_s for each in found.costs], "ms", goal=MOST_CPU_REQUEST_MS)
     if found.paced is not None:
         load, told = found.paced
         yield result("requests_per_s", [load.rate_per_s], "requests/s", "higher")
         yield result("cpu_then", [100 * told.cpu_s / told.took_s], "% of a core")
         yield result("added_ttft_p50", found.inside_ms, "ms")
-        yield result("added_ttft_p99", found.inside_ms, "ms", goal=goal(MOST_ADDED_TTFT_MS), at=99)
+        yield result("added_ttft_p99", found.inside_ms, "ms", goal=MOST_ADDED_TTFT_MS, at=99)
         yield result("waited_for_cpu", [100 * told.waited_s / told.took_s], "% of the time")
         yield result("gap_p99", [1e3 * gap_s for gap_s in told.gaps_s], "ms", at=99)
         yield counted("errors", len(told.errors), "requests", 0)
     if found.held is not None:
         grown_kib = (found.held.rss_after_nbytes - found.held.rss_before_nbytes) / 1024
-        yield result("memory_per_stream", [grown_kib / found.held.num_open], "KiB", goal=goal(MOST_STREAM_KIB))
+        yield result("memory_per_stream", [grown_kib / found.num_held], "KiB", goal=MOST_STREAM_KIB)
 
 
 def compared(ours_s: list[float], theirs_s: list[float]) -> Iterator[Result]:

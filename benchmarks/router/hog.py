@@ -17,21 +17,21 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.figures import begin, finish, names_of, ratio, result
 from benchmarks.pictures import url_of
-from pd_cluster.bench.serve import sigterm_ends_it
+from pd_cluster.bench.serve import running, sigterm_ends_it
 from pd_cluster.cluster.processes.launch import Launch
-from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.cluster.processes.ports import free_port_pair
 from pd_cluster.errors import ConfigError, PdClusterError
 from pd_cluster.settings.engine import SHIPPED_MODEL
-from pd_cluster.tables import Report, Result, check_writable, percentile
+from pd_cluster.tables import Report, Result, counted, percentile
 
 HOG, QUIET = "sk-tenant-a", ("sk-tenant-b", "sk-tenant-c", "sk-tenant-d")
 MODEL = SHIPPED_MODEL.with_name("tiny-vision")
@@ -42,7 +42,7 @@ TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0
 NUM_ADAPTERS, OWN_ADAPTER = 12, "d"
 GOAL = 2.0  # times the p99 without A
-Send = Callable[[str, Mapping[str, Any]], Awaitable[httpx.Response]]
+Asked = tuple[str, dict[str, Any]]  # path and body
 _numbers = itertools.count()
 _large_picture = functools.cache(lambda number: url_of(number, 1024))
 
@@ -55,8 +55,12 @@ class Seen:
     refused: list[str] = field(default_factory=list)
 
 
-def _chat(text: str, **more: Any) -> dict[str, Any]:
-    return {"model": MODEL.name, "messages": [{"role": "user", "content": text}], "max_tokens": 8, **more}
+def _chat(content: str | list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return {"model": MODEL.name, "messages": [{"role": "user", "content": content}], "max_tokens": 8, **more}
+
+
+def _shown(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _schema(number: int) -> dict[str, Any]:
@@ -64,16 +68,14 @@ def _schema(number: int) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-def quiet_requests(key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields a quiet tenant's requests: path and body."""
+def quiet_requests(key: str) -> Iterator[Asked]:
+    """Yields a quiet tenant's requests."""
     for number in itertools.count():
         if key == QUIET[0]:
             yield "/v1/chat/completions", _chat(f"What is {number % 10} + 2?")
         elif key == QUIET[1]:
-            shown = {"type": "image_url", "image_url": {"url": url_of(next(_numbers), 32)}}
-            body = _chat("")
-            body["messages"][0]["content"] = [shown, {"type": "text", "text": "What is it?"}]
-            yield "/v1/chat/completions", body
+            content = [_shown(url_of(next(_numbers), 32)), {"type": "text", "text": "What is it?"}]
+            yield "/v1/chat/completions", _chat(content)
         elif number % 3 == 0:
             yield "/v1/chat/completions", _chat("Hello", response_format=_schema(next(_numbers)), max_tokens=24)
         elif number % 3 == 1:
@@ -82,99 +84,75 @@ def quiet_requests(key: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "/v1/responses", {"model": MODEL.name, "input": "Hello", "store": True, "max_output_tokens": 8}
 
 
-# ---- attacks: each is one request of A, sent again and again by HOG_AT_ONCE at a time
+# ---- attacks: each makes one request of A, which sends HOG_AT_ONCE of them at a time, again and again
 
 
-async def slow_guides(send: Send, dripping: str) -> None:
-    number = next(_numbers)
-    schema = {"type": "integer", "multipleOf": 99_999_989, "title": str(number)}
-    await send("/v1/chat/completions", _chat("Hello", structured_outputs={"json": schema}))
+def slow_guides(dripping: str) -> Asked:
+    schema = {"type": "integer", "multipleOf": 99_999_989, "title": str(next(_numbers))}
+    return "/v1/chat/completions", _chat("Hello", structured_outputs={"json": schema})
 
 
-async def dripping_pictures(send: Send, dripping: str) -> None:
-    body = _chat("")
-    body["messages"][0]["content"] = [{"type": "image_url", "image_url": {"url": f"{dripping}/{next(_numbers)}.png"}}]
-    await send("/v1/chat/completions", body)
+def dripping_pictures(dripping: str) -> Asked:
+    return "/v1/chat/completions", _chat([_shown(f"{dripping}/{next(_numbers)}.png")])
 
 
-async def large_pictures(send: Send, dripping: str) -> None:
-    body = _chat("")
-    body["messages"][0]["content"] = [{"type": "image_url", "image_url": {"url": _large_picture(next(_numbers) % 32)}}]
-    body["cache_salt"] = str(next(_numbers))
-    await send("/v1/chat/completions", body)
+def large_pictures(dripping: str) -> Asked:
+    picture = _shown(_large_picture(next(_numbers) % 32))
+    return "/v1/chat/completions", _chat([picture], cache_salt=str(next(_numbers)))
 
 
-async def many_sequences(send: Send, dripping: str) -> None:
+def many_sequences(dripping: str) -> Asked:
     prompts = [f"{next(_numbers)} is a number" for _ in range(32)]
     body = {"model": MODEL.name, "prompt": prompts, "n": 64, "max_tokens": 32, "ignore_eos": True, "temperature": 1}
-    await send("/v1/completions", body)
+    return "/v1/completions", body
 
 
-async def kept_responses(send: Send, dripping: str) -> None:
-    body = {"model": MODEL.name, "input": "word " * 400, "store": True, "max_output_tokens": 1}
-    await send("/v1/responses", body)
+def kept_responses(dripping: str) -> Asked:
+    return "/v1/responses", {"model": MODEL.name, "input": "word " * 400, "store": True, "max_output_tokens": 1}
 
 
-async def many_adapters(send: Send, dripping: str) -> None:
-    await send("/v1/chat/completions", {**_chat("Hello"), "model": f"a{next(_numbers) % NUM_ADAPTERS}"})
+def many_adapters(dripping: str) -> Asked:
+    return "/v1/chat/completions", {**_chat("Hello"), "model": f"a{next(_numbers) % NUM_ADAPTERS}"}
 
 
-async def long_texts(send: Send, dripping: str) -> None:
-    await send("/tokenize", {"model": MODEL.name, "prompt": f"{next(_numbers)} " + "word and " * 20_000})
+def long_texts(dripping: str) -> Asked:
+    return "/tokenize", {"model": MODEL.name, "prompt": f"{next(_numbers)} " + "word and " * 20_000}
 
 
-async def left_streams(send: Send, dripping: str) -> None:
-    body = _chat("Tell me a story.", stream=True, max_tokens=400, ignore_eos=True)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(0.3):
-            await send("/v1/chat/completions", body)
+def left_streams(dripping: str) -> Asked:
+    return "/v1/chat/completions", _chat("Tell me a story.", stream=True, max_tokens=400, ignore_eos=True)
 
 
-ATTACKS: dict[str, Callable[[Send, str], Awaitable[None]]] = {
+ATTACKS: dict[str, Callable[[str], Asked]] = {
     "guides": slow_guides, "dripping": dripping_pictures, "pictures": large_pictures, "n": many_sequences,
     "responses": kept_responses, "adapters": many_adapters, "texts": long_texts, "streams": left_streams,
 }  # fmt: skip
+LEAVES_AFTER_S = {"streams": 0.3}  # TIMEOUT_S of others
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HogBench:
-    seconds: float = 20.0
-    attacks: tuple[str, ...] = tuple(ATTACKS)
-
-    @property
-    def command(self) -> str:
-        return f"python -m benchmarks hog --seconds {self.seconds:g} --attacks {','.join(self.attacks)}"
-
-
-def make_bench(seconds: float, attacks: str) -> HogBench:
-    """Builds the bench. Raises ConfigError."""
-    names = tuple(filter(None, attacks.split(","))) or tuple(ATTACKS)
-    for name in names:
-        if name not in ATTACKS:
-            raise ConfigError(f"--attacks {name!r}: expected some of {','.join(ATTACKS)}")
+async def run(seconds: float, attacks: str, json: str) -> None:
+    """Measures, prints, writes. Raises PdClusterError: no cluster, an unknown attack."""
+    names = names_of("--attacks", attacks, ATTACKS)
     if seconds <= 0:
         raise ConfigError(f"--seconds {seconds:g}: must be above 0")
-    return HogBench(seconds=seconds, attacks=names)
-
-
-async def run(bench: HogBench, json_path: str = "") -> None:
-    """Measures, prints, writes. Raises PdClusterError: no cluster."""
-    check_writable(json_path)
+    begin(json)
     with sigterm_ends_it(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
-        async with _dripping_server() as dripping, _cluster(folder) as url, _client(url) as client:
+        async with (
+            _dripping_server() as dripping,
+            running(_launch(folder)) as cluster,
+            _client(cluster.launch.url) as client,
+        ):
             await _phase(client, 2.0, None, dripping)  # children and kernels start
-            alone = await _phase(client, bench.seconds, None, dripping)
+            alone = await _phase(client, seconds, None, dripping)
             _tell("without A", alone, alone)
             results: list[Result] = []
-            for name in bench.attacks:
-                seen = await _phase(client, bench.seconds, name, dripping)
+            for name in names:
+                seen = await _phase(client, seconds, name, dripping)
                 _tell(name, seen, alone)
                 results += _results(name, seen, alone)
                 await asyncio.sleep(REST_S)
-    report = Report(bench.command, results)
-    report.show(f"one prefill and one decode instance, {bench.seconds:g} s for each attack")
-    if json_path:
-        report.write(json_path)
+    report = Report(f"python -m benchmarks hog --seconds {seconds:g} --attacks {','.join(names)}", results)
+    finish(report, f"one prefill and one decode instance, {seconds:g} s for each attack", json)
 
 
 async def _phase(client: httpx.AsyncClient, seconds: float, attack: str | None, dripping: str) -> dict[str, Seen]:
@@ -216,12 +194,11 @@ def _attack(url: str, attack: str, dripping: str, has_begun: Any) -> None:
 
 
 async def _hog(client: httpx.AsyncClient, attack: str, dripping: str) -> None:
-    async def send(path: str, body: Mapping[str, Any]) -> httpx.Response:
-        return await client.post(path, json=body, headers={"Authorization": f"Bearer {HOG}"})
-
     while True:
-        with contextlib.suppress(httpx.HTTPError):
-            await ATTACKS[attack](send, dripping)
+        path, body = ATTACKS[attack](dripping)
+        with contextlib.suppress(httpx.HTTPError, TimeoutError):
+            async with asyncio.timeout(LEAVES_AFTER_S.get(attack, TIMEOUT_S)):
+                await client.post(path, json=body, headers={"Authorization": f"Bearer {HOG}"})
         await asyncio.sleep(0.02)
 
 
@@ -234,7 +211,7 @@ async def _quiet(client: httpx.AsyncClient, key: str, seen: Seen, until_s: float
         except httpx.HTTPError as error:
             seen.refused.append(f"{type(error).__name__} {error}")
         else:
-            if answer.status_code == httpx.codes.OK:
+            if answer.is_success:
                 seen.took_s.append(time.monotonic() - began_s)
             else:
                 seen.refused.append(f"{answer.status_code} {answer.text[:200]}")
@@ -244,9 +221,8 @@ async def _quiet(client: httpx.AsyncClient, key: str, seen: Seen, until_s: float
 def _tell(name: str, seen: Mapping[str, Seen], alone: Mapping[str, Seen]) -> None:
     parts = []
     for key, each in seen.items():
-        ratio = _ratio(each, alone[key])
-        p99 = percentile(each.took_s, 99)
-        shown = f"p99 {p99:.3f} s, {ratio:.2f} x" if p99 is not None and ratio is not None else "no answer"
+        found = ratio(each.took_s, alone[key].took_s, 99)
+        shown = f"p99 {percentile(each.took_s, 99):.3f} s, {found[0]:.2f} x" if found else "no answer"
         parts.append(f"{key[-1]}: {len(each.took_s)} answered, {len(each.refused)} not, {shown}")
     print(f"{name}: " + "; ".join(parts), flush=True)
     for each in seen.values():
@@ -254,17 +230,13 @@ def _tell(name: str, seen: Mapping[str, Seen], alone: Mapping[str, Seen]) -> Non
             print(f"  {line}", flush=True)
 
 
-def _ratio(seen: Seen, alone: Seen) -> float | None:
-    now, then = percentile(seen.took_s, 99), percentile(alone.took_s, 99)
-    return now / then if now is not None and then else None
-
-
 def _results(name: str, seen: Mapping[str, Seen], alone: Mapping[str, Seen]) -> Iterator[Result]:
     for key, each in seen.items():
         tenant, number = key[-1].upper(), len(each.took_s)
-        ratio, lost = _ratio(each, alone[key]), float(len(each.refused))
-        yield Result(name=f"{name}: {tenant}, p99", value=ratio, unit="x", better="lower", goal=GOAL, samples=number)
-        yield Result(name=f"{name}: {tenant}, refused", value=lost, unit="", better="lower", goal=0.0, samples=number)
+        found = result(f"{name}: {tenant}, p99", ratio(each.took_s, alone[key].took_s, 99), "x", goal=GOAL)
+        refused = counted(f"{name}: {tenant}, refused", len(each.refused), "", 0.0)
+        yield replace(found, samples=number)
+        yield replace(refused, samples=number)
 
 
 @contextlib.asynccontextmanager
@@ -274,8 +246,7 @@ async def _client(url: str) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-@contextlib.asynccontextmanager
-async def _cluster(folder: str) -> AsyncIterator[str]:
+def _launch(folder: str) -> Launch:
     flags = ["--allowed-media-domains=127.0.0.1", f"--response-store={folder}/responses", "--resume-window=30"]
     from benchmarks.peers.lora import LoraFolders
 
@@ -285,7 +256,7 @@ async def _cluster(folder: str) -> AsyncIterator[str]:
     names = [*(f"a{at}" for at in range(NUM_ADAPTERS)), OWN_ADAPTER]
     flags += ["--enable-lora", "--max-loras=2", "--max-cpu-loras=2"]
     flags += ["--lora-modules", *(f"{name}={adapters.next()}" for name in names)]
-    launch = Launch(
+    return Launch(
         model=str(MODEL),
         port=free_port_pair(),
         served_model_names=[MODEL.name],
@@ -293,14 +264,6 @@ async def _cluster(folder: str) -> AsyncIterator[str]:
         api_keys=[HOG, *QUIET],
         restart="no",
     )
-    lines: list[str] = []
-    cluster = Cluster(launch, lines.append)
-    try:
-        await cluster.start()
-        await cluster.wait_ready()
-        yield launch.url
-    finally:
-        await cluster.stop()
 
 
 @contextlib.asynccontextmanager

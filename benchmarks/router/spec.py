@@ -67,7 +67,6 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float  # the scheduler's
     own_cpu_s: float  # the load generator's
     num_done: int
-    num_open: int
     errors: list[str]
     gaps_s: list[float]  # between arrivals of one stream, for a sample of streams
     waited_s: float  # time that the scheduler was ready to run but had no core

@@ -6,14 +6,14 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import msgspec
 
-from benchmarks.child import ChildFailed, child_environment, end_group, last_lines
+from benchmarks.child import ChildFailed, last_lines, running_child
 from benchmarks.router.spec import TEXT, MadeUpWorker, WorkersSpec
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.members.credentials import credentials_of
@@ -103,35 +103,11 @@ def own_scheduler(
     spec_file.write_bytes(msgspec.json.encode(spec))
     command = [sys.executable, "-m", "benchmarks.peers.router_workers", str(spec_file)]
     with (
-        _process(command, {}, folder / "workers.log") as workers,
-        _process(scheduler.command, scheduler.env, log, checkout) as process,
+        running_child(command, folder / "workers.log", 1) as workers,
+        running_child(scheduler.command, log, 1, scheduler.env, checkout) as process,
     ):
         _await_ok(f"{launch.url}/health", process, log)
         yield Target(launch.port, process.pid, launch.admin_url, workers.pid)
-
-
-@contextlib.contextmanager
-def _process(
-    command: Sequence[str], env: Mapping[str, str], log: Path, folder: Path | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """`folder`: where Python looks for modules first."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**child_environment(1), **env},
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        end_group(process)
-        if process.stdin is not None:
-            with contextlib.suppress(OSError):
-                process.stdin.close()
 
 
 def _await_ok(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

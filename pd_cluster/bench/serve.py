@@ -121,7 +121,7 @@ async def started_cluster(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
 
 @contextlib.asynccontextmanager
 async def own_cluster(bench: ServeBench) -> AsyncIterator[Cluster]:
-    """Yields a ready cluster, which is stopped afterwards. Raises PdClusterError."""
+    """Yields a cluster as `running` does."""
     launch = Launch(
         model=bench.model,
         num_prefill=bench.prefill,
@@ -131,10 +131,20 @@ async def own_cluster(bench: ServeBench) -> AsyncIterator[Cluster]:
         arguments=[*bench.flags, *bench.more_flags],
         restart="no",  # a cluster that lost an instance would give wrong figures
     )
+    async with running(launch) as cluster:
+        yield cluster
+
+
+@contextlib.asynccontextmanager
+async def running(launch: Launch) -> AsyncIterator[Cluster]:
+    """Yields a ready cluster, which is stopped afterwards. Raises PdClusterError."""
     Checkpoint.open(launch.model_folder)  # fails at once, in one line, for a wrong model
     lines: deque[str] = deque(maxlen=50)
     cluster = Cluster(launch, lines.append)
-    print(f"starting {bench.prefill} prefill, {bench.decode} decode and the scheduler …{launch.remark}", flush=True)
+    print(
+        f"starting {launch.num_prefill} prefill, {launch.num_decode} decode and the scheduler …{launch.remark}",
+        flush=True,
+    )
     started_s = time.monotonic()
     try:
         await cluster.start()

@@ -14,6 +14,12 @@ from tests.support.scripted_scenarios import FAMILIES
 
 MAX_MODEL_LEN = 256
 FLAGS = [f"--max-model-len={MAX_MODEL_LEN}", "--num-blocks=128", "--trust-request-chat-template"]
+KEYS = {"one": "sk-first-0123456789", "two": "sk-second_0123456789"}  # by their tenants
+METRICS_KEY = "mk-0123456789"
+GUARDED_FLAGS = [
+    *("--api-workers=2", "--root-path=/llm", "--enable-request-id-headers", "--max-logprobs=-1"),
+    *('--allowed-origins=["https://a.example"]', *(f"--api-key-tenant={name}" for name in KEYS)),
+]
 SCRIPTED_FLAGS = [
     *("--max-model-len=4096", "--num-blocks=600", "--enable-auto-tool-choice", "--resume-window=30"),
 ]
@@ -51,6 +57,24 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
     with LiveCluster(tmp_path_factory.mktemp("plain"), model, arguments=FLAGS, openai=False) as running:
         yield running
         running.assert_home()
+
+
+@pytest.fixture(scope="session")
+def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """Two API processes with keys and a folder of responses. The keys are in the environment, as under `up`."""
+    folder = tmp_path_factory.mktemp("guarded")
+    flags = [*FLAGS, *GUARDED_FLAGS, f"--response-store={folder / 'kept'}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PD_CLUSTER_SERVE_API_KEY", " ".join(KEYS.values()))
+        patch.setenv("PD_CLUSTER_SERVE_METRICS_KEY", METRICS_KEY)
+        cluster = LiveCluster(folder, model, arguments=flags)
+        cluster.start()
+    try:
+        cluster.await_ready()
+        yield cluster
+        cluster.assert_home()
+    finally:
+        cluster.stop()
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from pd_cluster.types import Sampling
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.cluster import LiveCluster
 from tests.support.reference_beams import assert_same_beams
+from tests.support.sse import chunks_of
 
 PROMPT = "Once upon a time"
 MANY_ENDS = list(range(1, 256, 4))
@@ -31,9 +32,7 @@ BODY: dict[str, Any] = {
 
 
 def post(cluster: LiveCluster, **fields: Any) -> dict[str, Any]:
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={**BODY, **fields})
-    assert answer.status_code == 200, answer.text
-    data: dict[str, Any] = answer.json()
+    data: dict[str, Any] = cluster.ask("/v1/completions", {**BODY, **fields})
     return data
 
 
@@ -161,9 +160,7 @@ def test_streamed_beams_come_at_the_end_and_are_the_same(cluster: LiveCluster) -
     for fields in ({"n": 3}, {"n": 2, "best_of": 4}):
         whole = post(cluster, **fields)
         body = {**BODY, **fields, "stream": True, "stream_options": {"include_usage": True}}
-        lines = cluster.client.post(f"{cluster.url}/v1/completions", json=body).text.split("\n\n")
-        assert lines[-2:] == ["data: [DONE]", ""]
-        *chunks, last = (json.loads(line.removeprefix("data: ")) for line in lines[:-2])
+        *chunks, last = chunks_of(cluster.client.post(f"{cluster.url}/v1/completions", json=body))
         assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
         for choice in whole["choices"]:
             mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]

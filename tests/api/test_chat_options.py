@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.cluster import LiveCluster
+from tests.support.sse import chunks_of
 
 HELLO = {"role": "user", "content": "hello"}
 STARTED = {"role": "assistant", "content": "Once upon"}
@@ -80,8 +80,7 @@ def test_an_echo_of_the_message_that_goes_on(cluster: LiveCluster) -> None:
     silent = post(cluster, HELLO, STARTED, **fields).json()["choices"][0]["message"]
     echoed = post(cluster, HELLO, STARTED, echo=True, **fields).json()["choices"][0]["message"]
     assert echoed == {"role": "assistant", "content": "Once upon" + silent["content"]}
-    events = post(cluster, HELLO, STARTED, echo=True, stream=True, **fields).text.splitlines()
-    chunks = [json.loads(line.removeprefix("data: ")) for line in events if line and line != "data: [DONE]"]
+    chunks = chunks_of(post(cluster, HELLO, STARTED, echo=True, stream=True, **fields))
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == echoed["content"]
 
 
@@ -116,33 +115,9 @@ def test_a_request_has_the_name_that_it_was_given(cluster: LiveCluster, route: s
     assert timeline.status_code == 200
 
 
-def test_usage_so_far(cluster: LiveCluster) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    lines = post(cluster, stream=True, stream_options=options, return_token_ids=False).text.splitlines()
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert counts[-1] == 4
-    assert len(set(counts)) > 2
-
-
 def test_prompts_tokens_in_a_stream(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
-    lines = post(cluster, stream=True).text.splitlines()
-    first = json.loads(lines[0].removeprefix("data: "))
+    first, *_ = chunks_of(post(cluster, stream=True))
     assert tokenizer.decode(first["prompt_token_ids"]) == "<|user|>hello<|assistant|>"
-
-
-def test_text_parts_are_joined(client: openai.OpenAI) -> None:
-    parts: Any = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    one, two = (
-        client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": content}], max_tokens=4, temperature=0
-        )
-        .choices[0]
-        .message.content
-        for content in (parts, "a\nb")
-    )
-    assert one == two
 
 
 @pytest.mark.parametrize("stream", [False, True])

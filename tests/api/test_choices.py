@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from typing import Any
@@ -15,6 +14,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.checkpoints import EOS_ID
 from tests.support.cluster import LiveCluster
+from tests.support.sse import chunks_of
 
 PROMPT = "Once upon a time"
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
@@ -29,9 +29,7 @@ BODY: dict[str, Any] = {
 
 
 def post(cluster: LiveCluster, **fields: Any) -> dict[str, Any]:
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={**BODY, **fields})
-    assert answer.status_code == 200, answer.text
-    data: dict[str, Any] = answer.json()
+    data: dict[str, Any] = cluster.ask("/v1/completions", {**BODY, **fields})
     return data
 
 
@@ -150,9 +148,7 @@ def test_a_stop_string_in_token_one(cluster: LiveCluster, tokenizer: Tokenizer, 
 def test_streamed_choices_are_the_whole_ones(cluster: LiveCluster) -> None:
     whole = post(cluster, n=3, logprobs=1)
     body = {**BODY, "n": 3, "logprobs": 1, "stream": True, "stream_options": {"include_usage": True}}
-    lines = cluster.client.post(f"{cluster.url}/v1/completions", json=body).text.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    *chunks, last = (json.loads(line.removeprefix("data: ")) for line in lines[:-2])
+    *chunks, last = chunks_of(cluster.client.post(f"{cluster.url}/v1/completions", json=body))
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     for index, choice in enumerate(whole["choices"]):
@@ -212,19 +208,3 @@ def test_best_of_answers_the_likeliest(cluster: LiveCluster) -> None:
     assert [choice["token_ids"] for choice in with_logprobs] == [ranked[0]["token_ids"]]
     assert mean_logprob(with_logprobs[0]) == pytest.approx(mean_logprob(ranked[0]), abs=1e-4)
     cluster.assert_home()
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"n": 2, "temperature": 0}, "n"),
-        ({"best_of": 2, "temperature": 0}, "best_of"),
-        ({"n": 3, "best_of": 2}, "best_of"),
-        ({"best_of": 2, "stream": True}, "best_of"),
-        ({"n": 129}, "n"),
-    ],
-)
-def test_what_cannot_be_is_refused(cluster: LiveCluster, fields: dict[str, Any], param: str) -> None:
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={**BODY, **fields})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param

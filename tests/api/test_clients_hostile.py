@@ -114,13 +114,26 @@ def test_one_deeper_than_allowed(cluster: LiveCluster, route: str, of: str) -> N
 # ---- the other APIs' routes
 
 
-@pytest.mark.parametrize("route", ["responses", "messages", "messages/count_tokens"])
-def test_hostile_bodies_of_other_apis(cluster: LiveCluster, route: str) -> None:
-    text = {"input": "a"} if route == "responses" else {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
-    good = json.dumps({**text, "tools": []}).encode()
-    assert cluster.client.post(f"{cluster.url}/v1/{route}", content=good).status_code == 200
-    name = "input" if route == "responses" else "messages"
-    for content in (
+SAID = [{"role": "user", "content": "a"}]
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {  # a good body, and the field that prompts come in
+    "/v1/responses": ({"input": "a", "tools": []}, "input"),
+    "/v1/messages": ({"messages": SAID, "max_tokens": 4, "tools": []}, "messages"),
+    "/v1/messages/count_tokens": ({"messages": SAID, "max_tokens": 4, "tools": []}, "messages"),
+    "/inference/v1/generate": ({"token_ids": [5], "sampling_params": {"max_tokens": 2}}, "token_ids"),
+    "/v1/chat/completions/batch": ({"messages": [SAID], "max_tokens": 2}, "messages"),
+    "/v1/chat/completions/render": ({"messages": SAID, "max_tokens": 2}, "messages"),
+    "/v1/completions/render": ({"prompt": "a", "max_tokens": 2}, "prompt"),
+    "/invocations": ({"prompt": "a", "max_tokens": 2}, "prompt"),
+}
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_hostile_bodies_of_other_routes(cluster: LiveCluster, path: str) -> None:
+    body, name = OTHERS[path]
+    good = json.dumps(body).encode()
+    assert cluster.client.post(cluster.url + path, content=good).status_code == 200
+    field = name.encode()
+    contents = [
         b"",
         b"[]",
         b'"a"',
@@ -131,49 +144,23 @@ def test_hostile_bodies_of_other_apis(cluster: LiveCluster, route: str) -> None:
         good[:-1] + f', "unknown": {nested(100_000, "arrays")}}}'.encode(),
         good[:-1] + f', "{name}": {nested(100_000, "objects")}}}'.encode(),
         good[:-1] + f', "{name}": {nested(MAX_DEPTH - 1, "arrays")}}}'.encode(),
-        good[:-1] + b', "%s": [%s]}' % (name.encode(), b",".join([b"{}"] * 40_000)),
-        good[:-1] + b', "%s": [%s]}' % (name.encode(), b",".join([b"5"] * 900_000)),
-        good[:-1] + b', "%s": [{"role": "user", "content": "%s"}]}' % (name.encode(), b"x" * (20 << 20)),
-        good[:-1] + b', "tools": [%s]}' % b",".join([b'{"type": "function"}'] * 40_000),
-        json.dumps({**text, "tools": [hostile_tool(route, at) for at in range(129)]}).encode(),
-        json.dumps({**text, "tools": [hostile_tool(route, 0), hostile_tool(route, 0)]}).encode(),
-    ):
-        refused(cluster, route, content)
-
-
-SAID = [{"role": "user", "content": "a"}]
-OF_ROUTERS: dict[str, tuple[dict[str, Any], str]] = {  # a good body, and the field that prompts come in
-    "/inference/v1/generate": ({"token_ids": [5], "sampling_params": {"max_tokens": 2}}, "token_ids"),
-    "/v1/chat/completions/batch": ({"messages": [SAID], "max_tokens": 2}, "messages"),
-    "/v1/chat/completions/render": ({"messages": SAID, "max_tokens": 2}, "messages"),
-    "/v1/completions/render": ({"prompt": "a", "max_tokens": 2}, "prompt"),
-    "/invocations": ({"prompt": "a", "max_tokens": 2}, "prompt"),
-}
-
-
-@pytest.mark.parametrize("path", OF_ROUTERS)
-def test_hostile_bodies_of_routers(cluster: LiveCluster, path: str) -> None:
-    body, name = OF_ROUTERS[path]
-    good = json.dumps(body).encode()
-    assert cluster.client.post(cluster.url + path, content=good).status_code == 200
-    field = name.encode()
-    for content in (
-        b"",
-        b"[]",
-        b"\xff",
-        good[:-1],
-        good[:-1] + b', "unknown": NaN}',
-        good[:-1] + f', "unknown": {nested(100_000, "arrays")}}}'.encode(),
-        good[:-1] + f', "{name}": {nested(100_000, "arrays")}}}'.encode(),
-        good[:-1] + f', "{name}": {nested(MAX_DEPTH - 1, "arrays")}}}'.encode(),
         good[:-1] + b', "%s": [%s]}' % (field, b",".join([b"{}"] * 40_000)),
         good[:-1] + b', "%s": [%s]}' % (field, b",".join([b"5"] * 900_000)),
         good[:-1] + b', "%s": [%s]}' % (field, b",".join([b'"5"'] * 300_000)),
         good[:-1] + b', "%s": [%s]}' % (field, b",".join([b"[5]"] * 40_000)),
         good[:-1] + b', "%s": [%s]}' % (field, b",".join([json.dumps(SAID).encode()] * 20_000)),
-        good[:-1] + b', "%s": "%s"}' % (field, b"x" * (20 << 20)),
-        json.dumps({**body, "kv_transfer_params": {"remote_host": "10.0.0.1", "remote_port": 1}}).encode(),
-    ):
+        good[:-1] + b', "%s": [{"role": "user", "content": "%s"}]}' % (field, b"x" * (20 << 20)),
+    ]
+    if "tools" in body:
+        contents += [
+            good[:-1] + b', "tools": [%s]}' % b",".join([b'{"type": "function"}'] * 40_000),
+            json.dumps({**body, "tools": [hostile_tool(path, at) for at in range(129)]}).encode(),
+            json.dumps({**body, "tools": [hostile_tool(path, 0), hostile_tool(path, 0)]}).encode(),
+        ]
+    else:
+        handle = {"kv_transfer_params": {"remote_host": "10.0.0.1", "remote_port": 1}}
+        contents += [good[:-1] + b', "%s": "%s"}' % (field, b"x" * (20 << 20)), json.dumps({**body, **handle}).encode()]
+    for content in contents:
         refused(cluster, path, content)
 
 
@@ -213,7 +200,7 @@ def test_hostile_structural_tags(cluster: LiveCluster, route: str) -> None:
 
 
 def hostile_tool(route: str, number: int) -> dict[str, Any]:
-    if route == "responses":
+    if route == "/v1/responses":
         return {"type": "function", "name": f"f{number}", "parameters": {"$ref": "file:///etc/passwd"}}
     return {"name": f"f{number}", "input_schema": {"$ref": "file:///etc/passwd"}}
 

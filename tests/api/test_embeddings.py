@@ -60,6 +60,11 @@ def test_one_input_alone_is_the_same_to_the_bit(cluster: LiveCluster) -> None:
         assert alone["embedding"] == together[at]["embedding"]
 
 
+def test_an_answer_has_the_name_that_it_was_given(cluster: LiveCluster) -> None:
+    body = {"input": [5, 6], "request_id": "mine", "cache_salt": "s", "user": "u"}
+    assert post(cluster, "/v1/embeddings", body).json()["id"] == "embd-mine"
+
+
 def test_the_last_tokens_are_kept(cluster: LiveCluster, model: Path) -> None:
     body = {"input": [list(range(20, 60))], "truncate_prompt_tokens": 5}
     (found,) = post(cluster, "/v1/embeddings", body).json()["data"]
@@ -115,6 +120,7 @@ def test_rerank_puts_the_nearest_first(cluster: LiveCluster, model: Path, tokeni
         ("/v1/embeddings", {"input": [[]]}, "input: no tokens"),
         ("/v1/embeddings", {"input": [[1, 10**8]]}, "input: token ids must be in 0 to"),
         ("/v1/embeddings", {"input": [[1] * 300]}, "input: the prompt is too long: 300 tokens"),
+        ("/v1/embeddings", {"input": [[1], [1] * 300]}, "input[1]: the prompt is too long: 300 tokens"),
         ("/v1/embeddings", {"input": ["x"] * 2049}, "input: 2049 are more than the 2048"),
         ("/v1/embeddings", {"input": "x", "dimensions": 65}, "dimensions 65: this model's vectors have 64"),
         ("/v1/embeddings", {"input": "x", "dimensions": 0}, "dimensions: 0"),
@@ -133,6 +139,7 @@ def test_what_is_wrong_is_named(cluster: LiveCluster, path: str, body: Any, mess
     assert answer.json()["error"]["message"].startswith(message)
 
 
-def test_an_unknown_model(client: openai.OpenAI) -> None:
+def test_an_unknown_model(client: openai.OpenAI, cluster: LiveCluster) -> None:
     with pytest.raises(openai.NotFoundError, match="the model 'other' does not exist here"):
         client.embeddings.create(model="other", input="x")
+    assert post(cluster, "/rerank", {"model": "other", "query": "a", "documents": ["b"]}).status_code == 404

@@ -15,6 +15,7 @@ from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import FLAGS
 from tests.support.cluster import LiveCluster
 from tests.support.metrics import told
+from tests.support.sse import chunks_of
 
 TEMPLATE = (
     "{{ mood | default('no mood') }}:{% for part in messages[0].content %}{{ part.text }}/{% endfor %}"
@@ -61,16 +62,11 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
 
 
 def post(cluster: LiveCluster, path: str, **body: Any) -> Any:
-    answer = cluster.client.post(f"{cluster.url}{path}", json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return cluster.ask(path, body)
 
 
 def chunks(cluster: LiveCluster, **body: Any) -> list[dict[str, Any]]:
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={**PROMPT, **body, "stream": True})
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
+    return chunks_of(cluster.client.post(f"{cluster.url}/v1/completions", json={**PROMPT, **body, "stream": True}))
 
 
 def test_it_is_served_at_the_socket_alone(served: LiveCluster) -> None:
@@ -181,11 +177,12 @@ def test_a_request_with_many_fields_is_refused(served: LiveCluster) -> None:
 
 def test_a_socket_that_is_taken_is_refused(model: Path, tmp_path: Path, served: LiveCluster) -> None:
     taken = served.folder / "api.sock"
-    with LiveCluster(tmp_path, model, arguments=FLAGS) as other:
-        other.kill("scheduler")
-        other.await_exit("scheduler")
-        other.member_arguments = {"scheduler": [f"--uds={taken}"]}
+    other = LiveCluster(tmp_path, model, arguments=FLAGS, member_arguments={"scheduler": [f"--uds={taken}"]})
+    other.members = {member.name: member for member in other.plan() if member.is_scheduler}  # no workers
+    try:
         other.start_member("scheduler")
         assert other.await_exit("scheduler") == 1
-        assert f"--uds {taken}: a process listens there" in other.log_file("scheduler").read_text()
-        assert taken.exists()
+    finally:
+        other.stop()
+    assert f"--uds {taken}: a process listens there" in other.log_file("scheduler").read_text()
+    assert taken.exists()

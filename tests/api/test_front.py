@@ -10,31 +10,13 @@ import httpx
 import openai
 import pytest
 
-from tests.api.conftest import FLAGS
+from tests.api.conftest import KEYS, METRICS_KEY
 from tests.support.cluster import LiveCluster, children_of
 
-KEYS = ["sk-first-0123456789", "sk-second_0123456789"]
-METRICS_KEY = "mk-0123456789"
-RIGHT = {"Authorization": f"Bearer {KEYS[1]}"}
+FIRST, SECOND = KEYS.values()
+RIGHT = {"Authorization": f"Bearer {SECOND}"}
 COMPLETION = {"prompt": "hello", "max_tokens": 4, "temperature": 0}
-FRONT = [
-    "--api-workers=2",
-    "--root-path=/llm",
-    "--enable-request-id-headers",
-    '--allowed-origins=["https://a.example"]',
-]
 NUM_TRIES = 8  # new connections: both processes get some
-
-
-@pytest.fixture(scope="module")
-def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """The scheduler has its keys from its environment, as under `pd-cluster up`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PD_CLUSTER_SERVE_API_KEY", " ".join(KEYS))
-        patch.setenv("PD_CLUSTER_SERVE_METRICS_KEY", METRICS_KEY)
-        with LiveCluster(tmp_path_factory.mktemp("front"), model, arguments=[*FLAGS, *FRONT]) as running:
-            yield running
-            running.assert_home()
 
 
 def each_process(path: str, headers: dict[str, str], url: str) -> Iterator[httpx.Response]:
@@ -44,7 +26,7 @@ def each_process(path: str, headers: dict[str, str], url: str) -> Iterator[httpx
 
 def test_openais_client_with_a_key_and_without(guarded: LiveCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEYS[0], max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=FIRST, max_retries=0, timeout=60) as client:
         answer = client.completions.create(model="tiny", prompt="hello", max_tokens=4, temperature=0)
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 4
@@ -76,11 +58,11 @@ def cached(guarded: LiveCluster, key: str, prompt: list[int], **fields: object) 
 def test_cached_prompts_of_one_key_are_nothing_to_another(guarded: LiveCluster) -> None:
     """Neither process lets one key find out by counts or times what another asked: nothing is found."""
     secret = [(17 * at) % 239 for at in range(100)]
-    assert cached(guarded, KEYS[0], secret) == 0
-    assert [cached(guarded, KEYS[0], secret) for _ in range(NUM_TRIES)] == [96] * NUM_TRIES
+    assert cached(guarded, FIRST, secret) == 0
+    assert [cached(guarded, FIRST, secret) for _ in range(NUM_TRIES)] == [96] * NUM_TRIES
     guesses = [secret, secret[:50], [*secret[:50], 1]]
-    assert [cached(guarded, KEYS[1], guess) for guess in guesses] == [0, 48, 48], "the second key finds its own alone"
-    assert cached(guarded, KEYS[0], secret, cache_salt="mine") == 0
+    assert [cached(guarded, SECOND, guess) for guess in guesses] == [0, 48, 48], "the second key finds its own alone"
+    assert cached(guarded, FIRST, secret, cache_salt="mine") == 0
 
 
 def test_probes_need_none(guarded: LiveCluster) -> None:

@@ -158,6 +158,8 @@ def test_a_body_that_goes_on_after_its_answer_is_cut_off(monkeypatch: pytest.Mon
         assert await client.is_closed()
         client.close()
 
+    run(test)
+
 
 def test_a_body_that_is_announced_too_large_is_refused_at_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client may still send as much as a body may have, so that it gets to read the answer."""

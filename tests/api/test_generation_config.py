@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import httpx
 import pytest
 
 from pd_cluster import LLM, SamplingParams
@@ -22,8 +23,6 @@ NUM_TOKENS = 24
 SEEDS = (1, 2, 3)
 OWN = {"temperature": 0, "repetition_penalty": 1.9, "top_k": 5, "do_sample": False}
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-
-MakeCluster = Callable[..., LiveCluster]
 
 
 @pytest.fixture(scope="module")
@@ -47,73 +46,78 @@ def opinionated(model: Path, ending: int, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-def running(folder: Path, model: Path, *flags: str) -> LiveCluster:
-    return LiveCluster(folder, model, arguments=[*FLAGS, *flags])
+class Urls(NamedTuple):
+    """Schedulers that take their defaults from different places, before the same workers."""
+
+    overridden: str  # greedy comes from another folder, the cap from the override; the penalty of neither
+    automatic: str
+    neutral: str
 
 
 @pytest.fixture(scope="module")
-def automatic(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    with running(tmp_path_factory.mktemp("auto"), opinionated) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def neutral(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    flags = ["--generation-config=vllm", "--require-model", "--api-workers=2"]
-    with running(tmp_path_factory.mktemp("vllm"), opinionated, *flags) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def overridden(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Greedy comes from another folder, the cap from the override; the penalty of neither."""
+def cluster(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
     other = tmp_path_factory.mktemp("other")
     (other / "generation_config.json").write_text('{"temperature": 0, "repetition_penalty": 1.9}')
     override = '{"max_new_tokens": 3, "repetition_penalty": null}'
-    flags = [f"--generation-config={other}", f"--override-generation-config={override}"]
-    with running(tmp_path_factory.mktemp("path"), opinionated, *flags) as cluster:
-        yield cluster
+    own = {
+        "scheduler-0": [f"--override-generation-config={override}"],
+        "scheduler-1": ["--generation-config=auto"],
+        "scheduler-2": ["--generation-config=vllm", "--require-model"],
+    }
+    flags = [*FLAGS, f"--generation-config={other}"]  # of the workers, too
+    folder = tmp_path_factory.mktemp("defaults")
+    with LiveCluster(folder, opinionated, 1, 1, flags, member_arguments=own, num_schedulers=len(own)) as running:
+        for url in running.launch.urls:
+            running.wait_until(f"{url} is ready", lambda url=url: running.client.get(f"{url}/health").is_success)  # type: ignore[misc]
+        yield running
 
 
-def ask(cluster: LiveCluster, **fields: Any) -> list[int]:
+@pytest.fixture
+def urls(cluster: LiveCluster) -> Urls:
+    return Urls(*cluster.launch.urls)
+
+
+def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{url}{path}", json=body, trust_env=False, timeout=60)
+
+
+def ask(url: str, **fields: Any) -> list[int]:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True, **fields}
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={"return_token_ids": True, **body})
+    answer = post(url, "/v1/completions", {"return_token_ids": True, **body})
     assert answer.status_code == 200, answer.text
     found: list[int] = answer.json()["choices"][0]["token_ids"]
     return found
 
 
-def test_auto_is_the_model_folders_file(automatic: LiveCluster, greedy: list[int]) -> None:
-    penalized = ask(automatic, temperature=0, repetition_penalty=1.9)
+def test_auto_is_the_model_folders_file(urls: Urls, greedy: list[int]) -> None:
+    penalized = ask(urls.automatic, temperature=0, repetition_penalty=1.9)
     assert penalized != greedy
-    assert [ask(automatic, seed=seed) for seed in SEEDS] == [penalized] * len(SEEDS)
-    assert ask(automatic, repetition_penalty=1) == greedy  # the request takes precedence
+    assert [ask(urls.automatic, seed=seed) for seed in SEEDS] == [penalized] * len(SEEDS)
+    assert ask(urls.automatic, repetition_penalty=1) == greedy  # the request takes precedence
 
 
-def test_vllm_is_the_documented_defaults(neutral: LiveCluster, greedy: list[int]) -> None:
-    drawn = [ask(neutral, seed=seed) for seed in SEEDS]
-    assert drawn == [ask(neutral, seed=seed, **NEUTRAL) for seed in SEEDS]
+def test_vllm_is_the_documented_defaults(urls: Urls, greedy: list[int]) -> None:
+    drawn = [ask(urls.neutral, seed=seed) for seed in SEEDS]
+    assert drawn == [ask(urls.neutral, seed=seed, **NEUTRAL) for seed in SEEDS]
     assert len({tuple(each) for each in drawn}) > 1
-    assert ask(neutral, temperature=0) == greedy
+    assert ask(urls.neutral, temperature=0) == greedy
 
 
-def test_the_models_ends_stay_ends(
-    automatic: LiveCluster, neutral: LiveCluster, overridden: LiveCluster, greedy: list[int], ending: int
-) -> None:
+def test_the_models_ends_stay_ends(urls: Urls, greedy: list[int], ending: int, tokenizer: Tokenizer) -> None:
     until_end = greedy[: greedy.index(ending) + 1]
-    for cluster in (automatic, neutral):
-        assert ask(cluster, temperature=0, repetition_penalty=1, ignore_eos=False) == until_end
-    prompt = Tokenizer(Path(overridden.launch.model)).encode(PROMPT) + until_end[:-2]
-    found = ask(overridden, prompt=prompt, ignore_eos=False)
+    for url in (urls.automatic, urls.neutral):
+        assert ask(url, temperature=0, repetition_penalty=1, ignore_eos=False) == until_end
+    prompt = tokenizer.encode(PROMPT) + until_end[:-2]
+    found = ask(urls.overridden, prompt=prompt, ignore_eos=False)
     assert found == until_end[-2:]
 
 
-def test_another_folder_and_an_override(overridden: LiveCluster, greedy: list[int]) -> None:
+def test_another_folder_and_an_override(urls: Urls, greedy: list[int]) -> None:
     for max_tokens in (None, 3, NUM_TOKENS):
-        assert ask(overridden, max_tokens=max_tokens) == greedy[:3]
-    assert ask(overridden, max_tokens=2) == greedy[:2]
+        assert ask(urls.overridden, max_tokens=max_tokens) == greedy[:3]
+    assert ask(urls.overridden, max_tokens=2) == greedy[:2]
     body = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
-    answer = overridden.client.post(f"{overridden.url}/v1/chat/completions", json=body).json()
+    answer = post(urls.overridden, "/v1/chat/completions", body).json()
     assert answer["usage"]["completion_tokens"] == 3
     assert answer["choices"][0]["finish_reason"] == "length"
 
@@ -127,13 +131,11 @@ def test_another_folder_and_an_override(overridden: LiveCluster, greedy: list[in
         ("/detokenize", {"tokens": [1]}),
     ],
 )
-def test_a_model_is_required_where_the_flag_says_so(
-    automatic: LiveCluster, neutral: LiveCluster, path: str, body: dict[str, Any]
-) -> None:
-    assert automatic.client.post(automatic.url + path, json=body).status_code == 200
-    assert neutral.client.post(neutral.url + path, json={**body, "model": "tiny"}).status_code == 200
+def test_a_model_is_required_where_the_flag_says_so(urls: Urls, path: str, body: dict[str, Any]) -> None:
+    assert post(urls.automatic, path, body).status_code == 200
+    assert post(urls.neutral, path, {**body, "model": "tiny"}).status_code == 200
     for nothing in ({}, {"model": None}):
-        answer = neutral.client.post(neutral.url + path, json={**body, **nothing})
+        answer = post(urls.neutral, path, {**body, **nothing})
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
         assert error["param"] == "model"

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.support.cluster import LiveCluster
+from tests.support.sse import chunks_of
 
 DIGIT_SCHEMA = {
     "type": "object",
@@ -37,13 +38,6 @@ def error_of(answer: httpx.Response) -> tuple[int, str, str]:
     return answer.status_code, error["param"], error["message"]
 
 
-def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    assert answer.status_code == 200, answer.text
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
 def test_tokens_are_those_of_a_completion(cluster: LiveCluster) -> None:
     expected = cluster.complete(PROMPT, 8, ignore_eos=True)
     body = {"model": "tiny", "token_ids": PROMPT, "sampling_params": {**GREEDY, "max_tokens": 8, "logprobs": 2}}
@@ -56,7 +50,7 @@ def test_tokens_are_those_of_a_completion(cluster: LiveCluster) -> None:
     assert [each["token"] for each in shown] == [f"token_id:{token_id}" for token_id in expected]
     assert all(len(each["top_logprobs"]) == 2 for each in shown)
     options = {"include_usage": True}
-    *events, last = events_of(post(cluster, "/inference/v1/generate", **body, stream=True, stream_options=options))
+    *events, last = chunks_of(post(cluster, "/inference/v1/generate", **body, stream=True, stream_options=options))
     assert [token_id for event in events for token_id in event["choices"][0]["token_ids"]] == expected
     assert [event["choices"][0]["finish_reason"] for event in events][-1] == "length"
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 8)
@@ -203,7 +197,7 @@ def test_an_answer_tells_its_times(
     started_s = time.monotonic()
     found = [
         right(post(cluster, path, **body))["metrics"],
-        events_of(post(cluster, path, **body, stream=True))[-1]["metrics"],
+        chunks_of(post(cluster, path, **body, stream=True))[-1]["metrics"],
     ]
     took_ms = 1000 * (time.monotonic() - started_s)
     for metrics in found:
@@ -236,7 +230,7 @@ def test_a_handle_leads_to_the_cache_of_its_prompt(
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
     plain = right(post(cluster, path, **prompt, **greedy, **of_answer))
     assert answer["choices"] == plain["choices"]
-    streamed = events_of(post(cluster, path, **prompt, **greedy, **of_answer, kv_transfer_params=handle, stream=True))
+    streamed = chunks_of(post(cluster, path, **prompt, **greedy, **of_answer, kv_transfer_params=handle, stream=True))
     assert streamed[-1]["choices"][0]["finish_reason"] == answer["choices"][0]["finish_reason"]
     assert "handle" not in json.dumps(plain)
 
@@ -287,4 +281,4 @@ def test_an_invocation_is_what_its_fields_say(cluster: LiveCluster, path: str, b
     assert found == expected
     assert error_of(post(cluster, "/invocations", something=1))[0] == 400
     streamed = post(cluster, "/invocations", prompt="one", max_tokens=4, temperature=0, stream=True)
-    assert "".join(event["choices"][0]["text"] for event in events_of(streamed))
+    assert "".join(event["choices"][0]["text"] for event in chunks_of(streamed))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,36 +10,27 @@ import pytest
 from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
 
-from tests.api.conftest import FLAGS
+from tests.api.conftest import KEYS
 from tests.support.cluster import LiveCluster
 from tests.support.kept import bodies_in, ids_in
 
 ITEMS: TypeAdapter[Any] = TypeAdapter(list[ResponseItem])
-KEYS = {"one": "sk-of-one", "two": "sk-of-two"}
 NUM_TRIES = 6  # each over a new connection: both processes get some
 HELLO: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 8, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def keeping(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    folder = tmp_path_factory.mktemp("keeping")
-    names = [f"--api-key-tenant={name}" for name in KEYS]
-    keys = [f"--api-key={key}" for key in KEYS.values()]
-    flags = [*FLAGS, "--api-workers=2", f"--response-store={folder / 'kept'}", *keys, *names]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NO_PROXY", "127.0.0.1")
-        with LiveCluster(folder, model, arguments=flags) as cluster:
-            yield cluster
-            cluster.assert_home()
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 def client_of(cluster: LiveCluster, name: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=KEYS[name], max_retries=0, timeout=60)
 
 
-@pytest.fixture(scope="module")
-def one(keeping: LiveCluster) -> Iterator[openai.OpenAI]:
-    with client_of(keeping, "one") as client:
+@pytest.fixture
+def one(guarded: LiveCluster) -> Iterator[openai.OpenAI]:
+    with client_of(guarded, "one") as client:
         yield client
 
 
@@ -49,7 +39,7 @@ def kept_ids(cluster: LiveCluster) -> list[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_is_kept_and_found_by_every_process(keeping: LiveCluster, one: openai.OpenAI, stream: bool) -> None:
+def test_a_response_is_kept_and_found_by_every_process(guarded: LiveCluster, one: openai.OpenAI, stream: bool) -> None:
     made: Response
     if stream:
         *_, last = list(one.responses.create(**HELLO, stream=True))
@@ -58,7 +48,7 @@ def test_a_response_is_kept_and_found_by_every_process(keeping: LiveCluster, one
         made = one.responses.create(**HELLO)
     assert made.model_extra == {"store": True}
     for _ in range(NUM_TRIES):
-        with client_of(keeping, "one") as client:
+        with client_of(guarded, "one") as client:
             assert client.responses.retrieve(made.id) == made
             assert not hasattr(made, "items")
             listed = client.responses.input_items.list(made.id)
@@ -67,11 +57,11 @@ def test_a_response_is_kept_and_found_by_every_process(keeping: LiveCluster, one
             assert item.content[0].text == "hello"  # type: ignore[union-attr]
     one.responses.delete(made.id)
     for _ in range(NUM_TRIES):
-        with client_of(keeping, "one") as client, pytest.raises(openai.NotFoundError):
+        with client_of(guarded, "one") as client, pytest.raises(openai.NotFoundError):
             client.responses.retrieve(made.id)
 
 
-def test_a_conversation_goes_on(keeping: LiveCluster, one: openai.OpenAI) -> None:
+def test_a_conversation_goes_on(guarded: LiveCluster, one: openai.OpenAI) -> None:
     """The second response has the prompt of the whole conversation; instructions are not carried over."""
     first = one.responses.create(**HELLO, instructions="s")
     items: Any = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
@@ -85,7 +75,7 @@ def test_a_conversation_goes_on(keeping: LiveCluster, one: openai.OpenAI) -> Non
         {"role": "user", "content": "c"},
     ]
     headers = {"Authorization": f"Bearer {KEYS['one']}"}
-    count = keeping.client.post(f"{keeping.url}/tokenize", json={"messages": chat}, headers=headers).json()["count"]
+    count = guarded.client.post(f"{guarded.url}/tokenize", json={"messages": chat}, headers=headers).json()["count"]
     assert third.usage is not None
     assert third.usage.input_tokens == count
     assert third.previous_response_id == second.id
@@ -100,13 +90,13 @@ def test_a_conversation_goes_on(keeping: LiveCluster, one: openai.OpenAI) -> Non
     assert page.has_more
     ids = [item.id for item in page]
     assert len(ids) == len(set(ids)) == 6
-    raw = keeping.client.get(f"{keeping.url}/v1/responses/{third.id}/input_items?limit=100", headers=headers).json()
+    raw = guarded.client.get(f"{guarded.url}/v1/responses/{third.id}/input_items?limit=100", headers=headers).json()
     assert [item.id for item in ITEMS.validate_python(raw["data"])] == ids[::-1]
 
 
-def test_another_tenants_response_is_unknown_everywhere(keeping: LiveCluster, one: openai.OpenAI) -> None:
+def test_another_tenants_response_is_unknown_everywhere(guarded: LiveCluster, one: openai.OpenAI) -> None:
     made = one.responses.create(**HELLO)
-    with client_of(keeping, "two") as two:
+    with client_of(guarded, "two") as two:
         for found in (
             lambda: two.responses.retrieve(made.id),
             lambda: two.responses.delete(made.id),
@@ -118,55 +108,55 @@ def test_another_tenants_response_is_unknown_everywhere(keeping: LiveCluster, on
                 found()
             assert caught.value.code == "response_not_found"
     assert one.responses.retrieve(made.id) == made
-    answer = keeping.client.get(f"{keeping.url}/v1/responses/{made.id}")
+    answer = guarded.client.get(f"{guarded.url}/v1/responses/{made.id}")
     assert answer.status_code == 401
     with pytest.raises(openai.BadRequestError, match="background"):
         one.responses.cancel(made.id)
 
 
-def test_store_false_keeps_nothing(keeping: LiveCluster, one: openai.OpenAI) -> None:
-    before = kept_ids(keeping)
+def test_store_false_keeps_nothing(guarded: LiveCluster, one: openai.OpenAI) -> None:
+    before = kept_ids(guarded)
     made = one.responses.create(**HELLO, store=False)
     list(one.responses.create(**HELLO, store=False, stream=True))
     assert made.model_extra == {"store": False}
     with pytest.raises(openai.NotFoundError):
         one.responses.retrieve(made.id)
-    assert kept_ids(keeping) == before
+    assert kept_ids(guarded) == before
 
 
-def test_a_refused_request_and_a_client_that_leaves_keep_nothing(keeping: LiveCluster, one: openai.OpenAI) -> None:
-    before = kept_ids(keeping)
+def test_a_refused_request_and_a_client_that_leaves_keep_nothing(guarded: LiveCluster, one: openai.OpenAI) -> None:
+    before = kept_ids(guarded)
     with pytest.raises(openai.BadRequestError):
         one.responses.create(**{**HELLO, "max_output_tokens": 0})
     long: Any = {**HELLO, "max_output_tokens": 200, "extra_body": {"ignore_eos": True}, "stream": True}
     for _ in range(10):  # an answer may have ended before its client left
         with one.responses.create(**long) as stream:
             next(iter(stream))
-        keeping.assert_home()
-        if kept_ids(keeping) == before:
+        guarded.assert_home()
+        if kept_ids(guarded) == before:
             return
-        before = kept_ids(keeping)
+        before = kept_ids(guarded)
     raise AssertionError("ten answers were kept whose clients had left")
 
 
 @pytest.mark.parametrize("name", ["x", "..%2f..%2fetc%2fpasswd", "resp_" + "0" * 48, "resp_%00", ".lock"])
-def test_made_up_ids(keeping: LiveCluster, name: str) -> None:
+def test_made_up_ids(guarded: LiveCluster, name: str) -> None:
     headers = {"Authorization": f"Bearer {KEYS['one']}"}
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
-        answer = keeping.client.request(method, f"{keeping.url}/v1/responses/{name}{path}", headers=headers)
+        answer = guarded.client.request(method, f"{guarded.url}/v1/responses/{name}{path}", headers=headers)
         assert answer.status_code == 404, answer.text
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "order=up", "after=nothing"])
-def test_lists_that_are_none(keeping: LiveCluster, one: openai.OpenAI, query: str) -> None:
+def test_lists_that_are_none(guarded: LiveCluster, one: openai.OpenAI, query: str) -> None:
     made = one.responses.create(**HELLO)
     headers = {"Authorization": f"Bearer {KEYS['one']}"}
-    answer = keeping.client.get(f"{keeping.url}/v1/responses/{made.id}/input_items?{query}", headers=headers)
+    answer = guarded.client.get(f"{guarded.url}/v1/responses/{made.id}/input_items?{query}", headers=headers)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
 
 
-def test_files_hold_what_was_answered(keeping: LiveCluster, one: openai.OpenAI) -> None:
+def test_files_hold_what_was_answered(guarded: LiveCluster, one: openai.OpenAI) -> None:
     made = one.responses.create(**HELLO, metadata={"a": "b"})
-    assert bodies_in(keeping.folder / "kept")[made.id]["response"]["metadata"] == {"a": "b"}
-    assert {path.stat().st_mode & 0o777 for path in (keeping.folder / "kept").iterdir()} == {0o600}
+    assert bodies_in(guarded.folder / "kept")[made.id]["response"]["metadata"] == {"a": "b"}
+    assert {path.stat().st_mode & 0o777 for path in (guarded.folder / "kept").iterdir()} == {0o600}

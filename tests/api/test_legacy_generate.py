@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +40,19 @@ def test_16_tokens_by_default(plain: LiveCluster) -> None:
     assert short.json() == generate(plain, max_tokens=16).json() != generate(plain).json()
 
 
-def test_a_stream_is_cumulative(plain: LiveCluster) -> None:
-    whole = generate(plain).json()
-    answer = generate(plain, stream=True)
-    *frames, end = answer.content.split(b"\0")
+@pytest.mark.parametrize("fields", [{}, {"n": 3, "temperature": 1, "seed": 3, "logprobs": 1}], ids=["one", "several"])
+def test_a_stream_is_cumulative(plain: LiveCluster, fields: dict[str, Any]) -> None:
+    whole = generate(plain, **fields).json()
+    *frames, end = generate(plain, stream=True, **fields).content.split(b"\0")
     assert end == b""
-    texts = [json.loads(frame)["text"] for frame in frames]
-    assert all(len(text) == 1 for text in texts)
-    assert texts[-1] == whole["text"]
-    assert len(texts) > 5
-    for (before,), (after,) in itertools.pairwise(texts):
-        assert after.startswith(before)
-    assert texts[0][0].startswith(PROMPT)
+    told = [json.loads(frame) for frame in frames]
+    assert {len(each["text"]) for each in told} == {fields.get("n", 1)}
+    assert told[-1]["text"] == whole["text"]
+    assert len(told) > 5
+    for before, after in itertools.pairwise(told):
+        assert all(b.startswith(a) for a, b in zip(before["text"], after["text"], strict=True))
+    assert all(text.startswith(PROMPT) for text in told[0]["text"])
+    assert [len(each["tokens"]) for each in told[-1].get("logprobs", [])] == [20] * len(whole.get("logprobs", []))
 
 
 def test_a_prompt_of_token_ids(plain: LiveCluster, tokenizer: Tokenizer) -> None:
@@ -145,3 +147,50 @@ def test_not_json(plain: LiveCluster) -> None:
 
 def test_the_model_needs_no_name(plain: LiveCluster) -> None:
     assert generate(plain, model="anything").json() == generate(plain).json()
+
+
+# ---- several answers, logprobs and the other sampling parameters
+
+DRAWN: dict[str, Any] = {"prompt": PROMPT, "temperature": 1, "seed": 3, "max_tokens": 12, "ignore_eos": True}
+
+
+def drawn(plain: LiveCluster, **fields: Any) -> dict[str, Any]:
+    answer = generate(plain, **{**DRAWN, **fields})
+    assert answer.status_code == 200, answer.text
+    data: dict[str, Any] = answer.json()
+    return data
+
+
+def test_n_texts_each_with_the_prompt(plain: LiveCluster) -> None:
+    texts = drawn(plain, n=3)["text"]
+    assert len(set(texts)) == 3
+    assert all(text.startswith(PROMPT) for text in texts)
+    assert drawn(plain, n=2)["text"] == texts[:2]
+    assert list(drawn(plain)) == ["text"]
+
+
+def test_best_of(plain: LiveCluster) -> None:
+    candidates = drawn(plain, n=5, logprobs=0)
+    scores = [math.fsum(each["token_logprobs"]) for each in candidates["logprobs"]]
+    best = candidates["text"][scores.index(max(scores))]
+    assert drawn(plain, best_of=5) == {"text": [best]}
+
+
+def test_prompt_logprobs(plain: LiveCluster, tokenizer: Tokenizer) -> None:
+    found = drawn(plain, prompt_logprobs=1)["prompt_logprobs"]
+    assert found[0] is None
+    assert [next(iter(entry)) for entry in found[1:]] == [str(i) for i in tokenizer.encode(PROMPT)[1:]]
+
+
+def test_sampling_parameters(plain: LiveCluster, tokenizer: Tokenizer) -> None:
+    (x,) = tokenizer.encode("x")
+    forced: dict[str, Any] = {"logit_bias": {str(x): 100}, "temperature": 0}
+    assert drawn(plain, **forced)["text"] == [PROMPT + "x" * 12]
+    assert drawn(plain, **forced, stop="x", min_tokens=4)["text"] == [PROMPT + "xxxx"]
+    kept = drawn(plain, **forced, stop="x", min_tokens=4, include_stop_str_in_output=True)
+    assert kept["text"] == [PROMPT + "xxxxx"]
+    allowed = [tokenizer.encode(letter)[0] for letter in "abc"]
+    (text,) = drawn(plain, allowed_token_ids=allowed, bad_words=["a"])["text"]
+    assert set(text.removeprefix(PROMPT)) <= {"b", "c"}
+    (cut,) = drawn(plain, truncate_prompt_tokens=4)["text"]
+    assert cut.startswith(PROMPT[-4:])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pd_cluster.text.tokenizer import Tokenizer
-from tests.api.conftest import FLAGS
+from tests.api.conftest import KEYS
 from tests.support.checkpoints import VOCAB_SIZE, reference_model
 from tests.support.cluster import LiveCluster
 
@@ -22,9 +22,7 @@ EXACT = 2e-3  # float32 with another order of additions
 def post(cluster: LiveCluster, route: str = "completions", **fields: Any) -> dict[str, Any]:
     body: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     asked = {"messages": [{"role": "user", "content": "hello"}]} if route.startswith("chat") else {"prompt": PROMPT}
-    answer = cluster.client.post(f"{cluster.url}/v1/{route}", json={**asked, **body, **fields})
-    assert answer.status_code == 200, answer.text
-    data: dict[str, Any] = answer.json()
+    data: dict[str, Any] = cluster.ask(f"/v1/{route}", {**asked, **body, **fields})
     return data
 
 
@@ -159,52 +157,18 @@ def test_an_echo_scores_a_text(cluster: LiveCluster, model: Path, tokenizer: Tok
     cluster.assert_home()
 
 
-@pytest.mark.parametrize(
-    ("route", "fields", "param"),
-    [
-        ("completions", {"logprobs": 21}, "logprobs"),
-        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
-        ("completions", {"prompt_logprobs": 21}, "prompt_logprobs"),
-        ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    ],
-)
-def test_more_than_the_server_gives(cluster: LiveCluster, route: str, fields: dict[str, Any], param: str) -> None:
-    body = {"prompt": PROMPT, "messages": [{"role": "user", "content": "x"}], **fields}
-    answer = cluster.client.post(f"{cluster.url}/v1/{route}", json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
-
-
-@pytest.mark.slow
-def test_all_of_them_sum_to_one(cluster_with_many_logprobs: LiveCluster) -> None:
-    """--max-logprobs is above the vocabulary's size here."""
-    fields = {"logprobs": 400, "return_tokens_as_token_ids": True}
-    (choice,) = post(cluster_with_many_logprobs, **fields)["choices"]
-    for top in choice["logprobs"]["top_logprobs"]:
-        assert len(top) == VOCAB_SIZE
-        assert sum(math.exp(value) for value in top.values()) == pytest.approx(1, abs=1e-3)
-
-
-@pytest.fixture(scope="module")
-def cluster_with_many_logprobs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    flags = ["--max-model-len=256", "--num-blocks=64", "--max-logprobs=1000"]
-    with LiveCluster(tmp_path_factory.mktemp("many"), model, arguments=flags) as running:
-        yield running
-
-
-def test_every_token_of_the_vocabulary(model: Path, tmp_path: Path) -> None:
+def test_every_token_of_the_vocabulary(guarded: LiveCluster) -> None:
     """--max-logprobs -1: probabilities of the whole vocabulary add up to one, across the split and over HTTP."""
-    with LiveCluster(tmp_path, model, arguments=[*FLAGS, "--max-logprobs=-1"]) as cluster:
-        body = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "return_tokens_as_token_ids": True}
-        answer = cluster.client.post(
-            f"{cluster.url}/v1/completions", json={**body, "logprobs": -1, "prompt_logprobs": -1}
-        )
-        assert answer.status_code == 200, answer.text
-        (choice,) = answer.json()["choices"]
-        rows = [list(each.values()) for each in choice["logprobs"]["top_logprobs"]]
-        rows += [[told["logprob"] for told in each.values()] for each in choice["prompt_logprobs"][1:]]
-        assert [len(row) for row in rows] == [VOCAB_SIZE] * (4 + 2)
-        for row in rows:
-            assert sum(map(math.exp, row)) == pytest.approx(1.0, abs=1e-4)
-        cluster.assert_home()
+    body = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "return_tokens_as_token_ids": True}
+    answer = guarded.client.post(
+        f"{guarded.url}/v1/completions",
+        json={**body, "logprobs": -1, "prompt_logprobs": -1},
+        headers={"Authorization": f"Bearer {KEYS['one']}"},
+    )
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    rows = [list(each.values()) for each in choice["logprobs"]["top_logprobs"]]
+    rows += [[told["logprob"] for told in each.values()] for each in choice["prompt_logprobs"][1:]]
+    assert [len(row) for row in rows] == [VOCAB_SIZE] * (4 + 2)
+    for row in rows:
+        assert sum(map(math.exp, row)) == pytest.approx(1.0, abs=1e-4)

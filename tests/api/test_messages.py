@@ -309,9 +309,18 @@ def test_errors_have_the_clients_classes(ours: Any, cluster: LiveCluster) -> Non
         assert (answer.status_code, answer.json()["type"]) == (status, "error")
 
 
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+SHOWING = [  # an image in a result, which only a model without images refuses
+    *ASKED,
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]},
+]
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
+        ({"messages": SHOWING}, "messages[2].content[0].content[0]: this model takes no images"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "assistant", "content": []}]}, "messages[0]"),
@@ -344,16 +353,6 @@ def test_clients_learn_that_no_conversation_is_kept(cluster: LiveCluster, thread
     error = answer.json()["error"]
     assert error["message"].startswith("thread: this server keeps no conversations")
     assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-
-
-def test_an_image_in_a_result_is_refused_by_the_model_alone(cluster: LiveCluster) -> None:
-    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
-    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": source}]}
-    call = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
-    turns = [*ASKED, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
-    answer = cluster.client.post(f"{cluster.url}/v1/messages", json={**HELLO, "messages": turns})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("messages[2].content[0].content[0]: this model takes no images")
 
 
 def test_what_agents_send_beside_it(cluster: LiveCluster) -> None:

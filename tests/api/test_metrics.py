@@ -184,7 +184,7 @@ def test_a_stop_string_ends_a_sequence_as_stop(cluster: LiveCluster) -> None:
     text = cluster.client.post(f"{cluster.url}/v1/completions", json=body).json()["choices"][0]["text"]
     cluster.assert_home()
     before = counts_of(cluster)
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={**body, "stop": [text[10:14]]}).json()
+    answer = cluster.ask("/v1/completions", {**body, "stop": [text[10:14]]})
     made = counts_of(cluster) - before
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert made["request_success_stop"] == 1

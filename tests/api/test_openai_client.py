@@ -18,6 +18,7 @@ from pd_cluster.text.tokenizer import Tokenizer
 from ranktable_tools.keys import SECRET_FILE, read_secret
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.cluster import LiveCluster
+from tests.support.sse import chunks_of
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 24}
@@ -51,21 +52,24 @@ def test_chat(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     assert 0 <= (answer.usage.prompt_tokens_details.cached_tokens or 0) < num_prompt
 
 
-def test_chat_streamed(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(**CHAT, **EXACTLY)
-    *chunks, last = list(client.chat.completions.create(**CHAT, **EXACTLY, **USAGE))
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_stream(client: openai.OpenAI, is_chat: bool) -> None:
+    create: Any = client.chat.completions.create if is_chat else client.completions.create
+    fields = CHAT if is_chat else COMPLETION
+    whole = create(**fields, **EXACTLY)
+    *chunks, last = list(create(**fields, **EXACTLY, **USAGE))
     assert len({(c.id, c.created, c.model, c.object) for c in [*chunks, last]}) == 1
-    assert chunks[0].object == "chat.completion.chunk"
-    deltas = [chunk.choices[0].delta for chunk in chunks]
-    assert deltas[0].role == "assistant"
-    assert all(delta.role is None for delta in deltas[1:])
-    assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    choices = [chunk.choices[0] for chunk in chunks]
+    if is_chat:
+        assert chunks[0].object == "chat.completion.chunk"
+        assert [choice.delta.role for choice in choices] == ["assistant", *[None] * (len(choices) - 1)]
+        assert "".join(choice.delta.content or "" for choice in choices) == whole.choices[0].message.content
+    else:
+        assert "".join(choice.text for choice in choices) == whole.choices[0].text
+    assert [choice.finish_reason for choice in choices] == [None] * (len(chunks) - 1) + ["length"]
     assert len(chunks) > 5, "the text came in one piece"
     assert all(chunk.usage is None for chunk in chunks)
     assert last.choices == []
-    assert last.usage is not None
-    assert whole.usage is not None
     assert last.usage.completion_tokens == whole.usage.completion_tokens
     assert last.usage.total_tokens == whole.usage.total_tokens
     assert last.id != whole.id
@@ -82,55 +86,13 @@ def test_completion(client: openai.OpenAI) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 24, 29)
 
 
-def test_completion_streamed(client: openai.OpenAI) -> None:
-    whole = client.completions.create(**COMPLETION, **EXACTLY)
-    *chunks, last = list(client.completions.create(**COMPLETION, **EXACTLY, **USAGE))
-    assert len({(c.id, c.created, c.model, c.object) for c in [*chunks, last]}) == 1
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
-    assert last.choices == []
-    assert last.usage is not None
-    assert whole.usage is not None
-    assert last.usage.completion_tokens == whole.usage.completion_tokens
-    assert last.usage.total_tokens == whole.usage.total_tokens
-
-
-def test_without_stream_options_no_chunk_has_usage(client: openai.OpenAI) -> None:
-    chunks = list(client.completions.create(**COMPLETION, stream=True))
-    assert all(chunk.usage is None for chunk in chunks)
-    assert all(chunk.choices for chunk in chunks)
-
-
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
 def test_a_stream_on_the_wire(cluster: LiveCluster, route: str) -> None:
     body = {**(CHAT if route.startswith("chat") else COMPLETION), "stream": True}
     answer = cluster.client.post(f"{cluster.url}/v1/{route}", json=body)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *events, done, end = answer.text.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    chunks = chunks_of(answer)
     assert all("usage" not in chunk for chunk in chunks)
     assert chunks[-1]["choices"][0]["finish_reason"] in ("length", "stop")
-
-
-async def _both(client: openai.AsyncOpenAI) -> tuple[str, str]:
-    answer = await client.chat.completions.create(**CHAT)
-    pieces = [
-        chunk.choices[0].delta.content or ""
-        async for chunk in await client.chat.completions.create(**CHAT, stream=True)
-    ]
-    return answer.choices[0].message.content or "", "".join(pieces)
-
-
-def test_the_asynchronous_client(cluster: LiveCluster, client: openai.OpenAI) -> None:
-    import asyncio
-
-    async def ask() -> tuple[str, str]:
-        async with openai.AsyncOpenAI(base_url=str(client.base_url), api_key="none", max_retries=0) as other:
-            return await _both(other)
-
-    whole, streamed = asyncio.run(ask())
-    assert whole == streamed == client.chat.completions.create(**CHAT).choices[0].message.content
 
 
 def test_stop_by_the_models_own_end(client: openai.OpenAI) -> None:

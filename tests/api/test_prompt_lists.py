@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
@@ -12,25 +11,20 @@ import pytest
 from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.cluster import LiveCluster
+from tests.support.sse import chunks_of
 
 PROMPTS = ["hello", "a longer prompt than the first", "x", "hello"]
 SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 6}
 
 
 def post(cluster: LiveCluster, **fields: Any) -> dict[str, Any]:
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={"temperature": 0, "max_tokens": 8, **fields})
-    assert answer.status_code == 200, answer.text
-    body: dict[str, Any] = answer.json()
+    body: dict[str, Any] = cluster.ask("/v1/completions", {"temperature": 0, "max_tokens": 8, **fields})
     return body
 
 
 def streamed(cluster: LiveCluster, **fields: Any) -> list[dict[str, Any]]:
     body = {"temperature": 0, "max_tokens": 8, "stream": True, **fields}
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    *events, done = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    assert done == "[DONE]"
-    return [json.loads(event) for event in events]
+    return chunks_of(cluster.client.post(f"{cluster.url}/v1/completions", json=body))
 
 
 def texts_of(events: list[dict[str, Any]]) -> dict[int, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,15 +9,12 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pd_cluster.types import Pooling
 from tests.support.cluster import LiveCluster
 from tests.support.documented import answer_validator
 from tests.support.reranker import make_reranker, pair_ids, reference_logits, reference_score
-from tests.support.vectors import reference_vector
 
 FLAGS = ["--max-model-len=1024", "--num-blocks=400", "--scheduling-policy=priority"]
 QUERY, DOCUMENTS = "Where is Paris?", ["Paris is in France.", "Cats purr.", "", "Paris " * 40]
@@ -41,56 +36,8 @@ def judge(reranker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             assert "Traceback" not in running.log_file(name).read_text(errors="replace")
 
 
-@pytest.fixture(scope="module")
-def embedder(judge: LiveCluster) -> Iterator[openai.OpenAI]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NO_PROXY", "127.0.0.1")
-        with openai.OpenAI(base_url=f"{judge.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
-            yield made
-
-
-def ids_of(judge: LiveCluster, text: str) -> list[int]:
-    found: list[int] = judge.client.post(f"{judge.url}/tokenize", json={"prompt": text}).json()["tokens"]
-    return found
-
-
 def post(judge: LiveCluster, path: str, **body: Any) -> httpx.Response:
     return judge.client.post(f"{judge.url}{path}", json=body)
-
-
-def test_the_vectors_are_transformers(judge: LiveCluster, embedder: openai.OpenAI, reranker: Path) -> None:
-    answer = embedder.embeddings.create(model="tiny", input=TEXTS)  # the client asks for base64 by itself
-    assert [each.index for each in answer.data] == [0, 1, 2]
-    prompts = [ids_of(judge, text) for text in TEXTS]
-    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (sum(map(len, prompts)),) * 2
-    for prompt, each in zip(prompts, answer.data, strict=True):
-        assert math.hypot(*each.embedding) == pytest.approx(1, abs=1e-6)
-        assert np.allclose(each.embedding, reference_vector(reranker, prompt, Pooling()), atol=1e-5)
-
-
-def test_alone_and_in_company_as_text_and_as_tokens_the_bits_are_the_same(
-    judge: LiveCluster, embedder: openai.OpenAI
-) -> None:
-    together = embedder.embeddings.create(model="tiny", input=TEXTS, encoding_format="float").data
-    again = embedder.embeddings.create(model="tiny", input=[ids_of(judge, text) for text in TEXTS]).data
-    for text, each, other in zip(TEXTS, together, again, strict=True):
-        alone = embedder.embeddings.create(model="tiny", input=text).data[0]
-        by_tokens = embedder.embeddings.create(model="tiny", input=ids_of(judge, text)).data[0]
-        bits = [np.array(found.embedding, dtype=np.float32).tobytes() for found in (each, other, alone, by_tokens)]
-        assert bits == [bits[0]] * 4
-
-
-def test_forms_of_a_vector(judge: LiveCluster, reranker: Path) -> None:
-    ids = [5, 6, 7, 8]
-    few = post(judge, "/v1/embeddings", input=ids, dimensions=7).json()["data"][0]["embedding"]
-    assert np.allclose(few, reference_vector(reranker, ids, Pooling(dimensions=7)), atol=1e-5)
-    raw = post(judge, "/v1/embeddings", input=ids, normalize=False, encoding_format="base64").json()
-    numbers = np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4")
-    assert np.allclose(numbers, reference_vector(reranker, ids, Pooling(normalizes=False)), atol=1e-4)
-    cut = post(judge, "/v1/embeddings", input=[9, 9, *ids], truncate_prompt_tokens=4, dimensions=7).json()
-    assert (cut["data"][0]["embedding"], cut["usage"]["prompt_tokens"]) == (few, 4)
-    named = post(judge, "/v1/embeddings", input=ids, request_id="mine", priority=3, cache_salt="s", user="u").json()
-    assert named["id"] == "embd-mine"
 
 
 def test_scores_are_those_of_the_models_card(judge: LiveCluster, reranker: Path) -> None:
@@ -150,22 +97,13 @@ def test_a_long_document_loses_its_end(judge: LiveCluster, reranker: Path) -> No
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [
-        ("/v1/embeddings", {}, "input", "Field required"),
-        ("/v1/embeddings", {"input": ""}, "input", "input: empty"),
         ("/v1/embeddings", {"input": ["a", ""], "add_special_tokens": False}, "input", "input[1]: no tokens"),
-        ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "2049 are more than the 2048"),
-        ("/v1/embeddings", {"input": [1, 10**6]}, "input", "token ids must be in 0 to"),
-        ("/v1/embeddings", {"input": [[1], [2] * 1025]}, "input", r"input[1]: the prompt is too long: 1025 tokens"),
-        ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
-        ("/v1/embeddings", {"input": "a", "dimensions": 65}, None, "this model's vectors have 64"),
-        ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
         ("/v1/embeddings", {"input": "a", "embed_dtype": "float16"}, "embed_dtype", "'float16' is not supported"),
         ("/v1/embeddings", {"messages": []}, "messages", "send texts or token ids"),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be -1 or in 1"),
         ("/v1/embeddings", {"input": "a", "normalize": True, "use_activation": False}, "use_activation", "the same"),
         ("/score", {}, "queries", "none given"),
         ("/score", {"queries": "a", "documents": []}, "documents", "empty"),
-        ("/score", {"queries": ["a", "b"], "documents": ["c"] * 3}, "queries", "2 texts, and documents has 3"),
         ("/score", {"queries": "a", "documents": "b", "text_1": "c"}, "queries", "text_1, text_2 and queries"),
         ("/score", {"queries": "a", "documents": "b", "truncate_prompt_tokens": 9}, "truncate_prompt_tokens", "alone"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "documents: empty"),
@@ -178,12 +116,6 @@ def test_what_is_refused(judge: LiveCluster, path: str, body: dict[str, Any], pa
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
     assert message in error["message"]
-
-
-def test_another_model_is_404(judge: LiveCluster, embedder: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="does not exist here"):
-        embedder.embeddings.create(model="other", input="a")
-    assert post(judge, "/rerank", model="other", query="a", documents=["b"]).status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,7 @@ def ask(cluster: LiveCluster, prompt: str | list[int] = PROMPT, **fields: Any) -
     """Returns the choice of one completion: by default greedy, NUM_TOKENS tokens, past the end of sequence."""
     defaults = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
     body = {"prompt": prompt, **defaults, **fields}
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    choice: dict[str, Any] = answer.json()["choices"][0]
+    choice: dict[str, Any] = cluster.ask("/v1/completions", body)["choices"][0]
     return choice
 
 
@@ -211,13 +209,13 @@ def test_a_prompt_is_cut_from_the_left(cluster: LiveCluster, tokenizer: Tokenize
     assert choice["prompt_token_ids"] == long[-(MAX_MODEL_LEN - 10) :]
     messages = [{"role": "user", "content": "x" * 3 * MAX_MODEL_LEN}]
     body = {"messages": messages, "truncate_prompt_tokens": -1, "max_tokens": 5, "ignore_eos": True}
-    answer = cluster.client.post(f"{cluster.url}/v1/chat/completions", json=body).json()
+    answer = cluster.ask("/v1/chat/completions", body)
     assert answer["usage"]["prompt_tokens"] == MAX_MODEL_LEN - 5
 
 
 def cached(cluster: LiveCluster, prompt: list[int], **fields: Any) -> int:
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, **fields}
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body).json()
+    answer = cluster.ask("/v1/completions", body)
     num_cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return num_cached
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,11 @@ import httpx
 import openai
 import pytest
 
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.cluster import LiveCluster
 from tests.support.scripted_scenarios import FAMILIES
+from tests.support.sse import chunks_of
 
 HELLO = {"role": "user", "content": "hello"}
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -21,13 +22,6 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 
 def post(cluster: LiveCluster, route: str, **body: Any) -> httpx.Response:
     return cluster.client.post(f"{cluster.url}/v1/{route}", json=body)
-
-
-def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    assert answer.status_code == 200, answer.text
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def test_an_answer_has_as_many_tokens_as_there_is_room_for(cluster: LiveCluster) -> None:
@@ -142,9 +136,28 @@ def test_harmless_fields_of_openai_s_client(client: openai.OpenAI, cluster: Live
     assert not any(name in log for name in ("'service_tier'", "'verbosity'", "'safety_identifier'"))
 
 
+def test_the_token_client(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
+    """Text to tokens and back; a conversation's are those of its prompt."""
+    text = "A robot may not"
+    found = cluster.client.post(f"{cluster.url}/tokenize", json={"model": "tiny", "prompt": text}).json()
+    assert (found["tokens"], found["count"]) == (tokenizer.encode(text), len(text))
+    assert found["max_model_len"] == MAX_MODEL_LEN
+    body = {"model": "tiny", "tokens": found["tokens"]}
+    assert cluster.client.post(f"{cluster.url}/detokenize", json=body).json() == {"prompt": text}
+    talk: list[Any] = [
+        {"role": "system", "content": "You help."},
+        {"role": "user", "content": "Who won in 2020?"},
+        {"role": "assistant", "content": "The Dodgers."},
+        {"role": "user", "content": "Where was it?"},
+    ]
+    rendered = "".join(f"<|{message['role']}|>{message['content']}" for message in talk) + "<|assistant|>"
+    counted = cluster.client.post(f"{cluster.url}/tokenize", json={"model": "tiny", "messages": talk}).json()
+    assert counted["tokens"] == tokenizer.encode(rendered)
+
+
 def test_tokens_of_a_text_as_the_vocabulary_writes_them(cluster: LiveCluster) -> None:
     body = {"prompt": "a b", "return_token_strs": True}
-    answer = cluster.client.post(f"{cluster.url}/tokenize", json=body).json()
+    answer = cluster.ask("/tokenize", body)
     assert len(answer["token_strs"]) == answer["count"]
     assert "Ġ" in "".join(answer["token_strs"])
 

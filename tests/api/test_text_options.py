@@ -17,6 +17,7 @@ from tests.support.cluster import LiveCluster
 
 PROMPT = "Once upon a time"
 NUM_TOKENS = 40
+HELLO = [{"role": "user", "content": "hello"}]
 
 
 class Answer(NamedTuple):
@@ -30,9 +31,7 @@ def ask(cluster: LiveCluster, prompt: str | list[int] = PROMPT, **fields: Any) -
     """Sends one completion, by default greedy and of NUM_TOKENS tokens; None leaves a field out."""
     defaults = {"temperature": 0, "max_tokens": NUM_TOKENS, "return_token_ids": True}
     body = {"prompt": prompt, **{k: v for k, v in {**defaults, **fields}.items() if v is not None}}
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    data = answer.json()
+    data = cluster.ask("/v1/completions", body)
     (choice,) = data["choices"]
     data["usage"].pop("prompt_tokens_details", None)  # depends on what was asked before
     return Answer(choice["text"], choice["finish_reason"], data["usage"], choice.get("token_ids", []))
@@ -40,9 +39,7 @@ def ask(cluster: LiveCluster, prompt: str | list[int] = PROMPT, **fields: Any) -
 
 def chat(cluster: LiveCluster, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
     body = {"messages": messages, "temperature": 0, "return_token_ids": True, **fields}
-    answer = cluster.client.post(f"{cluster.url}/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    data: dict[str, Any] = answer.json()
+    data: dict[str, Any] = cluster.ask("/v1/chat/completions", body)
     data["usage"].pop("prompt_tokens_details", None)
     return data
 
@@ -126,9 +123,7 @@ def test_what_is_not_given_has_the_documents_default(cluster: LiveCluster) -> No
     defaults |= {"length_penalty": 1.0, "ignore_eos": False, "guided_json": None}
 
     def choices(**fields: Any) -> Any:
-        answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body | fields)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"]
+        return cluster.ask("/v1/completions", body | fields)["choices"]
 
     assert choices() == choices(**defaults) != choices(temperature=1.5)
 
@@ -149,27 +144,18 @@ def test_max_tokens(cluster: LiveCluster, greedy: Answer) -> None:
         }
 
 
-def test_a_completion_has_16_tokens_by_default(cluster: LiveCluster) -> None:
-    answer = ask(cluster, max_tokens=None, ignore_eos=True)
-    assert (answer.usage["completion_tokens"], answer.finish_reason) == (16, "length")
-
-
-def test_the_default_shrinks_to_the_room(cluster: LiveCluster) -> None:
-    answer = ask(cluster, "x" * (MAX_MODEL_LEN - 3), max_tokens=None, ignore_eos=True)
-    assert (answer.usage["completion_tokens"], answer.finish_reason) == (3, "length")
-
-
-def test_a_chat_fills_the_context_by_default(cluster: LiveCluster) -> None:
-    answer = chat(cluster, [{"role": "user", "content": "hello"}], ignore_eos=True)
-    assert answer["usage"]["total_tokens"] == MAX_MODEL_LEN
-    assert answer["choices"][0]["finish_reason"] == "length"
-
-
-def test_max_completion_tokens_wins(cluster: LiveCluster) -> None:
-    answer = chat(
-        cluster, [{"role": "user", "content": "hello"}], ignore_eos=True, max_tokens=9, max_completion_tokens=5
-    )
-    assert answer["usage"]["completion_tokens"] == 5
+@pytest.mark.parametrize(
+    ("path", "fields", "num_tokens"),
+    [
+        ("completions", {"prompt": PROMPT}, 16),
+        ("completions", {"prompt": "x" * (MAX_MODEL_LEN - 3)}, 3),  # the default shrinks to the room
+        ("chat/completions", {"messages": HELLO, "max_tokens": 9, "max_completion_tokens": 5}, 5),
+        ("chat/completions", {"messages": HELLO}, MAX_MODEL_LEN - len("<|user|>hello<|assistant|>")),
+    ],
+)
+def test_how_long_an_answer_is(cluster: LiveCluster, path: str, fields: dict[str, Any], num_tokens: int) -> None:
+    answer = cluster.ask(f"/v1/{path}", {"temperature": 0, "ignore_eos": True, **fields})
+    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (num_tokens, "length")
 
 
 # ---- when to stop
@@ -323,10 +309,6 @@ def test_echo_alone(cluster: LiveCluster) -> None:
 def test_a_prompt_of_token_ids(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer, wrapped: bool) -> None:
     token_ids: Any = tokenizer.encode(PROMPT)
     assert ask(cluster, [token_ids] if wrapped else token_ids, ignore_eos=True) == greedy
-
-
-def test_a_prompt_in_a_list(cluster: LiveCluster, greedy: Answer) -> None:
-    assert ask(cluster, [PROMPT], ignore_eos=True) == greedy  # type: ignore[list-item]
 
 
 def test_return_token_ids(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> None:

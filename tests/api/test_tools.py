@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jsonschema
 import openai
 import pytest
 
@@ -65,7 +67,8 @@ class Speaker(NamedTuple):
             streamed = stream.get_final_completion().choices[0]
         assert streamed.finish_reason == whole.finish_reason
         assert (streamed.message.content or "") == (whole.message.content or "")
-        assert getattr(streamed.message, "reasoning", None) == getattr(whole.message, "reasoning", None)
+        for name in ("reasoning", "reasoning_content"):
+            assert getattr(streamed.message, name, None) == getattr(whole.message, name, None)
         assert functions_of(streamed.message) == functions_of(whole.message)
         return whole
 
@@ -286,6 +289,24 @@ def test_openais_helpers_parse_calls(speaker: Speaker) -> None:
     message = speaker.client.chat.completions.parse(**fields).choices[0].message
     assert message.tool_calls is not None
     assert message.tool_calls[0].function.parsed_arguments == Look(city="Berlin")
+
+
+@qwen3
+def test_a_structural_tag(speaker: Speaker) -> None:
+    """Text is free until a trigger; behind it the model, which wants to say "TRAIN", is kept to the tag's schema."""
+    car = {
+        "type": "object",
+        "properties": {"brand": {"type": "string", "maxLength": 5}, "car_type": {"enum": ["SEDAN", "SUV", "TRUCK"]}},
+        "required": ["brand", "car_type"],
+        "additionalProperties": False,
+    }
+    structure = {"begin": "<function=get>", "schema": car, "end": "</function>"}
+    tag = {"type": "structural_tag", "structures": [structure], "triggers": ["<function="]}
+    assert "TRAIN" in speaker.choice("a function's tag", [], max_tokens=250).message.content
+    said = speaker.choice("a function's tag", [], max_tokens=250, response_format=tag).message.content
+    assert said.startswith("Let me see. <function=get>")
+    (inner,) = re.findall(r"<function=get>(\{.*?\})</function>", said, re.DOTALL)
+    jsonschema.validate(json.loads(inner), car)
 
 
 # ---- reasoning

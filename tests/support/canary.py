@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ class Canary:
         self._url = f"{cluster.url}/v1/completions"
         self._stopping = threading.Event()
         self.num_songs = 0
+        self.longest_gap_s = 0.0  # between two lines of a song
         self.faults: list[str] = []
         with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
             answer = client.post(self._url, json={**BODY, "return_token_ids": True})
@@ -60,7 +62,12 @@ class Canary:
     def _song(self, client: httpx.Client) -> list[int]:
         tokens: list[int] = []
         with client.stream("POST", self._url, json={**BODY, "stream": True, "return_token_ids": True}) as answer:
-            lines = [line.removeprefix("data: ") for line in answer.raise_for_status().iter_lines() if line]
+            lines, at_s = [], time.monotonic()
+            for line in answer.raise_for_status().iter_lines():
+                self.longest_gap_s = max(self.longest_gap_s, time.monotonic() - at_s)
+                at_s = time.monotonic()
+                if line:
+                    lines.append(line.removeprefix("data: "))
         if lines.pop() != "[DONE]":
             raise ValueError("the stream just ended")
         for line in lines:

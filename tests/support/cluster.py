@@ -261,6 +261,12 @@ class LiveCluster:
             connection.sendall(b"{}")
             assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
 
+    def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Returns the answer's JSON. Fails for another status than 200."""
+        answer = self.client.post(f"{self.url}{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
     def complete(self, prompt: list[int] | str, max_tokens: int, **fields: Any) -> list[int]:
         """Returns the output tokens of one completion, greedy unless the fields say otherwise."""
         return self.complete_choices(prompt, max_tokens, **fields)[0]
@@ -268,9 +274,7 @@ class LiveCluster:
     def complete_choices(self, prompt: list[int] | str, max_tokens: int, **fields: Any) -> list[list[int]]:
         """Returns the output tokens of each choice."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True, **fields}
-        answer = self.client.post(f"{self.url}/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        choices = answer.json()["choices"]
+        choices = self.ask("/v1/completions", body)["choices"]
         assert [choice["index"] for choice in choices] == list(range(len(choices)))
         return [choice["token_ids"] for choice in choices]
 

@@ -61,6 +61,7 @@ LAYOUT = KVLayout(
 )
 assert LAYOUT.block_nbytes == BLOCK_NBYTES
 TIMEOUTS = Timeouts()
+OPTIONS = wire.KVOptions()  # a worker's default
 DEADLINE_S = 60.0  # for a link, and for one transfer
 LANDING = list(range(NUM_BLOCKS))[::-1]  # the receiver's blocks, another order than the sender's
 
@@ -73,10 +74,11 @@ def content_of(seed: int, block: int) -> torch.Tensor:
 class LinkEnd(ABC):
     """The parts that both ends share. `events` are those that an engine would take, for one thread of this end."""
 
-    def __init__(self, begin: BeginTrips, secret: bytes, pool: KVPool, port: int = 0, epoch: int = 0) -> None:
+    def __init__(
+        self, begin: BeginTrips, secret: bytes, pool: KVPool, options: wire.KVOptions, port: int = 0, epoch: int = 0
+    ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.epoch = epoch or secrets.randbits(62)
-        options = wire.KVOptions()
         pinned = (public_key(key_of(secret, "prefill")),)
         config = WorkerConfig(
             name=begin.name,
@@ -150,8 +152,8 @@ class LinkEnd(ABC):
 class SendingEnd(LinkEnd):
     """P's end."""
 
-    def __init__(self, begin: BeginTrips, send: Send, pool: KVPool) -> None:
-        super().__init__(begin, send.secret, pool)
+    def __init__(self, begin: BeginTrips, send: Send, pool: KVPool, options: wire.KVOptions = OPTIONS) -> None:
+        super().__init__(begin, send.secret, pool, options)
         progress = PeerProgress(time.monotonic)
         post, lanes = self.mailbox, self.lanes
         self._links = OutLinks(self.side, post, lanes, self.report, self._on_down, progress, time.monotonic, TIMEOUTS)
@@ -234,8 +236,8 @@ class SendingEnd(LinkEnd):
 class ReceivingEnd(LinkEnd):
     """D's end, with a thread in the engine's place."""
 
-    def __init__(self, begin: BeginTrips, listen: Listen, pool: KVPool) -> None:
-        super().__init__(begin, listen.secret, pool, listen.port, listen.epoch)
+    def __init__(self, begin: BeginTrips, listen: Listen, pool: KVPool, options: wire.KVOptions = OPTIONS) -> None:
+        super().__init__(begin, listen.secret, pool, options, listen.port, listen.epoch)
         progress = PeerProgress(time.monotonic)
         self._links = InLinks(self.side, self.mailbox, self.lanes, self.report, lambda conn, reason: None, progress)
         self._pool = pool

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 
-from pd_cluster.devices.device import bind
 from pd_cluster.errors import ConfigError
 from pd_cluster.model.lora.on_device import DeviceAddition, DevicePlace
 from pd_cluster.model.profile import nbytes_of_adapters
@@ -18,14 +17,12 @@ from pd_cluster.types import Order, Request
 from tests.support.adapters import digest_of, loaded, make_adapter, merged
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, random_prompt, run
-from tests.support.npu_cases import GREEDY, SIZES, core_of
+from tests.support.npu_cases import GREEDY, SIZES, calls, core_of
 
 slow = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def bound() -> None:
-    bind("npu", (), 0)
+__all__ = ["calls"]  # a fixture
 
 
 @pytest.mark.parametrize(

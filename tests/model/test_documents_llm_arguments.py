@@ -17,7 +17,6 @@ from pd_cluster.fastdeploy.engine.request import CompletionOutput
 from pd_cluster.model.sizing import check_offload
 from tests.support.checkpoints import reference_greedy
 from tests.support.copies import copy_of
-from tests.support.quantized import FORMATS, rewritten
 from tests.support.watched import watching
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -214,24 +213,3 @@ def test_a_real_model_is_refused_what_it_cannot_have(path: Path, arguments: dict
     with pytest.raises(ConfigError) as caught:
         LLM(str(path), **arguments)
     assert str(caught.value).startswith(error)
-
-
-QUANTIZED = [("awq", "awq"), ("gptq", "gptq 4"), ("fp8", "fp8 whole"), (None, "awq"), (None, "gptq desc_act")]
-
-
-@pytest.mark.parametrize(("quantization", "form"), QUANTIZED)
-def test_a_quantized_checkpoint_has_its_numbers(
-    path: Path, tmp_path: Path, quantization: str | None, form: str
-) -> None:
-    """The argument says what the folder says, or nothing."""
-    folder, plain = rewritten(path, tmp_path, FORMATS[form])
-    prompt = [5, 6, 7]
-    with LLM(str(folder), quantization=quantization, max_model_len=64, num_blocks=16) as llm:
-        (output,) = llm.generate(prompt_token_ids=[prompt], sampling_params=GREEDY)
-    assert list(output.outputs[0].token_ids) == reference_greedy(plain, prompt, 6)
-
-
-@pytest.mark.parametrize("scheme", ["fp8", "int8"])
-def test_plain_weights_are_quantized_at_load(path: Path, scheme: str) -> None:
-    with LLM(str(path), quantization=scheme, max_model_len=64, num_blocks=16) as llm:
-        assert len(llm.generate(prompt_token_ids=[[5, 6, 7]])[0].outputs[0].token_ids) > 0

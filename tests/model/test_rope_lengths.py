@@ -125,17 +125,20 @@ def test_without_being_asked_the_context_is_what_the_model_was_trained_with(fold
 # ---- LMDeploy's fields
 
 
-def test_a_factor_that_config_json_does_not_have(tmp_path: Path) -> None:
-    """`rope_scaling_factor` is dynamic NTK with that factor; up to the trained length nothing changes."""
+@pytest.mark.parametrize(("factor", "given"), [(3.0, {"factor": 3.0}), (1.0, {})])
+def test_a_factor_that_config_json_does_not_have(tmp_path: Path, factor: float, given: dict[str, float]) -> None:
+    """`rope_scaling_factor` is dynamic NTK with that factor, `use_dynamic_ntk` alone with 1; up to the trained length
+    nothing changes.
+    """
     folder = make_checkpoint(tmp_path / "own", "llama", max_position_embeddings=TRAINED)
     as_written = make_checkpoint(
-        tmp_path / "written", "llama", rope_parameters={**DYNAMIC, "factor": 3.0}, max_position_embeddings=TRAINED
+        tmp_path / "written", "llama", rope_parameters={**DYNAMIC, "factor": factor}, max_position_embeddings=TRAINED
     )
     core = make_core(
         folder,
         max_model_len=MAX_LEN,
         num_blocks=256,
-        hf_overrides={"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
+        hf_overrides={"rope_scaling": {"rope_type": "dynamic", **given}},
     )
     requests = requests_of(SHAPES)
     run(core, requests)

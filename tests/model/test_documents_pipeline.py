@@ -212,6 +212,13 @@ def test_a_chat_is_streamed_and_left(pipe: AsyncEngine) -> None:
     assert one(pipe, "hi").finish_reason == "stop"
 
 
+def test_end_session_forgets_a_session(pipe: AsyncEngine) -> None:
+    turn(pipe, NAME, 5, sequence_end=False)
+    pipe.end_session(5)
+    with pytest.raises(RequestError, match="there is no session 5"):
+        turn(pipe, ASKED, 5, sequence_start=False)
+
+
 def test_an_answer_is_stopped(pipe: AsyncEngine) -> None:
     """tests/unit/test_offline_pipeline_sessions.py has the other ways to stop it."""
 

@@ -155,31 +155,14 @@ def test_block_sizes_are_tritons_where_it_serves(monkeypatch: pytest.MonkeyPatch
         check_backend(wanted, 24, CUDA)
 
 
-def test_layers_that_attend_by_sdpa_are_never_captured(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """SDPA asks the device how long sequences are, which no capture allows."""
-    config = EngineConfig(model=str(checkpoint("llama")), device="cpu", max_model_len=64, attention_backend="sdpa")
-    served = ModelRunner(config)
-    monkeypatch.setattr(runner, "make_graphs", lambda *given: pytest.fail("captured"))
-    served.device = CUDA
-    with caplog.at_level(logging.INFO):
-        assert served._make_graphs(config) is None
-    assert "decode steps run eagerly: SDPA asks the device for lengths" in caplog.text
-
-
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_layers_whose_rope_asks_for_positions_are_never_captured(
-    rope: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rope: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(model=str(checkpoint("llama")), device="cpu", max_model_len=64)
     served = ModelRunner(config)
-    monkeypatch.setattr(runner, "make_graphs", lambda *given: pytest.fail("captured"))
     monkeypatch.setitem(served.model.config.rope_parameters, "rope_type", rope)
-    served.device = CUDA
-    with caplog.at_level(logging.INFO):
-        assert served._make_graphs(config) is None
-    assert f"decode steps run eagerly: rope_type {rope} asks the device for positions" in caplog.text
+    assert served.why_eager(config) == f"rope_type {rope} asks the device for positions"
 
 
 @pytest.mark.parametrize(("start_s", "num_captured"), [(60.0, 2), (0.0, 0)])

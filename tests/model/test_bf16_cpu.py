@@ -27,6 +27,7 @@ from tests.model.test_company import numbers, prompts_of, wide
 from tests.model.test_kv_cache_dtype import CacheOf
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import random_prompt
+from tests.support.watched import watching
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=0)
 PROMPTS = [random_prompt(random.Random(1), n) for n in (3, 17, 40)]
@@ -170,12 +171,10 @@ def test_auto(
 
 
 def test_the_pool_and_the_numerics_are_of_16_bits(tmp_path: Path) -> None:
-    with LLM(str(narrow(tmp_path / "model")), dtype="bfloat16", num_blocks=64, max_model_len=64) as llm:
-        (instance,) = llm._offline.service.router.membership.instances
-        assert instance.info is not None
-        assert instance.info.layout is not None
-        numerics = instance.info.numerics
-        assert (numerics.dtype, numerics.kv_cache_dtype, instance.info.layout.dtype) == ("bfloat16",) * 3
+    settings = {"dtype": "bfloat16", "num_blocks": 64, "max_model_len": 64}
+    with watching() as made, LLM(str(narrow(tmp_path / "model")), **settings):
+        numerics, pool = made[0].runner.numerics, made[0].runner.pool
+        assert (numerics.dtype, numerics.kv_cache_dtype, pool.layout.dtype) == ("bfloat16",) * 3
         assert numerics.bf16_way == quantized.bf16_way()
 
 

@@ -286,7 +286,6 @@ def test_control_tokens_may_be_allowed(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": FORGED}]
     expected = theirs.apply_chat_template(messages, chat_template=CHATML, add_generation_prompt=True, return_dict=False)
     assert allowing.ids(messages) == expected
-    assert allowing.service.tokenizer._renamed is None, "a second tokenizer was made for nothing"
 
 
 def test_rendered_prompts_stay_as_they_are(tmp_path: Path) -> None:

@@ -173,15 +173,6 @@ def test_a_captured_plan_serves_other_contexts_and_padding(
 
 
 @needs_triton
-def test_counts_of_splits_are_back_at_zero_for_the_next_launch(interpreter: TritonChild) -> None:
-    """Otherwise the second step of the same buffers merges too early, or never."""
-    fault = {"old": "tl.store(arrived, 0)", "new": "pass"}
-    steps = [[100, 70], [100, 70]]
-    apart = interpreter.call("triton_mutants", "mutant_replays_differ_by", steps=steps, split_keys=32, **fault)
-    assert apart > 100 * TOLERANCE["float32"]
-
-
-@needs_triton
 @pytest.mark.parametrize("split_keys", [256, 64])
 def test_a_row_does_not_depend_on_the_batch(interpreter: TritonChild, split_keys: int) -> None:
     sequences = [(1, 40), (9, 60), (1, 200), (33, 33), (1, 1)]
@@ -198,63 +189,24 @@ def test_keys_and_values_reach_their_slots(
     assert interpreter.call("triton_attention", "written", num_tokens=6, **shape)
 
 
-# Text in the kernels, its replacement, and a window and block size that expose it. Tiles are of 32 keys.
-MUTANTS = [
-    ("visible = at <= ends[:, None]", "visible = at < ends[:, None]", None, 16),
-    ("at > positions[:, None] - window", "at >= positions[:, None] - window", 64, 16),
-    ("whole_hi = (least + 1)", "whole_hi = (least + 2)", None, 16),
-    ("tl.maximum(most - window + 1, 0)", "tl.maximum(most - window, 0)", 64, 16),
-    ("edge = tl.cdiv(seen_from, BLOCK_N)", "edge = tl.cdiv(seen_from - 1, BLOCK_N)", 64, 16),
-    ("start + n >= seen_from", "start + n > seen_from", 64, 16),
-    ("num_splits = end - first", "num_splits = end - first + 1", None, 16),
-    ("(split < num_splits)[None, :]", "(split < num_splits - 1)[None, :]", None, 16),
-    ("(ends <= item)", "(ends < item)", None, 16),
-    ("fade, total * fade + tl.exp2(sink - new_top)", "fade, total * fade", None, 16),
-    ("top + tl.log2(total)", "tl.log2(total)", None, 16),
-    ("mask=start < hi, other=0", "mask=start < 0, other=0", None, 32),
-    ("start // BLOCK_SIZE + n // BLOCK_SIZE", "start // BLOCK_SIZE + n // BLOCK_N", None, 16),
-]
-
-
-@needs_triton
-@pytest.mark.parametrize(("old", "new", "window", "block_size"), MUTANTS)
-def test_a_fault_in_the_kernels_is_noticed(
-    interpreter: TritonChild, old: str, new: str, window: int | None, block_size: int
-) -> None:
-    sequences = [(5, 35), (8, 129), (2, 96), (1, 95), (1, 97), (1, 150)]
-    shape = named((2, 1, 16, block_size, window, None, True, 64))
-    apart = interpreter.call("triton_mutants", "mutant_differs_by", old=old, new=new, sequences=sequences, **shape)
-    assert apart > 100 * TOLERANCE["float32"]
-
-
-@needs_triton
-def test_a_mutation_of_nothing_is_no_fault(interpreter: TritonChild) -> None:
-    """So what the test above notices is the fault."""
-    shape = named((4, 2, 16, 16, 64, None, True, 64))
-    apart = interpreter.call(
-        "triton_mutants", "mutant_differs_by", old="new_top", new="higher", sequences=[(10, 40), (1, 95)], **shape
-    )
-    assert apart < TOLERANCE["float32"]
-
-
 def compile_and_check(compiler: TritonChild, arch: int, dtype: str, **shape: Any) -> None:
     found = compiler.call("triton_compile", "compiled", arch=arch, dtype=dtype, **shape)
     writer = "write_codes_kernel" if shape.get("pool_dtype") else "write_kernel"
     assert set(found) == {"prefill_kernel", "decode_kernel", writer}
     for name, takes in found.items():
         assert takes["shared_nbytes"] <= SHARED_NBYTES[arch], (name, takes)
-        assert takes["spilled_nbytes"] <= 64, (name, takes)
+        assert takes["stack_nbytes"] <= 64, (name, takes)
     prefill, decode = found["prefill_kernel"], found["decode_kernel"]
     assert decode["ordered_counts"] == decode["counts"] == 1, decode  # results are stored first, and merged later
     overlaps = int(shape.get("pdl", False))
     for takes in (prefill, decode):
         assert (takes["waits"], takes["lets_go"], takes["early_accesses"]) == (overlaps, overlaps, 0), takes
     if shape["head_dim"] >= 64 and not shape.get("pool_dtype"):  # tiles come by asynchronous copies of 16 bytes
-        assert prefill["cp.async.cg"] > 0, prefill
-        assert decode["cp.async.cg"] > 0, decode
+        assert prefill["copies_16_bytes"], prefill
+        assert decode["copies_16_bytes"], decode
     if dtype != "float32":  # on tensor cores; on Hopper big tiles by its own instruction
-        assert prefill["wgmma.mma_async" if arch == 90 else "mma.sync"] > 0, prefill
-        assert decode["mma.sync"] > 0, decode
+        assert prefill["wgmma" if arch == 90 else "mma"] > 0, prefill
+        assert decode["mma"] > 0, decode
     if dtype != "float32" and arch == 90:  # PROGRAMS_PER_SM run side by side; of eight warps, one at a time
         assert decode["shared_nbytes"] * PROGRAMS_PER_SM <= SHARED_NBYTES[arch], decode
         assert decode["registers"] * 128 * PROGRAMS_PER_SM <= 65536, decode

@@ -72,7 +72,7 @@ def check(found: list[dict[str, Any]]) -> None:
         assert facts["stack_nbytes"] <= most_stack_nbytes(facts), f"spills registers: {facts}"
         assert not facts["fuses_doubles"], f"masses would have other bits than the host's: {facts}"
         if facts["kernel"].endswith("_product") and facts["is_16_bits"]:
-            assert facts["tensor_cores"], f"multiplies without tensor cores: {facts}"
+            assert facts["mma"] or facts["wgmma"], f"multiplies without tensor cores: {facts}"
 
 
 @pytest.mark.timeout(240)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,8 @@ def test_n_answers(pipe: AsyncEngine, top_k: int) -> None:
     """Greedy ones are alike; drawn ones are those that as many requests with seeds of their own would not all be."""
     config = GenerationConfig(n=4, max_new_tokens=12, top_k=top_k, temperature=2.0, random_seed=3, ignore_eos=True)
     responses = pipe(PROMPTS, config)
+    alone = pipe(PROMPTS, replace(config, n=1))
+    assert [response.token_ids for response in alone] == [response.choices[0].token_ids for response in responses]
     for response in responses:
         texts = [choice.text for choice in response.choices]
         assert len(texts) == 4

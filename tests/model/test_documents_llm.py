@@ -6,7 +6,6 @@ import fcntl
 import os
 import pty
 import struct
-import subprocess
 import sys
 import termios
 from collections.abc import Callable, Iterator
@@ -209,15 +208,3 @@ def test_an_engine_without_adapters_refuses_one(llm: LLM) -> None:
         llm.generate("a", GREEDY, use_tqdm=False, lora_request=request)
     with pytest.raises(RequestError, match=r"^lora_request: 'x': needs LLM\(…, enable_lora=True\)"):
         llm.chat([USER], GREEDY, use_tqdm=False, lora_request=request)
-
-
-def test_names_that_the_examples_import_are_usable(path: Path) -> None:
-    """FastDeploy's script runs in a process of its own, with only the import changed."""
-    script = (
-        "from pd_cluster import LLM, SamplingParams\n"
-        f"llm = LLM(model={str(path)!r}, tensor_parallel_size=1, max_model_len=64)\n"
-        "outputs = llm.generate(['ab'], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))\n"
-        "print(outputs[0].outputs.token_ids)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout.strip() == str(reference_greedy(path, ids("ab"), 6)[:6])

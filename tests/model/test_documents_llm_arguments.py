@@ -17,7 +17,6 @@ from pd_cluster.fastdeploy.engine.request import CompletionOutput
 from pd_cluster.model.sizing import check_offload
 from tests.support.checkpoints import reference_greedy
 from tests.support.copies import copy_of
-from tests.support.quantized import FORMATS, rewritten
 from tests.support.watched import watching
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -31,24 +30,19 @@ def path(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint("llama")
 
 
-def info_of(llm: LLM) -> Any:
-    (instance,) = llm._offline.service.router.membership.instances
-    assert instance.info is not None
-    return instance.info
-
-
 def test_the_logged_number_of_blocks_is_the_caches(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The number follows from the memory: blocks of twice the size are half as many, and hold as many tokens."""
     num_tokens = []
     for block_size in (32, 64):
         with (
             caplog.at_level(logging.INFO, "pd_cluster.offline.llm"),
-            LLM(str(path), max_model_len=MAX_MODEL_LEN, block_size=block_size, kv_cache_memory=0.01) as llm,
+            watching() as made,
+            LLM(str(path), max_model_len=MAX_MODEL_LEN, block_size=block_size, kv_cache_memory=0.01),
         ):
-            info = info_of(llm)
-        assert info.layout.block_size == block_size
-        assert f"engine: {info.num_blocks} KV cache blocks of {block_size} tokens" in caplog.messages
-        num_tokens.append(info.num_blocks // (64 // block_size))
+            pool = made[0].runner.pool
+        assert pool.layout.block_size == block_size
+        assert f"engine: {pool.num_blocks} KV cache blocks of {block_size} tokens" in caplog.messages
+        num_tokens.append(pool.num_blocks // (64 // block_size))
     assert num_tokens[0] == num_tokens[1]
 
 
@@ -119,8 +113,11 @@ def test_gpu_memory_utilization_is_a_share_of_the_memory(path: Path) -> None:
     """The memory is the host's, since the engine computes on the CPU."""
     num_blocks = []
     for share in (0.0005, 0.002):
-        with LLM(str(path), gpu_memory_utilization=share, max_model_len=MAX_MODEL_LEN) as llm:
-            num_blocks.append(info_of(llm).num_blocks)
+        with (
+            watching() as made,
+            LLM(str(path), gpu_memory_utilization=share, max_model_len=MAX_MODEL_LEN) as llm,
+        ):
+            num_blocks.append(made[0].runner.pool.num_blocks)
             (output,) = llm.generate(["ab"], GREEDY, use_tqdm=False)
             assert len(output.outputs.token_ids) == 6
     assert num_blocks[1] == pytest.approx(4 * num_blocks[0], rel=0.4), "other programs take memory meanwhile"
@@ -147,6 +144,7 @@ def test_arguments_of_the_engine_act(path: Path) -> None:
             for _ in range(2):
                 outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
                 assert [output.outputs.token_ids for output in outputs] == wanted
+            assert {output.num_cached_tokens for output in outputs} == {32 if caches else 0}
             (output,) = llm.generate(["a"], SamplingParams(logprobs=3), use_tqdm=False)
             assert (output.error_msg or "").startswith("logprobs: 3 is more than this server's 2")
             (output,) = llm.generate([7] * 198, SamplingParams(ignore_eos=True, max_tokens=9), use_tqdm=False)
@@ -191,8 +189,8 @@ def test_a_float32_checkpoint_stays_float32_and_this_is_said(
     path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype_on_disk: str
 ) -> None:
     folder = copy_of(path, tmp_path, {"config.json": {"dtype": dtype_on_disk}})
-    with LLM(str(folder), max_model_len=64, num_blocks=16) as llm:
-        assert info_of(llm).layout.dtype == "float32"
+    with watching() as made, LLM(str(folder), max_model_len=64, num_blocks=16):
+        assert made[0].runner.pool.layout.dtype == "float32"
     said = 'dtype "auto": the checkpoint is float32 and stays so; say dtype="float16" to have that'
     assert (said in caplog.messages) == (dtype_on_disk == "float32")
 
@@ -215,24 +213,3 @@ def test_a_real_model_is_refused_what_it_cannot_have(path: Path, arguments: dict
     with pytest.raises(ConfigError) as caught:
         LLM(str(path), **arguments)
     assert str(caught.value).startswith(error)
-
-
-QUANTIZED = [("awq", "awq"), ("gptq", "gptq 4"), ("fp8", "fp8 whole"), (None, "awq"), (None, "gptq desc_act")]
-
-
-@pytest.mark.parametrize(("quantization", "form"), QUANTIZED)
-def test_a_quantized_checkpoint_has_its_numbers(
-    path: Path, tmp_path: Path, quantization: str | None, form: str
-) -> None:
-    """The argument says what the folder says, or nothing."""
-    folder, plain = rewritten(path, tmp_path, FORMATS[form])
-    prompt = [5, 6, 7]
-    with LLM(str(folder), quantization=quantization, max_model_len=64, num_blocks=16) as llm:
-        (output,) = llm.generate(prompt_token_ids=[prompt], sampling_params=GREEDY)
-    assert list(output.outputs[0].token_ids) == reference_greedy(plain, prompt, 6)
-
-
-@pytest.mark.parametrize("scheme", ["fp8", "int8"])
-def test_plain_weights_are_quantized_at_load(path: Path, scheme: str) -> None:
-    with LLM(str(path), quantization=scheme, max_model_len=64, num_blocks=16) as llm:
-        assert len(llm.generate(prompt_token_ids=[[5, 6, 7]])[0].outputs[0].token_ids) > 0

@@ -16,13 +16,11 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 
-from pd_cluster import LLM, SamplingParams, pipeline, turbomind
+from pd_cluster import LLM, SamplingParams, pipeline
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.messages import GenerationConfig, Response, TurbomindEngineConfig
-from pd_cluster.types import Sampling as EngineParams
-from tests.support.checkpoints import make_checkpoint, make_tokenizer, reference_greedy
+from tests.support.checkpoints import make_tokenizer, reference_greedy
 from tests.support.copies import copy_of
-from tests.support.engines import generate, make_core
 from tests.support.hub import Hub
 
 NAME = "internlm/internlm-chat-7b"
@@ -169,72 +167,3 @@ def test_a_folder_without_a_tokenizer_answers_token_ids(path: Path, tmp_path: Pa
         (output,) = llm.generate(prompt_token_ids=ids("ab"), sampling_params=GREEDY, use_tqdm=False)
     assert (output.prompt, output.outputs.text) == (None, "")
     assert output.outputs.token_ids == greedy(path, "ab")
-
-
-# ---- positions beyond those of training
-
-
-@pytest.mark.parametrize("kind", [turbomind.EngineConfig, TurbomindEngineConfig], ids=["early", "later"])
-def test_rope_scaling_factor_is_that_of_dynamic_ntk(checkpoint: Callable[..., Path], tmp_path: Path, kind: Any) -> None:
-    """transformers' model with the same factor in its config.json gives the same answer."""
-    trained = checkpoint("llama", max_position_embeddings=64)
-    expected = first_beyond(scaled(trained, tmp_path, 2.0))
-    assert beyond(trained, kind, rope_scaling_factor=2.0) == expected
-    if kind is turbomind.EngineConfig:
-        assert beyond(trained, kind, rope_scaling_factor=2.0, use_dynamic_ntk=True) == expected
-    with pytest.raises(ConfigError, match="session_len 128"):
-        beyond(trained, kind)
-
-
-def test_use_dynamic_ntk_alone_follows_the_length(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """It is transformers' with the factor 1, which is another answer than that of another factor."""
-    trained = checkpoint("llama", max_position_embeddings=64)
-    expected, others = (first_beyond(scaled(trained, tmp_path / f"{factor}", factor)) for factor in (1.0, 6.0))
-    assert beyond(trained, turbomind.EngineConfig, use_dynamic_ntk=True) == expected
-    assert beyond(trained, turbomind.EngineConfig, use_dynamic_ntk=True, rope_scaling_factor=6.0) == others
-    assert expected != others
-
-
-TEXT_BEYOND = "".join(chr(33 + 37 * at % 90) for at in range(90))  # of a model that was trained on 64 tokens
-
-
-def scaled(trained: Path, folder: Path, factor: float) -> Path:
-    """Returns the model with dynamic NTK of this factor in its config.json."""
-    made = copy_of(trained, folder, {"config.json": {"rope_parameters": None, "rope_theta": 10000.0}})
-    config = json.loads((made / "config.json").read_text(encoding="utf-8"))
-    config["rope_scaling"] = {"rope_type": "dynamic", "factor": factor}
-    (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return made
-
-
-def first_beyond(folder: Path) -> list[int]:
-    return reference_greedy(folder, ids(TEXT_BEYOND), 1)
-
-
-def beyond(folder: Path, kind: Any, **fields: Any) -> list[int]:
-    settings = kind(session_len=128, cache_max_entry_count=0.002, **fields)
-    with pipeline(str(folder), backend_config=settings) as pipe:
-        response = pipe(TEXT_BEYOND, GenerationConfig(max_new_tokens=1, ignore_eos=True), do_preprocess=False)
-    assert isinstance(response, Response)
-    return response.token_ids
-
-
-@pytest.mark.parametrize("kind", [turbomind.EngineConfig, TurbomindEngineConfig], ids=["early", "later"])
-def test_use_logn_attn_is_log_n_attention(tmp_path: Path, kind: Any) -> None:
-    """tests/model/test_rope_lengths.py holds the engine's log-n attention against transformers' layers."""
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    folder = make_checkpoint(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=48)
-    text = TEXT_BEYOND
-    asked = GenerationConfig(max_new_tokens=20, ignore_eos=True)
-    found = []
-    for switch in (True, False):
-        settings = kind(session_len=128, cache_max_entry_count=0.002, use_logn_attn=switch)
-        with pipeline(str(folder), backend_config=settings) as pipe:
-            response = pipe(text, asked, do_preprocess=False)
-        assert isinstance(response, Response)
-        overrides = {"use_logn_attn": True} if switch else {}
-        core = make_core(folder, max_model_len=128, num_blocks=64, hf_overrides=overrides)
-        sampling = EngineParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-        assert [response.token_ids] == generate(core, [ids(text)], sampling)
-        found.append(response.token_ids)
-    assert found[0] != found[1]

@@ -17,6 +17,7 @@ from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.coded_cache import CacheOf, generated
 from tests.support.engines import random_prompt
 from tests.support.spread import spread
+from tests.support.watched import watching
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 PROMPTS = [random_prompt(random.Random(1), n) for n in (1, 17, 40)]
@@ -79,11 +80,9 @@ def test_a_narrower_pool_holds_more(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama")
     sizes = {}
     for dtype in ("auto", "int8"):
-        with LLM(str(folder), max_model_len=64, kv_cache_dtype=dtype, kv_cache_memory_gib=0.001) as llm:
-            (instance,) = llm._offline.service.router.membership.instances
-            assert instance.info is not None
-            assert instance.info.layout is not None
-            sizes[dtype] = (instance.info.num_blocks, instance.info.layout.dtype, instance.info.layout.planes[0].width)
+        with watching() as made, LLM(str(folder), max_model_len=64, kv_cache_dtype=dtype, kv_cache_memory_gib=0.001):
+            pool = made[0].runner.pool
+            sizes[dtype] = (pool.num_blocks, pool.layout.dtype, pool.layout.planes[0].width)
     (plain, *names), (narrow, *others) = sizes["auto"], sizes["int8"]
     assert (names, others) == (["float32", 16], ["int8", 16])
     assert narrow == pytest.approx(plain * 4 * 16 / (16 + 4), rel=0.05)

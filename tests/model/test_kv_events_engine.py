@@ -67,7 +67,7 @@ def published(folder: Path, socket_folder: Path) -> tuple[Mirror, list[bytes], s
         finally:
             reader.socket.close(linger=0)
             publisher.close()
-    return mirror, payloads, {int.from_bytes(content[-8:], "big") for content in blocks._index._block_of}
+    return mirror, payloads, {int.from_bytes(content[-8:], "big") for content in blocks.follow()}
 
 
 @pytest.fixture(scope="module")

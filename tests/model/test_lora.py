@@ -18,7 +18,7 @@ from pd_cluster.model.batch import step_input
 from pd_cluster.native import build
 from pd_cluster.native import lora as native
 from pd_cluster.types import Order, Request, Sampling
-from tests.support.adapters import loaded, make_adapter, merged
+from tests.support.adapters import digest_of, loaded, logits_of, make_adapter, merged
 from tests.support.checkpoints import CONFIGS, NOT_FUSED, reference_greedy_together
 from tests.support.engines import assert_all_same, make_core, random_prompt, run
 from tests.support.ranks import ranks
@@ -28,10 +28,6 @@ Checkpoints = Callable[..., Path]
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 PATTERNS = {"rank_pattern": {r"layers.\d+.self_attn.q_proj": 2, "h.1.attn.c_attn": 6}, "alpha_pattern": {"v_proj": 1}}
 WITHOUT_PLAN = ("gpt2", "opt", "stablelm", "gpt_oss", "gpt_neox")
-
-
-def digest_of(adapter: Path) -> str:
-    return LoraFolder.read(adapter, 512).digest
 
 
 def of_adapters(prompts: list[list[int]], variants: list[str], sampling: Sampling = GREEDY) -> list[Request]:
@@ -94,15 +90,6 @@ def test_four_ranks_with_replicated_heads(checkpoint: Checkpoints, tmp_path: Pat
     prompts = [random_prompt(random.Random(3), n) for n in (3, 17, 60)]
     with ranks(folder, 4, adapters=loaded(adapter), block_size=8, num_blocks=64) as core:
         check(core, models, prompts)
-
-
-def logits_of(core: EngineCore, requests: list[Request]) -> torch.Tensor:
-    """The logits after each prompt, all computed in one step."""
-    runner = core.runner
-    for at, request in enumerate(requests):
-        num_blocks = -(-len(request.prompt_token_ids) // 16)
-        request.block_table = list(range(16 * at, 16 * at + num_blocks))
-    return runner.forward([(request, len(request.prompt_token_ids)) for request in requests]).logits.clone()
 
 
 @pytest.mark.parametrize("rank", [1, 16, 64])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pd_cluster import LLM, GenerationConfig, LoRARequest, PytorchEngineConfig, SamplingParams, pipeline
-from pd_cluster.errors import RequestError
+from pd_cluster.errors import ConfigError, RequestError
 from tests.support.adapters import make_adapter, merged
 from tests.support.engines import assert_all_same, random_prompt
 
@@ -135,3 +135,5 @@ def test_adapters_of_a_pipeline(models: dict[str, Path]) -> None:
             assert_all_same(models[name], [prompt], [list(answer.token_ids)], 8)
         with pytest.raises(RequestError, match="adapter_name: 'c'; the engine's adapters: a, b"):
             pipe("Hello", adapter_name="c")
+    with pytest.raises(ConfigError, match="/a: no such folder"):
+        pipeline(str(models[""]), backend_config=PytorchEngineConfig(adapters={"a": "/a"}))

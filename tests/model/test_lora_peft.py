@@ -11,10 +11,9 @@ import pytest
 import torch
 import transformers
 
-from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.errors import ModelError
 from pd_cluster.types import Order, Request, Sampling
-from tests.support.adapters import linear_modules, loaded
+from tests.support.adapters import digest_of, linear_modules, loaded
 from tests.support.engines import make_core, random_prompt, run
 
 peft: Any = pytest.importorskip("peft", reason="the test extra has it")
@@ -54,7 +53,7 @@ def test_tokens_are_those_of_its_merged_model(
     folder = checkpoint(architecture)
     model = written(tmp_path / "a", folder, **config)
     core = make_core(folder, adapters=loaded(tmp_path / "a"), max_num_batched_tokens=40, num_blocks=64)
-    variant = LoraFolder.read(tmp_path / "a", 16).digest
+    variant = digest_of(tmp_path / "a")
     prompts = [random_prompt(random.Random(1), n) for n in (1, 17, 41)]
     requests = [Request(f"r{i}", Order(prompt, GREEDY, variant=variant)) for i, prompt in enumerate(prompts)]
     run(core, requests)

@@ -27,9 +27,9 @@ from pd_cluster.model.layers.expert_weight import ExpertLayers
 from pd_cluster.model.lora.on_device import DevicePlace
 from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.types import Order, Request, Sampling
-from tests.support.adapters import linear_modules, loaded
+from tests.support.adapters import digest_of, linear_modules, loaded, logits_of, outputs_of
 from tests.support.checkpoints import CONFIGS
-from tests.support.engines import make_core, random_prompt, run
+from tests.support.engines import make_core, random_prompt
 from tests.support.ranks import ranks
 from tests.support.sparse_files import MANY_NBYTES, num_bytes_read
 
@@ -80,23 +80,6 @@ def assert_said_by(model: Any, outputs: list[list[int]]) -> None:
         assert logits.argmax(-1).tolist() == output
 
 
-def outputs_of(core: EngineCore, prompts: list[list[int]], variants: list[str]) -> dict[str, list[list[int]]]:
-    """Returns the answers of each variant to all prompts, computed in one batch."""
-    requests = [
-        Request(f"{variant}-{at}", Order(prompt, GREEDY, variant=variant))
-        for at, prompt in enumerate(prompts)
-        for variant in variants
-    ]
-    run(core, requests)
-    return {
-        each: [request.output_token_ids for request in requests if request.order.variant == each] for each in variants
-    }
-
-
-def digest_of(folder: Path) -> str:
-    return LoraFolder.read(folder, 64).digest
-
-
 PROMPTS = [random_prompt(random.Random(1), n) for n in (1, 16, 41)]
 
 
@@ -114,7 +97,7 @@ def test_embedding_and_output_layer(checkpoint: Checkpoints, architecture: str, 
     ]
     variants = [*(digest_of(each) for each in folders), ""]
     core = make_core(base, adapters=loaded(*folders), max_num_batched_tokens=40, num_blocks=64)
-    found = outputs_of(core, PROMPTS, variants)
+    found = outputs_of(core, PROMPTS, variants, GREEDY)
     for variant, model in zip(variants, [*models, plain], strict=True):
         assert_said_by(model, found[variant])
     assert len({str(each) for each in found.values()}) == 3
@@ -145,7 +128,7 @@ def test_whole_modules(checkpoint: Checkpoints, architecture: str, which: str, t
     other = written(folders[1], base, 2, only=only)
     variants = [*(digest_of(each) for each in folders), ""]
     core = make_core(base, adapters=loaded(*folders), max_num_batched_tokens=40, num_blocks=64)
-    found = outputs_of(core, PROMPTS, variants)
+    found = outputs_of(core, PROMPTS, variants, GREEDY)
     for variant, each in zip(variants, [model, other, plain], strict=True):
         assert_said_by(each, found[variant])
     assert len({str(each) for each in found.values()}) == 3
@@ -169,7 +152,7 @@ def test_experts_as_one_tensor(checkpoint: Checkpoints, architecture: str, which
     folders = [tmp_path / "a", tmp_path / "b"]
     variants = [*(digest_of(each) for each in folders), ""]
     core = make_core(base, adapters=loaded(*folders), max_num_batched_tokens=40, num_blocks=64)
-    found = outputs_of(core, PROMPTS, variants)
+    found = outputs_of(core, PROMPTS, variants, GREEDY)
     for variant, each in zip(variants, [model, other, plain], strict=True):
         assert_said_by(each, found[variant])
     merged = model.merge_and_unload()
@@ -222,11 +205,11 @@ def test_experts_one_by_one(checkpoint: Checkpoints, architecture: str, forms: d
     assert any(f".experts.3.{forms['up']}." in name for name in load_file(apart / WEIGHTS))
     variants = [digest_of(tmp_path / "a"), digest_of(apart)]
     core = make_core(base, adapters=loaded(tmp_path / "a", apart), max_num_batched_tokens=40, num_blocks=64)
-    found = outputs_of(core, PROMPTS, variants)
+    found = outputs_of(core, PROMPTS, variants, GREEDY)
     assert_said_by(model, found[variants[0]])
     assert found[variants[1]] == found[variants[0]]
     with ranks(base, 2, adapters=loaded(tmp_path / "a", apart), max_num_batched_tokens=40, num_blocks=64) as split:
-        assert outputs_of(split, PROMPTS, variants) == found
+        assert outputs_of(split, PROMPTS, variants, GREEDY) == found
 
 
 @pytest.mark.parametrize("architecture", quick_first(["llama", "gemma2", "qwen2_moe"], "qwen2_moe"))
@@ -243,16 +226,9 @@ def test_two_ranks(checkpoint: Checkpoints, architecture: str, tmp_path: Path) -
     ]
     variants = [*(digest_of(each) for each in folders), ""]
     with ranks(base, 2, adapters=loaded(*folders), max_num_batched_tokens=40, num_blocks=64) as core:
-        found = outputs_of(core, PROMPTS, variants)
+        found = outputs_of(core, PROMPTS, variants, GREEDY)
     for variant, each in zip(variants, [*models, plain], strict=True):
         assert_said_by(each, found[variant])
-
-
-def logits_of(core: EngineCore, requests: list[Request]) -> torch.Tensor:
-    """The logits after each prompt, all computed in one step."""
-    for at, request in enumerate(requests):
-        request.block_table = list(range(4 * at, 4 * at + 4))
-    return core.runner.forward([(request, len(request.prompt_token_ids)) for request in requests]).logits.clone()
 
 
 def test_a_row_has_the_same_bits_in_any_company(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -304,7 +280,7 @@ def test_experts_on_an_accelerator_do_not_read_their_rows(
     assert core.runner.model.adapters.places.experts  # type: ignore[attr-defined]
     calls.clear()
     variants = [digest_of(tmp_path / "a"), ""]
-    found = outputs_of(core, PROMPTS, variants)
+    found = outputs_of(core, PROMPTS, variants, GREEDY)
     assert sum(calls) > len(PROMPTS) * 2
     for variant, each in zip(variants, [model, plain], strict=True):
         assert_said_by(each, found[variant])

@@ -13,13 +13,12 @@ import transformers
 from safetensors.torch import load_file
 
 from pd_cluster import LLM, LoRARequest, SamplingParams
-from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types import Sampling
 from tests.model.test_quantize_at_load import with_numbers_of
-from tests.support.adapters import loaded, make_adapter, merged
+from tests.support.adapters import digest_of, loaded, make_adapter, merged, outputs_of
 from tests.support.checkpoints import make_checkpoint, reference_greedy
-from tests.support.engines import assert_all_same, make_core, random_prompt, run
+from tests.support.engines import assert_all_same, make_core, random_prompt
 from tests.support.quantized import FORMATS, W8A8, Format, rewritten
 from tests.support.ranks import ranks
 
@@ -59,24 +58,11 @@ class Case:
             make_adapter(folder / "a", base, 1, **strength),
             make_adapter(folder / "b", base, 2, rank=7, only="mlp|self_attn.q", **strength),
         ]
-        self.models = {
-            LoraFolder.read(each, 16).digest: merged(plain, each, folder / f"merged-{each.name}")
-            for each in self.folders
-        }
+        self.models = {digest_of(each): merged(plain, each, folder / f"merged-{each.name}") for each in self.folders}
         self.models[""] = self.plain = plain
 
     def outputs(self, core: EngineCore) -> dict[str, list[list[int]]]:
-        """Returns the answers of each variant to all prompts, computed in one batch."""
-        requests = [
-            Request(f"{variant}-{at}", Order(prompt, GREEDY, variant=variant))
-            for at, prompt in enumerate(PROMPTS)
-            for variant in self.models
-        ]
-        run(core, requests)
-        return {
-            each: [request.output_token_ids for request in requests if request.order.variant == each]
-            for each in self.models
-        }
+        return outputs_of(core, PROMPTS, self.models, GREEDY)
 
     def check(self, core: EngineCore) -> None:
         found = self.outputs(core)

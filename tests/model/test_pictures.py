@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from pd_cluster.engine.ranks.follower import Follower
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.errors import ConfigError, InstanceLost, ModelError, RequestError
 from pd_cluster.model import loader
-from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.vision.tower import Tower
 from pd_cluster.types import Image, Request, Sampling
+from tests.support.ahead_graphs import go_ahead_with_graphs, num_captured
 from tests.support.checkpoints import ROPE
 from tests.support.engines import make_core, run
 from tests.support.multimodal import change_config, rewrite_weights
@@ -97,12 +96,12 @@ def test_published_names_of_weights(tmp_path: Path) -> None:
     assert answer_all(folder, make_core(folder, **SETTINGS), PROMPTS[:2])[0] == expected
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-def test_chunks_cut_pictures(name: str) -> None:
+@pytest.mark.parametrize(("name", "chunks"), [("qwen2_5_vl", (3, 7)), ("qwen3_vl", (1, 7))])
+def test_chunks_cut_pictures(name: str, chunks: tuple[int, ...]) -> None:
     """Where nothing of a picture is kept between steps, each chunk computes it again."""
     folder, prompts = shared_folder(make_vision, name), [PROMPTS[2], PROMPTS[4]]
     expected = expected_of(folder, prompts)
-    for num_tokens in (1, 3, 7):
+    for num_tokens in chunks:
         nums_encoded = []
         for num_kept in (0, 1, 128):
             settings = {**SETTINGS, "max_num_batched_tokens": num_tokens, "mm_encoder_cache_tokens": num_kept}
@@ -303,32 +302,14 @@ def test_a_model_that_takes_no_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_steps_as_graphs_and_ahead_of_the_host(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps replay graphs; steps with pictures never do, and are launched before the host knows the tokens."""
-    made: list[DecodeGraphs] = []
-
-    def capture(launches: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        launches()
-        return launches
-
-    def make_graphs(runner: ModelRunner, config: object) -> DecodeGraphs:
-        made.append(DecodeGraphs(runner.model, runner.pool, 16, runner.max_model_len, capture))
-        return made[-1]
-
-    plain_init = ModelRunner.__init__
-
-    def init(runner: ModelRunner, *arguments: Any) -> None:
-        plain_init(runner, *arguments)
-        runner.goes_ahead = True
-
-    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
-    monkeypatch.setattr(ModelRunner, "_make_graphs", make_graphs)
-    monkeypatch.setattr(ModelRunner, "__init__", init)
+    made = go_ahead_with_graphs(monkeypatch, 16)
     folder = shared_folder(make_vision, "qwen3_vl")
     settings = {**SETTINGS, "max_num_batched_tokens": 9, "max_num_seqs": 16, "mm_encoder_cache_tokens": 12}
     with ranks(folder, size, **settings) as core:
         assert answer_all(folder, core, PROMPTS)[0] == expected_of(folder, PROMPTS)
         assert core.ahead.num_ahead > 0
-    assert all(graphs.num_captured for graphs in made)
     assert len(made) == size
+    assert all(num_captured(made))
 
 
 def test_beams_several_sequences_and_prompt_logprobs() -> None:

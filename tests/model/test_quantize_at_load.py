@@ -20,7 +20,6 @@ from pd_cluster.model.quantized import weight as quantized_weight
 from pd_cluster.model.quantized.encode import encoded
 from pd_cluster.model.quantized.weight import CODED, INT8, W4A8
 from pd_cluster.model.quantized_head import quantize_head
-from pd_cluster.native import products
 from pd_cluster.native.products import PackedProduct, int8_linear, quantize_rows
 from pd_cluster.numerics import LONG_SPANS, WHOLE_ROWS
 from pd_cluster.settings.engine import EngineConfig
@@ -244,21 +243,6 @@ def test_what_fits_the_folder_changes_nothing(tmp_path: Path, wanted: str, form:
 def test_without_a_layer_that_could_be(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"--quantization int8: .* has no linear layer that could be quantized"):
         make_core(make_checkpoint(tmp_path / "model", "gpt_neox"), quantization="int8", num_blocks=32)
-
-
-def test_a_wrong_order_of_halves_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes of four bits, packed with the two of a byte in each other's place."""
-    packed = products._words
-
-    def swapped(codes: torch.Tensor, form: Any) -> torch.Tensor:
-        words = packed(codes, form)
-        return words >> 4 & 0x0F0F0F0F | words << 4 & -0x0F0F0F10
-
-    folder = make_checkpoint(tmp_path / "model", "llama")
-    make_core(folder, quantization="int4_wo", num_blocks=32)
-    monkeypatch.setattr(products, "_words", swapped)
-    with pytest.raises(ModelError, match="fusing the layers changed the logits"):
-        make_core(folder, quantization="int4_wo", num_blocks=32)
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.types import Order, Request, Sampling
+from tests.support.ahead_graphs import go_ahead_with_graphs, num_captured
 from tests.support.engines import assert_all_same, assert_same, generate, make_core, random_prompt, run
 from tests.support.ranks import ranks
 
@@ -26,31 +25,7 @@ SETTINGS = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "max_model_len": 64
 
 @pytest.fixture(autouse=True)
 def runners(monkeypatch: pytest.MonkeyPatch) -> list[ModelRunner]:
-    """Those that are made, as on a device: what a graph captures is called once before, and again in each replay."""
-    made: list[ModelRunner] = []
-
-    def capture(launches: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        launches()
-        return launches
-
-    def make_graphs(runner: ModelRunner, config: object) -> DecodeGraphs:
-        made.append(runner)
-        return DecodeGraphs(runner.model, runner.pool, 8, runner.max_model_len, capture)
-
-    plain_init = ModelRunner.__init__
-
-    def init(runner: ModelRunner, *arguments: object) -> None:
-        plain_init(runner, *arguments)  # type: ignore[arg-type]
-        runner.goes_ahead = True
-
-    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
-    monkeypatch.setattr(ModelRunner, "_make_graphs", make_graphs)
-    monkeypatch.setattr(ModelRunner, "__init__", init)
-    return made
-
-
-def num_captured(runners: list[ModelRunner]) -> list[int]:
-    return [runner.graphs.num_captured for runner in runners if runner.graphs is not None]
+    return go_ahead_with_graphs(monkeypatch, 8)
 
 
 @pytest.mark.parametrize(("architecture", "size"), [("llama", 2), ("llama", 3), ("gemma2", 2), ("mixtral", 2)])

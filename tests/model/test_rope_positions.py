@@ -16,11 +16,10 @@ import transformers
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.model import modules
-from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.layers.rope import rope_limit_of
 from pd_cluster.model.rope_limit import RopeLimit
-from pd_cluster.model.runner import ModelRunner
 from pd_cluster.types import Order, Request, RopePositions, Sampling
+from tests.support.ahead_graphs import go_ahead_with_graphs, num_captured
 from tests.support.checkpoints import COMMON, ROPE, make_checkpoint, reference_model
 from tests.support.engines import make_core, random_prompt, run
 from tests.support.positions import KINDS, assert_same, gapped, spread
@@ -121,32 +120,14 @@ def test_steps_as_graphs_and_ahead_of_the_host(
     checkpoint: Checkpoints, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode steps replay graphs over static buffers, and are launched before the host knows the tokens."""
-    made: list[DecodeGraphs] = []
-
-    def capture(launches: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        launches()
-        return launches
-
-    def make_graphs(runner: ModelRunner, config: object) -> DecodeGraphs:
-        made.append(DecodeGraphs(runner.model, runner.pool, 16, runner.max_model_len, capture))
-        return made[-1]
-
-    plain_init = ModelRunner.__init__
-
-    def init(runner: ModelRunner, *arguments: Any) -> None:
-        plain_init(runner, *arguments)
-        runner.goes_ahead = True
-
-    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
-    monkeypatch.setattr(ModelRunner, "_make_graphs", make_graphs)
-    monkeypatch.setattr(ModelRunner, "__init__", init)
+    made = go_ahead_with_graphs(monkeypatch, 16)
     folder = checkpoint("llama")
     settings: dict[str, Any] = {"max_num_batched_tokens": 64, "num_blocks": 128, "max_num_seqs": 16}
     with ranks(folder, size, **settings) as core:
         assert_are_references(reference_model(folder), orders_of(6, [*KINDS.values(), None]), core)
         assert core.ahead.num_ahead > 0
-    assert all(graphs.num_captured for graphs in made)
     assert len(made) == size
+    assert all(num_captured(made))
 
 
 class MultimodalText:

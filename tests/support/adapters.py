@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.settings.adapters import AdapterSettings, LoraModule
+from pd_cluster.types import Order, Request, Sampling
+from tests.support.engines import run
 
 LAST = re.compile(r"\.(\d+)\.")
 
@@ -96,3 +101,30 @@ def loaded(*folders: Path, **settings: Any) -> AdapterSettings:
     """Returns settings that load these adapters, named after their folders."""
     modules = tuple(LoraModule(folder.name, str(folder)) for folder in folders)
     return AdapterSettings(enable_lora=True, lora_modules=modules, **{"max_loras": 8, **settings})
+
+
+def digest_of(adapter: Path) -> str:
+    return LoraFolder.read(adapter, 512).digest
+
+
+def logits_of(core: EngineCore, requests: list[Request]) -> torch.Tensor:
+    """The logits after each prompt, all computed in one step."""
+    for at, request in enumerate(requests):
+        num_blocks = -(-len(request.prompt_token_ids) // 16)
+        request.block_table = list(range(4 * at, 4 * at + num_blocks))
+    return core.runner.forward([(request, len(request.prompt_token_ids)) for request in requests]).logits.clone()
+
+
+def outputs_of(
+    core: EngineCore, prompts: list[list[int]], variants: Iterable[str], sampling: Sampling
+) -> dict[str, list[list[int]]]:
+    """Returns the answers of each variant to all prompts, computed in one batch."""
+    requests = [
+        Request(f"{variant}-{at}", Order(prompt, sampling, variant=variant))
+        for at, prompt in enumerate(prompts)
+        for variant in variants
+    ]
+    run(core, requests)
+    return {
+        each: [request.output_token_ids for request in requests if request.order.variant == each] for each in variants
+    }

@@ -307,12 +307,7 @@ def until_end(tokens: Sequence[int], ends: set[int]) -> list[int]:
 
 def margin(folder: Path, prompt: list[int], output: list[int]) -> float:
     """Returns the distance between the reference's two best logits after prompt + output."""
-    return margins(folder, prompt, output)[-1]
-
-
-def margins(folder: Path, prompt: list[int], output: list[int]) -> list[float]:
-    """Returns the same after the prompt, and after each token of the output: one more than it has tokens."""
     with torch.inference_mode():
-        logits = reference_model(folder)(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 :]
-    best = logits.topk(2).values  # [1 + num_outputs, 2]
-    return [float(distance) for distance in best[:, 0] - best[:, 1]]
+        logits = reference_model(folder)(torch.tensor([prompt + output])).logits[0, -1]
+    first, second = logits.topk(2).values.tolist()
+    return float(first - second)

@@ -226,7 +226,8 @@ def facts(name: str, launch: Launch, arch: int) -> dict[str, Any]:
         "is_16_bits": any(isinstance(arg, torch.Tensor) and arg.dtype in (BF16, FP16) for arg in launch[1]),
         **order_of(ptx),
         "fuses_doubles": "fma.rn.f64" in ptx,
-        "tensor_cores": len(re.findall(r"mma\.sync|wgmma\.mma_async", ptx)),
+        "mma": ptx.count("mma.sync"),
+        "wgmma": ptx.count("wgmma.mma_async"),
     }
 
 

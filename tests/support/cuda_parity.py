@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from typing import Any
@@ -16,7 +15,6 @@ from pd_cluster.model.cuda.attention_configs import configs_for
 from pd_cluster.model.cuda.plan import SPLIT_KEYS, AttentionPlan, plan_attention
 from tests.support.attention_parity import EDGE, AttentionCase, Tensors, content_of, worst_share
 from tests.support.interpreted import mend
-from tests.support.triton_mutants import faulty
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FAR_STRIDE = (1 << 31) // 3 // 16 * 16  # elements from block to block: the fourth lies beyond 2**31
@@ -27,15 +25,10 @@ if INTERPRETED:
     mend()
 
 
-def worst_error(fault: tuple[str, str] | None = None, **case: Any) -> float:
-    """Returns the largest error in units of its bound; infinite for NaN. `fault`: text, its replacement."""
-    case["sequences"] = [tuple(each) for each in case["sequences"]]
-    given = AttentionCase(**case, device="cpu" if INTERPRETED else "cuda")
-    with faulty(*fault) if fault else contextlib.nullcontext():
-        return _worst_error(given)
-
-
-def _worst_error(case: AttentionCase) -> float:
+def worst_error(**given: Any) -> float:
+    """Returns the largest error in units of its bound; infinite for NaN."""
+    given["sequences"] = [tuple(each) for each in given["sequences"]]
+    case = AttentionCase(**given, device="cpu" if INTERPRETED else "cuda")
     generator = torch.Generator(case.device).manual_seed(11)
     key_pool, value_pool = pools(case)
     contents = contents_of(case, len(key_pool), generator)

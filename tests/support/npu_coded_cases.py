@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd_cluster.devices.device import bind
 from pd_cluster.model.npu.coded import NpuCodedLinear, NpuInt8Linear, linear_of
 from pd_cluster.model.quantized.weight import CodedWeight, Int8Weight
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate
-from tests.support.npu_cases import GREEDY, SIZES, core_of
+from tests.support.npu_cases import GREEDY, SIZES, calls, core_of
 from tests.support.quantized import FORMATS, INT8_FORMATS, rewritten
+from tests.support.usual import slow_but
+
+__all__ = ["calls"]  # a fixture
 
 PROMPTS = [[5, 9, 2, 77], [3] * 150, [8, 1, 60, 33, 2, 9]]
 WIDE = {
@@ -26,16 +28,6 @@ WIDE = {
     "num_key_value_heads": 2,
 }
 slow = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def calls() -> dict[str, int]:
-    """Returns how often each operator was called."""
-    bind("npu", (), 0)
-    from tests.support.npu_simulated import calls
-
-    calls.clear()
-    return calls
 
 
 def make_quantized(
@@ -54,32 +46,21 @@ def make_quantized(
 
 
 @pytest.mark.parametrize(
-    ("form", "operator"),
-    [
-        pytest.param("msmodelslim W8A16", "npu_weight_quant_batchmatmul", marks=slow),
-        ("msmodelslim W4A16, pairs", "npu_weight_quant_batchmatmul"),
-        pytest.param("awq", "npu_weight_quant_batchmatmul", marks=slow),
-        pytest.param("gptq 4", "npu_weight_quant_batchmatmul", marks=slow),
-        pytest.param("packed 4", "npu_weight_quant_batchmatmul", marks=slow),
-    ],
+    "form",
+    slow_but(
+        ["msmodelslim W4A16, pairs"], ["msmodelslim W8A16", "msmodelslim W4A16, pairs", "awq", "gptq 4", "packed 4"]
+    ),
 )
-def test_coded_weights_alone_are_exact(form: str, operator: str, tmp_path: Path, calls: dict[str, int]) -> None:
+def test_coded_weights_alone_are_exact(form: str, tmp_path: Path, calls: dict[str, int]) -> None:
     """The tokens are transformers' with the numbers that the codes stand for."""
     quantized, plain = make_quantized(tmp_path, form)
     core, runner = core_of(quantized, enforce_eager=True)
     assert "NPU kernels" in runner.model.kernels
     assert_all_same(plain, PROMPTS, generate(core, PROMPTS, GREEDY), GREEDY.max_tokens)
-    assert calls[operator] > 0
+    assert calls["npu_weight_quant_batchmatmul"] > 0
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        "msmodelslim",
-        pytest.param("msmodelslim static", marks=slow),
-        pytest.param("compressed-tensors", marks=slow),
-    ],
-)
+@pytest.mark.parametrize("form", slow_but(["msmodelslim"], ["msmodelslim", "msmodelslim static", "compressed-tensors"]))
 def test_int8_activations_give_the_tokens_of_a_cpu(form: str, tmp_path: Path, calls: dict[str, int]) -> None:
     quantized, _ = make_quantized(tmp_path, form)
     core, _ = core_of(quantized)  # decode steps are graphs

@@ -40,7 +40,7 @@ TOLERANCE = 0.05
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {} if IS_SIMULATED else WIDE
+    sizes: dict[str, Any] = {} if IS_SIMULATED else WIDE
     return make_checkpoint(tmp_path_factory.mktemp("model"), head_dim=128, max_position_embeddings=8192, **sizes)
 
 
@@ -88,22 +88,6 @@ def test_every_step_of_growing_contexts_is_the_eager_one(folder: Path) -> None:
             logits = runner.compute(step).logits
         print(f"{num_seqs} sequences: graphs and eager steps differ by {worst:.4f} of the logits' deviation")
         assert worst < TOLERANCE
-
-
-@pytest.mark.skipif(not IS_SIMULATED, reason="hardware has no such fault on demand")
-def test_lengths_that_come_too_late_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.npu_devices import FakeGraph
-
-    right, last = FakeGraph.update, {}
-
-    def late(graph: FakeGraph, cpu_update_input: list[dict[str, list[int]]]) -> None:
-        (values,) = cpu_update_input
-        right(graph, [last.get(graph, values)])
-        last[graph] = {name: list(lens) for name, lens in values.items()}
-
-    monkeypatch.setattr(FakeGraph, "update", late)
-    with pytest.raises(AssertionError, match="assert "):
-        test_every_step_of_growing_contexts_is_the_eager_one(folder)
 
 
 def test_the_engine_goes_ahead_and_its_tokens_are_those_of_eager_steps(folder: Path) -> None:

@@ -9,24 +9,20 @@ import pytest
 import torch
 import transformers
 
-from pd_cluster.checkpoints.lora_folder import LoraFolder
-from pd_cluster.devices.device import bind
 from pd_cluster.errors import ConfigError
 from pd_cluster.model.lora.on_device import DeviceAddition, DevicePlace
 from pd_cluster.model.profile import nbytes_of_adapters
 from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.types import Order, Request
-from tests.support.adapters import loaded, make_adapter, merged
+from tests.support.adapters import digest_of, loaded, make_adapter, merged
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, random_prompt, run
-from tests.support.npu_cases import GREEDY, SIZES, core_of
+from tests.support.npu_cases import GREEDY, SIZES, calls, core_of
 
 slow = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def bound() -> None:
-    bind("npu", (), 0)
+__all__ = ["calls"]  # a fixture
 
 
 @pytest.mark.parametrize(
@@ -39,7 +35,7 @@ def test_tokens_are_those_of_the_merged_model(architecture: str, tmp_path: Path)
     second = make_adapter(tmp_path / "b", folder, 2, rank=3, use_rslora=True, only=r"\.[02]\.")
     models = {"": folder}
     for adapter in (first, second):
-        digest = LoraFolder.read(adapter, 512).digest
+        digest = digest_of(adapter)
         models[digest] = merged(folder, adapter, tmp_path / f"merged-{adapter.name}")
     core, runner = core_of(folder, adapters=loaded(first, second))
     assert runner.graphs is not None
@@ -65,7 +61,7 @@ def test_steps_without_adapters_are_graphs(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         runner.graphs, "compute", lambda step, ids: steps.append(step.adapters is None) or compute(step, ids)
     )
-    digest = LoraFolder.read(adapter, 512).digest
+    digest = digest_of(adapter)
     run(core, [Request("r", Order([4, 5, 6], GREEDY, variant=digest))])
     assert steps == [], "steps with an adapter run eagerly"
     run(core, [Request("s", Order([4, 5, 6], GREEDY))])

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.devices.device import Device, bind
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.types import Order, Request, Sampling
-from tests.support.adapters import loaded, make_adapter, merged
+from tests.support.adapters import digest_of, loaded, make_adapter, merged
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run
 from tests.support.npu_coded_cases import make_quantized
@@ -146,7 +145,7 @@ def test_codes_over_ranks_and_after_a_preemption(form: str, tmp_path: Path) -> N
 def test_adapters_over_ranks_and_after_a_preemption(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "base", "llama", **HEADS)
     adapter = make_adapter(tmp_path / "a", folder, 1)
-    digest = LoraFolder.read(adapter, 512).digest
+    digest = digest_of(adapter)
     models = {"": folder, digest: merged(folder, adapter, tmp_path / "merged")}
     rng = random.Random(6)
     orders = [Order(random_prompt(rng, n), GREEDY, variant=v) for n, v in zip(OUTGROWING, models, strict=True)]

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from pd_cluster.kv.layout import CODE_BITS, KVLayout, keys_and_values
-from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
+from pd_cluster.kv.memory import TORCH_DTYPES
+from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.vectors import encode
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.batch import ForwardBatch, build_batch
@@ -99,7 +100,6 @@ def parity(
     block_size: int,
     dtype: str = "float32",
     window: int | None = None,
-    reference_window: int | None = None,  # different from `window`, to see that a mismatch is noticed
     softcap: float | None = None,
     has_sinks: bool = False,
     split_keys: int = SPLIT_KEYS,
@@ -139,8 +139,6 @@ def parity(
     wide = make_batch(sequences, num_kv_heads, head_dim, block_size, pool_dtype or "float32", seed, window)
     wide.pool.data.copy_(before)
     wide.key_limits = batch.key_limits
-    if reference_window is not None:
-        scoring = replace(scoring, sliding_window=reference_window)
     expected = sdpa.write_and_attend(LAYER, query.float().transpose(0, 1), k.float(), v.float(), wide, scoring)
     torch.testing.assert_close(written.float(), wide.pool.data.float(), rtol=0, atol=0, equal_nan=True)
     return difference(actual, expected)

@@ -99,12 +99,15 @@ def test_sums_in_order_add_the_ranks_in_float32_and_round_once(
 def test_a_group_is_told_what_its_backend_needs(groups: tuple[DeviceKind, list[DeviceGroup]]) -> None:
     kind, both = groups
     for group in both:
-        options = group._group.options
+        group.loaded()
+    assert len(FakeGroup.made) == 2
+    for made in FakeGroup.made:
+        options = made.options
         assert options._timeout == timedelta(seconds=WAIT_S)
         if kind == "npu":
             assert options.hccl_config == {"hccl_buffer_size": GROUP_BUFFER_MB}
             assert options.global_ranks_in_group == [0, 1]
             assert options.group_id == "ranks"
         assert options.is_high_priority_stream == (kind == "cuda")  # it is captured, and copies have the others
-        group.loaded()
-        assert group._group.limit == timedelta(seconds=3)
+        assert isinstance(made, Adding)
+        assert made.limit == timedelta(seconds=3)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from pd_cluster.cluster.members.place import find_place
 from pd_cluster.cluster.processes import rank_process
 from pd_cluster.commands import check, serve
 from pd_cluster.devices import hccl
@@ -267,14 +267,37 @@ def test_the_scheduler_has_no_hccl(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "HCCL" not in checked(env, capsys)
 
 
-def test_serve_hands_it_to_workers_on_npus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def handed_by_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+    """Returns a function that starts a worker with options of `serve` and returns the environment of its ranks."""
+
+    class Made(Exception):
+        """Ends the start where the ranks' settings are complete."""
+
+    def made(**fields: Any) -> None:
+        raise Made(fields["environment"])
+
     for name in {*OURS, "HCCL_SOCKET_IFNAME", "HCCL_SOCKET_FAMILY"}:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(serve, "WorkerConfig", made)
+    env = tables(tmp_path, "npu", "10.0.0.18")
+    env["RANK_TABLE_FILE_PATH"] = str(next(tmp_path.glob("local_*_0.json")))
+
+    def start(**options: Any) -> dict[str, str]:
+        started = serve.start_of(ServeOptions(model=str(SHIPPED_MODEL), **options), env)
+        with pytest.raises(Made) as caught:
+            serve._run_worker(started, Credentials(b""))
+        environment: dict[str, str] = caught.value.args[0]
+        return environment
+
+    return start
+
+
+def test_serve_hands_it_to_workers_on_npus(
+    handed_by_serve: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("RANK_TABLE_FILE", "/etc/hccl.json")
-    place = find_place(tables(tmp_path, "npu", "10.0.0.18"))
-    got = serve._hccl_environment("auto", place, Timeouts(collective_timeout_s=100), PortRange(7000, 7010))
+    got = handed_by_serve(collective_timeout=100.0, kv_port_range="7000-7010")
     assert got == {
         **OURS,
         "HCCL_CONNECT_TIMEOUT": "200",
@@ -282,29 +305,7 @@ def test_serve_hands_it_to_workers_on_npus(
         "HCCL_HOST_SOCKET_PORT_RANGE": "7000-7010",
         "RANK_TABLE_FILE": "",
     }
-    fast = serve._hccl_environment("auto", place, Timeouts(), PortRange(), is_fast=True)
+    fast = handed_by_serve(device="npu", fast_collectives=True)
     assert got.keys() - fast.keys() == {"HCCL_DETERMINISTIC"}
     assert "RANK_TABLE_FILE=/etc/hccl.json is not handed to the ranks" in caplog.text
-    assert serve._hccl_environment("cpu", place, Timeouts(), PortRange()) == {}
-
-
-@pytest.mark.parametrize(("given", "value"), [({}, "true"), ({"fast_collectives": True}, None)])
-def test_fast_collectives_reach_the_ranks(
-    given: dict[str, Any], value: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Made(Exception):
-        """Ends the start where the ranks' settings are complete."""
-
-    def made(**fields: Any) -> None:
-        raise Made(fields["environment"])
-
-    monkeypatch.delenv("HCCL_DETERMINISTIC", raising=False)
-    monkeypatch.setattr(serve, "WorkerConfig", made)
-    env = tables(tmp_path, "npu", "10.0.0.18")
-    local = next(tmp_path.glob("local_*_0.json"))
-    start = serve.start_of(
-        ServeOptions(model=str(SHIPPED_MODEL), device="npu", **given), {**env, "RANK_TABLE_FILE_PATH": str(local)}
-    )
-    with pytest.raises(Made) as caught:
-        serve._run_worker(start, Credentials(b""))
-    assert caught.value.args[0].get("HCCL_DETERMINISTIC") == value
+    assert handed_by_serve(device="cpu") == {}

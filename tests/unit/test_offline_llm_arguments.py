@@ -112,6 +112,9 @@ def test_several_ranks_alone_are_worker_processes(make: MakeLLM, caplog: pytest.
         ("device", "cpu", "device"),
         ("device_memory_utilization", 0.25, "gpu_memory_utilization"),
         ("kv_offloading_size", 2, "kv_host_cache_gib"),
+        ("quantization", "awq", "quantization"),
+        ("quantization", "fp8", "quantization"),
+        ("kv_cache_dtype", "int8", "kv_cache_dtype"),
     ],
 )
 def test_an_argument_of_the_engine_reaches_it(

@@ -135,6 +135,13 @@ def test_an_unknown_field_names_the_nearest_one(kind: Any) -> None:
         (turbomind.EngineConfig(), "max_num_batched_tokens", None),
         (PytorchEngineConfig(enable_prefix_caching=False), "enable_prefix_caching", False),
         (TurbomindEngineConfig(dtype="bfloat16"), "dtype", "bfloat16"),
+        (TurbomindEngineConfig(), "kv_cache_dtype", "auto"),
+        (turbomind.EngineConfig(quant_policy=4), "kv_cache_dtype", "int8"),
+        (turbomind.EngineConfig(quant_policy=4, kv_bits=8), "kv_cache_dtype", "int8"),
+        (TurbomindEngineConfig(quant_policy=4, kv_bits=4), "kv_cache_dtype", "int4"),
+        (PytorchEngineConfig(quant_policy=8), "kv_cache_dtype", "int8"),
+        (TurbomindEngineConfig(quant_policy=16), "kv_cache_dtype", "fp8_e4m3"),
+        (TurbomindEngineConfig(model_format="awq"), "quantization", "awq"),
     ],
 )
 def test_a_field_becomes_the_engines(config: Any, field: str, value: Any) -> None:
@@ -155,6 +162,7 @@ def test_blocks_on_the_host_are_room_to_swap_to() -> None:
     [
         (PytorchEngineConfig(prefill_interval=4), "prefill_interval=4"),
         (turbomind.EngineConfig(cache_chunk_size=8), "cache_chunk_size=8"),
+        (turbomind.EngineConfig(max_prefill_iters=3), "max_prefill_iters=3"),
         (turbomind.EngineConfig(use_context_fmha=0), "use_context_fmha=0"),
         (turbomind.EngineConfig(group_size=64), "group_size=64"),
         (TurbomindEngineConfig(model_format="llama"), "model_format='llama'"),
@@ -169,6 +177,9 @@ def test_what_cannot_matter_is_told(config: Any, told: str) -> None:
     ("config", "message"),
     [
         (turbomind.EngineConfig(quant_policy=17), "EngineConfig.quant_policy 17: expected 0"),
+        (turbomind.EngineConfig(kv_bits=2), "kv_bits 2: the KV cache has codes of 4 or 8 bits"),
+        (turbomind.EngineConfig(model_format="int4"), "model_format 'int4': "),
+        (TurbomindEngineConfig(model_format="int4"), "model_format 'int4': "),
         (turbomind.EngineConfig(kv_bits=4, quant_policy=8), "EngineConfig.kv_bits 4: only with quant_policy=4"),
         (TurbomindEngineConfig(use_logn_attn=None), "use_logn_attn None: must be True or False"),
         (PytorchEngineConfig(adapters={"a": 5}), "PytorchEngineConfig.adapters .*: expected a dict from names"),

@@ -24,7 +24,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 NAMED = re.compile(r'<a id="([^"]+)">')
 
 
-OF_OTHERS = re.compile(r"npu_fusion_attention|(?:UCX|OTEL)_[A-Z_]+")  # names in other software
+OF_OTHERS = re.compile(r"npu_fusion_attention|ip_forward|(?:UCX|OTEL)_[A-Z_]+")  # names in other software
 
 
 def name_of(page: Path) -> str:

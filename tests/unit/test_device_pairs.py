@@ -189,3 +189,4 @@ def test_a_pool_by_layers_and_a_block_major_one_exchange_over_host_memory(
     found = content(pair.target)[ids].transpose(1, 3).flatten(0, 1)
     assert torch.equal(found, sent[..., heads, :].to(found.dtype))
     pair.close()
+    pair.close()

@@ -20,13 +20,13 @@ ENDLESS = {**LONG, "max_tokens": 16_000}  # for requests that are to be ended
 
 
 class Steered(LiveCluster):
-    def ask(self, method: str, path: str, token: str | None = None, **fields: Any) -> httpx.Response:
+    def ask_admin(self, method: str, path: str, token: str | None = None, **fields: Any) -> httpx.Response:
         token = (self.folder / ADMIN_TOKEN_FILE).read_text().strip() if token is None else token
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         return httpx.request(method, f"{self.admin_url}{path}", headers=headers, timeout=60, trust_env=False, **fields)
 
     def command(self, path: str, **fields: Any) -> Any:
-        answer = self.ask("POST", path, **fields)
+        answer = self.ask_admin("POST", path, **fields)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -130,7 +130,7 @@ def test_new_requests_wait_while_it_is_paused(steered: Steered) -> None:
     steered.wait_until("they run", lambda: running(steered) >= 2)
     assert steered.command("/pause?mode=wait&clear_cache=true") == {"status": "paused"}
     assert [answer.status_code for answer in running_ones.end()] == [200, 200]
-    assert steered.ask("GET", "/is_paused").json() == {"is_paused": True}
+    assert steered.ask_admin("GET", "/is_paused").json() == {"is_paused": True}
     steered.wait_until("nothing is cached", lambda: steered.num_cached() == [0, 0])
     steps = [instance["num_steps"] for instance in steered.instances()]
     waiting = Background(steered, 4, prompt=[5, 6], max_tokens=2)
@@ -139,7 +139,7 @@ def test_new_requests_wait_while_it_is_paused(steered: Steered) -> None:
     assert [instance["num_steps"] for instance in steered.instances()] == steps
     assert steered.command("/resume") == {"status": "resumed"}
     assert [answer.status_code for answer in waiting.end()] == [200] * 4
-    assert steered.ask("GET", "/is_paused").json() == {"is_paused": False}
+    assert steered.ask_admin("GET", "/is_paused").json() == {"is_paused": False}
     steered.assert_home()
 
 
@@ -159,7 +159,7 @@ def test_a_sleep_keeps_what_runs(steered: Steered) -> None:
     kept = Background(steered, 2, **body)
     steered.wait_until("they are there", lambda: steered.load() == 2)
     assert steered.command("/sleep?level=2&mode=keep") == {"status": "asleep", "level": 2}
-    assert steered.ask("GET", "/is_sleeping").json() == {"is_sleeping": True, "level": 2}
+    assert steered.ask_admin("GET", "/is_sleeping").json() == {"is_sleeping": True, "level": 2}
     refused = steered.client.post(f"{steered.url}/v1/completions", json={"prompt": [5], "max_tokens": 1})
     assert (refused.status_code, refused.headers["Retry-After"]) == (503, "10")
     assert "the cluster is asleep" in refused.text
@@ -181,14 +181,14 @@ def test_a_sleep_keeps_what_runs(steered: Steered) -> None:
     ],
 )
 def test_commands_that_cannot_be_followed(steered: Steered, path: str, status: int, what: str) -> None:
-    answer = steered.ask("POST", path)
+    answer = steered.ask_admin("POST", path)
     assert (answer.status_code, answer.json()["error"]["message"].startswith(what)) == (status, True), answer.text
-    assert steered.ask("GET", "/is_paused").json() == {"is_paused": False}
-    assert steered.ask("POST", path, token="wrong").status_code == 401
+    assert steered.ask_admin("GET", "/is_paused").json() == {"is_paused": False}
+    assert steered.ask_admin("POST", path, token="wrong").status_code == 401
 
 
 def test_settings_are_shown_without_keys(steered: Steered) -> None:
-    answer = steered.ask("GET", "/server_info")
+    answer = steered.ask_admin("GET", "/server_info")
     shown = answer.json()["settings"]
     assert (shown["max_model_len"], shown["num_blocks"]) == (16384, 3200)
     assert shown["request_timeout"] == 600

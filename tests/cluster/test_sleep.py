@@ -80,7 +80,7 @@ def test_memory_is_returned_and_the_same_tokens_come_afterwards(sleeper: Steered
     pool_mib = sum(each["Shmem"] for each in used.values())
     assert pool_mib > 20, used
     assert sleeper.command(f"/sleep?level={level}") == {"status": "asleep", "level": level}
-    assert sleeper.ask("GET", "/is_sleeping").json() == {"is_sleeping": True, "level": level}
+    assert sleeper.ask_admin("GET", "/is_sleeping").json() == {"is_sleeping": True, "level": level}
     left = resident_mib(sleeper)
     assert sum(each["Shmem"] for each in left.values()) < 0.1 * pool_mib, (used, left)
     if level == 2:  # both instances have the weights
@@ -91,7 +91,7 @@ def test_memory_is_returned_and_the_same_tokens_come_afterwards(sleeper: Steered
     assert sleeper.health()[0] == 503
     sleeper.wait_until("the API processes know", lambda: "asleep" in str(sleeper.health()[1]))
     assert sleeper.command("/wake_up?tags=weights&tags=kv_cache") == {"status": "awake"}
-    assert sleeper.ask("GET", "/is_sleeping").json() == {"is_sleeping": False, "level": 0}
+    assert sleeper.ask_admin("GET", "/is_sleeping").json() == {"is_sleeping": False, "level": 0}
     after = told(sleeper)
     assert after == before
     assert_all_same(model, PROMPTS, after[::2], NUM_TOKENS)
@@ -115,7 +115,7 @@ def test_requests_are_refused_while_it_sleeps_and_kept_ones_go_on(sleeper: Steer
         answer = sleeper.client.post(f"{sleeper.url}{path}", json=body)
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "10"), answer.text
         assert "the cluster is asleep" in answer.text
-    assert sleeper.ask("POST", "/resume").status_code == 409
+    assert sleeper.ask_admin("POST", "/resume").status_code == 409
     assert not any(stream.has_ended for stream in streams)
     assert sleeper.command("/sleep?level=1") == {"status": "asleep", "level": 1}  # the weights come back
     sleeper.command("/wake_up")
@@ -168,7 +168,7 @@ def test_a_scheduler_that_starts_again_wakes_all_up(sleeper: Steered) -> None:
     sleeper.start_member("scheduler")
     sleeper.await_ready()
     assert told(sleeper) == before
-    assert sleeper.ask("GET", "/is_sleeping").json()["is_sleeping"] is False
+    assert sleeper.ask_admin("GET", "/is_sleeping").json()["is_sleeping"] is False
     sleeper.assert_home()
 
 
@@ -184,11 +184,11 @@ def test_a_scheduler_that_starts_again_wakes_all_up(sleeper: Steered) -> None:
     ],
 )
 def test_commands_that_cannot_be_followed(sleeper: Steered, path: str, what: str) -> None:
-    answer = sleeper.ask("POST", path)
+    answer = sleeper.ask_admin("POST", path)
     assert (answer.status_code, answer.json()["error"]["message"].startswith(what)) == (400, True), answer.text
-    assert sleeper.ask("POST", path, token="wrong").status_code == 401
+    assert sleeper.ask_admin("POST", path, token="wrong").status_code == 401
     assert httpx.post(f"{sleeper.url}/sleep", trust_env=False).status_code in (401, 404)
-    assert sleeper.ask("GET", "/is_sleeping").json()["is_sleeping"] is False
+    assert sleeper.ask_admin("GET", "/is_sleeping").json()["is_sleeping"] is False
 
 
 def tokens_in(event: str) -> list[int]:

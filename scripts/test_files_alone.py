@@ -10,15 +10,20 @@ if there is any.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
 import tempfile
+import time
+from multiprocessing import connection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = ("tests/unit", "tests/model")
 OK = (0, 5)  # 5: all tests of the file are slow
 TAIL_NBYTES = 3000
+FILE_LIMIT_S, POLL_S = 1200.0, 5.0
+FORK = multiprocessing.get_context("fork")
 
 
 def files_of(paths: list[str]) -> list[Path]:
@@ -36,11 +41,8 @@ def import_common() -> None:
     import transformers.models.auto.modeling_auto  # noqa: F401
 
 
-def start(file: Path, output: Path, arguments: list[str]) -> int:
-    """Forks a process that runs the file; returns its pid."""
-    pid = os.fork()
-    if pid:
-        return pid
+def run_file(file: Path, output: Path, arguments: list[str]) -> None:
+    """Runs in a forked process, and ends it at once: nothing that a test has left can hold it up."""
     status = 1
     try:
         handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -53,6 +55,23 @@ def start(file: Path, output: Path, arguments: list[str]) -> int:
         sys.stderr.flush()
     finally:
         os._exit(status)
+
+
+class Run:
+    """A file's process. `output` has what pytest wrote."""
+
+    def __init__(self, file: Path, folder: Path, arguments: list[str]) -> None:
+        self.file, self.output = file, folder / "-".join(file.parts)
+        self.process = FORK.Process(target=run_file, args=(file, self.output, arguments))
+        self.process.start()
+        self._until_s = time.monotonic() + FILE_LIMIT_S
+
+    @property
+    def has_ended(self) -> bool:
+        if time.monotonic() > self._until_s:
+            self.process.kill()
+            self.process.join()
+        return not self.process.is_alive()
 
 
 def main() -> None:
@@ -69,20 +88,18 @@ def main() -> None:
     import_common()
     waiting = files_of(given.paths)
     num_files, num_failed = len(waiting), 0
-    running: dict[int, tuple[Path, Path]] = {}
+    running: list[Run] = []
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
             while waiting and len(running) < given.jobs:
-                file = waiting.pop(0)
-                output = Path(folder) / f"{file.stem}.txt"
-                running[start(file, output, arguments)] = file, output
-            pid, status = os.wait()
-            if pid not in running:
-                continue
-            file, output = running.pop(pid)
-            if os.waitstatus_to_exitcode(status) not in OK:
-                num_failed += 1
-                print(f"FAILED {file}\n{output.read_text(errors='replace')[-TAIL_NBYTES:]}", flush=True)
+                running.append(Run(waiting.pop(0), Path(folder), arguments))
+            connection.wait([each.process.sentinel for each in running], timeout=POLL_S)
+            for each in [each for each in running if each.has_ended]:
+                running.remove(each)
+                if each.process.exitcode not in OK:
+                    num_failed += 1
+                    tail = each.output.read_text(errors="replace")[-TAIL_NBYTES:] if each.output.exists() else ""
+                    print(f"FAILED {each.file}, exit code {each.process.exitcode}\n{tail}", flush=True)
     print(f"{num_files - num_failed} of {num_files} files passed alone")
     sys.exit(1 if num_failed else 0)
 

@@ -19,7 +19,7 @@ from pd_cluster.cluster.processes.rank_process import LOOKUPS
 from pd_cluster.native import build
 from tests.support.gpu_guard import for_cuda
 
-COROUTINE_LIMIT_S = 120.0  # of a test's own waiting; pytest-timeout ends what blocks the loop
+COROUTINE_LIMIT_S = 250.0  # of a test's own waiting; pytest-timeout ends what blocks the loop
 
 for name, value in LOOKUPS.items():  # as in rank processes, for links between engines in one process
     os.environ.setdefault(name, value)

@@ -24,7 +24,7 @@ DECODES = ("decode-0", "decode-1", "decode-2")
 
 @pytest.fixture(scope="module")
 def cluster(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    arguments = ["--num-blocks=64", "--kv-transport=dist", "--kv-open-links=1", "--dead-after=1.5"]
+    arguments = ["--num-blocks=64", "--kv-transport=dist", "--kv-open-links=1", "--dead-after=6"]
     folder = tmp_path_factory.mktemp("rests")
     with LiveCluster(folder, checkpoint("llama"), 1, 3, arguments) as running:
         yield running

@@ -1,4 +1,4 @@
-"""What the step planner keeps beyond the rules of the reference: pictures, places of a request of many, precision."""
+"""Rules of the step planner that the reference does not have: pictures, places of a request of many, precision."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from pd_cluster.offline.outputs import (
     TokenLogprobs,
 )
 from pd_cluster.offline.prompts import Known, Prompt
+from pd_cluster.offline.room import when_there_is_room
 from pd_cluster.service.answers.logprobs import LogprobsFormat
 from pd_cluster.service.answers.messages import ChoiceText
 from pd_cluster.service.generation import Generation
@@ -124,11 +125,14 @@ async def begun(service: TextService, ask: Ask) -> Generation:
 
 
 async def _generation(service: TextService, ask: Ask, request: CompletionRequest | ChatCompletionRequest) -> Generation:
-    if isinstance(request, ChatCompletionRequest):
-        allows = ask.allows_control_tokens
-        return await service.chat(request, allows_control_tokens=allows, pictures=ask.pictures, variant=ask.variant)
-    assert ask.prompt is not None
-    return await service.completion(request, ask.prompt, pictures=ask.pictures, variant=ask.variant)
+    async def prepared() -> Generation:
+        if isinstance(request, ChatCompletionRequest):
+            allows = ask.allows_control_tokens
+            return await service.chat(request, allows_control_tokens=allows, pictures=ask.pictures, variant=ask.variant)
+        assert ask.prompt is not None
+        return await service.completion(request, ask.prompt, pictures=ask.pictures, variant=ask.variant)
+
+    return await when_there_is_room(prepared)
 
 
 # ---- the end

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 from pd_cluster.api.openai.calls import Called, Calls
-from pd_cluster.errors import InstanceLost, NoRoom, PdClusterError, Unavailable
+from pd_cluster.errors import InstanceLost, PdClusterError, Unavailable
 from pd_cluster.offline.batch_lines import BatchEntry, error_of, line_of
+from pd_cluster.offline.room import when_there_is_room
 from pd_cluster.service.caller import Caller
 from pd_cluster.service.service import TextService
 
 log = logging.getLogger(__name__)
 
 MAX_NBYTES = 256 << 20  # of lines being processed, so that huge ones follow one another
-NUM_TRIES = 60  # to have a request's guide checked, while those of others are
 
 
 @dataclass(slots=True)
@@ -82,12 +82,7 @@ class Batch:
 
     async def _answer(self, entry: BatchEntry) -> Called:
         """Raises RequestError and the like."""
-        for _ in range(NUM_TRIES - 1):
-            try:
-                return await self._calls.call(entry.url, entry.body)
-            except NoRoom as error:  # a server's client would retry, too
-                await asyncio.sleep(error.retry_after_s)
-        return await self._calls.call(entry.url, entry.body)
+        return await when_there_is_room(lambda: self._calls.call(entry.url, entry.body))
 
 
 async def _wait_for_one(running: dict[asyncio.Task[None], int]) -> None:

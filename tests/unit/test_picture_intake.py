@@ -21,7 +21,7 @@ from pd_cluster.media.download import ANY_HOST
 from pd_cluster.media.kinds.qwen import GridRules
 from pd_cluster.media.options import ReadOptions
 from pd_cluster.service import pixels
-from pd_cluster.service.helpers import children
+from pd_cluster.service.helpers import job_child
 from pd_cluster.service.pixels import PixelBudget
 from pd_cluster.service.prompts import pictures
 from pd_cluster.service.prompts.pictures import GIVEN, PictureIntake, Source
@@ -101,7 +101,7 @@ def test_addresses_of_the_cluster_are_never_fetched_from() -> None:
 
 def test_a_decoder_that_ends_takes_no_other_picture_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(intake: PictureIntake) -> None:
-        exchange, url = children.JobChild.exchange, data_url(picture(1))
+        exchange, url = job_child.JobChild.exchange, data_url(picture(1))
         await intake.place([7], sources(url), "prompt")
 
         async def dies(child: Any, line: bytes) -> bytes:
@@ -110,7 +110,7 @@ def test_a_decoder_that_ends_takes_no_other_picture_with_it(monkeypatch: pytest.
             return await exchange(child, line)
 
         with monkeypatch.context() as patch:
-            patch.setattr(children.JobChild, "exchange", dies)
+            patch.setattr(job_child.JobChild, "exchange", dies)
             with pytest.raises(RequestError, match=r"content\[0\].*decoding it failed; send another one"):
                 await intake.place([7], sources(url), "prompt")
         assert (await intake.place([7], sources(url), "prompt")).prompt.images
@@ -149,17 +149,17 @@ def test_a_picture_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
         found = intake.children["image", "given"]
         url = data_url(picture(1))
         await intake.place([7], sources(url), "prompt")
-        exchange = children.JobChild.exchange
+        exchange = job_child.JobChild.exchange
 
         async def never(child: Any, line: bytes) -> bytes:
             await asyncio.Event().wait()
             return b""
 
-        monkeypatch.setattr(children.JobChild, "exchange", never)
+        monkeypatch.setattr(job_child.JobChild, "exchange", never)
         found.timeout_s = 0.05
         with pytest.raises(RequestError, match="not ready after"):
             await intake.place([7], sources(url), "prompt")
-        monkeypatch.setattr(children.JobChild, "exchange", exchange)
+        monkeypatch.setattr(job_child.JobChild, "exchange", exchange)
         found.timeout_s = 20.0
         assert found.num_killed == 1
         assert (await intake.place([7], sources(url), "prompt")).prompt.images

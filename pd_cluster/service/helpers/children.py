@@ -11,27 +11,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from pd_cluster.errors import NoRoom, PdClusterError
 from pd_cluster.service.helpers.client_turns import ClientTurns, current_client
+from pd_cluster.service.helpers.job_child import MAX_LINE_NBYTES, JobChild
 
 log = logging.getLogger(__name__)
 
+Places = ClientTurns[asyncio.Future[None]]
+
 MAX_CHILDREN = 3  # that run quick jobs at a time
-MAX_SLOW = 2  # that continue slow jobs beside them
+MAX_SLOW = 4  # that run slow jobs beside them
 MAX_WAITING = 64
 QUICK_S = 0.5
-NICE, SLOW_NICE = 3, 12  # added for a process, and for one whose job is slow: the engine's threads come first
+SLOW_NICE = 12  # added for a process whose job is slow
 START_TIMEOUT_S = 60.0  # to import, and to read a tokenizer
-MAX_LINE_NBYTES = 64 << 20
-BODY = b"#"  # begins a line that says how many bytes follow it
 
 
 def _fine(line: bytes) -> None:
@@ -49,11 +48,11 @@ class Broke(PdClusterError):
 class Children:
     """`name` is what they check, for messages. `started` checks a new child's first line, and may raise.
 
-    Most jobs are quick. A slow one gives up its place after QUICK_S and continues beside the quick ones, so that they
-    do not wait for it. When `max_slow` do so already, the client that has most of them loses its latest one, if it
-    has at least two more than the newcomer's; otherwise the newcomer ends, and its client rests for twice the time that
-    was lost. A slow job ends when its client leaves. `num_killed` counts children that took too
-    long, had no place to continue, or broke.
+    Most jobs are quick. One that takes longer than QUICK_S gives its place up, so that quick ones do not wait for it,
+    and continues in one of `max_slow` other places, where clients take turns as well. If its client can have none of
+    them now, it ends, waits for one, and begins again there; meanwhile its client rests for twice the time that was
+    lost. A slow job ends when its caller leaves. `num_killed` counts children that took too long, had no place to
+    continue, or broke.
     """
 
     def __init__(
@@ -74,7 +73,8 @@ class Children:
         self._started = started
         self._max_slow, self._waits = max_slow, waits
         self._resting: set[str] = set()  # clients
-        self.turns: ClientTurns[asyncio.Future[None]] = ClientTurns(MAX_CHILDREN, MAX_WAITING)
+        self.turns: Places = ClientTurns(MAX_CHILDREN, MAX_WAITING)
+        self.slow_turns: Places = ClientTurns(max_slow, MAX_WAITING)
         self.slow: list[_Job] = []
         self.idle: list[JobChild] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -87,14 +87,14 @@ class Children:
             async with asyncio.timeout(self.timeout_s):
                 await self._place(client)
         except TimeoutError:
-            raise NoRoom(f"no {self._name} could be checked for {self.timeout_s:g} s; try again") from None
+            raise self._no_place() from None
         job = _Job(client, line)
         self._spawn(self._run(job))
         try:
             return await asyncio.shield(job.answer)
         finally:
             job.is_wanted = False
-            if job in self.slow:
+            if not job.has_place:
                 job.fail(NoRoom(f"nobody waits for this {self._name}"))
 
     async def close(self) -> None:
@@ -130,12 +130,10 @@ class Children:
         self._give_places()
 
     def _give_places(self) -> None:
-        while (found := self.turns.next(self._may_begin)) is not None:
-            client, turn = found
-            if turn.done():  # its caller is leaving at this moment
-                self.turns.ended(client)
-            else:
-                turn.set_result(None)
+        _give(self.turns, self._may_begin)
+
+    def _no_place(self) -> NoRoom:
+        return NoRoom(f"no {self._name} could be checked for {self.timeout_s:g} s; try again")
 
     def _may_begin(self, client: str) -> bool:
         if client in self._resting:
@@ -173,7 +171,15 @@ class Children:
             self._leave(job.client)
 
     async def _try(self, job: _Job) -> bytes:
-        """Runs a job. An idle child may have broken earlier: then a new one repeats the job."""
+        try:
+            return await self._quickly(job)
+        except _NotNow:
+            self._rests(job.client, 2 * (time.monotonic() - job.begun_s))
+            self._gives_place_up(job)
+        return await self._later(job)
+
+    async def _quickly(self, job: _Job) -> bytes:
+        """Runs a job. An idle child may have broken earlier: then a new one repeats the job. Raises _NotNow."""
         # The last idle one is for a client without slow jobs: starting one takes long.
         is_others = len(self.idle) == 1 and any(each.client == job.client for each in self.slow)
         child = self.idle.pop() if self.idle and not is_others else None
@@ -184,56 +190,95 @@ class Children:
         try:
             return await self._ask(child, job)
         except (ConnectionError, EOFError):
-            raise Broke(f"the process that checks a {self._name} ended") from None
+            raise self._broke() from None
+
+    async def _later(self, job: _Job) -> bytes:
+        """Runs a job from its beginning in a place for slow ones, as soon as its client has one."""
+        turn = self._slow_turn(job.client)
+        try:
+            awaited: set[asyncio.Future[Any]] = {turn, job.answer}
+            await asyncio.wait(awaited, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if job.answer.done() or not turn.done():
+                raise self._no_place()
+            child = await self._start()
+            task = asyncio.ensure_future(child.exchange(job.line))
+            async with self._used(child, task):
+                return await self._slowly(task, child, job, self.timeout_s)
+        except (ConnectionError, EOFError):
+            raise self._broke() from None
+        finally:
+            self._end_slow_turn(job.client, turn)
 
     async def _ask(self, child: JobChild, job: _Job) -> bytes:
         """Runs a job; the child is idle or dead afterwards. Raises EOFError or ConnectionError when it broke."""
-        answer = b""
         task = asyncio.ensure_future(child.exchange(job.line))
-        try:
+        async with self._used(child, task):
             done, _ = await asyncio.wait({task}, timeout=min(QUICK_S, self.timeout_s))
-            answer = task.result() if done else await self._go_on(task, child, job)
+            return task.result() if done else await self._go_on(task, child, job)
+
+    @contextlib.asynccontextmanager
+    async def _used(self, child: JobChild, task: asyncio.Future[bytes]) -> AsyncIterator[None]:
+        """Keeps a child whose job ended, and kills any other."""
+        try:
+            yield
         finally:
+            is_fine = task.done() and not task.cancelled() and task.exception() is None
             task.cancel()
-            if not answer:
-                self.num_killed += 1
-            await (self._keep(child) if answer else child.kill())
-        return answer
+            self.num_killed += not is_fine
+            await (self._keep(child) if is_fine else child.kill())
 
     async def _go_on(self, task: asyncio.Future[bytes], child: JobChild, job: _Job) -> bytes:
-        """Waits until the deadline in a place for slow jobs. Raises TookTooLong, NoRoom."""
+        """Waits until the deadline in a place for slow jobs. Raises TookTooLong, NoRoom, _NotNow."""
         left_s = self.timeout_s - QUICK_S
-        if left_s > 0.0:
-            if not job.is_wanted or not self._may_be_slow(job.client):
-                self._rests(job.client, 2 * (time.monotonic() - job.begun_s))
-                raise NoRoom(f"{len(self.slow)} slow {self._name}s are being checked; try again")
-            self.slow.append(job)
-            child.be_nice(SLOW_NICE)
+        if left_s <= 0.0:
+            raise self._too_long()
+        if not job.is_wanted:
+            self._rests(job.client, 2 * (time.monotonic() - job.begun_s))
+            raise NoRoom(f"nobody waits for this {self._name}")
+        turn = self._slow_turn(job.client)
+        try:
+            if not turn.done():
+                raise _NotNow
             self._gives_place_up(job)
             self._spawn(self._restock())
-            try:
-                await asyncio.wait({task, job.answer}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                self.slow.remove(job)
-                self._give_places()
+            return await self._slowly(task, child, job, left_s)
+        finally:
+            self._end_slow_turn(job.client, turn)
+
+    async def _slowly(self, task: asyncio.Future[bytes], child: JobChild, job: _Job, left_s: float) -> bytes:
+        """Waits for a job that has a place among the slow ones. Raises TookTooLong, NoRoom."""
+        child.be_nice(SLOW_NICE)
+        self.slow.append(job)
+        try:
+            await asyncio.wait({task, job.answer}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.slow.remove(job)
         if task.done():
             return task.result()
         if job.answer.done():
             raise NoRoom(f"this {self._name} is not wanted any more")
-        raise TookTooLong(f"not ready after {self.timeout_s:g} s")
+        raise self._too_long()
 
-    def _may_be_slow(self, client: str) -> bool:
-        """Whether there is a place for a slow job, which another client may have to give up."""
-        going_on = [job for job in self.slow if not job.answer.done()]
-        if len(going_on) < self._max_slow:
-            return True
-        num_of = Counter(job.client for job in going_on)
-        most = max(num_of, key=lambda each: num_of[each])
-        if num_of[most] < num_of[client] + 2:
-            return False
-        latest = next(job for job in reversed(going_on) if job.client == most)
-        latest.fail(NoRoom(f"slow {self._name}s of others came; send fewer at a time, or try again"))
-        return True
+    def _slow_turn(self, client: str) -> asyncio.Future[None]:
+        """Returns a turn for a place among the slow jobs; it is done already if there is one. Raises NoRoom."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.slow_turns.join(client, turn)
+        _give(self.slow_turns)
+        return turn
+
+    def _end_slow_turn(self, client: str, turn: asyncio.Future[None]) -> None:
+        if turn.done():
+            self.slow_turns.ended(client)
+        else:
+            self.slow_turns.leave(client, turn)
+        _give(self.slow_turns)
+        self._give_places()  # a client that waits for slow jobs may begin others
+
+    def _too_long(self) -> TookTooLong:
+        return TookTooLong(f"not ready after {self.timeout_s:g} s")
+
+    def _broke(self) -> Broke:
+        return Broke(f"the process that checks a {self._name} ended")
 
     # ---- processes
 
@@ -278,6 +323,20 @@ class Children:
         return child
 
 
+def _give(places: Places, may: Callable[[str], bool] = lambda client: True) -> None:
+    """Gives each free place to who is next."""
+    while (found := places.next(may)) is not None:
+        client, turn = found
+        if turn.done():  # its caller is leaving at this moment
+            places.ended(client)
+        else:
+            turn.set_result(None)
+
+
+class _NotNow(Exception):
+    """A job is slow, and its client can have no place among the slow ones now."""
+
+
 class _Job:
     """`answer`: for its caller, who may have left (`is_wanted`). `has_place`: among the quick ones."""
 
@@ -291,52 +350,3 @@ class _Job:
         if not self.answer.done():
             self.answer.set_exception(error)
             self.answer.exception()  # nobody may be left to hear of it
-
-
-class JobChild:
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        self.process = process
-        self._reader = reader
-        self._writer = writer
-        self.be_nice(NICE)
-
-    async def exchange(self, line: bytes) -> bytes:
-        """Sends a job and returns the answer. Raises EOFError when the child broke."""
-        self._writer.write(line + b"\n")
-        await self._writer.drain()
-        try:
-            answer = await self._reader.readline()
-        except ValueError:  # longer than any valid answer
-            raise EOFError from None
-        if not answer.endswith(b"\n"):
-            raise EOFError
-        if answer.startswith(BODY):  # and its number of bytes, which follow
-            return answer + await self._reader.readexactly(min(int(answer[1:]), MAX_LINE_NBYTES))
-        return answer
-
-    def be_nice(self, nice: int) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self.process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
-        self._nice = nice
-
-    def is_quick(self) -> bool:
-        """Whether it has, or gets back, the priority for quick jobs, for which a process may lack the right."""
-        if self._nice == NICE:
-            return True
-        try:
-            os.setpriority(os.PRIO_PROCESS, self.process.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
-        except OSError:
-            return False
-        self._nice = NICE
-        return True
-
-    async def kill(self) -> None:
-        self._writer.close()
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        await self.process.wait()

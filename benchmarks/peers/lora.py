@@ -25,7 +25,8 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.attention_choice import DEFAULT_BLOCK_SIZE
 from pd_cluster.model.batch import ForwardBatch, build_batch
 from pd_cluster.model.causal_lm import CausalLM
-from pd_cluster.model.loader import layout_of, load_model
+from pd_cluster.model.declared import layout_of
+from pd_cluster.model.loader import load_model
 from pd_cluster.native.memory import keep_what_is_freed
 from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.settings.engine import EngineConfig
@@ -110,7 +111,7 @@ def measure(spec: Spec) -> PeerResult:
     bare = model_of(spec, AdapterSettings())
     model = model_of(spec, AdapterSettings(enable_lora=True, max_loras=max(distinct) + 1, max_lora_rank=RANK))
     assert model.adapters is not None
-    layout = layout_of(model.config, DEFAULT_BLOCK_SIZE, "float32")
+    layout = layout_of(model.caches, DEFAULT_BLOCK_SIZE, "float32")
     pool = KVPool(layout, 2 * spec.batch_size * layout.num_blocks_for(CONTEXT_LEN + 1))
     pool.data.normal_()
     with tempfile.TemporaryDirectory() as place, torch.inference_mode():

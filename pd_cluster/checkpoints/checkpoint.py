@@ -46,6 +46,7 @@ SUPPORTED_MODEL_TYPES = (
     *("apertus", "arcee", "cohere", "cohere2_moe", "cwm", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm"),
     *("glm4_moe", "gpt_bigcode", "granite_swa", "granitemoe", "granitemoeshared", "hunyuan_v1_dense"),
     *("hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "jais2", "minimax", "minimax_m2", "ministral"),
+    *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gptj", "minicpm3", "youtu"),
     *("ministral3", "nanochat", "olmo", "olmo3", "olmoe", "phi", "phimoe", "seed_oss", "solar_open", "vaultgemma"),
 )
 # model_type -> number of positions if config.json gives none
@@ -99,7 +100,8 @@ class Checkpoint:
         overrides = engine.hf_overrides
         file = path / "config.json"
         whole = read_json(file)
-        whole, layout = translated(path, whole, overrides)
+        stored = whole
+        whole, layout = translated(path, stored, overrides)
         config, part_of = overridden(whole, overrides), ""
         takes_images = _takes_images(file, whole, engine)
         is_part = takes_images or (engine.language_model_only and not _is_listed(whole))
@@ -135,7 +137,7 @@ class Checkpoint:
             engine.adapters.enable_lora,
             vision,
             at_load(engine.quantize_head or ""),
-            None if layout is None else whole,
+            None if whole == stored else whole,
         )
 
     @property

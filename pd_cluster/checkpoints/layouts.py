@@ -71,7 +71,7 @@ class WeightFolder:
 
 
 def translated(folder: Path, config: Config, overrides: Config) -> tuple[dict[str, Any], Layout | None]:
-    """Returns a folder's config.json in transformers' form, and its layout; None: both are transformers' already.
+    """Returns a folder's config.json in transformers' form, and its layout; None: its tensors have transformers' own.
 
     `overrides`: the operator's, which internlm's own field `rotary` is under. Raises ModelError.
     """
@@ -85,6 +85,13 @@ def translated(folder: Path, config: Config, overrides: Config) -> tuple[dict[st
         if (found := translate(folder, config, overrides)) is not None:
             return found
     return dict(config), None
+
+
+def _kimi(folder: Path, config: Config, overrides: Config) -> tuple[dict[str, Any], None] | None:
+    """Kimi-K2's folders name code of their own for what is a DeepSeek-V3, tensors and all, as their model card says."""
+    if config.get("model_type") != "kimi_k2":
+        return None
+    return {**{name: value for name, value in config.items() if name != "auto_map"}, "model_type": "deepseek_v3"}, None
 
 
 def _internlm(folder: Path, config: Config, overrides: Config) -> tuple[dict[str, Any], Layout] | None:
@@ -107,4 +114,4 @@ def _paddle(folder: Path, config: Config, overrides: Config) -> tuple[dict[str, 
     return found, Layout("Paddle's", sizes.names, sizes.places, paddle.DTYPES, paddle.is_spare)
 
 
-LAYOUTS = (_internlm, _paddle)
+LAYOUTS = (_internlm, _paddle, _kimi)

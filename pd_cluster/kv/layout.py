@@ -16,6 +16,7 @@ from pd_cluster.wire import KVPiece, LayoutInfo, Plane
 CODE_BITS = {"int8": 8, "fp8_e4m3": 8, "int4": 4}  # of vectors that are codes with one scale behind them
 DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, **dict.fromkeys(CODE_BITS, 1)}  # codes lie as bytes
 SCALE_NBYTES = 4  # one float32
+LATENT = "latent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ class KVLayout:
         return keys
 
     @property
+    def has_latents(self) -> bool:
+        """Whether heads are made anew from what is kept, which no rank has a share of: one vector for all heads."""
+        return self.planes[0].name == LATENT
+
+    @property
     def stored_widths(self) -> list[int]:
         """Returns the elements that a vector of each plane takes."""
         return [stored_width(self.dtype, plane.width) for plane in self.planes]
@@ -97,6 +103,11 @@ class KVLayout:
 def keys_and_values(head_dim: int) -> tuple[Plane, ...]:
     """Returns the planes of ordinary attention."""
     return Plane("k", head_dim), Plane("v", head_dim)
+
+
+def latents(width: int, rope_width: int) -> tuple[Plane, ...]:
+    """Returns the planes of latent attention (MLA): what keys and values are made of, and the rotated part of keys."""
+    return Plane(LATENT, width), Plane("rope", rope_width)
 
 
 def stored_width(dtype: str, width: int) -> int:

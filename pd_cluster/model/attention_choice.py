@@ -100,6 +100,8 @@ def choose_attention(
     dtype = dtype or layout.dtype
     if not device.is_accelerator or wanted == "sdpa":
         return Attention("SDPA", is_asked_for=wanted == "sdpa")
+    if layout.has_latents:
+        return _for_latents(wanted, is_deterministic)
     if layout.dtype != dtype and not device.traits.runs_triton:
         setting = f"{called('kv_cache_dtype')} {layout.dtype}"
         raise ConfigError(f"{setting}: the operators of NPUs read {dtype} here; leave it out, or {BACKEND} sdpa, slow")
@@ -117,6 +119,17 @@ def choose_attention(
         log.warning("attention by SDPA, sequence by sequence, which is slow: %s", why)
         return SDPA
     return triton_attention(is_deterministic)
+
+
+def _for_latents(wanted: str, is_deterministic: bool) -> Attention:
+    """Returns the one attention that makes heads of latents. Raises ConfigError for another, or one to the bit."""
+    why = "latent attention (MLA) runs as transformers' modules on accelerators"
+    if wanted != "auto":
+        raise ConfigError(f"{BACKEND} {wanted}: {why}; use auto, or sdpa")
+    if is_deterministic:
+        raise ConfigError(f"{DETERMINISTIC}: {why}, whose sums follow the batch; leave it out")
+    log.warning("attention by SDPA, sequence by sequence, which is slow: %s", why)
+    return SDPA
 
 
 def _npu(config: Any, layout: KVLayout, device: Device, has_sinks: bool, max_num_seqs: int, is_wide: bool) -> Attention:

@@ -15,6 +15,8 @@ import torch
 
 from pd_cluster.model.attention_choice import SDPA, Attention
 from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.declared import LayerCache, cache_argument, caches_of, has_latents
+from pd_cluster.model.latent_cache import LatentCache
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rope
 from pd_cluster.model.layers.rope import LengthRotary, LogN
@@ -42,6 +44,7 @@ class CausalLM(Protocol):
     key_features: torch.Tensor | None  # [head_dim] int64: that order, of the model's own features; None: as they are
     embedding_factor: float  # of embeddings, before the first layer
     adapters: Adapters | None  # None: it was loaded without places for adapters
+    caches: tuple[LayerCache, ...]  # what each layer keeps, on this rank
     bf16_way: str  # how weights of bfloat16 are multiplied with float32 activations; "": not so
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
@@ -60,14 +63,18 @@ class PlainCausalLM:
     def __init__(
         self,
         model: Any,
+        caches: tuple[LayerCache, ...] = (),
         vocab_size: int = 0,
         group: Group | None = None,
         attention: Attention = SDPA,
         logn: LogN | None = None,
         rope_limit: RopeLimit | None = None,
     ) -> None:
-        """`vocab_size`: the whole model's, if this is one rank's share. `rope_limit` None: no positions but indices."""
-        self.config = model.config
+        """`caches`: its own, if they are known. `vocab_size`: the whole model's, if this is one rank's share.
+
+        `rope_limit` None: no positions but indices.
+        """
+        self.config, self.caches = model.config, caches or caches_of(model)
         self.adapters: Adapters | None = None
         self.attention = attention.name
         self.kernels = f"transformers' modules, attention by {attention.name}"
@@ -76,6 +83,7 @@ class PlainCausalLM:
         self.embedding_factor = 1.0
         self.bf16_way = ""
         self._attend = attention.write_and_attend
+        self._has_latents, self._cache_argument = has_latents(self.caches), cache_argument(model)
         self.model = model
         self._vocab_size = vocab_size or model.config.vocab_size
         self._group = group or Alone()
@@ -101,7 +109,7 @@ class PlainCausalLM:
         if self.adapters is not None:
             self.adapters.places.begin(batch)
         self._set_batch(batch)
-        tokens = {"input_ids": batch.input_ids}
+        tokens: dict[str, Any] = {"input_ids": batch.input_ids}
         if batch.images is not None or batch.virtual is not None:
             embeddings = self.model.get_input_embeddings()(batch.input_ids)
             if batch.images is not None:
@@ -110,6 +118,8 @@ class PlainCausalLM:
                 batch.virtual.embed(embeddings[0])
             tokens = {"inputs_embeds": embeddings}
         try:
+            if self._has_latents:
+                tokens[self._cache_argument] = LatentCache(batch)
             logits: torch.Tensor = self.model(
                 **tokens,
                 position_ids=batch.rope_positions,
@@ -216,6 +226,7 @@ class FusedCausalLM:
         """`vocab_size`: the whole model's, if this is one rank's share."""
         self.config = config
         self.adapters: Adapters | None = None
+        self.caches: tuple[LayerCache, ...] = ()  # the loader knows
         self._vocab_size = vocab_size or config.vocab_size
         self._group = group or Alone()
         self.ops = ops

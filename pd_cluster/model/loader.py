@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from pd_cluster.checkpoints.layouts import WeightFolder
 from pd_cluster.checkpoints.weight_files import text_name
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.errors import ConfigError, ModelError, called
-from pd_cluster.kv.layout import KVLayout, can_hold, keys_and_values
+from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import modules
@@ -28,6 +29,7 @@ from pd_cluster.model.attention_choice import DEFAULT_BLOCK_SIZE, SDPA, Attentio
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.cpu.ops import CpuOps, supports
+from pd_cluster.model.declared import caches_of, layout_of
 from pd_cluster.model.fuse import can_fuse, fuse, is_known, why_not_deterministic
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Ops, TorchOps
@@ -40,7 +42,7 @@ from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import read_named
-from pd_cluster.model.proof import ROUNDED, check_finite
+from pd_cluster.model.proof import ROUNDED, check_finite, refusal
 from pd_cluster.model.quantized_head import quantize_head
 from pd_cluster.model.speedups import sped_up
 from pd_cluster.model.trial import prove_packing
@@ -125,7 +127,7 @@ def load_model(
     """
     _check_device(checkpoint, device)
     share = _share_of(checkpoint, group)
-    model = modules.load_plain(checkpoint, dtype, device, share)
+    model: Any = modules.load_plain(checkpoint, dtype, device, share)
     if checkpoint.head_scheme:
         quantize_head(model, checkpoint.head_scheme)
     put_lengths(model, checkpoint.rope)
@@ -133,7 +135,9 @@ def load_model(
         _put_vision(model, checkpoint, TORCH_DTYPES[dtype], device, group or Alone())
     logn = logn_of(checkpoint)
     rope_limit = rope_limit_of(model, checkpoint, logn is not None)
-    layout = layout_of(model.config, block_size, resolve_kv_cache_dtype(kv_cache_dtype, dtype))
+    with refusal(model):
+        caches = caches_of(model)
+    layout = layout_of(caches, block_size, resolve_kv_cache_dtype(kv_cache_dtype, dtype))
     has_sinks = any(hasattr(module, "sinks") for module in model.modules())
     if is_deterministic and device.is_accelerator:
         check_rows(model, checkpoint, logn)
@@ -144,7 +148,8 @@ def load_model(
     )
     attention = sped_up(attention, choices.speedups)
     vocab_size = 0 if share is None else share.plan.vocab_size
-    plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attention, logn, rope_limit)
+    own_group = None if share is None else share.group
+    plain = PlainCausalLM(model, caches, vocab_size, own_group, attention, logn, rope_limit)
     if checkpoint.vision is not None:
         plain.take_deep_features()
     adapters = adapters_of(checkpoint, share) if checkpoint.takes_adapters else None
@@ -160,7 +165,7 @@ def load_model(
     check_finite(expected, str(checkpoint.path), dtype)
     places = None if adapters is None else adapters.places
     fused = fuse(model, choose_ops(model.config, device, attention, layout.dtype), share, places)
-    fused.rope_limit, fused.adapters = rope_limit, adapters
+    fused.rope_limit, fused.adapters, fused.caches = rope_limit, adapters, caches
     bound = ROUNDED if plain.rounds_activations else dtype
     error = change_of(probe_logits(fused, own, device), expected, bound)
     if not error <= PROBE_TOLERANCE[bound]:
@@ -209,12 +214,14 @@ def _check_backend(checkpoint: Checkpoint, attention_backend: str) -> None:
 def _adapt(
     plain: PlainCausalLM, model: Any, adapters: Adapters, vocab_size: int, layout: KVLayout, device: Device
 ) -> None:
-    """Puts adapters beside the modules of transformers' model; a step shows which of them can have any."""
+    """Puts adapters beside the modules of transformers' model; a step shows which of them can have any.
+
+    It has a past: a module that computes rows of earlier tokens, too (latent attention's `kv_b_proj`), can have none.
+    """
     adapters.places.take_over(model)
     adapters.places.take_over_ends(model, vocab_size or plain.config.vocab_size)
     plain.adapters = adapters
-    with adapters.places.watched(PROBE_NUM_TOKENS):
-        probe_logits(plain, layout, device)
+    probe_logits(plain, layout, device, 1, lambda: adapters.places.watched(PROBE_NUM_TOKENS))
 
 
 def adapters_of(checkpoint: Checkpoint, share: Share | None) -> Adapters:
@@ -298,31 +305,26 @@ def plan_of(checkpoint: Checkpoint, tp_size: int) -> ParallelPlan:
     return ParallelPlan(modules.config_of(checkpoint), tp_size)
 
 
-def layout_of(config: Any, block_size: int, dtype: str) -> KVLayout:
-    """Returns the KV layout of a transformers config."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if not can_hold(keys_and_values(head_dim), dtype):
-        raise ConfigError(f"{called('kv_cache_dtype')} {dtype}: heads have {head_dim} numbers, an odd number; use int8")
-    return KVLayout(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        planes=keys_and_values(head_dim),
-        block_size=block_size,
-        dtype=dtype,
-    )
+def probe_logits(
+    model: CausalLM, layout: KVLayout, device: Device, num_before: int = 0, watching: Any = nullcontext
+) -> torch.Tensor:
+    """Computes logits [PROBE_NUM_TOKENS, vocab_size] of a few tokens, in a temporary pool.
 
-
-def probe_logits(model: CausalLM, layout: KVLayout, device: Device) -> torch.Tensor:
-    """Computes logits [PROBE_NUM_TOKENS, vocab_size] of a few tokens, in a temporary pool."""
-    vocab_size = model.config.vocab_size
-    token_ids = [i * (vocab_size - 1) // PROBE_NUM_TOKENS for i in range(PROBE_NUM_TOKENS)]
-    num_blocks = layout.num_blocks_for(PROBE_NUM_TOKENS)
+    `num_before`: tokens of the same sequence in a step before; `watching()` is around the step itself.
+    """
+    vocab_size, num_tokens = model.config.vocab_size, num_before + PROBE_NUM_TOKENS
+    token_ids = [i * (vocab_size - 1) // num_tokens for i in range(num_tokens)]
+    num_blocks = layout.num_blocks_for(num_tokens)
     probe = Request("probe", Order(token_ids, Sampling()), block_table=list(range(num_blocks)))
     pool = KVPool(layout, num_blocks, device)
     try:
-        batch = build_batch([(probe, PROBE_NUM_TOKENS)], pool)
-        batch.sample_rows = torch.arange(PROBE_NUM_TOKENS, device=batch.slot_mapping.device)
         with torch.inference_mode():
-            return model(batch).float()
+            if num_before:
+                model(build_batch([(probe, num_before)], pool))
+                probe.num_computed_tokens = num_before
+            batch = build_batch([(probe, PROBE_NUM_TOKENS)], pool)
+            batch.sample_rows = torch.arange(PROBE_NUM_TOKENS, device=batch.slot_mapping.device)
+            with watching():
+                return model(batch).float()
     finally:
         pool.close()

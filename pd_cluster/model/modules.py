@@ -42,7 +42,7 @@ def config_of(checkpoint: Checkpoint) -> Any:
     Raises ModelError for invalid values.
     """
     overrides = checkpoint.overrides
-    is_as_written = not (checkpoint.part_of or overrides or checkpoint.layout or checkpoint.quantization)
+    is_as_written = not (checkpoint.part_of or overrides or checkpoint.whole or checkpoint.quantization)
     try:
         if is_as_written:
             return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)

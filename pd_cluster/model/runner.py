@@ -42,11 +42,12 @@ from pd_cluster.model.batch import (
 )
 from pd_cluster.model.capturable import obstacle
 from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
+from pd_cluster.model.declared import layout_of
 from pd_cluster.model.graph_kinds import check_prompt_graphs, make_graphs, make_prompt_graphs
 from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, DecodeGraphs, sizes_of
 from pd_cluster.model.held_adapters import HeldAdapters
 from pd_cluster.model.image_rows import ImagePart
-from pd_cluster.model.loader import layout_of, plan_of, resolve_dtype, resolve_kv_cache_dtype
+from pd_cluster.model.loader import plan_of, resolve_dtype, resolve_kv_cache_dtype
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.parts import load_parts
 from pd_cluster.model.profile import (
@@ -172,11 +173,11 @@ class ModelRunner:
         )
         self.tower: Tower | None
         self.model, self.tower = self._load_again()
-        warn_of_chance(self.model, checkpoint, layout_of(self.model.config, block_size, dtype), device, self.group)
+        warn_of_chance(self.model, checkpoint, layout_of(self.model.caches, block_size, dtype), device, self.group)
         if self.tower is not None:
             check_pictures_fit(self.tower.rules, self.max_num_batched_tokens, config.max_num_seqs)
         self.vocab_size = int(checkpoint.config["vocab_size"])
-        layout = layout_of(self.model.config, block_size, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype))
+        layout = layout_of(self.model.caches, block_size, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype))
         if self.group.size > 1:
             layout = plan_of(checkpoint, self.group.size).layout_of_rank(layout, self.group.rank)
         is_plain = isinstance(self.model, PlainCausalLM)

@@ -306,8 +306,9 @@ class Mailbox:
         """
         now_s = self._clock()
         if paused_s > self._timeouts.dead_after_s:
+            log.warning("this process stood still for %.1f s, and opens its connections again", paused_s)
             for connection in self._connections:
-                self._connections.lose(connection, f"this process stood still for {paused_s:.1f} s")
+                self._connections.lose(connection, wire.PAUSED)
             return
         forgive = paused_s > self._timeouts.dead_after_s / 2
         for connection in self._connections:

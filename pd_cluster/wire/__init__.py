@@ -51,6 +51,7 @@ from pd_cluster.wire.links import LinkYield as LinkYield
 from pd_cluster.wire.links import Plane as Plane
 from pd_cluster.wire.links import TransportOffer as TransportOffer
 from pd_cluster.wire.membership import GIVEN_UP as GIVEN_UP
+from pd_cluster.wire.membership import PAUSED as PAUSED
 from pd_cluster.wire.membership import PREEMPTIONS_BOUNDS as PREEMPTIONS_BOUNDS
 from pd_cluster.wire.membership import STEP_TOKENS_BOUNDS as STEP_TOKENS_BOUNDS
 from pd_cluster.wire.membership import AdapterPlace as AdapterPlace

@@ -128,6 +128,7 @@ class Welcome(Message, frozen=True):
 
 
 GIVEN_UP = "the other end has given the connection up"  # a process that lives says so
+PAUSED = "this process itself stood still for too long"  # nothing is known against the other end
 
 
 class Gone(Message, frozen=True):

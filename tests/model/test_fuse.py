@@ -21,6 +21,7 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import loader, modules
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
+from pd_cluster.model.declared import LayerCache, caches_of, layout_of
 from pd_cluster.model.fuse import _norm, can_fuse, fuse, is_known
 from pd_cluster.model.layers.gated import GatedMLP
 from pd_cluster.model.layers.linear import make_linear
@@ -38,10 +39,10 @@ GREEDY = Sampling(max_tokens=8, temperature=0.0)
 Checkpoints = Callable[[str], Path]
 
 
-def all_logits(model: CausalLM) -> list[torch.Tensor]:
+def all_logits(model: CausalLM, caches: tuple[LayerCache, ...]) -> list[torch.Tensor]:
     """Prompts in chunks and in one, with logits of every row, then a decode step of all."""
     rng = random.Random(9)
-    pool = KVPool(loader.layout_of(model.config, 16, "float32"), num_blocks=24)
+    pool = KVPool(layout_of(caches, 16, "float32"), num_blocks=24)
     lens = [1, 17, 40, 90]
     requests, free = [], list(range(24))
     rng.shuffle(free)
@@ -77,8 +78,9 @@ def test_logits_stay(checkpoint: Checkpoints, architecture: str, name: str) -> N
     folder = Checkpoint.open(str(checkpoint(architecture)))
     plain = modules.load_plain(folder, "float32", CPU)
     assert can_fuse(plain)
-    expected = all_logits(PlainCausalLM(plain))
-    actual = all_logits(fuse(plain, kernels(name, plain.config)))
+    caches = caches_of(plain)
+    expected = all_logits(PlainCausalLM(plain, caches), caches)
+    actual = all_logits(fuse(plain, kernels(name, plain.config)), caches)
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.shape == theirs.shape
         assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()

@@ -26,6 +26,7 @@ from pd_cluster.model.attention_choice import triton_attention
 from pd_cluster.model.batch import batch_of, step_input
 from pd_cluster.model.causal_lm import FusedCausalLM
 from pd_cluster.model.cuda.plan import SPLIT_KEYS
+from pd_cluster.model.declared import layout_of
 from pd_cluster.model.sampling.draw import Knobs
 from pd_cluster.model.sampling.on_device import draw_shaped
 from pd_cluster.model.speedups import sped_up
@@ -93,7 +94,7 @@ def launched_by(
 ) -> list[str]:
     """Runs a decode step of three sequences, with adapters in these slots, through that many layers."""
     num_blocks = -(-context_len // 16)
-    pool = KVPool(loader.layout_of(model.config, 16, "bfloat16"), 3 * num_blocks)
+    pool = KVPool(layout_of(model.caches, 16, "bfloat16"), 3 * num_blocks)
     tables = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(3)]
     requests = [
         Request(str(i), Order([1] * context_len, Sampling()), block_table=table) for i, table in enumerate(tables)

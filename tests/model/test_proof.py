@@ -25,14 +25,9 @@ Checkpoints = Callable[..., Path]
 
 # Architectures that are not on the list, and why each of them must not be.
 OUTSIDE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "bloom": ("BloomConfig", {}, r"bloom: layers \[\] wrote the KV pool instead of each of 3 once"),
+    "bloom": ("BloomConfig", {}, "bloom: layer 0 does not call the attention that it is given"),
     "mpt": ("MptConfig", {"d_model": 64, "n_heads": 4, "n_layers": 3}, "mpt cannot run with paged attention"),
     "doge": ("DogeConfig", {}, "DogeAttention attends with attention_mask, which the paged attention does not know"),
-    "gptj": (
-        "GPTJConfig",
-        {"rotary_dim": 8},
-        "gptj (has attention functions of its own|cannot run with paged attention)",
-    ),
     "jamba": ("JambaConfig", {}, r"layer_types \['linear_attention'\]: only full and sliding are supported"),
     "llama4_text": (
         "Llama4TextConfig",

@@ -19,7 +19,8 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.commands.quantize import quantize
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ConfigError, ModelError
-from pd_cluster.model.loader import layout_of, load_model, probe_logits
+from pd_cluster.model.declared import layout_of
+from pd_cluster.model.loader import load_model, probe_logits
 from pd_cluster.model.quantize.job import PARTIAL, QuantizeJob
 from pd_cluster.model.quantize.methods import awq_scales, gptq, numbers, round_to_nearest, smooth_scales
 from pd_cluster.model.quantize.schemes import SCHEMES, packed
@@ -36,7 +37,7 @@ W4 = SCHEMES["w4a16"]
 
 def logits_of(folder: Path) -> torch.Tensor:
     model = load_model(Checkpoint.open(str(folder)), "float32", CPU)
-    return probe_logits(model, layout_of(model.config, 16, "float32"), CPU)
+    return probe_logits(model, layout_of(model.caches, 16, "float32"), CPU)
 
 
 def error_of(folder: Path, original: Path) -> float:

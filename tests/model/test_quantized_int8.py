@@ -14,7 +14,8 @@ import torch
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.model.causal_lm import FusedCausalLM
-from pd_cluster.model.loader import layout_of, load_model, probe_logits
+from pd_cluster.model.declared import layout_of
+from pd_cluster.model.loader import load_model, probe_logits
 from pd_cluster.model.quantized.int8 import Int8Linear
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint
@@ -77,7 +78,7 @@ def test_logits_are_near_those_of_the_weights_alone(tmp_path: Path, name: str) -
     for each in rewritten(folder, tmp_path, INT8_FORMATS[name]):
         model = load_model(Checkpoint.open(str(each)), "float32", CPU)
         assert isinstance(model, FusedCausalLM)
-        logits.append(probe_logits(model, layout_of(model.config, 16, "float32"), CPU))
+        logits.append(probe_logits(model, layout_of(model.caches, 16, "float32"), CPU))
     error = float((logits[0] - logits[1]).abs().max() / logits[1].abs().max())
     assert 0 < error < MOST.get(name, 0.05)  # activations really lose bits
 

@@ -15,6 +15,7 @@ from pd_cluster.model import loader
 from pd_cluster.model.attention_choice import SDPA
 from pd_cluster.model.capturable import OperatorWatch, obstacle
 from pd_cluster.model.causal_lm import PlainCausalLM
+from pd_cluster.model.declared import layout_of
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.native import floats
@@ -38,7 +39,7 @@ def plain(folder: Path) -> PlainCausalLM:
 @pytest.mark.parametrize("architecture", [*NOT_FUSED, "phi", "olmo", "cohere", "gpt_bigcode"])
 def test_replayed_steps_are_the_steps(checkpoint: Checkpoints, architecture: str) -> None:
     model = plain(checkpoint(architecture))
-    assert obstacle(model, loader.layout_of(model.config, BLOCK_SIZE, "float32"), CPU) == ""
+    assert obstacle(model, layout_of(model.caches, BLOCK_SIZE, "float32"), CPU) == ""
     with torch.inference_mode():
         world = World(model, 3)
         world.graphs = DecodeGraphs(model, world.pool, MOST, MAX_LEN, recorded)
@@ -76,7 +77,7 @@ def test_steps_whose_launches_differ_are_found(checkpoint: Checkpoints) -> None:
             args[0].sum()
 
     model.model.register_forward_pre_hook(lambda module, args: every_other(module, [torch.ones(1)]))
-    layout = loader.layout_of(model.config, BLOCK_SIZE, "float32")
+    layout = layout_of(model.caches, BLOCK_SIZE, "float32")
     assert obstacle(model, layout, CPU) == "its launches differ from step to step"
 
 

@@ -17,11 +17,12 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ModelError
 from pd_cluster.model.causal_lm import FusedCausalLM
+from pd_cluster.model.declared import layout_of
 from pd_cluster.model.known_forms import FORMS
 from pd_cluster.model.layers.expert_weight import ExpertStack
 from pd_cluster.model.layers.linear import Linear, PlainLinear, make_linear
 from pd_cluster.model.layers.weight import LinearWeight, Part, Tensors, WeightForm
-from pd_cluster.model.loader import layout_of, load_model, probe_logits
+from pd_cluster.model.loader import load_model, probe_logits
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt
@@ -185,7 +186,7 @@ def test_logits_are_bit_for_bit_those_of_the_plain_form(tmp_path: Path, architec
     found = []
     for folder in pair(tmp_path, architecture):
         model = load_model(Checkpoint.open(str(folder)), "float32", CPU)
-        found.append(probe_logits(model, layout_of(model.config, 16, "float32"), CPU))
+        found.append(probe_logits(model, layout_of(model.caches, 16, "float32"), CPU))
     assert torch.equal(*found)
 
 

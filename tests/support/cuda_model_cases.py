@@ -25,6 +25,7 @@ from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
 from pd_cluster.model.cuda import coded
 from pd_cluster.model.cuda.coded import E2M1, INT4, ROUNDED
 from pd_cluster.model.cuda.paged import PaddedPlanner
+from pd_cluster.model.declared import caches_of, layout_of
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.prompt_graphs import PromptGraphs
 from pd_cluster.settings.engine import EngineConfig
@@ -154,8 +155,9 @@ def test_int8_products_are_those_of_the_reference(tmp_path: Path, monkeypatch: p
     """Sums of integers have no order, so logits differ from a CPU's by what lies between the layers alone."""
     folder, _ = rewritten(make_checkpoint(tmp_path / "made", "llama"), tmp_path, W8A8)
     checkpoint = Checkpoint.open(str(folder))
-    layout = loader.layout_of(modules.config_of(checkpoint), 16, "float32")
-    expected = loader.probe_logits(loader.load_model(checkpoint, "float32", CPU), layout, CPU)
+    model = loader.load_model(checkpoint, "float32", CPU)
+    layout = layout_of(model.caches, 16, "float32")
+    expected = loader.probe_logits(model, layout, CPU)
     as_cuda(monkeypatch)
     kinds: list[int] = []
     monkeypatch.setattr(coded.kernels, "coded_linear_product", Noted(coded.kernels.coded_linear_product, kinds))
@@ -248,7 +250,7 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama")
     checkpoint = Checkpoint.open(str(folder))
     rounded = modules.load_plain(checkpoint, "bfloat16", CPU)
-    whole, half = (loader.layout_of(rounded.config, 16, dtype) for dtype in ("float32", "bfloat16"))
+    whole, half = (layout_of(caches_of(rounded), 16, dtype) for dtype in ("float32", "bfloat16"))
     exact = loader.probe_logits(loader.load_model(checkpoint, "float32", CPU), whole, CPU)
     by_modules = loader.probe_logits(PlainCausalLM(rounded), half, CPU)
     by_kernels = loader.probe_logits(

@@ -8,9 +8,9 @@ import torch
 
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import graphs as module
-from pd_cluster.model import loader
 from pd_cluster.model.batch import batch_of, step_input
 from pd_cluster.model.causal_lm import CausalLM
+from pd_cluster.model.declared import layout_of
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import VOCAB_SIZE
@@ -23,7 +23,7 @@ class World:
 
     def __init__(self, model: CausalLM, seed: int) -> None:
         self.model, self.rng = model, random.Random(seed)
-        layout = loader.layout_of(model.config, BLOCK_SIZE, "float32")
+        layout = layout_of(model.caches, BLOCK_SIZE, "float32")
         self.eager, self.pool = KVPool(layout, NUM_BLOCKS), KVPool(layout, NUM_BLOCKS)
         self.runs: list[int] = []  # how often each graph's launches were made
         self.graphs = DecodeGraphs(model, self.pool, MOST, MAX_LEN, self.capture)

@@ -21,9 +21,42 @@ ROUTED_EXPERTS: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+# Widths that all differ, so that one taken for another is noticed.
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,  # in some configs the same as qk_rope_head_dim
+    "kv_lora_rank": 40,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+LATENTS_AND_EXPERTS: dict[str, Any] = {
+    **LATENTS,
+    **ROUTED_EXPERTS,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+YARN: dict[str, Any] = {
+    **ROPE,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
 # model_type -> differences from tests/support/checkpoints.COMMON
 MORE: dict[str, dict[str, Any]] = {
     "apertus": {},
+    "axk1": LATENTS_AND_EXPERTS,
+    "deepseek_v2": {**LATENTS_AND_EXPERTS, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {**LATENTS_AND_EXPERTS, "rope_parameters": YARN},
+    "glm4_moe_lite": {**LATENTS_AND_EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "minicpm3": LATENTS,
+    "youtu": LATENTS,
     "arcee": {},
     "cohere": {"logit_scale": 0.5, "use_qk_norm": True, "tie_word_embeddings": True},
     "cohere2_moe": {**MIXED_LAYERS, **EXPERTS, "logit_scale": 2.0},
@@ -41,6 +74,7 @@ MORE: dict[str, dict[str, Any]] = {
     "glm": HALF_ROPE,
     "glm4_moe": {**ROUTED_EXPERTS, "use_qk_norm": True},
     "gpt_bigcode": NO_GROUPS,
+    "gptj": {**NO_GROUPS, "rotary_dim": 8},
     "granite_swa": {**MIXED_LAYERS},
     "granitemoe": LOCAL_EXPERTS,
     "granitemoeshared": {**LOCAL_EXPERTS, "shared_intermediate_size": 64},

@@ -18,6 +18,7 @@ from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.kv.layout import keys_and_values
 from pd_cluster.model import loader, modules
 from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
+from pd_cluster.model.declared import layout_of
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
@@ -249,11 +250,13 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(str(folder))
 
     def logits(model: Any, dtype: str) -> torch.Tensor:
-        return loader.probe_logits(model, loader.layout_of(model.config, 128, dtype), NPU)
+        return loader.probe_logits(model, layout_of(caches, 128, dtype), NPU)
 
-    exact = logits(loader.load_model(checkpoint, "float32", NPU, block_size=128), "float32")
+    whole = loader.load_model(checkpoint, "float32", NPU, block_size=128)
+    caches = whole.caches
+    exact = logits(whole, "float32")
     plain = modules.load_plain(checkpoint, "bfloat16", NPU)
-    attention = loader.choose_attention("auto", plain.config, loader.layout_of(plain.config, 128, "bfloat16"), NPU)
+    attention = loader.choose_attention("auto", plain.config, layout_of(caches, 128, "bfloat16"), NPU)
     by_modules = logits(PlainCausalLM(plain, attention=attention), "bfloat16")
     fused = loader.fuse(plain, loader.choose_ops(plain.config, NPU, attention))
     assert isinstance(fused, FusedCausalLM)

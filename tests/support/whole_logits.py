@@ -19,6 +19,7 @@ from pd_cluster.devices.device import Device, reserved_nbytes
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import loader
 from pd_cluster.model.batch import build_batch
+from pd_cluster.model.declared import layout_of
 from pd_cluster.types import Order, Request, Sampling
 
 BLOCK_SIZE = 16
@@ -43,7 +44,7 @@ def our_logits(
     model = loader.load_model(
         Checkpoint.open(str(folder)), dtype, device, choices=loader.KernelChoices(speedups=speedups)
     )
-    layout = loader.layout_of(model.config, BLOCK_SIZE, dtype)
+    layout = layout_of(model.caches, BLOCK_SIZE, dtype)
     pool = KVPool(layout, layout.num_blocks_for(len(token_ids)), device)
     request = Request("logits", Order(token_ids, Sampling()), block_table=list(range(pool.num_blocks))[::-1])
     found = []

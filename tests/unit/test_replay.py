@@ -332,7 +332,9 @@ async def test_a_new_request_waits_a_moment_when_everybody_was_lost_just_now() -
         await anext(world.serve())
 
 
-@pytest.mark.parametrize("returning", [("connecting", ""), ("loading", ""), ("unreachable", wire.GIVEN_UP)])
+@pytest.mark.parametrize(
+    "returning", [("connecting", ""), ("loading", ""), ("unreachable", wire.GIVEN_UP), ("unreachable", wire.PAUSED)]
+)
 async def test_a_new_request_waits_longer_for_an_instance_that_returns(returning: tuple[InstanceState, str]) -> None:
     """On a busy host, processes that gave a stopped scheduler up may take seconds to come back to it."""
     world = World(replay=ReplayLimits(together_s=0.01, wait_s=60.0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from pd_cluster.errors import ConfigError, LinkError
 from pd_cluster.kv.layout import CODE_BITS, KVLayout, Route, can_hold, check_pair, keys_and_values, stored_width
 from pd_cluster.kv.pool import KVPool, probe_content
 from pd_cluster.kv.vectors import MOST, SMALLEST, convert, decode, encode
-from pd_cluster.model.loader import layout_of
+from pd_cluster.model.declared import LayerCache, layout_of
 from pd_cluster.wire import KVPiece
 
 CODED = sorted(CODE_BITS)
@@ -85,8 +84,8 @@ def test_a_token_s_bytes() -> None:
 def test_odd_widths_have_no_int4() -> None:
     odd = keys_and_values(15)
     assert [can_hold(odd, dtype) for dtype in ("float32", "int8", "fp8_e4m3", "int4")] == [True, True, True, False]
-    with pytest.raises(ConfigError, match="--kv-cache-dtype int4: heads have 15 numbers, an odd number; use int8"):
-        layout_of(SimpleNamespace(head_dim=15, num_hidden_layers=1, num_attention_heads=2), 16, "int4")
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int4: vectors of 15, 15 numbers, an odd number; use int8"):
+        layout_of((LayerCache(2, odd),), 16, "int4")
     pair = KVLayout(1, 2, odd, 16, "int4")
     with pytest.raises(LinkError, match="int4 holds two numbers a byte, and a width is odd"):
         check_pair(pair, pair)

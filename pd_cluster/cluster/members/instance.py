@@ -9,7 +9,7 @@ from pd_cluster.net.admission import peer_key
 from pd_cluster.reports import InstanceInfo, InstanceState, Service
 from pd_cluster.types import LinkState, Role
 from pd_cluster.types.variants import short_name
-from pd_cluster.wire import GIVEN_UP, Load, PeerInfo
+from pd_cluster.wire import GIVEN_UP, PAUSED, Load, PeerInfo
 
 OPENING = LinkState("opening")  # of links that have not been heard of
 
@@ -69,8 +69,9 @@ class Instance:
 
     @property
     def is_returning(self) -> bool:
-        """Whether its process lives, as it has said itself, and is on its way to being ready."""
-        return self.state in ("loading", "connecting") or (self.state == "unreachable" and self.reason == GIVEN_UP)
+        """Whether it is on its way to being ready: its process lives, or was lost by no silence of its own."""
+        is_alive = self.state == "unreachable" and self.reason in (GIVEN_UP, PAUSED)
+        return is_alive or self.state in ("loading", "connecting")
 
     @property
     def takes_requests(self) -> bool:

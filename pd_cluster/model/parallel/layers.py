@@ -13,6 +13,8 @@ from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.parallel.plan import ParallelPlan
 
+NORM_IN_MLP = "post_mlp_layernorm"  # A.X-K1's blocks of experts end with a norm, which must see the sum
+
 
 class VocabParallelEmbedding(torch.nn.Module):
     """Looks up the ids of this rank's rows; the sum over all ranks has every id's."""
@@ -64,7 +66,11 @@ class Share:
         model.set_input_embeddings(self.embedding(model.get_input_embeddings()))
         for layer in model.base_model.layers:
             self._span_norms(layer.self_attn)
-            self._hooks += [module.register_forward_hook(self._add_up) for module in (layer.self_attn, layer.mlp)]
+            self._hooks.append(layer.self_attn.register_forward_hook(self._add_up))
+            if (norm := getattr(layer.mlp, NORM_IN_MLP, None)) is None:
+                self._hooks.append(layer.mlp.register_forward_hook(self._add_up))
+            else:
+                self._hooks.append(norm.register_forward_pre_hook(self._add_up_before))
 
     def remove(self, model: Any) -> None:
         """Restores the model for a caller that takes it apart and does the sums itself. Norms that span heads stay."""
@@ -77,6 +83,9 @@ class Share:
         if isinstance(output, tuple):
             return self.group.sum(output[0]), *output[1:]
         return self.group.sum(output)
+
+    def _add_up_before(self, module: torch.nn.Module, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        return (self.group.sum(arguments[0]),)
 
     def _span_norms(self, attention: Any) -> None:
         plan = self.plan

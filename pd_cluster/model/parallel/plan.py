@@ -25,7 +25,14 @@ STYLES: dict[str, Style] = {
     "rowwise": "row",
     "rowwise_split_input": "row",
     "replicated_with_grad_allreduce": "whole",
+    "mla_kv_a_proj": "whole",
     "moe_tp_experts": "whole",  # concerns the computation of experts, not their split
+}
+# Latent attention: what makes heads is split by them, and what they are made of is the same for all.
+LATENT_STYLES: dict[str, Style] = {
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), "column"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "whole"),
+    "o_proj": "row",
 }
 NO_FIT = "transformers' plan does not fit the shapes of its weights"
 REFUSED = {
@@ -79,6 +86,8 @@ class ParallelPlan:
         # The only reason for transformers to gather each rank's queries.
         self.norms_span_heads = plan.get("layers.*.self_attn.q_proj") == "colwise_gather_output"
         self._styles = {pattern.rpartition(".")[2]: STYLES[style] for pattern, style in plan.items()}
+        if getattr(config, "kv_lora_rank", None):  # some plans leave this attention whole, which needs no sum behind it
+            self._styles |= LATENT_STYLES
         if "gate_up_proj" in self._styles:  # some files have its halves apart
             self._styles |= {"gate_proj": "column", "up_proj": "column"}
         self.num_heads: int = config.num_attention_heads
@@ -121,7 +130,8 @@ class ParallelPlan:
 
     def layout_of_rank(self, local: KVLayout, rank: int) -> KVLayout:
         """Returns a rank's layout; `local` is that of its model, taken as a whole one."""
-        layout = replace(local, num_kv_heads=self.num_kv_heads, tp_size=self.size, tp_rank=rank)
+        num_kv_heads = 1 if local.has_latents else self.num_kv_heads
+        layout = replace(local, num_kv_heads=num_kv_heads, tp_size=self.size, tp_rank=rank)
         assert layout.local_kv_heads == local.num_kv_heads
         return layout
 

@@ -1,0 +1,114 @@
+"""What each layer of a loaded model keeps of a token, as its own modules tell it. Asks no config for a size.
+
+Two tokens go through the model with transformers' cache, whose layers then hold one tensor a plane, and with an
+attention that notes what it is given. Where that is more than the cache holds, the heads are made anew from what is
+kept (latent attention).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.modeling_utils import AttentionInterface
+
+from pd_cluster.errors import ConfigError, ModelError, called
+from pd_cluster.kv.layout import LATENT, KVLayout, can_hold, keys_and_values, latents
+from pd_cluster.wire import Plane
+
+NUM_TOKENS = 2
+NAME = "pd_cluster_declaring"
+Seen = dict[int, tuple[int, int]]  # layer -> heads and width of the keys that its attention is given
+_seen: ContextVar[Seen] = ContextVar("_seen")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """What a layer keeps of a token: planes, each of `num_heads` vectors."""
+
+    num_heads: int
+    planes: tuple[Plane, ...]
+
+
+def caches_of(model: Any) -> tuple[LayerCache, ...]:
+    """Returns what each layer keeps, on this rank. Raises ModelError: it keeps something else than planes."""
+    cache, seen = DynamicCache(config=model.config), Seen()
+    token_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device=next(model.parameters()).device)
+    with torch.inference_mode(), _noting(model, seen):
+        model(input_ids=token_ids, use_cache=True, logits_to_keep=1, **{cache_argument(model): cache})
+    found = tuple(_cache_of(model, index, layer, seen) for index, layer in enumerate(cache.layers))
+    if other := next((index for index, each in enumerate(found) if each != found[0]), 0):
+        raise ModelError(f"{model.config.model_type}: layer {other} keeps {found[other]}, and layer 0 {found[0]}")
+    return found
+
+
+def cache_argument(model: Any) -> str:
+    """Returns the name under which a model of transformers takes its cache; 5.24 has renamed it."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+def has_latents(caches: tuple[LayerCache, ...]) -> bool:
+    return caches[0].planes[0].name == LATENT
+
+
+def layout_of(caches: tuple[LayerCache, ...], block_size: int, dtype: str) -> KVLayout:
+    """Returns the layout of a pool of this dtype. Raises ConfigError for one that cannot hold such vectors."""
+    first = caches[0]
+    layout = KVLayout(len(caches), first.num_heads, first.planes, block_size, dtype)
+    if layout.has_latents and dtype == "int4":
+        raise ConfigError(f"{called('kv_cache_dtype')} int4: latents keep 8 bits or more; use int8 or fp8")
+    if not can_hold(first.planes, dtype):
+        widths = ", ".join(str(plane.width) for plane in first.planes)
+        raise ConfigError(f"{called('kv_cache_dtype')} {dtype}: vectors of {widths} numbers, an odd number; use int8")
+    return layout
+
+
+def _cache_of(model: Any, index: int, layer: Any, seen: Seen) -> LayerCache:
+    place = f"{model.config.model_type}: layer {index}"
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if index not in seen:
+        raise ModelError(f"{place} does not call the attention that it is given; this model cannot be served")
+    if not isinstance(layer, DynamicLayer) or keys is None or values is None:
+        raise ModelError(f"{place} keeps {type(layer).__name__}, not keys and values; this model cannot be served")
+    num_heads, width, value_width = keys.shape[1], keys.shape[3], values.shape[3]
+    if (num_heads, width) != seen[index]:
+        if values.shape[1] != num_heads:
+            raise ModelError(f"{place} keeps {num_heads} and {values.shape[1]} heads, which a pool does not hold")
+        return LayerCache(num_heads, latents(width, value_width))
+    if width != value_width:
+        raise ModelError(
+            f"{place} has keys of {width} numbers and values of {value_width}, which nothing here attends to"
+        )
+    return LayerCache(num_heads, keys_and_values(width))
+
+
+def _note(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """Stands for an attention: notes the shape of keys, and returns zeros [1, num_tokens, num_heads, width]."""
+    layer_idx = module.layer_idx
+    assert isinstance(layer_idx, int)
+    _seen.get()[layer_idx] = key.shape[1], key.shape[3]
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+@contextmanager
+def _noting(model: Any, seen: Seen) -> Iterator[None]:
+    AttentionInterface.register(NAME, _note)
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    token = _seen.set(seen)
+    try:
+        for config in configs.values():
+            config._attn_implementation = NAME
+        yield
+    finally:
+        _seen.reset(token)
+        for key, config in configs.items():
+            config._attn_implementation = before[key]

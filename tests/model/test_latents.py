@@ -1,0 +1,122 @@
+"""Latent attention (MLA): pools of latents under transformers' modules give the tokens of generate()."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import Device
+from pd_cluster.errors import ConfigError, LinkError, ModelError
+from pd_cluster.kv.layout import KVLayout, check_pair, keys_and_values, latents
+from pd_cluster.model.attention_choice import choose_attention
+from pd_cluster.model.declared import LayerCache, caches_of, layout_of
+from pd_cluster.types import Sampling
+from tests.model.test_lora import check
+from tests.support.adapters import digest_of, loaded, make_adapter, merged
+from tests.support.checkpoints import reference_greedy
+from tests.support.engines import assert_all_same, generate, make_core, random_prompt
+from tests.support.more_checkpoints import LATENTS
+
+Checkpoints = Callable[..., Path]
+GREEDY = Sampling(max_tokens=16, temperature=0.0)
+LENGTHS = (1, 7, 33, 60)
+# DeepSeek-V3's widths, and of its 61 layers as many as show that they are alike; its experts keep nothing.
+V3: dict[str, Any] = {
+    "hidden_size": 7168,
+    "intermediate_size": 8,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 2,
+    "vocab_size": 16,
+}
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [random_prompt(rng, length) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 17])
+def test_prompts_in_chunks(checkpoint: Checkpoints, num_tokens: int) -> None:
+    """Steps that begin anywhere in a block, each with the past of others beside it."""
+    folder, prompts = checkpoint("deepseek_v3"), prompts_of(1)
+    core = make_core(folder, block_size=4, max_num_batched_tokens=num_tokens, num_blocks=96)
+    assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_sequences_that_are_preempted(checkpoint: Checkpoints, mode: str) -> None:
+    """Four that grow to 13 blocks each, in a pool of 30."""
+    folder, rng = checkpoint("deepseek_v3"), random.Random(2)
+    prompts, sampling = [random_prompt(rng, 10) for _ in range(4)], Sampling(max_tokens=40, temperature=0.0)
+    core = make_core(folder, block_size=4, num_blocks=30, preemption_mode=mode, swap_space_gib=0.01, max_model_len=64)
+    outputs = generate(core, prompts, sampling)
+    assert core.scheduler.num_preemptions
+    assert_all_same(folder, prompts, outputs, sampling.max_tokens)
+
+
+def test_a_pool_holds_latents_and_nothing_else(checkpoint: Checkpoints) -> None:
+    layout = make_core(checkpoint("deepseek_v3"), num_blocks=32).runner.pool.layout  # type: ignore[attr-defined]
+    planes = latents(LATENTS["kv_lora_rank"], LATENTS["qk_rope_head_dim"])
+    assert (layout.num_kv_heads, layout.planes) == (1, planes)
+    assert layout.token_nbytes == 3 * (40 + 8) * 4
+
+
+def test_a_token_of_deepseek_v3() -> None:
+    """61 layers of 512 + 64 numbers of two bytes; heads of keys and values would take 71 times as many."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **V3))
+    caches = caches_of(model)
+    assert layout_of(caches[:1] * 61, 64, "bfloat16").token_nbytes == 70_272
+
+
+def test_what_does_not_fit_is_refused(checkpoint: Checkpoints) -> None:
+    cache = LayerCache(1, latents(40, 8))
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int4: latents keep 8 bits or more; use int8 or fp8"):
+        layout_of((cache,), 16, "int4")
+    layout = layout_of((cache,), 16, "bfloat16")
+    for backend in ("flashinfer", "triton"):
+        with pytest.raises(ConfigError, match=rf"--attention-backend {backend}: latent attention .* use auto, or sdpa"):
+            choose_attention(backend, None, layout, Device("cuda", 0))
+    with pytest.raises(ConfigError, match=r"--deterministic: latent attention .* leave it out"):
+        choose_attention("auto", None, layout, Device("cuda", 0), is_deterministic=True)
+    heads = KVLayout(1, 1, keys_and_values(40), 16, "bfloat16")
+    with pytest.raises(LinkError, match="planes is k, v on the prefill instance and latent, rope on the decode"):
+        check_pair(heads, layout)
+
+
+def test_an_adapter_beside_latents(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    folder = checkpoint("deepseek_v3")
+    adapter = make_adapter(tmp_path / "a", folder, 1, only=r"q_b_proj|kv_a_proj|o_proj")
+    core = make_core(folder, adapters=loaded(adapter), max_num_batched_tokens=24, num_blocks=64)
+    check(core, {"": folder, digest_of(adapter): merged(folder, adapter, tmp_path / "m")}, prompts_of(3), GREEDY)
+    made_anew = make_adapter(tmp_path / "b", folder, 1, only="kv_b_proj")
+    with pytest.raises(ModelError, match=r"kv_b_proj.*: this model has no linear layer of this name"):
+        make_core(folder, adapters=loaded(made_anew), num_blocks=64)
+
+
+def test_kimi_k2_is_a_deepseek_v3(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Its folders name a type that transformers has not, and code that is not run."""
+    folder = checkpoint("deepseek_v3")
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = (folder / "config.json").read_text()
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(config.replace('"deepseek_v3"', '"kimi_k2"'))
+    assert Checkpoint.open(str(tmp_path)).model_type == "deepseek_v3"
+    prompt = random_prompt(random.Random(4), 40)
+    (output,) = generate(make_core(tmp_path, num_blocks=32), [prompt], GREEDY)
+    assert output == reference_greedy(folder, prompt, GREEDY.max_tokens)

@@ -93,7 +93,6 @@ class ForwardBatch:
         default_factory=lambda: np.empty(0, dtype=np.int64)
     )  # `hidden.kept`, or `sample_rows`, on the host
     most_tokens: Ints | None = None  # [num_seqs]: the limits of their requests; None: as `host_context_lens`
-    key_starts: Ints | None = None  # [num_seqs + 1]: modules give keys of all sequences, one after the other; None: not
     query_factors: torch.Tensor | None = None  # [num_tokens] float32: factors of the queries, applied last
     replay_lens: Ints | None = None  # a graph's batch only: the `host_context_lens` of the step that it replays
     before_replay: Callable[[], None] | None = None  # a graph's batch only: the kernels' work on the host

@@ -13,10 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from pd_cluster.model.attention.latent import LatentCache, put_up_projections
 from pd_cluster.model.attention_choice import SDPA, Attention
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.declared import LayerCache, cache_argument, caches_of, has_latents
-from pd_cluster.model.latent_cache import LatentCache
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rope
 from pd_cluster.model.layers.rope import LengthRotary, LogN
@@ -84,6 +84,7 @@ class PlainCausalLM:
         self.bf16_way = ""
         self._attend = attention.write_and_attend
         self._has_latents, self._cache_argument = has_latents(self.caches), cache_argument(model)
+        self._up_projections = put_up_projections(model) if self._has_latents else []
         self.model = model
         self._vocab_size = vocab_size or model.config.vocab_size
         self._group = group or Alone()
@@ -136,6 +137,8 @@ class PlainCausalLM:
         for rotary in self._rotaries:
             rotary.batch = batch
         images = None if batch is None else batch.images
+        for up in self._up_projections:
+            up.is_absorbed = batch is not None
         for block in self._by_kind:
             block.rows = None if images is None else images.experts
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -214,14 +213,12 @@ def _check_backend(checkpoint: Checkpoint, attention_backend: str) -> None:
 def _adapt(
     plain: PlainCausalLM, model: Any, adapters: Adapters, vocab_size: int, layout: KVLayout, device: Device
 ) -> None:
-    """Puts adapters beside the modules of transformers' model; a step shows which of them can have any.
-
-    It has a past: a module that computes rows of earlier tokens, too (latent attention's `kv_b_proj`), can have none.
-    """
+    """Puts adapters beside the modules of transformers' model; a step shows which of them can have any."""
     adapters.places.take_over(model)
     adapters.places.take_over_ends(model, vocab_size or plain.config.vocab_size)
     plain.adapters = adapters
-    probe_logits(plain, layout, device, 1, lambda: adapters.places.watched(PROBE_NUM_TOKENS))
+    with adapters.places.watched(PROBE_NUM_TOKENS):
+        probe_logits(plain, layout, device)
 
 
 def adapters_of(checkpoint: Checkpoint, share: Share | None) -> Adapters:
@@ -305,26 +302,17 @@ def plan_of(checkpoint: Checkpoint, tp_size: int) -> ParallelPlan:
     return ParallelPlan(modules.config_of(checkpoint), tp_size)
 
 
-def probe_logits(
-    model: CausalLM, layout: KVLayout, device: Device, num_before: int = 0, watching: Any = nullcontext
-) -> torch.Tensor:
-    """Computes logits [PROBE_NUM_TOKENS, vocab_size] of a few tokens, in a temporary pool.
-
-    `num_before`: tokens of the same sequence in a step before; `watching()` is around the step itself.
-    """
-    vocab_size, num_tokens = model.config.vocab_size, num_before + PROBE_NUM_TOKENS
-    token_ids = [i * (vocab_size - 1) // num_tokens for i in range(num_tokens)]
-    num_blocks = layout.num_blocks_for(num_tokens)
+def probe_logits(model: CausalLM, layout: KVLayout, device: Device) -> torch.Tensor:
+    """Computes logits [PROBE_NUM_TOKENS, vocab_size] of a few tokens, in a temporary pool."""
+    vocab_size = model.config.vocab_size
+    token_ids = [i * (vocab_size - 1) // PROBE_NUM_TOKENS for i in range(PROBE_NUM_TOKENS)]
+    num_blocks = layout.num_blocks_for(PROBE_NUM_TOKENS)
     probe = Request("probe", Order(token_ids, Sampling()), block_table=list(range(num_blocks)))
     pool = KVPool(layout, num_blocks, device)
     try:
+        batch = build_batch([(probe, PROBE_NUM_TOKENS)], pool)
+        batch.sample_rows = torch.arange(PROBE_NUM_TOKENS, device=batch.slot_mapping.device)
         with torch.inference_mode():
-            if num_before:
-                model(build_batch([(probe, num_before)], pool))
-                probe.num_computed_tokens = num_before
-            batch = build_batch([(probe, PROBE_NUM_TOKENS)], pool)
-            batch.sample_rows = torch.arange(PROBE_NUM_TOKENS, device=batch.slot_mapping.device)
-            with watching():
-                return model(batch).float()
+            return model(batch).float()
     finally:
         pool.close()

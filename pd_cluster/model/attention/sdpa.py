@@ -8,13 +8,13 @@ that this file cannot fulfil is an error, found by the forward passes at the end
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pd_cluster.errors import ModelError
 from pd_cluster.kv.vectors import decode, encode, write_kv
+from pd_cluster.model.attention.latent import attend_latents
 from pd_cluster.model.batch import ForwardBatch
 
 NAME = "pd_cluster"  # transformers gives names with "sdpa" or "paged|" in them a meaning of their own
@@ -70,8 +70,8 @@ def forward(
     queries = query[0]
     if forward_batch.query_factors is not None:
         queries = queries * forward_batch.query_factors[:, None].to(queries.dtype)
-    if forward_batch.key_starts is not None:
-        return attend_made(queries, keys, values, forward_batch, scoring)[None], None
+    if forward_batch.pool.layout.has_latents:
+        return attend_latents(module, queries, forward_batch, scaling)[None], None
     attend = forward_batch.write_and_attend or write_and_attend
     return attend(layer_idx, queries, keys, values, forward_batch, scoring)[None], None
 
@@ -128,24 +128,6 @@ def write_and_attend(
     return output
 
 
-def attend_made(
-    query: torch.Tensor,  # [num_heads, num_tokens, width]
-    keys: torch.Tensor,  # [num_keys, num_kv_heads, width]
-    values: torch.Tensor,  # [num_keys, num_kv_heads, value_width]
-    batch: ForwardBatch,
-    scoring: Scoring,
-) -> torch.Tensor:
-    """Attends to what was made of all sequences' latents; returns [num_tokens, num_heads, value_width]."""
-    assert batch.key_starts is not None
-    output = query.new_zeros(query.shape[1], query.shape[0], values.shape[2])
-    query_starts = batch.query_starts.tolist()
-    for i, (start, stop) in enumerate(pairwise(batch.key_starts.tolist())):
-        rows = slice(query_starts[i], query_starts[i + 1])
-        if start < stop:
-            output[rows] = _attend(query[:, rows], keys[start:stop], values[start:stop], batch, scoring).transpose(0, 1)
-    return output
-
-
 def _attend(
     q: torch.Tensor,  # [num_heads, query_len, head_dim]
     k: torch.Tensor,  # [seen, num_kv_heads, head_dim]
@@ -157,7 +139,6 @@ def _attend(
     """Attends for one sequence. Returns [num_heads, query_len, head_dim]."""
     num_heads, query_len, head_dim = q.shape
     seen, num_kv_heads, _ = k.shape
-    value_width = v.shape[2]
     scaling, sliding_window = scoring.scaling, scoring.sliding_window
     window = sliding_window if sliding_window is not None and seen > sliding_window else 0
     k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, num_kv_heads, seen, head_dim]
@@ -169,7 +150,7 @@ def _attend(
             k, v = k[:, :, -window:], v[:, :, -window:]
         grouped = q.reshape(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         attended = scaled_dot_product_attention(grouped, k, v, scale=scaling)
-        return attended.reshape(num_heads, 1, value_width)  # on CUDA, float32 heads are strided
+        return attended.reshape(num_heads, 1, head_dim)  # on CUDA, float32 heads are strided
     if seen == query_len and not window and limits is None:
         return scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scaling, enable_gqa=True)[0]
     mask = _mask(batch, query_len, seen, window, limits)

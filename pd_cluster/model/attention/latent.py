@@ -1,0 +1,143 @@
+"""Latent attention (MLA) over the paged pool, absorbed: heads are never made of what the pool holds.
+
+A head's key is W_k times a latent beside the rotated part that all heads share, its value W_v times the latent. So a
+query's product with W_k meets latents themselves, and W_v is applied to what they add up to: per sequence, with scores
+and sums in float32. Under transformers' modules: `LatentCache` writes what they give their cache, and `attend_latents`
+stands for their attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pd_cluster.errors import ModelError
+from pd_cluster.kv.vectors import decode, encode, write_kv
+from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.layers.weight import weight_of
+
+MOST_SCORES = 1 << 26  # held at once: 256 MiB of float32
+
+
+class UpProjection(torch.nn.Module):
+    """`kv_b_proj` as numbers, apart for keys [num_heads, width, C] and values [num_heads, value_width, C].
+
+    Its own product, of latents, is the one of transformers' modules without a cache, for the proof at load.
+    """
+
+    def __init__(self, weight: torch.Tensor, widths: tuple[int, int]) -> None:
+        """`weight` [num_heads * sum(widths), C]: of each head the rows of its keys, then those of its values."""
+        super().__init__()
+        apart = weight.detach().view(-1, sum(widths), weight.shape[1])
+        self.keys, self.values = apart[:, : widths[0]].contiguous(), apart[:, widths[0] :].contiguous()
+        self.is_absorbed = False  # `attend_latents` does its work
+
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        if self.is_absorbed:
+            num_heads, width = self.keys.shape[0], self.keys.shape[1] + self.values.shape[1]
+            return latents.new_zeros(*latents.shape[:-1], num_heads * width)
+        return torch.nn.functional.linear(latents, torch.cat((self.keys, self.values), dim=1).flatten(0, 1))
+
+
+def put_up_projections(model: torch.nn.Module) -> list[UpProjection]:
+    """Takes `kv_b_proj` of each layer apart; returns them. Raises ModelError for one that has more than weights."""
+    found = []
+    for module in model.modules():
+        if not isinstance(getattr(module, "layer_idx", None), int):
+            continue
+        linear: Any = getattr(module, "kv_b_proj", None)
+        if linear is None:
+            continue
+        weight = weight_of(linear)
+        if weight.bias is not None:
+            raise ModelError(f"{type(module).__name__}.kv_b_proj has a bias, which nothing here adds")
+        widths = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
+        module.kv_b_proj = up = UpProjection(weight.matrix(), widths)
+        found.append(up)
+    return found
+
+
+class LatentCache:
+    """Stands for transformers' cache in a step. Has what modules and masks ask of one."""
+
+    is_compileable = False
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        self._batch = batch
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def update(
+        self,
+        latent: torch.Tensor,  # [1, 1, num_tokens, C]
+        rope: torch.Tensor,  # [1, 1, num_tokens, Dr]
+        layer_idx: int,
+        *_: object,
+        **__: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes a step's latents to the pool; returns one of them, since modules make heads of at least one."""
+        batch, dtype = self._batch, self._batch.pool.layout.dtype
+        keys, values = (encode(each[0].transpose(0, 1), dtype) for each in (latent, rope))  # [num_tokens, 1, …]
+        write_kv(keys, values, *batch.pool.layer(layer_idx), batch.slot_mapping)
+        batch.layer_written(layer_idx, None)
+        return latent[:, :, :1], rope[:, :, :1]
+
+
+def attend_latents(
+    module: Any,
+    queries: torch.Tensor,  # [num_heads, num_tokens, Dn + Dr]
+    batch: ForwardBatch,
+    scaling: float,
+) -> torch.Tensor:
+    """Attends to the latents that the pool holds of each sequence; returns [num_tokens, num_heads, Dv]."""
+    up: UpProjection = module.kv_b_proj
+    layout = batch.pool.layout
+    planes = batch.pool.layer(module.layer_idx)
+    num_heads, num_tokens, _ = queries.shape
+    output = queries.new_zeros(num_tokens, num_heads, up.values.shape[1])
+    query_starts, table_starts = batch.query_starts.tolist(), batch.table_starts.tolist()
+    for i, context_len in enumerate(batch.context_lens.tolist()):
+        first, stop = query_starts[i : i + 2]
+        if context_len == 0:  # padding
+            continue
+        table = batch.block_table[table_starts[i] : table_starts[i + 1]]
+        latents, ropes = (  # each [context_len, …]
+            decode(plane.index_select(0, table).flatten(0, 1)[:context_len, 0], layout.dtype).float()
+            for plane in planes
+        )
+        most_rows = max(1, MOST_SCORES // (num_heads * context_len))
+        for row in range(first, stop, most_rows):
+            rows = slice(row, min(row + most_rows, stop))
+            num_seen = context_len - stop + rows.stop  # keys that the last of these rows sees
+            attended = _attend(queries[:, rows].float(), latents[:num_seen], ropes[:num_seen], up, scaling)
+            output[rows] = attended.transpose(0, 1).to(output.dtype)
+    return output
+
+
+def _attend(
+    queries: torch.Tensor,  # [num_heads, num_rows, Dn + Dr]: the last rows of those that the keys are of
+    latents: torch.Tensor,  # [num_keys, C]
+    ropes: torch.Tensor,  # [num_keys, Dr]
+    up: UpProjection,
+    scaling: float,
+) -> torch.Tensor:
+    """Returns [num_heads, num_rows, Dv]; everything is float32."""
+    num_heads, num_rows, _ = queries.shape
+    num_keys, rope_width = ropes.shape
+    plain, rotated = queries[:, :, :-rope_width], queries[:, :, -rope_width:]
+    absorbed = torch.bmm(plain, up.keys.float())  # [num_heads, num_rows, C]
+    scores = absorbed.flatten(0, 1) @ latents.T  # [num_heads * num_rows, num_keys]
+    scores = torch.addmm(scores, rotated.flatten(0, 1), ropes.T).mul_(scaling).view(num_heads, num_rows, num_keys)
+    if num_rows > 1:
+        at = torch.arange(num_keys, device=scores.device)
+        scores.masked_fill_(at > at[num_keys - num_rows :, None], float("-inf"))
+    weighted = scores.softmax(-1).flatten(0, 1) @ latents  # [num_heads * num_rows, C]
+    return torch.bmm(weighted.view(num_heads, num_rows, -1), up.values.float().transpose(1, 2))

@@ -46,7 +46,7 @@ SUPPORTED_MODEL_TYPES = (
     *("apertus", "arcee", "cohere", "cohere2_moe", "cwm", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm"),
     *("glm4_moe", "gpt_bigcode", "granite_swa", "granitemoe", "granitemoeshared", "hunyuan_v1_dense"),
     *("hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "jais2", "minimax", "minimax_m2", "ministral"),
-    *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gptj", "minicpm3", "youtu"),
+    *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gptj", "longcat_flash", "minicpm3", "youtu"),
     *("ministral3", "nanochat", "olmo", "olmo3", "olmoe", "phi", "phimoe", "seed_oss", "solar_open", "vaultgemma"),
 )
 # model_type -> number of positions if config.json gives none

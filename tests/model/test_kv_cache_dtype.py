@@ -41,8 +41,13 @@ def test_tokens_are_transformers_with_such_a_cache(tmp_path: Path, architecture:
     assert tokens_of(folder, dtype) == expected(folder, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", *CODE_BITS])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        *((architecture, dtype) for architecture in ("llama", "gpt2") for dtype in ("bfloat16", *CODE_BITS)),
+        *(("deepseek_v3", dtype) for dtype in ("bfloat16", "int8", "fp8_e4m3")),  # a scale for each plane
+    ],
+)
 def test_logits_are_transformers_with_such_a_cache(tmp_path: Path, architecture: str, dtype: str) -> None:
     """Far nearer to them than to those of a plain cache, so the codes' effect is there."""
     folder = make_checkpoint(tmp_path / "model", architecture)

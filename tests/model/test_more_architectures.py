@@ -18,7 +18,7 @@ from tests.support.more_checkpoints import MORE
 from tests.support.ranks import ranks
 
 GREEDY = Sampling(max_tokens=20, temperature=0.0)
-NOT_SHARED = (*REFUSED, "gpt_bigcode", "gptj", "granite_swa", "hunyuan_v1_dense")
+NOT_SHARED = (*REFUSED, "gpt_bigcode", "gptj", "granite_swa", "hunyuan_v1_dense", "longcat_flash")
 QUICK = ("phi", "olmoe", "deepseek_v3")  # each that has something that no other quick test has would be a slow set, too
 LENGTHS = (1, 2, 16, 17, 40, 41, 100, 70)
 

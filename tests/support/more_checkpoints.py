@@ -55,6 +55,16 @@ MORE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENTS_AND_EXPERTS, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**LATENTS_AND_EXPERTS, "rope_parameters": YARN},
     "glm4_moe_lite": {**LATENTS_AND_EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "longcat_flash": {
+        **LATENTS,
+        "num_hidden_layers": 4,  # two in each decoder layer
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 48,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 3,
+        "routed_scaling_factor": 1.5,
+    },
     "minicpm3": LATENTS,
     "youtu": LATENTS,
     "arcee": {},

@@ -1,0 +1,66 @@
+"""Latent attention across real processes: latents go from ranks that have all of them to ranks that get all of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.types import Sampling
+from tests.cluster.test_death import PROMPT, caught
+from tests.support.checkpoints import ROPE, make_checkpoint
+from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.engines import assert_all_same, generate, make_core, random_prompt
+
+MAX_TOKENS = 16
+LENGTHS = (1, 16, 17, 41, 70, 100)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "deepseek_v3", rope_parameters=ROPE)
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """One rank to two, and to one."""
+    arguments = ["--max-num-batched-tokens=40", "--num-blocks=256"]
+    place = tmp_path_factory.mktemp("latents")
+    with LiveCluster(place, folder, num_decode=2, arguments=arguments, tp_sizes={"decode-0": 2}) as running:
+        yield running
+
+
+def test_the_split_says_what_generate_says(cluster: LiveCluster, folder: Path) -> None:
+    """All at once, then again from the prefix caches; a token's latents come over once to each rank."""
+    rng = random.Random(3)
+    prompts = [random_prompt(rng, length) for length in LENGTHS]
+    for _ in range(2):
+        outputs: dict[int, list[int]] = {}
+
+        def job(at: int, found: dict[int, list[int]] = outputs) -> Callable[[], None]:
+            return lambda: found.update({at: cluster.complete(prompts[at], MAX_TOKENS)})
+
+        errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
+        assert not errors, errors[0]
+        assert_all_same(folder, prompts, [outputs[at] for at in range(len(prompts))], MAX_TOKENS)
+    cluster.assert_home()
+    assert all(cluster.instance(name)["kv_received_nbytes"] for name in ("decode-0", "decode-1"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_kill_in_mid_request(cluster: LiveCluster, folder: Path, role: str) -> None:
+    num_tokens = 450
+    sampling = Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    (expected,) = generate(make_core(folder, num_blocks=64), [PROMPT], sampling)
+    stream, begun, victim = caught(cluster, num_tokens)
+    victim = "prefill-0" if role == "prefill" else victim
+    cluster.kill(victim)
+    (rest,) = stream.to_the_end()
+    assert begun[0] + rest == expected
+    cluster.await_exit(victim)
+    cluster.start_member(victim)
+    cluster.await_ready()
+    cluster.assert_home()

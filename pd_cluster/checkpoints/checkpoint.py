@@ -59,6 +59,7 @@ NUMBERS = (
     *("num_hidden_layers", "num_attention_heads"),
 )
 ALWAYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")  # of NUMBERS: never null
+TIKTOKEN = "tiktoken.model"  # of Kimi-K2's folders
 ADAPTER_FILES = ("adapter_config.json", "adapter_model*")
 
 
@@ -273,8 +274,15 @@ def _tokenizer_path(engine: EngineConfig, path: Path) -> Path | None:
         found = resolve_model(name, revision, place, called("tokenizer"), needs_weights=False, revision_flag=its_flag)
     elif revision not in ("", engine.revision):
         found = resolve_model(engine.model, revision, place, needs_weights=False, revision_flag=its_flag)
-    has_none = engine.skip_tokenizer_init and not ((found / "tokenizer.json").exists() or is_made(found))
-    return None if has_none else found
+    has_file = (found / "tokenizer.json").exists() or is_made(found)
+    if engine.skip_tokenizer_init and not has_file:
+        return None
+    if not has_file and (found / TIKTOKEN).exists():
+        raise ModelError(
+            f"{found / TIKTOKEN}: there is no tokenizer.json beside it, and this form is not read; convert it with "
+            f"transformers.convert_slow_tokenizer.TikTokenConverter, or give {called('tokenizer')} another folder"
+        )
+    return found
 
 
 def _is_listed(config: Config) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from pd_cluster.model.attention.latent import LatentCache, put_up_projections
+from pd_cluster.model.attention.latent import LatentCache
 from pd_cluster.model.attention_choice import SDPA, Attention
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.declared import LayerCache, cache_argument, caches_of, has_latents
@@ -21,6 +21,7 @@ from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rope
 from pd_cluster.model.layers.rope import LengthRotary, LogN
 from pd_cluster.model.layers.rope_tables import MODELS_ORDER, WHOLE_MODEL, RopeTables
+from pd_cluster.model.layers.up_projections import put_up_projections
 from pd_cluster.model.layers.weight import WeightForm
 from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.parallel.group import Alone, Group

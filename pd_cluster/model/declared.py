@@ -1,4 +1,4 @@
-"""What each layer of a loaded model keeps of a token, as its own modules tell it. Asks no config for a size.
+"""Finds out what each layer of a loaded model keeps of a token, by its own modules. Asks no config for a size.
 
 Two tokens go through the model with transformers' cache, whose layers then hold one tensor a plane, and with an
 attention that notes what it is given. Where that is more than the cache holds, the heads are made anew from what is
@@ -30,7 +30,7 @@ _seen: ContextVar[Seen] = ContextVar("_seen")
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What a layer keeps of a token: planes, each of `num_heads` vectors."""
+    """A layer keeps `num_heads` vectors of each plane for every token."""
 
     num_heads: int
     planes: tuple[Plane, ...]

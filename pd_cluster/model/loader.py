@@ -126,12 +126,7 @@ def load_model(
     """
     _check_device(checkpoint, device)
     share = _share_of(checkpoint, group)
-    model: Any = modules.load_plain(checkpoint, dtype, device, share)
-    if checkpoint.head_scheme:
-        quantize_head(model, checkpoint.head_scheme)
-    put_lengths(model, checkpoint.rope)
-    if checkpoint.vision is not None:
-        _put_vision(model, checkpoint, TORCH_DTYPES[dtype], device, group or Alone())
+    model = _modules_of(checkpoint, dtype, device, share, group or Alone())
     logn = logn_of(checkpoint)
     rope_limit = rope_limit_of(model, checkpoint, logn is not None)
     with refusal(model):
@@ -197,11 +192,17 @@ def _share_of(checkpoint: Checkpoint, group: Group | None) -> Share | None:
     return Share(plan_of(checkpoint, group.size), group)
 
 
-def _put_vision(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: Device, group: Group) -> None:
-    """Adds what pictures need in the text model."""
-    put_sections(model, checkpoint, device)
-    if checkpoint.part_of == experts.WHOLE_TYPE:
-        experts.put_experts(model, checkpoint, dtype, device, group)
+def _modules_of(checkpoint: Checkpoint, dtype: str, device: Device, share: Share | None, group: Group) -> Any:
+    """Returns transformers' model with all that is put in it before it is looked at: positions, what pictures need."""
+    model = modules.load_plain(checkpoint, dtype, device, share)
+    if checkpoint.head_scheme:
+        quantize_head(model, checkpoint.head_scheme)
+    put_lengths(model, checkpoint.rope)
+    if checkpoint.vision is not None:
+        put_sections(model, checkpoint, device)
+        if checkpoint.part_of == experts.WHOLE_TYPE:
+            experts.put_experts(model, checkpoint, TORCH_DTYPES[dtype], device, group)
+    return model
 
 
 def _check_backend(checkpoint: Checkpoint, attention_backend: str) -> None:

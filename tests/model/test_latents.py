@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
@@ -120,3 +122,33 @@ def test_kimi_k2_is_a_deepseek_v3(checkpoint: Checkpoints, tmp_path: Path) -> No
     prompt = random_prompt(random.Random(4), 40)
     (output,) = generate(make_core(tmp_path, num_blocks=32), [prompt], GREEDY)
     assert output == reference_greedy(folder, prompt, GREEDY.max_tokens)
+
+
+def test_a_folder_with_a_tokenizer_of_another_form(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    for file in checkpoint("deepseek_v3").iterdir():
+        name = "tiktoken.model" if file.name == "tokenizer.json" else file.name
+        (tmp_path / name).symlink_to(file)
+    with pytest.raises(ModelError, match=r"tiktoken\.model: there is no tokenizer\.json .*, or give --tokenizer"):
+        Checkpoint.open(str(tmp_path))
+
+
+def test_layers_that_predict_further_tokens_are_left_out(
+    checkpoint: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are stored behind the last layer, under its names; a model that took one for a layer would say else."""
+    folder = checkpoint("deepseek_v3")
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = {**json.loads((folder / "config.json").read_text()), "num_nextn_predict_layers": 1}
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    further = {key.replace("layers.2.", "layers.3."): value.clone() for key, value in weights.items() if "rs.2." in key}
+    further["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
+    save_file({**weights, **further}, tmp_path / "model.safetensors", {"format": "pt"})
+    prompt = random_prompt(random.Random(5), 40)
+    with caplog.at_level("INFO"):
+        (output,) = generate(make_core(tmp_path, num_blocks=32), [prompt], GREEDY)
+    assert output == reference_greedy(folder, prompt, GREEDY.max_tokens)
+    assert f"{len(further)} tensors of layers behind the last one are left out" in caplog.text

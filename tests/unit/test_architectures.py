@@ -46,7 +46,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "attends within chunks (layer_types has chunked_attention)",
     ),
     ({"model_type": "llama4_text", "attention_chunk_size": 8192}, "attends within chunks (attention_chunk_size)"),
-    ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "has latent attention (kv_lora_rank)"),
+    ({"model_type": "axk2", "kv_lora_rank": 512}, "has latent attention (kv_lora_rank)"),
     ({"model_type": "glm_moe_dsa", "index_topk": 2048}, "attends to tokens that it chooses (index_topk)"),
     (
         {"model_type": "mpt", "attn_config": {"alibi": True}},

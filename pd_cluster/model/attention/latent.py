@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
-from pd_cluster.errors import ModelError
 from pd_cluster.kv.vectors import decode, encode, write_kv
 from pd_cluster.model.batch import ForwardBatch
-from pd_cluster.model.layers.weight import weight_of
 
 MOST_SCORES = 1 << 26  # held at once: 256 MiB of float32
 
@@ -38,24 +36,6 @@ class UpProjection(torch.nn.Module):
             num_heads, width = self.keys.shape[0], self.keys.shape[1] + self.values.shape[1]
             return latents.new_zeros(*latents.shape[:-1], num_heads * width)
         return torch.nn.functional.linear(latents, torch.cat((self.keys, self.values), dim=1).flatten(0, 1))
-
-
-def put_up_projections(model: torch.nn.Module) -> list[UpProjection]:
-    """Takes `kv_b_proj` of each layer apart; returns them. Raises ModelError for one that has more than weights."""
-    found = []
-    for module in model.modules():
-        if not isinstance(getattr(module, "layer_idx", None), int):
-            continue
-        linear: Any = getattr(module, "kv_b_proj", None)
-        if linear is None:
-            continue
-        weight = weight_of(linear)
-        if weight.bias is not None:
-            raise ModelError(f"{type(module).__name__}.kv_b_proj has a bias, which nothing here adds")
-        widths = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
-        module.kv_b_proj = up = UpProjection(weight.matrix(), widths)
-        found.append(up)
-    return found
 
 
 class LatentCache:

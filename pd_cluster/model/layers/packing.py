@@ -32,6 +32,7 @@ def pack_modules(model: torch.nn.Module, linear_of: Callable[[LinearWeight], Lin
     places = [
         (parent, name, child)
         for parent in model.modules()
+        if _router_weight(parent) is None  # it may read the weights of its parts
         for name, child in parent._modules.items()  # includes both names of a module that has two
         if child is not None
     ]
@@ -55,11 +56,21 @@ def _packed(module: torch.nn.Module, linear_of: Callable[[LinearWeight], Linear]
         return PackedModule.of(weight, module.bias)
     if kind == "Conv1D" and weight is not None and packs(weight):  # GPT-2's, from transformers.pytorch_utils
         return PackedModule.of(weight.T.contiguous(), getattr(module, "bias", None))
-    if kind.endswith("Router") and weight is not None and weight.dim() == 2 and packs(weight):
-        return PackedRouter(module)
+    if (of_router := _router_weight(module)) is not None and packs(of_router):
+        return PackedRouter(module, of_router)
     if are_experts(module) and packs(module.down_proj):  # type: ignore[arg-type]
         return PackedExperts(module)
     return None
+
+
+def _router_weight(module: torch.nn.Module) -> torch.Tensor | None:
+    """Returns what a router multiplies rows with, its own or its linear layer's; None: it is no router."""
+    if not type(module).__name__.endswith("Router"):
+        return None
+    weight = getattr(module, "weight", None)
+    if weight is None:
+        weight = getattr(getattr(module, "classifier", None), "weight", None)
+    return weight if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None
 
 
 class PackedModule(torch.nn.Module):
@@ -99,10 +110,10 @@ def rows_apart(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear
 class PackedRouter(torch.nn.Module):
     """Transformers' own router, except for its product."""
 
-    def __init__(self, router: Any) -> None:
+    def __init__(self, router: Any, weight: torch.Tensor) -> None:
         super().__init__()
         self.router = router
-        self._product = _Product(router.weight, rows_apart(router.weight))
+        self._product = _Product(weight, rows_apart(weight))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._product:

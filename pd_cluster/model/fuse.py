@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from pd_cluster.model.causal_lm import FusedCausalLM, FusedLayer
 from pd_cluster.model.layers.expert_weight import ExpertWeights, experts_of
-from pd_cluster.model.layers.gated import Activation, Experts, GatedMLP, SharedExpert
+from pd_cluster.model.layers.gated import Activation, Experts, GatedMLP, Router, SharedExpert
 from pd_cluster.model.layers.linear import Linear, packs
 from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rows
 from pd_cluster.model.layers.packing import rows_apart
@@ -269,12 +269,14 @@ def _mlp(mlp: Any, config: Any, quirks: Quirks, maker: _Maker) -> Rows:
         return lambda x: mlp(x[None])[0]
     if not hasattr(mlp, "experts"):
         return maker.gated_mlp(mlp, activation)
-    experts = ops.experts(getattr(mlp, quirks.router), _experts(mlp, quirks), activation)
+    experts = ops.experts(Router.of(mlp, quirks.router), _experts(mlp, quirks), activation)
     if maker.adapters is not None and isinstance(experts, Experts):
         features = getattr(mlp, quirks.router).weight.shape
         router = {quirks.router: (int(features[0]), int(features[1]))}
         experts.router = maker.adapters.beside(experts.router, maker.path, router, None)
         maker.adapters.beside_experts(experts.layers, f"{maker.path}.experts")
+    if getattr(mlp, "shared_experts", None) is not None:
+        return SharedExpert(experts, maker.of("shared_experts").gated_mlp(mlp.shared_experts, activation))
     if not hasattr(mlp, "shared_expert"):
         return experts
     shared = maker.of("shared_expert").gated_mlp(mlp.shared_expert, activation)

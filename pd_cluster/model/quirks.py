@@ -112,6 +112,12 @@ ARCHITECTURES: dict[str, Quirks] = {
     "SmolLM3ForCausalLM": Quirks(rope=rope_if_used),
     "Exaone4ForCausalLM": Quirks(norms=AFTER_EACH_HALF, window=window_if_sliding, rope=rope_if_sliding),
     "Ernie4_5ForCausalLM": Quirks(pairs_neighbours=True),
+    "Ernie4_5_MoeForCausalLM": Quirks(pairs_neighbours=True),
+    "Glm4MoeForCausalLM": Quirks(),
+    "Dots1ForCausalLM": Quirks(),
+    "HYV3ForCausalLM": Quirks(),
+    "MiniMaxM2ForCausalLM": Quirks(norms_span_heads=True),
+    "ExaoneMoeForCausalLM": Quirks(window=window_if_sliding, rope=rope_if_sliding),
     "GlmForCausalLM": Quirks(pairs_neighbours=True),
     "Glm4ForCausalLM": Quirks(norms=AROUND_EACH_HALF_OF_GLM, pairs_neighbours=True),
     "GptOssForCausalLM": Quirks(

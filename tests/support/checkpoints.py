@@ -149,7 +149,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # These run as transformers' modules.
 NOT_FUSED = ("gpt_neox", "gpt2", "opt", "starcoder2", "stablelm", "cohere2")
-FUSED_OF_MORE = ("glm", "olmo3", "ministral", "cwm")  # of tests/support/more_checkpoints.py
+FUSED_OF_MORE = (  # of tests/support/more_checkpoints.py
+    *("glm", "olmo3", "ministral", "cwm"),
+    *("dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hy_v3", "minimax_m2"),
+)
 FUSED = (*(name for name in CONFIGS if name not in NOT_FUSED), *FUSED_OF_MORE)
 
 
@@ -182,7 +185,7 @@ def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0, **
 
 
 def shake(model: Any) -> None:
-    """Changes biases, norms and sinks from zeros and ones, so that a missing one is noticed.
+    """Changes biases, routers' too, norms and sinks from zeros and ones, so that a missing one is noticed.
 
     With tied embeddings, additions of Gemma's layers are enlarged; otherwise each token's successor is itself.
     """
@@ -193,6 +196,9 @@ def shake(model: Any) -> None:
                 parameter.add_(torch.randn_like(parameter) * (2.0 if name.endswith("sinks") else 0.2))
             if tied and "post_feedforward_layernorm" in name:
                 parameter.add_(15.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # of routers; as large as what it decides between
+                buffer.add_(torch.randn_like(buffer) * 0.2)
 
 
 def text_checkpoint(folder: Path, tokenizer: Tokenizer, template: str = TEMPLATE, **config: Any) -> Checkpoint:

@@ -18,7 +18,7 @@ from pd_cluster.model.cuda.coded import E2M1, E4M3, INT4, INT8, ROUNDED, CodedLi
 from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.ops import CudaOps
 from pd_cluster.model.layers.expert_weight import ExpertStack, ExpertWeights
-from pd_cluster.model.layers.gated import Experts, Routing
+from pd_cluster.model.layers.gated import Experts, Router, Routing
 from pd_cluster.model.layers.linear import PlainLinear
 from pd_cluster.model.layers.ops import TorchOps
 from pd_cluster.model.layers.weight import PLAIN
@@ -215,8 +215,9 @@ def test_experts_of_codes(kind: int, num_rows: int) -> None:
     """Against transformers' routing and each expert's layers by themselves."""
     torch.manual_seed(5)
     config = MixtralConfig(hidden_size=128, intermediate_size=96, num_local_experts=5, num_experts_per_tok=2)
-    gate = MixtralSparseMoeBlock(config).gate
-    gate.weight.data.normal_()
+    block = MixtralSparseMoeBlock(config)
+    block.gate.weight.data.normal_()
+    router = Router.of(block)
 
     def stack(num_outputs: int, num_inputs: int) -> ExpertStack:
         if kind == ROUNDED:
@@ -230,9 +231,9 @@ def test_experts_of_codes(kind: int, num_rows: int) -> None:
 
     weights = ExpertWeights(stack(192, 128), stack(128, 96))
     x = torch.randn(num_rows, 128)
-    found = CudaOps(lambda *_: torch.empty(0)).experts(gate, weights, "silu")(x)
+    found = CudaOps(lambda *_: torch.empty(0)).experts(router, weights, "silu")(x)
     if kind == ROUNDED:
-        expected = Experts(gate, weights, TorchOps(), "silu")
+        expected = Experts(router, weights, TorchOps(), "silu")
         expected._gate_up, expected._down = (
             [each.expert(i).reference() for i in range(5)] for each in (weights.gate_up, weights.down)
         )
@@ -240,7 +241,7 @@ def test_experts_of_codes(kind: int, num_rows: int) -> None:
         numbers = (
             ExpertStack(PLAIN, {"weight": s.whole().matrix()}, torch.float32) for s in (weights.gate_up, weights.down)
         )
-        expected = Experts(gate, ExpertWeights(*numbers), TorchOps(), "silu")
-        expected._router = PlainLinear(gate.weight, None)
+        expected = Experts(router, ExpertWeights(*numbers), TorchOps(), "silu")
+        expected._router = PlainLinear(router.weight, None)
     tolerance = 2e-2 if kind == ROUNDED else 2e-5  # a code may fall to the other side
     assert (found - expected(x)).abs().max() <= tolerance * found.abs().max()

@@ -13,12 +13,14 @@ HALF_ROPE: dict[str, Any] = {"rope_parameters": {**ROPE, "partial_rotary_factor"
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTED_EXPERTS: dict[str, Any] = {
-    "n_routed_experts": 4,
+    "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
     "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
     "first_k_dense_replace": 1,
 }
 # Widths that all differ, so that one taken for another is noticed.
@@ -34,11 +36,6 @@ LATENTS: dict[str, Any] = {
 LATENTS_AND_EXPERTS: dict[str, Any] = {
     **LATENTS,
     **ROUTED_EXPERTS,
-    "n_routed_experts": 8,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 1.5,
-    "norm_topk_prob": True,
 }
 YARN: dict[str, Any] = {
     **ROPE,
@@ -79,7 +76,7 @@ MORE: dict[str, dict[str, Any]] = {
         "moe_num_shared_experts": 1,
         "moe_layer_start_index": 1,
     },
-    "exaone_moe": {**MIXED_LAYERS, **EXPERTS, "moe_intermediate_size": 48},
+    "exaone_moe": {**MIXED_LAYERS, **EXPERTS, "moe_intermediate_size": 48, "num_shared_experts": 1},
     "flex_olmo": EXPERTS,
     "glm": HALF_ROPE,
     "glm4_moe": {**ROUTED_EXPERTS, "use_qk_norm": True},

@@ -20,7 +20,7 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.cpu.decoder import ACTIVATIONS, DecoderLayers, decoder_layers
 from pd_cluster.model.layers.expert_weight import ExpertWeights
-from pd_cluster.model.layers.gated import Activation, Experts
+from pd_cluster.model.layers.gated import Activation, Experts, Router
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, Rows
 from pd_cluster.model.layers.weight import LinearWeight
@@ -165,8 +165,8 @@ class CpuOps:
         )
         return out
 
-    def experts(self, gate: Any, weights: ExpertWeights, activation: Activation) -> Rows:
-        return Experts(gate, weights, self, activation)
+    def experts(self, router: Router, weights: ExpertWeights, activation: Activation) -> Rows:
+        return Experts(router, weights, self, activation)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         num_tokens, width = qkv.shape

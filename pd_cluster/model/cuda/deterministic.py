@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from pd_cluster.model.cuda.linear import TritonLinear
 from pd_cluster.model.cuda.ops import CudaOps
 from pd_cluster.model.cuda.plan import AttentionPlan, plan_tiles
 from pd_cluster.model.layers.expert_weight import ExpertWeights
-from pd_cluster.model.layers.gated import Activation
+from pd_cluster.model.layers.gated import Activation, Router
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Rows
 from pd_cluster.model.layers.weight import LinearWeight
@@ -41,8 +40,8 @@ class DeterministicOps(CudaOps):
         """Multiplies by the weight's codes if it has some, otherwise by its numbers."""
         return linear_of(weight, is_deterministic=True) or TritonLinear(weight.matrix(), weight.bias)
 
-    def experts(self, gate: Any, weights: ExpertWeights, activation: Activation) -> Rows:
-        return TritonGroupedExperts.of(gate, weights, activation, is_deterministic=True)
+    def experts(self, router: Router, weights: ExpertWeights, activation: Activation) -> Rows:
+        return TritonGroupedExperts.of(router, weights, activation, is_deterministic=True)
 
 
 def attend_rows(

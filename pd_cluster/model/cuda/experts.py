@@ -7,7 +7,6 @@ a CUDA graph can capture it. An expert without rows costs nothing. Shared expert
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -17,7 +16,7 @@ from pd_cluster.model.cuda.coded import E2M1, PLAIN, ROUNDED, Codes, codes_of, r
 from pd_cluster.model.cuda.elementwise_kernels import ACTIVATIONS, DTYPES
 from pd_cluster.model.cuda.linear import ROW_TILES_TOGETHER, Tiling, TritonLinear
 from pd_cluster.model.layers.expert_weight import ExpertWeights
-from pd_cluster.model.layers.gated import Activation, Routing, bias_of, routing_of
+from pd_cluster.model.layers.gated import Activation, Router, Routing
 from pd_cluster.model.layers.linear import Linear, PlainLinear
 from pd_cluster.model.layers.whole_rows import WholeRows
 
@@ -116,26 +115,27 @@ class TritonGroupedExperts:
         assert 0 < routing.top_k <= num_experts
         for bias, width in ((gate_up_bias, self._gate_up.shape[1]), (down_bias, num_outputs)):
             assert bias is None or (bias.shape == (num_experts, width) and bias.is_contiguous())
-        self._dtype = router.dtype
+        self._dtype, self._router_dtype = router.dtype, torch.float32 if routing.in_float32 else router.dtype
         self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
         self._is_deterministic = is_deterministic
-        self._router: Linear = (TritonLinear if is_deterministic else PlainLinear)(router, router_bias)
+        linear = TritonLinear if is_deterministic else PlainLinear
+        self._router: Linear = linear(router.to(self._router_dtype), router_bias)
         self._routing, self._activation = routing, ACTIVATIONS[activation]
         self._experts = torch.arange(num_experts + 1, dtype=torch.int32, device=router.device)
 
     @classmethod
     def of(
-        cls, gate: Any, weights: ExpertWeights, activation: Activation, is_deterministic: bool = False
+        cls, router: Router, weights: ExpertWeights, activation: Activation, is_deterministic: bool = False
     ) -> TritonGroupedExperts:
-        """Takes over the weights behind one of transformers' router modules."""
+        """Takes over the weights behind a router."""
         gate_up, down = weights.gate_up.whole(), weights.down.whole()
         return cls(
-            gate.weight.detach(),
+            router.weight,
             codes_of(gate_up) or gate_up.matrix().contiguous(),
             codes_of(down) or down.matrix().contiguous(),
-            routing_of(gate),
+            router.routing,
             activation,
-            bias_of(gate),
+            router.bias,
             gate_up.bias,
             down.bias,
             is_deterministic,
@@ -147,7 +147,8 @@ class TritonGroupedExperts:
         assert x.stride(1) == 1
         if not len(x):
             return torch.empty_like(x)
-        chosen, weights = route(self._router(x), self._routing, MAX_ROUTED_ROWS if self._is_deterministic else len(x))
+        most_rows = MAX_ROUTED_ROWS if self._is_deterministic else len(x)
+        chosen, weights = route(self._router(x.to(self._router_dtype)), self._routing, most_rows)
         order, starts = sort_pairs(chosen, self._experts)
         return self._multiply(x, weights, order, starts)
 
@@ -236,8 +237,11 @@ def route(
     """Maps contiguous logits [num_rows, num_experts] to experts (int32) and weights (float32), both [num_rows, top_k].
 
     Experts are in order of falling weight; among equals the lowest comes first. `most_rows`: rows per program, if that
-    many fit; a row's weights are rounded alike wherever that number is the same.
+    many fit; a row's weights are rounded alike wherever that number is the same. The kernel knows plain routing alone.
     """
+    if not routing.is_plain:
+        weights, experts = routing.weigh(logits)
+        return experts.to(torch.int32), weights
     num_rows, num_experts = logits.shape
     assert logits.is_contiguous()
     chosen = logits.new_empty(num_rows, routing.top_k, dtype=torch.int32)

@@ -7,7 +7,6 @@ goes to the current stream, and its sizes follow from shapes alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import triton
@@ -24,7 +23,7 @@ from pd_cluster.model.cuda.pool_codes import codes_of
 from pd_cluster.model.cuda.skinny import DTYPES as DTYPES_16
 from pd_cluster.model.cuda.skinny import SkinnyGate
 from pd_cluster.model.layers.expert_weight import ExpertWeights
-from pd_cluster.model.layers.gated import Activation, FewRows
+from pd_cluster.model.layers.gated import Activation, FewRows, Router
 from pd_cluster.model.layers.linear import Linear, PlainLinear
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, Rows
 from pd_cluster.model.layers.weight import LinearWeight
@@ -90,8 +89,8 @@ class CudaOps:
             return None
         return SkinnyGate(gate_up.weight.contiguous(), gate_up.bias, activation, self._pdl)
 
-    def experts(self, gate: Any, weights: ExpertWeights, activation: Activation) -> Rows:
-        return TritonGroupedExperts.of(gate, weights, activation)
+    def experts(self, router: Router, weights: ExpertWeights, activation: Activation) -> Rows:
+        return TritonGroupedExperts.of(router, weights, activation)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         key_pool, value_pool = batch.pool.layer(heads.layer_idx)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
 from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertWeights
-from pd_cluster.model.layers.linear import Linear, make_linear
+from pd_cluster.model.layers.linear import Linear, make_linear, packs
+from pd_cluster.model.layers.packing import rows_apart
 
 Activation = Literal["silu", "gelu_tanh", "swigluoai"]
 SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT = 1.702, 7.0  # gpt-oss's; the kernels have them as constants
@@ -87,46 +88,113 @@ class GatedMLP:
         return self.down(self._ops.gate(self.gate_up(x), self.activation))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """How router logits become weights: softmax in float32, the `top_k` largest, and the architecture's last steps.
+    """How router logits become weights, all in float32: a score for each expert, a choice of `top_k`, the last steps.
 
-    A softmax over the chosen logits alone (gpt-oss) is the same as `renormalise`.
+    Scores are a softmax over all experts, or `sigmoid`s. `choice_bias` [num_experts] is added for the choice alone. Of
+    `num_groups` groups of experts, as many as each other, the best `top_groups` take part: those with the best expert,
+    or `best_two`, with the largest sum of two. The chosen scores are divided by their sum plus `epsilon`, or by
+    `least_sum` if that is more (`renormalise`), and multiplied by `scale`. A softmax over the chosen logits alone
+    (gpt-oss) is the same as one that is renormalised.
     """
 
     top_k: int
-    renormalise: bool = True  # the chosen weights are scaled to add up to 1
-    round_weights: bool = False  # to the logits' dtype, as all but Mixtral do
+    renormalise: bool = True
+    round_weights: bool = False  # to the logits' dtype, as most softmax routers do
+    sigmoid: bool = False
+    choice_bias: torch.Tensor | None = None
+    num_groups: int = 1
+    top_groups: int = 1
+    best_two: bool = False
+    epsilon: float = 0.0
+    least_sum: float = 0.0
+    scale: float = 1.0
+    in_float32: bool = False  # the router's product, too, whatever the model's dtype
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a softmax, the largest of it, and perhaps their sum."""
+        has_more = self.sigmoid or self.choice_bias is not None or self.top_groups < self.num_groups
+        return not has_more and (self.epsilon, self.least_sum, self.scale) == (0.0, 0.0, 1.0)
 
     def weigh(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Maps logits [num_rows, num_experts] to weights (float32) and experts (int64), both [num_rows, top_k]."""
-        weights, chosen = logits.float().softmax(-1).topk(self.top_k, dim=-1)  # in 16 bits experts would tie
+        numbers = logits.float()  # in 16 bits experts would tie
+        scores = numbers.sigmoid() if self.sigmoid else numbers.softmax(-1)
+        if self.is_plain:
+            weights, chosen = scores.topk(self.top_k, dim=-1)
+        else:
+            chosen = self._wanted(scores).topk(self.top_k, dim=-1).indices
+            weights = scores.gather(1, chosen)
         if self.renormalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.epsilon).clamp(min=self.least_sum)
+        if self.scale != 1.0:
+            weights = weights * self.scale
         return (weights.to(logits.dtype).float() if self.round_weights else weights), chosen
 
+    def _wanted(self, scores: torch.Tensor) -> torch.Tensor:
+        """Returns what decides the choice: minus infinity in groups that take no part."""
+        wanted = scores if self.choice_bias is None else scores + self.choice_bias
+        if self.top_groups == self.num_groups:
+            return wanted
+        groups = wanted.view(len(wanted), self.num_groups, -1)
+        rated = groups.topk(2, dim=-1).values.sum(-1) if self.best_two else groups.amax(-1)
+        best = torch.zeros_like(rated, dtype=torch.bool).scatter_(1, rated.topk(self.top_groups, dim=-1).indices, True)
+        return groups.masked_fill(~best[..., None], float("-inf")).flatten(1)
 
-def routing_of(gate: Any) -> Routing:
-    """Reads the routing from one of transformers' router modules."""
-    if type(gate).__name__ == "MixtralTopKRouter":
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Router:
+    """A sparse block's router: logits are `weight` [num_experts, hidden_size] times a row, plus `bias`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    routing: Routing
+
+    @classmethod
+    def of(cls, block: Any, name: str = "gate") -> Router:
+        """Reads one of transformers' sparse blocks, whose router has this name."""
+        gate = getattr(block, name)
+        bias: torch.Tensor | None = getattr(gate, "bias", None)
+        return cls(gate.weight.detach(), None if bias is None else bias.detach(), _routing(block, gate))
+
+    def linear(self) -> Linear:
+        """Returns the product, whose rows on a CPU begin apart: the scores of a row are computed alike in every row."""
+        if self.routing.sigmoid and packs(self.weight):
+            return rows_apart(self.weight, self.bias)
+        return make_linear(self.weight, self.bias)
+
+
+def _routing(block: Any, gate: Any) -> Routing:
+    kind = type(gate).__name__
+    if kind == "MixtralTopKRouter":
         return Routing(gate.top_k)
-    return Routing(gate.top_k, renormalise=getattr(gate, "norm_topk_prob", True), round_weights=True)
-
-
-def bias_of(gate: Any) -> torch.Tensor | None:
-    """Returns the bias of one of transformers' router modules, [num_experts]; None if it has none."""
-    bias: torch.Tensor | None = getattr(gate, "bias", None)
-    return None if bias is None else bias.detach()
+    renormalise = bool(getattr(gate, "norm_topk_prob", True))
+    statics = getattr(gate, "moe_statics", block)  # ERNIE 4.5 keeps it there, MiniMax-M2 and Hy3 in the block
+    bias = getattr(gate, "e_score_correction_bias", getattr(statics, "e_score_correction_bias", None))
+    if bias is None:
+        return Routing(gate.top_k, renormalise=renormalise, round_weights=True)
+    routing = Routing(gate.top_k, renormalise=renormalise, choice_bias=bias.detach().float().flatten(), in_float32=True)
+    if hasattr(gate, "norm_min"):
+        return replace(routing, least_sum=float(gate.norm_min), round_weights=True)
+    routing = replace(routing, sigmoid=True, in_float32=kind != "MiniMaxM2TopKRouter")
+    if not routing.in_float32:
+        return routing
+    scale = getattr(gate, "routed_scaling_factor", getattr(gate, "router_scaling_factor", 1.0))
+    groups = int(getattr(gate, "num_group", 1)), int(getattr(gate, "topk_group", 1))
+    return replace(
+        routing, epsilon=1e-20, scale=float(scale), num_groups=groups[0], top_groups=groups[1], best_two=True
+    )
 
 
 class Experts:
     """A sparse block: each row goes through the `top_k` experts that its router rates highest."""
 
-    def __init__(self, gate: Any, weights: ExpertWeights, ops: Gates, activation: Activation) -> None:
-        """`gate`: transformers' router."""
+    def __init__(self, router: Router, weights: ExpertWeights, ops: Gates, activation: Activation) -> None:
         self._ops, self._activation = ops, activation
-        self.router = make_linear(gate.weight, bias_of(gate))  # to [num_rows, num_experts]
-        self._routing = routing_of(gate)
+        self.router = router.linear()  # to [num_rows, num_experts]
+        self._routing = router.routing
         self.layers = ExpertLayers(weights)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -138,12 +206,12 @@ class Experts:
 
 
 class SharedExpert:
-    """Adds to the chosen experts' output that of an expert which every row goes through, weighted by its own gate."""
+    """Adds to the chosen experts' output that of an expert which every row goes through, perhaps weighted by a gate."""
 
-    def __init__(self, experts: Linear, shared: Linear, gate: Linear) -> None:
-        """`gate` maps [num_rows, hidden_size] to [num_rows, 1]: the logits of the weights."""
+    def __init__(self, experts: Linear, shared: Linear, gate: Linear | None = None) -> None:
+        """`gate` maps [num_rows, hidden_size] to [num_rows, 1]: the logits of the weights; None: it counts as it is."""
         self._experts, self._shared, self._gate = experts, shared, gate
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        shared = self._gate(x).sigmoid() * self._shared(x)
+        shared = self._shared(x) if self._gate is None else self._gate(x).sigmoid() * self._shared(x)
         return self._experts(x).add_(shared)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn.functional import gelu, silu
@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, silu
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.layers.expert_weight import ExpertWeights
-from pd_cluster.model.layers.gated import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, Experts, Gates
+from pd_cluster.model.layers.gated import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, Experts, Gates, Router
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.weight import LinearWeight
 
@@ -82,8 +82,8 @@ class Ops(Gates, Protocol):
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Adds delta to x in place; returns x normed."""
 
-    def experts(self, gate: Any, weights: ExpertWeights, activation: Activation) -> Rows:
-        """Returns a function for a sparse block: `gate` is transformers' router, `weights` have gates before ups.
+    def experts(self, router: Router, weights: ExpertWeights, activation: Activation) -> Rows:
+        """Returns a function for a sparse block; `weights` have gates before ups.
 
         The caller drops the weights. Raises ModelError if their form cannot have this order.
 
@@ -123,8 +123,8 @@ class TorchOps:
             return (up.clamp(-SWIGLUOAI_LIMIT, SWIGLUOAI_LIMIT) + 1).mul_(gate)
         return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")).mul_(up)
 
-    def experts(self, gate: Any, weights: ExpertWeights, activation: Activation) -> Rows:
-        return Experts(gate, weights, self, activation)
+    def experts(self, router: Router, weights: ExpertWeights, activation: Activation) -> Rows:
+        return Experts(router, weights, self, activation)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         num_kv, dim = heads.num_kv_heads, heads.head_dim

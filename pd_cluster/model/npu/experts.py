@@ -5,31 +5,31 @@ The host never learns which experts were chosen, so a graph can capture it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn.functional import linear
 
 from pd_cluster.model.layers.expert_weight import ExpertWeights
-from pd_cluster.model.layers.gated import Activation, Gates, bias_of, routing_of
+from pd_cluster.model.layers.gated import Activation, Gates, Router
 from pd_cluster.model.npu.grouped import grouped_of
 
 
 class NpuGroupedExperts:
     """Sends each row through its router's `top_k` experts."""
 
-    def __init__(self, gate: Any, weights: ExpertWeights, ops: Gates, activation: Activation) -> None:
+    def __init__(self, router: Router, weights: ExpertWeights, ops: Gates, activation: Activation) -> None:
         self._ops, self._activation = ops, activation
-        self._router: torch.Tensor = gate.weight.detach().clone()  # [num_experts, hidden_size]
-        self._router_bias = bias_of(gate)  # [num_experts]
-        self._routing = routing_of(gate)
+        weight = router.weight.float() if router.routing.in_float32 else router.weight
+        self._router = weight.clone()  # [num_experts, hidden_size]
+        self._router_bias = router.bias  # [num_experts]
+        self._routing = router.routing
         gate_up, down, self._rows = weights.gate_up.whole(), weights.down.whole(), weights.rows
         self._gate_up, self._down = grouped_of(gate_up), grouped_of(down)
         self._gate_up_bias, self._down_bias = gate_up.bias, down.bias  # [num_experts, out_features]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps [num_rows, hidden_size] to the same shape."""
-        weights, chosen = self._routing.weigh(linear(x, self._router, self._router_bias))  # [num_rows, top_k]
+        logits = linear(x.to(self._router.dtype), self._router, self._router_bias)
+        weights, chosen = self._routing.weigh(logits)  # [num_rows, top_k]
         top_k, flat = self._routing.top_k, chosen.flatten()
         order = flat.argsort(stable=True)
         experts = torch.arange(len(self._router), device=x.device)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.layers.expert_weight import ExpertWeights
-from pd_cluster.model.layers.gated import Activation
+from pd_cluster.model.layers.gated import Activation, Router
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, Rows, TorchOps
 from pd_cluster.model.layers.weight import LinearWeight
@@ -43,8 +42,8 @@ class NpuOps(TorchOps):
         gated: torch.Tensor = torch.ops.npu.npu_swiglu(gate_up, dim=-1)
         return gated
 
-    def experts(self, gate: Any, weights: ExpertWeights, activation: Activation) -> Rows:
-        return NpuGroupedExperts(gate, weights, self, activation)
+    def experts(self, router: Router, weights: ExpertWeights, activation: Activation) -> Rows:
+        return NpuGroupedExperts(router, weights, self, activation)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         num_kv, dim = heads.num_kv_heads, heads.head_dim

@@ -197,8 +197,8 @@ def shake(model: Any) -> None:
             if tied and "post_feedforward_layernorm" in name:
                 parameter.add_(15.0)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # of routers; as large as what it decides between
-                buffer.add_(torch.randn_like(buffer) * 0.2)
+            if name.endswith("e_score_correction_bias"):  # of routers: below 0, where a masked expert must not be best
+                buffer.add_(torch.randn_like(buffer) * 0.2 - 1.5)
 
 
 def text_checkpoint(folder: Path, tokenizer: Tokenizer, template: str = TEMPLATE, **config: Any) -> Checkpoint:

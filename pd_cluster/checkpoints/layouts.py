@@ -88,7 +88,13 @@ def translated(folder: Path, config: Config, overrides: Config) -> tuple[dict[st
 
 
 def _kimi(folder: Path, config: Config, overrides: Config) -> tuple[dict[str, Any], None] | None:
-    """Kimi-K2's folders name code of their own for what is a DeepSeek-V3, tensors and all, as their model card says."""
+    """Kimi-K2's folders name code of their own for what is a DeepSeek-V3, tensors and all, as their model card says.
+
+    So do the text models of K2.5's.
+    """
+    text = config.get("text_config")
+    if isinstance(text, dict) and (found := _kimi(folder, text, overrides)) is not None:
+        return {**config, "text_config": found[0]}, None
     if config.get("model_type") != "kimi_k2":
         return None
     return {**{name: value for name, value in config.items() if name != "auto_map"}, "model_type": "deepseek_v3"}, None

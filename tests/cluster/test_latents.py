@@ -15,6 +15,7 @@ from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt
 
 MAX_TOKENS = 16
+BLOCK_SIZE = 16
 LENGTHS = (1, 16, 17, 41, 70, 100)
 
 
@@ -47,6 +48,23 @@ def test_the_split_says_what_generate_says(cluster: LiveCluster, folder: Path) -
         assert_all_same(folder, prompts, [outputs[at] for at in range(len(prompts))], MAX_TOKENS)
     cluster.assert_home()
     assert all(cluster.instance(name)["kv_received_nbytes"] for name in ("decode-0", "decode-1"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 4), (4, 1), (2, 4)])
+@pytest.mark.parametrize("transport", ["shm", "dist"])
+def test_ranks_of_other_numbers(tmp_path: Path, folder: Path, sizes: tuple[int, int], transport: str) -> None:
+    rng = random.Random(4)
+    prompts = [random_prompt(rng, length) for length in LENGTHS]
+    arguments = ["--max-num-batched-tokens=40", "--num-blocks=64", f"--kv-transport={transport}"]
+    by_role = dict(zip(("prefill-0", "decode-0"), sizes, strict=True))
+    with LiveCluster(tmp_path, folder, arguments=arguments, tp_sizes=by_role) as running:
+        outputs = [running.complete(prompt, MAX_TOKENS) for prompt in prompts]
+        assert_all_same(folder, prompts, outputs, MAX_TOKENS)
+        num_tokens = sum(-(-length // BLOCK_SIZE) * BLOCK_SIZE for length in LENGTHS)  # whole blocks
+        received = running.instance("decode-0")["kv_received_nbytes"]
+        assert received == sizes[1] * num_tokens * 3 * (40 + 8) * 4, "all latents, once to each rank"
+        running.assert_home()
 
 
 @pytest.mark.slow

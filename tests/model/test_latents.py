@@ -110,17 +110,35 @@ def test_an_adapter_beside_latents(checkpoint: Checkpoints, tmp_path: Path) -> N
         make_core(folder, adapters=loaded(made_anew), num_blocks=64)
 
 
-def test_kimi_k2_is_a_deepseek_v3(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def rewritten(folder: Path, to: Path, config: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> Path:
+    """Writes a folder with another config, and other weights if they are given, but the same other files."""
+    for file in folder.iterdir():
+        if file.name != "config.json" and (weights is None or file.name != "model.safetensors"):
+            (to / file.name).symlink_to(file)
+    (to / "config.json").write_text(json.dumps(config))
+    if weights is not None:
+        save_file(weights, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+@pytest.mark.parametrize("is_part", [False, True], ids=["K2", "the text model of K2.5"])
+def test_kimi_k2_is_a_deepseek_v3(checkpoint: Checkpoints, tmp_path: Path, is_part: bool) -> None:
     """Its folders name a type that transformers has not, and code that is not run."""
     folder = checkpoint("deepseek_v3")
-    for file in folder.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    config = (folder / "config.json").read_text()
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(config.replace('"deepseek_v3"', '"kimi_k2"'))
-    assert Checkpoint.open(str(tmp_path)).model_type == "deepseek_v3"
+    own = {
+        **json.loads((folder / "config.json").read_text()),
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoModel": "a.b"},
+    }
+    if is_part:
+        weights = load_file(folder / "model.safetensors")
+        whole = {"model_type": "kimi_k25", "text_config": own, "vision_config": {"model_type": "kimi_k25_vision"}}
+        rewritten(folder, tmp_path, whole, {f"language_model.{key}": value for key, value in weights.items()})
+    else:
+        rewritten(folder, tmp_path, own)
     prompt = random_prompt(random.Random(4), 40)
-    (output,) = generate(make_core(tmp_path, num_blocks=32), [prompt], GREEDY)
+    core = make_core(tmp_path, num_blocks=32, language_model_only=is_part)
+    (output,) = generate(core, [prompt], GREEDY)
     assert output == reference_greedy(folder, prompt, GREEDY.max_tokens)
 
 
@@ -137,16 +155,11 @@ def test_layers_that_predict_further_tokens_are_left_out(
 ) -> None:
     """They are stored behind the last layer, under its names; a model that took one for a layer would say else."""
     folder = checkpoint("deepseek_v3")
-    for file in folder.iterdir():
-        (tmp_path / file.name).symlink_to(file)
     config = {**json.loads((folder / "config.json").read_text()), "num_nextn_predict_layers": 1}
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).unlink()
-    (tmp_path / "config.json").write_text(json.dumps(config))
     weights = load_file(folder / "model.safetensors")
     further = {key.replace("layers.2.", "layers.3."): value.clone() for key, value in weights.items() if "rs.2." in key}
     further["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
-    save_file({**weights, **further}, tmp_path / "model.safetensors", {"format": "pt"})
+    rewritten(folder, tmp_path, config, {**weights, **further})
     prompt = random_prompt(random.Random(5), 40)
     with caplog.at_level("INFO"):
         (output,) = generate(make_core(tmp_path, num_blocks=32), [prompt], GREEDY)

@@ -47,10 +47,11 @@ def test_ranks_hold_their_shares(tmp_path: Path, name: str, num_ranks: int) -> N
         assert_all_same(plain, PROMPTS, generate(core, PROMPTS, GREEDY), GREEDY.max_tokens)
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "phi3", "glm4", "gemma2"])
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "phi3", "glm4", "gemma2", "glm4_moe", "deepseek_v3"])
 def test_other_architectures(tmp_path: Path, architecture: str) -> None:
-    """Experts, layers that are joined in the files, rows that rope reorders."""
-    folder = make_checkpoint(tmp_path / "model", architecture)
+    """Experts, layers that are joined in the files, rows that rope reorders, what latents are multiplied with."""
+    widths = {"kv_lora_rank": 64, "q_lora_rank": 32, "v_head_dim": 24} if architecture == "deepseek_v3" else {}
+    folder = make_checkpoint(tmp_path / "model", architecture, **widths)
     quantized, plain = rewritten(folder, tmp_path, FORMATS["packed 4"])
     outputs = generate(make_core(quantized, max_num_batched_tokens=32, num_blocks=64), PROMPTS, GREEDY)
     assert_all_same(plain, PROMPTS, outputs, GREEDY.max_tokens)

@@ -1,6 +1,6 @@
 """Finds out what each layer of a loaded model keeps of a token, by its own modules. Asks no config for a size.
 
-Two tokens go through the model with transformers' cache, whose layers then hold one tensor a plane, and with an
+A token goes through the model with transformers' cache, whose layers then hold one tensor a plane, and with an
 attention that notes what it is given. Where that is more than the cache holds, the heads are made anew from what is
 kept (latent attention).
 """
@@ -22,7 +22,6 @@ from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.kv.layout import LATENT, KVLayout, can_hold, keys_and_values, latents
 from pd_cluster.wire import Plane
 
-NUM_TOKENS = 2
 NAME = "pd_cluster_declaring"
 Seen = dict[int, tuple[int, int]]  # layer -> heads and width of the keys that its attention is given
 _seen: ContextVar[Seen] = ContextVar("_seen")
@@ -39,7 +38,7 @@ class LayerCache:
 def caches_of(model: Any) -> tuple[LayerCache, ...]:
     """Returns what each layer keeps, on this rank. Raises ModelError: it keeps something else than planes."""
     cache, seen = DynamicCache(config=model.config), Seen()
-    token_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device=next(model.parameters()).device)
+    token_ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
     with torch.inference_mode(), _noting(model, seen):
         model(input_ids=token_ids, use_cache=True, logits_to_keep=1, **{cache_argument(model): cache})
     found = tuple(_cache_of(model, index, layer, seen) for index, layer in enumerate(cache.layers))

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from pd_cluster.model.causal_lm import FusedCausalLM, FusedLayer
 from pd_cluster.model.layers.expert_weight import ExpertWeights, experts_of
-from pd_cluster.model.layers.gated import Activation, Experts, GatedMLP, Router, SharedExpert
+from pd_cluster.model.layers.gated import Activation, ExpertRouter, Experts, GatedMLP, SharedExpert
 from pd_cluster.model.layers.linear import Linear, packs
 from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rows
 from pd_cluster.model.layers.packing import rows_apart
@@ -26,6 +26,7 @@ from pd_cluster.model.layers.weight import between_ranks, joined, weight_of
 from pd_cluster.model.lora.places import AdapterPlaces
 from pd_cluster.model.parallel.layers import Share, SpanningNorm
 from pd_cluster.model.quirks import ARCHITECTURES, Quirks
+from pd_cluster.model.vision.experts import ByKind
 from pd_cluster.model.wide import WideEmbedding, is_narrow, widen
 from pd_cluster.native.products import bf16_way
 
@@ -36,8 +37,8 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu
 
 def can_fuse(model: torch.nn.Module) -> bool:
     """Whether the architecture is known, and where it runs on CPU, computes in float32 (model/wide.py included)."""
-    if not is_known(type(model), model.config):
-        return False
+    if not is_known(type(model), model.config) or any(isinstance(module, ByKind) for module in model.modules()):
+        return False  # tokens of texts and of pictures have experts of their own
     return is_narrow(model) or all(p.dtype == torch.float32 or p.device.type != "cpu" for p in model.parameters())
 
 
@@ -269,7 +270,7 @@ def _mlp(mlp: Any, config: Any, quirks: Quirks, maker: _Maker) -> Rows:
         return lambda x: mlp(x[None])[0]
     if not hasattr(mlp, "experts"):
         return maker.gated_mlp(mlp, activation)
-    experts = ops.experts(Router.of(mlp, quirks.router), _experts(mlp, quirks), activation)
+    experts = ops.experts(ExpertRouter.of(mlp, quirks.router), _experts(mlp, quirks), activation)
     if maker.adapters is not None and isinstance(experts, Experts):
         features = getattr(mlp, quirks.router).weight.shape
         router = {quirks.router: (int(features[0]), int(features[1]))}

@@ -92,6 +92,8 @@ def _is_plain_and_fused(checkpoint: Checkpoint) -> bool:
     """Whether weights are numbers and the layers of such a model can be fused."""
     if checkpoint.quantization is not None or checkpoint.is_unproven or logn_of(checkpoint) is not None:
         return False
+    if checkpoint.vision is not None and checkpoint.part_of == experts.WHOLE_TYPE:
+        return False  # see can_fuse
     config = modules.config_of(checkpoint)
     kind = type(config)
     return kind in AutoModelForCausalLM._model_mapping and is_known(AutoModelForCausalLM._model_mapping[kind], config)

@@ -26,7 +26,7 @@ from pd_cluster.model.attention_choice import triton_attention
 from pd_cluster.model.batch import batch_of, step_input
 from pd_cluster.model.causal_lm import FusedCausalLM
 from pd_cluster.model.cuda.plan import SPLIT_KEYS
-from pd_cluster.model.declared import layout_of
+from pd_cluster.model.declared import caches_of, layout_of
 from pd_cluster.model.sampling.draw import Knobs
 from pd_cluster.model.sampling.on_device import draw_shaped
 from pd_cluster.model.speedups import sped_up
@@ -84,7 +84,9 @@ def load_as_on_cuda(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def fused_by(plain: Any, speedups: Sequence[str]) -> FusedCausalLM:
+    caches = caches_of(plain)
     fused = loader.fuse(plain, loader.choose_ops(plain.config, CPU, sped_up(triton_attention(), speedups)))
+    fused.caches = caches
     assert fused.ops.name == "Triton"
     return fused
 
@@ -157,8 +159,9 @@ def test_adapters_add_two_launches_to_a_linear_layer_and_none_to_a_step_without(
     checkpoint: Callable[[str], Path], plain: Any, launches: list[str]
 ) -> None:
     adapters = loader.adapters_of(Checkpoint.open(str(checkpoint("llama"))), None)
+    caches = caches_of(plain)
     fused = loader.fuse(plain, loader.choose_ops(plain.config, CPU, triton_attention()), None, adapters.places)
-    fused.adapters = adapters
+    fused.adapters, fused.caches = adapters, caches
     to_tables(adapters.places, AdapterSettings(enable_lora=True), CPU, "bfloat16")
     adapters.places.rows.places[1] = 0
     found = launched_by(fused, 2, launches, adapters=np.array([1, 0, 1]))

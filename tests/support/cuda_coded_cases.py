@@ -18,7 +18,7 @@ from pd_cluster.model.cuda.coded import E2M1, E4M3, INT4, INT8, ROUNDED, CodedLi
 from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.ops import CudaOps
 from pd_cluster.model.layers.expert_weight import ExpertStack, ExpertWeights
-from pd_cluster.model.layers.gated import Experts, Router, Routing
+from pd_cluster.model.layers.gated import ExpertRouter, Experts, Routing
 from pd_cluster.model.layers.linear import PlainLinear
 from pd_cluster.model.layers.ops import TorchOps
 from pd_cluster.model.layers.weight import PLAIN
@@ -217,7 +217,7 @@ def test_experts_of_codes(kind: int, num_rows: int) -> None:
     config = MixtralConfig(hidden_size=128, intermediate_size=96, num_local_experts=5, num_experts_per_tok=2)
     block = MixtralSparseMoeBlock(config)
     block.gate.weight.data.normal_()
-    router = Router.of(block)
+    router = ExpertRouter.of(block)
 
     def stack(num_outputs: int, num_inputs: int) -> ExpertStack:
         if kind == ROUNDED:

@@ -36,7 +36,7 @@ from pd_cluster.model.cuda.linear import TritonLinear
 from pd_cluster.model.cuda.plan import tiles_of
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.layers.expert_weight import experts_of
-from pd_cluster.model.layers.gated import Router, Routing
+from pd_cluster.model.layers.gated import ExpertRouter, Routing
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling, TokenOutput
 from tests.support.checkpoints import make_checkpoint
@@ -104,7 +104,7 @@ def test_a_row_passes_through_its_experts_the_same_among_any_rows(dtype: torch.d
     block = MixtralSparseMoeBlock(config).to(dtype)
     for parameter in block.parameters():
         parameter.data.normal_(std=0.2)
-    experts = DeterministicOps(attend_rows).experts(Router.of(block), experts_of(block.experts), "silu")
+    experts = DeterministicOps(attend_rows).experts(ExpertRouter.of(block), experts_of(block.experts), "silu")
     rows = torch.randn(70, 40).to(dtype)
     whole = experts(rows)
     for num_rows in (1, 2, 33, 64):

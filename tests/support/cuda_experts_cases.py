@@ -18,7 +18,7 @@ from pd_cluster.model.cuda import experts as module
 from pd_cluster.model.cuda.experts import TritonGroupedExperts, num_row_tiles, route, sort_pairs, tiling
 from pd_cluster.model.fuse import _experts
 from pd_cluster.model.layers.expert_weight import experts_of
-from pd_cluster.model.layers.gated import Activation, Experts, Router, Routing
+from pd_cluster.model.layers.gated import Activation, ExpertRouter, Experts, Routing
 from pd_cluster.model.layers.ops import TorchOps
 from pd_cluster.model.quirks import ARCHITECTURES
 from tests.support.interpreted import DTYPES, choose_device
@@ -38,7 +38,7 @@ def mixtral(hidden_size: int, num_features: int, num_experts: int, top_k: int, a
 
 
 def grouped_of(block: Any, activation: Activation) -> TritonGroupedExperts:
-    return TritonGroupedExperts.of(Router.of(block), experts_of(block.experts), activation)
+    return TritonGroupedExperts.of(ExpertRouter.of(block), experts_of(block.experts), activation)
 
 
 def filled(block: Any) -> Any:
@@ -80,7 +80,7 @@ def test_experts_are_those_of_transformers(
     x = torch.randn(num_rows, hidden_size).to(dtype)
     gate_up, down = block.experts.gate_up_proj.detach().clone(), block.experts.down_proj.detach().clone()
     expected = expected_of(block, x)
-    grouped = TritonGroupedExperts(block.gate.weight.detach(), gate_up, down, Router.of(block).routing, "silu")
+    grouped = TritonGroupedExperts(block.gate.weight.detach(), gate_up, down, ExpertRouter.of(block).routing, "silu")
     assert_near(grouped(x), expected, dtype)
 
 
@@ -91,7 +91,7 @@ def test_experts_are_those_of_the_fused_model(activation: Activation) -> None:
     block, other = (mixtral(64, 96, 8, 2, name) for _ in range(2))
     other.load_state_dict(block.state_dict())
     x = torch.randn(20, 64)
-    expected = Experts(Router.of(other), experts_of(other.experts), TorchOps(), activation)(x)
+    expected = Experts(ExpertRouter.of(other), experts_of(other.experts), TorchOps(), activation)(x)
     grouped = grouped_of(block, activation)
     assert_near(grouped(x), expected.double(), torch.float32)
 
@@ -108,7 +108,7 @@ def test_other_architectures_route_in_their_own_way(dtype: torch.dtype, renormal
     for block in blocks:
         filled(block).to(dtype)
         logits, weights, chosen = block.gate(x)
-        actual_chosen, actual_weights = route(logits.detach(), Router.of(block).routing)
+        actual_chosen, actual_weights = route(logits.detach(), ExpertRouter.of(block).routing)
         assert actual_chosen.tolist() == chosen.tolist()
         assert (actual_weights - weights.float()).abs().max() <= (1e-6 if dtype == torch.float32 else 4e-3)
         assert torch.equal(actual_weights.to(dtype).float(), actual_weights)
@@ -131,8 +131,8 @@ def test_experts_with_biases_and_limited_gates_are_those_of_gpt_oss(dtype: torch
     expected = copy.deepcopy(block.experts).double()(x.double(), chosen, weights.double()).detach()
     experts = _experts(block, ARCHITECTURES["GptOssForCausalLM"])
     if dtype == torch.float32:
-        assert_near(Experts(Router.of(block, "router"), experts, TorchOps(), "swigluoai")(x), expected, dtype)
-    assert_near(TritonGroupedExperts.of(Router.of(block, "router"), experts, "swigluoai")(x), expected, dtype)
+        assert_near(Experts(ExpertRouter.of(block, "router"), experts, TorchOps(), "swigluoai")(x), expected, dtype)
+    assert_near(TritonGroupedExperts.of(ExpertRouter.of(block, "router"), experts, "swigluoai")(x), expected, dtype)
 
 
 def test_equal_logits_choose_the_lowest_experts() -> None:
@@ -207,7 +207,7 @@ def test_every_tiling_computes_the_same(dtype: torch.dtype, monkeypatch: pytest.
     x = torch.randn(75, 48).to(dtype)
     gate_up, down = block.experts.gate_up_proj.detach().clone(), block.experts.down_proj.detach().clone()
     expected = expected_of(block, x)
-    grouped = TritonGroupedExperts(block.gate.weight.detach(), gate_up, down, Router.of(block).routing, "silu")
+    grouped = TritonGroupedExperts(block.gate.weight.detach(), gate_up, down, ExpertRouter.of(block).routing, "silu")
     tilings = module.TILINGS_32_BITS if dtype == torch.float32 else module.TILINGS_16_BITS
     for tile in tilings:
         monkeypatch.setattr(module, "tiling", lambda *_, tile=tile: tile)
@@ -244,7 +244,7 @@ def test_random_shapes(seed: int) -> None:
     block = block.to(dtype)
     x = torch.randn(rng.randint(1, 90), block.gate.weight.shape[1]).to(dtype)
     gate_up, down = block.experts.gate_up_proj.detach().clone(), block.experts.down_proj.detach().clone()
-    routing = Router.of(block).routing
+    routing = ExpertRouter.of(block).routing
     logits, _, chosen = block.gate(x)
     if route(logits.detach(), routing)[0].tolist() != chosen.tolist():  # only ties may be broken differently
         chosen = route(logits.detach(), routing)[0].long()

@@ -19,7 +19,7 @@ from pd_cluster.kv.layout import keys_and_values
 from pd_cluster.model import loader, modules
 from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
 from pd_cluster.model.declared import layout_of
-from pd_cluster.model.layers.gated import Router
+from pd_cluster.model.layers.gated import ExpertRouter
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
@@ -239,7 +239,7 @@ def test_in_16_bits_rows_go_to_the_experts_that_transformers_choose() -> None:
     x = torch.randn(200, 32).bfloat16()
     expected = block(x[None])
     expected = (expected[0] if isinstance(expected, tuple) else expected)[0].float()
-    found = NpuGroupedExperts(Router.of(block), experts_of(block.experts), TorchOps(), "silu")(x)
+    found = NpuGroupedExperts(ExpertRouter.of(block), experts_of(block.experts), TorchOps(), "silu")(x)
     assert found.dtype == torch.bfloat16
     errors = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
     assert float(errors.max()) < 0.02

@@ -20,7 +20,7 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.cpu.decoder import ACTIVATIONS, DecoderLayers, decoder_layers
 from pd_cluster.model.layers.expert_weight import ExpertWeights
-from pd_cluster.model.layers.gated import Activation, Experts, Router
+from pd_cluster.model.layers.gated import Activation, ExpertRouter, Experts
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, Rows
 from pd_cluster.model.layers.weight import LinearWeight
@@ -165,7 +165,7 @@ class CpuOps:
         )
         return out
 
-    def experts(self, router: Router, weights: ExpertWeights, activation: Activation) -> Rows:
+    def experts(self, router: ExpertRouter, weights: ExpertWeights, activation: Activation) -> Rows:
         return Experts(router, weights, self, activation)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:

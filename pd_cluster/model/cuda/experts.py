@@ -16,7 +16,7 @@ from pd_cluster.model.cuda.coded import E2M1, PLAIN, ROUNDED, Codes, codes_of, r
 from pd_cluster.model.cuda.elementwise_kernels import ACTIVATIONS, DTYPES
 from pd_cluster.model.cuda.linear import ROW_TILES_TOGETHER, Tiling, TritonLinear
 from pd_cluster.model.layers.expert_weight import ExpertWeights
-from pd_cluster.model.layers.gated import Activation, Router, Routing
+from pd_cluster.model.layers.gated import Activation, ExpertRouter, Routing
 from pd_cluster.model.layers.linear import Linear, PlainLinear
 from pd_cluster.model.layers.whole_rows import WholeRows
 
@@ -125,7 +125,7 @@ class TritonGroupedExperts:
 
     @classmethod
     def of(
-        cls, router: Router, weights: ExpertWeights, activation: Activation, is_deterministic: bool = False
+        cls, router: ExpertRouter, weights: ExpertWeights, activation: Activation, is_deterministic: bool = False
     ) -> TritonGroupedExperts:
         """Takes over the weights behind a router."""
         gate_up, down = weights.gate_up.whole(), weights.down.whole()

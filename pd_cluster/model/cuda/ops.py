@@ -23,7 +23,7 @@ from pd_cluster.model.cuda.pool_codes import codes_of
 from pd_cluster.model.cuda.skinny import DTYPES as DTYPES_16
 from pd_cluster.model.cuda.skinny import SkinnyGate
 from pd_cluster.model.layers.expert_weight import ExpertWeights
-from pd_cluster.model.layers.gated import Activation, FewRows, Router
+from pd_cluster.model.layers.gated import Activation, ExpertRouter, FewRows
 from pd_cluster.model.layers.linear import Linear, PlainLinear
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, Rows
 from pd_cluster.model.layers.weight import LinearWeight
@@ -89,7 +89,7 @@ class CudaOps:
             return None
         return SkinnyGate(gate_up.weight.contiguous(), gate_up.bias, activation, self._pdl)
 
-    def experts(self, router: Router, weights: ExpertWeights, activation: Activation) -> Rows:
+    def experts(self, router: ExpertRouter, weights: ExpertWeights, activation: Activation) -> Rows:
         return TritonGroupedExperts.of(router, weights, activation)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:

@@ -145,7 +145,7 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Router:
+class ExpertRouter:
     """A sparse block's router: logits are `weight` [num_experts, hidden_size] times a row, plus `bias`."""
 
     weight: torch.Tensor
@@ -153,7 +153,7 @@ class Router:
     routing: Routing
 
     @classmethod
-    def of(cls, block: Any, name: str = "gate") -> Router:
+    def of(cls, block: Any, name: str = "gate") -> ExpertRouter:
         """Reads one of transformers' sparse blocks, whose router has this name."""
         gate = getattr(block, name)
         bias: torch.Tensor | None = getattr(gate, "bias", None)
@@ -191,7 +191,7 @@ def _routing(block: Any, gate: Any) -> Routing:
 class Experts:
     """A sparse block: each row goes through the `top_k` experts that its router rates highest."""
 
-    def __init__(self, router: Router, weights: ExpertWeights, ops: Gates, activation: Activation) -> None:
+    def __init__(self, router: ExpertRouter, weights: ExpertWeights, ops: Gates, activation: Activation) -> None:
         self._ops, self._activation = ops, activation
         self.router = router.linear()  # to [num_rows, num_experts]
         self._routing = router.routing

@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, silu
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.layers.expert_weight import ExpertWeights
-from pd_cluster.model.layers.gated import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, Experts, Gates, Router
+from pd_cluster.model.layers.gated import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, ExpertRouter, Experts, Gates
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.weight import LinearWeight
 
@@ -82,7 +82,7 @@ class Ops(Gates, Protocol):
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Adds delta to x in place; returns x normed."""
 
-    def experts(self, router: Router, weights: ExpertWeights, activation: Activation) -> Rows:
+    def experts(self, router: ExpertRouter, weights: ExpertWeights, activation: Activation) -> Rows:
         """Returns a function for a sparse block; `weights` have gates before ups.
 
         The caller drops the weights. Raises ModelError if their form cannot have this order.
@@ -123,7 +123,7 @@ class TorchOps:
             return (up.clamp(-SWIGLUOAI_LIMIT, SWIGLUOAI_LIMIT) + 1).mul_(gate)
         return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")).mul_(up)
 
-    def experts(self, router: Router, weights: ExpertWeights, activation: Activation) -> Rows:
+    def experts(self, router: ExpertRouter, weights: ExpertWeights, activation: Activation) -> Rows:
         return Experts(router, weights, self, activation)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:

@@ -9,14 +9,14 @@ import torch
 from torch.nn.functional import linear
 
 from pd_cluster.model.layers.expert_weight import ExpertWeights
-from pd_cluster.model.layers.gated import Activation, Gates, Router
+from pd_cluster.model.layers.gated import Activation, ExpertRouter, Gates
 from pd_cluster.model.npu.grouped import grouped_of
 
 
 class NpuGroupedExperts:
     """Sends each row through its router's `top_k` experts."""
 
-    def __init__(self, router: Router, weights: ExpertWeights, ops: Gates, activation: Activation) -> None:
+    def __init__(self, router: ExpertRouter, weights: ExpertWeights, ops: Gates, activation: Activation) -> None:
         self._ops, self._activation = ops, activation
         weight = router.weight.float() if router.routing.in_float32 else router.weight
         self._router = weight.clone()  # [num_experts, hidden_size]

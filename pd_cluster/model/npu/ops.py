@@ -8,7 +8,7 @@ import torch
 
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.layers.expert_weight import ExpertWeights
-from pd_cluster.model.layers.gated import Activation, Router
+from pd_cluster.model.layers.gated import Activation, ExpertRouter
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, Rows, TorchOps
 from pd_cluster.model.layers.weight import LinearWeight
@@ -42,7 +42,7 @@ class NpuOps(TorchOps):
         gated: torch.Tensor = torch.ops.npu.npu_swiglu(gate_up, dim=-1)
         return gated
 
-    def experts(self, router: Router, weights: ExpertWeights, activation: Activation) -> Rows:
+    def experts(self, router: ExpertRouter, weights: ExpertWeights, activation: Activation) -> Rows:
         return NpuGroupedExperts(router, weights, self, activation)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:

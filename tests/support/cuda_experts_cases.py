@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
@@ -60,6 +62,19 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
     tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
     assert actual.dtype == dtype
     assert (actual.double() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_router_of_sigmoids_biases_and_groups(dtype: torch.dtype) -> None:
+    """Its product is float32 in 16 bits, too, as that of transformers."""
+    config = Glm4MoeConfig(
+        hidden_size=64, moe_intermediate_size=48, n_routed_experts=12, num_experts_per_tok=3, n_group=4, topk_group=2,
+        routed_scaling_factor=1.5,
+    )  # fmt: skip
+    block = filled(Glm4MoeMoE(config))
+    block.gate.e_score_correction_bias.normal_(-1.5, 0.2)
+    block, x = block.to(dtype), torch.randn(9, 64).to(dtype)
+    assert_near(grouped_of(block, "silu")(x), expected_of(block, x), dtype)
 
 
 @pytest.mark.parametrize(

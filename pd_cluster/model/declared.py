@@ -1,7 +1,7 @@
 """Finds out what each layer of a loaded model keeps of a token, by its own modules. Asks no config for a size.
 
-A token goes through the model with transformers' cache, whose layers then hold one tensor a plane, and with an
-attention that notes what it is given. Where that is more than the cache holds, the heads are made anew from what is
+A token goes through the model, whose cache of transformers' then holds one tensor a plane for each layer, and through
+an attention that notes what it is given. Where that is more than the cache holds, the heads are made anew from what is
 kept (latent attention).
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import AttentionInterface
 
 from pd_cluster.errors import ConfigError, ModelError, called
@@ -37,10 +37,11 @@ class LayerCache:
 
 def caches_of(model: Any) -> tuple[LayerCache, ...]:
     """Returns what each layer keeps, on this rank. Raises ModelError: it keeps something else than planes."""
-    cache, seen = DynamicCache(config=model.config), Seen()
+    seen = Seen()
     token_ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
     with torch.inference_mode(), _noting(model, seen):
-        model(input_ids=token_ids, use_cache=True, logits_to_keep=1, **{cache_argument(model): cache})
+        output = model(input_ids=token_ids, use_cache=True, logits_to_keep=1)
+    cache = output.get("cache", output.get("past_key_values"))  # 5.24 has renamed it
     found = tuple(_cache_of(model, index, layer, seen) for index, layer in enumerate(cache.layers))
     if other := next((index for index, each in enumerate(found) if each != found[0]), 0):
         raise ModelError(f"{model.config.model_type}: layer {other} keeps {found[other]}, and layer 0 {found[0]}")
@@ -48,7 +49,7 @@ def caches_of(model: Any) -> tuple[LayerCache, ...]:
 
 
 def cache_argument(model: Any) -> str:
-    """Returns the name under which a model of transformers takes its cache; 5.24 has renamed it."""
+    """Returns the name under which a model of transformers takes its cache."""
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 

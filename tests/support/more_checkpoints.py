@@ -94,7 +94,7 @@ MORE: dict[str, dict[str, Any]] = {
     "minimax": {**LOCAL_EXPERTS, "layer_types": ["full_attention"] * 3},
     "minimax_m2": LOCAL_EXPERTS,
     "ministral": {**MIXED_LAYERS},
-    "ministral3": {},
+    "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
     "nanochat": {},
     "olmo": {"clip_qkv": None},
     "olmo3": {

@@ -11,6 +11,7 @@ from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.layout import DTYPE_NBYTES, KVLayout
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool
 from pd_cluster.media.rules import ImageRules
+from pd_cluster.model.attention.latent import workspace_nbytes
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.cuda.plan import most_splits
@@ -118,7 +119,12 @@ def nbytes_of_adapters(config: Any, adapters: AdapterSettings, dtype: str) -> in
 
 
 def decode_workspace_nbytes(model: CausalLM, layout: KVLayout, num_seqs: int, max_model_len: int) -> int:
-    """Returns the bytes that the splits of the largest decode step take; graphs hold them beside the peak."""
+    """Returns the bytes that the splits of the largest decode step take; graphs hold them beside the peak.
+
+    With latents: those that a step over the longest past takes, since the peak's step has no past.
+    """
+    if layout.has_latents:
+        return workspace_nbytes(max_model_len, sum(plane.width for plane in layout.planes))
     if model.attention != "Triton":
         return 0
     num_heads: int = model.config.num_attention_heads  # this rank's: its config is that of its share

@@ -16,7 +16,7 @@ from typing import cast
 
 from msgspec import structs
 
-from pd_cluster.errors import ConfigError, NoRoom
+from pd_cluster.errors import ConfigError, NoRoom, RequestError
 from pd_cluster.service.helpers.byte_shares import ByteShares
 from pd_cluster.service.helpers.client_turns import current_client
 from pd_cluster.types import Image
@@ -38,9 +38,13 @@ class PixelBudget:
                 raise ConfigError(f"--media-spill-path {folder}: no file can be made there: {error.strerror}") from None
 
     def take(self, nbytes: int) -> PixelHold:
-        """Raises NoRoom if there is no room in memory for the current client's."""
+        """Raises NoRoom if there is no room in memory for the current client's now, RequestError if there never is."""
         client, memory = current_client.get(), self.in_memory
         if not memory.has_room(client, nbytes):
+            if not memory.taken_nbytes:
+                raise RequestError(
+                    f"{nbytes} bytes of pictures are more than this server holds; send fewer, or smaller"
+                )
             raise NoRoom(
                 f"{memory.taken_nbytes} bytes of pictures are waiting for their answers, {memory.of(client)} of them "
                 f"yours; try again"

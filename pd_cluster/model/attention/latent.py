@@ -15,7 +15,7 @@ import torch
 from pd_cluster.kv.vectors import decode, encode, write_kv
 from pd_cluster.model.batch import ForwardBatch
 
-MOST_SCORES = 1 << 26  # held at once: 256 MiB of float32
+MOST_SCORES = 1 << 24  # held at once: 64 MiB of float32
 
 
 class UpProjection(torch.nn.Module):
@@ -84,6 +84,7 @@ def attend_latents(
     num_heads, num_tokens, _ = queries.shape
     output = queries.new_zeros(num_tokens, num_heads, up.values.shape[1])
     query_starts, table_starts = batch.query_starts.tolist(), batch.table_starts.tolist()
+    to_keys, to_values = up.keys.float(), up.values.float()
     for i, context_len in enumerate(batch.context_lens.tolist()):
         first, stop = query_starts[i : i + 2]
         if context_len == 0:  # padding
@@ -97,27 +98,36 @@ def attend_latents(
         for row in range(first, stop, most_rows):
             rows = slice(row, min(row + most_rows, stop))
             num_seen = context_len - stop + rows.stop  # keys that the last of these rows sees
-            attended = _attend(queries[:, rows].float(), latents[:num_seen], ropes[:num_seen], up, scaling)
-            output[rows] = attended.transpose(0, 1).to(output.dtype)
+            absorbed = _absorbed(queries[:, rows].float(), to_keys)
+            weighted = _attend(*absorbed, latents[:num_seen], ropes[:num_seen], scaling)
+            output[rows] = torch.bmm(weighted, to_values.transpose(1, 2)).transpose(0, 1).to(output.dtype)
     return output
 
 
+def workspace_nbytes(max_model_len: int, width: int) -> int:
+    """Returns the bytes that a step over a long past takes: `width` numbers a token, gathered and in float32."""
+    return 3 * 4 * MOST_SCORES + max_model_len * width * 8
+
+
+def _absorbed(queries: torch.Tensor, to_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maps [num_heads, num_rows, Dn + Dr] to queries of latents [num_heads, num_rows, C], and of the rotated part."""
+    width = to_keys.shape[1]
+    return torch.bmm(queries[:, :, :width], to_keys), queries[:, :, width:]
+
+
 def _attend(
-    queries: torch.Tensor,  # [num_heads, num_rows, Dn + Dr]: the last rows of those that the keys are of
+    absorbed: torch.Tensor,  # [num_heads, num_rows, C]: the last rows of those that the keys are of
+    rotated: torch.Tensor,  # [num_heads, num_rows, Dr]
     latents: torch.Tensor,  # [num_keys, C]
     ropes: torch.Tensor,  # [num_keys, Dr]
-    up: UpProjection,
     scaling: float,
 ) -> torch.Tensor:
-    """Returns [num_heads, num_rows, Dv]; everything is float32."""
-    num_heads, num_rows, _ = queries.shape
-    num_keys, rope_width = ropes.shape
-    plain, rotated = queries[:, :, :-rope_width], queries[:, :, -rope_width:]
-    absorbed = torch.bmm(plain, up.keys.float())  # [num_heads, num_rows, C]
+    """Returns what latents add up to, [num_heads, num_rows, C]; everything is float32."""
+    num_heads, num_rows, _ = absorbed.shape
+    num_keys = len(latents)
     scores = absorbed.flatten(0, 1) @ latents.T  # [num_heads * num_rows, num_keys]
     scores = torch.addmm(scores, rotated.flatten(0, 1), ropes.T).mul_(scaling).view(num_heads, num_rows, num_keys)
     if num_rows > 1:
         at = torch.arange(num_keys, device=scores.device)
         scores.masked_fill_(at > at[num_keys - num_rows :, None], float("-inf"))
-    weighted = scores.softmax(-1).flatten(0, 1) @ latents  # [num_heads * num_rows, C]
-    return torch.bmm(weighted.view(num_heads, num_rows, -1), up.values.float().transpose(1, 2))
+    return (scores.softmax(-1).flatten(0, 1) @ latents).view(num_heads, num_rows, -1)

@@ -115,7 +115,7 @@ class TritonGroupedExperts:
         assert 0 < routing.top_k <= num_experts
         for bias, width in ((gate_up_bias, self._gate_up.shape[1]), (down_bias, num_outputs)):
             assert bias is None or (bias.shape == (num_experts, width) and bias.is_contiguous())
-        self._dtype, self._router_dtype = router.dtype, torch.float32 if routing.in_float32 else router.dtype
+        self._router_dtype = torch.float32 if routing.in_float32 else router.dtype
         self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
         self._is_deterministic = is_deterministic
         linear = TritonLinear if is_deterministic else PlainLinear
@@ -143,12 +143,12 @@ class TritonGroupedExperts:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert x.dtype == self._dtype
+        assert x.dtype == self._router_dtype or self._routing.in_float32
         assert x.stride(1) == 1
         if not len(x):
             return torch.empty_like(x)
         most_rows = MAX_ROUTED_ROWS if self._is_deterministic else len(x)
-        chosen, weights = route(self._router(x.to(self._router_dtype)), self._routing, most_rows)
+        chosen, weights = route(self._router(x.to(self._router_dtype)), self._routing, most_rows, x.dtype)
         order, starts = sort_pairs(chosen, self._experts)
         return self._multiply(x, weights, order, starts)
 
@@ -232,15 +232,19 @@ class TritonGroupedExperts:
 
 
 def route(
-    logits: torch.Tensor, routing: Routing, most_rows: int = MAX_ROUTED_ROWS
+    logits: torch.Tensor,
+    routing: Routing,
+    most_rows: int = MAX_ROUTED_ROWS,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Maps contiguous logits [num_rows, num_experts] to experts (int32) and weights (float32), both [num_rows, top_k].
 
     Experts are in order of falling weight; among equals the lowest comes first. `most_rows`: rows per program, if that
     many fit; a row's weights are rounded alike wherever that number is the same. The kernel knows plain routing alone.
+    `dtype`: see `Routing.weigh`.
     """
     if not routing.is_plain:
-        weights, experts = routing.weigh(logits)
+        weights, experts = routing.weigh(logits, dtype)
         return experts.to(torch.int32), weights
     num_rows, num_experts = logits.shape
     assert logits.is_contiguous()

@@ -92,16 +92,16 @@ class GatedMLP:
 class Routing:
     """How router logits become weights, all in float32: a score for each expert, a choice of `top_k`, the last steps.
 
-    Scores are a softmax over all experts, or `sigmoid`s. `choice_bias` [num_experts] is added for the choice alone. Of
-    `num_groups` groups of experts, as many as each other, the best `top_groups` take part: those with the best expert,
-    or `best_two`, with the largest sum of two. The chosen scores are divided by their sum plus `epsilon`, or by
+    Scores are a softmax over all experts, or `sigmoid`s. `choice_bias` [num_experts] is added for the choice alone. The
+    experts are in `num_groups` equal groups, of which the best `top_groups` take part: those with the best expert, or
+    `best_two`, with the largest sum of two. The chosen scores are divided by their sum plus `epsilon`, or by
     `least_sum` if that is more (`renormalise`), and multiplied by `scale`. A softmax over the chosen logits alone
     (gpt-oss) is the same as one that is renormalised.
     """
 
     top_k: int
     renormalise: bool = True
-    round_weights: bool = False  # to the logits' dtype, as most softmax routers do
+    round_weights: bool = False  # to the rows' dtype, as most softmax routers do
     sigmoid: bool = False
     choice_bias: torch.Tensor | None = None
     num_groups: int = 1
@@ -118,8 +118,11 @@ class Routing:
         has_more = self.sigmoid or self.choice_bias is not None or self.top_groups < self.num_groups
         return not has_more and (self.epsilon, self.least_sum, self.scale) == (0.0, 0.0, 1.0)
 
-    def weigh(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maps logits [num_rows, num_experts] to weights (float32) and experts (int64), both [num_rows, top_k]."""
+    def weigh(self, logits: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Maps logits [num_rows, num_experts] to weights (float32) and experts (int64), both [num_rows, top_k].
+
+        `dtype`: the rows'; None: the logits'.
+        """
         numbers = logits.float()  # in 16 bits experts would tie
         scores = numbers.sigmoid() if self.sigmoid else numbers.softmax(-1)
         if self.is_plain:
@@ -131,7 +134,7 @@ class Routing:
             weights = weights / (weights.sum(-1, keepdim=True) + self.epsilon).clamp(min=self.least_sum)
         if self.scale != 1.0:
             weights = weights * self.scale
-        return (weights.to(logits.dtype).float() if self.round_weights else weights), chosen
+        return (weights.to(dtype or logits.dtype).float() if self.round_weights else weights), chosen
 
     def _wanted(self, scores: torch.Tensor) -> torch.Tensor:
         """Returns what decides the choice: minus infinity in groups that take no part."""
@@ -161,9 +164,10 @@ class ExpertRouter:
 
     def linear(self) -> Linear:
         """Returns the product, whose rows on a CPU begin apart: the scores of a row are computed alike in every row."""
-        if self.routing.sigmoid and packs(self.weight):
-            return rows_apart(self.weight, self.bias)
-        return make_linear(self.weight, self.bias)
+        weight = self.weight.float() if self.routing.in_float32 else self.weight
+        if self.routing.sigmoid and packs(weight):
+            return rows_apart(weight, self.bias)
+        return make_linear(weight, self.bias)
 
 
 def _routing(block: Any, gate: Any) -> Routing:
@@ -198,7 +202,8 @@ class Experts:
         self.layers = ExpertLayers(weights)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self._routing.weigh(self.router(x))  # [num_rows, top_k]
+        logits = self.router(x.float() if self._routing.in_float32 else x)
+        weights, chosen = self._routing.weigh(logits, x.dtype)  # [num_rows, top_k]
         return self.layers.through(self._gate, x, chosen, weights)
 
     def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ USE_LOGN = "use_logn_attn"  # LMDeploy's name, an override
 MAX_LENGTHS = 256  # with cached frequencies
 TABLES = ("wpe", "embed_positions")  # modules that learned a vector for each position
 
-Turns = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [1, num_tokens, head_dim]
+Turns = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [1, num_tokens, head_dim]; DeepSeek-V2: one complex tensor
 
 
 class LengthRotary(torch.nn.Module):
@@ -56,16 +56,16 @@ class LengthRotary(torch.nn.Module):
         if len(distinct) == 1:
             return self._turned(x, position_ids, int(distinct[0]))
         rows = np.repeat(lens, self.batch.query_lens)
-        turned: Turns | None = None
+        turned: list[torch.Tensor] = []
         for length in distinct.tolist():
             own = on_device({"rows": np.flatnonzero(rows == length)}, self.batch.pool.device)["rows"]
-            cos, sin = self._turned(x, position_ids[:, own], length)
-            if turned is None:
-                shape = (1, position_ids.shape[1], cos.shape[-1])
-                turned = cos.new_empty(shape), sin.new_empty(shape)
-            turned[0][:, own], turned[1][:, own] = cos, sin
-        assert turned is not None
-        return turned
+            found = self._turned(x, position_ids[:, own], length)
+            parts: Sequence[torch.Tensor] = (found,) if isinstance(found, torch.Tensor) else found
+            if not turned:
+                turned = [part.new_empty(1, position_ids.shape[1], part.shape[-1]) for part in parts]
+            for whole, part in zip(turned, parts, strict=True):
+                whole[:, own] = part
+        return turned[0] if len(turned) == 1 else (turned[0], turned[1])  # type: ignore[return-value]
 
     def _lengths(self, batch: ForwardBatch) -> Ints:
         """Returns [num_seqs], the length that determines each request's frequencies."""

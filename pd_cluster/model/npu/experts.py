@@ -29,7 +29,7 @@ class NpuGroupedExperts:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps [num_rows, hidden_size] to the same shape."""
         logits = linear(x.to(self._router.dtype), self._router, self._router_bias)
-        weights, chosen = self._routing.weigh(logits)  # [num_rows, top_k]
+        weights, chosen = self._routing.weigh(logits, x.dtype)  # [num_rows, top_k]
         top_k, flat = self._routing.top_k, chosen.flatten()
         order = flat.argsort(stable=True)
         experts = torch.arange(len(self._router), device=x.device)

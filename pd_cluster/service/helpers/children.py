@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-from pd_cluster.errors import NoRoom, PdClusterError
+from pd_cluster.errors import NoRoom, PdClusterError, Unavailable
 from pd_cluster.service.helpers.client_turns import ClientTurns, current_client
 from pd_cluster.service.helpers.job_child import MAX_LINE_NBYTES, JobChild
 
@@ -176,6 +176,8 @@ class Children:
         except _NotNow:
             self._rests(job.client, 2 * (time.monotonic() - job.begun_s))
             self._gives_place_up(job)
+        if not job.is_wanted:
+            raise NoRoom(f"nobody waits for this {self._name}")
         return await self._later(job)
 
     async def _quickly(self, job: _Job) -> bytes:
@@ -316,7 +318,7 @@ class Children:
             is_ready = True
         except (TimeoutError, ConnectionError, EOFError):
             log.error("the process that checks a %s did not start within %g s", self._name, START_TIMEOUT_S)
-            raise NoRoom(f"no {self._name} can be checked right now; the server's log has the details") from None
+            raise Unavailable(f"no {self._name} can be checked right now; the server's log has the details") from None
         finally:
             if not is_ready:
                 await child.kill()

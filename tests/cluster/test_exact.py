@@ -64,14 +64,7 @@ def complete_all(cluster: LiveCluster, model: Path, prompts: list[list[int]]) ->
 
 
 def complete_once(cluster: LiveCluster, model: Path, prompts: list[list[int]]) -> None:
-    outputs: dict[int, list[int]] = {}
-
-    def job(at: int) -> Callable[[], None]:
-        return lambda: outputs.update({at: cluster.complete(prompts[at], MAX_TOKENS)})
-
-    errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
-    assert not errors, errors[0]
-    assert_all_same(model, prompts, [outputs[at] for at in range(len(prompts))], MAX_TOKENS)
+    assert_all_same(model, prompts, cluster.complete_together(prompts, MAX_TOKENS), MAX_TOKENS)
 
 
 @pytest.mark.parametrize("length", [1, BLOCK_SIZE, BLOCK_SIZE + 1, MAX_BATCHED + 1, 100])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pd_cluster.types import Sampling
 from tests.cluster.test_death import PROMPT, caught
+from tests.cluster.test_exact import complete_all, complete_once
 from tests.support.checkpoints import ROPE, make_checkpoint
-from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt
 
 MAX_TOKENS = 16
@@ -37,17 +38,9 @@ def test_the_split_says_what_generate_says(cluster: LiveCluster, folder: Path) -
     """All at once, then again from the prefix caches; a token's latents come over once to each rank."""
     rng = random.Random(3)
     prompts = [random_prompt(rng, length) for length in LENGTHS]
-    for _ in range(2):
-        outputs: dict[int, list[int]] = {}
-
-        def job(at: int, found: dict[int, list[int]] = outputs) -> Callable[[], None]:
-            return lambda: found.update({at: cluster.complete(prompts[at], MAX_TOKENS)})
-
-        errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
-        assert not errors, errors[0]
-        assert_all_same(folder, prompts, [outputs[at] for at in range(len(prompts))], MAX_TOKENS)
+    complete_all(cluster, folder, prompts)
+    complete_once(cluster, folder, prompts)
     cluster.assert_home()
-    assert all(cluster.instance(name)["kv_received_nbytes"] for name in ("decode-0", "decode-1"))
 
 
 @pytest.mark.slow
@@ -62,8 +55,11 @@ def test_ranks_of_other_numbers(tmp_path: Path, folder: Path, sizes: tuple[int, 
         outputs = [running.complete(prompt, MAX_TOKENS) for prompt in prompts]
         assert_all_same(folder, prompts, outputs, MAX_TOKENS)
         num_tokens = sum(-(-length // BLOCK_SIZE) * BLOCK_SIZE for length in LENGTHS)  # whole blocks
-        received = running.instance("decode-0")["kv_received_nbytes"]
-        assert received == sizes[1] * num_tokens * 3 * (40 + 8) * 4, "all latents, once to each rank"
+        expected = sizes[1] * num_tokens * 3 * (40 + 8) * 4
+        running.wait_until(
+            "all latents are counted, once for each rank",
+            lambda: running.instance("decode-0")["kv_received_nbytes"] == expected,
+        )
         running.assert_home()
 
 

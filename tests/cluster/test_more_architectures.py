@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, random_prompt
 from tests.support.more_checkpoints import MORE
 
@@ -28,13 +27,6 @@ def test_the_split_says_what_generate_says(tmp_path: Path, architecture: str) ->
     prompts = [random_prompt(rng, length) for length in LENGTHS]
     with LiveCluster(tmp_path, model, arguments=FLAGS) as cluster:
         for _ in range(2):
-            outputs: dict[int, list[int]] = {}
-
-            def job(at: int, found: dict[int, list[int]] = outputs) -> Callable[[], None]:
-                return lambda: found.update({at: cluster.complete(prompts[at], MAX_TOKENS)})
-
-            errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
-            assert not errors, errors[0]
-            assert_all_same(model, prompts, [outputs[at] for at in range(len(prompts))], MAX_TOKENS)
+            assert_all_same(model, prompts, cluster.complete_together(prompts, MAX_TOKENS), MAX_TOKENS)
         cluster.wait_until("KV cache came over", lambda: cluster.instance("decode-0")["kv_received_nbytes"] > 0)
         cluster.assert_home()

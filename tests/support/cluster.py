@@ -271,6 +271,17 @@ class LiveCluster:
         """Returns the output tokens of one completion, greedy unless the fields say otherwise."""
         return self.complete_choices(prompt, max_tokens, **fields)[0]
 
+    def complete_together(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        """Returns the output tokens of greedy completions that are asked for at once, in the prompts' order."""
+        found: dict[int, list[int]] = {}
+
+        def job(at: int) -> Callable[[], None]:
+            return lambda: found.update({at: self.complete(prompts[at], max_tokens)})
+
+        errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
+        assert not errors, errors[0]
+        return [found[at] for at in range(len(prompts))]
+
     def complete_choices(self, prompt: list[int] | str, max_tokens: int, **fields: Any) -> list[list[int]]:
         """Returns the output tokens of each choice."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True, **fields}

@@ -82,14 +82,13 @@ class Trouble:
         """kill -9 of a worker in the middle of its work."""
         self.await_busy(name)
         self.cluster.kill(name)
-        num_met = self.traffic.num_in_flight
-        assert num_met > 0
+        assert self.traffic.in_flight, "the fault met no request"
         self.cluster.await_exit(name)
         self.await_lost(name)
-        num_ended = min(len(self.traffic.outcomes) + 2 * num_met, self.traffic.num_asks)
-        self.traffic.more(2 * num_met)
+        met = self.traffic.in_flight  # and those that came meanwhile
+        self.traffic.more(2 * len(met))
         # A request that is on two instances that die is not tried again: the next fault waits for these to end.
-        self.go_on_until("those that met the fault have ended", lambda: len(self.traffic.outcomes) >= num_ended)
+        self.go_on_until("those that met the fault have ended", lambda: not met & self.traffic.in_flight)
 
     def await_lost(self, *names: str) -> None:
         def lost() -> bool:

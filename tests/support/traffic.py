@@ -142,6 +142,7 @@ class Traffic:
         self._asks = asks
         self._enter = enter
         self._num_started = self._num_allowed = 0
+        self._in_flight: set[int] = set()  # numbers of requests
         self._changed = threading.Condition()
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(concurrency)]
 
@@ -155,10 +156,6 @@ class Traffic:
             self._asks = self._asks[: self._num_started]
             self._changed.notify_all()
 
-    @property
-    def num_asks(self) -> int:
-        return len(self._asks)
-
     def more(self, number: int) -> None:
         """Allows this many more requests."""
         with self._changed:
@@ -166,9 +163,10 @@ class Traffic:
             self._changed.notify_all()
 
     @property
-    def num_in_flight(self) -> int:
+    def in_flight(self) -> frozenset[int]:
+        """The numbers of the requests that are in flight now, in order of their start."""
         with self._changed:
-            return self._num_started - len(self.outcomes)
+            return frozenset(self._in_flight)
 
     def finish(self, timeout_s: float = 120.0) -> None:
         """Runs all of them to the end."""
@@ -182,19 +180,22 @@ class Traffic:
         self._enter()
         no_reuse = httpx.Limits(max_keepalive_connections=0)
         with httpx.Client(timeout=CLIENT_TIMEOUT_S, trust_env=False, limits=no_reuse) as client:
-            while (ask := self._next()) is not None:
-                outcome = ask_once(client, self._url, ask)
+            while (number := self._next()) is not None:
+                outcome = ask_once(client, self._url, self._asks[number])
                 with self._changed:
+                    self._in_flight.remove(number)
                     self.outcomes.append(outcome)
                     self._changed.notify_all()
 
-    def _next(self) -> Ask | None:
+    def _next(self) -> int | None:
         with self._changed:
             self._changed.wait_for(lambda: self._num_started < self._num_allowed or self._is_over())
             if self._is_over():
                 return None
+            number = self._num_started
             self._num_started += 1
-            return self._asks[self._num_started - 1]
+            self._in_flight.add(number)
+            return number
 
     def _is_over(self) -> bool:
         return self._num_started >= len(self._asks)

@@ -9,6 +9,7 @@ import os
 import pty
 import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -182,7 +183,8 @@ def test_a_person_edits_lines_stops_an_answer_and_goes_on(server: Server, termin
     assert {each["model"] for each in server.asked} == {"the-first"}
     terminal.type("unfinished")
     terminal.interrupt()
-    assert terminal.process.returncode == 130
+    # The second: a press that came while the interpreter was ending. Shells call both 130.
+    assert terminal.process.returncode in (130, -signal.SIGINT)
 
 
 @pytest.mark.parametrize("question", ["\udcff", ""])

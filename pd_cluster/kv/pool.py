@@ -90,6 +90,11 @@ class KVPool:
         assert isinstance(self.memory, BlockMajor)
         return self.memory.data
 
+    def data_ptr(self) -> int:
+        """Returns the address of block 0 of a block-major pool."""
+        assert isinstance(self.memory, BlockMajor)
+        return self.memory.bytes.data_ptr()
+
     @property
     def nbytes(self) -> int:
         return self.layout.block_nbytes * self.num_blocks

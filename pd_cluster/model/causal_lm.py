@@ -17,10 +17,11 @@ from pd_cluster.model.attention.latent import LatentCache
 from pd_cluster.model.attention_choice import SDPA, Attention
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.declared import LayerCache, cache_argument, caches_of, has_latents
+from pd_cluster.model.layers.fused_layer import FusedLayer
 from pd_cluster.model.layers.linear import Linear
-from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rope
+from pd_cluster.model.layers.ops import Norm, Ops, Rope
 from pd_cluster.model.layers.rope import LengthRotary, LogN
-from pd_cluster.model.layers.rope_tables import MODELS_ORDER, WHOLE_MODEL, RopeTables
+from pd_cluster.model.layers.rope_tables import MODELS_ORDER, RopeTables
 from pd_cluster.model.layers.up_projections import put_up_projections
 from pd_cluster.model.layers.weight import WeightForm
 from pd_cluster.model.lora.adapters import Adapters
@@ -172,27 +173,6 @@ def _below_output_layer(model: Any) -> list[torch.nn.Module]:
     return found if len(found) < 2 or found[0] is not found[1] else found[:1]
 
 
-@dataclass(frozen=True, slots=True)
-class FusedLayer:
-    """One decoder layer. The two `post_*` norms are of what each half adds to the residual stream.
-
-    Without `input_norm` and `mlp_norm` the halves read the residual stream as it is. `rope`: the kind of layer whose
-    tables rotate its heads. `spanning` norms parts of the rows of `qkv`, each over all its heads.
-    """
-
-    heads: Heads
-    qkv: Linear
-    output: Linear
-    mlp: Callable[[torch.Tensor], torch.Tensor]
-    input_norm: Norm | None = None
-    mlp_norm: Norm | None = None
-    post_attention_norm: Norm | None = None
-    post_mlp_norm: Norm | None = None
-    rope: str = WHOLE_MODEL
-    spanning: tuple[tuple[slice, Callable[[torch.Tensor], torch.Tensor]], ...] = ()
-    residual_multiplier: float = 1.0  # of what each half adds
-
-
 class WholeDecoder(Protocol):
     """All layers of a step as one function."""
 
@@ -211,38 +191,46 @@ class JoinsLayers(Protocol):
         """None: they are computed one by one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The parts of a fused model around its layers."""
+
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    ropes: RopeTables
+    norm: Norm
+    head: Linear
+    vocab_size: int  # the whole model's
+    embedding_factor: float = 1.0  # which `embed` applies
+    bf16_way: str = ""  # as in CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a loader finds out about a model before it takes it apart."""
+
+    caches: tuple[LayerCache, ...]
+    rope_limit: RopeLimit = NO_POSITIONS
+    adapters: Adapters | None = None
+
+
 class FusedCausalLM:
     """Updates the residual stream x in place; the output of a half-layer is added at the next norm."""
 
     def __init__(
-        self,
-        config: Any,
-        ops: Ops,
-        embed: Callable[[torch.Tensor], torch.Tensor],
-        ropes: RopeTables,
-        layers: list[FusedLayer],
-        norm: Norm,
-        head: Linear,
-        vocab_size: int = 0,
-        group: Group | None = None,
-        bf16_way: str = "",
+        self, config: Any, ops: Ops, layers: list[FusedLayer], ends: Ends, served: Served, group: Group | None = None
     ) -> None:
-        """`vocab_size`: the whole model's, if this is one rank's share."""
-        self.config = config
-        self.adapters: Adapters | None = None
-        self.caches: tuple[LayerCache, ...] = ()  # the loader knows
-        self._vocab_size = vocab_size or config.vocab_size
-        self._group = group or Alone()
-        self.ops = ops
-        self.attention = ops.attention
-        self.key_order = ropes.key_order
-        self.bf16_way = bf16_way
-        products = f", products in bfloat16 by {bf16_way}" if bf16_way else ""
+        self.config, self.ops = config, ops
+        self.adapters, self.caches, self.rope_limit = served.adapters, served.caches, served.rope_limit
+        self._vocab_size, self._group = ends.vocab_size, group or Alone()
+        self.attention, self.key_order = ops.attention, ends.ropes.key_order
+        self.bf16_way = ends.bf16_way
+        products = f", products in bfloat16 by {self.bf16_way}" if self.bf16_way else ""
         self.kernels = f"fused layers, {ops.name} kernels, attention by {ops.attention}{products}"
-        self.key_features: torch.Tensor | None = ropes.order
-        self.embedding_factor = 1.0
-        self._embed, self._ropes, self._layers, self._norm, self._head = embed, ropes, layers, norm, head
-        self.rope_limit = NO_POSITIONS  # the loader knows better
+        self.key_features: torch.Tensor | None = ends.ropes.order
+        self.embedding_factor = ends.embedding_factor
+        self._embed, self._ropes, self._layers, self._norm, self._head = (
+            ends.embed, ends.ropes, layers, ends.norm, ends.head,
+        )  # fmt: skip
         whole = isinstance(ops, JoinsLayers) and isinstance(self._group, Alone)
         self.decoder = ops.decoder(layers) if whole and isinstance(ops, JoinsLayers) else None
         self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -296,15 +284,12 @@ class FusedCausalLM:
         ropes: dict[str, Rope],
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        """Adds the pending delta to x; returns [num_tokens, num_heads * head_dim]."""
-        qkv = layer.qkv(self._added(x, delta, layer.input_norm))
-        for part, norm in layer.spanning:
-            qkv[:, part] = norm(qkv[:, part].contiguous())
-        return self.ops.attend(layer.heads, qkv, ropes[layer.rope], batch)
+        """Adds the pending delta to x; returns what the layer's attention makes of it."""
+        return layer.attention.attend(self._added(x, delta, layer.input_norm), ropes, batch)
 
     def _after_attention(self, layer: FusedLayer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Adds the attention's output to x; returns the next pending delta."""
-        delta = self._delta(layer, layer.output(attended), layer.post_attention_norm)
+        delta = self._delta(layer, layer.attention.output(attended), layer.post_attention_norm)
         return self._delta(layer, layer.mlp(self._added(x, delta, layer.mlp_norm)), layer.post_mlp_norm)
 
     def _added(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
 
-from pd_cluster.model.causal_lm import FusedCausalLM, FusedLayer
+from pd_cluster.model.causal_lm import Ends, FusedCausalLM, Served
+from pd_cluster.model.fuse_attention import has_latents, heads_attention, latent_attention
+from pd_cluster.model.layer_maker import LayerMaker
 from pd_cluster.model.layers.expert_weight import ExpertWeights, experts_of
-from pd_cluster.model.layers.gated import Activation, ExpertRouter, Experts, GatedMLP, SharedExpert
+from pd_cluster.model.layers.fused_layer import FusedLayer
+from pd_cluster.model.layers.gated import Activation, ExpertRouter, Experts, SharedExpert
 from pd_cluster.model.layers.linear import Linear, packs
-from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rows
+from pd_cluster.model.layers.ops import Ops, Rows
 from pd_cluster.model.layers.packing import rows_apart
-from pd_cluster.model.layers.rope_tables import RopeTables, qkv_order
-from pd_cluster.model.layers.weight import between_ranks, joined, weight_of
-from pd_cluster.model.lora.places import AdapterPlaces
-from pd_cluster.model.parallel.layers import Share, SpanningNorm
+from pd_cluster.model.layers.rope_tables import RopeTables
+from pd_cluster.model.layers.up_projections import put_up_projections
+from pd_cluster.model.layers.weight import joined, weight_of
+from pd_cluster.model.parallel.layers import NORM_IN_MLP, Share, SpanningNorm
 from pd_cluster.model.quirks import ARCHITECTURES, Quirks
 from pd_cluster.model.vision.experts import ByKind
 from pd_cluster.model.wide import WideEmbedding, is_narrow, widen
@@ -62,10 +65,10 @@ def why_not_deterministic(model: Any) -> str:
     return ""
 
 
-def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: AdapterPlaces | None = None) -> FusedCausalLM:
+def fuse(model: Any, ops: Ops, served: Served, share: Share | None = None) -> FusedCausalLM:
     """Takes the model apart: its linear layers are gone afterwards, and so is the mapping of the files.
 
-    `adapters`: its linear layers shall take adapters, which are kept there.
+    `served.adapters`: its linear layers shall take adapters, which are kept there.
     `share`: the model is one rank's share, with the share installed; the fused one does its own sums.
     """
     if share is not None:
@@ -74,25 +77,41 @@ def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: AdapterPlac
     is_wide = is_narrow(model)
     if is_wide:
         widen(model)
-    tied = model.lm_head.weight is inner.embed_tokens.weight
+    put_up_projections(model)
     quirks = ARCHITECTURES[type(model).__name__]
-    attentions = [layer.self_attn for layer in inner.layers]
-    ropes = RopeTables(
-        inner.rotary_emb,
-        [quirks.rope(attention) for attention in attentions],
-        (attentions[0].head_dim, quirks.pairs_neighbours),
-        inner.embed_tokens.weight[:1].float() if is_wide else inner.embed_tokens.weight[:1],
-        quirks.turn,
-    )
+    maker = LayerMaker(ops, None if served.adapters is None else served.adapters.places, "model")
+    like = inner.embed_tokens.weight[:1]
+    ropes = _ropes(inner, config, quirks, like.float() if is_wide else like)
     layers = [
-        _fuse_layer(layer, config, quirks, ropes.order, _Maker(ops, adapters, f"model.layers.{index}"))
+        _fuse_layer(layer, config, quirks, ropes.order, maker.of(f"layers.{index}"))
         for index, layer in enumerate(_progress(inner.layers))
     ]
-    head = ops.linear(joined(model.lm_head))
+    ends = _ends(model, quirks, ropes, maker, share)
+    group = None if share is None else share.group
+    return FusedCausalLM(
+        config, ops, layers, replace(ends, bf16_way=(bf16_way() or "") if is_wide else ""), served, group
+    )
+
+
+def _ropes(inner: Any, config: Any, quirks: Quirks, like: torch.Tensor) -> RopeTables:
+    attentions = [layer.self_attn for layer in inner.layers]
+    first = attentions[0]
+    width = first.qk_rope_head_dim if has_latents(first) else first.head_dim
+    kinds = [quirks.rope(attention) for attention in attentions]
+    return RopeTables(inner.rotary_emb, kinds, (width, quirks.pairs_neighbours(config)), like, quirks.turn)
+
+
+def _ends(model: Any, quirks: Quirks, ropes: RopeTables, maker: LayerMaker, share: Share | None) -> Ends:
+    """Takes the parts around the layers. The output layer first: it may be packed from the embedding's rows."""
+    config, inner, adapters = model.config, model.model, maker.adapters
+    tied = model.lm_head.weight is inner.embed_tokens.weight
+    multipliers = quirks.multipliers(config)
+    head = maker.ops.linear(joined(model.lm_head))
     if adapters is not None:
         head = adapters.beside_head(head, "lm_head", model.lm_head.out_features, model.lm_head.in_features)
     del model.lm_head
     embedding = inner.embed_tokens
+    is_wide = is_narrow(embedding)
     if is_wide or packs(embedding.weight):  # otherwise the head uses this weight, or one of its own
         embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
         if tied:
@@ -101,24 +120,17 @@ def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: AdapterPlac
         embedding = WideEmbedding(embedding)
     scale = float(getattr(inner.embed_tokens, "scalar_embed_scale", 1.0))
     embed = embedding if share is None else share.embedding(embedding)
+    vocab_size = config.vocab_size if share is None else share.plan.vocab_size
     if adapters is not None:
-        vocab_size = config.vocab_size if share is None else share.plan.vocab_size
         embed = adapters.beside_embedding(embed, "model.embed_tokens", (vocab_size, config.hidden_size), scale)
-    factor = config.embedding_multiplier if quirks.multiplies else 1.0
-    fused = FusedCausalLM(
-        config=config,
-        ops=ops,
-        embed=embed if factor == 1.0 else _multiplied(embed, factor),
+    return Ends(
+        embed=embed if multipliers.embeddings == 1.0 else _multiplied(embed, multipliers.embeddings),
         ropes=ropes,
-        layers=layers,
-        norm=_Maker(ops, adapters, "model").norm(inner, "norm", quirks),
-        head=_divided(head, config.logits_scaling) if quirks.multiplies else head,
-        vocab_size=0 if share is None else share.plan.vocab_size,
-        group=None if share is None else share.group,
-        bf16_way=(bf16_way() or "") if is_wide else "",
+        norm=maker.norm(inner, "norm", quirks),
+        head=head if multipliers.logits_divisor == 1.0 else _divided(head, multipliers.logits_divisor),
+        vocab_size=vocab_size,
+        embedding_factor=multipliers.embeddings,
     )
-    fused.embedding_factor = factor
-    return fused
 
 
 def _multiplied(embed: Linear, factor: float) -> Linear:
@@ -137,122 +149,19 @@ def _progress(layers: Any) -> Iterator[Any]:
     yield from transformers_logging.tqdm(layers, desc="Packing weights", unit="layer", disable=not on_terminal)
 
 
-@dataclass(frozen=True, slots=True)
-class _Maker:
-    """Makes the linear layers of one decoder layer, with adapters beside them if there are to be any."""
-
-    ops: Ops
-    adapters: AdapterPlaces | None
-    path: str
-
-    def of(self, name: str) -> _Maker:
-        return replace(self, path=f"{self.path}.{name}")
-
-    def joined(self, module: Any, *choices: tuple[str, ...], rows: torch.Tensor | None = None) -> Linear:
-        """Takes the linear layers of the first choice that the module has, joined into one, out of it."""
-        names = next(names for names in choices if hasattr(module, names[0]))
-        modules = {name: getattr(module, name) for name in names}
-        found = self.ops.linear(joined(*modules.values(), rows=rows))
-        if len(names) == 1:  # layers that are joined have whole rows on every rank
-            found = between_ranks(modules[names[0]], found)
-        if self.adapters is not None:
-            features = {name: (each.out_features, each.in_features) for name, each in modules.items()}
-            found = self.adapters.beside(found, self.path, features, rows)
-        for name in names:
-            delattr(module, name)
-        return found
-
-    def norm(self, module: Any, name: str, quirks: Quirks) -> Norm:
-        """Takes a norm of whole rows."""
-        found = getattr(module, name)
-        norm = _norm(found, quirks)
-        if self.adapters is not None:
-            eps, dtype = norm.eps, found.weight.dtype
-            self.adapters.norms.beside(
-                f"{self.path}.{name}", norm, lambda weight: Norm(_norm_weight(weight.to(dtype), quirks), eps)
-            )
-        return norm
-
-    def gated_mlp(self, mlp: Any, activation: Activation) -> GatedMLP:
-        intermediate_size: int = mlp.down_proj.in_features
-        gate_up = self.joined(mlp, ("gate_up_proj",), ("gate_proj", "up_proj"))
-        down = self.joined(mlp, ("down_proj",))
-        if self.adapters is None:
-            return GatedMLP(gate_up, down, self.ops, activation, intermediate_size)
-        rows = self.adapters.rows
-        return GatedMLP(gate_up, down, self.ops, activation, intermediate_size, lambda: rows.are_adapted)
-
-
-def _fuse_layer(layer: Any, config: Any, quirks: Quirks, order: torch.Tensor | None, maker: _Maker) -> FusedLayer:
-    attention = layer.self_attn
-    heads = _heads(attention, config, quirks, order)
-    rows = None if order is None else qkv_order(order, heads.num_heads, heads.num_kv_heads)
-    beside = maker.of("self_attn")
-    qkv = beside.joined(attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"), rows=rows)
+def _fuse_layer(layer: Any, config: Any, quirks: Quirks, order: torch.Tensor | None, maker: LayerMaker) -> FusedLayer:
+    make = latent_attention if has_latents(layer.self_attn) else heads_attention
+    norms = {role: maker.norm(layer, name, quirks) for role, name in quirks.norms.items()}
+    if hasattr(layer.mlp, NORM_IN_MLP):
+        norms["post_mlp_norm"] = maker.of("mlp").norm(layer.mlp, NORM_IN_MLP, quirks)
     fused = FusedLayer(
-        heads=heads,
-        qkv=qkv,
-        output=beside.joined(attention, ("o_proj",)),
+        attention=make(layer.self_attn, config, quirks, order, maker.of("self_attn")),
         mlp=_mlp(layer.mlp, config, quirks, maker.of("mlp")),
-        rope=quirks.rope(attention),
-        spanning=_spanning(attention, heads, maker.ops, quirks) if quirks.norms_span_heads else (),
-        residual_multiplier=config.residual_multiplier if quirks.multiplies else 1.0,
-        **{role: maker.norm(layer, name, quirks) for role, name in quirks.norms.items()},
+        residual_multiplier=quirks.multipliers(config).residual,
+        **norms,
     )
     del layer.mlp
     return fused
-
-
-def _heads(attention: Any, config: Any, quirks: Quirks, order: torch.Tensor | None) -> Heads:
-    norms = {}
-    if hasattr(attention, "q_norm") and not quirks.norms_span_heads:
-        norms = {name: _norm(getattr(attention, name), quirks, order) for name in ("q_norm", "k_norm")}
-    sinks = getattr(attention, "sinks", None)
-    return Heads(
-        layer_idx=attention.layer_idx,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=attention.head_dim,
-        scaling=attention.scaling,
-        sliding_window=quirks.window(attention),
-        softcap=attention.attn_logit_softcapping if quirks.caps_scores else None,
-        sinks=None if sinks is None else sinks.detach().clone(),
-        **norms,
-    )
-
-
-def _norm(module: Any, quirks: Quirks, order: torch.Tensor | None = None) -> Norm:
-    """`order`: that of a head's features, if they are what is normed."""
-    weight = _norm_weight(module.weight.detach().clone(), quirks)
-    if order is not None:
-        weight = weight[order.to(weight.device)]
-    return Norm(weight, module.eps if hasattr(module, "eps") else module.variance_epsilon)
-
-
-def _norm_weight(weight: torch.Tensor, quirks: Quirks) -> torch.Tensor:
-    """Returns what a norm multiplies by, from a weight of the files."""
-    if quirks.adds_one:
-        return 1.0 + weight.float()  # in 16 bits the sum would lose the weight
-    return weight.float() if quirks.scales_in_float32 else weight
-
-
-def _spanning(
-    attention: Any, heads: Heads, ops: Ops, quirks: Quirks
-) -> tuple[tuple[slice, Callable[[torch.Tensor], torch.Tensor]], ...]:
-    """Returns the norms of all query heads and of all key heads, each with its part of the rows of QKV."""
-    first_key = heads.num_heads * heads.head_dim
-    parts = (slice(first_key), slice(first_key, first_key + heads.num_kv_heads * heads.head_dim))
-    return tuple(
-        (part, _spanning_norm(module, ops, quirks))
-        for part, module in zip(parts, (attention.q_norm, attention.k_norm), strict=True)
-    )
-
-
-def _spanning_norm(module: Any, ops: Ops, quirks: Quirks) -> Callable[[torch.Tensor], torch.Tensor]:
-    if isinstance(module, SpanningNorm):  # with the other ranks
-        return module
-    norm = _norm(module, quirks)
-    return lambda x: ops.norm(x, norm)
 
 
 def _activation_name(config: Any) -> str:
@@ -260,7 +169,7 @@ def _activation_name(config: Any) -> str:
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 
-def _mlp(mlp: Any, config: Any, quirks: Quirks, maker: _Maker) -> Rows:
+def _mlp(mlp: Any, config: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
     """Returns the MLP as a function, [num_rows, hidden_size] to the same shape."""
     ops = maker.ops
     activation = quirks.activation or ACTIVATIONS.get(_activation_name(config))

@@ -7,7 +7,7 @@ passes, that the numbers are unchanged and every layer used the pool.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,9 +24,10 @@ from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import modules
+from pd_cluster.model.attention.latent import UpProjection
 from pd_cluster.model.attention_choice import DEFAULT_BLOCK_SIZE, SDPA, Attention, choose_attention
 from pd_cluster.model.batch import build_batch
-from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
+from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM, Served
 from pd_cluster.model.cpu.ops import CpuOps, supports
 from pd_cluster.model.declared import caches_of, layout_of
 from pd_cluster.model.fuse import can_fuse, fuse, is_known, why_not_deterministic
@@ -150,7 +151,10 @@ def load_model(
         plain.take_deep_features()
     adapters = adapters_of(checkpoint, share) if checkpoint.takes_adapters else None
     own = replace(layout, dtype=dtype)
-    if logn is not None or checkpoint.is_unproven or not can_fuse(model):  # some unlisted types use others' classes
+    is_by_modules = layout.has_latents and device.is_accelerator  # whose kernels have no latent attention
+    if (
+        logn is not None or checkpoint.is_unproven or is_by_modules or not can_fuse(model)
+    ):  # some unlisted types use others' classes
         is_unproven, by = checkpoint.is_unproven, linears_by(attention)
         num_packed = prove_packing(plain, device, dtype) if is_unproven else pack_modules(model, by)
         log.info("model: %s%s", plain.kernels, f", {num_packed} packed modules" if num_packed else "")
@@ -159,9 +163,9 @@ def load_model(
         return plain
     expected = probe_logits(plain, own, device)
     check_finite(expected, str(checkpoint.path), dtype)
-    places = None if adapters is None else adapters.places
-    fused = fuse(model, choose_ops(model.config, device, attention, layout.dtype), share, places)
-    fused.rope_limit, fused.adapters, fused.caches = rope_limit, adapters, caches
+    values = {module.values.shape[2] for module in model.modules() if isinstance(module, UpProjection)}
+    served = Served(caches, rope_limit, adapters)
+    fused = fuse(model, choose_ops(layout, device, attention, values), served, share)
     bound = ROUNDED if plain.rounds_activations else dtype
     error = change_of(probe_logits(fused, own, device), expected, bound)
     if not error <= PROBE_TOLERANCE[bound]:
@@ -277,8 +281,10 @@ def change_of(logits: torch.Tensor, expected: torch.Tensor, dtype: str) -> float
     return float(errors[-1] if dtype == "float32" else errors[len(errors) // 2])
 
 
-def choose_ops(config: Any, device: Device = CPU, attention: Attention = SDPA, pool_dtype: str = "float32") -> Ops:
-    """Chooses the operations of fused layers.
+def choose_ops(
+    layout: KVLayout, device: Device = CPU, attention: Attention = SDPA, latent_values: Iterable[int] = ()
+) -> Ops:
+    """Chooses the operations of fused layers for a pool. `latent_values`: see cpu/ops.py.
 
     On CUDA they are Triton's kernels around the chosen attention, on NPUs torch-npu's operators; on CPU the C kernels
     with their own attention, unless SDPA was requested, they cannot be built, do not support the shape, or
@@ -286,10 +292,10 @@ def choose_ops(config: Any, device: Device = CPU, attention: Attention = SDPA, p
     """
     if attention.make_ops is not None:
         return attention.make_ops(attention)
-    if device.is_accelerator or attention.is_asked_for or not are_wanted() or not supports(config, pool_dtype):
+    if device.is_accelerator or attention.is_asked_for or not are_wanted() or not supports(layout, latent_values):
         return TorchOps()
     try:
-        return CpuOps(pool_dtype=pool_dtype)
+        return CpuOps(pool_dtype=layout.dtype)
     except KernelsUnavailable as error:
         log.warning("no C kernels, the forward pass is slower: %s", error)
         return TorchOps()

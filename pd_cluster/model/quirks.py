@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pd_cluster.model.layers.gated import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation
-from pd_cluster.model.layers.rope_tables import NO_ROPE, WHOLE_MODEL, Turn, turn, turn_once
+from pd_cluster.model.layers.rope_tables import NO_ROPE, WHOLE_MODEL, Turn, turn, turn_complex, turn_once
 
 # A layer's norms: the field of FusedLayer -> the module's name.
 BEFORE_EACH_HALF = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -58,6 +59,40 @@ def rope_if_sliding(attention: Any) -> str:
     return WHOLE_MODEL if attention.sliding_window is None or attention.is_sliding else NO_ROPE
 
 
+class Multipliers(NamedTuple):
+    """Of embeddings, and of what each half of a layer adds; logits are divided."""
+
+    embeddings: float = 1.0
+    residual: float = 1.0
+    logits_divisor: float = 1.0
+
+
+def no_multipliers(config: Any) -> Multipliers:
+    return Multipliers()
+
+
+def multipliers_of_granite(config: Any) -> Multipliers:
+    return Multipliers(config.embedding_multiplier, config.residual_multiplier, config.logits_scaling)
+
+
+def multipliers_of_minicpm(config: Any) -> Multipliers:
+    """Its embedding module multiplies by itself."""
+    return Multipliers(1.0, config.scale_depth / math.sqrt(config.num_hidden_layers), config.logits_scaling)
+
+
+def never(config: Any) -> bool:
+    return False
+
+
+def always(config: Any) -> bool:
+    return True
+
+
+def if_interleaved(config: Any) -> bool:
+    found: bool = config.rope_interleave
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Quirks:
     """The differences of an architecture from Llama that its modules do not show themselves.
@@ -65,9 +100,9 @@ class Quirks:
     `adds_one`: norms multiply by 1 + w. `scales_in_float32`: norms are rounded after the multiplication, not before.
     `norms`: a layer's, by their place. `norms_span_heads`: those of queries and keys norm all heads as one vector.
     `window`, `rope`: a layer's window, and the kind of layer whose rope it has, from its attention module.
-    `pairs_neighbours`: rope rotates feature 2i with 2i + 1. `turn` calls the rotary embedding.
+    `pairs_neighbours`: rope rotates feature 2i with 2i + 1, by the config. `turn` calls the rotary embedding.
     `caps_scores`: attention applies the config's softcap, which other architectures may have without effect.
-    `multiplies`: the config's multipliers of embeddings, residuals and logits apply.
+    `multipliers`: of the config, which other architectures may have without effect.
     `activation`: instead of the config's. `router`: its name in a sparse block. `interleaves_gates`: the experts' files
     have gates and ups in turn.
     `only_with`: values of the config without which the kernels do not compute this architecture. A version of
@@ -80,10 +115,10 @@ class Quirks:
     norms_span_heads: bool = False
     window: Callable[[Any], int | None] = own_window
     rope: Callable[[Any], str] = one_rope
-    pairs_neighbours: bool = False
+    pairs_neighbours: Callable[[Any], bool] = never
     turn: Turn = turn
     caps_scores: bool = False
-    multiplies: bool = False
+    multipliers: Callable[[Any], Multipliers] = no_multipliers
     activation: Activation | None = None
     router: str = "gate"
     interleaves_gates: bool = False
@@ -108,18 +143,24 @@ ARCHITECTURES: dict[str, Quirks] = {
     "Olmo3ForCausalLM": Quirks(
         scales_in_float32=True, norms=AFTER_EACH_HALF, norms_span_heads=True, rope=rope_of_its_attention_type
     ),
-    "GraniteForCausalLM": Quirks(multiplies=True),
+    "GraniteForCausalLM": Quirks(multipliers=multipliers_of_granite),
     "SmolLM3ForCausalLM": Quirks(rope=rope_if_used),
     "Exaone4ForCausalLM": Quirks(norms=AFTER_EACH_HALF, window=window_if_sliding, rope=rope_if_sliding),
-    "Ernie4_5ForCausalLM": Quirks(pairs_neighbours=True),
-    "Ernie4_5_MoeForCausalLM": Quirks(pairs_neighbours=True),
+    "Ernie4_5ForCausalLM": Quirks(pairs_neighbours=always),
+    "Ernie4_5_MoeForCausalLM": Quirks(pairs_neighbours=always),
     "Glm4MoeForCausalLM": Quirks(),
     "Dots1ForCausalLM": Quirks(),
     "HYV3ForCausalLM": Quirks(),
     "MiniMaxM2ForCausalLM": Quirks(norms_span_heads=True),
     "ExaoneMoeForCausalLM": Quirks(window=window_if_sliding, rope=rope_if_sliding),
-    "GlmForCausalLM": Quirks(pairs_neighbours=True),
-    "Glm4ForCausalLM": Quirks(norms=AROUND_EACH_HALF_OF_GLM, pairs_neighbours=True),
+    "DeepseekV2ForCausalLM": Quirks(pairs_neighbours=always, turn=turn_complex),
+    "DeepseekV3ForCausalLM": Quirks(pairs_neighbours=if_interleaved),
+    "Glm4MoeLiteForCausalLM": Quirks(pairs_neighbours=if_interleaved),
+    "AXK1ForCausalLM": Quirks(pairs_neighbours=if_interleaved),
+    "YoutuForCausalLM": Quirks(pairs_neighbours=if_interleaved),
+    "MiniCPM3ForCausalLM": Quirks(multipliers=multipliers_of_minicpm),
+    "GlmForCausalLM": Quirks(pairs_neighbours=always),
+    "Glm4ForCausalLM": Quirks(norms=AROUND_EACH_HALF_OF_GLM, pairs_neighbours=always),
     "GptOssForCausalLM": Quirks(
         scales_in_float32=True,
         turn=turn_once,

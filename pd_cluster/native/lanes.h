@@ -5,26 +5,35 @@
 typedef struct {
     int64_t dim, num_rows;       // num_rows is at most LANES
     vi position[2], last[2];     // of each lane's token, and of the last key that it sees
-    ALIGNED float q[MAX_DIM][LANES];   // transposed and scaled
-    ALIGNED float acc[MAX_DIM][LANES]; // sums of values, transposed
-    ALIGNED float p[CHUNK][LANES];     // scores, then weights: [key][lane]
+    float (*q)[LANES];           // transposed and scaled: [dim][lane]
+    float (*acc)[LANES];         // sums of values, transposed: [dim][lane]
+    ALIGNED float p[CHUNK][LANES]; // scores, then weights: [key][lane]
     vf m[2], l[2];
 } Tile;
 
-// Computes p[j] = k[j] . q for all lanes, KR keys at a time.
-INLINE void score_lanes(Tile *t, int lv, const float **k, int64_t n) {
+// Adds the products of KR keys with q to sums.
+INLINE void dot_lanes(float (*q)[LANES], int lv, const float **key, int64_t dim, vf (*sum)[2]) {
+    for (int64_t d = 0; d < dim; d++) {
+        vf part[2];
+        UNROLL for (int c = 0; c < lv; c++) part[c] = *(const vf *)(q[d] + c * VL);
+        UNROLL for (int i = 0; i < KR; i++) {
+            vf number = splat(key[i][d]);
+            UNROLL for (int c = 0; c < lv; c++) sum[i][c] += number * part[c];
+        }
+    }
+}
+
+// Computes p[j] = k[j] . q for all lanes, KR keys at a time. A key goes on with `more_dim` numbers of more[j].
+INLINE void score_lanes(Tile *t, int lv, const float **k, const float **more, int64_t more_dim, int64_t n) {
     for (int64_t j = 0; j < n; j += KR) {
         vf sum[KR][2];
         const float *key[KR];
         UNROLL for (int i = 0; i < KR; i++) key[i] = k[j + i];
         UNROLL for (int i = 0; i < KR; i++) UNROLL for (int c = 0; c < lv; c++) sum[i][c] = (vf){0};
-        for (int64_t d = 0; d < t->dim; d++) {
-            vf q[2];
-            UNROLL for (int c = 0; c < lv; c++) q[c] = *(const vf *)(t->q[d] + c * VL);
-            UNROLL for (int i = 0; i < KR; i++) {
-                vf part = splat(key[i][d]);
-                UNROLL for (int c = 0; c < lv; c++) sum[i][c] += part * q[c];
-            }
+        dot_lanes(t->q, lv, key, t->dim, sum);
+        if (more_dim) {
+            UNROLL for (int i = 0; i < KR; i++) key[i] = more[j + i];
+            dot_lanes(t->q + t->dim, lv, key, more_dim, sum);
         }
         UNROLL for (int i = 0; i < KR; i++) UNROLL for (int c = 0; c < lv; c++)
             *(vf *)(t->p[j + i] + c * VL) = sum[i][c];
@@ -98,7 +107,7 @@ INLINE void attend_keys(Tile *t, int lv, const Layer *y, const Source *source, i
         locate(source, at, n, stored_k, stored_v);
         as_numbers(t->dim, stored_k, n, numbers, k);
         as_numbers(t->dim, stored_v, n, numbers + CHUNK * t->dim, v);
-        score_lanes(t, lv, k, n);
+        score_lanes(t, lv, k, 0, 0, n);
         if (y->softcap > 0)
             for (int64_t j = 0; j < n; j++) UNROLL for (int c = 0; c < lv; c++)
                 *(vf *)(t->p[j] + c * VL) = cap(*(const vf *)(t->p[j] + c * VL), y->softcap);
@@ -134,8 +143,10 @@ static void store_tile(const Tile *t, float **rows) {
     }
 }
 
-static void attend_tile(const Layer *y, const Item *item) {
+static __attribute__((noinline)) void attend_tile(const Layer *y, const Item *item) {
+    ALIGNED float q[MAX_DIM][LANES], acc[MAX_DIM][LANES];
     Tile tile, *t = &tile;
+    t->q = q, t->acc = acc;
     int64_t group = y->num_heads / y->num_kv_heads, dim = y->head_dim;
     int64_t token_stride = (y->num_heads + 2 * y->num_kv_heads) * dim;
     const float *from[LANES];

@@ -74,7 +74,7 @@ def test_a_pool_holds_latents_and_nothing_else(checkpoint: Checkpoints) -> None:
     layout = make_core(checkpoint("deepseek_v3"), num_blocks=32).runner.pool.layout  # type: ignore[attr-defined]
     planes = latents(LATENTS["kv_lora_rank"], LATENTS["qk_rope_head_dim"])
     assert (layout.num_kv_heads, layout.planes) == (1, planes)
-    assert layout.token_nbytes == 3 * (40 + 8) * 4
+    assert layout.token_nbytes == 3 * (48 + 16) * 4
 
 
 def test_a_token_of_deepseek_v3() -> None:

@@ -26,12 +26,12 @@ ROUTED_EXPERTS: dict[str, Any] = {
 # Widths that all differ, so that one taken for another is noticed.
 LATENTS: dict[str, Any] = {
     "num_key_value_heads": 4,
-    "head_dim": 8,  # in some configs the same as qk_rope_head_dim
-    "kv_lora_rank": 40,
+    "head_dim": 16,  # in some configs the same as qk_rope_head_dim
+    "kv_lora_rank": 48,
     "q_lora_rank": 24,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 20,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
 }
 LATENTS_AND_EXPERTS: dict[str, Any] = {
     **LATENTS,

@@ -8,8 +8,6 @@ stands for their attention.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from pd_cluster.kv.vectors import decode, encode, write_kv
@@ -19,7 +17,7 @@ MOST_SCORES = 1 << 24  # held at once: 64 MiB of float32
 
 
 class UpProjection(torch.nn.Module):
-    """`kv_b_proj` as numbers, apart for keys [num_heads, width, C] and values [num_heads, value_width, C].
+    """`kv_b_proj` as numbers, apart for keys [num_heads, width, C] and values [num_heads, C, value_width].
 
     Its own product, of latents, is the one of transformers' modules without a cache, for the proof at load.
     """
@@ -28,14 +26,16 @@ class UpProjection(torch.nn.Module):
         """`weight` [num_heads * sum(widths), C]: of each head the rows of its keys, then those of its values."""
         super().__init__()
         apart = weight.detach().view(-1, sum(widths), weight.shape[1])
-        self.keys, self.values = apart[:, : widths[0]].contiguous(), apart[:, widths[0] :].contiguous()
+        self.keys = apart[:, : widths[0]].contiguous()
+        self.values = apart[:, widths[0] :].transpose(1, 2).contiguous()
         self.is_absorbed = False  # `attend_latents` does its work
 
     def forward(self, latents: torch.Tensor) -> torch.Tensor:
         if self.is_absorbed:
-            num_heads, width = self.keys.shape[0], self.keys.shape[1] + self.values.shape[1]
+            num_heads, width = self.keys.shape[0], self.keys.shape[1] + self.values.shape[2]
             return latents.new_zeros(*latents.shape[:-1], num_heads * width)
-        return torch.nn.functional.linear(latents, torch.cat((self.keys, self.values), dim=1).flatten(0, 1))
+        weight = torch.cat((self.keys, self.values.transpose(1, 2)), dim=1)
+        return torch.nn.functional.linear(latents, weight.flatten(0, 1))
 
 
 class LatentCache:
@@ -64,27 +64,32 @@ class LatentCache:
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes a step's latents to the pool; returns one of them, since modules make heads of at least one."""
-        batch, dtype = self._batch, self._batch.pool.layout.dtype
-        keys, values = (encode(each[0].transpose(0, 1), dtype) for each in (latent, rope))  # [num_tokens, 1, …]
-        write_kv(keys, values, *batch.pool.layer(layer_idx), batch.slot_mapping)
-        batch.layer_written(layer_idx, None)
+        write_latents(layer_idx, latent[0].transpose(0, 1), rope[0].transpose(0, 1), self._batch)
         return latent[:, :, :1], rope[:, :, :1]
 
 
+def write_latents(layer_idx: int, latent: torch.Tensor, rope: torch.Tensor, batch: ForwardBatch) -> None:
+    """Writes what a step's tokens leave in a layer, [num_tokens, 1, C] and [num_tokens, 1, Dr], to the pool."""
+    dtype = batch.pool.layout.dtype
+    write_kv(encode(latent, dtype), encode(rope, dtype), *batch.pool.layer(layer_idx), batch.slot_mapping)
+    batch.layer_written(layer_idx, None)
+
+
 def attend_latents(
-    module: Any,
+    layer_idx: int,
+    to_keys: torch.Tensor,  # [num_heads, Dn, C]
+    to_values: torch.Tensor,  # [num_heads, C, Dv]
     queries: torch.Tensor,  # [num_heads, num_tokens, Dn + Dr]
     batch: ForwardBatch,
     scaling: float,
 ) -> torch.Tensor:
     """Attends to the latents that the pool holds of each sequence; returns [num_tokens, num_heads, Dv]."""
-    up: UpProjection = module.kv_b_proj
     layout = batch.pool.layout
-    planes = batch.pool.layer(module.layer_idx)
+    planes = batch.pool.layer(layer_idx)
     num_heads, num_tokens, _ = queries.shape
-    output = queries.new_zeros(num_tokens, num_heads, up.values.shape[1])
+    output = queries.new_zeros(num_tokens, num_heads, to_values.shape[2])
     query_starts, table_starts = batch.query_starts.tolist(), batch.table_starts.tolist()
-    to_keys, to_values = up.keys.float(), up.values.float()
+    to_keys, to_values = to_keys.float(), to_values.float()
     for i, context_len in enumerate(batch.context_lens.tolist()):
         first, stop = query_starts[i : i + 2]
         if context_len == 0:  # padding
@@ -100,7 +105,7 @@ def attend_latents(
             num_seen = context_len - stop + rows.stop  # keys that the last of these rows sees
             absorbed = _absorbed(queries[:, rows].float(), to_keys)
             weighted = _attend(*absorbed, latents[:num_seen], ropes[:num_seen], scaling)
-            output[rows] = torch.bmm(weighted, to_values.transpose(1, 2)).transpose(0, 1).to(output.dtype)
+            output[rows] = torch.bmm(weighted, to_values).transpose(0, 1).to(output.dtype)
     return output
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pd_cluster.errors import ModelError
 from pd_cluster.kv.vectors import decode, encode, write_kv
-from pd_cluster.model.attention.latent import attend_latents
+from pd_cluster.model.attention.latent import UpProjection, attend_latents
 from pd_cluster.model.batch import ForwardBatch
 
 NAME = "pd_cluster"  # transformers gives names with "sdpa" or "paged|" in them a meaning of their own
@@ -71,7 +71,9 @@ def forward(
     if forward_batch.query_factors is not None:
         queries = queries * forward_batch.query_factors[:, None].to(queries.dtype)
     if forward_batch.pool.layout.has_latents:
-        return attend_latents(module, queries, forward_batch, scaling)[None], None
+        up = module.kv_b_proj
+        assert isinstance(up, UpProjection)
+        return attend_latents(layer_idx, up.keys, up.values, queries, forward_batch, scaling)[None], None
     attend = forward_batch.write_and_attend or write_and_attend
     return attend(layer_idx, queries, keys, values, forward_batch, scoring)[None], None
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.layers.fused_layer import FusedLayer, HeadsAttention
 from pd_cluster.model.layers.gated import Activation, GatedMLP
 from pd_cluster.model.layers.ops import Heads, Norm, Rope
 from pd_cluster.native.products import PackedProduct, ProductCall
-
-if TYPE_CHECKING:
-    from pd_cluster.model.causal_lm import FusedLayer
 
 MOST_ROWS = 64  # more take so long that the rest does not count
 LAYERS_AT_ONCE = 4  # where the number of threads may change in between
@@ -167,15 +165,17 @@ def _fit(heads: Heads, qkv: ProductCall, output: ProductCall, gate_up: ProductCa
 
 
 def _part(layer: FusedLayer) -> _Part | None:
-    mlp, norms = layer.mlp, (layer.input_norm, layer.mlp_norm)
-    has_more = layer.post_attention_norm is not None or layer.post_mlp_norm is not None or layer.spanning
+    mlp, norms, attention = layer.mlp, (layer.input_norm, layer.mlp_norm), layer.attention
+    if not isinstance(attention, HeadsAttention) or attention.spanning:
+        return None
+    has_more = layer.post_attention_norm is not None or layer.post_mlp_norm is not None
     if has_more or layer.residual_multiplier != 1.0 or not isinstance(mlp, GatedMLP) or mlp.is_special:
         return None
-    products = (layer.qkv, layer.output, mlp.gate_up, mlp.down)
+    products = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
     if not all(isinstance(each, PackedProduct) for each in products):
         return None
     calls = [each.call for each in products if isinstance(each, PackedProduct)]
-    if not _fit(layer.heads, *calls):
+    if not _fit(attention.heads, *calls):
         return None
     weights = [norm.weight for norm in norms if isinstance(norm, Norm)]
     if len(weights) < len(norms) or any(weight.dtype != torch.float32 for weight in weights):
@@ -188,4 +188,4 @@ def _part(layer: FusedLayer) -> _Part | None:
         mlp_eps=norms[1].eps if norms[1] is not None else 0.0,
         activation=ACTIVATIONS[mlp.activation],
     )
-    return _Part(call, layer.heads, layer.rope, (products, weights))
+    return _Part(call, attention.heads, attention.rope, (products, weights))

@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.cpu.decoder import ACTIVATIONS, DecoderLayers, decoder_layers
 from pd_cluster.model.layers.expert_weight import ExpertWeights
+from pd_cluster.model.layers.fused_layer import FusedLayer
 from pd_cluster.model.layers.gated import Activation, ExpertRouter, Experts
 from pd_cluster.model.layers.linear import Linear
-from pd_cluster.model.layers.ops import Heads, Norm, Rope, Rows
+from pd_cluster.model.layers.ops import Heads, Latents, Norm, Rope, Rows
 from pd_cluster.model.layers.weight import LinearWeight
 from pd_cluster.native import build
 
-if TYPE_CHECKING:
-    from pd_cluster.model.causal_lm import FusedLayer
-
 MAX_HEAD_DIM = 256
+MAX_LATENTS = (512, 128)  # the latent, and the rotated part beside it
 HEAD_DIM_MULTIPLE = 16
 POOLS = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # pool.h
 
@@ -54,6 +54,17 @@ class _Layer(ctypes.Structure):
         *((name, _Int) for name in ("block_stride", "key_offset", "value_offset")),
         *((name, _Float) for name in ("scaling", "softcap", "eps")),
         *((name, _Pointer) for name in ("q_norm", "k_norm", "sinks")),
+    )
+
+
+class _Latents(ctypes.Structure):
+    """Latents in latent.h: one layer in one pool."""
+
+    _fields_ = (
+        *((name, _Int) for name in ("num_heads", "width", "rope_width", "query_width", "value_width", "block_size")),
+        *((name, _Int) for name in ("block_stride", "latent_offset", "rope_offset")),
+        ("scaling", _Float),
+        *((name, _Pointer) for name in ("keys", "values")),
     )
 
 
@@ -93,16 +104,21 @@ def _attend_in(flags: tuple[str, ...], pool_dtype: str) -> ctypes.CDLL:
     """Returns the kernels for pools of this dtype: each has a library of its own, compiled when it is wanted."""
     chosen = (f"-DPOOL={POOLS[pool_dtype]}",) if POOLS[pool_dtype] else ()
     library = build.load((*flags, *chosen))
-    library.pd_attend.argtypes = [_Pointer] * 5
-    library.pd_attend.restype = None
+    library.pd_attend.argtypes, library.pd_latents.argtypes = [_Pointer] * 5, [_Pointer] * 7
+    library.pd_attend.restype = library.pd_latents.restype = None
     return library
 
 
-def supports(config: Any, pool_dtype: str = "float32") -> bool:
-    """Whether the attention kernel supports heads of this size (a transformers config) in such a pool."""
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    multiple = HEAD_DIM_MULTIPLE * (2 if pool_dtype == "int4" else 1)  # each half fills whole vectors
-    return pool_dtype in POOLS and head_dim % multiple == 0 and head_dim <= MAX_HEAD_DIM
+def supports(layout: KVLayout, latent_values: Iterable[int] = ()) -> bool:
+    """Whether the attention kernels support a pool. `latent_values`: of heads made of latents, the widths of values."""
+    if layout.dtype not in POOLS:
+        return False
+    multiple = HEAD_DIM_MULTIPLE * (2 if layout.dtype == "int4" else 1)  # each half fills whole vectors
+    if layout.has_latents:
+        most = (*MAX_LATENTS, *(MAX_HEAD_DIM for _ in latent_values))
+        widths = (*(plane.width for plane in layout.planes), *latent_values)
+        return all(width % multiple == 0 and width <= limit for width, limit in zip(widths, most, strict=True))
+    return layout.head_dim % multiple == 0 and layout.head_dim <= MAX_HEAD_DIM
 
 
 class CpuOps:
@@ -180,6 +196,25 @@ class CpuOps:
         batch.layer_written(heads.layer_idx, heads.sliding_window)
         return out
 
+    def attend_latents(
+        self, latents: Latents, queries: torch.Tensor, kept: torch.Tensor, rope: Rope, batch: ForwardBatch
+    ) -> torch.Tensor:
+        num_tokens, pool = batch.num_tokens, batch.pool
+        width, rope_width = latents.width, latents.rope_width
+        assert queries.shape == (num_tokens, latents.num_heads * (latents.query_width + rope_width))
+        assert kept.shape == (num_tokens, width + rope_width)
+        latent, rotated = self.norm(kept[:, :width].contiguous(), latents.norm), kept[:, width:].contiguous()
+        assert queries.dtype == latent.dtype == rotated.dtype == torch.float32
+        assert queries.is_contiguous()
+        address, layer = self.step_address(rope, batch, rope_width), _latents_in(latents, pool)
+        out = torch.empty(num_tokens, latents.num_heads * latents.value_width)
+        self._kernels_for(pool.layout.dtype).pd_latents(
+            address, ctypes.addressof(layer), pool.data_ptr(), queries.data_ptr(), latent.data_ptr(),
+            rotated.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        batch.layer_written(latents.layer_idx, None)
+        return out
+
     def decoder(self, layers: Sequence[FusedLayer]) -> DecoderLayers | None:
         """Returns all layers as one function; None if it cannot compute them."""
         return decoder_layers(_library(self._flags), layers, self)
@@ -235,6 +270,33 @@ class CpuOps:
 
     def _kernels_for(self, pool_dtype: str) -> ctypes.CDLL:
         return _attend_in(self._flags, pool_dtype)
+
+
+def _latents_in(latents: Latents, pool: KVPool) -> _Latents:
+    """Returns C's view of a layer in a pool. Its planes lie in each block one after the other, layer by layer."""
+    layout, planes = pool.layout, pool.layer(latents.layer_idx)
+    first = pool.data_ptr()
+    assert [plane.width for plane in layout.planes] == [latents.width, latents.rope_width]
+    assert latents.layer_idx < layout.num_layers
+    for matrix in (latents.keys, latents.values):
+        assert matrix.dtype == torch.float32
+        assert matrix.is_contiguous()
+    assert latents.values.shape[:2] == (latents.num_heads, latents.width)
+    assert latents.query_width <= MAX_HEAD_DIM
+    return _Latents(
+        num_heads=latents.num_heads,
+        width=latents.width,
+        rope_width=latents.rope_width,
+        query_width=latents.query_width,
+        value_width=latents.value_width,
+        block_size=layout.block_size,
+        block_stride=layout.block_nbytes,
+        latent_offset=planes[0].data_ptr() - first,
+        rope_offset=planes[1].data_ptr() - first,
+        scaling=latents.scaling,
+        keys=latents.keys.data_ptr(),
+        values=latents.values.data_ptr(),
+    )
 
 
 def _batch_state(batch: ForwardBatch, rope: Rope, head_dim: int) -> _BatchState:

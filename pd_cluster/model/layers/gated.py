@@ -174,6 +174,11 @@ def _routing(block: Any, gate: Any) -> Routing:
     kind = type(gate).__name__
     if kind == "MixtralTopKRouter":
         return Routing(gate.top_k)
+    if kind == "DeepseekV2TopkRouter":
+        routing = Routing(gate.top_k, renormalise=False, in_float32=True, scale=float(gate.routed_scaling_factor))
+        if gate.topk_method != "group_limited_greedy":
+            return routing
+        return replace(routing, num_groups=int(gate.num_group), top_groups=int(gate.topk_group))
     renormalise = bool(getattr(gate, "norm_topk_prob", True))
     statics = getattr(gate, "moe_statics", block)  # ERNIE 4.5 keeps it there, MiniMax-M2 and Hy3 in the block
     bias = getattr(gate, "e_score_correction_bias", getattr(statics, "e_score_correction_bias", None))

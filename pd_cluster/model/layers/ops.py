@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.nn.functional import gelu, silu
 
 from pd_cluster.model.attention import sdpa
+from pd_cluster.model.attention.latent import attend_latents, write_latents
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, ExpertRouter, Experts, Gates
@@ -50,6 +51,34 @@ class Heads:
     @property
     def scoring(self) -> sdpa.Scoring:
         return sdpa.Scoring(self.scaling, self.sliding_window, self.softcap, self.sinks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Latents:
+    """One layer's latent attention (MLA) on the output of its projections; see attention/latent.py."""
+
+    layer_idx: int
+    norm: Norm  # of the latent
+    keys: torch.Tensor  # [num_heads, width of a query without its rotated part, width]
+    values: torch.Tensor  # [num_heads, width, value_width]
+    rope_width: int
+    scaling: float
+
+    @property
+    def num_heads(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def query_width(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def value_width(self) -> int:
+        return self.values.shape[2]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +126,19 @@ class Ops(Gates, Protocol):
         """
 
 
+@runtime_checkable
+class LatentOps(Ops, Protocol):
+    """`Ops` that have latent attention."""
+
+    def attend_latents(
+        self, latents: Latents, queries: torch.Tensor, kept: torch.Tensor, rope: Rope, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Maps queries [num_tokens, num_heads * (query_width + rope_width)] to [num_tokens, num_heads * value_width].
+
+        `kept` [num_tokens, width + rope_width] is normed and rotated here and written to the pool's slots.
+        """
+
+
 class TorchOps:
     """The reference, also used where the C kernels cannot be built."""
 
@@ -134,6 +176,18 @@ class TorchOps:
         query, key = _rotate(query, rope), _rotate(key, rope)
         output = sdpa.write_and_attend(heads.layer_idx, query.transpose(0, 1), key, value, batch, heads.scoring)
         return output.reshape(len(qkv), -1)
+
+    def attend_latents(
+        self, latents: Latents, queries: torch.Tensor, kept: torch.Tensor, rope: Rope, batch: ForwardBatch
+    ) -> torch.Tensor:
+        latent = self.norm(kept[:, : latents.width].contiguous(), latents.norm)
+        rotated = _rotate(kept[:, None, latents.width :], rope)  # [num_tokens, 1, rope_width]
+        write_latents(latents.layer_idx, latent[:, None], rotated, batch)
+        apart = queries.view(len(queries), latents.num_heads, -1)
+        ends = _rotate(apart[..., latents.query_width :], rope)
+        whole = torch.cat((apart[..., : latents.query_width], ends), dim=-1).transpose(0, 1)
+        output = attend_latents(latents.layer_idx, latents.keys, latents.values, whole, batch, latents.scaling)
+        return output.reshape(len(queries), -1)
 
 
 def _rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:

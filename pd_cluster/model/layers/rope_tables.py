@@ -38,6 +38,13 @@ def turn_once(module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str) 
     return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
+def turn_complex(module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes tables apart that are one complex number for each angle (DeepSeek-V2)."""
+    angles = module(x, positions)
+    cos, sin = angles.real, angles.imag
+    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+
 class RopeTables:
     """Makes the tables of a step for each kind of layer. `order`: that of a head's features; None: the model's own.
 
@@ -101,3 +108,11 @@ def qkv_order(order: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.T
     rows = torch.arange((num_heads + 2 * num_kv_heads) * head_dim).view(-1, head_dim)
     rotated, values = rows[: num_heads + num_kv_heads], rows[num_heads + num_kv_heads :]
     return torch.cat((rotated[:, order].flatten(), values.flatten()))
+
+
+def ends_order(order: torch.Tensor | None, num_heads: int, first: int, last: int) -> torch.Tensor | None:
+    """Returns the order of the rows of heads whose `last` features alone are rotated, behind their `first` ones."""
+    if order is None:
+        return None
+    rows = torch.arange(num_heads * (first + last)).view(num_heads, first + last)
+    return torch.cat((rows[:, :first], rows[:, first:][:, order]), dim=1).flatten()

@@ -1,0 +1,100 @@
+"""Makes the attention of a fused layer from one of transformers' modules, whose projections are gone afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pd_cluster.model.attention.latent import UpProjection
+from pd_cluster.model.layer_maker import LayerMaker, norm_of
+from pd_cluster.model.layers.fused_layer import HeadsAttention, LatentAttention
+from pd_cluster.model.layers.ops import Heads, LatentOps, Latents, Ops
+from pd_cluster.model.layers.rope_tables import ends_order, qkv_order
+from pd_cluster.model.parallel.layers import SpanningNorm
+from pd_cluster.model.quirks import Quirks
+
+
+def has_latents(attention: Any) -> bool:
+    return isinstance(getattr(attention, "kv_b_proj", None), UpProjection)
+
+
+def heads_attention(
+    attention: Any, config: Any, quirks: Quirks, order: torch.Tensor | None, maker: LayerMaker
+) -> HeadsAttention:
+    heads = _heads(attention, config, quirks, order)
+    rows = None if order is None else qkv_order(order, heads.num_heads, heads.num_kv_heads)
+    return HeadsAttention(
+        heads=heads,
+        qkv=maker.joined(attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"), rows=rows),
+        output=maker.joined(attention, ("o_proj",)),
+        ops=maker.ops,
+        rope=quirks.rope(attention),
+        spanning=_spanning(attention, heads, maker.ops, quirks) if quirks.norms_span_heads else (),
+    )
+
+
+def latent_attention(
+    attention: Any, config: Any, quirks: Quirks, order: torch.Tensor | None, maker: LayerMaker
+) -> LatentAttention:
+    assert isinstance(maker.ops, LatentOps)
+    up: UpProjection = attention.kv_b_proj
+    latents = Latents(
+        layer_idx=attention.layer_idx,
+        norm=norm_of(attention.kv_a_layernorm, quirks),
+        keys=up.keys.float(),
+        values=up.values.float(),
+        rope_width=attention.qk_rope_head_dim,
+        scaling=attention.scaling,
+    )
+    heads = ends_order(order, latents.num_heads, latents.query_width, latents.rope_width)
+    kept = ends_order(order, 1, latents.width, latents.rope_width)
+    if getattr(attention, "q_a_proj", None) is None:
+        rows = None if heads is None or kept is None else torch.cat((heads, kept + len(heads)))
+        down, query_norm, query_up = maker.joined(attention, ("q_proj", "kv_a_proj_with_mqa"), rows=rows), None, None
+    else:
+        rank = attention.q_a_proj.out_features
+        rows = None if kept is None else torch.cat((torch.arange(rank), kept + rank))
+        down = maker.joined(attention, ("q_a_proj", "kv_a_proj_with_mqa"), rows=rows)
+        query_norm = norm_of(attention.q_a_layernorm, quirks)
+        query_up = maker.joined(attention, ("q_b_proj",), rows=heads)
+    output = maker.joined(attention, ("o_proj",))
+    return LatentAttention(latents, down, output, maker.ops, query_norm, query_up)
+
+
+def _heads(attention: Any, config: Any, quirks: Quirks, order: torch.Tensor | None) -> Heads:
+    norms = {}
+    if hasattr(attention, "q_norm") and not quirks.norms_span_heads:
+        norms = {name: norm_of(getattr(attention, name), quirks, order) for name in ("q_norm", "k_norm")}
+    sinks = getattr(attention, "sinks", None)
+    return Heads(
+        layer_idx=attention.layer_idx,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        scaling=attention.scaling,
+        sliding_window=quirks.window(attention),
+        softcap=attention.attn_logit_softcapping if quirks.caps_scores else None,
+        sinks=None if sinks is None else sinks.detach().clone(),
+        **norms,
+    )
+
+
+def _spanning(
+    attention: Any, heads: Heads, ops: Ops, quirks: Quirks
+) -> tuple[tuple[slice, Callable[[torch.Tensor], torch.Tensor]], ...]:
+    """Returns the norms of all query heads and of all key heads, each with its part of the rows of QKV."""
+    first_key = heads.num_heads * heads.head_dim
+    parts = (slice(first_key), slice(first_key, first_key + heads.num_kv_heads * heads.head_dim))
+    return tuple(
+        (part, _spanning_norm(module, ops, quirks))
+        for part, module in zip(parts, (attention.q_norm, attention.k_norm), strict=True)
+    )
+
+
+def _spanning_norm(module: Any, ops: Ops, quirks: Quirks) -> Callable[[torch.Tensor], torch.Tensor]:
+    if isinstance(module, SpanningNorm):  # with the other ranks
+        return module
+    norm = norm_of(module, quirks)
+    return lambda x: ops.norm(x, norm)

@@ -9,7 +9,6 @@
 
 #define MAX_LATENT 512
 #define MAX_ROPE 128
-#define MAX_PART 256 // of a head's own query or value
 
 typedef struct {
     int64_t num_heads, width, rope_width, query_width, value_width, block_size; // query_width without the rotated part

@@ -282,7 +282,6 @@ def _latents_in(latents: Latents, pool: KVPool) -> _Latents:
         assert matrix.dtype == torch.float32
         assert matrix.is_contiguous()
     assert latents.values.shape[:2] == (latents.num_heads, latents.width)
-    assert latents.query_width <= MAX_HEAD_DIM
     return _Latents(
         num_heads=latents.num_heads,
         width=latents.width,

@@ -83,27 +83,22 @@ def test_answers_with_everything_are_documented(
         answer_validator(WRITTEN, schema_of(path, "post", 200, media_type)).validate(each)
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{name}", "/health", "/ping", "/live", "/version", "/load"])
-def test_what_is_only_looked_at_is_documented(cluster: LiveCluster, path: str) -> None:
-    answer = cluster.client.get(cluster.url + path.replace("{name}", "tiny"))
-    assert answer.status_code == 200
-    answer_validator(WRITTEN, schema_of(path, "get", 200, "application/json")).validate(answer.json())
-    head = cluster.client.head(cluster.url + path.replace("{name}", "tiny"))
-    assert (head.status_code, head.content) == (200, b"")
-    assert "server" not in answer.headers
+def test_what_is_only_looked_at_is_documented(cluster: LiveCluster) -> None:
+    for path in ("/v1/models", "/v1/models/{name}", "/health", "/ping", "/live", "/version", "/load"):
+        url = cluster.url + path.replace("{name}", "tiny")
+        answer = cluster.client.get(url)
+        assert (answer.status_code, "server" in answer.headers) == (200, False)
+        answer_validator(WRITTEN, schema_of(path, "get", 200, "application/json")).validate(answer.json())
+        head = cluster.client.head(url)
+        assert (head.status_code, head.content) == (200, b"")
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
         ("/v1/chat/completions", {"messages": []}, 400),
-        ("/v1/completions", {"prompt": "a", "model": "other"}, 404),
-        ("/v1/completions", "x" * (33 << 20), 413),
-        ("/tokenize", {}, 400),
         ("/detokenize", {"tokens": [1], "model": "other"}, 404),
         ("/v1/messages", {"messages": []}, 400),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "model": "other"}, 404),
-        ("/v1/responses", {"input": []}, 400),
         ("/v1/messages/count_tokens", "x" * (33 << 20), 413),
     ],
 )

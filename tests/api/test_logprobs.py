@@ -56,23 +56,8 @@ def test_logprobs_are_the_models(
         )
 
 
-def test_shapes_and_sums(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
-    (choice,) = post(cluster, logprobs=20)["choices"]
-    found = choice["logprobs"]
-    assert [len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [
-        NUM_TOKENS
-    ] * 4
-    assert all(sum(math.exp(value) for value in top.values()) < 1 + 1e-4 for top in found["top_logprobs"])
-    assert found["text_offset"] == sorted(found["text_offset"])
-    (none,) = post(cluster)["choices"]
-    (zero,) = post(cluster, logprobs=0)["choices"]
-    assert none["logprobs"] is None
-    assert zero["logprobs"]["token_logprobs"] == pytest.approx(found["token_logprobs"], abs=EXACT)
-    assert [list(top) for top in zero["logprobs"]["top_logprobs"]] == [[token] for token in found["tokens"]]
-    assert zero["token_ids"] == choice["token_ids"] == none["token_ids"]
-
-
 def test_offsets_are_places_in_the_text(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
+    assert post(cluster)["choices"][0]["logprobs"] is None
     letters = [tokenizer.encode(letter)[0] for letter in "abcdefgh"]
     for echo in (False, True):
         (choice,) = post(cluster, logprobs=0, allowed_token_ids=letters, echo=echo)["choices"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
 from tests.model.test_prompt_adapters import taking
 from tests.support.adapters import make_adapter, merged
 from tests.support.checkpoints import EOS_ID, until_end
-from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.cluster import LiveCluster, together
 from tests.support.engines import assert_all_same, make_core, random_prompt, run
 from tests.support.prompt_adapters import make_prompt_adapter, peft_greedy, variant_of
 
@@ -96,15 +97,12 @@ def test_two_requests_for_a_cold_adapter(cluster: LiveCluster, folders: dict[str
     names = ("prefill-0", *own)
     before = {name: num_loads(cluster, name, folders["a"]) for name in names}
     prompts = [random_prompt(random.Random(seed), 30) for seed in range(4)]
-    outputs: dict[int, list[int]] = {}
-
-    def job(at: int) -> Callable[[], None]:
-        key = {"model": "a", "prompt_cache_key": [*own.values()][at % 2]}
-        return lambda: outputs.update({at: cluster.complete(prompts[at], MAX_TOKENS, **key)})
-
-    errors = in_parallel([job(at) for at in range(4)], concurrency=4)
-    assert not errors, errors[0]
-    assert_all_same(folders["merged a"], prompts, [outputs[at] for at in range(4)], MAX_TOKENS)
+    keys = [*own.values()] * 2
+    asks = [
+        partial(cluster.complete, prompt, MAX_TOKENS, model="a", prompt_cache_key=key)
+        for prompt, key in zip(prompts, keys, strict=True)
+    ]
+    assert_all_same(folders["merged a"], prompts, together(asks), MAX_TOKENS)
     expected = {"prefill-0": 2, "decode-0": 1, "decode-1": 1}  # once by each rank
     assert {name: num_loads(cluster, name, folders["a"]) - before[name] for name in names} == expected
     cluster.assert_home()

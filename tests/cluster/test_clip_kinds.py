@@ -63,7 +63,7 @@ def test_both_legs(tmp_path: Path, name: str, transport: str) -> None:
         for _ in range(2):  # then from the prefix caches
             assert [ask(file) for file in FILES] == wanted
             assert ask(FILES[0], mm_processor_kwargs={"num_frames": 4}) == four
-        cluster.wait_until("KV cache came over", lambda: cluster.instance("decode-0")["kv_received_nbytes"] > 0)
+        cluster.await_received("decode-0")
         whole = ask(FILES[0], max_tokens=300, ignore_eos=True)
         url = f"{cluster.url}/v1/chat/completions"
         found: list[int] = []
@@ -78,8 +78,6 @@ def test_both_legs(tmp_path: Path, name: str, transport: str) -> None:
                     for choice in event["choices"]:
                         found += choice.get("token_ids") or ()
         assert found == whole
-        cluster.await_exit("decode-0")
-        cluster.start_member("decode-0")
-        cluster.await_ready()
+        cluster.restart("decode-0")
         assert [ask(file) for file in FILES] == wanted
         cluster.assert_home()

@@ -28,5 +28,5 @@ def test_the_split_says_what_generate_says(tmp_path: Path, architecture: str) ->
     with LiveCluster(tmp_path, model, arguments=FLAGS) as cluster:
         for _ in range(2):
             assert_all_same(model, prompts, cluster.complete_together(prompts, MAX_TOKENS), MAX_TOKENS)
-        cluster.wait_until("KV cache came over", lambda: cluster.instance("decode-0")["kv_received_nbytes"] > 0)
+        cluster.await_received("decode-0")
         cluster.assert_home()

@@ -73,7 +73,7 @@ def test_both_legs(tmp_path: Path, name: str) -> None:
         with ThreadPoolExecutor(4) as pool:
             for _ in range(2):  # then from the prefix caches
                 assert list(pool.map(answer, CONVERSATIONS)) == wanted
-        cluster.wait_until("KV cache came over", lambda: cluster.instance("decode-0")["kv_received_nbytes"] > 0)
+        cluster.await_received("decode-0")
         counts = []
         for words in ("x", NAMES[FIRST]):
             body = {"messages": body_of([picture(1), words])["messages"]}
@@ -124,8 +124,6 @@ def test_killed_in_mid_request(tmp_path: Path, name: str) -> None:
                 cluster.wait_until("it was sent", lambda: cluster.instance("prefill-0")["num_outstanding"] == 1)
                 cluster.kill(victim)
                 assert running.result(120) == whole
-            cluster.await_exit(victim)
-            cluster.start_member(victim)
-            cluster.await_ready()
+            cluster.restart(victim)
         cluster.assert_home()
         assert not list(spill.iterdir()), "a file of pixels has a name"

@@ -140,13 +140,7 @@ def test_after_a_change_of_roles(checkpoint: Checkpoints, tmp_path: Path) -> Non
     """Every prefill instance decodes now, by command; the roles of the table come back with the scheduler."""
     model = checkpoint("llama")
     with LiveCluster(tmp_path, model, num_prefill=2) as cluster:
-        token = (tmp_path / "admin.token").read_text().strip()
-        answer = cluster.client.post(
-            f"{cluster.admin_url}/instances/prefill-1/role",
-            json={"role": "decode"},
-            headers={"Authorization": f"Bearer {token}"},
-        )
-        assert answer.status_code in (200, 202), answer.text
+        cluster.order("/instances/prefill-1/role", role="decode")
         cluster.wait_until("its role is another", lambda: cluster.instance("prefill-1")["role"] == "decode")
         kill(cluster, "prefill-0", "decode-0")
         restart_each(cluster, model)
@@ -156,10 +150,6 @@ def test_after_a_change_of_roles(checkpoint: Checkpoints, tmp_path: Path) -> Non
 def test_after_a_drain(checkpoint: Checkpoints, tmp_path: Path) -> None:
     model = checkpoint("llama")
     with LiveCluster(tmp_path, model, num_decode=2) as cluster:
-        token = (tmp_path / "admin.token").read_text().strip()
-        answer = cluster.client.post(
-            f"{cluster.admin_url}/instances/decode-1/drain", json={}, headers={"Authorization": f"Bearer {token}"}
-        )
-        assert answer.status_code in (200, 202), answer.text
+        cluster.order("/instances/decode-1/drain")
         kill(cluster, "prefill-0")
         restart_each(cluster, model)

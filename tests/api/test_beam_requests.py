@@ -104,25 +104,6 @@ def test_an_end_of_sequence_is_no_text(cluster: LiveCluster) -> None:
     assert any(longer)
 
 
-def test_masks_and_penalties_take_part(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
-    allowed = [tokenizer.encode(letter)[0] for letter in "abcdefgh"]
-    data = post(cluster, allowed_token_ids=allowed, presence_penalty=2, min_tokens=12)
-    assert all(len(each) == 12 and {*each} <= {*allowed} for each in ids_of(data))
-    usual = ids_of(post(cluster, allowed_token_ids=allowed))
-    assert ids_of(data) != usual
-
-
-def test_stop_strings_cut_each_hypothesis(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
-    """They are no end to the search, so the order stays."""
-    fields = {"allowed_token_ids": [tokenizer.encode(letter)[0] for letter in "abcdefgh"]}
-    whole = [choice["text"] for choice in post(cluster, **fields)["choices"]]
-    stop = whole[0][3:5]
-    for choice, text in zip(post(cluster, stop=stop, **fields)["choices"], whole, strict=True):
-        assert choice["text"] == (text[: text.index(stop)] if stop in text else text)
-        assert choice["finish_reason"] == ("stop" if stop in text else "length")
-    cluster.assert_home()
-
-
 def test_logprobs(cluster: LiveCluster) -> None:
     data = post(cluster, logprobs=2)
     assert ids_of(data) == ids_of(post(cluster))

@@ -60,27 +60,22 @@ def test_an_example_is_answered_as_documented(cluster: LiveCluster, path: str, b
         validator.validate(each)
 
 
-@pytest.mark.parametrize(
-    ("path", "more"),
-    [
-        ("/v1/completions", {"logprobs": 2, "return_token_ids": True, "n": 2, "temperature": 1}),
-        ("/v1/completions", {"prompt_logprobs": 1, "echo": True, "logprobs": 0, "stop": ["e"]}),
-        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_answers_with_everything_are_documented(
-    cluster: LiveCluster, path: str, more: dict[str, Any], stream: bool
-) -> None:
-    if stream and "prompt_logprobs" in more:
-        more = {name: value for name, value in more.items() if name != "prompt_logprobs"}
-    prompt = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
-    usage = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    answer = cluster.client.post(f"{cluster.url}{path}", json={**prompt, "max_tokens": 8, **more, **usage})
-    assert answer.status_code == 200, answer.text
-    media_type, found = answer_of(answer)
-    for each in found:
-        answer_validator(WRITTEN, schema_of(path, "post", 200, media_type)).validate(each)
+@pytest.mark.parametrize("usage", [{}, {"stream": True, "stream_options": {"include_usage": True}}], ids=str)
+def test_answers_with_everything_are_documented(cluster: LiveCluster, usage: dict[str, Any]) -> None:
+    of_prompt = {} if usage else {"prompt_logprobs": 1}
+    for path, more in (
+        ("/v1/completions", {"prompt": "hi", "logprobs": 2, "return_token_ids": True, "n": 2, "temperature": 1}),
+        ("/v1/completions", {"prompt": "hi", "echo": True, "logprobs": 0, "stop": ["e"], **of_prompt}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2},
+        ),
+    ):
+        answer = cluster.client.post(f"{cluster.url}{path}", json={"max_tokens": 8, **more, **usage})
+        assert answer.status_code == 200, answer.text
+        media_type, found = answer_of(answer)
+        for each in found:
+            answer_validator(WRITTEN, schema_of(path, "post", 200, media_type)).validate(each)
 
 
 def test_what_is_only_looked_at_is_documented(cluster: LiveCluster) -> None:

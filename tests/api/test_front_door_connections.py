@@ -6,14 +6,12 @@ Deadlines are shortened, and only end what would otherwise never end.
 from __future__ import annotations
 
 import asyncio
-import logging
 
 import pytest
 
 from pd_cluster.api.front import doorman
 from pd_cluster.api.front.doorman import NUM_SPARE_PER_HOST
 from pd_cluster.settings.routing import ConnectionLimits
-from tests.conftest import COROUTINE_LIMIT_S
 from tests.support.front_door import GET, HELD, POST, PROBE, Client, Serving, said, serving, status
 
 NUM_SPARE = ConnectionLimits().spare
@@ -84,20 +82,6 @@ async def crowd(at: Serving, count: int, sent: bytes, source: str = "127.0.0.1")
     return clients
 
 
-@pytest.mark.parametrize("sent", [b"", GET, GET + b"\r\n"], ids=["silent", "half", "answered"])
-async def test_idle_connections_make_room(sent: bytes) -> None:
-    """Twice as many as allowed arrive: the oldest are closed, and new ones are served."""
-    async with serving(LIMITS) as at:
-        most = 5 + NUM_SPARE
-        clients = await crowd(at, 2 * most, sent)
-        await at.until("all were looked at", lambda: at.doorman.num_open == most)
-        assert status(await at.ask(GET + b"\r\n")) == 200
-        assert status(await at.ask(PROBE)) == 200
-        assert at.doorman.num_open <= most
-        for client in clients:
-            client.close()
-
-
 @pytest.mark.parametrize("sent", [HELD, POST + b"Content-Length: 90\r\n\r\nunfinished"], ids=["late", "unfinished"])
 async def test_when_all_are_busy_probes_are_answered_and_others_refused(sent: bytes) -> None:
     async with serving(LIMITS) as at:
@@ -137,14 +121,3 @@ async def test_one_address_does_not_take_the_others_places() -> None:
 
 
 # ---- the log
-
-
-async def test_malformed_requests_are_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        async with serving() as at:
-            for _ in range(200):
-                assert status(await at.ask(b"NONSENSE\r\n\r\n")) == 400
-
-    assert 1 <= len(caplog.records) <= 1 + COROUTINE_LIMIT_S / 10
-    assert "127.0.0.1: malformed request" in caplog.records[0].getMessage()
-    assert "NONSENSE" not in caplog.text

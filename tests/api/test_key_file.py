@@ -162,15 +162,6 @@ def test_a_client_that_leaves_has_its_tokens_back(keyed: Keyed) -> None:
     keyed.await_ready()
 
 
-def test_a_key_finds_its_models_alone(keyed: Keyed) -> None:
-    with client_of(keyed, "models") as client:
-        assert [each.id for each in client.models.list()] == ["second"]
-        with pytest.raises(openai.NotFoundError) as caught:
-            client.completions.create(model="tiny", prompt="a")
-        assert caught.value.code == "model_not_found"
-        assert client.completions.create(model="second", prompt="a", max_tokens=1).model == "second"
-
-
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 PARAMS = {"sampling_params": GREEDY}

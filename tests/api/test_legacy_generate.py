@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +135,6 @@ def test_n_texts_each_with_the_prompt(plain: LiveCluster, tokenizer: Tokenizer) 
     found = drawn(plain, prompt_logprobs=1)["prompt_logprobs"]
     assert found[0] is None
     assert [next(iter(entry)) for entry in found[1:]] == [str(i) for i in tokenizer.encode(PROMPT)[1:]]
-
-
-def test_best_of(plain: LiveCluster) -> None:
-    candidates = drawn(plain, n=5, logprobs=0)
-    scores = [math.fsum(each["token_logprobs"]) for each in candidates["logprobs"]]
-    best = candidates["text"][scores.index(max(scores))]
-    assert drawn(plain, best_of=5) == {"text": [best]}
 
 
 def test_sampling_parameters(plain: LiveCluster, tokenizer: Tokenizer) -> None:

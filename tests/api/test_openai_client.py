@@ -146,12 +146,6 @@ def test_the_model_is_the_served_name_or_the_path_or_left_out(cluster: LiveClust
 # ---- health
 
 
-def test_the_schedulers_health(cluster: LiveCluster) -> None:
-    status, body = cluster.health()
-    assert status == 200
-    assert body == {"status": "ok", "instances": {"prefill-0": "ready", "decode-0": "ready"}, "links": []}
-
-
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 def test_a_workers_own_answers(cluster: LiveCluster, name: str) -> None:
     url = f"http://127.0.0.1:{cluster.members[name].port}"

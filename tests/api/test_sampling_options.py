@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, reference_model
 from tests.support.cluster import LiveCluster
+from tests.support.engines import assert_same, random_prompt
 
 PROMPT = "Once upon a time"
 NUM_TOKENS = 24
+BLOCK_SIZE = 16
+MAX_TOKENS = 16
 SAMPLED: dict[str, Any] = {"temperature": 1, "seed": 11}
 
 
@@ -70,13 +74,6 @@ def test_bad_words_never_come(cluster: LiveCluster, tokenizer: Tokenizer, fields
     same = free.index(pair) + 1  # until then nothing was forbidden
     assert text[:same] == free[:same]
     assert single not in ask(cluster, allowed_token_ids=allowed, bad_words=[single], **fields)["text"]
-
-
-def test_min_p_cuts_the_unlikely(cluster: LiveCluster, greedy: list[int]) -> None:
-    assert token_ids(cluster, temperature=2, seed=3, min_p=1) == greedy
-    wide = token_ids(cluster, temperature=2, seed=3)
-    assert wide != greedy
-    assert token_ids(cluster, temperature=2, seed=3, min_p=0) == wide
 
 
 # ---- penalties
@@ -176,6 +173,30 @@ def test_a_salt_separates(cluster: LiveCluster) -> None:
     assert all(cached(cluster, prompt, **salt) > 0 for salt in salts)
     answers = [token_ids(cluster, prompt, **salt) for salt in salts]
     assert answers == [answers[0]] * 3
+
+
+def received(cluster: LiveCluster, turn: list[int]) -> tuple[list[int], int]:
+    """The answer, and the bytes of KV cache that came to the decode instance for it."""
+    cluster.assert_home()
+    before = cluster.instance("decode-0")["kv_received_nbytes"]
+    answer = cluster.complete(turn, MAX_TOKENS, ignore_eos=True)
+    cluster.assert_home()
+    nbytes: int = cluster.instance("decode-0")["kv_received_nbytes"] - before
+    return answer, nbytes
+
+
+def test_a_second_turn_moves_only_what_is_new(cluster: LiveCluster, model: Path) -> None:
+    """The decode instance keeps what it landed and what it generated."""
+    first = random_prompt(random.Random(12), 4 * BLOCK_SIZE)
+    answer, whole = received(cluster, first)
+    block_nbytes = whole // 4
+    second = [*first, *answer, *random_prompt(random.Random(13), 2 * BLOCK_SIZE)]
+    again, rest = received(cluster, second)
+    # The block that the answer's last token fills, whose KV was never computed there, and two of the new turn.
+    assert rest == 3 * block_nbytes
+    assert_same(model, second, again, MAX_TOKENS)
+    _, nothing = received(cluster, first)
+    assert nothing == 0
 
 
 # ---- together

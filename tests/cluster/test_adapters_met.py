@@ -15,14 +15,11 @@ import pytest
 import torch
 import transformers
 
-from pd_cluster.types import Order, Request, Sampling
-from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
-from tests.model.test_prompt_adapters import taking
 from tests.support.adapters import make_adapter, merged
 from tests.support.checkpoints import EOS_ID, until_end
 from tests.support.cluster import LiveCluster, together
-from tests.support.engines import assert_all_same, make_core, random_prompt, run
-from tests.support.prompt_adapters import make_prompt_adapter, peft_greedy, variant_of
+from tests.support.engines import assert_all_same, random_prompt
+from tests.support.prompt_adapters import make_prompt_adapter, peft_greedy
 
 Checkpoints = Callable[..., Path]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -121,28 +118,6 @@ def test_two_ranks_to_one_over_gloo_and_over_shm(cluster: LiveCluster, folders: 
             assert_all_same(folders[f"merged {name}" if name else ""], [prompt], [found], MAX_TOKENS)
     decodes = [each for each in cluster.instances() if each["role"] == "decode"]
     assert all(each["kv_received_nbytes"] for each in decodes)
-
-
-SAMPLINGS = [
-    (Sampling(n=3, max_tokens=8, temperature=0.8, seed=5), {"n": 3, "temperature": 0.8, "seed": 5}),
-    (Sampling(n=2, max_tokens=8, temperature=0.0, beam_width=2), {"n": 2, "best_of": 2, "use_beam_search": True}),
-]
-
-
-@pytest.mark.parametrize("name", PROMPTS)
-@pytest.mark.parametrize(("sampling", "fields"), SAMPLINGS, ids=["n", "beams"])
-def test_several_answers_of_a_prompt_adapter(
-    cluster: LiveCluster, folders: dict[str, Path], name: str, sampling: Sampling, fields: dict[str, Any]
-) -> None:
-    """Draws and beams are those of one process, where one request is alone."""
-    prompt = random_prompt(random.Random(3), 20)
-    variant = variant_of(folders[name])
-    core = make_core(folders[""], num_blocks=128, adapters=taking(folders[name]))
-    ids = [*[PLACEHOLDER] * num_virtual_tokens(variant), *prompt]
-    alone = run(core, [Request("r", Order(ids, sampling, variant=variant))])["r"]
-    expected = [[token.token_id for token in alone[index]] for index in sorted(alone)]
-    assert cluster.complete_choices(prompt, 8, **fields, model=name) == expected
-    assert cluster.complete_choices(prompt, 8, **fields) != expected
 
 
 def likeliest(base: Path, adapter: Path | None, prompt: list[int], letters: str) -> str:

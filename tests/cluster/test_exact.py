@@ -15,6 +15,7 @@ from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import CONFIGS
 from tests.support.cluster import SAME_HOST, SETTLE_TIMEOUT_S, LiveCluster, together
 from tests.support.engines import assert_all_same, assert_same, make_core, random_prompt, run
+from tests.support.more_checkpoints import MORE
 from tests.support.reference_beams import assert_same_beams
 
 BLOCK_SIZE = 16
@@ -119,6 +120,19 @@ def test_the_split_gives_what_one_process_gives(cluster: LiveCluster, model: Pat
         assert together([partial(cluster.complete_choices, prompt, MAX_TOKENS, **fields)] * 4) == [expected] * 4
     cluster.wait_until("hits are told", lambda: cluster.instance("prefill-0")["num_prefix_hit_tokens"] > 0)
     cluster.assert_home()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", MORE)
+def test_more_architectures(checkpoint: Checkpoints, tmp_path: Path, architecture: str) -> None:
+    """Prompts of one token, of a block, of several steps; all at once, then again from the prefix caches."""
+    model, rng = checkpoint(architecture), random.Random(3)
+    prompts = [random_prompt(rng, length) for length in (1, 16, 17, 41, 70, 100)]
+    with LiveCluster(tmp_path, model, arguments=FLAGS) as cluster:
+        for _ in range(2):
+            complete_once(cluster, model, prompts)
+        cluster.await_received("decode-0")
+        cluster.assert_home()
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def test_unequal_pools_a_pair_that_is_refused_and_a_death(checkpoint: Checkpoint
         "decode-1": ["--kv-transport=dist", "--block-size=24"],
         "decode-2": ["--kv-cache-dtype=auto"],
     }
-    arguments = ["--kv-cache-dtype=int8", "--kv-wire-dtype=int8", "--num-blocks=128"]
+    arguments = ["--kv-cache-dtype=int8", "--kv-wire-dtype=int8", "--num-blocks=512"]
     why = "--kv-cache-dtype differs: int8 on the prefill instance and float32 on the decode instance"
     cluster = LiveCluster(
         tmp_path, model, num_decode=3, arguments=arguments, member_arguments=unlike, tp_sizes={"decode-0": 2}

@@ -184,14 +184,6 @@ def test_a_handle_leads_to_the_cache_of_its_prompt(
     assert "handle" not in json.dumps(plain)
 
 
-def test_times_of_several_answers_are_not_mixed(cluster: LiveCluster) -> None:
-    body = {"prompt": "one", "max_tokens": 3, "include_metrics": True}
-    assert right(post(cluster, "/v1/completions", **body, n=2))["metrics"] is None
-    assert right(post(cluster, "/v1/completions", **{**body, "prompt": ["one", "two"]}))["metrics"] is None
-    batch = right(post(cluster, "/v1/chat/completions/batch", messages=[HELLO, HELLO], include_metrics=True))
-    assert batch["metrics"] is None
-
-
 @pytest.mark.parametrize(("form", "stream"), [("TEXT", False), ("json", True)])
 def test_load_balancers_learn_how_busy_the_cluster_is(cluster: LiveCluster, form: str, stream: bool) -> None:
     body = {"prompt": "one", "max_tokens": 2, "stream": stream}

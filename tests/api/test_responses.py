@@ -160,18 +160,6 @@ def test_logprobs_of_a_text_are_the_chats(cluster: LiveCluster, client: openai.O
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == wanted
 
 
-def test_logprobs_are_of_the_text_alone(speaker: Speaker) -> None:
-    """The tokens of reasoning and calls, and of the marks around them, are not among them."""
-    for scenario, tools in (("reasoning, content", False), ("a call after content", True), ("reasoning, a call", True)):
-        for item in speaker.response(scenario, tools=tools, **LOGPROBS).output:
-            if item.type != "message":
-                continue
-            part = item.content[0]
-            assert part.type == "output_text"
-            assert "".join(entry.token for entry in part.logprobs or []) == part.text
-            assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs or [])
-
-
 def test_the_tokens_of_an_input_are_those_of_its_prompt(speaker: Speaker, client: openai.OpenAI) -> None:
     url, http = f"{speaker.cluster.url}/v1/responses", speaker.cluster.client
     for fields in ({"input": "hello"}, {"input": "hello", "instructions": "Be brief.", "tools": [WEATHER]}):

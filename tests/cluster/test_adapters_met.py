@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import random
-import string
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import httpx
-import peft
 import pytest
-import torch
-import transformers
 
 from tests.support.adapters import make_adapter, merged
 from tests.support.checkpoints import EOS_ID, until_end
@@ -118,34 +112,3 @@ def test_two_ranks_to_one_over_gloo_and_over_shm(cluster: LiveCluster, folders: 
             assert_all_same(folders[f"merged {name}" if name else ""], [prompt], [found], MAX_TOKENS)
     decodes = [each for each in cluster.instances() if each["role"] == "decode"]
     assert all(each["kv_received_nbytes"] for each in decodes)
-
-
-def likeliest(base: Path, adapter: Path | None, prompt: list[int], letters: str) -> str:
-    """The letter whose token has the highest logit after the prompt, in transformers with PEFT."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    if adapter is not None:
-        model = peft.PeftModel.from_pretrained(model, adapter).eval()
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -1]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    return max(letters, key=lambda letter: float(logits[tokenizer.encode(letter, add_special_tokens=False)[0]]))
-
-
-@pytest.mark.parametrize("name", ["a", *PROMPTS])
-def test_guided(cluster: LiveCluster, folders: dict[str, Path], name: str) -> None:
-    """The adapter chooses among the answers that the guide allows: the likelier one."""
-    prompt = random_prompt(random.Random(4), 12)
-    body = {"model": name, "prompt": prompt, "temperature": 0, "max_tokens": 12}
-
-    def ask(**fields: Any) -> str:
-        answer = httpx.post(f"{cluster.url}/v1/completions", json={**body, **fields}, timeout=60, trust_env=False)
-        assert answer.status_code == 200, answer.text
-        return str(answer.json()["choices"][0]["text"])
-
-    assert ask(guided_choice=["left", "right"]) in ("left", "right")
-    assert ask(guided_regex="[0-9]{4}").isdigit()
-    letters = string.ascii_lowercase
-    folder = folders[f"merged {name}" if name in LORAS else ""]
-    adapter = None if name in LORAS else folders[name]
-    assert ask(guided_choice=list(letters)) == likeliest(folder, adapter, prompt, letters)

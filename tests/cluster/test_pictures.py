@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from pd_cluster.media.sampling import FrameSampling
 from tests.support import clips
 from tests.support.canary import Canary
 from tests.support.clips import avi_of_frames, make_seer
-from tests.support.cluster import LiveCluster
+from tests.support.cluster import LiveCluster, together
 from tests.support.pictures import (
     PLACEHOLDER,
     Shown,
@@ -111,10 +111,9 @@ def chat_of(parts: list[Any], **fields: Any) -> dict[str, Any]:
 
 
 def assert_exact(cluster: LiveCluster, model: Path) -> None:
-    with ThreadPoolExecutor(5) as pool:
-        for _ in range(2):  # then from the prefix caches
-            answers = list(pool.map(lambda parts: tokens(post(cluster, chat_of(parts))), CONVERSATIONS))
-            assert answers == [expected(model, *parts) for parts in CONVERSATIONS]
+    asks = [partial(post, cluster, chat_of(parts)) for parts in CONVERSATIONS]
+    for _ in range(2):  # then from the prefix caches
+        assert [tokens(answer) for answer in together(asks)] == [expected(model, *parts) for parts in CONVERSATIONS]
 
 
 def test_both_legs(cluster: LiveCluster, model: Path) -> None:
@@ -286,7 +285,7 @@ class Stream:
         self._thread.start()
 
     def _run(self, url: str, body: dict[str, Any]) -> None:
-        with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as answer:
+        with httpx.stream("POST", url, json=body, timeout=120, trust_env=False) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
@@ -299,7 +298,7 @@ class Stream:
         assert self._begun.wait(30)
 
     def end(self) -> list[int]:
-        self._thread.join(60)
+        self._thread.join(120)
         assert not self._thread.is_alive(), "the stream hangs"
         assert not self.error, self.error
         return self.found
@@ -343,8 +342,7 @@ def test_decode_that_drops_an_images_kv(model: Path, tmp_path: Path) -> None:
         assert alone[0][: len(reference)] == reference
         why = "its images' KV was dropped, and computing it again takes their pixels"
         for _ in range(8):  # how many are decoded together depends on the machine
-            with ThreadPoolExecutor(6) as pool:
-                assert list(pool.map(lambda body: tokens(post(cluster, body)), bodies)) == alone
+            assert [tokens(answer) for answer in together([partial(post, cluster, body) for body in bodies])] == alone
             if why in cluster.log_file("scheduler").read_text():
                 break
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -63,7 +64,7 @@ def drain(cluster: LiveCluster) -> None:
     kill(cluster, "prefill-0")
 
 
-STATES: dict[str, tuple[dict[str, int], Callable[[LiveCluster], None]]] = {
+STATES: dict[str, tuple[dict[str, Any], Callable[[LiveCluster], None]]] = {
     "prefill dead": ({}, lambda cluster: kill(cluster, "prefill-0")),
     "decode dead": ({}, lambda cluster: kill(cluster, "decode-0")),
     "one of two prefill dead": ({"num_prefill": 2}, lambda cluster: kill(cluster, "prefill-1")),

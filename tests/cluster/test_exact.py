@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,7 +98,7 @@ def test_beams_are_those_of_the_reference(cluster: LiveCluster, model: Path) -> 
 
 
 def test_sampled_output_is_the_same_alone_and_in_a_crowd(cluster: LiveCluster) -> None:
-    fields = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 11}
+    fields: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 11}
     prompt = random_prompt(random.Random(9), 30)
     alone = cluster.complete(prompt, MAX_TOKENS, **fields)
     assert cluster.complete_together([prompt] * 8, MAX_TOKENS, **fields) == [alone] * 8

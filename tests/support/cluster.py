@@ -207,7 +207,8 @@ class LiveCluster:
 
         for seed in range(10):
             with suppress(AssertionError):
-                return self.wait_until(f"KV cache came to {names}", have_received, 2.0)
+                self.wait_until(f"KV cache came to {names}", have_received, 2.0)
+                return
             self.complete_together([[seed + 1, at + 1] * 20 for at in range(8)], 8)
         self.wait_until(f"KV cache came to {names}", have_received)
 

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from tests.support.cluster import LiveCluster
 
-LONG: dict[str, Any] = {"prompt": [5] * 40, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-
 
 def test_requests_end_or_wait_when_the_operator_says_so(cluster: LiveCluster) -> None:
-    url = f"{cluster.url}/v1/completions"
-    with ThreadPoolExecutor(2) as pool:
-        cluster.order("/pause?mode=keep&clear_cache=false")
-        ended = pool.submit(cluster.client.post, url, json={**LONG, "request_id": "unwanted"})
-        cluster.wait_until("it is there", lambda: cluster.client.get(f"{cluster.url}/load").json()["server_load"] == 1)
-        waiting = pool.submit(cluster.complete, [5, 6], 2, ignore_eos=True)
-        cluster.wait_until("both are", lambda: cluster.client.get(f"{cluster.url}/load").json()["server_load"] == 2)
-        assert cluster.order("/abort_requests", request_ids=["cmpl-unwanted"]) == {"status": "aborted"}
-        assert (ended.result().status_code, ended.result().json()["error"]["code"]) == (410, "aborted")
-        assert not waiting.done()
-        assert cluster.order("/resume") == {"status": "resumed"}
-        assert len(waiting.result()) == 2
+    url, body = f"{cluster.url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
+
+    def is_there() -> bool:
+        return int(cluster.client.get(f"{cluster.url}/load").json()["server_load"]) == 1
+
+    cluster.order("/pause?mode=keep&clear_cache=false")
+    with ThreadPoolExecutor(1) as pool:
+        for command, status in (("/abort_requests", 410), ("/resume", 200)):
+            waiting = pool.submit(cluster.client.post, url, json=body)
+            cluster.wait_until("it is there", is_there)
+            assert not waiting.done()
+            cluster.order(command)
+            assert waiting.result().status_code == status
     cluster.assert_home()
 
 
@@ -30,7 +28,7 @@ def test_a_sleep_and_an_empty_cache(cluster: LiveCluster) -> None:
     prompt = [7] * 100
     before = cluster.complete(prompt, 4)
     assert cluster.order("/sleep?level=2") == {"status": "asleep", "level": 2}
-    assert cluster.client.post(f"{cluster.url}/v1/completions", json=LONG).status_code == 503
+    assert cluster.client.post(f"{cluster.url}/v1/completions", json={"prompt": prompt}).status_code == 503
     assert cluster.order("/wake_up") == {"status": "awake"}
     assert cluster.complete(prompt, 4) == before
     assert cluster.order("/reset_prefix_cache?reset_external=true") == {"success": True}

@@ -46,17 +46,15 @@ def test_the_split_and_ranks_compute_what_one_process_does(checkpoint: Checkpoin
     assert [list(output.outputs[0].token_ids) for output in outputs] == alone(model, PROMPTS, dtype)
 
 
-def test_unequal_pools_a_pair_that_is_refused_and_a_death(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Heads are cut and blocks are refilled without touching a code; over gloo, codes travel as they are. A stream goes
-    on token for token where its instance is killed.
-    """
-    model = checkpoint("llama", max_position_embeddings=4096)
+def test_unequal_pools_and_a_pair_that_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Heads are cut and blocks are refilled without touching a code; over gloo, codes travel as they are."""
+    model = checkpoint("llama")
     unlike = {
         "decode-0": ["--kv-transport=shm"],
         "decode-1": ["--kv-transport=dist", "--block-size=24"],
         "decode-2": ["--kv-cache-dtype=auto"],
     }
-    arguments = ["--kv-cache-dtype=int8", "--kv-wire-dtype=int8", "--num-blocks=512"]
+    arguments = ["--kv-cache-dtype=int8", "--kv-wire-dtype=int8", "--num-blocks=128"]
     why = "--kv-cache-dtype differs: int8 on the prefill instance and float32 on the decode instance"
     cluster = LiveCluster(
         tmp_path, model, num_decode=3, arguments=arguments, member_arguments=unlike, tp_sizes={"decode-0": 2}
@@ -71,12 +69,18 @@ def test_unequal_pools_a_pair_that_is_refused_and_a_death(checkpoint: Checkpoint
         cluster.assert_home()
         cluster.await_received("decode-0", "decode-1")
         assert not cluster.instance("decode-2")["kv_received_nbytes"]
+    finally:
+        cluster.stop()
+
+
+def test_a_stream_goes_on_token_for_token_after_a_death(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    model = checkpoint("llama", max_position_embeddings=4096)
+    arguments = ["--kv-cache-dtype=int8", "--num-blocks=512"]
+    with LiveCluster(tmp_path, model, num_decode=2, arguments=arguments) as cluster:
         stream, begun, victim = caught(cluster)
         cluster.kill(victim)
         (rest,) = stream.to_the_end()
         assert begun[0] + rest == alone(model, [PROMPT], "int8", NUM_TOKENS)[0]
-    finally:
-        cluster.stop()
 
 
 def test_pairs_that_may_differ(checkpoint: Checkpoints, tmp_path: Path) -> None:

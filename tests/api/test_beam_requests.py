@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from pd_cluster.text.tokenizer import Tokenizer
@@ -45,7 +44,7 @@ def params(width: int, **fields: Any) -> Sampling:
     return Sampling(**{"n": width, "beam_width": width, "temperature": 0.0, "max_tokens": 12, **fields})
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 10])
+@pytest.mark.parametrize("n", [2, 10])
 def test_n_hypotheses(cluster: LiveCluster, model: Path, tokenizer: Tokenizer, n: int) -> None:
     data = post(cluster, n=n)
     found = ids_of(data)
@@ -61,10 +60,9 @@ def test_n_hypotheses(cluster: LiveCluster, model: Path, tokenizer: Tokenizer, n
 @pytest.mark.parametrize(
     "fields",
     [
-        {"length_penalty": 0},
         {"length_penalty": 2.0, "early_stopping": True},
         {"length_penalty": -1.0, "early_stopping": "never"},
-        {"early_stopping": True},
+        {"length_penalty": 0},
     ],
     ids=str,
 )
@@ -77,14 +75,6 @@ def test_length_penalty_and_early_stopping(
     assert {len(each) == 12 for each in found} != {True}
 
 
-def test_length_penalty_weighs_length(cluster: LiveCluster) -> None:
-    lengths = [
-        sum(map(len, ids_of(post(cluster, stop_token_ids=MANY_ENDS, early_stopping="never", length_penalty=penalty))))
-        for penalty in (-2.0, 5.0)
-    ]
-    assert lengths[0] < lengths[1]
-
-
 def test_best_of_is_the_width(cluster: LiveCluster, model: Path, tokenizer: Tokenizer) -> None:
     """The document's own example; the best of as many beams, not of as many as are answered."""
     for n in (1, 2):
@@ -92,15 +82,7 @@ def test_best_of_is_the_width(cluster: LiveCluster, model: Path, tokenizer: Toke
         assert found == ids_of(post(cluster, n=5))[:n]
         assert_same_beams(model, tokenizer.encode(PROMPT), found, params(5, n=n))
     example = {"top_k": -1, "use_beam_search": True, "best_of": 2, "length_penalty": 1.5}
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={"prompt": PROMPT, **example})
-    assert answer.status_code == 200
-    assert len(answer.json()["choices"]) == 1
-
-
-def test_what_is_not_given_is_what_beam_search_needs(cluster: LiveCluster) -> None:
-    bare = {"prompt": PROMPT, "max_tokens": 12, "use_beam_search": True, "n": 3, "return_token_ids": True}
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json=bare)
-    assert ids_of(answer.json()) == ids_of(post(cluster))
+    assert len(cluster.ask("/v1/completions", {"prompt": PROMPT, **example})["choices"]) == 1
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
@@ -122,38 +104,16 @@ def test_an_end_of_sequence_is_no_text(cluster: LiveCluster) -> None:
     assert any(longer)
 
 
-def test_masks_and_penalties_take_part(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
-    allowed = [tokenizer.encode(letter)[0] for letter in "abcdefgh"]
-    data = post(cluster, allowed_token_ids=allowed, presence_penalty=2, min_tokens=12)
-    assert all(len(each) == 12 and {*each} <= {*allowed} for each in ids_of(data))
-    usual = ids_of(post(cluster, allowed_token_ids=allowed))
-    assert ids_of(data) != usual
-
-
-def test_stop_strings_cut_each_hypothesis(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
-    """They are no end to the search, so the order stays."""
-    fields = {"allowed_token_ids": [tokenizer.encode(letter)[0] for letter in "abcdefgh"]}
-    whole = [choice["text"] for choice in post(cluster, **fields)["choices"]]
-    stop = whole[0][3:5]
-    for choice, text in zip(post(cluster, stop=stop, **fields)["choices"], whole, strict=True):
-        assert choice["text"] == (text[: text.index(stop)] if stop in text else text)
-        assert choice["finish_reason"] == ("stop" if stop in text else "length")
-    cluster.assert_home()
-
-
 def test_logprobs(cluster: LiveCluster) -> None:
     data = post(cluster, logprobs=2)
     assert ids_of(data) == ids_of(post(cluster))
     for choice in data["choices"]:
         told = choice["logprobs"]
         assert len(told["token_logprobs"]) == len(choice["token_ids"])
-        assert all(value <= max(top.values()) + 1e-6 for value, top in zip(*_pair(told), strict=True))
+        pairs = zip(told["token_logprobs"], told["top_logprobs"], strict=True)
+        assert all(value <= max(top.values()) + 1e-6 for value, top in pairs)
     scores = [sum(c["logprobs"]["token_logprobs"]) / len(c["token_ids"]) for c in data["choices"]]
     assert scores == sorted(scores, reverse=True)
-
-
-def _pair(told: dict[str, Any]) -> tuple[list[float], list[dict[str, float]]]:
-    return told["token_logprobs"], told["top_logprobs"]
 
 
 def test_streamed_beams_come_at_the_end_and_are_the_same(cluster: LiveCluster) -> None:
@@ -166,19 +126,6 @@ def test_streamed_beams_come_at_the_end_and_are_the_same(cluster: LiveCluster) -
             mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
             assert "".join(each["text"] for each in mine) == choice["text"]
             assert [each["finish_reason"] for each in mine if each["finish_reason"]] == [choice["finish_reason"]]
-
-
-def test_chat_through_openais_client(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "hello"}],
-        n=3,
-        temperature=0,
-        max_tokens=8,
-        extra_body={"use_beam_search": True, "length_penalty": 0.5},
-    )
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    assert len({choice.message.content for choice in answer.choices}) == 3
 
 
 def test_who_leaves_a_search_leaves_nothing(cluster: LiveCluster) -> None:
@@ -197,32 +144,22 @@ def test_who_leaves_a_search_leaves_nothing(cluster: LiveCluster) -> None:
     [
         ({"n": 1}, "n"),
         ({"n": None}, "use_beam_search"),
-        ({"n": None, "best_of": 1}, "best_of"),
         ({"n": 3, "best_of": 2}, "best_of"),
-        ({"n": 129}, "n"),
         ({"temperature": 0.5}, "temperature"),
-        ({"temperature": 1}, "temperature"),
         ({"top_p": 0.9}, "top_p"),
         ({"top_k": 5}, "top_k"),
-        ({"top_k": 0}, "top_k"),
         ({"min_p": 0.1}, "min_p"),
-        ({"length_penalty": "long"}, "length_penalty"),
         ({"length_penalty": 11}, "length_penalty"),
         ({"early_stopping": "soon"}, "early_stopping"),
-        ({"early_stopping": 1}, "early_stopping"),
-        ({"use_beam_search": "yes"}, "use_beam_search"),
         ({"use_beam_search": False, "n": 1, "length_penalty": 2.0}, "length_penalty"),
-        ({"use_beam_search": None, "n": 1, "early_stopping": True}, "early_stopping"),
         ({"use_beam_search": False}, "n"),  # greedy gives one answer
         ({"guided_choice": ["a", "b"]}, "guided_choice"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_what_cannot_be_is_refused_by_name(
-    cluster: LiveCluster, fields: dict[str, Any], param: str, stream: bool
-) -> None:
+def test_what_cannot_be_is_refused_by_name(cluster: LiveCluster, fields: dict[str, Any], param: str) -> None:
     for route, prompt in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [{"role": "user"}]})):
+        stream = route == "completions"
         body = {**{k: v for k, v in BODY.items() if k != "prompt"}, **prompt, "stream": stream, **fields}
         answer = cluster.client.post(f"{cluster.url}/v1/{route}", json=body)
         assert answer.status_code == 400, answer.text

@@ -36,11 +36,6 @@ def prompt_of(cluster: LiveCluster, tokenizer: Tokenizer, *messages: dict[str, A
     return tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
 
 
-def test_the_models_template(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
-    assert prompt_of(cluster, tokenizer) == "<|user|>hello<|assistant|>"
-    assert prompt_of(cluster, tokenizer, add_generation_prompt=False) == "<|user|>hello"
-
-
 @pytest.mark.parametrize("fields", [{}, {"chat_template": OWN}], ids=["servers", "requests"])
 def test_typed_control_tokens_are_text(cluster: LiveCluster, tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     """/tokenize shows it, too; a prompt that was rendered elsewhere keeps them as control tokens."""
@@ -55,13 +50,6 @@ def test_typed_control_tokens_are_text(cluster: LiveCluster, tokenizer: Tokenize
 def test_the_last_message_goes_on(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
     asked = "<|user|>hello<|assistant|>Once upon"
     assert prompt_of(cluster, tokenizer, HELLO, STARTED, continue_final_message=True) == asked
-
-
-def test_the_model_may_be_named_by_its_folder(cluster: LiveCluster) -> None:
-    names = ("tiny", cluster.launch.model)
-    first, second = (post(cluster, model=name).json() for name in names)
-    assert (first["model"], second["model"]) == names
-    assert first["choices"] == second["choices"]
 
 
 def test_a_template_of_the_request(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
@@ -84,17 +72,6 @@ def test_an_echo_of_the_message_that_goes_on(cluster: LiveCluster) -> None:
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == echoed["content"]
 
 
-def test_an_echo_of_parts(cluster: LiveCluster) -> None:
-    parts = {"role": "assistant", "content": [{"type": "text", "text": "Once"}, {"type": "text", "text": "upon"}]}
-    found = post(cluster, HELLO, parts, echo=True, continue_final_message=True).json()["choices"][0]["message"]
-    assert found["content"].startswith("Once\nupon")
-
-
-def test_an_answer_has_the_role_of_what_it_continues(cluster: LiveCluster) -> None:
-    fields = {"continue_final_message": True}
-    assert post(cluster, HELLO, **fields).json()["choices"][0]["message"]["role"] == "user"
-
-
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
 def test_a_request_has_the_name_that_it_was_given(cluster: LiveCluster, route: str) -> None:
     body: dict[str, Any] = {"messages": [HELLO]} if route.startswith("chat") else {"prompt": "hello"}
@@ -113,11 +90,6 @@ def test_a_request_has_the_name_that_it_was_given(cluster: LiveCluster, route: s
     assert name_of(None, "two words").removeprefix(prefix + "-").isalnum()
     timeline = cluster.client.get(f"{cluster.admin_url}/requests/{prefix}-of-the-header/timeline")
     assert timeline.status_code == 200
-
-
-def test_prompts_tokens_in_a_stream(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
-    first, *_ = chunks_of(post(cluster, stream=True))
-    assert tokenizer.decode(first["prompt_token_ids"]) == "<|user|>hello<|assistant|>"
 
 
 @pytest.mark.parametrize("stream", [False, True])

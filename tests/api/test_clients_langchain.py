@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import operator
@@ -61,14 +60,6 @@ def test_invoke(chat: Any, expected: str) -> None:
     assert answer.response_metadata["model_name"] == "tiny"
 
 
-def test_a_conversation(chat: Any, client: openai.OpenAI) -> None:
-    turns = [("system", "be brief"), ("human", "a"), ("ai", "b"), ("human", "c")]
-    roles = {"human": "user", "ai": "assistant"}
-    messages: list[Any] = [{"role": roles.get(role, role), "content": text} for role, text in turns]
-    same = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=12)
-    assert chat.invoke(turns).content == same.choices[0].message.content
-
-
 def test_stream(langchain: Any, server: dict[str, Any], expected: str) -> None:
     chat = langchain.ChatOpenAI(**server, temperature=0, max_tokens=12, stream_usage=True)
     chunks = list(chat.stream("hello"))
@@ -80,19 +71,6 @@ def test_stream(langchain: Any, server: dict[str, Any], expected: str) -> None:
     assert whole.usage_metadata["output_tokens"] == 12
 
 
-def test_batch_and_asynchronous_calls(chat: Any, client: openai.OpenAI, expected: str) -> None:
-    texts = ["hello", "good bye", "hello again"]
-    alone = [ask(client, text) for text in texts]
-    assert [answer.content for answer in chat.batch(texts)] == alone
-
-    async def asynchronous() -> tuple[str, str, list[str]]:
-        answer = await chat.ainvoke("hello")
-        streamed = "".join([chunk.content async for chunk in chat.astream("hello")])
-        return answer.content, streamed, [each.content for each in await chat.abatch(texts)]
-
-    assert asyncio.run(asynchronous()) == (expected, expected, alone)
-
-
 class Pet(pydantic.BaseModel, extra="forbid"):
     """An animal at home."""
 
@@ -100,23 +78,11 @@ class Pet(pydantic.BaseModel, extra="forbid"):
     age: Literal[1, 2, 3]
 
 
-@pytest.mark.parametrize("schema", [Pet, Pet.model_json_schema()], ids=["a class", "a schema"])
-def test_structured_output(langchain: Any, server: dict[str, Any], schema: Any) -> None:
-    chat = langchain.ChatOpenAI(**server, temperature=0, max_tokens=120)
-    found = chat.with_structured_output(schema, method="json_schema").invoke("hello")
-    Pet.model_validate(found if isinstance(found, dict) else found.model_dump())
-
-
-class Feed(pydantic.BaseModel, extra="forbid"):
-    """Feeds a pet."""
-
-    kind: Literal["cat", "dog"]
-
-
-class Walk(pydantic.BaseModel, extra="forbid"):
-    """Walks a pet."""
-
-    far: bool
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_structured_output(langchain: Any, server: dict[str, Any], with_tools: Any, method: str) -> None:
+    """By a form, or by one tool, which must be called."""
+    chat = langchain.ChatOpenAI(**server, temperature=0, max_tokens=120) if method == "json_schema" else with_tools
+    assert isinstance(chat.with_structured_output(Pet, method=method).invoke("hello"), Pet)
 
 
 def get_weather(city: str, days: int = 1) -> str:
@@ -135,25 +101,6 @@ def answer_of(chat: Any, messages: Any, streamed: bool) -> Any:
     if not streamed:
         return chat.invoke(messages)
     return functools.reduce(operator.add, chat.stream(messages))
-
-
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("choice", ["any", "Walk"])
-def test_tools_that_must_be_called(with_tools: Any, choice: str, streamed: bool) -> None:
-    answer = answer_of(with_tools.bind_tools([Feed, Walk], tool_choice=choice), "hello", streamed)
-    assert answer.tool_calls
-    assert answer.invalid_tool_calls == []
-    for call in answer.tool_calls:
-        assert call["id"]
-        tool = {"Feed": Feed, "Walk": Walk}[call["name"]]
-        tool.model_validate(call["args"])
-    if choice == "Walk":
-        assert [call["name"] for call in answer.tool_calls] == ["Walk"]
-
-
-def test_structured_output_by_a_tool(with_tools: Any) -> None:
-    """LangChain calls this method function_calling: one tool, which must be called."""
-    assert isinstance(with_tools.with_structured_output(Pet, method="function_calling").invoke("hello"), Pet)
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])

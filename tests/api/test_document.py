@@ -60,50 +60,40 @@ def test_an_example_is_answered_as_documented(cluster: LiveCluster, path: str, b
         validator.validate(each)
 
 
-@pytest.mark.parametrize(
-    ("path", "more"),
-    [
-        ("/v1/completions", {"logprobs": 2, "return_token_ids": True, "n": 2, "temperature": 1}),
-        ("/v1/completions", {"prompt_logprobs": 1, "echo": True, "logprobs": 0, "stop": ["e"]}),
-        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_answers_with_everything_are_documented(
-    cluster: LiveCluster, path: str, more: dict[str, Any], stream: bool
-) -> None:
-    if stream and "prompt_logprobs" in more:
-        more = {name: value for name, value in more.items() if name != "prompt_logprobs"}
-    prompt = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
-    usage = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    answer = cluster.client.post(f"{cluster.url}{path}", json={**prompt, "max_tokens": 8, **more, **usage})
-    assert answer.status_code == 200, answer.text
-    media_type, found = answer_of(answer)
-    for each in found:
-        answer_validator(WRITTEN, schema_of(path, "post", 200, media_type)).validate(each)
+@pytest.mark.parametrize("usage", [{}, {"stream": True, "stream_options": {"include_usage": True}}], ids=str)
+def test_answers_with_everything_are_documented(cluster: LiveCluster, usage: dict[str, Any]) -> None:
+    of_prompt = {} if usage else {"prompt_logprobs": 1}
+    for path, more in (
+        ("/v1/completions", {"prompt": "hi", "logprobs": 2, "return_token_ids": True, "n": 2, "temperature": 1}),
+        ("/v1/completions", {"prompt": "hi", "echo": True, "logprobs": 0, "stop": ["e"], **of_prompt}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2},
+        ),
+    ):
+        answer = cluster.client.post(f"{cluster.url}{path}", json={"max_tokens": 8, **more, **usage})
+        assert answer.status_code == 200, answer.text
+        media_type, found = answer_of(answer)
+        for each in found:
+            answer_validator(WRITTEN, schema_of(path, "post", 200, media_type)).validate(each)
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{name}", "/health", "/ping", "/live", "/version", "/load"])
-def test_what_is_only_looked_at_is_documented(cluster: LiveCluster, path: str) -> None:
-    answer = cluster.client.get(cluster.url + path.replace("{name}", "tiny"))
-    assert answer.status_code == 200
-    answer_validator(WRITTEN, schema_of(path, "get", 200, "application/json")).validate(answer.json())
-    head = cluster.client.head(cluster.url + path.replace("{name}", "tiny"))
-    assert (head.status_code, head.content) == (200, b"")
-    assert "server" not in answer.headers
+def test_what_is_only_looked_at_is_documented(cluster: LiveCluster) -> None:
+    for path in ("/v1/models", "/v1/models/{name}", "/health", "/ping", "/live", "/version", "/load"):
+        url = cluster.url + path.replace("{name}", "tiny")
+        answer = cluster.client.get(url)
+        assert (answer.status_code, "server" in answer.headers) == (200, False)
+        answer_validator(WRITTEN, schema_of(path, "get", 200, "application/json")).validate(answer.json())
+        head = cluster.client.head(url)
+        assert (head.status_code, head.content) == (200, b"")
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
         ("/v1/chat/completions", {"messages": []}, 400),
-        ("/v1/completions", {"prompt": "a", "model": "other"}, 404),
-        ("/v1/completions", "x" * (33 << 20), 413),
-        ("/tokenize", {}, 400),
         ("/detokenize", {"tokens": [1], "model": "other"}, 404),
         ("/v1/messages", {"messages": []}, 400),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "model": "other"}, 404),
-        ("/v1/responses", {"input": []}, 400),
         ("/v1/messages/count_tokens", "x" * (33 << 20), 413),
     ],
 )

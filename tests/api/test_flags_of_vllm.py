@@ -156,25 +156,6 @@ def test_every_process_logs_as_the_file_says(served: LiveCluster) -> None:
     assert not [line for each in lines.values() for line in each if " INFO " in line and not line.startswith("OWN ")]
 
 
-def test_guided_json_is_compact(served: LiveCluster) -> None:
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {"a": {"enum": [1, 2]}, "b": {"enum": [3]}},
-        "required": ["a", "b"],
-    }
-    schema["additionalProperties"] = False
-    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    body = {**PROMPT, "max_tokens": 60, "ignore_eos": False, "response_format": shape}
-    text = post(served, "/v1/completions", **body)["choices"][0]["text"]
-    assert text in ('{"a":1,"b":3}', '{"a":2,"b":3}')
-
-
-def test_a_request_with_many_fields_is_refused(served: LiveCluster) -> None:
-    fields = {f"x-{at}": "y" for at in range(20)}
-    answer = served.client.get(f"{served.url}/v1/models", headers=fields)
-    assert (answer.status_code, "more than 20 header fields" in answer.text) == (431, True)
-
-
 def test_a_socket_that_is_taken_is_refused(model: Path, tmp_path: Path, served: LiveCluster) -> None:
     taken = served.folder / "api.sock"
     other = LiveCluster(tmp_path, model, arguments=FLAGS, member_arguments={"scheduler": [f"--uds={taken}"]})

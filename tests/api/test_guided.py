@@ -56,32 +56,21 @@ def texts(answer: httpx.Response) -> list[str]:
     return [choice["message"]["content"] if "message" in choice else choice["text"] for choice in choices]
 
 
-def valid(text: str) -> bool:
-    jsonschema.validate(json.loads(text), SCHEMA)
-    return True
+def test_json(cluster: LiveCluster) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+    for route, fields in (
+        ("completions", {"guided_json": json.dumps(SCHEMA), "guided_decoding_backend": "auto"}),
+        ("completions", {"response_format": form}),
+        ("chat/completions", {"response_format": form}),
+        ("chat/completions", {"structured_outputs": {"json": SCHEMA}}),
+    ):
+        (text,) = texts(post(cluster, route, **fields))
+        jsonschema.validate(json.loads(text), SCHEMA)
+    (text,) = texts(post(cluster, guided_json=SCHEMA, guided_whitespace_pattern=""))
+    assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
 
 
-@pytest.mark.parametrize("route", ["completions", "chat/completions"])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"guided_json": SCHEMA},
-        {"guided_json": json.dumps(SCHEMA), "guided_decoding_backend": "auto"},
-        {"guided_json": SCHEMA, "guided_whitespace_pattern": ""},
-        {"structured_outputs": {"json": SCHEMA}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}},
-    ],
-    ids=lambda fields: "+".join(fields),
-)
-def test_json(cluster: LiveCluster, route: str, fields: dict[str, Any]) -> None:
-    (text,) = texts(post(cluster, route, **fields))
-    assert valid(text)
-    if "guided_whitespace_pattern" in fields:
-        assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
-
-
-@pytest.mark.parametrize("route", ["completions", "chat/completions"])
-@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(("route", "temperature"), [("completions", 0), ("chat/completions", 1)])
 def test_the_other_kinds(cluster: LiveCluster, route: str, temperature: float) -> None:
     fields = {"temperature": temperature, "seed": 3}
     for by_regex in ({"guided_regex": REGEX}, {"structured_outputs": {"regex": REGEX}}):
@@ -131,14 +120,13 @@ def test_a_stream_is_the_same(cluster: LiveCluster, route: str) -> None:
     assert chunks[-1]["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.usefixtures("one_thread")
-def test_tokens_are_those_of_one_process(cluster: LiveCluster, model: Path, temperature: float) -> None:
+def test_tokens_are_those_of_one_process(cluster: LiveCluster, model: Path) -> None:
     """Prefill chooses token one, decode the rest; one engine does it all by itself."""
     core = make_core(model, num_blocks=200)
     prompt = Tokenizer(model).encode(PROMPT)
     schema = json.dumps(SCHEMA, separators=(",", ":"))
-    for seed in range(2):
+    for temperature, seed in ((0, 0), (1, 0), (1, 1)):
         sampling = Sampling(temperature=temperature, seed=seed, max_tokens=120, guide=Guide("json", schema))
         request = Request("r", Order(prompt, sampling))
         run(core, [request])
@@ -146,12 +134,6 @@ def test_tokens_are_those_of_one_process(cluster: LiveCluster, model: Path, temp
         (choice,) = answer.json()["choices"]
         assert choice["token_ids"] == request.output_token_ids
         assert (choice["token_ids"][-1] == EOS_ID) == (choice["finish_reason"] == "stop")
-
-
-def test_several_answers_each_fit(cluster: LiveCluster) -> None:
-    found = texts(post(cluster, guided_regex=REGEX, n=3, temperature=1, seed=5))
-    assert all(re.fullmatch(REGEX, text) for text in found)
-    assert len(set(found)) > 1
 
 
 def test_max_tokens_cuts_it_and_ignore_eos_does_not_stretch_it(cluster: LiveCluster) -> None:
@@ -170,9 +152,7 @@ def test_nothing_to_choose_is_an_error_of_that_request(cluster: LiveCluster) -> 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"guided_json": '{"type": "string", "format": "poem"}'}, "guided_json"),
         ({"guided_grammar": "root ::= nothing"}, "guided_grammar"),
-        ({"structured_outputs": {"regex": r"(a)\1"}}, "structured_outputs"),
         ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, "response_format"),
     ],

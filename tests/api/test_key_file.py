@@ -162,15 +162,6 @@ def test_a_client_that_leaves_has_its_tokens_back(keyed: Keyed) -> None:
     keyed.await_ready()
 
 
-def test_a_key_finds_its_models_alone(keyed: Keyed) -> None:
-    with client_of(keyed, "models") as client:
-        assert [each.id for each in client.models.list()] == ["second"]
-        with pytest.raises(openai.NotFoundError) as caught:
-            client.completions.create(model="tiny", prompt="a")
-        assert caught.value.code == "model_not_found"
-        assert client.completions.create(model="second", prompt="a", max_tokens=1).model == "second"
-
-
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 PARAMS = {"sampling_params": GREEDY}
@@ -197,7 +188,7 @@ OTHER_ROUTES: dict[str, dict[str, Any]] = {
 TELLING = re.compile(r'"(?:text|content|token_ids|embedding|score|relevance_score)":("[^"]*"|[^,}]*[,}])')
 
 
-@pytest.mark.parametrize("path", [*ROUTES, *OTHER_ROUTES])
+@pytest.mark.parametrize("path", ROUTES | OTHER_ROUTES)
 def test_a_key_that_may_use_an_adapter_alone(keyed: Keyed, path: str) -> None:
     """Another name, of the model, of an adapter or of nothing, is not found; and the adapter really answers."""
 
@@ -340,20 +331,10 @@ def test_tenants_are_counted_by_all_processes_together(keyed: Keyed) -> None:
     assert found["generation_tokens_total", "team-swapped", ""] == 240 + 1
 
 
-def test_keys_are_written_nowhere(keyed: Keyed) -> None:
-    scheduler = keyed.processes["scheduler"].pid
-    for name in keyed.members:
-        log = keyed.log_file(name).read_text(errors="replace")
-        for secret in ("pdc-", FLAG_KEY, SALT, *(key.digest for key in KEYS)):
-            assert secret not in log
-    for pid in (*children_of(scheduler), scheduler):
-        for place in ("cmdline", "environ"):
-            assert b"pdc-" not in Path(f"/proc/{pid}/{place}").read_bytes()
-
-
 def test_holders_of_keys_do_not_learn_how_busy_others_keep_the_cluster(keyed: Keyed) -> None:
     headers = {"Authorization": f"Bearer {FLAG_KEY}", "endpoint-load-metrics-format": "TEXT"}
-    body = {"prompt": "a", "max_tokens": 1}
-    answer = keyed.client.post(f"{keyed.url}/v1/completions", json=body, headers=headers)
-    assert answer.status_code == 200
-    assert "endpoint-load-metrics" not in answer.headers
+    answer = keyed.client.post(f"{keyed.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers)
+    assert (answer.status_code, "endpoint-load-metrics" in answer.headers) == (200, False)
+    for name in keyed.members:  # and keys are written nowhere
+        log = keyed.log_file(name).read_text(errors="replace")
+        assert not [each for each in ("pdc-", FLAG_KEY, SALT, *(key.digest for key in KEYS)) if each in log]

@@ -13,8 +13,13 @@ from tests.support.cluster import LiveCluster
 from tests.support.metrics import Counts, counts_of, told
 
 PROMPT = [17] * 20
-PARTS = ("count", "sum")
 OF_CACHES = ("prompt_tokens_cached_total",)
+OF_ONE_REQUEST = (
+    "time_to_first_token_seconds e2e_request_latency_seconds request_queue_time_seconds handover_seconds "
+    "request_prefill_time_seconds request_decode_time_seconds request_inference_time_seconds request_prompt_tokens "
+    "request_max_num_generation_tokens request_params_n request_params_max_tokens "
+    "request_prefill_kv_computed_tokens request_time_per_output_token_seconds"
+)
 
 
 @contextmanager
@@ -38,33 +43,22 @@ def difference(cluster: LiveCluster, **expected: int) -> Iterator[None]:
 
 
 def test_what_dashboards_query_of_instances_moves(cluster: LiveCluster) -> None:
-    def sample(name: str, instance_id: str) -> float:
-        return told(cluster)[name, instance_id]
-
     cluster.assert_home()
-    before = sample("vllm:prefix_cache_hits_total", "prefill-0")
-    finished = sample("pd_cluster:handovers_finished_total", "prefill-0")
-    failed = sample("pd_cluster:handovers_failed_total", "prefill-0")  # an earlier test's client left
-    prompt = [17] * 100
+    before = told(cluster)
     for _ in range(2):
-        cluster.complete(prompt, 2, ignore_eos=True)
+        cluster.complete([17] * 100, 2, ignore_eos=True)
     cluster.assert_home()
-    hits = sample("vllm:prefix_cache_hits_total", "prefill-0") - before
-    assert hits >= 96  # the second time, all blocks of 16 but the last token's
-    assert sample("vllm:prefix_cache_queries_total", "prefill-0") >= hits
-    assert sample("vllm:gpu_prefix_cache_hits_total", "prefill-0") == before + hits
-    assert sample("pd_cluster:kv_received_bytes_total", "decode-0") > 0
-    assert sample("pd_cluster:num_cached_blocks", "decode-0") > 0
-    assert sample("pd_cluster:handovers_finished_total", "prefill-0") == finished + 2
-    for name in (
-        "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-        "vllm:kv_cache_usage_perc",
-        "pd_cluster:leases_held",
-        "pd_cluster:leaked_blocks",
-    ):
-        assert sample(name, "prefill-0") == 0, name
-    assert sample("pd_cluster:handovers_failed_total", "prefill-0") == failed
+    after = told(cluster)
+
+    def made(name: str, instance_id: str = "prefill-0") -> float:
+        return after[name, instance_id] - before[name, instance_id]
+
+    assert made("vllm:prefix_cache_hits_total") >= 96  # the second time, all blocks of 16 but the last token's
+    assert made("vllm:prefix_cache_queries_total") >= made("vllm:gpu_prefix_cache_hits_total") >= 96
+    assert after["pd_cluster:num_cached_blocks", "decode-0"] > 0
+    assert (made("pd_cluster:handovers_finished_total"), made("pd_cluster:handovers_failed_total")) == (2, 0)
+    for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc", "pd_cluster:leaked_blocks"):
+        assert after[name, "prefill-0"] == 0, name
 
 
 def test_an_answer_of_known_length(cluster: LiveCluster) -> None:
@@ -73,22 +67,10 @@ def test_an_answer_of_known_length(cluster: LiveCluster) -> None:
         prompt_tokens_total=20,
         generation_tokens_total=8,
         request_success_length=1,
-        time_to_first_token_seconds=1,
+        request_generation_tokens=1,
         inter_token_latency_seconds=7,
         time_per_output_token_seconds=7,
-        e2e_request_latency_seconds=1,
-        request_queue_time_seconds=1,
-        request_prefill_time_seconds=1,
-        request_decode_time_seconds=1,
-        request_inference_time_seconds=1,
-        request_prompt_tokens=1,
-        request_prefill_kv_computed_tokens=1,
-        request_time_per_output_token_seconds=1,
-        request_generation_tokens=1,
-        request_max_num_generation_tokens=1,
-        request_params_n=1,
-        request_params_max_tokens=1,
-        handover_seconds=1,
+        **dict.fromkeys(OF_ONE_REQUEST.split(), 1),
     ):
         sums = told(cluster)
         cluster.complete(PROMPT, 8, ignore_eos=True)
@@ -105,66 +87,33 @@ def test_an_answer_of_known_length(cluster: LiveCluster) -> None:
     assert abs(parts[0] + parts[1] - took("time_to_first_token_seconds")) < 1e-4
 
 
-def test_where_a_prompt_s_tokens_came_from(cluster: LiveCluster) -> None:
-    """Computed for the first request, from the prefix cache for the second, but for its last token's block."""
-    prompt = [23] * 40
-
-    def of_source(source: str) -> float:
-        return told(cluster)["vllm:prompt_tokens_by_source_total", source]
-
-    found = []
-    for _ in range(2):
-        before = {source: of_source(source) for source in ("local_compute", "local_cache_hit")}
-        computed = told(cluster)["vllm:request_prefill_kv_computed_tokens_sum", ""]
-        cluster.complete(prompt, 2, ignore_eos=True)
-        cluster.assert_home()
-        made = {source: of_source(source) - number for source, number in before.items()}
-        assert sum(made.values()) == 40
-        assert told(cluster)["vllm:request_prefill_kv_computed_tokens_sum", ""] - computed == made["local_compute"]
-        found.append(made["local_cache_hit"])
-    assert found == [0, 32]
-    assert told(cluster)["vllm:prompt_tokens_cached_total", ""] == of_source("local_cache_hit")
-
-
-def test_what_comes_from_the_prefill_instance(cluster: LiveCluster) -> None:
-    """A decode instance asks for the tokens that it has not cached, and counts them when they have arrived."""
-    prompt, found = [29] * 40, []
+def test_where_tokens_came_from_and_what_steps_had(cluster: LiveCluster) -> None:
+    """The second time the prompt is cached, but for its last token's block; a decode instance asks for the rest."""
+    found: list[dict[str, float]] = []
     for _ in range(2):
         cluster.assert_home()
         before = told(cluster)
-        cluster.complete(prompt, 2, ignore_eos=True)
+        cluster.complete([29] * 40, 4, ignore_eos=True)
         cluster.assert_home()
         after = told(cluster)
-        names = [f"vllm:external_prefix_cache_{what}_total" for what in ("queries", "hits")]
-        found.append([after[name, "decode-0"] - before[name, "decode-0"] for name in names])
-        assert not any(after[name, "prefill-0"] for name in names)
-    assert found == [[40, 40], [8, 8]]
-
-
-def test_the_tokens_of_steps_and_the_ends_of_sequences(cluster: LiveCluster) -> None:
-    cluster.assert_home()
-    before = told(cluster)
-    cluster.complete([31] * 20, 4, ignore_eos=True)
-    cluster.assert_home()
-    after = told(cluster)
-
-    def made(name: str, instance: str) -> list[float]:
-        return [after[f"vllm:{name}_{what}", instance] - before[f"vllm:{name}_{what}", instance] for what in PARTS]
-
-    assert made("iteration_tokens_total", "prefill-0") == [1, 20]
-    assert made("iteration_tokens_total", "decode-0") == [3, 3]
-    for instance in ("prefill-0", "decode-0"):
-        assert made("request_num_preemptions", instance) == [1, 0]
+        found.append({f"{name} {of}": after[name, of] - before.get((name, of), 0) for name, of in after})
+    for made, num_cached in zip(found, (0, 32), strict=True):
+        assert made["vllm:prompt_tokens_by_source_total local_compute"] == 40 - num_cached
+        assert made["vllm:prompt_tokens_by_source_total local_cache_hit"] == num_cached
+        assert made["vllm:request_prefill_kv_computed_tokens_sum "] == 40 - num_cached
+        for what in ("queries", "hits"):
+            assert made[f"vllm:external_prefix_cache_{what}_total decode-0"] == 40 - num_cached
+            assert made[f"vllm:external_prefix_cache_{what}_total prefill-0"] == 0
+        assert made["vllm:iteration_tokens_total_sum prefill-0"] == 40 - num_cached
+        steps = [made[f"vllm:iteration_tokens_total_{what} decode-0"] for what in ("count", "sum")]
+        assert steps == [3, 3]
+        for of in ("prefill-0", "decode-0"):
+            assert made[f"vllm:request_num_preemptions_count {of}"] == 1
+            assert made[f"vllm:request_num_preemptions_sum {of}"] == 0
 
 
 def test_sequences_count_by_their_own_ends(cluster: LiveCluster) -> None:
     """Three of a prompt, which is computed once."""
-    of_one_request = (
-        "time_to_first_token_seconds e2e_request_latency_seconds request_queue_time_seconds handover_seconds "
-        "request_prefill_time_seconds request_decode_time_seconds request_inference_time_seconds request_prompt_tokens "
-        "request_max_num_generation_tokens request_params_n request_params_max_tokens "
-        "request_prefill_kv_computed_tokens request_time_per_output_token_seconds"
-    )
     with difference(
         cluster,
         prompt_tokens_total=20,
@@ -173,7 +122,7 @@ def test_sequences_count_by_their_own_ends(cluster: LiveCluster) -> None:
         request_generation_tokens=3,
         inter_token_latency_seconds=9,
         time_per_output_token_seconds=9,
-        **dict.fromkeys(of_one_request.split(), 1),
+        **dict.fromkeys(OF_ONE_REQUEST.split(), 1),
     ):
         assert len(cluster.complete_choices(PROMPT, 4, n=3, temperature=1.0, seed=3, ignore_eos=True)) == 3
 

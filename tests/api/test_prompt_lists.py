@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from pd_cluster.text.tokenizer import Tokenizer
@@ -53,21 +52,6 @@ def test_choices_are_numbered_prompt_by_prompt(cluster: LiveCluster) -> None:
     assert [choice["text"] for choice in together] == [choice["text"] for choice in alone]
 
 
-def test_the_best_of_each_prompt(cluster: LiveCluster) -> None:
-    fields = {**SAMPLED, "n": 2, "best_of": 4, "logprobs": 0}
-    together = post(cluster, prompt=PROMPTS[:2], **fields)["choices"]
-    alone = [choice for prompt in PROMPTS[:2] for choice in post(cluster, prompt=prompt, **fields)["choices"]]
-    assert [choice["index"] for choice in together] == [0, 1, 2, 3]
-    assert [choice["text"] for choice in together] == [choice["text"] for choice in alone]
-
-
-def test_a_beam_search_for_each(cluster: LiveCluster) -> None:
-    fields = {"use_beam_search": True, "n": 2, "max_tokens": 4}
-    together = post(cluster, prompt=PROMPTS[:2], **fields)["choices"]
-    alone = [choice for prompt in PROMPTS[:2] for choice in post(cluster, prompt=prompt, **fields)["choices"]]
-    assert [choice["text"] for choice in together] == [choice["text"] for choice in alone]
-
-
 def test_the_stream_says_the_same(cluster: LiveCluster) -> None:
     whole = post(cluster, prompt=PROMPTS, n=2, **SAMPLED)
     events = streamed(cluster, prompt=PROMPTS, n=2, stream_options={"include_usage": True}, **SAMPLED)
@@ -98,13 +82,6 @@ def test_each_echoes_its_own_prompt(cluster: LiveCluster, tokenizer: Tokenizer, 
         assert tokens == choice["logprobs"]["tokens"]
 
 
-def test_prompts_alone_are_scored(cluster: LiveCluster) -> None:
-    """Evaluation harnesses ask for this: no output, the prompt's logprobs."""
-    choices = post(cluster, prompt=PROMPTS, echo=True, logprobs=1, max_tokens=0)["choices"]
-    assert [choice["text"] for choice in choices] == PROMPTS
-    assert choices[0]["logprobs"] == choices[3]["logprobs"] != choices[2]["logprobs"]
-
-
 def test_one_that_cannot_be_refuses_all(cluster: LiveCluster) -> None:
     body = {"prompt": ["a", [1] * MAX_MODEL_LEN], "max_tokens": 2}
     answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body | {"prompt": [[1], [1] * MAX_MODEL_LEN]})
@@ -127,9 +104,3 @@ def test_who_leaves_aborts_all(cluster: LiveCluster) -> None:
     ):
         next(answer.iter_lines())
     cluster.assert_home()
-
-
-def test_openais_client(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="tiny", prompt=PROMPTS, max_tokens=3, temperature=0)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert answer.choices[0].text == answer.choices[3].text

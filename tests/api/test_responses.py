@@ -7,27 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from tests.api.test_tools import ASKED
+from tests.api.test_tools import WEATHER as SHOWN
 from tests.support.cluster import LiveCluster
 from tests.support.scripted_scenarios import FAMILIES
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 HELLO: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 12, "temperature": 0}
-ASKED = [{"role": "user", "content": "How is the weather?"}]
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Berlin", "Paris"]}, "days": {"type": "integer"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER: dict[str, Any] = {"type": "function", "name": "get_weather", "parameters": SCHEMA}
+WEATHER: dict[str, Any] = {"type": "function", **SHOWN["function"]}
 LOGPROBS: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-SHOWN = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
 FAMILY = FAMILIES["qwen3"]
 VLLMS: dict[str, Any] = {
     "presence_penalty": 2.0,
@@ -167,42 +160,18 @@ def test_logprobs_of_a_text_are_the_chats(cluster: LiveCluster, client: openai.O
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == wanted
 
 
-def test_logprobs_are_of_the_text_alone(speaker: Speaker) -> None:
-    """The tokens of reasoning and calls, and of the marks around them, are not among them."""
-    for scenario, tools in (("reasoning, content", False), ("a call after content", True), ("reasoning, a call", True)):
-        for item in speaker.response(scenario, tools=tools, **LOGPROBS).output:
-            if item.type != "message":
-                continue
-            part = item.content[0]
-            assert part.type == "output_text"
-            assert "".join(entry.token for entry in part.logprobs or []) == part.text
-            assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs or [])
-
-
-def test_the_tokens_of_an_input_are_those_of_its_prompt(speaker: Speaker) -> None:
+def test_the_tokens_of_an_input_are_those_of_its_prompt(speaker: Speaker, client: openai.OpenAI) -> None:
     url, http = f"{speaker.cluster.url}/v1/responses", speaker.cluster.client
     for fields in ({"input": "hello"}, {"input": "hello", "instructions": "Be brief.", "tools": [WEATHER]}):
         told = http.post(f"{url}/input_tokens", json={"model": "tiny", **fields}).json()
         usage = http.post(url, json={"model": "tiny", "max_output_tokens": 1, **fields}).json()["usage"]
         assert told == {"object": "response.input_tokens", "input_tokens": usage["input_tokens"]}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NO_PROXY", "127.0.0.1")
-        with openai.OpenAI(base_url=f"{speaker.cluster.url}/v1", api_key="none", max_retries=0) as client:
-            asked: Any = {"model": "tiny", "input": "hello"}
-            count = client.responses.input_tokens.count
-            assert count(**asked).input_tokens == usage_of(speaker, "hello")
-            assert count(model="tiny").input_tokens == usage_of(speaker, "")
-            assert count(model="tiny", instructions="Be brief.").input_tokens > count(model="tiny").input_tokens
-            with pytest.raises(openai.BadRequestError, match="personality: 'friendly'"):
-                count(**asked, personality="friendly")
-            with pytest.raises(openai.BadRequestError, match="compact: not supported here"):
-                client.responses.compact(**asked)
-
-
-def usage_of(speaker: Speaker, text: str) -> int:
-    body = {"model": "tiny", "input": text, "max_output_tokens": 1}
-    answer = speaker.cluster.client.post(f"{speaker.cluster.url}/v1/responses", json=body).json()
-    return int(answer["usage"]["input_tokens"])
+    count = client.responses.input_tokens.count
+    assert count(model="tiny", instructions="Be brief.").input_tokens > count(model="tiny").input_tokens > 0
+    with pytest.raises(openai.BadRequestError, match="personality: 'friendly'"):
+        count(model="tiny", input="hello", personality="friendly")
+    with pytest.raises(openai.BadRequestError, match="compact: not supported here"):
+        client.responses.compact(model="tiny", input="hello")
 
 
 def test_the_order_of_events(cluster: LiveCluster) -> None:
@@ -242,13 +211,6 @@ def test_items_are_the_chats_messages(speaker: Speaker) -> None:
     assert http.post(f"{url}/v1/responses", json=body).json()["usage"]["input_tokens"] == wanted
 
 
-def test_an_output_of_a_given_form(client: openai.OpenAI) -> None:
-    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
-    form: Any = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
-    response = client.responses.create(**{**HELLO, "max_output_tokens": 60}, text=form)
-    assert json.loads(response.output_text)["n"] in (1, 2)
-
-
 # ---- tools and reasoning
 
 
@@ -263,20 +225,10 @@ def test_a_call_after_text(speaker: Speaker) -> None:
     assert response.status == "completed"
 
 
-def test_two_calls_and_one(speaker: Speaker) -> None:
-    response = speaker.response("two calls", tools=True)
-    assert [json.loads(item.arguments)["city"] for item in response.output if item.type == "function_call"] == [
-        "Berlin",
-        "Paris, Île-de-France",
-    ]
-    assert len(speaker.response("two calls", tools=True, parallel_tool_calls=False).output) == 1
-
-
 @pytest.mark.parametrize(
     "choice",
     [
         "required",
-        {"type": "function", "name": "get_weather"},
         {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]},
     ],
 )
@@ -334,104 +286,47 @@ def test_reasoning_is_an_item_of_its_own(speaker: Speaker) -> None:
     assert [item.type for item in speaker.response("reasoning, content", include_reasoning=False).output] == ["message"]
 
 
-def test_a_loop_of_the_clients_own(speaker: Speaker) -> None:
-    """The client's objects go back as input: what the response gave, and the output of its call."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NO_PROXY", "127.0.0.1")
-        with openai.OpenAI(base_url=f"{speaker.cluster.url}/v1", api_key="none", max_retries=0) as client:
-            fields = speaker.fields("reasoning, a call", tools=True)
-            first = client.responses.create(**fields)
-            call = first.output[-1]
-            assert call.type == "function_call"
-            items = [*fields["input"], *first.output]
-            items.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
-            second = client.responses.create(**{**fields, "input": items, "max_output_tokens": 4})
-    assert second.usage is not None
-    assert first.usage is not None
-    assert second.usage.input_tokens > first.usage.input_tokens
-
-
 # ---- what fails
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "named"),
-    [
-        ({"input": [{"type": "computer_call"}]}, "input", "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input[0].content[0]"),
-        ({"input": [{"role": "nobody", "content": "a"}]}, "input", "input[0].role"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "input[0]"),
-        ({"input": []}, "input", "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "tools.0: expected a tool of type 'function' or 'namespace'"),
-        (
-            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "c"}]}]},
-            "tools",
-            "tools.0",
-        ),
-        (
-            {"tools": [{"type": "namespace", "name": "n" * 40, "tools": [{**WEATHER, "name": "f" * 40}]}]},
-            "tools",
-            "tools[0]",
-        ),
-        ({"tool_choice": "required"}, "tool_choice", "tool_choice"),
-        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text", "text.format"),
-        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
-        ({"background": True}, "background", "background"),
-        ({"conversation": "c"}, "conversation", "conversation"),
-        ({"truncation": "auto"}, "truncation", "truncation"),
-        ({"include": ["file_search_call.results"]}, "include", "include.0"),
-        ({"include": LOGPROBS["include"], "top_logprobs": 21}, "top_logprobs", "top_logprobs: 21"),
-        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs: needs include"),
-        ({"input": "x" * 5000}, "input", "input"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_by_name(
-    cluster: LiveCluster, fields: dict[str, Any], param: str, named: str
-) -> None:
+REFUSED: dict[str, dict[str, Any]] = {  # by how the message begins
+    "input[0]": {"input": [{"type": "computer_call"}]},
+    "input[0].content[0]": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+    "input": {"input": "x" * 5000},
+    "tools.0": {"tools": [{"type": "web_search"}]},
+    "tool_choice": {"tool_choice": "required"},
+    "text.format": {"text": {"format": {"type": "json_schema", "name": "a"}}},
+    "background": {"background": True},
+    "top_logprobs: needs include": {"top_logprobs": 2},
+    "structured_outputs": {"structured_outputs": {"regex": "("}},
+    "kv_transfer_params": {"kv_transfer_params": {"do_remote_decode": True}},
+    "vllm_xargs": {"vllm_xargs": {"a": 1}},
+}
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_what_cannot_be_done_is_refused_by_name(cluster: LiveCluster, named: str) -> None:
     for stream in (False, True):
-        answer = cluster.client.post(f"{cluster.url}/v1/responses", json={**HELLO, **fields, "stream": stream})
+        body = {**HELLO, **REFUSED[named], "stream": stream}
+        answer = cluster.client.post(f"{cluster.url}/v1/responses", json=body)
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
-        assert error["param"] == param
+        assert [error["param"]] == [*REFUSED[named]]
         assert error["message"].startswith(named)
 
 
-@pytest.mark.parametrize("route", ["responses", "responses/input_tokens"])
-def test_a_guide_that_cannot_be_followed_is_not_counted_either(cluster: LiveCluster, route: str) -> None:
-    body = HELLO | {"structured_outputs": {"regex": "("}}
-    answer = cluster.client.post(f"{cluster.url}/v1/{route}", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs")
-
-
 def test_vllms_parameters_mean_what_they_mean_in_a_chat(cluster: LiveCluster) -> None:
-    def text(route: str, body: dict[str, Any]) -> Any:
-        told = cluster.ask(f"/v1/{route}", body)
-        return (
-            told["output"][0]["content"][0]["text"]
-            if route == "responses"
-            else told["choices"][0]["message"]["content"]
-        )
+    def text(**fields: Any) -> Any:
+        return cluster.ask("/v1/responses", {**HELLO, **fields})["output"][0]["content"][0]["text"]
 
     chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "temperature": 0}
-    plain, found = text("responses", HELLO), set()
+    plain, found = text(), set()
     for name, value in VLLMS.items():
-        given = text("responses", {**HELLO, name: value})
-        assert given == text("chat/completions", {**chat, name: value}), name
-        found.add(name) if given != plain else None
+        given = text(**{name: value})
+        of_chat = cluster.ask("/v1/chat/completions", {**chat, name: value})["choices"][0]["message"]["content"]
+        assert given == of_chat, name
+        found |= {name} if given != plain else set()
     assert found >= {"structured_outputs", "logit_bias", "repetition_penalty"}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        *({"enable_response_messages": True}, {"previous_input_messages": [{}]}, {"request_id": "a b"}),
-        *({"kv_transfer_params": {"do_remote_decode": True}}, {"vllm_xargs": {"a": 1}}, {"watermarking": True}),
-        *({"media_io_kwargs": {"video": {}}}, {"presence_penalty": 3}, {"structured_outputs": {"choice": []}}),
-    ],
-)
-def test_what_vllm_has_and_this_server_lacks_is_refused_by_name(cluster: LiveCluster, fields: dict[str, Any]) -> None:
-    answer = cluster.client.post(f"{cluster.url}/v1/responses", json={**HELLO, **fields})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, *fields)
 
 
 def test_a_request_is_known_by_its_own_name(cluster: LiveCluster) -> None:
@@ -449,13 +344,3 @@ def test_nothing_is_kept_without_a_store(client: openai.OpenAI, cluster: LiveClu
             client.responses.create(**HELLO, **fields)  # type: ignore[call-overload]
         assert caught.value.param in fields
     client.responses.create(**HELLO, store=False)
-
-
-def test_a_client_that_leaves_stops_the_answer(cluster: LiveCluster) -> None:
-    body = {**HELLO, "max_output_tokens": 200, "ignore_eos": True, "stream": True}
-    with (
-        httpx.Client(trust_env=False) as client,
-        client.stream("POST", f"{cluster.url}/v1/responses", json=body) as answer,
-    ):
-        next(answer.iter_lines())
-    cluster.assert_home()

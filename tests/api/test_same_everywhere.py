@@ -57,9 +57,9 @@ def over_http(cluster: LiveCluster) -> Answers:
     return answers
 
 
-@pytest.mark.parametrize("who", ["LLM", "LLM split", "pipeline"])
+@pytest.mark.parametrize("who", ["LLM split", "pipeline"])
 def test_the_same_tokens(over_http: Answers, model: Path, tokenizer: Tokenizer, who: str) -> None:
-    makers = {"LLM": of_llm(model, 0), "LLM split": of_llm(model, 1), "pipeline": of_pipeline(model)}
+    makers = {"LLM split": of_llm(model, 1), "pipeline": of_pipeline(model)}
     with makers[who] as answers:
         greedy, drawn = answers(False), answers(True)
     assert (greedy, drawn) == (over_http(False), over_http(True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, reference_model
 from tests.support.cluster import LiveCluster
+from tests.support.engines import assert_same, random_prompt
 
 PROMPT = "Once upon a time"
 NUM_TOKENS = 24
+BLOCK_SIZE = 16
+MAX_TOKENS = 16
 SAMPLED: dict[str, Any] = {"temperature": 1, "seed": 11}
 
 
@@ -40,13 +43,10 @@ def greedy(cluster: LiveCluster) -> list[int]:
 # ---- which tokens
 
 
-@pytest.mark.parametrize("fields", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_bias_forces_a_token(cluster: LiveCluster, greedy: list[int], fields: dict[str, Any]) -> None:
+def test_a_bias_forces_or_forbids_a_token(cluster: LiveCluster, greedy: list[int]) -> None:
     forced = next(i for i in range(256) if i not in greedy)
-    assert token_ids(cluster, logit_bias={str(forced): 100}, **fields) == [forced] * NUM_TOKENS
-
-
-def test_a_bias_forbids_a_token(cluster: LiveCluster, greedy: list[int]) -> None:
+    for fields in ({}, SAMPLED):
+        assert token_ids(cluster, logit_bias={str(forced): 100}, **fields) == [forced] * NUM_TOKENS
     biased = token_ids(cluster, logit_bias={str(greedy[0]): -100, str(greedy[5]): -100})
     assert not {greedy[0], greedy[5]} & set(biased)
     assert token_ids(cluster, logit_bias={str(greedy[0]): 0}) == greedy
@@ -76,54 +76,7 @@ def test_bad_words_never_come(cluster: LiveCluster, tokenizer: Tokenizer, fields
     assert single not in ask(cluster, allowed_token_ids=allowed, bad_words=[single], **fields)["text"]
 
 
-def test_min_p_cuts_the_unlikely(cluster: LiveCluster, greedy: list[int]) -> None:
-    assert token_ids(cluster, temperature=2, seed=3, min_p=1) == greedy
-    wide = token_ids(cluster, temperature=2, seed=3)
-    assert wide != greedy
-    assert token_ids(cluster, temperature=2, seed=3, min_p=0) == wide
-
-
 # ---- penalties
-
-
-def repetitive(cluster: LiveCluster, **fields: Any) -> list[int]:
-    """Among eight tokens only, so that repetition is sure."""
-    return token_ids(cluster, allowed_token_ids=list(range(40, 48)), max_tokens=16, **fields)
-
-
-def test_a_presence_penalty_spreads_the_choice(cluster: LiveCluster) -> None:
-    """It takes 2 from what has come once, however often: a new token comes sooner, one that has come not sooner."""
-    plain = repetitive(cluster)
-    penalised = repetitive(cluster, presence_penalty=2)
-    rewarded = repetitive(cluster, presence_penalty=-2)
-    assert len(set(rewarded)) <= len(set(plain)) <= len(set(penalised))
-    assert len({tuple(plain), tuple(penalised), tuple(rewarded)}) > 1
-    assert penalised[0] == plain[0] == rewarded[0], "nothing had come yet"
-
-
-def test_a_frequency_penalty_grows_with_each_repetition(cluster: LiveCluster) -> None:
-    """40 is ahead by 20 in each step, at the least by what the model says; after enough repetitions it loses."""
-    bias = {"40": 20.0}
-    assert set(repetitive(cluster, logit_bias=bias)) == {40}
-    penalised = repetitive(cluster, logit_bias=bias, frequency_penalty=2)
-    assert penalised[0] == 40
-    assert set(penalised) != {40}
-    presence = repetitive(cluster, logit_bias=bias, presence_penalty=2)
-    assert presence.count(40) > penalised.count(40)
-
-
-def test_a_repetition_penalty_stops_repetition(cluster: LiveCluster) -> None:
-    """It counts the prompt's tokens too."""
-    prompt = list(range(100, 140))
-    within = {"allowed_token_ids": [*range(100, 140), *range(200, 240)]}
-    strong = token_ids(cluster, prompt, repetition_penalty=2, **within)
-    plain = token_ids(cluster, prompt, **within)
-
-    def num_repeated(found: list[int]) -> int:
-        return sum(token in {*prompt, *found[:at]} for at, token in enumerate(found))
-
-    assert num_repeated(strong) < num_repeated(plain)
-    assert token_ids(cluster, prompt, repetition_penalty=1, **within) == plain
 
 
 def penalised_greedy(model: Path, prompt: list[int], presence: float, frequency: float, repetition: float) -> list[int]:
@@ -150,12 +103,6 @@ def test_penalties_are_vllms_arithmetic(
     expected = penalised_greedy(model, tokenizer.encode(PROMPT), presence, frequency, repetition)
     fields = {"presence_penalty": presence, "frequency_penalty": frequency, "repetition_penalty": repetition}
     assert token_ids(cluster, **fields) == expected
-
-
-@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
-@pytest.mark.parametrize("value", [-2, 2])
-def test_the_ends_of_the_range_are_in_it(cluster: LiveCluster, name: str, value: int) -> None:
-    assert len(token_ids(cluster, **{name: value})) == NUM_TOKENS
 
 
 # ---- when to stop
@@ -185,16 +132,6 @@ def test_min_tokens_holds_for_stop_tokens_and_stop_strings(cluster: LiveCluster,
     found = token_ids(cluster, **always_x, stop_token_ids=[x], min_tokens=5)
     assert found.index(x) == 5
     assert len(found) == 6
-
-
-def test_the_stop_string_can_be_kept(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
-    allowed = {"allowed_token_ids": [tokenizer.encode(letter)[0] for letter in "abcdefgh"]}
-    text = ask(cluster, **allowed)["text"]
-    stop = text[6:9]
-    before = text[: text.index(stop)]
-    assert ask(cluster, **allowed, stop=stop)["text"] == before
-    kept = ask(cluster, **allowed, stop=stop, include_stop_str_in_output=True)
-    assert (kept["text"], kept["finish_reason"]) == (before + stop, "stop")
 
 
 # ---- the prompt
@@ -238,38 +175,38 @@ def test_a_salt_separates(cluster: LiveCluster) -> None:
     assert answers == [answers[0]] * 3
 
 
-def test_cached_tokens_in_a_stream(cluster: LiveCluster) -> None:
-    prompt = [(13 * at) % 233 for at in range(100)]
-    body = {"prompt": prompt, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
-    texts = [cluster.client.post(f"{cluster.url}/v1/completions", json=body).text for _ in range(2)]
-    assert '"cached_tokens":0' in texts[0]
-    assert '"cached_tokens":' in texts[1]
-    assert '"cached_tokens":0' not in texts[1]
+def received(cluster: LiveCluster, turn: list[int]) -> tuple[list[int], int]:
+    """The answer, and the bytes of KV cache that came to the decode instance for it."""
+    cluster.assert_home()
+    before = cluster.instance("decode-0")["kv_received_nbytes"]
+    answer = cluster.complete(turn, MAX_TOKENS, ignore_eos=True)
+    cluster.assert_home()
+    nbytes: int = cluster.instance("decode-0")["kv_received_nbytes"] - before
+    return answer, nbytes
+
+
+def test_a_second_turn_moves_only_what_is_new(cluster: LiveCluster, model: Path) -> None:
+    """The decode instance keeps what it landed and what it generated."""
+    first = random_prompt(random.Random(12), 4 * BLOCK_SIZE)
+    answer, whole = received(cluster, first)
+    block_nbytes = whole // 4
+    second = [*first, *answer, *random_prompt(random.Random(13), 2 * BLOCK_SIZE)]
+    again, rest = received(cluster, second)
+    # The block that the answer's last token fills, whose KV was never computed there, and two of the new turn.
+    assert rest == 3 * block_nbytes
+    assert_same(model, second, again, MAX_TOKENS)
+    _, nothing = received(cluster, first)
+    assert nothing == 0
 
 
 # ---- together
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_everything_at_once_repeats(cluster: LiveCluster, seed: int) -> None:
-    fields: dict[str, Any] = {
-        "temperature": 0.8,
-        "top_p": 0.9,
-        "top_k": 40,
-        "min_p": 0.01,
-        "seed": seed,
-        "presence_penalty": 0.3,
-        "frequency_penalty": 0.4,
-        "repetition_penalty": 1.1,
-        "logit_bias": {"65": 3, "70": -5},
-        "bad_words": ["qq", "zz"],
-        "min_tokens": 4,
-        "n": 3,
-        "logprobs": 2,
-    }
-    body = {"prompt": PROMPT, "max_tokens": 20, "return_token_ids": True, **fields}
-    answers = [cluster.client.post(f"{cluster.url}/v1/completions", json=body).json()["choices"] for _ in range(2)]
-    assert [c["token_ids"] for c in answers[0]] == [c["token_ids"] for c in answers[1]]
-    assert [c["text"] for c in answers[0]] == [c["text"] for c in answers[1]]
-    assert len(list(itertools.chain(*(c["token_ids"] for c in answers[0])))) > 12
+def test_everything_at_once_repeats(cluster: LiveCluster) -> None:
+    fields = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "seed": 1, "n": 3, "logprobs": 2}
+    fields |= {"presence_penalty": 0.3, "frequency_penalty": 0.4, "repetition_penalty": 1.1, "min_tokens": 4}
+    more = {"logit_bias": {"65": 3, "70": -5}, "bad_words": ["qq", "zz"]}
+    first, again = (cluster.complete_choices(PROMPT, 20, **fields, **more) for _ in range(2))
+    assert first == again
+    assert sum(map(len, first)) > 12
     cluster.assert_home()

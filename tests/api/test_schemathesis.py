@@ -34,7 +34,7 @@ from tests.support.canary import Canary
 from tests.support.cluster import LiveCluster
 from tests.support.only_local import only_local
 
-NUM_CASES = 4
+NUM_CASES = 2
 NUM_CASES_SLOW = 1000
 NUM_THREADS = 8
 DEADLINE_S = 30.0

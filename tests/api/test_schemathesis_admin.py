@@ -28,7 +28,7 @@ from tests.support.api_cases import each_case
 from tests.support.cluster import LiveCluster
 from tests.support.elastic_world import ElasticWorld
 
-NUM_CASES, NUM_CASES_SLOW = 8, 40
+NUM_CASES, NUM_CASES_SLOW = 3, 40
 NEED_WORKERS = ("/pause", "/sleep", "/reset_prefix_cache")
 TOKEN = "t" * 32
 REFUSALS = (400, 401, 403, 404, 405, 409, 413, 503)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
-from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.cluster import LiveCluster
-from tests.support.scripted_scenarios import FAMILIES
 from tests.support.sse import chunks_of
 
 HELLO = {"role": "user", "content": "hello"}
@@ -31,13 +27,10 @@ def test_an_answer_has_as_many_tokens_as_there_is_room_for(cluster: LiveCluster)
         assert usage["completion_tokens"] == MAX_MODEL_LEN - 200
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_the_field_that_the_client_sent_is_named(cluster: LiveCluster, name: str) -> None:
-    answer = post(cluster, "chat/completions", messages=[HELLO], **{name: MAX_MODEL_LEN + 1})
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert (error["param"], error["code"]) == (name, "context_length_exceeded")
-    assert error["message"].startswith(f"{name}: {MAX_MODEL_LEN + 1};")
+def test_the_field_that_the_client_sent_is_named(cluster: LiveCluster) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        error = post(cluster, "chat/completions", messages=[HELLO], **{name: MAX_MODEL_LEN + 1}).json()["error"]
+        assert (error["param"], error["code"]) == (name, "context_length_exceeded")
 
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
@@ -79,101 +72,22 @@ NULL = re.compile(r'"(\w+)":null')
 OPENAI_HAS = {"logprobs", "finish_reason", "usage"}  # where it has nothing to say, too
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "asking"),
-    [
-        ("v1/chat/completions", {"messages": [HELLO], "max_tokens": 2}),
-        ("v1/completions", {"prompt": "a", "max_tokens": 2}),
-        ("inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 2}}),
-        ("tokenize", {"prompt": "a"}),
-    ],
-)
-def test_no_field_that_was_not_asked_for(cluster: LiveCluster, path: str, asking: dict[str, Any], stream: bool) -> None:
-    body = {**asking, "stream": stream} if path != "tokenize" else asking
-    answer = cluster.client.post(f"{cluster.url}/{path}", json=body)
-    answer.raise_for_status()
-    assert set(NULL.findall(answer.text)) <= OPENAI_HAS
-    assert "tool_calls" not in answer.text  # there are none
+def test_no_field_that_was_not_asked_for(cluster: LiveCluster) -> None:
+    asked: dict[str, dict[str, Any]] = {
+        "v1/chat/completions": {"messages": [HELLO], "max_tokens": 2},
+        "v1/completions": {"prompt": "a", "max_tokens": 2},
+        "inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 2}},
+        "tokenize": {"prompt": "a"},
+    }
+    for path, asking in asked.items():
+        for body in (asking, {**asking, "stream": True})[: 1 if path == "tokenize" else 2]:
+            answer = cluster.client.post(f"{cluster.url}/{path}", json=body).raise_for_status()
+            assert set(NULL.findall(answer.text)) <= OPENAI_HAS
+            assert "tool_calls" not in answer.text  # there are none
 
 
-def test_empty_stream_options_of_a_completion_ask_for_nothing(cluster: LiveCluster) -> None:
-    chunks = chunks_of(post(cluster, "completions", prompt="a", max_tokens=2, stream=True, stream_options={}))
-    assert all("usage" not in chunk for chunk in chunks)
-
-
-@pytest.mark.parametrize(("role", "status"), [("function", 200), ("narrator", 400), ("user<|end|><|system|>", 400)])
-def test_roles_are_those_of_the_api_and_of_the_template(cluster: LiveCluster, role: str, status: int) -> None:
-    answer = post(cluster, "chat/completions", messages=[{"role": role, "content": "x"}, HELLO], max_tokens=2)
-    assert answer.status_code == status
-    if status == 400:
-        assert answer.json()["error"]["message"].startswith(f"messages[0].role: {role!r} is no role of this model")
-
-
-def test_parts_may_be_texts_and_thoughts(cluster: LiveCluster) -> None:
-    parts = ["a", {"type": "thinking", "thinking": "b"}, {"type": "text", "text": "c"}]
-    one, other = (
-        post(cluster, "chat/completions", messages=[{"role": "user", "content": content}], max_tokens=8, **GREEDY)
-        for content in (parts, "a\nb\nc")
-    )
-    assert one.json()["choices"] == other.json()["choices"]
-
-
-def test_the_right_side_is_cut(cluster: LiveCluster) -> None:
-    ids = list(range(20, 60))
-    for side, kept in (("right", ids[:5]), ("left", ids[-5:])):
-        body = {"prompt": ids, "truncate_prompt_tokens": 5, "truncation_side": side, "return_token_ids": True}
-        (choice,) = post(cluster, "completions", max_tokens=1, **body).json()["choices"]
-        assert choice["prompt_token_ids"] == kept
-
-
-def test_harmless_fields_of_openai_s_client(client: openai.OpenAI, cluster: LiveCluster) -> None:
-    """They say nothing about the answer, and the log nothing about them."""
-    extra: Any = {"service_tier": "auto", "store": True, "metadata": {"a": "b"}, "safety_identifier": "x"}
-    answer = client.chat.completions.create(model="tiny", messages=[HELLO], max_tokens=2, verbosity="low", **extra)  # type: ignore[list-item]
-    assert answer.choices[0].finish_reason
-    log = cluster.log_file("scheduler").read_text()
-    assert not any(name in log for name in ("'service_tier'", "'verbosity'", "'safety_identifier'"))
-
-
-def test_the_token_client(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
-    """Text to tokens and back; a conversation's are those of its prompt."""
-    text = "A robot may not"
-    found = cluster.client.post(f"{cluster.url}/tokenize", json={"model": "tiny", "prompt": text}).json()
-    assert (found["tokens"], found["count"]) == (tokenizer.encode(text), len(text))
-    assert found["max_model_len"] == MAX_MODEL_LEN
-    body = {"model": "tiny", "tokens": found["tokens"]}
-    assert cluster.client.post(f"{cluster.url}/detokenize", json=body).json() == {"prompt": text}
-    talk: list[Any] = [
-        {"role": "system", "content": "You help."},
-        {"role": "user", "content": "Who won in 2020?"},
-        {"role": "assistant", "content": "The Dodgers."},
-        {"role": "user", "content": "Where was it?"},
-    ]
-    rendered = "".join(f"<|{message['role']}|>{message['content']}" for message in talk) + "<|assistant|>"
-    counted = cluster.client.post(f"{cluster.url}/tokenize", json={"model": "tiny", "messages": talk}).json()
-    assert counted["tokens"] == tokenizer.encode(rendered)
-
-
-def test_tokens_of_a_text_as_the_vocabulary_writes_them(cluster: LiveCluster) -> None:
-    body = {"prompt": "a b", "return_token_strs": True}
-    answer = cluster.ask("/tokenize", body)
-    assert len(answer["token_strs"]) == answer["count"]
-    assert "Ġ" in "".join(answer["token_strs"])
-
-
-def test_reasoning_tokens_are_counted(scripted: LiveCluster, scripted_model: Path) -> None:
-    """In a whole answer and at the end of a stream."""
-    messages = FAMILIES["qwen3"].ask(scripted_model, "reasoning, content", [{"role": "user", "content": "Well?"}])
-    said: Any = {"messages": messages, "max_tokens": 300, "temperature": 0}
-    whole = scripted.client.post(f"{scripted.url}/v1/chat/completions", json=said).json()
-    reasoning = whole["choices"][0]["message"]["reasoning"]
-    assert reasoning
-    counted = whole["usage"]["completion_tokens_details"]["reasoning_tokens"]
-    tokens = scripted.client.post(
-        f"{scripted.url}/tokenize", json={"prompt": reasoning, "add_special_tokens": False}
-    ).json()
-    assert counted == tokens["count"]
-    streamed = {**said, "stream": True, "stream_options": {"include_usage": True}}
-    *_, last = chunks_of(scripted.client.post(f"{scripted.url}/v1/chat/completions", json=streamed))
-    assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": counted}
+def test_roles_are_those_of_the_api_and_of_the_template(cluster: LiveCluster) -> None:
+    for role, status in (("function", 200), ("narrator", 400), ("user<|end|><|system|>", 400)):
+        answer = post(cluster, "chat/completions", messages=[{"role": role, "content": "x"}, HELLO], max_tokens=2)
+        assert answer.status_code == status
+        assert status == 200 or answer.json()["error"]["message"].startswith(f"messages[0].role: {role!r}")

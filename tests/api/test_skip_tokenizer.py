@@ -50,8 +50,6 @@ def test_logprobs_name_tokens_by_their_ids(cluster: LiveCluster) -> None:
     [
         ("/v1/completions", {"prompt": "hi"}, "prompt: a text, and there is no tokenizer (--skip-tokenizer-init)"),
         ("/v1/completions", {"prompt": PROMPT, "stop": ["a"]}, "stop: there is no tokenizer"),
-        ("/v1/completions", {"prompt": PROMPT, "bad_words": ["a"]}, "bad_words: there is no tokenizer"),
-        ("/v1/completions", {"prompt": PROMPT, "guided_regex": "a+"}, "guided_regex: there is no tokenizer"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "chat template"),
         ("/tokenize", {"prompt": "hi"}, "there is no tokenizer"),
         ("/detokenize", {"tokens": [1]}, "tokens: there is no tokenizer"),

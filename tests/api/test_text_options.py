@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import MAX_MODEL_LEN
-from tests.support.checkpoints import EOS_ID, reference_greedy, reference_model
+from tests.support.checkpoints import EOS_ID, reference_greedy
 from tests.support.cluster import LiveCluster
 
 PROMPT = "Once upon a time"
@@ -73,47 +72,16 @@ def test_a_seed_repeats_and_seeds_differ(cluster: LiveCluster) -> None:
     answers = [ask(cluster, temperature=1, seed=seed, ignore_eos=True).token_ids for seed in (1, 1, 2, -3, 2**63 - 1)]
     assert answers[0] == answers[1]
     assert len({tuple(answer) for answer in answers}) == 4
-
-
-def test_without_a_seed_answers_differ(cluster: LiveCluster) -> None:
     assert ask(cluster, temperature=1.5).token_ids != ask(cluster, temperature=1.5).token_ids
 
 
-@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-9}], ids=["top_k", "top_p"])
-def test_one_candidate_is_greedy(cluster: LiveCluster, greedy: Answer, narrow: dict[str, Any]) -> None:
-    wide = ask(cluster, temperature=2, seed=3, ignore_eos=True)
+def test_one_candidate_is_greedy_and_all_are_the_default(cluster: LiveCluster, greedy: Answer) -> None:
+    hot: dict[str, Any] = {"temperature": 2, "seed": 3, "ignore_eos": True}
+    wide = ask(cluster, **hot)
     assert wide.token_ids != greedy.token_ids
-    assert ask(cluster, temperature=2, seed=3, ignore_eos=True, **narrow) == greedy
-
-
-@pytest.mark.parametrize("everything", [{"top_k": -1}, {"top_k": 0}, {"top_k": 2**31 - 1}, {"top_p": 1}])
-def test_all_candidates_is_the_default(cluster: LiveCluster, everything: dict[str, Any]) -> None:
-    fields: dict[str, Any] = {"temperature": 1, "seed": 8}
-    assert ask(cluster, **fields, **everything) == ask(cluster, **fields)
-
-
-def first_tokens(cluster: LiveCluster, **fields: Any) -> set[int]:
-    """Returns the first tokens of 64 answers, each a token long."""
-    body = {"prompt": PROMPT, "max_tokens": 1, "n": 64, "seed": 1, "ignore_eos": True, "return_token_ids": True}
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body | fields)
-    assert answer.status_code == 200, answer.text
-    return {choice["token_ids"][0] for choice in answer.json()["choices"]}
-
-
-def test_which_tokens_may_be_drawn(cluster: LiveCluster, model: Path, tokenizer: Tokenizer) -> None:
-    """Those that transformers' probabilities leave of top_k and top_p; more of them at a higher temperature."""
-    with torch.inference_mode():
-        logits = reference_model(model)(torch.tensor([tokenizer.encode(PROMPT)])).logits[0, -1]
-    found = logits.softmax(-1).sort(descending=True)
-    tokens, probabilities = found.indices.tolist(), found.values.tolist()
-    free = first_tokens(cluster)
-    assert not free <= {*tokens[:4]}
-    for narrow in ({"top_k": 4}, {"top_p": sum(probabilities[:3]) + probabilities[3] / 2}):
-        drawn = first_tokens(cluster, **narrow)
-        assert len(drawn) > 1
-        assert drawn <= {*tokens[:4]}
-    assert first_tokens(cluster, temperature=0.01) == {tokens[0]}
-    assert len(first_tokens(cluster, temperature=0.3)) < len(free) < len(first_tokens(cluster, temperature=2.0))
+    assert ask(cluster, **hot, top_k=1) == ask(cluster, **hot, top_p=1e-9) == greedy
+    for top_k in (-1, 0, 2**31 - 1):
+        assert ask(cluster, **hot, top_k=top_k, top_p=1) == wide
 
 
 def test_what_is_not_given_has_the_documents_default(cluster: LiveCluster) -> None:
@@ -121,33 +89,18 @@ def test_what_is_not_given_has_the_documents_default(cluster: LiveCluster) -> No
     defaults: dict[str, Any] = {"max_tokens": 16, "top_k": -1, "top_p": 1.0, "temperature": 1.0, "stop": None}
     defaults |= {"stream": False, "n": 1, "use_beam_search": False, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     defaults |= {"length_penalty": 1.0, "ignore_eos": False, "guided_json": None}
-
-    def choices(**fields: Any) -> Any:
-        return cluster.ask("/v1/completions", body | fields)["choices"]
-
-    assert choices() == choices(**defaults) != choices(temperature=1.5)
+    plain = cluster.ask("/v1/completions", body)["choices"]
+    assert plain == cluster.ask("/v1/completions", body | defaults)["choices"]
 
 
 # ---- how long
-
-
-def test_max_tokens(cluster: LiveCluster, greedy: Answer) -> None:
-    for num_tokens in (1, 2, 17):
-        answer = ask(cluster, max_tokens=num_tokens, ignore_eos=True)
-        assert answer.token_ids == greedy.token_ids[:num_tokens]
-        assert answer.finish_reason == "length"
-        num_prompt = len(PROMPT)
-        assert answer.usage == {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_tokens,
-            "total_tokens": num_prompt + num_tokens,
-        }
 
 
 @pytest.mark.parametrize(
     ("path", "fields", "num_tokens"),
     [
         ("completions", {"prompt": PROMPT}, 16),
+        ("completions", {"prompt": PROMPT, "max_tokens": 1}, 1),
         ("completions", {"prompt": "x" * (MAX_MODEL_LEN - 3)}, 3),  # the default shrinks to the room
         ("chat/completions", {"messages": HELLO, "max_tokens": 9, "max_completion_tokens": 5}, 5),
         ("chat/completions", {"messages": HELLO}, MAX_MODEL_LEN - len("<|user|>hello<|assistant|>")),
@@ -156,6 +109,7 @@ def test_max_tokens(cluster: LiveCluster, greedy: Answer) -> None:
 def test_how_long_an_answer_is(cluster: LiveCluster, path: str, fields: dict[str, Any], num_tokens: int) -> None:
     answer = cluster.ask(f"/v1/{path}", {"temperature": 0, "ignore_eos": True, **fields})
     assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (num_tokens, "length")
+    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] + num_tokens
 
 
 # ---- when to stop
@@ -191,47 +145,32 @@ def test_a_stop_string_cuts_before_it(cluster: LiveCluster, greedy: Answer, toke
     cluster.assert_home()
 
 
-@pytest.mark.parametrize("is_chat", [False, True])
-def test_of_two_stop_strings_the_first_to_come_ends_the_text(cluster: LiveCluster, is_chat: bool) -> None:
+def test_of_two_stop_strings_the_first_to_come_ends_the_text(cluster: LiveCluster) -> None:
     """The document's `["你","好"]`, in either order; guided, so that both of them come."""
     said = "世界好,你好"
     for stop, wanted in ((["你", "好"], "世界"), (["好", "你"], "世界"), (["你"], "世界好,"), (["她"], said)):
         fields = {"guided_choice": [said], "stop": stop, "max_tokens": 40}
-        if is_chat:
-            (choice,) = chat(cluster, [{"role": "user", "content": PROMPT}], **fields)["choices"]
-            assert choice["message"]["content"] == wanted
-        else:
-            assert ask(cluster, **fields).text == wanted
+        (choice,) = chat(cluster, [{"role": "user", "content": PROMPT}], **fields)["choices"]
+        assert choice["message"]["content"] == ask(cluster, **fields).text == wanted
 
 
-@pytest.mark.parametrize("path", ["v1/completions", "v1/chat/completions", "v1/responses", "v1/messages"])
-def test_proxies_do_not_hold_a_stream_back(cluster: LiveCluster, path: str) -> None:
+def test_proxies_do_not_hold_a_stream_back(cluster: LiveCluster) -> None:
     """nginx collects an answer unless this header forbids it."""
-    words = {"v1/completions": "prompt", "v1/responses": "input"}.get(path)
-    asked: Any = {words: PROMPT} if words else {"messages": [{"role": "user", "content": PROMPT}]}
-    limit = "max_output_tokens" if path == "v1/responses" else "max_tokens"
-    with cluster.client.stream(
-        "POST", f"{cluster.url}/{path}", json={**asked, "model": "tiny", limit: 2, "stream": True}
-    ) as answer:
-        answer.read()
-    assert (answer.status_code, answer.headers["x-accel-buffering"]) == (200, "no")
+    for path in ("completions", "chat/completions", "responses", "messages"):
+        words = {"completions": "prompt", "responses": "input"}.get(path)
+        asked: Any = {words: PROMPT} if words else {"messages": [{"role": "user", "content": PROMPT}]}
+        limit = "max_output_tokens" if path == "responses" else "max_tokens"
+        body = {**asked, "model": "tiny", limit: 2, "stream": True}
+        answer = cluster.client.post(f"{cluster.url}/v1/{path}", json=body)
+        assert (answer.status_code, answer.headers["x-accel-buffering"]) == (200, "no")
 
 
 def test_a_streamed_stop_string_never_leaks(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> None:
+    """The start of one that never ends is text, which is held back and sent at the last token."""
     stop = stop_string_of(greedy, tokenizer)
-    expected = greedy.text[: greedy.text.index(stop)]
-    shown = ""
-    reasons = []
-    for choice in stream(cluster, stop=stop, ignore_eos=True):
-        shown += choice["text"]
-        reasons.append(choice["finish_reason"])
-        assert expected.startswith(shown)
-    assert shown == expected
-    assert [reason for reason in reasons if reason] == ["stop"]
-
-
-def test_the_start_of_a_stop_string_is_text_in_the_end(cluster: LiveCluster, greedy: Answer) -> None:
-    """Text held back at the last token is sent."""
+    choices = list(stream(cluster, stop=stop, ignore_eos=True))
+    assert "".join(choice["text"] for choice in choices) == greedy.text[: greedy.text.index(stop)]
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"]
     stop = greedy.text[-3:] + "and more"
     answer = ask(cluster, stop=stop, ignore_eos=True)
     assert (answer.text, answer.finish_reason) == (greedy.text, "length")
@@ -294,8 +233,6 @@ def test_echo(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> Non
     streamed = "".join(choice["text"] for choice in stream(cluster, echo=True, ignore_eos=True))
     assert streamed == PROMPT + greedy.text
 
-
-def test_echo_alone(cluster: LiveCluster) -> None:
     answer = ask(cluster, echo=True, max_tokens=0)
     assert (answer.text, answer.finish_reason) == (PROMPT, "length")
     assert answer.usage["completion_tokens"] == 0
@@ -305,20 +242,17 @@ def test_echo_alone(cluster: LiveCluster) -> None:
     assert choices[-1]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["ids", "list of ids"])
-def test_a_prompt_of_token_ids(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer, wrapped: bool) -> None:
+def test_token_ids_in_and_out(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> None:
     token_ids: Any = tokenizer.encode(PROMPT)
-    assert ask(cluster, [token_ids] if wrapped else token_ids, ignore_eos=True) == greedy
-
-
-def test_return_token_ids(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> None:
+    for prompt in (token_ids, [token_ids]):
+        assert ask(cluster, prompt, ignore_eos=True) == greedy
     assert tokenizer.decode(greedy.token_ids) == greedy.text
     assert not ask(cluster, return_token_ids=None).token_ids
     streamed = [i for c in stream(cluster, return_token_ids=True, ignore_eos=True) for i in c.get("token_ids", [])]
     assert streamed == greedy.token_ids
     body = {"prompt": PROMPT, "max_tokens": 1, "return_token_ids": True}
     (choice,) = cluster.client.post(f"{cluster.url}/v1/completions", json=body).json()["choices"]
-    assert choice["prompt_token_ids"] == tokenizer.encode(PROMPT)
+    assert choice["prompt_token_ids"] == token_ids
 
 
 # ---- chat
@@ -337,19 +271,7 @@ def test_a_chat_is_its_template_s_completion(cluster: LiveCluster) -> None:
     without = chat(cluster, messages, max_tokens=12, add_generation_prompt=False)
     expected = ask(cluster, prompt.removesuffix("<|assistant|>"), max_tokens=12)
     assert without["choices"][0]["token_ids"] == expected.token_ids != answer["choices"][0]["token_ids"]
-
-
-def test_text_parts(cluster: LiveCluster) -> None:
     parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "you"}]
     one = chat(cluster, [{"role": "user", "content": parts}], max_tokens=8)
     other = chat(cluster, [{"role": "user", "content": "hello\nyou"}], max_tokens=8)
-    assert one["choices"] == other["choices"]
-    assert one["usage"] == other["usage"]
-
-
-def test_a_system_message_changes_the_answer(cluster: LiveCluster) -> None:
-    user = {"role": "user", "content": "hello"}
-    plain = chat(cluster, [user], max_tokens=12)
-    told = chat(cluster, [{"role": "system", "content": "x"}, user], max_tokens=12)
-    assert plain["choices"] != told["choices"]
-    assert told["usage"]["prompt_tokens"] - plain["usage"]["prompt_tokens"] == len("<|system|>x")
+    assert (one["choices"], one["usage"]) == (other["choices"], other["usage"])

@@ -83,19 +83,6 @@ def test_the_numbers_agree(cluster: LiveCluster) -> None:
     assert numbers("decode-0", "finished") == [{"num_tokens": 5}]
 
 
-def test_n_sequences_are_one_request(cluster: LiveCluster, client: openai.OpenAI) -> None:
-    messages: Any = [{"role": "user", "content": "hello"}]
-    answer = client.chat.completions.create(
-        model="tiny", messages=messages, n=3, max_tokens=4, extra_body={"ignore_eos": True}
-    )
-    assert answer.id.startswith("chatcmpl-")
-    found = timeline_of(cluster, answer.id)
-    for who in ("prefill-0", "decode-0"):
-        assert len(times(found, who, "submitted")) == len(times(found, who, "finished")) == 1
-    last = [e["numbers"] for e in found["events"] if (e["who"], e["what"]) == ("decode-0", "finished")]
-    assert last == [{"num_tokens": 12}]
-
-
 def test_a_stream_is_found_by_its_id(cluster: LiveCluster, client: openai.OpenAI) -> None:
     with client.completions.create(model="tiny", prompt="once", max_tokens=3, stream=True) as stream:
         ids = {chunk.id for chunk in stream}

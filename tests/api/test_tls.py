@@ -21,7 +21,7 @@ from pd_cluster.settings.routing import ConnectionLimits
 from tests.api.conftest import FLAGS
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.cluster import LiveCluster
-from tests.support.front_door import GET, PROBE, Client, Serving, run, status
+from tests.support.front_door import GET, PROBE, Client, Serving, serving, status
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,9 @@ async def ask(at: Serving, tls: ssl.SSLContext | None, sent: bytes = PROBE) -> i
     return status(answer)
 
 
-def test_who_trusts_the_certificate_is_served_and_nobody_without_tls(certificates: dict[str, Certificate]) -> None:
+async def test_clients_that_trust_the_certificate_are_served(certificates: dict[str, Certificate]) -> None:
     first, second = certificates["first"], certificates["second"]
-
-    async def test(at: Serving) -> None:
+    async with serving(tls=first.tls()) as at:
         assert await ask(at, first.trusted()) == 200
         assert await ask(at, second.trusted()) == 0
         assert await ask(at, None) == 0
@@ -55,46 +54,41 @@ def test_who_trusts_the_certificate_is_served_and_nobody_without_tls(certificate
         assert await ask(at, first.trusted(), b"NONSENSE\r\n\r\n") == 400
         await at.until("nobody is connected", lambda: not at.doorman.num_open)
 
-    run(test, tls=first.tls())
-
 
 @pytest.mark.parametrize("cert_reqs", [0, 1, 2])
-def test_certificates_of_clients(certificates: dict[str, Certificate], cert_reqs: int) -> None:
+async def test_certificates_of_clients(certificates: dict[str, Certificate], cert_reqs: int) -> None:
     server, known, unknown = certificates["first"], certificates["client"], certificates["second"]
-
-    async def test(at: Serving) -> None:
+    async with serving(tls=server.tls(known, cert_reqs)) as at:
         assert await ask(at, server.trusted()) == (0 if cert_reqs == 2 else 200)
         assert await ask(at, server.trusted(known)) == 200
         assert await ask(at, server.trusted(unknown)) == (0 if cert_reqs else 200)
 
-    run(test, tls=server.tls(known, cert_reqs))
 
-
-def test_a_renewed_certificate_is_shown(
+async def test_a_renewed_certificate_is_shown(
     certificates: dict[str, Certificate], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """New connections get it, an old one continues; files that do not belong together change nothing."""
     served = Certificate(tmp_path / "served.pem", tmp_path / "served.key")
     served.becomes(certificates["first"])
 
-    async def test(at: Serving) -> None:
-        old = await at.connect(tls=certificates["first"].trusted())
-        served.becomes(certificates["second"])
-        while await ask(at, certificates["second"].trusted()) != 200:
-            await asyncio.sleep(0.05)
-        assert await ask(at, certificates["first"].trusted()) == 0
-        await old.send(PROBE)
-        assert status(await old.answer()) == 200
-        old.close()
-        served.certfile.write_text("nothing")
-        await at.until("the log says so", lambda: "TLS goes on with the files as they were before" in caplog.text)
-        assert await ask(at, certificates["second"].trusted()) == 200
-
     with caplog.at_level(logging.ERROR):
-        run(test, tls=served.tls())
+        async with serving(tls=served.tls()) as at:
+            old = await at.connect(tls=certificates["first"].trusted())
+            served.becomes(certificates["second"])
+            while await ask(at, certificates["second"].trusted()) != 200:
+                await asyncio.sleep(0.05)
+            assert await ask(at, certificates["first"].trusted()) == 0
+            await old.send(PROBE)
+            assert status(await old.answer()) == 200
+            old.close()
+            served.certfile.write_text("nothing")
+            await at.until("the log says so", lambda: "TLS goes on with the files as they were before" in caplog.text)
+            assert await ask(at, certificates["second"].trusted()) == 200
 
 
-def test_clients_that_never_shake_hands(certificates: dict[str, Certificate], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_that_never_shake_hands(
+    certificates: dict[str, Certificate], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are counted from the first moment, make room, and have no more time than others."""
 
     async def crowd(at: Serving, count: int, sent: bytes) -> list[Client]:
@@ -103,7 +97,9 @@ def test_clients_that_never_shake_hands(certificates: dict[str, Certificate], mo
             await client.send(sent)
         return clients
 
-    async def test(at: Serving) -> None:
+    assert doorman.HEAD_TIMEOUT_S == 10
+    limits = ConnectionLimits(total=5, per_host=0, spare=5)
+    async with serving(limits, certificates["first"].tls()) as at:
         clients = await crowd(at, 40, b"") + await crowd(at, 40, b"\x16\x03\x01")
         assert await ask(at, certificates["first"].trusted(), GET + b"\r\n") == 200
         assert at.doorman.num_open <= 10
@@ -114,9 +110,6 @@ def test_clients_that_never_shake_hands(certificates: dict[str, Certificate], mo
         silent = await at.connect()
         assert await silent.is_closed()
         silent.close()
-
-    assert doorman.HEAD_TIMEOUT_S == 10
-    run(test, ConnectionLimits(total=5, per_host=0, spare=5), certificates["first"].tls())
 
 
 def test_files_that_cannot_be_used_are_named(certificates: dict[str, Certificate], tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -17,8 +18,8 @@ import pytest
 from pd_cluster.client.instances import links_of
 from tests.support import aarch64_python
 from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import LiveCluster, in_parallel
-from tests.support.engines import assert_same, random_prompt
+from tests.support.cluster import LiveCluster, together
+from tests.support.engines import assert_all_same, random_prompt
 
 START_S, ANSWER_S = 3000.0, 900.0
 FLAGS = [
@@ -61,11 +62,8 @@ def test_tokens_are_those_of_this_host(cluster: LiveCluster, model: Path) -> Non
     rng = random.Random(4)
     prompts = [random_prompt(rng, length) for length in (3, 40, 70, 20)]
 
-    def job(prompt: list[int]) -> Callable[[], None]:
-        return lambda: assert_same(model, prompt, cluster.complete(prompt, MAX_TOKENS), MAX_TOKENS)
-
-    errors = in_parallel([job(prompt) for prompt in prompts], concurrency=len(prompts), timeout_s=START_S)
-    assert not errors, errors[0]
+    asks = [partial(cluster.complete, prompt, MAX_TOKENS) for prompt in prompts]
+    assert_all_same(model, prompts, together(asks, timeout_s=START_S), MAX_TOKENS)
     links = links_of(cluster.instance("prefill-0"))
     assert {peer: link.over for peer, link in links.items()} == {"decode-0": "dist", "decode-1": "shm"}
     received = [cluster.instance(name)["kv_received_nbytes"] for name in ("decode-0", "decode-1")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -9,21 +10,21 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
 from pd_cluster.types import Sampling
-from ranktable_tools.keys import ADMIN_TOKEN_FILE
-from tests.support.cluster import LiveCluster, children_of, in_parallel
+from tests.support.cluster import LiveCluster, children_of, in_parallel, together
 from tests.support.engines import assert_all_same, assert_same, random_prompt
 from tests.support.metrics import counts_of, told
 from tests.support.reference_beams import assert_same_beams
 from tests.support.steady_stream import SteadyStream
 
 Checkpoints = Callable[..., Path]
-NUM_REQUESTS, CONCURRENCY = 200, 16
+NUM_REQUESTS, CONCURRENCY = 100, 16
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def leave_early(cluster: LiveCluster, prompt: list[int], after_s: float, stream:
             pass
 
 
-def test_a_third_of_200_requests_is_aborted_at_random_moments(cluster: LiveCluster, model: Path) -> None:
+def test_a_third_of_100_requests_is_aborted_at_random_moments(cluster: LiveCluster, model: Path) -> None:
     rng = random.Random(21)
     jobs: list[Callable[[], None]] = []
     stayed: list[tuple[list[int], list[int], int]] = []  # prompt, output and max_tokens
@@ -110,43 +111,30 @@ def test_a_third_of_200_requests_is_aborted_at_random_moments(cluster: LiveClust
 def test_further_turns_go_where_their_prefix_is(cluster: LiveCluster, model: Path) -> None:
     """Each user's second turn is served by the same two instances as the first, and is cached there."""
     rng = random.Random(25)
-    first_turns: list[list[int]] = []
-    places: dict[int, tuple[str, list[int]]] = {}
 
-    def begin(at: int) -> Callable[[], None]:
-        def job() -> None:
-            answer = post(cluster, first_turns[at])
-            places[at] = answer.headers["x-pd-served-by"], answer.json()["choices"][0]["token_ids"]
-
-        return job
+    def post(prompt: list[int]) -> tuple[str, list[int], int]:
+        """Returns who served it, its tokens, and how many of the prompt were cached."""
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return answer.headers["x-pd-served-by"], found["choices"][0]["token_ids"], cached
 
     for _ in range(20):  # until some of them meet
-        first_turns[:] = [random_prompt(rng, 40) for _ in range(4)]
-        assert in_parallel([begin(at) for at in range(4)], concurrency=4) == []
-        if len({served_by for served_by, _ in places.values()}) > 1:
+        prompts = [random_prompt(rng, 40) for _ in range(4)]
+        places = together([partial(post, prompt) for prompt in prompts])
+        if len({served_by for served_by, *_ in places}) > 1:
             break
     else:
         pytest.fail("one pair did everything")
-    before = {i["instance_id"]: i["num_heartbeats"] for i in cluster.instances()}
-    cluster.wait_until(  # the caches' content is reported with the next heartbeat at the latest
-        "the caches are known",
-        lambda: all(i["num_heartbeats"] >= before[i["instance_id"]] + 2 for i in cluster.instances()),
-    )
-    for at, (served_by, output) in places.items():
-        prompt = first_turns[at]
+    cluster.assert_home()  # by heartbeats, which report the caches' content, too
+    for prompt, (served_by, output, _) in zip(prompts, places, strict=True):
         whole = [*prompt, *output, *random_prompt(rng, 10)]
-        answer = post(cluster, whole)
-        assert answer.headers["x-pd-served-by"] == served_by
-        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 40
-        assert_same(model, whole, answer.json()["choices"][0]["token_ids"], 8)
+        again, tokens, cached = post(whole)
+        assert (again, cached >= 40) == (served_by, True)
+        assert_same(model, whole, tokens, 8)
     cluster.assert_home()
-
-
-def post(cluster: LiveCluster, prompt: list[int]) -> httpx.Response:
-    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    return answer
 
 
 def test_choices_under_pressure(cluster: LiveCluster) -> None:
@@ -154,17 +142,10 @@ def test_choices_under_pressure(cluster: LiveCluster) -> None:
     rng = random.Random(23)
     prompts = [random_prompt(rng, rng.randrange(1, 60)) for _ in range(8)]
     fields = {"n": 3, "temperature": 1.0, "ignore_eos": True}
-    outputs: dict[int, list[list[int]]] = {}
-
-    def job(at: int) -> Callable[[], None]:
-        return lambda: outputs.update({at: cluster.complete_choices(prompts[at], 40, seed=at, **fields)})
-
-    errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
-    assert not errors, errors[0]
-    for at, prompt in enumerate(prompts):
-        alone = cluster.complete_choices(prompt, 40, seed=at, **fields)
-        assert len(alone) == 3
-        assert outputs[at] == alone, f"request {at} differs from the same request alone"
+    asks = [partial(cluster.complete_choices, prompt, 40, seed=at, **fields) for at, prompt in enumerate(prompts)]
+    outputs = together(asks)
+    assert outputs == [ask() for ask in asks], "they differ from the same requests alone"
+    assert {len(choices) for choices in outputs} == {3}
     cluster.assert_home()
 
 
@@ -192,24 +173,15 @@ def test_long_outputs_overflow_the_decode_pool(cluster: LiveCluster, model: Path
     """Each grows to 19 of 40 blocks: no three fit, preemption is constant, and nothing deadlocks."""
     rng = random.Random(22)
     prompts = [random_prompt(rng, rng.randrange(30, 60)) for _ in range(12)]
-    fields = {"ignore_eos": True}
-    outputs: dict[int, list[int]] = {}
-
-    def job(at: int) -> Callable[[], None]:
-        return lambda: outputs.update({at: cluster.complete(prompts[at], 90, **fields)})
-
-    errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
-    assert not errors, errors[0]
+    outputs = cluster.complete_together(prompts, 90, ignore_eos=True)
     cluster.assert_home()
     decodes = [i for i in cluster.instances() if i["role"] == "decode"]
     assert sum(i["num_preemptions"] for i in decodes) > 0, "the pools were large enough: this test shows nothing"
     found = told(cluster)
     for name in ("decode-0", "decode-1"):  # every one of them belongs to a sequence that has ended
         assert found["vllm:request_num_preemptions_sum", name] == found["vllm:num_preemptions_total", name]
-    for at, prompt in enumerate(prompts):
-        assert len(outputs[at]) == 90
-        alone = cluster.complete(prompt, 90, **fields)
-        assert outputs[at] == alone, f"request {at} differs from the same request alone"
+    assert {len(output) for output in outputs} == {90}
+    assert outputs == [cluster.complete(prompt, 90, ignore_eos=True) for prompt in prompts], "they differ alone"
     cluster.assert_home()
 
 
@@ -217,10 +189,7 @@ def test_drains_and_roles_under_a_steady_stream(cluster: LiveCluster) -> None:
     """Out of service and back, another role and back: no request is lost, no token is different, nothing stays held."""
 
     def do(name: str, what: str, **fields: object) -> None:
-        token = (cluster.folder / ADMIN_TOKEN_FILE).read_text().strip()
-        where = f"{cluster.admin_url}/instances/{name}/{what}"
-        answer = cluster.client.post(where, json=fields, headers={"Authorization": f"Bearer {token}"})
-        assert answer.status_code == 200, answer.text
+        cluster.order(f"/instances/{name}/{what}", **fields)
 
     def is_now(name: str, **fields: str) -> Callable[[], bool]:
         return lambda: fields.items() <= cluster.instance(name).items()
@@ -325,12 +294,10 @@ def api_processes(cluster: LiveCluster) -> list[int]:
 
 def serves(cluster: LiveCluster) -> bool:
     """Over a new connection, which any of the processes may take."""
-    try:
-        with httpx.Client(timeout=5, trust_env=False) as client:
-            body = {"prompt": [1, 2, 3], "max_tokens": 2}
-            return client.post(f"{cluster.url}/v1/completions", json=body).status_code == 200
-    except httpx.HTTPError:
-        return False
+    body = {"prompt": [1, 2, 3], "max_tokens": 2}
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=5, trust_env=False).status_code == 200
+    return False
 
 
 def test_the_scheduler_drains_with_all_its_processes(cluster: LiveCluster, model: Path) -> None:

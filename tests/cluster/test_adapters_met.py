@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import random
-import string
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import httpx
-import peft
 import pytest
-import torch
-import transformers
 
-from pd_cluster.types import Order, Request, Sampling
-from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
-from tests.model.test_prompt_adapters import taking
 from tests.support.adapters import make_adapter, merged
 from tests.support.checkpoints import EOS_ID, until_end
-from tests.support.cluster import LiveCluster, in_parallel
-from tests.support.engines import assert_all_same, make_core, random_prompt, run
-from tests.support.prompt_adapters import make_prompt_adapter, peft_greedy, variant_of
+from tests.support.cluster import LiveCluster, together
+from tests.support.engines import assert_all_same, random_prompt
+from tests.support.prompt_adapters import make_prompt_adapter, peft_greedy
 
 Checkpoints = Callable[..., Path]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -96,15 +88,12 @@ def test_two_requests_for_a_cold_adapter(cluster: LiveCluster, folders: dict[str
     names = ("prefill-0", *own)
     before = {name: num_loads(cluster, name, folders["a"]) for name in names}
     prompts = [random_prompt(random.Random(seed), 30) for seed in range(4)]
-    outputs: dict[int, list[int]] = {}
-
-    def job(at: int) -> Callable[[], None]:
-        key = {"model": "a", "prompt_cache_key": [*own.values()][at % 2]}
-        return lambda: outputs.update({at: cluster.complete(prompts[at], MAX_TOKENS, **key)})
-
-    errors = in_parallel([job(at) for at in range(4)], concurrency=4)
-    assert not errors, errors[0]
-    assert_all_same(folders["merged a"], prompts, [outputs[at] for at in range(4)], MAX_TOKENS)
+    keys = [*own.values()] * 2
+    asks = [
+        partial(cluster.complete, prompt, MAX_TOKENS, model="a", prompt_cache_key=key)
+        for prompt, key in zip(prompts, keys, strict=True)
+    ]
+    assert_all_same(folders["merged a"], prompts, together(asks), MAX_TOKENS)
     expected = {"prefill-0": 2, "decode-0": 1, "decode-1": 1}  # once by each rank
     assert {name: num_loads(cluster, name, folders["a"]) - before[name] for name in names} == expected
     cluster.assert_home()
@@ -121,58 +110,4 @@ def test_two_ranks_to_one_over_gloo_and_over_shm(cluster: LiveCluster, folders: 
             assert found == until_end(expected, {EOS_ID})
         else:
             assert_all_same(folders[f"merged {name}" if name else ""], [prompt], [found], MAX_TOKENS)
-    decodes = [each for each in cluster.instances() if each["role"] == "decode"]
-    assert all(each["kv_received_nbytes"] for each in decodes)
-
-
-SAMPLINGS = [
-    (Sampling(n=3, max_tokens=8, temperature=0.8, seed=5), {"n": 3, "temperature": 0.8, "seed": 5}),
-    (Sampling(n=2, max_tokens=8, temperature=0.0, beam_width=2), {"n": 2, "best_of": 2, "use_beam_search": True}),
-]
-
-
-@pytest.mark.parametrize("name", PROMPTS)
-@pytest.mark.parametrize(("sampling", "fields"), SAMPLINGS, ids=["n", "beams"])
-def test_several_answers_of_a_prompt_adapter(
-    cluster: LiveCluster, folders: dict[str, Path], name: str, sampling: Sampling, fields: dict[str, Any]
-) -> None:
-    """Draws and beams are those of one process, where one request is alone."""
-    prompt = random_prompt(random.Random(3), 20)
-    variant = variant_of(folders[name])
-    core = make_core(folders[""], num_blocks=128, adapters=taking(folders[name]))
-    ids = [*[PLACEHOLDER] * num_virtual_tokens(variant), *prompt]
-    alone = run(core, [Request("r", Order(ids, sampling, variant=variant))])["r"]
-    expected = [[token.token_id for token in alone[index]] for index in sorted(alone)]
-    assert cluster.complete_choices(prompt, 8, **fields, model=name) == expected
-    assert cluster.complete_choices(prompt, 8, **fields) != expected
-
-
-def likeliest(base: Path, adapter: Path | None, prompt: list[int], letters: str) -> str:
-    """The letter whose token has the highest logit after the prompt, in transformers with PEFT."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    if adapter is not None:
-        model = peft.PeftModel.from_pretrained(model, adapter).eval()
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -1]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    return max(letters, key=lambda letter: float(logits[tokenizer.encode(letter, add_special_tokens=False)[0]]))
-
-
-@pytest.mark.parametrize("name", ["a", *PROMPTS])
-def test_guided(cluster: LiveCluster, folders: dict[str, Path], name: str) -> None:
-    """The adapter chooses among the answers that the guide allows: the likelier one."""
-    prompt = random_prompt(random.Random(4), 12)
-    body = {"model": name, "prompt": prompt, "temperature": 0, "max_tokens": 12}
-
-    def ask(**fields: Any) -> str:
-        answer = httpx.post(f"{cluster.url}/v1/completions", json={**body, **fields}, timeout=60, trust_env=False)
-        assert answer.status_code == 200, answer.text
-        return str(answer.json()["choices"][0]["text"])
-
-    assert ask(guided_choice=["left", "right"]) in ("left", "right")
-    assert ask(guided_regex="[0-9]{4}").isdigit()
-    letters = string.ascii_lowercase
-    folder = folders[f"merged {name}" if name in LORAS else ""]
-    adapter = None if name in LORAS else folders[name]
-    assert ask(guided_choice=list(letters)) == likeliest(folder, adapter, prompt, letters)
+    cluster.await_received("decode-0", "decode-1")

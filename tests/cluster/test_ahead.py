@@ -6,12 +6,13 @@ import contextlib
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.support.cluster import SAME_HOST, LiveCluster, in_parallel
+from tests.support.cluster import SAME_HOST, LiveCluster, together
 from tests.support.engines import assert_all_same, random_prompt
 
 SHIM = Path(__file__).parents[1] / "support" / "ahead_shim"
@@ -47,18 +48,8 @@ def test_prompts_are_handed_over_while_the_next_step_is_under_way(
 ) -> None:
     rng = random.Random(3)
     prompts = [random_prompt(rng, rng.choice([1, 16, 17, 41, 90, 120])) for _ in range(32)]
-    outputs: dict[int, list[int]] = {}
-
-    def job(at: int) -> Callable[[], None]:
-        return lambda: outputs.update({at: cluster.complete(prompts[at], MAX_TOKENS)})
-
-    errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
-    assert not errors, errors[0]
-    assert_all_same(model, prompts, [outputs[at] for at in range(len(prompts))], MAX_TOKENS)
-    cluster.wait_until(
-        "KV cache came to both",
-        lambda: all(cluster.instance(name)["kv_received_nbytes"] > 0 for name in ("decode-0", "decode-1")),
-    )
+    assert_all_same(model, prompts, cluster.complete_together(prompts, MAX_TOKENS), MAX_TOKENS)
+    cluster.await_received("decode-0", "decode-1")
     assert notes.stat().st_size > 20
     cluster.assert_home()
 
@@ -68,17 +59,15 @@ def test_clients_leave_while_their_prompts_are_under_way(cluster: LiveCluster, m
     rng = random.Random(4)
     prompts = [random_prompt(rng, 120) for _ in range(24)]
 
-    def job(at: int) -> Callable[[], None]:
-        def leave() -> None:
-            body = {"prompt": prompts[at], "max_tokens": MAX_TOKENS, "temperature": 0}
-            with contextlib.suppress(httpx.ReadTimeout):
-                cluster.client.post(f"{cluster.url}/v1/completions", json=body, timeout=rng.uniform(0.02, 0.3))
+    def leave(prompt: list[int]) -> list[int]:
+        body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
+        with contextlib.suppress(httpx.ReadTimeout):
+            cluster.client.post(f"{cluster.url}/v1/completions", json=body, timeout=rng.uniform(0.02, 0.3))
+        return []
 
-        def stay() -> None:
-            assert_all_same(model, [prompts[at]], [cluster.complete(prompts[at], MAX_TOKENS)], MAX_TOKENS)
+    def stay(prompt: list[int]) -> list[int]:
+        return cluster.complete(prompt, MAX_TOKENS)
 
-        return leave if at % 3 else stay
-
-    errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
-    assert not errors, errors[0]
+    found = together([partial(leave if at % 3 else stay, prompt) for at, prompt in enumerate(prompts)])
+    assert_all_same(model, prompts[::3], found[::3], MAX_TOKENS)
     cluster.assert_home()

@@ -22,7 +22,7 @@ def test_an_unlisted_model_is_served_as_unproven(tmp_path: Path, monkeypatch: py
     with LiveCluster(tmp_path, model, arguments=[*FLAGS, "--try-unlisted=helium"]) as cluster:
         outputs = [cluster.complete(prompt, 16) for prompt in PROMPTS]
         assert_all_same(model, PROMPTS, outputs, 16)
-        cluster.wait_until("KV cache came over", lambda: cluster.instance("decode-0")["kv_received_nbytes"] > 0)
+        cluster.await_received("decode-0")
         cards = [*cluster.client.get(f"{cluster.url}/v1/models").json()["data"]]
         cards.append(cluster.client.get(f"{cluster.url}/v1/models/tiny").json())
         assert [card["unproven"] for card in cards] == [True, True]
@@ -36,7 +36,7 @@ def test_the_text_model_of_a_multimodal_folder(tmp_path: Path) -> None:
     with LiveCluster(tmp_path, model, arguments=[*FLAGS, "--language-model-only"]) as cluster:
         outputs = [cluster.complete(prompt, 16) for prompt in PROMPTS]
         assert outputs == multimodal.reference_greedy(model, PROMPTS, 16)
-        cluster.wait_until("KV cache came over", lambda: cluster.instance("decode-0")["kv_received_nbytes"] > 0)
+        cluster.await_received("decode-0")
         assert "unproven" not in cluster.client.get(f"{cluster.url}/v1/models").json()["data"][0]
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
         body = {"messages": [{"role": "user", "content": [image]}]}

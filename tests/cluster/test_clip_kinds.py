@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from pd_cluster.media.clips import frames_of
 from pd_cluster.media.given_video import Frames
 from pd_cluster.media.sampling import FrameSampling
+from tests.cluster.test_pictures import Stream, post, tokens
 from tests.support.clip_kinds import CLIP_KINDS, Filmed, make_filming, reference_answer
 from tests.support.clips import clip, data_url, encoded, file_of
 from tests.support.cluster import LiveCluster
@@ -34,14 +33,7 @@ def body_of(file: bytes, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], **more, **fields}
 
 
-def tokens(answer: httpx.Response) -> list[int]:
-    assert answer.status_code == 200, answer.text
-    found: list[int] = answer.json()["choices"][0]["token_ids"]
-    return found
-
-
-@pytest.mark.parametrize("transport", ["shm", "dist"])
-@pytest.mark.parametrize("name", CLIP_KINDS)
+@pytest.mark.parametrize(("name", "transport"), [*zip(CLIP_KINDS, ("shm", "dist"), strict=True)])
 def test_both_legs(tmp_path: Path, name: str, transport: str) -> None:
     """Also with `mm_processor_kwargs`, from the prefix caches, and after decode was killed."""
     model = make_filming(tmp_path / "model", name)
@@ -57,29 +49,17 @@ def test_both_legs(tmp_path: Path, name: str, transport: str) -> None:
     with LiveCluster(tmp_path / "cluster", model, arguments=[*FLAGS, f"--kv-transport={transport}"]) as cluster:
 
         def ask(file: bytes, **fields: Any) -> list[int]:
-            url = f"{cluster.url}/v1/chat/completions"
-            return tokens(cluster.client.post(url, json=body_of(file, **fields)))
+            return tokens(post(cluster, body_of(file, **fields)))
 
         for _ in range(2):  # then from the prefix caches
             assert [ask(file) for file in FILES] == wanted
             assert ask(FILES[0], mm_processor_kwargs={"num_frames": 4}) == four
-        cluster.wait_until("KV cache came over", lambda: cluster.instance("decode-0")["kv_received_nbytes"] > 0)
+        cluster.await_received("decode-0")
         whole = ask(FILES[0], max_tokens=300, ignore_eos=True)
-        url = f"{cluster.url}/v1/chat/completions"
-        found: list[int] = []
-        body = body_of(FILES[0], max_tokens=300, ignore_eos=True, stream=True)
-        with httpx.stream("POST", url, json=body, timeout=120, trust_env=False) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    if not found:
-                        cluster.kill("decode-0")
-                    event = json.loads(line.removeprefix("data: "))
-                    assert "error" not in event, event
-                    for choice in event["choices"]:
-                        found += choice.get("token_ids") or ()
-        assert found == whole
-        cluster.await_exit("decode-0")
-        cluster.start_member("decode-0")
-        cluster.await_ready()
+        stream = Stream(cluster, body_of(FILES[0], max_tokens=300, ignore_eos=True))
+        stream.begun()
+        cluster.kill("decode-0")
+        assert stream.end() == whole
+        cluster.restart("decode-0")
         assert [ask(file) for file in FILES] == wanted
         cluster.assert_home()

@@ -13,7 +13,7 @@ import pytest
 
 from pd_cluster.devices.home import Home, as_list
 from tests.cluster.test_death import PROMPT, Streaming
-from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, random_prompt
 
 NUM_TOKENS = 700
@@ -52,14 +52,8 @@ def complete_all(cluster: LiveCluster, model: Path, seed: int, num_requests: int
     rng = random.Random(seed)
     prompts = [random_prompt(rng, rng.randrange(1, 300)) for _ in range(num_requests)]
     lengths = [rng.randrange(2, 40) for _ in prompts]
-    outputs: dict[int, list[int]] = {}
-
-    def job(at: int) -> Callable[[], None]:
-        return lambda: outputs.update({at: cluster.complete(prompts[at], lengths[at], ignore_eos=True)})
-
-    errors = in_parallel([job(at) for at in range(num_requests)], concurrency=8)
-    assert not errors, errors[0]
-    assert_all_same(model, prompts, [outputs[at] for at in range(num_requests)], lengths)
+    outputs = cluster.complete_together(prompts, lengths, concurrency=8, ignore_eos=True)
+    assert_all_same(model, prompts, outputs, lengths)
 
 
 def test_random_traffic_is_exact_while_cores_change_hands(cluster: LiveCluster, model: Path) -> None:

@@ -68,16 +68,13 @@ def test_prefill_computes_the_prompt_and_decode_the_rest(cluster: LiveCluster, m
     cluster.assert_home()
     before = {i["instance_id"]: i["num_steps"] for i in cluster.instances()}
     prompt, max_tokens = random_prompt(random.Random(5), 2 * NUM_BATCHED + 20), 16
-    output = cluster.complete(prompt, max_tokens, ignore_eos=True, cache_salt="once")
+    output = cluster.complete(prompt, max_tokens, ignore_eos=True)
     assert len(output) == max_tokens
-    assert_same(model, prompt, cluster.complete(prompt, max_tokens, cache_salt="twice"), max_tokens)
-    cluster.assert_home()
-    middle = {i["instance_id"]: i["num_steps"] for i in cluster.instances()}
-    assert cluster.complete(prompt, max_tokens, ignore_eos=True, cache_salt="again") == output
     cluster.assert_home()
     after = {i["instance_id"]: i["num_steps"] for i in cluster.instances()}
-    assert before["prefill-0"] + 6 == middle["prefill-0"] == after["prefill-0"] - 3
-    assert after["decode-0"] - middle["decode-0"] == max_tokens - 1
+    assert after["prefill-0"] - before["prefill-0"] == 3
+    assert after["decode-0"] - before["decode-0"] == max_tokens - 1
+    assert_same(model, prompt, cluster.complete(prompt, max_tokens, cache_salt="another"), max_tokens)
 
 
 def test_what_is_the_schedulers_alone(cluster: LiveCluster) -> None:

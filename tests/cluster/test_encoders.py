@@ -65,6 +65,17 @@ def stop_rank(cluster: LiveCluster, number: signal.Signals) -> None:
     os.kill(pid, number)
 
 
+def assert_answers(cluster: LiveCluster, model: Path, *parts: Any) -> None:
+    assert tokens(post(cluster, chat_of([*parts]))) == expected(model, *parts)
+
+
+def begun(cluster: LiveCluster, parts: list[Any]) -> Stream:
+    """A chat whose prompt waits for the encoder."""
+    stream = Stream(cluster, chat_of(parts))
+    cluster.wait_until("it waits for the encoder", lambda: cluster.instance("prefill-0")["num_waiting"] == 1)
+    return stream
+
+
 def linked(cluster: LiveCluster, encoder: str = "encode-0", prefill: str = "prefill-0") -> bool:
     links = {peer.split("@")[0]: state for peer, state in cluster.instance(prefill)["links"].items()}
     return links.get(encoder, "").startswith("up")
@@ -81,8 +92,7 @@ def test_an_encoder_computes_images_and_is_killed_in_mid_request(cluster: LiveCl
 
     cluster.kill_rank("encode-0", signal.SIGSTOP)
     parts = [picture(21), "x", picture(22)]
-    stream = Stream(cluster, chat_of(parts))
-    cluster.wait_until("it waits for the encoder", lambda: cluster.instance("prefill-0")["num_waiting"] == 1)
+    stream = begun(cluster, parts)
     cluster.kill("encode-0")
     assert stream.end() == expected(model, *parts)
     cluster.await_exit("encode-0")
@@ -98,12 +108,10 @@ def test_an_encoder_that_stands_still(model: Path, tmp_path: Path) -> None:
     flags = [*FLAGS, *ROOM, "--encode-timeout=1", "--dead-after=60"]
     with LiveCluster(tmp_path, model, arguments=flags, num_encode=1) as cluster:
         cluster.kill_rank("encode-0", signal.SIGSTOP)
-        parts = [picture(31), "x", picture(32)]
-        assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
+        assert_answers(cluster, model, picture(31), "x", picture(32))
         counted(cluster, "encoder_fallbacks", "prefill-0", 2)
         cluster.kill_rank("encode-0", signal.SIGCONT)
-        parts = ["z", picture(33)]
-        assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
+        assert_answers(cluster, model, "z", picture(33))
         counted(cluster, "images_from_encoders", "prefill-0", 1)
         cluster.assert_home()
 
@@ -116,22 +124,19 @@ def test_two_encoders_keep_what_comes_again(model: Path, tmp_path: Path) -> None
     with LiveCluster(tmp_path, model, arguments=[*FLAGS, *ROOM], num_encode=2, member_arguments=NO_STORE) as cluster:
         for _ in range(3):
             for seed in range(8):
-                parts = ["ab", picture(seed), "c"]
-                assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
+                assert_answers(cluster, model, "ab", picture(seed), "c")
         cluster.wait_until("each was computed once", lambda: sum(num_encoded(cluster, each) for each in both) == 8)
         assert sum(metric(cluster, "encoder_cache_hits", each) for each in both) == 16
         assert all(num_encoded(cluster, each) > 0 for each in both), "digests spread"
         cluster.kill("encode-1")
         for seed in range(8, 12):
-            parts = ["ab", picture(seed), "c"]
-            assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
+            assert_answers(cluster, model, "ab", picture(seed), "c")
         cluster.await_exit("encode-1")
         cluster.wait_until("it is forgotten", lambda: [i["role"] for i in cluster.instances()].count("encode") == 1)
         cluster.start_member("encode-1")
         cluster.await_ready()
         for seed in range(12, 18):
-            parts = ["ab", picture(seed), "c"]
-            assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
+            assert_answers(cluster, model, "ab", picture(seed), "c")
         cluster.wait_until("the new life computes", lambda: num_encoded(cluster, "encode-1") > 0)
         cluster.assert_home()
 
@@ -149,8 +154,7 @@ def test_two_ranks_and_videos(model: Path, tmp_path: Path) -> None:
         assert num_encoded(cluster, "prefill-0") == 0
         cluster.kill_rank("encode-0", signal.SIGSTOP)
         parts = [picture(41), picture(42), picture(43)]
-        stream = Stream(cluster, chat_of(parts))
-        cluster.wait_until("it waits for the encoder", lambda: cluster.instance("prefill-0")["num_waiting"] == 1)
+        stream = begun(cluster, parts)
         cluster.kill("encode-0")
         assert stream.end() == expected(model, *parts)
         counted(cluster, "images_encoded", "prefill-0", 3)
@@ -197,9 +201,7 @@ def test_a_killed_prefill_and_an_aborted_request(model: Path, tmp_path: Path) ->
         cluster.kill(victim)
         cluster.kill_rank("encode-0", signal.SIGCONT)
         assert stream.end() == expected(model, *parts)
-        cluster.await_exit(victim)
-        cluster.start_member(victim)
-        cluster.await_ready()
+        cluster.restart(victim)
         cluster.kill_rank("encode-0", signal.SIGSTOP)
         before = [metric(cluster, "encoder_fallbacks", name) for name in names]
         with pytest.raises(httpx.TimeoutException):
@@ -224,16 +226,12 @@ def test_over_gloo(model: Path, tmp_path: Path) -> None:
         for number, seed in ((signal.SIGKILL, 71), (signal.SIGSTOP, 72)):
             cluster.kill_rank("encode-0", signal.SIGSTOP)
             parts = [picture(seed), "x", picture(seed + 10)]
-            stream = Stream(cluster, chat_of(parts))
-            cluster.wait_until("it waits for the encoder", lambda: cluster.instance("prefill-0")["num_waiting"] == 1)
+            stream = begun(cluster, parts)
             cluster.kill_rank("encode-0", number)
             assert stream.end() == expected(model, *parts)
             cluster.kill("encode-0")
-            cluster.await_exit("encode-0")
-            cluster.start_member("encode-0")
-            cluster.await_ready()
-            parts = ["y", picture(seed + 20)]
-            assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
+            cluster.restart("encode-0")
+            assert_answers(cluster, model, "y", picture(seed + 20))
         counted(cluster, "encoder_fallbacks", "prefill-0", 4)
         cluster.assert_home()
 
@@ -269,26 +267,15 @@ def test_encoders_that_cannot_be_paired_are_named(model: Path, tmp_path: Path) -
 @pytest.mark.timeout(200)
 def test_sleep_roles_and_a_drain(model: Path, tmp_path: Path) -> None:
     with LiveCluster(tmp_path, model, arguments=[*FLAGS, *ROOM], num_encode=1) as cluster:
-        token = (tmp_path / "admin.token").read_text().strip()
-        head = {"Authorization": f"Bearer {token}"}
-
-        def admin(path: str) -> None:
-            answer = cluster.client.post(f"{cluster.admin_url}{path}", headers=head)
-            assert answer.status_code == 200, answer.text
-
-        admin("/sleep?level=2")
-        admin("/wake_up")
+        cluster.order("/sleep?level=2")
+        cluster.order("/wake_up")
         cluster.wait_until("all are awake", lambda: all(not i["sleep_level"] for i in cluster.instances()))
         assert_exact(cluster, model)
         counted(cluster, "images_encoded", "encode-0", 5)
-        answer = cluster.client.post(
-            f"{cluster.admin_url}/instances/encode-0/role", json={"role": "decode"}, headers=head
-        )
-        assert answer.status_code == 409
-        assert "no language model" in answer.text
-        admin("/instances/encode-0/drain")
-        parts = ["d", picture(61)]
-        assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
+        answer = cluster.ask_admin("POST", "/instances/encode-0/role", json={"role": "decode"})
+        assert (answer.status_code, "no language model" in answer.text) == (409, True)
+        cluster.order("/instances/encode-0/drain")
+        assert_answers(cluster, model, "d", picture(61))
         counted(cluster, "images_encoded", "prefill-0", 1)
         os.kill(cluster.processes["encode-0"].pid, signal.SIGTERM)
         assert cluster.await_exit("encode-0") == 0
@@ -309,17 +296,14 @@ def test_between_hosts_and_a_cut_cable(model: Path, tmp_path: Path) -> None:
                 counted(cluster, "images_from_encoders", "prefill-0", 5)
                 stop_rank(cluster, signal.SIGSTOP)
                 parts = [picture(81), "x", picture(82)]
-                stream = Stream(cluster, chat_of(parts))
-                waits = "it waits for the encoder"
-                cluster.wait_until(waits, lambda: cluster.instance("prefill-0")["num_waiting"] == 1)
+                stream = begun(cluster, parts)
                 network.pull("right")
                 stop_rank(cluster, signal.SIGCONT)
                 assert stream.end() == expected(model, *parts)
                 counted(cluster, "encoder_fallbacks", "prefill-0", 2)
                 network.plug("right")
                 cluster.wait_until("it is linked again", lambda: linked(cluster), 60)
-                parts = ["y", picture(83)]
-                assert tokens(post(cluster, chat_of(parts))) == expected(model, *parts)
+                assert_answers(cluster, model, "y", picture(83))
                 counted(cluster, "encoder_fallbacks", "prefill-0", 2)
                 cluster.assert_home()
     except CannotMakeNamespaces as error:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pd_cluster.cluster.routing.policy import POLICIES
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import CONFIGS
-from tests.support.cluster import SAME_HOST, SETTLE_TIMEOUT_S, LiveCluster, in_parallel
+from tests.support.cluster import SAME_HOST, SETTLE_TIMEOUT_S, LiveCluster, together
 from tests.support.engines import assert_all_same, assert_same, make_core, random_prompt, run
+from tests.support.more_checkpoints import MORE
 from tests.support.reference_beams import assert_same_beams
 
 BLOCK_SIZE = 16
@@ -67,7 +70,7 @@ def complete_once(cluster: LiveCluster, model: Path, prompts: list[list[int]]) -
     assert_all_same(model, prompts, cluster.complete_together(prompts, MAX_TOKENS), MAX_TOKENS)
 
 
-@pytest.mark.parametrize("length", [1, BLOCK_SIZE, BLOCK_SIZE + 1, MAX_BATCHED + 1, 100])
+@pytest.mark.parametrize("length", [1, BLOCK_SIZE + 1, 100])
 def test_prompt_of_length(cluster: LiveCluster, model: Path, length: int) -> None:
     """Two at once: one goes to each decode instance."""
     rng = random.Random(length)
@@ -88,24 +91,17 @@ def test_beams_are_those_of_the_reference(cluster: LiveCluster, model: Path) -> 
     sampling = Sampling(
         n=3, beam_width=4, max_tokens=MAX_TOKENS, temperature=0.0, stop_token_ids=tuple(range(1, 256, 4))
     )
-
-    def job(prompt: list[int]) -> Callable[[], None]:
-        return lambda: assert_same_beams(
-            model, prompt, cluster.complete_choices(prompt, MAX_TOKENS, **fields), sampling
-        )
-
-    errors = in_parallel([job(prompt) for prompt in [*prompts, prompts[-1]]], concurrency=2)
-    assert not errors, errors[0]
+    prompts.append(prompts[-1])
+    found = together([partial(cluster.complete_choices, prompt, MAX_TOKENS, **fields) for prompt in prompts], 2)
+    for prompt, beams in zip(prompts, found, strict=True):
+        assert_same_beams(model, prompt, beams, sampling)
 
 
 def test_sampled_output_is_the_same_alone_and_in_a_crowd(cluster: LiveCluster) -> None:
-    fields = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 11}
+    fields: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 11}
     prompt = random_prompt(random.Random(9), 30)
     alone = cluster.complete(prompt, MAX_TOKENS, **fields)
-    crowd: list[list[int]] = []
-    jobs: list[Callable[[], None]] = [lambda: crowd.append(cluster.complete(prompt, MAX_TOKENS, **fields))] * 8
-    assert not in_parallel(jobs, concurrency=8)
-    assert crowd == [alone] * 8
+    assert cluster.complete_together([prompt] * 8, MAX_TOKENS, **fields) == [alone] * 8
     hot = {**fields, "temperature": 3.0, "top_p": 1.0, "top_k": -1}
     assert len({tuple(cluster.complete(prompt, MAX_TOKENS, **{**hot, "seed": seed})) for seed in range(3)}) == 3
 
@@ -121,13 +117,23 @@ def test_the_split_gives_what_one_process_gives(cluster: LiveCluster, model: Pat
     expected = [[token.token_id for token in found[index]] for index in range(sampling.n)]
     names = ("n", "temperature", "seed", "presence_penalty", "repetition_penalty", "top_k")
     fields = {name: getattr(sampling, name) for name in names}
-    choices: list[list[list[int]]] = []
     for _ in range(2):
-        jobs = [lambda: choices.append(cluster.complete_choices(prompt, MAX_TOKENS, **fields))] * 4
-        assert not in_parallel(jobs, concurrency=4)
-    assert choices == [expected] * 8
+        assert together([partial(cluster.complete_choices, prompt, MAX_TOKENS, **fields)] * 4) == [expected] * 4
     cluster.wait_until("hits are told", lambda: cluster.instance("prefill-0")["num_prefix_hit_tokens"] > 0)
     cluster.assert_home()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", MORE)
+def test_more_architectures(checkpoint: Checkpoints, tmp_path: Path, architecture: str) -> None:
+    """Prompts of one token, of a block, of several steps; all at once, then again from the prefix caches."""
+    model, rng = checkpoint(architecture), random.Random(3)
+    prompts = [random_prompt(rng, length) for length in (1, 16, 17, 41, 70, 100)]
+    with LiveCluster(tmp_path, model, arguments=FLAGS) as cluster:
+        for _ in range(2):
+            complete_once(cluster, model, prompts)
+        cluster.await_received("decode-0")
+        cluster.assert_home()
 
 
 @pytest.mark.slow
@@ -146,8 +152,7 @@ def test_whatever_the_routing(checkpoint: Checkpoints, tmp_path: Path, policy: s
                 prompt = [*prompt, *output, *random_prompt(random.Random(name), 20)]
 
         prompts = [random_prompt(rng, rng.randrange(1, 120)) for _ in range(30)]
-        jobs = [lambda p=prompt, n=f"u{at}": talk(p, n) for at, prompt in enumerate(prompts)]  # type: ignore[misc]
-        assert in_parallel(jobs, 10) == []
+        together([partial(talk, prompt, f"u{at}") for at, prompt in enumerate(prompts)], 10)
         cluster.assert_home()
         hits = sum(instance["num_prefix_hit_tokens"] for instance in cluster.instances())
         assert hits > 0

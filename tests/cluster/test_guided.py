@@ -67,11 +67,11 @@ def curl(cluster: LiveCluster, path: str, body: str) -> dict[str, Any]:
     return dict(choice)
 
 
-PROMPTS = {"as documented": PROMPT, "with too little information": "Describe a character."}
-
-
-@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-@pytest.mark.parametrize("encode", [json.dumps, dict], ids=["string", "object"])
+@pytest.mark.parametrize(
+    ("prompt", "encode"),
+    [(PROMPT, json.dumps), ("Describe a character.", dict)],
+    ids=["as documented, in a string", "with too little information, as an object"],
+)
 def test_the_reference_documents_guided_json(cluster: LiveCluster, prompt: str, encode: Any) -> None:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 200, "temperature": 0, "guided_json": encode(CHARACTER)}
     choice = curl(cluster, "/v1/completions", json.dumps(body))

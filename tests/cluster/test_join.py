@@ -18,7 +18,7 @@ import pytest
 from pd_cluster.cluster.processes.launcher import Member
 from pd_cluster.cluster.processes.ports import free_ports
 from ranktable_tools.files import Access
-from ranktable_tools.keys import ADMIN_TOKEN_FILE, SECRET_FILE, read_secret, secret_text, write_keys
+from ranktable_tools.keys import SECRET_FILE, read_secret, secret_text, write_keys
 from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, assert_same, random_prompt
 from tests.support.otlp_collector import collector
@@ -230,14 +230,10 @@ def both_kinds(model: Path, tmp_path: Path, join_port: int, port: int, url: str)
         cluster.await_exit("decode-0")
         prompts = [random_prompt(random.Random(seed), 40) for seed in range(4)]
         assert_all_same(model, prompts, [cluster.complete(prompt, NUM_TOKENS) for prompt in prompts], NUM_TOKENS)
-        cluster.wait_until("handed over", lambda: cluster.instance("guest")["kv_received_nbytes"] > 0)
+        cluster.await_received("guest")
         cluster.assert_home()
         assert [i["instance_id"] for i in cluster.instances()] == names, "the table's entry stays listed"
-        token = {"Authorization": f"Bearer {(tmp_path / ADMIN_TOKEN_FILE).read_text().strip()}"}
-        removed = cluster.client.post(
-            f"{cluster.admin_url}/instances/guest/remove", json={"force": True}, headers=token
-        )
-        assert removed.status_code == 200, removed.text
+        cluster.order("/instances/guest/remove", force=True)
         assert cluster.await_exit("guest") == 1
         assert "an operator has removed guest" in cluster.log_file("guest").read_text().splitlines()[-1]
         cluster.wait_until("it is gone", lambda: [i["instance_id"] for i in cluster.instances()] == names[:2])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from pd_cluster import LLM, SamplingParams
 from tests.cluster.test_death import NUM_TOKENS, PROMPT, caught
 from tests.cluster.test_unequal_pairs import links_of
-from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.cluster import LiveCluster
 from tests.support.engines import random_prompt
 
 Checkpoints = Callable[..., Path]
@@ -26,19 +25,6 @@ def alone(model: Path, prompts: list[list[int]], dtype: str, max_tokens: int = M
     with LLM(str(model), num_blocks=512, kv_cache_dtype=dtype) as llm:
         outputs = llm.generate(prompt_token_ids=prompts, sampling_params=greedy, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def check_tokens(cluster: LiveCluster, expected: list[list[int]]) -> None:
-    def job(prompt: list[int], tokens: list[int]) -> Callable[[], None]:
-        def run() -> None:
-            assert cluster.complete(prompt, MAX_TOKENS, ignore_eos=True) == tokens
-
-        return run
-
-    for _ in range(2):  # the second time behind cached prefixes
-        errors = in_parallel([job(*each) for each in zip(PROMPTS, expected, strict=True)], concurrency=3)
-        assert not errors, errors[0]
-    cluster.assert_home()
 
 
 @pytest.mark.parametrize(
@@ -77,10 +63,12 @@ def test_unequal_pools_and_a_pair_that_is_refused(checkpoint: Checkpoints, tmp_p
         cluster.start()
         cluster.wait_until("the pair is refused", lambda: why in str(cluster.health()[1].get("links")), 90)
         cluster.wait_until("the others serve", lambda: set(links_of(cluster).values()) >= {"up (shm)", "up (dist)"})
-        check_tokens(cluster, alone(model, PROMPTS, "int8"))
-        received = {name: cluster.instance(name)["kv_received_nbytes"] for name in unlike}
-        assert all(received[name] for name in ("decode-0", "decode-1"))
-        assert not received["decode-2"]
+        expected = alone(model, PROMPTS, "int8")
+        for _ in range(2):  # the second time behind cached prefixes
+            assert cluster.complete_together(PROMPTS, MAX_TOKENS, ignore_eos=True) == expected
+        cluster.assert_home()
+        cluster.await_received("decode-0", "decode-1")
+        assert not cluster.instance("decode-2")["kv_received_nbytes"]
     finally:
         cluster.stop()
 
@@ -88,12 +76,11 @@ def test_unequal_pools_and_a_pair_that_is_refused(checkpoint: Checkpoints, tmp_p
 def test_a_stream_goes_on_token_for_token_after_a_death(checkpoint: Checkpoints, tmp_path: Path) -> None:
     model = checkpoint("llama", max_position_embeddings=4096)
     arguments = ["--kv-cache-dtype=int8", "--num-blocks=512"]
-    (expected,) = alone(model, [PROMPT], "int8", NUM_TOKENS)
-    with LiveCluster(tmp_path, model, num_prefill=1, num_decode=2, arguments=arguments) as cluster:
+    with LiveCluster(tmp_path, model, num_decode=2, arguments=arguments) as cluster:
         stream, begun, victim = caught(cluster)
         cluster.kill(victim)
         (rest,) = stream.to_the_end()
-        assert begun[0] + rest == expected
+        assert begun[0] + rest == alone(model, [PROMPT], "int8", NUM_TOKENS)[0]
 
 
 def test_pairs_that_may_differ(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -112,8 +99,5 @@ def test_pairs_that_may_differ(checkpoint: Checkpoints, tmp_path: Path) -> None:
                 found = cluster.complete(prompt, MAX_TOKENS, ignore_eos=True)
                 assert len(found) == MAX_TOKENS
                 assert found[0] in (plain[0], narrow[0])
-        rng = random.Random(3)
-        jobs = [partial(cluster.complete, random_prompt(rng, 40), MAX_TOKENS) for _ in range(8)]
-        assert not in_parallel(jobs, concurrency=4)  # what runs at once is on both
+        cluster.await_received(*unlike)
         cluster.assert_home()
-        assert all(cluster.instance(name)["kv_received_nbytes"] for name in unlike)

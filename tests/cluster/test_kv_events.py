@@ -12,7 +12,6 @@ import pytest
 import zmq
 
 from pd_cluster.cluster.processes.ports import free_port_row
-from ranktable_tools.keys import ADMIN_TOKEN_FILE
 from tests.support.cluster import LiveCluster
 from tests.support.kv_event_readers import Mirror, Reader
 
@@ -58,10 +57,6 @@ def test_a_router_outside_of_the_cluster_knows_every_cache(checkpoint: Checkpoin
                 rf'pd_cluster:kv_event_batches(_dropped)?_total{{[^}}]*"{name}"[^}}]*}} ([0-9.]+)', metrics
             )
             assert [(which, float(number) > 0) for which, number in counted] == [("", True), ("_dropped", False)]
-        token = (tmp_path / ADMIN_TOKEN_FILE).read_text().strip()
-        reset = cluster.client.post(
-            f"{cluster.admin_url}/reset_prefix_cache", headers={"Authorization": f"Bearer {token}"}
-        )
-        assert reset.json() == {"success": True}
+        assert cluster.order("/reset_prefix_cache") == {"success": True}
         for at in range(2):
             cluster.wait_until("all is cleared", lambda at=at: not known(at))  # type: ignore[misc]

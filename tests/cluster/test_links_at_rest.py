@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from pd_cluster.client.instances import links_of
-from ranktable_tools.keys import ADMIN_TOKEN_FILE
 from tests.support.cluster import LiveCluster
 
 pytestmark = pytest.mark.slow  # four rank processes and a dozen drains: about half a minute
@@ -35,10 +34,7 @@ def states(cluster: LiveCluster) -> dict[str, str]:
 
 
 def order(cluster: LiveCluster, command: str, name: str) -> None:
-    token = (cluster.folder / ADMIN_TOKEN_FILE).read_text().strip()
-    url = f"{cluster.admin_url}/instances/{name}/{command}"
-    answer = cluster.client.post(url, json={}, headers={"Authorization": f"Bearer {token}"})
-    assert answer.status_code == 200, answer.text
+    cluster.order(f"/instances/{name}/{command}")
     wanted = ("drained",) if command == "drain" else ("ready",)
     cluster.wait_until(f"{name} is {wanted}", lambda: cluster.instance(name)["state"] in wanted)
 

@@ -96,9 +96,7 @@ def test_a_decode_instance_s_death_changes_no_token(cluster: LiveCluster, models
     stream, begun, busy = caught(cluster, LONG, model=name)
     cluster.kill(busy)
     assert begun[0] + stream.to_the_end()[0] == expected
-    cluster.await_exit(busy)
-    cluster.start_member(busy)
-    cluster.await_ready()
+    cluster.restart(busy)
     cluster.assert_home()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,21 +13,30 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pd_cluster import LLM, SamplingParams, pipeline, turbomind
-from pd_cluster.errors import ConfigError
+from pd_cluster import LLM, PoolingParams, SamplingParams, pipeline, turbomind
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.routing.stream import RequestStream
+from pd_cluster.engine.worker import LOAD_S
+from pd_cluster.errors import ConfigError, GenerationError
 from pd_cluster.messages import GenerationConfig, PytorchEngineConfig, Response
 from pd_cluster.offline.session import Offline, OfflineConfig
 from pd_cluster.offline.split import SplitCluster
 from pd_cluster.service.schema.protocol import CompletionRequest
 from pd_cluster.service.sequence import Piece
 from pd_cluster.settings.engine import EngineConfig
-from tests.support.checkpoints import make_tokenizer, reference_greedy
+from pd_cluster.types import Order, Pooling, RopePositions, Sampling
+from tests.support.checkpoints import make_tokenizer, reference_greedy, reference_model
 from tests.support.cluster import children_of
+from tests.support.engines import random_prompt
+from tests.support.positions import KINDS, assert_same
+from tests.support.vectors import reference_vector
 
 SCRIPT = Path(__file__).parents[1] / "support" / "offline_script.py"
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [10, 11]]
+ENGINE: dict[str, Any] = {"block_size": 4, "num_blocks": 256, "max_model_len": 256, "max_num_batched_tokens": 24}
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +45,20 @@ def model(checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def split(model: Path) -> Iterator[Offline]:
-    engine = EngineConfig(model=str(model), num_blocks=64, max_model_len=256)
-    with Offline(OfflineConfig(engine=engine, prefill=1, decode=1)) as made:
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), prefill=1, decode=1, **ENGINE) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def split(llm: LLM) -> Offline:
+    return llm._offline
+
+
+@pytest.fixture(scope="module")
+def one(model: Path) -> Iterator[Offline]:
+    """The same in one process."""
+    with Offline(OfflineConfig(engine=EngineConfig(model=str(model), **ENGINE))) as made:
         yield made
 
 
@@ -46,16 +67,14 @@ async def pieces_of(offline: Offline, prompts: list[list[int]], **fields: object
     return await offline.service.complete(await offline.service.completions(request))
 
 
-def test_greedy_and_seeded_are_those_of_one_process(split: Offline, model: Path) -> None:
+def test_greedy_and_seeded_are_those_of_one_process(split: Offline, one: Offline, model: Path) -> None:
     found = split.run(pieces_of(split, PROMPTS))
     assert [piece.token_ids for piece in found] == [reference_greedy(model, prompt, 8) for prompt in PROMPTS]
-    engine = EngineConfig(model=str(model), num_blocks=64, max_model_len=256)
-    with Offline(OfflineConfig(engine=engine)) as one:
-        fields = {"temperature": 1.0, "seed": 3, "n": 2, "presence_penalty": 0.5}
-        assert split.run(pieces_of(split, PROMPTS, **fields)) == one.run(pieces_of(one, PROMPTS, **fields))
+    fields = {"temperature": 1.0, "seed": 3, "n": 2, "presence_penalty": 0.5}
+    assert split.run(pieces_of(split, PROMPTS, **fields)) == one.run(pieces_of(one, PROMPTS, **fields))
 
 
-def test_answers_of_a_batch_are_those_of_one_process(split: Offline, model: Path) -> None:
+def test_answers_of_a_batch_are_those_of_one_process(split: Offline, one: Offline) -> None:
     """Decode may wait with its steps; the batch is larger than the pool, so not for ever."""
     prompts = [[5 + at % 40] * (1 + at * 7 % 60) for at in range(60)]
 
@@ -66,9 +85,61 @@ def test_answers_of_a_batch_are_those_of_one_process(split: Offline, model: Path
             generation.amend(batch="b")
         return await offline.service.complete(generations)
 
-    engine = EngineConfig(model=str(model), num_blocks=64, max_model_len=256)
-    with Offline(OfflineConfig(engine=engine)) as one:
-        assert split.run(batch_of(split)) == one.run(batch_of(one))
+    assert split.run(batch_of(split)) == one.run(batch_of(one))
+
+
+async def heartbeats_of(*instances: Instance) -> None:
+    """Waits until each has sent the load of after now."""
+    loop = asyncio.get_running_loop()
+    now_s = loop.time() + LOAD_S
+    async with asyncio.timeout(30):
+        while any(instance.heard_s <= now_s for instance in instances):
+            await asyncio.sleep(0.05)
+
+
+def test_a_prefill_instance_embeds_and_no_decode_leg_is_taken(llm: LLM, model: Path) -> None:
+    prefill, decode = sorted(llm._offline.service.router.membership.instances, key=lambda each: each.role == "decode")
+    llm._offline.run(heartbeats_of(prefill, decode))
+    before = prefill.load.num_steps, decode.load.num_steps, decode.load.num_landings
+    for prompt, output in zip(PROMPTS, llm.embed(PROMPTS), strict=True):
+        assert (output.prompt_token_ids, output.error_msg) == (prompt, None)
+        assert np.allclose(output.outputs.embedding, reference_vector(model, prompt, Pooling()), atol=1e-5)
+    few = llm.encode(PROMPTS, PoolingParams(dimensions=7), pooling_task="embed")
+    assert [output.outputs.data.shape for output in few] == [(7,)] * len(PROMPTS)
+    llm._offline.run(heartbeats_of(prefill, decode))
+    assert prefill.load.num_steps > before[0]
+    assert (decode.load.num_steps, decode.load.num_landings) == before[1:]
+    assert (prefill.num_outstanding, decode.num_outstanding) == (0, 0)
+    assert (prefill.load.num_held_blocks, decode.load.num_held_blocks) == (0, 0)
+
+
+async def tokens_of(offline: Offline, orders: list[Order]) -> list[list[int]]:
+    """Serves all at once, by the router of this process; each by two instances."""
+
+    def routed(stream: RequestStream) -> None:
+        assert stream.prefill.name != stream.decode.name
+
+    async def tokens(order: Order) -> list[int]:
+        return [output.token_id async for output in offline.service.router.serve(order, routed)]
+
+    return await asyncio.gather(*map(tokens, orders))
+
+
+def test_rotary_positions_are_the_same_on_both_legs(split: Offline, model: Path) -> None:
+    """In chunks, and then from a prefix cache."""
+    rng, sampling = random.Random(8), Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+    orders = [
+        Order(random_prompt(rng, length), sampling, rope_positions=kind(rng, length) if kind else None)
+        for length in (9, 50)
+        for kind in (*KINDS.values(), None)
+    ]
+    for _ in range(2):
+        for order, tokens in zip(orders, split.run(tokens_of(split, orders)), strict=True):
+            assert len(tokens) == sampling.max_tokens
+            assert_same(reference_model(model), order.prompt_token_ids, order.rope_positions, tokens)
+    three = Order([1, 2], sampling, rope_positions=RopePositions(((0, 1),) * 3))
+    with pytest.raises(GenerationError, match="rope_positions: 3 rows; this model takes 1"):
+        split.run(tokens_of(split, [three]))
 
 
 def test_tensor_parallel_size_alone_is_two_ranks_each(model: Path) -> None:
@@ -121,8 +192,6 @@ def test_a_process_that_cannot_start_is_told(model: Path) -> None:
 @pytest.mark.slow
 def test_what_a_worker_refuses_is_told_with_the_names_of_the_call(model: Path) -> None:
     """The rank process, its parent and this program each hand the error on; who wrote the call reads its own names."""
-    with pytest.raises(ConfigError, match=r"could not start \(exit code 1\): num_blocks 2: .* of max_model_len 256 "):
-        LLM(str(model), num_blocks=2, max_model_len=256, prefill=1, decode=1)
     config = PytorchEngineConfig(num_gpu_blocks=2, session_len=256, block_size=16)
     with pytest.raises(ConfigError, match=r"exit code 1\): num_gpu_blocks 2: .* of session_len 256 "):
         pipeline(str(model), backend_config=config, prefill=1, decode=1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.cluster import LiveCluster, together
 from tests.support.engines import assert_same
 
 HOG, GUEST = "sk-hog", "sk-guest"
@@ -46,10 +48,7 @@ def ask(cluster: LiveCluster, key: str, **more: Any) -> httpx.Response:
 
 def flood(cluster: LiveCluster, **more: Any) -> list[httpx.Response]:
     """The hog's, all at once."""
-    answers: list[httpx.Response] = []
-    jobs = [lambda: answers.append(ask(cluster, HOG, **more))] * NUM_ASKED
-    assert in_parallel(jobs, NUM_ASKED) == []
-    return answers
+    return together([partial(ask, cluster, HOG, **more)] * NUM_ASKED)
 
 
 def test_what_is_answered_is_exact_and_the_rest_is_told_when_to_come_back(cluster: LiveCluster, model: Path) -> None:
@@ -66,27 +65,26 @@ def test_what_is_answered_is_exact_and_the_rest_is_told_when_to_come_back(cluste
         assert 1 <= int(answer.headers["retry-after"]) <= 60
         assert answer.json()["error"]["code"] == "overloaded"
     headers = {"Authorization": f"Bearer {METRICS}"}
-    told = cluster.client.get(f"{cluster.url}/metrics", headers=headers).text
-    lines = told.splitlines()
-    (line,) = [each for each in lines if each.startswith("pd_cluster:requests_refused_total") and "queue" in each]
-    assert float(line.split()[-1]) == len(refused)
+
+    def num_told() -> float:
+        lines = cluster.client.get(f"{cluster.url}/metrics", headers=headers).text.splitlines()
+        (line,) = [each for each in lines if each.startswith("pd_cluster:requests_refused_total") and "queue" in each]
+        return float(line.split()[-1])
+
+    cluster.wait_until("they are counted", lambda: num_told() == len(refused))
 
 
 def test_a_guest_is_served_beside_a_hog(cluster: LiveCluster) -> None:
     """By openai's client, without its retries."""
-    hogs: list[httpx.Response] = []
-    guests: list[int] = []
-    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=GUEST, max_retries=0, timeout=60) as client:
-
-        def guest() -> None:
-            for _ in range(8):
-                answer = client.completions.create(model="tiny", prompt="hello", max_tokens=4, temperature=0)
-                guests.append(len(answer.choices))
-
-        jobs: list[Callable[[], None]] = [lambda: hogs.append(ask(cluster, HOG, n=4, **DRAWN))] * NUM_ASKED
-        assert in_parallel([guest, *jobs], NUM_ASKED + 1) == []
-    assert guests == [1] * 8
-    assert {answer.status_code for answer in hogs} == {200, 429}
+    fields: Any = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
+    with (
+        openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=GUEST, max_retries=0, timeout=60) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        hogs = pool.submit(flood, cluster, n=4, **DRAWN)
+        for _ in range(8):
+            assert len(client.completions.create(**fields).choices) == 1
+        assert {answer.status_code for answer in hogs.result()} == {200, 429}
 
 
 def test_retry_after_is_true(cluster: LiveCluster) -> None:

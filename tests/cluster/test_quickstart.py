@@ -133,29 +133,15 @@ def test_the_shipped_model_that_sees_is_asked_about_an_image(tmp_path: Path) -> 
     ("given", "said"),
     [
         (["--image=/no/such.png"], "--image /no/such.png: cannot be read: No such file or directory"),
-        (["--image=a.txt"], "--image a.txt: text/plain; give an image or a video"),
         (["--image=a.png", "--adapter"], "--image: the adapter's model takes no images; leave out one of the two"),
+        (
+            ["--adapter", "--model=x"],
+            "--adapter: the adapter is for the model that the project ships; leave out --model",
+        ),
     ],
 )
-def test_an_image_that_cannot_be_asked_about_is_one_line(
-    refused: Callable[..., Refusal], given: list[str], said: str
-) -> None:
+def test_what_cannot_be_asked_is_one_line(refused: Callable[..., Refusal], given: list[str], said: str) -> None:
     assert refused(quickstart_main, "--once", *given) == (1, "", f"quickstart: {said}\n")
-
-
-def test_the_adapter_is_for_the_shipped_model(refused: Callable[..., Refusal], checkpoint: Checkpoints) -> None:
-    said = "quickstart: --adapter: the adapter is for the model that the project ships; leave out --model\n"
-    assert refused(quickstart_main, "--once", "--adapter", f"--model={checkpoint('llama')}") == (1, "", said)
-
-
-def test_a_taken_port_is_one_line(checkpoint: Checkpoints) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        pid, code, out, err = run(*QUICKSTART, "--once", f"--port={port}", f"--model={checkpoint('llama')}")
-    assert (code, out) == (1, "")
-    assert err.count("\n") == 1
-    assert str(port) in err
-    assert_nothing_left(pid)
 
 
 def test_a_missing_model_is_one_line(refused: Callable[..., Refusal], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -51,21 +52,36 @@ def kill(cluster: LiveCluster, *names: str) -> None:
         cluster.await_exit(name)
 
 
-DEGRADED = {
-    "prefill dead": (1, 1, ["prefill-0"]),
-    "decode dead": (1, 1, ["decode-0"]),
-    "one of two prefill dead": (2, 1, ["prefill-1"]),
-    "both decode dead": (1, 2, ["decode-0", "decode-1"]),
+def change_roles(cluster: LiveCluster) -> None:
+    """Every prefill instance decodes now, by command; the roles of the table come back with the scheduler."""
+    cluster.order("/instances/prefill-1/role", role="decode")
+    cluster.wait_until("its role is another", lambda: cluster.instance("prefill-1")["role"] == "decode")
+    kill(cluster, "prefill-0", "decode-0")
+
+
+def drain(cluster: LiveCluster) -> None:
+    cluster.order("/instances/decode-1/drain")
+    kill(cluster, "prefill-0")
+
+
+STATES: dict[str, tuple[dict[str, Any], Callable[[LiveCluster], None]]] = {
+    "prefill dead": ({}, lambda cluster: kill(cluster, "prefill-0")),
+    "decode dead": ({}, lambda cluster: kill(cluster, "decode-0")),
+    "one of two prefill dead": ({"num_prefill": 2}, lambda cluster: kill(cluster, "prefill-1")),
+    "both decode dead": ({"num_decode": 2}, lambda cluster: kill(cluster, "decode-0", "decode-1")),
+    "two schedulers": ({"num_schedulers": 2}, lambda cluster: kill(cluster, "prefill-0")),
+    "after a change of roles": ({"num_prefill": 2}, change_roles),
+    "after a drain": ({"num_decode": 2}, drain),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", DEGRADED)
+@pytest.mark.parametrize("state", STATES)
 def test_with_a_table(checkpoint: Checkpoints, tmp_path: Path, state: str) -> None:
-    num_prefill, num_decode, dead = DEGRADED[state]
+    sizes, reach = STATES[state]
     model = checkpoint("llama")
-    with LiveCluster(tmp_path, model, num_prefill, num_decode) as cluster:
-        kill(cluster, *dead)
+    with LiveCluster(tmp_path, model, **sizes) as cluster:
+        reach(cluster)
         restart_each(cluster, model)
 
 
@@ -79,8 +95,7 @@ def test_the_scheduler_restarts_while_prefill_is_dead(checkpoint: Checkpoints, t
         cluster.start_member("scheduler")
         assert_serves(cluster, model, "after another restart of the scheduler")
         assert cluster.health()[1]["status"] == "degraded"
-        cluster.start_member("prefill-0")
-        cluster.await_ready()
+        cluster.restart("prefill-0")
 
 
 @pytest.mark.slow
@@ -114,14 +129,6 @@ def test_workers_that_join(checkpoint: Checkpoints, tmp_path: Path, dead: str) -
 
 
 @pytest.mark.slow
-def test_two_schedulers(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    model = checkpoint("llama")
-    with LiveCluster(tmp_path, model, num_schedulers=2) as cluster:
-        kill(cluster, "prefill-0")
-        restart_each(cluster, model)
-
-
-@pytest.mark.slow
 def test_an_encoder_is_dead(tmp_path: Path) -> None:
     """Prefill instances compute images themselves, as they do where there is no encoder."""
     with LiveCluster(
@@ -133,33 +140,3 @@ def test_an_encoder_is_dead(tmp_path: Path) -> None:
             cluster.start_member(name)
             cluster.wait_until(f"it serves after a restart of {name}", lambda: serves(cluster), 60)
             assert cluster.complete(PROMPT, NUM_TOKENS)
-
-
-@pytest.mark.slow
-def test_after_a_change_of_roles(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Every prefill instance decodes now, by command; the roles of the table come back with the scheduler."""
-    model = checkpoint("llama")
-    with LiveCluster(tmp_path, model, num_prefill=2) as cluster:
-        token = (tmp_path / "admin.token").read_text().strip()
-        answer = cluster.client.post(
-            f"{cluster.admin_url}/instances/prefill-1/role",
-            json={"role": "decode"},
-            headers={"Authorization": f"Bearer {token}"},
-        )
-        assert answer.status_code in (200, 202), answer.text
-        cluster.wait_until("its role is another", lambda: cluster.instance("prefill-1")["role"] == "decode")
-        kill(cluster, "prefill-0", "decode-0")
-        restart_each(cluster, model)
-
-
-@pytest.mark.slow
-def test_after_a_drain(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    model = checkpoint("llama")
-    with LiveCluster(tmp_path, model, num_decode=2) as cluster:
-        token = (tmp_path / "admin.token").read_text().strip()
-        answer = cluster.client.post(
-            f"{cluster.admin_url}/instances/decode-1/drain", json={}, headers={"Authorization": f"Bearer {token}"}
-        )
-        assert answer.status_code in (200, 202), answer.text
-        kill(cluster, "prefill-0")
-        restart_each(cluster, model)

@@ -247,28 +247,6 @@ def patient(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.timeout(180)
-def test_the_same_scheduler_started_again(patient: LiveCluster) -> None:
-    with EventReader(patient.url, ASK) as reader:
-        whole = [data_of(event) for event in reader]
-    with EventReader(patient.url, ASK) as reader:
-        events = reader.take(30)
-        patient.kill("scheduler")
-        patient.await_exit("scheduler")
-    patient.start_member("scheduler")
-
-    def answers() -> bool:
-        with contextlib.suppress(httpx.ConnectError), resuming(patient.url, id_of(events[-1])) as reader:
-            assert reader.answer.status_code == 200, reader.answer.text  # however few instances it knows yet
-            events.extend(reader)
-            return True
-        return False
-
-    patient.wait_until("it listens", answers)
-    assert [data_of(event) for event in events] == whole
-    patient.assert_home()
-
-
-@pytest.mark.timeout(180)
 def test_its_instance_is_silent_for_a_while(patient: LiveCluster) -> None:
     with EventReader(patient.url, ASK) as reader:
         whole = [data_of(event) for event in reader]

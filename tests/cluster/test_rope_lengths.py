@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.test_death import PROMPT, caught
 from tests.model.test_rope_lengths import DYNAMIC, SHAPES, TRAINED, assert_by_length
 from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.cluster import LiveCluster
 from tests.support.engines import random_prompt
 
 NUM_TOKENS = 700
@@ -36,14 +36,11 @@ def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def test_answers_of_all_lengths_across_the_split(cluster: LiveCluster, folder: Path) -> None:
     """The second round finds its prefixes in the caches of both sides, under the roots of their lengths."""
     rng = random.Random(8)
-    prompts = [(random_prompt(rng, length), max_tokens) for length, max_tokens in SHAPES]
-
-    def job(prompt: list[int], max_tokens: int) -> Callable[[], None]:
-        return lambda: assert_by_length(folder, prompt, cluster.complete(prompt, max_tokens), max_tokens)
-
+    prompts, limits = [random_prompt(rng, length) for length, _ in SHAPES], [limit for _, limit in SHAPES]
     for _ in range(2):
-        errors = in_parallel([job(prompt, max_tokens) for prompt, max_tokens in prompts * 2], concurrency=6)
-        assert not errors, errors[0]
+        found = cluster.complete_together(prompts * 2, limits * 2, concurrency=6)
+        for prompt, output, limit in zip(prompts * 2, found, limits * 2, strict=True):
+            assert_by_length(folder, prompt, output, limit)
     cluster.assert_home()
     assert any(cluster.instance(name)["kv_received_nbytes"] for name in ("decode-0", "decode-1"))
 
@@ -57,7 +54,5 @@ def test_a_replay_keeps_the_length(cluster: LiveCluster, folder: Path) -> None:
     cluster.kill(victim)
     (rest,) = stream.to_the_end()
     assert begun[0] + rest == expected
-    cluster.await_exit(victim)
-    cluster.start_member(victim)
-    cluster.await_ready()
+    cluster.restart(victim)
     cluster.assert_home()

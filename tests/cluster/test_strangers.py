@@ -65,10 +65,10 @@ def regenerated() -> bytes:
 
 
 def private_keys(secret: bytes) -> dict[str, bytes]:
-    """Every private key that somebody could think to follow from a secret, and one that follows from nothing."""
-    labels = (b"pd-cluster curve 1", b"pd-cluster scheduler key", b"pd-cluster from rank table: scheduler key 1")
-    named = {label.decode(): hmac.digest(label, secret, "sha256") for label in labels}
-    return {**named, "the secret": hashlib.sha256(secret).digest(), "its bytes": secret[:32], "drawn": os.urandom(32)}
+    """Private keys that somebody could think to follow from a secret."""
+    label = b"pd-cluster from rank table: scheduler key 1"
+    named = {"derived": hmac.digest(label, secret, "sha256"), "the secret": hashlib.sha256(secret).digest()}
+    return {**named, "its bytes": secret[:32]}
 
 
 def tell(

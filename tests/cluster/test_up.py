@@ -178,7 +178,6 @@ def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[.
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_stream_outlives_the_only_scheduler_and_not_its_client(
     up: Callable[..., Up], checkpoint: Checkpoints
@@ -288,21 +287,11 @@ def test_nothing_outlives_a_kill_9_of_the_launcher(up: Callable[..., Up], tmp_pa
     await_gone(pids)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        pytest.param(["--", "--num-blocks=2"], r"--num-blocks 2: .*cannot hold one request", marks=pytest.mark.slow),
-        pytest.param(
-            ["--", "--device=npu"],
-            r"--device npu: torch finds no NPU device here \(torch-npu is not installed",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(["--", "--tensor-parallel-size=2"], r"--tensor-parallel-size 2", marks=pytest.mark.slow),
-    ],
-)
-def test_what_cannot_start_says_why(up: Callable[..., Up], flags: list[str], said: str) -> None:
-    cluster = up(free_port_pair(), *flags)
-    cluster.await_line(rf"^pd-cluster: .*{said}")
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--num-blocks=2", "--device=npu", "--tensor-parallel-size=2"])
+def test_what_cannot_start_says_why(up: Callable[..., Up], flag: str) -> None:
+    cluster = up(free_port_pair(), "--", flag)
+    cluster.await_line(rf"^pd-cluster: .*{flag.replace('=', ' ')}")
     assert cluster.process.wait(WAIT_S) == 1
 
 
@@ -313,17 +302,9 @@ def test_what_cannot_start_says_why(up: Callable[..., Up], flags: list[str], sai
         ("--restart=sometimes", r"--restart 'sometimes': expected on-failure or no"),
         ("--max-model-len=100000", r"--max-model-len 100000: .*max_position_embeddings 512"),
         ("--max-modle-len=100", r"unknown flag --max-modle-len; did you mean --max-model-len\?"),
-        ("--max-logprobs=-2", "must be at least -1"),
-        ("--stream-interval=0", "must be at least 1"),
         ("--tool-call-parser=nobody", "not known; known are "),
-        ('--structured-outputs-config={"backend": "x"}', "backend 'x': expected one of"),
-        ("--chat-template=/nowhere.jinja", "cannot be read"),
         ("--ssl-cert-reqs=2", "needs --ssl-certfile"),
-        ("--admin-port=0", "--admin-port 0: must be in 1 to 65535"),
-        ("--api-key-tenant=a", "give a name for each key"),
-        ("--routing-policy=nearest", "expected one of"),
         ("--generation-config=/nowhere", "no folder with a generation_config.json"),
-        ("--generation-confi=vllm", r"did you mean --generation-config\?"),
     ],
 )
 def test_a_wrong_flag_is_said_once_and_nothing_is_started(
@@ -344,14 +325,6 @@ def test_a_wrong_flag_is_said_once_and_nothing_is_started(
     assert children.read_text() == before
 
 
-def test_a_value_of_another_type_is_said_once(up: Callable[..., Up]) -> None:
-    cluster = up(free_port_pair(), "--", "--max-logprobs=many")
-    with pytest.raises(AssertionError, match="it ended before"):
-        cluster.await_line("never said")
-    assert sum("--max-logprobs" in line for line in cluster.lines) == 1
-    assert cluster.process.wait(WAIT_S) == 2
-
-
 @pytest.mark.slow
 def test_a_unix_socket_in_the_public_ports_place(up: Callable[..., Up], tmp_path: Path) -> None:
     """It says when it is ready, where the API is, and where the admin port is, which has a number of its own here.
@@ -369,11 +342,6 @@ def test_a_unix_socket_in_the_public_ports_place(up: Callable[..., Up], tmp_path
     assert json.loads(done.stdout)["choices"]
     cluster.process.send_signal(signal.SIGINT)
     assert cluster.process.wait(WAIT_S) == 0
-
-
-def test_schedulers_do_not_share_a_unix_socket(up: Callable[..., Up]) -> None:
-    cluster = up(free_port_pair(), "--schedulers=2", "--", "--uds=x.sock")
-    cluster.await_line("^pd-cluster: --uds: not with --schedulers")
 
 
 def test_a_taken_port(up: Callable[..., Up]) -> None:

@@ -13,9 +13,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import httpx
 
@@ -27,12 +28,14 @@ from pd_cluster.cluster.processes.ports import free_port_pair, free_port_row
 from pd_cluster.cluster.processes.rank_process import environment
 from pd_cluster.engine.start.preloader import Preloader, essential, surroundings
 from pd_cluster.transport.table import same_host_choice
+from ranktable_tools.keys import ADMIN_TOKEN_FILE
 
 START_TIMEOUT_S = float(os.environ.get("PD_CLUSTER_TEST_START_S", "90"))
 SETTLE_TIMEOUT_S = 40.0
 POLL_S = 0.05
 DEVICE = os.environ.get("PD_CLUSTER_TEST_DEVICE", "")  # --device of every worker
 SAME_HOST = same_host_choice(DEVICE or "cpu")  # how two instances of one host exchange KV cache
+T = TypeVar("T")
 
 
 def shared_preloader() -> Preloader:
@@ -94,7 +97,7 @@ class LiveCluster:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.client = httpx.Client(timeout=60, trust_env=False)
 
-    def __enter__(self) -> LiveCluster:
+    def __enter__(self) -> Self:
         try:
             self.start()
             self.await_ready()
@@ -147,6 +150,12 @@ class LiveCluster:
     def await_exit(self, name: str, timeout_s: float = 20.0) -> int:
         return self.processes[name].wait(timeout_s)
 
+    def restart(self, name: str) -> None:
+        """Starts a process again that has ended or is about to, and waits until the cluster is as before."""
+        self.await_exit(name)
+        self.start_member(name)
+        self.await_ready()
+
     def stop(self) -> None:
         """Ends everything that this test started: asks, waits, kills."""
         self.client.close()
@@ -189,6 +198,31 @@ class LiveCluster:
 
     def instance(self, name: str) -> dict[str, Any]:
         return next(i for i in self.instances() if i["instance_id"] == name)
+
+    def await_received(self, *names: str) -> None:
+        """Waits until KV cache has come to each of these, by heartbeats; one may get all, so more is asked at once."""
+
+        def have_received() -> bool:
+            return all(self.instance(name)["kv_received_nbytes"] > 0 for name in names)
+
+        for seed in range(10):
+            with suppress(AssertionError):
+                self.wait_until(f"KV cache came to {names}", have_received, 2.0)
+                return
+            self.complete_together([[seed + 1, at + 1] * 20 for at in range(8)], 8)
+        self.wait_until(f"KV cache came to {names}", have_received)
+
+    def ask_admin(self, method: str, path: str, token: str | None = None, **fields: Any) -> httpx.Response:
+        """Asks the admin port, with its token unless another one is given."""
+        token = (self.folder / ADMIN_TOKEN_FILE).read_text().strip() if token is None else token
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        return self.client.request(method, f"{self.admin_url}{path}", headers=headers, **fields)
+
+    def order(self, path: str, **body: Any) -> Any:
+        """Posts a command to the admin port; returns the answer's JSON. Fails for another status than 200."""
+        answer = self.ask_admin("POST", path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
 
     def wait_until(self, what: str, condition: Callable[[], bool], timeout_s: float = SETTLE_TIMEOUT_S) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -271,16 +305,13 @@ class LiveCluster:
         """Returns the output tokens of one completion, greedy unless the fields say otherwise."""
         return self.complete_choices(prompt, max_tokens, **fields)[0]
 
-    def complete_together(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    def complete_together(
+        self, prompts: Sequence[list[int]], max_tokens: int | Sequence[int], concurrency: int = 0, **fields: Any
+    ) -> list[list[int]]:
         """Returns the output tokens of greedy completions that are asked for at once, in the prompts' order."""
-        found: dict[int, list[int]] = {}
-
-        def job(at: int) -> Callable[[], None]:
-            return lambda: found.update({at: self.complete(prompts[at], max_tokens)})
-
-        errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
-        assert not errors, errors[0]
-        return [found[at] for at in range(len(prompts))]
+        limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        asks = zip(prompts, limits, strict=True)
+        return together([partial(self.complete, prompt, limit, **fields) for prompt, limit in asks], concurrency)
 
     def complete_choices(self, prompt: list[int] | str, max_tokens: int, **fields: Any) -> list[list[int]]:
         """Returns the output tokens of each choice."""
@@ -294,6 +325,18 @@ def children_of(pid: int) -> list[int]:
     """Returns the children of all of its threads."""
     lists = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
     return [int(child) for children in lists for child in children.split()]
+
+
+def together(jobs: Sequence[Callable[[], T]], concurrency: int = 0, timeout_s: float = 240.0) -> list[T]:
+    """Returns the results of jobs that run at once, or so many at a time, in their order. Fails with their errors."""
+    found: dict[int, T] = {}
+
+    def into(at: int) -> Callable[[], None]:
+        return lambda: found.update({at: jobs[at]()})
+
+    errors = in_parallel([into(at) for at in range(len(jobs))], concurrency or len(jobs), timeout_s)
+    assert not errors, errors[0]
+    return [found[at] for at in range(len(jobs))]
 
 
 def in_parallel(jobs: Sequence[Callable[[], None]], concurrency: int, timeout_s: float = 240.0) -> list[BaseException]:

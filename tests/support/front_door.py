@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -15,7 +15,6 @@ from pd_cluster.api.front import server
 from pd_cluster.settings.http import Tls
 from pd_cluster.settings.routing import ConnectionLimits
 
-WAIT_S = 30.0
 KIB = 1 << 10
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
@@ -124,16 +123,6 @@ async def serving(limits: ConnectionLimits | None = None, tls: Tls | None = None
         app.go.set()
         made.should_exit = made.force_exit = True
         await running
-
-
-def run(
-    test: Callable[[Serving], Awaitable[Any]], limits: ConnectionLimits | None = None, tls: Tls | None = None
-) -> None:
-    async def timed() -> None:
-        async with asyncio.timeout(WAIT_S), serving(limits, tls) as at:
-            await test(at)
-
-    asyncio.run(timed())
 
 
 def status(answer: bytes) -> int:

@@ -1,6 +1,6 @@
 """Evaluates tasks with lm-evaluation-harness's own API; a program, since the harness sets seeds and logging.
 
-`python -m tests.support.run_lm_eval TASKS ARGUMENTS CHAT BATCH_SIZE…`: TASKS is the folder of the tasks' YAML files,
+`python -m tests.support.run_lm_eval TASKS ARGUMENTS CHAT BATCH_SIZE`: TASKS is the folder of the tasks' YAML files,
 and ARGUMENTS those of local-completions, as JSON. CHAT is an object of those of local-chat-completions that differ;
 chats are asked the tasks of texts, one at a time. Prints JSON: batch size, or "chat" -> task -> the record of each
 question.
@@ -17,11 +17,11 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 
 
-def main(folder: str, arguments: str, chat: str, *batch_sizes: str) -> None:
+def main(folder: str, arguments: str, chat: str, several: str) -> None:
     tasks = sorted(path.stem for path in Path(folder).glob("*.yaml"))
     manager = TaskManager(include_path=folder, include_defaults=False)  # its thousands of tasks take seconds to find
     found: dict[str, Any] = {}
-    for batch_size in (*batch_sizes, "chat"):
+    for batch_size in (several, "chat"):
         is_chat = batch_size == "chat"
         results = lm_eval.simple_evaluate(
             model="local-chat-completions" if is_chat else "local-completions",

@@ -1,0 +1,36 @@
+"""Commands to a scheduler that serves by itself; tests/cluster/test_control.py has more, with two API processes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.support.cluster import LiveCluster
+
+
+def test_requests_end_or_wait_when_the_operator_says_so(cluster: LiveCluster) -> None:
+    url, body = f"{cluster.url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
+
+    def is_there() -> bool:
+        return int(cluster.client.get(f"{cluster.url}/load").json()["server_load"]) == 1
+
+    cluster.order("/pause?mode=keep&clear_cache=false")
+    with ThreadPoolExecutor(1) as pool:
+        for command, status in (("/abort_requests", 410), ("/resume", 200)):
+            waiting = pool.submit(cluster.client.post, url, json=body)
+            cluster.wait_until("it is there", is_there)
+            assert not waiting.done()
+            cluster.order(command)
+            assert waiting.result().status_code == status
+    cluster.assert_home()
+
+
+def test_a_sleep_and_an_empty_cache(cluster: LiveCluster) -> None:
+    prompt = [7] * 100
+    before = cluster.complete(prompt, 4)
+    assert cluster.order("/sleep?level=2") == {"status": "asleep", "level": 2}
+    assert cluster.client.post(f"{cluster.url}/v1/completions", json={"prompt": prompt}).status_code == 503
+    assert cluster.order("/wake_up") == {"status": "awake"}
+    assert cluster.complete(prompt, 4) == before
+    assert cluster.order("/reset_prefix_cache?reset_external=true") == {"success": True}
+    cluster.wait_until("nothing is cached", lambda: not any(i["num_cached_blocks"] for i in cluster.instances()))
+    assert cluster.complete(prompt, 4) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import random
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ def test_on_older_cpus(flag: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_kept(ops: CpuOps, dtype: str) -> None:
-    """The pool gets the normed latent and the rotated part in the pool's own form, and no other layer or slot changes."""
+    """The pool gets the normed latent and the rotated part in its own form; no other layer or slot changes."""
     layer, step = a_layer(SMALL), a_step(SMALL, [(5, 30), (40, 0)], 16, dtype)
     batch, slots = step.batch, step.batch.slot_mapping
     before = [[plane.clone() for plane in batch.pool.layer(index)] for index in range(NUM_LAYERS)]
@@ -182,7 +183,7 @@ def test_a_row_has_the_same_bits_wherever_its_prompt_is_cut(ops: CpuOps, w: Widt
     torch.set_num_threads(num_threads)
     table = whole.batch.block_table[whole.batch.table_starts[0] : whole.batch.table_starts[1]].tolist()
     for cuts in ([0, 1, 2, 70], [0, 5, 22, 63, 65, 70], [0, 64, 70]):
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in itertools.pairwise(cuts):
             count = -(-stop // 16)
             batch = build_batch([(a_chunk(stop - start, start, table[:count]), stop - start)], whole.batch.pool)
             found = attend(ops, layer, whole.rows(slice(start, stop), batch))

@@ -12,7 +12,10 @@ from pd_cluster.model.layers.weight import weight_of
 
 
 def put_up_projections(model: torch.nn.Module) -> list[UpProjection]:
-    """Takes `kv_b_proj` of each layer apart, unless it is already; returns them. Raises ModelError for one that has more than weights."""
+    """Takes `kv_b_proj` of each layer apart, unless it is already; returns them.
+
+    Raises ModelError for one that has more than weights.
+    """
     found = []
     for module in model.modules():
         if not isinstance(getattr(module, "layer_idx", None), int):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,6 @@ WIDE = {
     "num_hidden_layers": 1,
     "initializer_range": 0.05,
 }
-
-
-def quick_first(names: list[str]) -> list[Any]:
-    """All but a few are slow tests."""
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
 class Case:
@@ -93,44 +89,31 @@ def assert_said_by(model: Path, outputs: list[list[int]]) -> None:
     assert_all_same(model, PROMPTS, [out[: len(own)] for out, own in zip(outputs, references, strict=True)], NUM_TOKENS)
 
 
-@pytest.mark.parametrize("name", quick_first([*FORMATS]))
-def test_tokens_are_those_of_the_merged_numbers(tmp_path: Path, name: str) -> None:
-    case = Case(tmp_path, FORMATS[name])
-    case.check(make_core(case.quantized, adapters=loaded(*case.folders), max_num_batched_tokens=32, num_blocks=64))
+CUT = ("awq", "gptq desc_act", "packed asymmetric", "fp8 blocks", "mxfp4")
+# Experts whose attention is adapted, layers that are joined in the files, rows that rope reorders.
+OTHERS = ("mixtral", "qwen3_moe", "phi3", "glm4", "gemma2")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["int8_wo", "int4_wo", "fp8"])
-def test_quantized_at_load(tmp_path: Path, scheme: str) -> None:
-    case = Case(tmp_path, scheme)
-    given = {"adapters": loaded(*case.folders), "max_num_batched_tokens": 32, "num_blocks": 64, "quantization": scheme}
-    case.check(make_core(case.quantized, **given))
-    with ranks(case.quantized, 2, **given) as core:
+def cases() -> Iterator[Any]:
+    """A folder's format or a scheme at load, the architecture, changes of it, the number of ranks."""
+    for name in FORMATS:
+        yield pytest.param(name, "qwen2", {}, 1, marks=() if name in QUICK else pytest.mark.slow)
+    slow = [(scheme, "qwen2", {}, size) for scheme in ("int8_wo", "int4_wo", "fp8") for size in (1, 2)]
+    slow += [(name, "qwen2", WIDE, 1) for name in QUICK] + [(name, "qwen2", {}, 2) for name in CUT]
+    slow += [("packed 4", architecture, {}, 1) for architecture in OTHERS]
+    yield from (pytest.param(*case, marks=pytest.mark.slow) for case in slow)
+
+
+@pytest.mark.parametrize(("name", "architecture", "changes", "num_ranks"), cases())
+def test_tokens_are_those_of_the_merged_numbers(
+    tmp_path: Path, name: str, architecture: str, changes: dict[str, Any], num_ranks: int
+) -> None:
+    case = Case(tmp_path, FORMATS.get(name, name), architecture, **changes)
+    given: dict[str, Any] = {"adapters": loaded(*case.folders), "max_num_batched_tokens": 32, "num_blocks": 64}
+    if name not in FORMATS:
+        given["quantization"] = name
+    with ranks(case.quantized, num_ranks, **given) as core:
         case.check(core)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
-def test_at_realistic_widths(tmp_path: Path, name: str) -> None:
-    case = Case(tmp_path, FORMATS[name], **WIDE)
-    case.check(make_core(case.quantized, adapters=loaded(*case.folders), max_num_batched_tokens=32, num_blocks=64))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["awq", "gptq desc_act", "packed asymmetric", "fp8 blocks", "mxfp4"])
-def test_two_ranks(tmp_path: Path, name: str) -> None:
-    case = Case(tmp_path, FORMATS[name])
-    given = {"adapters": loaded(*case.folders), "max_num_batched_tokens": 32, "num_blocks": 64}
-    with ranks(case.quantized, 2, **given) as core:
-        case.check(core)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "phi3", "glm4", "gemma2"])
-def test_other_architectures(tmp_path: Path, architecture: str) -> None:
-    """Experts whose attention is adapted, layers that are joined in the files, rows that rope reorders."""
-    case = Case(tmp_path, FORMATS["packed 4"], architecture)
-    case.check(make_core(case.quantized, adapters=loaded(*case.folders), max_num_batched_tokens=32, num_blocks=64))
 
 
 class Int8(torch.nn.Module):

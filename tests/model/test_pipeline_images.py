@@ -65,9 +65,7 @@ def test_a_session_goes_on_about_its_image(pipe: AsyncEngine, folder: Path) -> N
 
     (first, said), (second, _) = asyncio.run(turns())
     assert first == expected(folder, ["<|user|>", "what?<|assistant|>"], 1)
-    history = ["<|user|>", f"what?<|assistant|>{''}<|assistant|>{said}<|user|>why?<|assistant|>"]
-    history[1] = f"what?<|assistant|>{said}<|user|>why?<|assistant|>"
-    assert second == expected(folder, history, 1)
+    assert second == expected(folder, ["<|user|>", f"what?<|assistant|>{said}<|user|>why?<|assistant|>"], 1)
 
 
 def test_what_is_wrong_is_said_before_any_work(pipe: AsyncEngine, tmp_path: Path) -> None:

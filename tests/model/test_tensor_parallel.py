@@ -12,7 +12,7 @@ import torch
 from pd_cluster.errors import ModelError
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import CONFIGS
-from tests.support.engines import assert_all_same, assert_same, generate, make_core, random_prompt, run
+from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run
 from tests.support.ranks import ranks
 from tests.support.usual import usual_first
 
@@ -32,37 +32,29 @@ def test_two_ranks_generate_the_same_tokens(checkpoint: Checkpoints, architectur
         assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
 
 
-@pytest.mark.parametrize(("architecture", "num_kv_heads"), [("llama", 2), ("llama", 1), ("gemma2", 4), ("mixtral", 2)])
-def test_four_ranks_with_replicated_heads(checkpoint: Checkpoints, architecture: str, num_kv_heads: int) -> None:
-    folder = checkpoint(architecture, num_key_value_heads=num_kv_heads)
-    rng = random.Random(2)
-    prompts = [random_prompt(rng, n) for n in (3, 17, 60)]
-    with ranks(folder, 4, block_size=8, num_blocks=64) as core:
+@pytest.mark.parametrize(
+    ("architecture", "size", "changes"),
+    [
+        (
+            "llama",
+            4,
+            {"num_key_value_heads": 1, "vocab_size": 321},
+        ),  # replicated heads, a vocabulary that does not divide
+        ("gemma2", 4, {"num_key_value_heads": 4}),
+        ("mixtral", 4, {"num_key_value_heads": 2}),
+        # Neither heads nor ranks are powers of two.
+        ("llama", 3, {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}),
+        # Each rank knows its heads' part of the mean square only, and a replicated head must count once.
+        ("olmo2", 4, {"num_key_value_heads": 2}),
+    ],
+    ids=str,
+)
+def test_three_and_four_ranks(checkpoint: Checkpoints, architecture: str, size: int, changes: dict[str, int]) -> None:
+    folder, rng = checkpoint(architecture, **changes), random.Random(2)
+    last = changes.get("vocab_size", 320) - 1
+    prompts = [[last, 0, 161, 160, 5], *(random_prompt(rng, n) for n in (3, 17, 60))]
+    with ranks(folder, size, block_size=8, num_blocks=64) as core:
         assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
-
-
-def test_three_ranks(checkpoint: Checkpoints) -> None:
-    """Neither heads nor ranks are powers of two."""
-    folder = checkpoint("llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
-    prompts = [random_prompt(random.Random(6), n) for n in (1, 20)]
-    with ranks(folder, 3, num_blocks=64) as core:
-        assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
-
-
-def test_norms_that_span_replicated_heads(checkpoint: Checkpoints) -> None:
-    """Each rank knows its heads' part of the mean square only, and a replicated head must count once."""
-    folder = checkpoint("olmo2", num_key_value_heads=2)
-    prompts = [random_prompt(random.Random(3), n) for n in (5, 33)]
-    with ranks(folder, 4, num_blocks=64) as core:
-        assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
-
-
-def test_a_vocabulary_that_does_not_divide(checkpoint: Checkpoints) -> None:
-    folder = checkpoint("llama", vocab_size=321)
-    prompt = [320, 0, 161, 160, 5]
-    with ranks(folder, 4, num_blocks=32) as core:
-        (output,) = generate(core, [prompt], GREEDY)
-    assert_same(folder, prompt, output, GREEDY.max_tokens)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

@@ -16,7 +16,7 @@ from pd_cluster.devices.cores import CoreLedger
 from pd_cluster.devices.home import Home
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.model.layers.linear import PackedLinear
-from pd_cluster.model.layers.ops import Heads, Norm
+from pd_cluster.model.layers.ops import Heads
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.native.place import team_binding
 from pd_cluster.types import Order, Request, Sampling, TokenOutput
@@ -28,7 +28,7 @@ __all__ = ["ops"]  # a fixture
 
 THREADS = (2, 3, 7)
 SEQUENCES = [(1, 2000), (1, 0), (1, 300), (5, 63), (33, 0), (200, 77), (1, 15)]
-WIDTHS = ((1, 1024), (200, 1025), (768, 768), (4096, 1024), (1000, 8192), (151_936, 256))
+WIDTHS = ((1, 1024), (200, 1025), (768, 768), (1000, 8192), (100_000, 256))
 
 pytestmark = pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="torch has one thread")
 
@@ -61,8 +61,10 @@ def test_products(outputs: int, inputs: int) -> None:
         assert_same_with_all(lambda x=x: layer(x))  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("num_seqs", [1, 3, 7])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (24, 2, 128), (7, 1, 80), (3, 3, 16)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "num_seqs"),
+    [(4, 2, 64, 1), (24, 2, 128, 7), (7, 1, 80, 3), (3, 3, 16, 7)],
+)
 def test_attention(ops: CpuOps, num_heads: int, num_kv_heads: int, head_dim: int, num_seqs: int) -> None:
     """What it returns, and what it writes to the pool."""
     torch.manual_seed(head_dim)
@@ -77,16 +79,6 @@ def test_attention(ops: CpuOps, num_heads: int, num_kv_heads: int, head_dim: int
         return torch.cat((attended.flatten(), batch.pool.data.nan_to_num().flatten()))
 
     assert_same_with_all(compute)
-
-
-@pytest.mark.parametrize(("num_rows", "features"), [(1, 8192), (3, 771), (300, 1024), (2, 40_003)])
-def test_norms_and_gates(ops: CpuOps, num_rows: int, features: int) -> None:
-    x, delta = torch.randn(num_rows, features), torch.randn(num_rows, features)
-    norm = Norm(torch.randn(features), 1e-6)
-    assert_same_with_all(lambda: ops.norm(x, norm))
-    assert_same_with_all(lambda: ops.add_norm(x.clone(), delta, norm))
-    pairs = torch.randn(num_rows, 2 * features)
-    assert_same_with_all(lambda: ops.gate(pairs, "silu"))
 
 
 class RandomLedger(CoreLedger):
@@ -125,7 +117,7 @@ MODELS: list[tuple[str, dict[str, int]]] = [*((name, {}) for name in CONFIGS), (
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [
-        pytest.param(*each, marks=() if each[0] in ("llama", "gemma2", "qwen2_moe", "gpt2") else pytest.mark.slow)
+        pytest.param(*each, marks=() if each[0] in ("llama", "qwen2_moe", "gpt2") else pytest.mark.slow)
         for each in MODELS
     ],
 )

@@ -35,7 +35,7 @@ def wide(folder: Path, architecture: str) -> Path:
         "num_hidden_layers": 2,
         "initializer_range": 0.05,
     }
-    own = MORE[architecture] if architecture in MORE else CONFIGS[architecture][1]
+    own = MORE[architecture] if architecture in MORE else CONFIGS[architecture]
     if own.get("num_key_value_heads", 2) is None:
         changes["num_key_value_heads"] = None
     if "kv_lora_rank" in own:  # its heads are made anew, and have widths of their own

@@ -188,8 +188,7 @@ def test_on_older_cpus(ops: CpuOps, flag: str) -> None:
         test_gate(older, 3, 99, activation)
 
 
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("head_dim", [16, 64, 80])
+@pytest.mark.parametrize(("head_dim", "normed"), [(16, True), (64, False), (80, True)])
 def test_keys_and_values_reach_their_slots_and_no_others(ops: CpuOps, head_dim: int, normed: bool) -> None:
     rng = random.Random(head_dim)
     torch.manual_seed(head_dim)
@@ -269,7 +268,7 @@ def test_norm(ops: CpuOps, num_rows: int, features: int) -> None:
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))
-@pytest.mark.parametrize(("num_rows", "features"), [(1, 16), (1, 9001), (3, 96), (40, 1000)])
+@pytest.mark.parametrize(("num_rows", "features"), [(1, 9001), (3, 96)])
 def test_gate(ops: CpuOps, num_rows: int, features: int, activation: Activation) -> None:
     torch.manual_seed(features)
     gate_up = torch.randn(num_rows, 2 * features) * 8

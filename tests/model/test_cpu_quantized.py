@@ -305,24 +305,23 @@ def test_layers_are_made_and_used_by_several_threads(flags: tuple[str, ...]) -> 
             assert all(torch.equal(a, b) for a, b in zip(actual, wanted, strict=True))
 
 
-def test_shapes_of_activations(flags: tuple[str, ...]) -> None:
+def test_shapes_and_rounding_of_activations(flags: tuple[str, ...]) -> None:
+    """Of rows to codes: ties go to even; the largest magnitude is 127."""
     layer = bf16_linear(torch.randn(40, 96).bfloat16(), None, flags=flags)
     assert layer is not None
     x = torch.randn(2, 3, 192)[..., ::2]
     assert torch.equal(layer(x), layer(x.reshape(6, 96)).view(2, 3, 40))
     assert layer(torch.empty(0, 96)).shape == (0, 40)
-
-
-def test_rounding_of_rows_to_codes() -> None:
-    """Ties go to even; the largest magnitude is 127."""
-    x = torch.tensor([[127.0, 0.5, 1.5, -2.5, -127.0], [0.0, 0.0, 0.0, 0.0, 0.0], [1.0, float("inf"), 0.0, 0.0, 0.0]])
-    codes, scales = quantize_rows(x)
+    codes, scales = quantize_rows(
+        torch.tensor([[127.0, 0.5, 1.5, -2.5, -127.0], [0.0] * 5, [float("inf"), *[0.0] * 4]])
+    )
     assert codes.tolist() == [[127, 0, 2, -2, -127], [0] * 5, [0] * 5]
     assert scales[:2].tolist() == [[1.0], [0.0]]
     assert scales[2].isnan().all()
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without kernels there is no layer."""
     if bf16_way() is None:
         pytest.skip("the kernels cannot be compiled here")
     codes, ones = torch.full((16, 64), 8, dtype=torch.int8), torch.ones(16, 1)
@@ -334,9 +333,6 @@ def test_what_is_refused() -> None:
         fp8_weight_only_linear(torch.full((16, 64), float("nan")).to(torch.float8_e4m3fn), ones, None)
     with pytest.raises(ModelError, match="more than 32 bits"):
         int8_linear(torch.zeros(1, 65_600, dtype=torch.int8), torch.ones(1, 1), None)
-
-
-def test_without_kernels_there_is_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
     assert bf16_way() is None
     assert bf16_linear(torch.zeros(16, 64).bfloat16(), None) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 from collections.abc import Iterator
@@ -11,18 +12,20 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pd_cluster.errors import ConfigError
+from pd_cluster import AsyncEngine, GenerationConfig, VisionConfig, pipeline
+from pd_cluster.errors import ConfigError, RequestError
 from pd_cluster.fastdeploy.engine.sampling_params import SamplingParams
 from pd_cluster.fastdeploy.entrypoints.llm import LLM
 from pd_cluster.fastdeploy.input.ernie_tokenizer import ErnieBotTokenizer
 from pd_cluster.media.clips import frames_of
 from pd_cluster.media.sampling import FrameSampling
+from pd_cluster.vl import load_image
 from tests.support import clips
 from tests.support.checkpoints import make_tokenizer
 from tests.support.clips import make_seer
 from tests.support.picture_kinds import asked, make_kind
 from tests.support.picture_kinds import reference_answer as kinds_answer
-from tests.support.pictures import Shown, data_url, ids_of, picture, reference_answer
+from tests.support.pictures import Shown, data_url, file_of, ids_of, make_vision, picture, png_of_size, reference_answer
 
 NUM_TOKENS = 12
 TEXT = "what is it?"
@@ -152,3 +155,91 @@ def test_the_examples_with_ernie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             data = {"prompt": prompt, "multimodal_data": {"image": [picture(seed)]}}
             (output,) = llm.generate(data, sampling, use_tqdm=False)
             assert list(output.outputs.token_ids) == wanted  # type: ignore[union-attr]
+
+
+# ---- LMDeploy's pipeline with images: tuples, conversations and sessions
+
+
+GREEDY = GenerationConfig(max_new_tokens=NUM_TOKENS, top_k=1, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def lmdeploy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision(tmp_path_factory.mktemp("model"), "qwen2_vl")
+
+
+@pytest.fixture(scope="module")
+def pipe(lmdeploy_folder: Path) -> Iterator[AsyncEngine]:
+    with pipeline(str(lmdeploy_folder), vision_config=VisionConfig(max_batch_size=1)) as made:
+        yield made
+
+
+def lmdeploy_expected(lmdeploy_folder: Path, texts: list[str], *seeds: int) -> list[int]:
+    return reference_answer(lmdeploy_folder, Shown(ids_of(*texts), [picture(seed) for seed in seeds]), NUM_TOKENS)
+
+
+def lmdeploy_ids(found: Any) -> list[int]:
+    assert found.error is None
+    return list(found.token_ids)
+
+
+def test_a_text_with_its_images(pipe: AsyncEngine, lmdeploy_folder: Path) -> None:
+    one, two = picture(1), picture(2)
+    alone = pipe(("what?", one), gen_config=GREEDY)
+    assert lmdeploy_ids(alone) == lmdeploy_expected(lmdeploy_folder, ["<|user|>", "what?<|assistant|>"], 1)
+    several = pipe([("what?", one), ("what?", [two, one]), ("a<IMAGE_TOKEN>b", two)], gen_config=GREEDY)
+    assert [lmdeploy_ids(each) for each in several] == [  # type: ignore[union-attr]
+        lmdeploy_expected(lmdeploy_folder, ["<|user|>", "what?<|assistant|>"], 1),
+        lmdeploy_expected(lmdeploy_folder, ["<|user|>", "", "what?<|assistant|>"], 2, 1),
+        lmdeploy_expected(lmdeploy_folder, ["<|user|>a", "b<|assistant|>"], 2),
+    ]
+    parts = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": data_url(one)}}]
+    (chat,) = pipe([[{"role": "user", "content": parts}]], gen_config=GREEDY)  # type: ignore[misc]
+    assert lmdeploy_ids(chat) == lmdeploy_expected(lmdeploy_folder, ["<|user|>x", "<|assistant|>"], 1)
+
+
+def test_a_session_goes_on_about_its_image(pipe: AsyncEngine, lmdeploy_folder: Path) -> None:
+    async def turns() -> list[list[int]]:
+        found = []
+        for at, prompt in enumerate([("what?", picture(1)), "why?"]):
+            options = {"sequence_start": not at, "sequence_end": bool(at), "stream_response": False}
+            (out,) = [each async for each in pipe.generate(prompt, 7, gen_config=GREEDY, **options)]  # type: ignore[arg-type]
+            found.append((list(out.token_ids or ()), out.response))
+        return found  # type: ignore[return-value]
+
+    (first, said), (second, _) = asyncio.run(turns())
+    assert first == lmdeploy_expected(lmdeploy_folder, ["<|user|>", "what?<|assistant|>"], 1)
+    assert second == lmdeploy_expected(
+        lmdeploy_folder, ["<|user|>", f"what?<|assistant|>{said}<|user|>why?<|assistant|>"], 1
+    )
+
+
+def test_what_is_wrong_is_said_before_any_work(pipe: AsyncEngine, tmp_path: Path) -> None:
+    for given, said in (
+        (("what?", "cat.png"), r"prompts\[1\]\[0\]: str; must be a PIL.Image.Image"),
+        (("what?",), "prompts: a tuple is a text and a picture, or a list of pictures"),
+        (("<IMAGE_TOKEN><IMAGE_TOKEN>", picture(1)), "prompts: 2 times <IMAGE_TOKEN> for 1 pictures"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            pipe(given, gen_config=GREEDY)
+
+
+def test_load_image(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(file_of(picture(1)))
+    for given in (picture(1), str(file), file, f"file://{file}", data_url(picture(1))):
+        found = load_image(given)
+        assert isinstance(found, Image.Image)
+        assert found.tobytes() == picture(1).tobytes()
+    broken = tmp_path / "b.png"
+    broken.write_bytes(png_of_size(4000, 4000))
+    for given, said in (
+        (str(tmp_path / "no.png"), "cannot be read: No such file"),
+        (str(broken), "broken or cut short"),
+        (data_url(b"hello"), "no picture in"),
+        ("http://127.0.0.1:1/a.png", "its address is not a public one"),
+        ("http://localhost/a.png", "its address is not a public one"),
+        ("http:///a.png", "not a plain"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            load_image(given)

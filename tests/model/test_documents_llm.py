@@ -18,12 +18,9 @@ from typing import Any
 import pytest
 
 from pd_cluster import LLM, LoRARequest, RequestOutput, SamplingParams
-from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.devices.kinds import DeviceKind
 from pd_cluster.errors import ConfigError, RequestError
-from pd_cluster.model import loader
-from pd_cluster.model.loader import resolve_dtype
 from pd_cluster.model.sizing import check_offload
 from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.checkpoints import make_tokenizer, reference_greedy
@@ -251,19 +248,24 @@ def test_the_metrics_of_a_request_are_in_order(llm: LLM) -> None:
 
 
 def test_the_logged_number_of_blocks_is_the_caches(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The number follows from the memory: blocks of twice the size are half as many, and hold as many tokens."""
+    """It follows from the memory, of which gpu_memory_utilization is a share; the host's, since this is a CPU."""
     num_tokens = []
-    for block_size in (32, 64):
+    cases: list[dict[str, Any]] = [{"kv_cache_memory": 0.01, "block_size": size} for size in (32, 64)]
+    cases += [{"gpu_memory_utilization": share, "block_size": 64} for share in (0.0005, 0.002)]
+    for case in cases:
         with (
             caplog.at_level(logging.INFO, "pd_cluster.offline.llm"),
             watching() as made,
-            LLM(str(path), max_model_len=MAX_MODEL_LEN, block_size=block_size, kv_cache_memory=0.01),
+            LLM(str(path), max_model_len=MAX_MODEL_LEN, **case) as llm,
         ):
+            (output,) = llm.generate(["ab"], GREEDY, use_tqdm=False)
+            assert len(output.outputs.token_ids) == 6
             pool = made[0].runner.pool
-        assert pool.layout.block_size == block_size
-        assert f"engine: {pool.num_blocks} KV cache blocks of {block_size} tokens" in caplog.messages
-        num_tokens.append(pool.num_blocks // (64 // block_size))
-    assert num_tokens[0] == num_tokens[1]
+        assert pool.layout.block_size == case["block_size"]
+        assert f"engine: {pool.num_blocks} KV cache blocks of {case['block_size']} tokens" in caplog.messages
+        num_tokens.append(pool.num_blocks // (64 // case["block_size"]))
+    assert num_tokens[0] == num_tokens[1], "blocks of twice the size are half as many"
+    assert num_tokens[3] == pytest.approx(4 * num_tokens[2], rel=0.4), "other programs take memory meanwhile"
 
 
 def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -300,20 +302,6 @@ def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, ca
 def test_cpu_offload_gb_is_refused_on_accelerators(kind: DeviceKind) -> None:
     with pytest.raises(ConfigError, match="--cpu-offload-gb 2: weights stay on the device; leave it out, and give"):
         check_offload(2, Device(kind))
-
-
-def test_gpu_memory_utilization_is_a_share_of_the_memory(path: Path) -> None:
-    """The memory is the host's, since the engine computes on the CPU."""
-    num_blocks = []
-    for share in (0.0005, 0.002):
-        with (
-            watching() as made,
-            LLM(str(path), gpu_memory_utilization=share, max_model_len=MAX_MODEL_LEN) as llm,
-        ):
-            num_blocks.append(made[0].runner.pool.num_blocks)
-            (output,) = llm.generate(["ab"], GREEDY, use_tqdm=False)
-            assert len(output.outputs.token_ids) == 6
-    assert num_blocks[1] == pytest.approx(4 * num_blocks[0], rel=0.4), "other programs take memory meanwhile"
 
 
 def test_arguments_of_the_engine_act(path: Path) -> None:
@@ -377,17 +365,6 @@ def test_swap_space_holds_requests_with_several_candidates(path: Path) -> None:
     assert num_moves[0] > num_moves[2], "what forks moves blocks, too"
 
 
-@pytest.mark.parametrize("dtype_on_disk", ["float32", "float16"])
-def test_a_float32_checkpoint_stays_float32_and_this_is_said(
-    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype_on_disk: str
-) -> None:
-    folder = copy_of(path, tmp_path, {"config.json": {"dtype": dtype_on_disk}})
-    with watching() as made, LLM(str(folder), max_model_len=64, num_blocks=16):
-        assert made[0].runner.pool.layout.dtype == "float32"
-    said = 'dtype "auto": the checkpoint is float32 and stays so; say dtype="float16" to have that'
-    assert (said in caplog.messages) == (dtype_on_disk == "float32")
-
-
 ENGINE_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"quantization": "int3"}, "quantization 'int3': expected one of awq, gptq"),
     ({"cpu_offload_gb": -2}, "cpu_offload_gb -2"),
@@ -404,17 +381,6 @@ def test_a_real_model_is_refused_what_it_cannot_have(path: Path, arguments: dict
     with pytest.raises(ConfigError) as caught:
         LLM(str(path), **arguments)
     assert str(caught.value).startswith(error)
-
-
-@pytest.mark.parametrize(("kind", "wanted"), [("cpu", "float32"), ("cuda", "bfloat16"), ("npu", "bfloat16")])
-def test_auto_is_the_checkpoints_dtype_but_on_the_cpu(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, wanted: str
-) -> None:
-    """On a processor without products in bfloat16; test_bf16_cpu has the others."""
-    monkeypatch.setattr(loader, "multiplies_bf16", lambda: False)
-    folder = copy_of(path, tmp_path, {"config.json": {"dtype": None, "torch_dtype": "bfloat16"}})
-    checkpoint = Checkpoint.open(str(folder))
-    assert resolve_dtype("auto", checkpoint, Device(kind)) == wanted
 
 
 def test_no_code_of_a_model_folder_is_run(path: Path, tmp_path: Path) -> None:

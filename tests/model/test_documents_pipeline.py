@@ -99,6 +99,10 @@ def test_do_preprocess_is_whether_the_template_is_applied(tiny: AsyncEngine, pat
         response = tiny("hi", gen_config=GREEDY, **options)
         assert isinstance(response, Response)
         assert response.token_ids == answer_of(path, prompt)
+    with pytest.warns(FutureWarning, match="request_output_len: will go away, and have no effect beside gen_config"):
+        response = tiny("hi", gen_config=GREEDY, request_output_len=3)
+    assert isinstance(response, Response)
+    assert response.generate_token_len == NUM_TOKENS
 
 
 @pytest.mark.parametrize("name", ["__call__", "batch_infer", "generate"])
@@ -120,13 +124,6 @@ def test_a_model_name_without_a_template_leaves_the_folders(path: Path) -> None:
         engine = pipeline(str(path), model_name="my-model", backend_config=SMALL)
     with engine:
         assert one(engine, "hi", GREEDY).token_ids == answer_of(path, CHAT)
-
-
-def test_keywords_beside_gen_config_have_no_effect_and_say_so(tiny: AsyncEngine) -> None:
-    with pytest.warns(FutureWarning, match="request_output_len: will go away, and have no effect beside gen_config"):
-        response = tiny("hi", gen_config=GREEDY, request_output_len=3)
-    assert isinstance(response, Response)
-    assert response.generate_token_len == NUM_TOKENS
 
 
 # ---- generate, and sessions

@@ -243,15 +243,17 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0)
 NOTHING: Counter[str] = Counter()
 
 
-def one_llm(model: Path) -> None:
-    with LLM(str(model), num_blocks=64, max_model_len=64) as llm:
-        assert llm.generate("Hello", PARAMS, use_tqdm=False)[0].outputs[0].text
+SMALL: dict[str, Any] = {"num_blocks": 64, "max_model_len": 64}
+
+
+def one_llm(model: Path, params: SamplingParams = PARAMS, **more: Any) -> None:
+    with LLM(str(model), **SMALL, **more) as llm:
+        assert llm.generate("Hello", params, use_tqdm=False)[0].outputs[0].text
 
 
 def one_with_a_guide(model: Path) -> None:
     """A guide has threads of its own, and a process that checks it."""
-    with LLM(str(model), num_blocks=64, max_model_len=64) as llm:
-        assert len(llm.generate("Hello", GUIDED, use_tqdm=False)[0].outputs[0].text) == 4
+    one_llm(model, GUIDED)
 
 
 def one_pipeline(model: Path) -> None:
@@ -260,13 +262,12 @@ def one_pipeline(model: Path) -> None:
 
 
 def one_fastdeploy(model: Path) -> None:
-    with FastDeployLLM(str(model), num_blocks=64, max_model_len=64) as llm:
+    with FastDeployLLM(str(model), **SMALL) as llm:
         assert llm.generate(["Hello"], use_tqdm=False)
 
 
 def one_split(model: Path) -> None:
-    with LLM(str(model), num_blocks=64, max_model_len=64, prefill=1, decode=1) as llm:
-        assert llm.generate("Hello", PARAMS, use_tqdm=False)[0].outputs[0].text
+    one_llm(model, prefill=1, decode=1)
 
 
 public_port = functools.cache(free_port_pair)  # reserved as long as this process lives, as `up` does
@@ -291,7 +292,7 @@ def one_that_cannot_start(model: Path) -> None:
     """Its adapter is of a wider model, which is found when the pool exists."""
     adapter = model.parent / "wide-adapter"
     with pytest.raises(ModelError, match="wide-adapter"):
-        LLM(str(model), num_blocks=64, max_model_len=64, enable_lora=True, lora_modules=[f"wide={adapter}"])
+        LLM(str(model), **SMALL, enable_lora=True, lora_modules=[f"wide={adapter}"])
 
 
 @pytest.fixture
@@ -325,7 +326,7 @@ def test_an_engine_in_this_process_leaves_nothing(one: Callable[[Path], None], c
 def test_closed_but_kept_it_holds_nothing(checkpoint: Callable[..., Path]) -> None:
     one_llm(checkpoint("llama"))
     before = held()
-    llm = LLM(str(checkpoint("llama")), num_blocks=64, max_model_len=64)
+    llm = LLM(str(checkpoint("llama")), **SMALL)
     llm.close()
     llm.close()
     assert more_than(before) == NOTHING

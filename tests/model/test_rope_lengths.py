@@ -144,11 +144,10 @@ def test_a_factor_that_config_json_does_not_have(tmp_path: Path, factor: float, 
         assert_by_length(as_written, request.prompt_token_ids, request.output_token_ids, request.sampling.max_tokens)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_log_n_attention(tmp_path: Path, architecture: str) -> None:
+def test_log_n_attention(tmp_path: Path) -> None:
     """Queries beyond the trained length grow by log(position + 1) / log(trained): transformers' layers, so changed."""
     rope = {"rope_parameters": DYNAMIC, "max_position_embeddings": TRAINED}
-    folder = make_checkpoint(tmp_path, architecture, **rope)
+    folder = make_checkpoint(tmp_path, "qwen3", **rope)
     prompt = random_prompt(random.Random(3), 90)
     plain = make_core(folder, max_model_len=MAX_LEN, num_blocks=64)
     core = make_core(folder, max_model_len=MAX_LEN, num_blocks=64, hf_overrides={"use_logn_attn": True})
@@ -190,19 +189,14 @@ def test_a_stretch_lengthens_the_context(tmp_path: Path, kind: str) -> None:
         core = make_core(folder, num_blocks=64, hf_overrides=overrides)
         assert core.runner.max_model_len == 4 * TRAINED  # type: ignore[attr-defined]
         assert_all_same(written, prompts, generate(core, prompts, greedy(40)), 40)
+    with pytest.raises(ModelError, match=f"rope_type {kind}: model_type opt has no rotary embedding of that kind"):
+        make_core(make_checkpoint(tmp_path / "opt", "opt"), hf_overrides={"rope_scaling": STRETCHED[kind]})
 
 
-def test_what_has_no_rotary_embedding_is_not_stretched(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "opt")
-    with pytest.raises(ModelError, match="rope_type yarn: model_type opt has no rotary embedding of that kind"):
-        make_core(folder, num_blocks=64, hf_overrides={"rope_scaling": STRETCHED["yarn"]})
-
-
-@pytest.mark.parametrize("architecture", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
-def test_hunyuan_s_alpha_fixes_the_base(tmp_path: Path, architecture: str) -> None:
+def test_hunyuan_s_alpha_fixes_the_base(tmp_path: Path) -> None:
     """Its rope is called dynamic, and is the same at every length, also beyond the trained one."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
-    folder = make_checkpoint(tmp_path, architecture, rope_parameters=rope, max_position_embeddings=MAX_LEN)
+    folder = make_checkpoint(tmp_path, "hunyuan_v1_dense", rope_parameters=rope, max_position_embeddings=MAX_LEN)
     prompts = [random_prompt(random.Random(4), length) for length in (10, 100)]
     assert_all_same(folder, prompts, generate(make_core(folder, num_blocks=64), prompts, greedy(20)), 20)
 
@@ -277,10 +271,12 @@ def internlm2(llama2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_internlm2_answers_as_its_llama(llama2: Path, internlm2: Path) -> None:
-    rng = random.Random(1)
-    prompts = [random_prompt(rng, length) for length in (1, 17, 40)]
-    outputs = generate(make_core(internlm2, num_blocks=64), prompts, greedy(12))
-    assert_all_same(llama2, prompts, outputs, 12)
+    """Their files differ, so their caches are not exchanged, although both describe a Llama."""
+    prompts = [random_prompt(random.Random(1), length) for length in (1, 17, 40)]
+    assert_all_same(llama2, prompts, generate(make_core(internlm2, num_blocks=64), prompts, greedy(12)), 12)
+    one, other = Checkpoint.open(str(llama2)), Checkpoint.open(str(internlm2))
+    assert one.identity != other.identity
+    assert other.model_type == "llama"
 
 
 def test_internlm_answers_as_its_llama(tmp_path: Path) -> None:
@@ -291,29 +287,22 @@ def test_internlm_answers_as_its_llama(tmp_path: Path) -> None:
     assert_all_same(llama, prompts, generate(make_core(internlm, num_blocks=64), prompts, greedy(12)), 12)
 
 
-def test_dynamic_positions_of_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["internlm", "internlm2"])
+def test_dynamic_positions_of_both(tmp_path: Path, kind: str) -> None:
     """InternLM says so in `rotary`, InternLM2 in `rope_scaling`; both follow the length of a request."""
-    for kind, factor in (("internlm", 1.0), ("internlm2", 2.0)):
-        rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": factor}
-        sizes = {**SIZES, "num_key_value_heads": HEADS if kind == "internlm" else KV_HEADS}
-        llama = make_checkpoint(
-            tmp_path / f"{kind} llama",
-            "llama",
-            rope_parameters=rope,
-            attention_bias=kind == "internlm",
-            max_position_embeddings=TRAINED,
-            **sizes,
-        )
-        if kind == "internlm":
-            folder = as_internlm(llama, tmp_path / kind, rotary={"base": 10000, "type": "dynamic"})
-        else:
-            scaling = {"type": "dynamic", "factor": factor}
-            folder = as_internlm2(llama, tmp_path / kind, rope_theta=10000.0, rope_scaling=scaling)
-        core = make_core(folder, num_blocks=256, max_model_len=160)
-        requests = requests_of([(10, 12), (40, 80), (100, 20)])
-        run(core, requests)
-        for request in requests:
-            assert_by_length(llama, request.prompt_token_ids, request.output_token_ids, request.sampling.max_tokens)
+    is_first, place = kind == "internlm", tmp_path / "model"
+    rope = {**DYNAMIC, "factor": 1.0 if is_first else 2.0}
+    sizes = {**SIZES, "num_key_value_heads": HEADS if is_first else KV_HEADS, "max_position_embeddings": TRAINED}
+    llama = make_checkpoint(tmp_path / "llama", "llama", rope_parameters=rope, attention_bias=is_first, **sizes)
+    if is_first:
+        folder = as_internlm(llama, place, rotary={"base": 10000, "type": "dynamic"})
+    else:
+        folder = as_internlm2(llama, place, rope_theta=10000.0, rope_scaling={"type": "dynamic", "factor": 2.0})
+    core = make_core(folder, num_blocks=256, max_model_len=MAX_LEN)
+    requests = requests_of([(10, 12), (40, 80), (100, 20)])
+    run(core, requests)
+    for request in requests:
+        assert_by_length(llama, request.prompt_token_ids, request.output_token_ids, request.sampling.max_tokens)
 
 
 @pytest.mark.slow
@@ -325,10 +314,3 @@ def test_an_internlm2_in_a_pipeline_of_two_ranks_each(llama2: Path, internlm2: P
         (response,) = pipe(["Hi, pls intro yourself"], GenerationConfig(max_new_tokens=10, ignore_eos=True))
         prompt = pipe.tokenizer.encode("<|user|>Hi, pls intro yourself<|assistant|>")
     assert_same(llama2, prompt, response.token_ids, 10)
-
-
-def test_another_s_identity(llama2: Path, internlm2: Path) -> None:
-    """Their files differ, so their caches are not exchanged, although both describe a Llama."""
-    one, other = Checkpoint.open(str(llama2)), Checkpoint.open(str(internlm2))
-    assert one.identity != other.identity
-    assert other.model_type == "llama"

@@ -250,11 +250,9 @@ def test_an_unexpected_error_is_one_requests_alone(offline: Offline, monkeypatch
         return await complete(generations)
 
     monkeypatch.setattr(offline.service, "complete", fail_once)
-    bodies = {"bad": TEXT | {"prompt": [1, 2, 3]}, "good": TEXT}
-    found = answers(
-        offline, [entry_of(at, request(name, COMPLETIONS_URL, body)) for at, (name, body) in enumerate(bodies.items())]
-    )
-    assert [found[name]["response"]["status_code"] for name in bodies] == [500, 200]
+    lines = [request("bad", COMPLETIONS_URL, TEXT | {"prompt": [1, 2, 3]}), request("good", COMPLETIONS_URL, TEXT)]
+    found = answers(offline, [entry_of(at, line) for at, line in enumerate(lines)])
+    assert [found[name]["response"]["status_code"] for name in ("bad", "good")] == [500, 200]
     assert found["bad"]["error"]["type"] == "internal_error"
 
 
@@ -324,20 +322,21 @@ def test_what_a_run_counts_at_its_end_is_on_the_disk(
 # ---- the command
 
 
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
 def command(model: Path, source: Path | str, target: Path | str, *more: str) -> list[str]:
     flags = [f"--model={model}", f"--served-model-name={NAME}", "--num-blocks=256", "--concurrency=4", *more]
     return [sys.executable, "-m", "pd_cluster", "run-batch", "-i", str(source), "-o", str(target), *flags]
 
 
 def run(arguments: list[str], stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(arguments, input=stdin, capture_output=True, timeout=DEADLINE_S, check=False, env=env)
+    return subprocess.run(arguments, input=stdin, capture_output=True, timeout=DEADLINE_S, check=False, env=ENV)
 
 
 def begun(arguments: list[str], target: Path, num_lines: int) -> subprocess.Popen[bytes]:
     """Has written that many lines, at least."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=env)
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=ENV)
     deadline_s = time.monotonic() + DEADLINE_S
     while not target.exists() or target.read_bytes().count(b"\n") < num_lines:
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
@@ -414,39 +413,30 @@ def test_pipes_and_worker_processes(checkpoint: Callable[..., Path]) -> None:
     assert f"{num_lines} requests answered in -, {num_wrong} of them with an error (".encode() in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "words"),
-    [
+def test_what_cannot_be_done_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a model is looked for, and with every file as it was."""
+    files = {"in": request("a", CHAT_URL, CHAT), "notes": b"mine", "twice": 2 * request("a", CHAT_URL, CHAT)}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    for *paths, words in (
         ("/no/such/file", "out", "-i /no/such/file: cannot be read: No such file"),
         ("in", "HTTP://host/out", "-o HTTP://host/out: only files"),
         ("in", "/no/such/folder/out", "cannot be written: No such file"),
         ("in", "in", "the same file as the input"),
         ("in", "notes", "notes: line 1 is not an answer of a batch"),
         ("twice", "out", "lines 1 and 2 have the same custom_id, 'a'"),
-    ],
-)
-def test_what_cannot_be_done_is_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    source: str,
-    target: str,
-    words: str,
-) -> None:
-    """Before a model is looked for, and with every file as it was."""
-    files = {"in": request("a", CHAT_URL, CHAT), "notes": b"mine", "twice": 2 * request("a", CHAT_URL, CHAT)}
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    source, target = (name if "/" in name else str(tmp_path / name) for name in (source, target))
-    monkeypatch.setattr(sys, "argv", command(Path("/no/such/model"), source, target)[2:])
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main()
-    finally:
-        logging.captureWarnings(False)
-    assert ended.value.code == 1
-    written = capsys.readouterr()
-    assert written.out == ""
-    (line,) = written.err.splitlines()
-    assert words in line
-    assert {name: (tmp_path / name).read_bytes() for name in files} == files
+    ):
+        source, target = (name if "/" in name else str(tmp_path / name) for name in paths)
+        monkeypatch.setattr(sys, "argv", command(Path("/no/such/model"), source, target)[2:])
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main()
+        finally:
+            logging.captureWarnings(False)
+        written = capsys.readouterr()
+        assert (ended.value.code, written.out) == (1, "")
+        (line,) = written.err.splitlines()
+        assert words in line
+        assert {name: (tmp_path / name).read_bytes() for name in files} == files

@@ -101,14 +101,8 @@ def test_n_sequences_are_the_same_alone_in_a_batch_and_after_preemption(checkpoi
 
     def outputs(core: EngineCore, others: int) -> list[list[int]]:
         request = Request("n", Order(prompt, sampling), arrival_s=2.0)
-        beside = [
-            Request(
-                f"o{i}",
-                Order(random_prompt(rng, rng.randrange(1, 60)), Sampling(max_tokens=16, seed=i)),
-                arrival_s=i,
-            )
-            for i in range(others)
-        ]
+        more = [Order(random_prompt(rng, rng.randrange(1, 60)), Sampling(max_tokens=16, seed=i)) for i in range(others)]
+        beside = [Request(f"o{i}", order, arrival_s=i) for i, order in enumerate(more)]
         found = run(core, [request, *beside])["n"]
         return [[token.token_id for token in found[index]] for index in range(3)]
 

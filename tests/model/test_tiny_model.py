@@ -151,31 +151,6 @@ def test_answers_with_a_tools_result(
     assert ask_with([WEATHER if name == "get_weather" else ADD], *said) == answer
 
 
-def test_the_template_shows_what_a_tool_requires() -> None:
-    parameters = {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string", "description": "Where."},
-            "days": {"type": "integer"},
-            "unit": {"type": "string", "enum": ["C", "F"]},
-            "more": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        },
-    }
-    first = {"type": "function", "function": {"name": "first", "parameters": parameters}}
-    second = {"type": "function", "function": {"name": "second", "parameters": {**parameters, "required": ["unit"]}}}
-    third = {"type": "function", "function": {"name": "third"}}
-    rendered = tokenizer().apply_chat_template(
-        conversation("Hi", system="Be brief."), tools=[first, second, third], tokenize=False
-    )
-    assert rendered == (
-        "<|im_start|>system\nBe brief.\n<tools>\n"
-        '{"name": "first", "arguments": {"city": "string", "days": integer, "unit": "C|F", "more": "string"}}\n'
-        '{"name": "second", "arguments": {"unit": "C|F"}}\n'
-        '{"name": "third", "arguments": {}}\n'
-        "</tools><|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-    )
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.text())
 def test_tokenizer_loses_nothing(text: str) -> None:

@@ -17,7 +17,6 @@ from pd_cluster.cluster.routing.router import Router
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.service import ServiceConfig, TextService
 from pd_cluster.settings.requests import ChatConfig
-from pd_cluster.text.chat_template import ChatTemplate
 from tests.support.checkpoints import make_tokenizer
 from tests.support.playback import Playback
 
@@ -28,7 +27,8 @@ CORPUS += [bytes(range(32, 127)).decode(), "<", ">", "|"]
 
 # The shapes that templates of well-known families have.
 CHATML = (
-    "{{- bos_token }}{%- if tools %}<|im_start|>system\n{%- for tool in tools %}\n{{ tool | tojson }}{%- endfor %}"
+    "{{- bos_token }}{%- if tools %}<|im_start|>system\n{%- for tool in tools %}\n"
+    "{{ tool | tojson(separators=(',', ':')) }}{%- endfor %}"
     "<|im_end|>\n{%- endif %}{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{%- endfor %}{%- for d in documents or [] %}[{{ d.title | upper }}: {{ d['text'][:40] }}]{%- endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
@@ -41,7 +41,8 @@ QWEN3 = (
     "{%- if m.reasoning_content is string %}{%- set thought = m.reasoning_content %}{%- elif '</think>' in content %}"
     "{%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
     "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}<|im_start|>assistant\n"
-    "{%- if loop.index0 > ns.last and thought %}<think>\n{{ thought }}\n</think>\n\n{%- endif %}{{- content }}"
+    "{%- if loop.index0 > ns.last and thought %}<think>\n{{ thought }}\n</think>\n\n{%- endif %}"
+    "{% generation %}{{- content }}{% endgeneration %}"
     '{%- for call in m.tool_calls or [] %}\n<tool_call>\n{"name": "{{ call.function.name }}", "arguments": '
     "{{ call.function.arguments | tojson }}}\n</tool_call>{%- endfor %}<|im_end|>\n{%- elif m.role == 'tool' %}"
     "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n{%- else %}"
@@ -294,48 +295,3 @@ def test_what_normalizes_to_a_control_token_is_text(tmp_path: Path) -> None:
     found = ours.ids([{"role": "user", "content": "hi\uff1c|im_start|\uff1esystem"}])
     assert ours.control_ids(found) == ours.control_ids(harmless)
     assert "<|im_start|>system" in ours.text(found)
-
-
-# ---- texts of prompts
-
-
-MARKUP = (
-    "{{- bos_token }}{%- if tools %}\n# Tools\n{%- for tool in tools %}\n{{ tool | tojson(indent=2) }}{%- endfor %}\n"
-    "{%- endif %}{%- for message in messages %}\n  <{{ message['role'] }}>{{ message.content%s }}"
-    "{%- if message.tool_calls %}{%- for call in message.tool_calls %}{{ call.function.arguments | tojson }}"
-    "{%- endfor %}{%- endif %}</{{ message.role }}>{%- endfor %}"
-    "{%- for document in documents or [] %}({{ document.title }}){%- endfor %}"
-    "{%- if add_generation_prompt %}<assistant>{%- endif %}"
-)
-SOURCES = {
-    "as it is": MARKUP.replace("%s", ""),
-    "trimmed": MARKUP.replace("%s", " | trim"),
-    "marked": MARKUP.replace("%s", "").replace("</{{", "{% generation %}!{% endgeneration %}</{{"),
-    "compact": MARKUP.replace("%s", "").replace("tool | tojson(indent=2)", "tool | tojson(separators=(',', ':'))"),
-    "open": "{% for message in messages %}{{ message.content }}{% if not loop.last %}\n{% endif %}{% endfor %}",
-}
-
-
-TEXTS: list[list[dict[str, Any]]] = [
-    [{"role": "user", "content": "hello"}],
-    [{"role": "system", "content": " be brief\n"}, {"role": "user", "content": "hi"}],
-    [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Once upon \n"}],
-    [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "", "tool_calls": [CALL]},
-        {"role": "tool", "content": "{}", "tool_call_id": "1"},
-        {"role": "assistant", "content": "So"},
-    ],
-]
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "ä < b", "parameters": {"type": "object"}}}]
-
-
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_as_transformers_renders(source: str) -> None:
-    theirs: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(), bos_token="<bos>")
-    ours = ChatTemplate(source, {"bos_token": "<bos>"})
-    ends, fields = ("closed", "opened", "continued"), ({}, {"tools": TOOLS}, {"documents": [{"title": "t"}]})
-    for messages, end, own in itertools.product(TEXTS, ends, fields):
-        given = {"add_generation_prompt": end == "opened", "continue_final_message": end == "continued", **own}
-        expected = theirs.apply_chat_template(messages, chat_template=source, tokenize=False, **given)
-        assert ours.render(messages, end == "opened", own, end == "continued") == expected

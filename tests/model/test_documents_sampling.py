@@ -123,17 +123,27 @@ def test_no_answer_ends_before_min_tokens(ask: Ask, folder: Path) -> None:
     assert answer == adjusted_greedy(folder, adjust)[: len(answer)]
 
 
-def test_defaults_of_lengths(engines: Engines) -> None:
-    """LMDeploy's calls give 512 tokens, `generate` gives 16, and a chat as many as there is room for."""
-    config = GenerationConfig(ignore_eos=True)
-    assert len(engines.pipe(TEXT, gen_config=config, do_preprocess=False).token_ids) == 512
-    with pytest.warns(FutureWarning):
-        assert len(engines.pipe(TEXT, ignore_eos=True, do_preprocess=False).token_ids) == 512
+def test_defaults(engines: Engines, folder: Path) -> None:
+    """LMDeploy's calls give 512 tokens, `generate` gives 16, and a chat as many as there is room for.
+
+    LMDeploy's keywords draw from the 40 likeliest, its GenerationConfig takes the likeliest one, vLLM's draw all.
+    """
+    assert len(engines.pipe(TEXT, gen_config=GenerationConfig(ignore_eos=True), do_preprocess=False).token_ids) == 512
     params = SamplingParams(ignore_eos=True)
     (output,) = engines.llm.generate(TEXT, params, use_tqdm=False)
     assert len(output.outputs.token_ids) == 16
     (output,) = engines.llm.chat([{"role": "user", "content": TEXT}], params, use_tqdm=False, chat_template=PLAIN)
     assert len(output.outputs.token_ids) == 1024 - len(IDS)
+    (tokens, probabilities), texts = likeliest(folder), [TEXT] * NUM_SAMPLES
+    with pytest.warns(FutureWarning):
+        found = engines.pipe(texts, do_preprocess=False, request_output_len=1)
+    assert len(firsts([each.token_ids for each in found])) > 1
+    assert firsts([each.token_ids for each in found]) <= {*tokens[:40]}
+    config = GenerationConfig(max_new_tokens=1)
+    assert firsts([each.token_ids for each in engines.pipe(texts, config, do_preprocess=False)]) == {tokens[0]}
+    outputs = engines.llm.generate(texts, use_tqdm=False)
+    assert sum(probabilities[:12]) < 0.5
+    assert not firsts([output.outputs.token_ids for output in outputs]) <= {*tokens[:12]}
 
 
 # ---- which tokens may be drawn
@@ -182,21 +192,6 @@ def test_a_seed_repeats_an_answer(ask: Ask) -> None:
     options = ONE | {"top_k": 0, "max_tokens": 9}
     assert ask(3, **options | {"seed": 5}) == 3 * ask(1, **options | {"seed": 5})
     assert ask(1, **options | {"seed": 5}) != ask(1, **options | {"seed": 6})
-
-
-def test_defaults_of_drawing(engines: Engines, folder: Path) -> None:
-    """LMDeploy's keywords draw from the 40 likeliest, its GenerationConfig takes the likeliest one, vLLM's draw all."""
-    tokens, probabilities = likeliest(folder)
-    texts = [TEXT] * NUM_SAMPLES
-    with pytest.warns(FutureWarning):
-        found = engines.pipe(texts, do_preprocess=False, request_output_len=1)
-    assert len(firsts([each.token_ids for each in found])) > 1
-    assert firsts([each.token_ids for each in found]) <= {*tokens[:40]}
-    config = GenerationConfig(max_new_tokens=1)
-    assert firsts([each.token_ids for each in engines.pipe(texts, config, do_preprocess=False)]) == {tokens[0]}
-    outputs = engines.llm.generate(texts, use_tqdm=False)
-    assert sum(probabilities[:12]) < 0.5
-    assert not firsts([output.outputs.token_ids for output in outputs]) <= {*tokens[:12]}
 
 
 # ---- what is discouraged

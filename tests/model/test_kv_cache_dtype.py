@@ -41,8 +41,8 @@ def expected(folder: Path, dtype: str) -> list[list[int]]:
     return generated(folder, dtype, PROMPTS, 10)
 
 
-def tokens_of(folder: Path, dtype: str, **settings: Any) -> list[list[int]]:
-    settings = {"max_model_len": 128, "num_blocks": 64, "kv_cache_dtype": dtype} | settings
+def tokens_of(folder: Path, pool: str, **settings: Any) -> list[list[int]]:
+    settings = {"max_model_len": 128, "num_blocks": 64, "kv_cache_dtype": pool} | settings
     with LLM(str(folder), **settings) as llm:
         outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]

@@ -86,15 +86,8 @@ def test_answers() -> None:
     assert go_on("1 2 3 4 5", max_tokens=40).startswith(" 6 7 8 9 10 11 12")
 
 
-def test_adds_pairs_up_to_ten() -> None:
-    pairs = [(first, second) for first in range(11) for second in range(first % 3, 11, 3)]
-    wrong = [(pair, said) for pair in pairs if (said := ask("What is {} + {}?".format(*pair))) != str(sum(pair))]
-    assert not wrong
-
-
 def test_follows_a_conversation() -> None:
     told = ("My name is Ann.", "Nice to meet you, Ann.")
-    assert ask(*told, "What is my name?") == "Your name is Ann."
     assert ask(*told, "What is 3 + 4?", "7", "What is my name?") == "Your name is Ann."
     assert ask("What is my name?") == "I do not know your name yet."
 
@@ -158,13 +151,6 @@ def test_tokenizer_loses_nothing(text: str) -> None:
     assert tokenizer()(text)["input_ids"] == ids
     assert raw_tokenizer().decode(ids, skip_special_tokens=False) == text
     assert tokenizer().decode(ids) == text
-
-
-def test_each_digit_is_a_token_and_each_mark_of_chatml_is_one() -> None:
-    assert raw_tokenizer().encode("2031").tokens == ["2", "0", "3", "1"]
-    assert raw_tokenizer().encode("<|endoftext|><|im_start|><|im_end|>").ids == [0, 1, 2]
-    assert model().generation_config.eos_token_id == [2, 0]
-    assert tokenizer().eos_token_id == 2
 
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])

@@ -7,27 +7,84 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from pd_cluster import LLM, SamplingParams, pipeline
 from pd_cluster.messages import GenerationConfig, TurbomindEngineConfig
+from pd_cluster.offline.lmdeploy.async_engine import AsyncEngine
 from tests.support.checkpoints import EOS_ID, make_tokenizer, reference_greedy, reference_model
 from tests.support.copies import copy_of
-from tests.support.ways_to_ask import LLM_WAYS, PLAIN, WAYS, Ask, Engines, Way
 
 TEXT = "Once upon a time"
 IDS: list[int] = make_tokenizer().encode(TEXT).ids
 NUM_SAMPLES = 32
 NUM_TOKENS = 24
-MAIN_WAYS = (WAYS[0], WAYS[2], WAYS[5])  # each set of names once; all ways give them on
 END_AT = 5  # position in the greedy answer: this token ends an answer, too
 ONE: dict[str, Any] = {"max_tokens": 1, "ignore_eos": True, "temperature": 1.0, "top_p": 1.0}
 GREEDY: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "top_k": 1, "temperature": 1.0, "top_p": 1.0}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# ---- ways to ask: each takes one text, a number of answers and options under `SamplingParams`' names
+
+
+PLAIN = "{{ messages[0].content }}"  # a chat whose prompt is the text itself
+
+CONFIG_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "random_seed"}
+KEYWORD_NAMES = {"max_tokens": "request_output_len"}
+ORDER = ("request_output_len", "top_k", "top_p", "temperature", "repetition_penalty", "ignore_eos")
+KEYWORDS = frozenset({"max_tokens", "top_k", "top_p", "temperature", "repetition_penalty", "ignore_eos"})
+
+
+class Engines(NamedTuple):
+    llm: LLM
+    pipe: AsyncEngine
+
+
+Ask = Callable[..., list[list[int]]]
+
+
+class Way(NamedTuple):
+    """`takes` holds the options that the way has; None stands for all of them."""
+
+    name: str
+    ask: Callable[[Engines, str, int, dict[str, Any]], list[list[int]]]
+    takes: frozenset[str] | None = None
+
+
+def _generate(engines: Engines, text: str, num: int, options: dict[str, Any]) -> list[list[int]]:
+    params = [SamplingParams(**({"seed": at} | options)) for at in range(num)]
+    outputs = engines.llm.generate([text] * num, params, use_tqdm=False)
+    return [output.outputs.token_ids for output in outputs]
+
+
+def _by_config(engines: Engines, text: str, num: int, options: dict[str, Any]) -> list[list[int]]:
+    named = {CONFIG_NAMES.get(name, name): value for name, value in options.items()}
+    configs = [GenerationConfig(**({"random_seed": at} | named)) for at in range(num)]
+    found = engines.pipe([text] * num, gen_config=configs, do_preprocess=False)
+    return [response.token_ids for response in found]
+
+
+def _by_keywords(engines: Engines, text: str, num: int, options: dict[str, Any]) -> list[list[int]]:
+    named = {KEYWORD_NAMES.get(name, name): value for name, value in options.items()}
+    with pytest.warns(FutureWarning, match=rf"^{', '.join(sorted(named, key=ORDER.index))}: will go away; use gen_co"):
+        found = engines.pipe([text] * num, do_preprocess=False, **named)
+    return [response.token_ids for response in found]
+
+
+WAYS = (
+    Way("LLM.generate", _generate),
+    Way("GenerationConfig", _by_config),
+    Way("keywords", _by_keywords, KEYWORDS),
+)
+LLM_WAYS = WAYS[:1]
+
+
+# ---- engines
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +105,7 @@ def engines(folder: Path) -> Iterator[Engines]:
         yield Engines(llm, pipe)
 
 
-def ways(*options: str, among: tuple[Way, ...] = MAIN_WAYS) -> Any:
+def ways(*options: str, among: tuple[Way, ...] = WAYS) -> Any:
     """Parametrises `ask` over the ways that take all of these options."""
     taken = [way for way in among if way.takes is None or way.takes >= {*options}]
     assert taken
@@ -95,7 +152,7 @@ def firsts(answers: list[list[int]]) -> set[int]:
 # ---- how long an answer is
 
 
-@ways("max_tokens", "ignore_eos", "top_k", among=WAYS)
+@ways("max_tokens", "ignore_eos", "top_k")
 def test_max_tokens_is_the_answers_length(ask: Ask, folder: Path) -> None:
     whole = adjusted_greedy(folder, lambda logits, output: None)
     for num_tokens in (1, 7, NUM_TOKENS):

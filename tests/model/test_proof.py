@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import random
 from collections.abc import Callable
@@ -174,23 +173,6 @@ def reordered(form: Format, order: list[int]) -> Format:
     return dataclasses.replace(form, write=write)
 
 
-def turn_vocabulary(folder: Path) -> None:
-    """Gives the last tokens the first places: digits are then in the second rank's share of the vocabulary."""
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if "embed_tokens" in name or "lm_head" in name]:
-        tensors[name] = tensors[name].flip(0).contiguous()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
-    vocabulary = tokenizer["model"]["vocab"]
-    last = max(vocabulary.values(), default=0)
-    last = max([last, *(each["id"] for each in tokenizer["added_tokens"])])
-    for text in vocabulary:
-        vocabulary[text] = last - vocabulary[text]
-    for each in tokenizer["added_tokens"]:
-        each["id"] = last - each["id"]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
-
-
 @pytest.mark.parametrize(
     ("name", "order"),
     [("awq", "as it is"), ("awq", "even ones first"), ("gptq 4", "even ones first"), ("packed 4", "backwards")],
@@ -208,39 +190,28 @@ def test_another_order_of_the_codes(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert "quantization_config" in warning
 
 
-def test_a_tokenizer_s_padding_is_not_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As it is saved after a calibration."""
-    folder, _ = rewritten(SHIPPED_MODEL, tmp_path, FORMATS["awq"])
+def test_what_is_not_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture, checkpoint: Checkpoints) -> None:
+    """A tokenizer's padding, as it is saved after a calibration, is no text; plain weights have one order only, and a
+    model that knows nothing may be what somebody wants to train or measure; models for vectors need not count.
+    """
+    folder, _ = rewritten(SHIPPED_MODEL, tmp_path / "padding", FORMATS["awq"])
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_padding(length=256)
     tokenizer.enable_truncation(1)
     tokenizer.save(str(folder / "tokenizer.json"))
-    make_core(folder, num_blocks=128)
+    vectors, _ = rewritten(SHIPPED_MODEL, tmp_path / "vectors", reordered(FORMATS["awq"], ORDERS["backwards"]))
+    (vectors / "modules.json").write_text('[{"type": "sentence_transformers.models.Transformer"}]')
+    for each in (folder, vectors, checkpoint("llama")):
+        make_core(each, num_blocks=128)
     assert WARNING not in caplog.text
 
 
 def test_ranks_ask_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, _ = rewritten(SHIPPED_MODEL, tmp_path, reordered(FORMATS["awq"], ORDERS["backwards"]))
-    turn_vocabulary(folder)
     with ranks(folder, 2, num_blocks=128):
         pass
     (warning,) = [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
     assert "chance 6.9" in warning  # of 1,024 tokens
-
-
-def test_plain_weights_are_not_asked(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, checkpoint: Callable[..., Path]
-) -> None:
-    """They have one order only, and a model that knows nothing may be what somebody wants to train or measure."""
-    make_core(checkpoint("llama"), num_blocks=128)
-    assert WARNING not in caplog.text
-
-
-def test_models_for_vectors_need_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, _ = rewritten(SHIPPED_MODEL, tmp_path, reordered(FORMATS["awq"], ORDERS["backwards"]))
-    (folder / "modules.json").write_text('[{"type": "sentence_transformers.models.Transformer"}]')
-    make_core(folder, num_blocks=128)
-    assert WARNING not in caplog.text
 
 
 # ---- --try-unlisted: types that transformers has and no list
@@ -314,25 +285,21 @@ def test_what_changes_beyond_a_length_is_noticed(tmp_path: Path, monkeypatch: py
     make_core(folder, num_blocks=64, try_unlisted=("mellum",), max_model_len=100)
 
 
+LONGROPE = {"original_max_position_embeddings": 64, "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+
+
 @pytest.mark.parametrize(
     "rope",
-    [
-        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-        {
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "original_max_position_embeddings": 64,
-            "short_factor": [1.0] * 8,
-            "long_factor": [3.0] * 8,
-        },
-    ],
+    [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope", **LONGROPE}],
     ids=["dynamic", "longrope"],
 )
 def test_positions_by_length(
     tmp_path: Path, rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With --max-model-len beyond the trained length, the proof runs there, too."""
-    folder = make(tmp_path, "helium", monkeypatch, rope_parameters=rope, max_position_embeddings=128)
+    folder = make(
+        tmp_path, "helium", monkeypatch, rope_parameters={**rope, "rope_theta": 1e4}, max_position_embeddings=128
+    )
     length = 128 if rope["rope_type"] == "dynamic" else 64
     with caplog.at_level(logging.WARNING, "pd_cluster"):
         make_core(folder, num_blocks=64, try_unlisted=("helium",), max_model_len=length)

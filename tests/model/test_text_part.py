@@ -13,9 +13,9 @@ from pd_cluster import LLM, SamplingParams
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import ModelError, RequestError
 from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Sampling as Sampling
+from pd_cluster.types import Sampling
 from tests.support.engines import generate, make_core, random_prompt
-from tests.support.multimodal import MODELS, change_config, make_multimodal, reference_greedy, rewrite_weights
+from tests.support.multimodal import NAMES, change_config, make_multimodal, reference_greedy, rewrite_weights
 from tests.support.ranks import ranks
 
 GREEDY = Sampling(max_tokens=20, temperature=0.0)
@@ -27,7 +27,7 @@ def prompts() -> list[list[int]]:
     return [random_prompt(random.Random(1), length) for length in LENGTHS]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_texts_as_the_whole_model_continues_them(tmp_path: Path, name: str) -> None:
     """In chunks, all in one batch; then again from the prefix cache."""
     folder = make_multimodal(tmp_path, name)

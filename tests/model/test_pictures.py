@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.engine.ranks.follower import Follower
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.errors import ConfigError, InstanceLost, ModelError, RequestError
+from pd_cluster.errors import InstanceLost, ModelError, RequestError
 from pd_cluster.model import loader
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.vision.tower import Tower
@@ -24,7 +24,7 @@ from pd_cluster.types import Image, Request, Sampling
 from tests.support.ahead_graphs import go_ahead_with_graphs, num_captured
 from tests.support.checkpoints import ROPE
 from tests.support.engines import make_core, run, shared_core, together
-from tests.support.multimodal import change_config, rewrite_weights
+from tests.support.multimodal import rewrite_weights
 from tests.support.pictures import (
     MODELS,
     PAD,
@@ -259,19 +259,6 @@ def test_offline(tmp_path: Path) -> None:
             llm.generate({**data, "multi_modal_data": {"image": "a"}}, params, use_tqdm=False)
         with pytest.raises(RequestError, match=r"multi_modal_data.audio: only images and videos are supported"):
             llm.generate({**data, "multi_modal_data": {"audio": [1]}}, params, use_tqdm=False)
-
-
-def test_a_model_that_takes_no_images(tmp_path: Path) -> None:
-    folder = make_vision(tmp_path, "qwen2_vl")
-    with pytest.raises(ConfigError, match="enable_mm: language_model_only serves no images; give one of the two"):
-        LLM(str(folder), enable_mm=True, language_model_only=True)
-    with LLM(str(folder), num_blocks=64, language_model_only=True) as llm:
-        data = {"prompt": PAD, "multi_modal_data": {"image": picture(1)}}
-        (answer,) = llm.generate(data, use_tqdm=False)
-        assert answer.error_msg == "multi_modal_data.image[0]: this model takes no images; leave them out"
-    change_config(folder, model_type="mamba")
-    with pytest.raises(ModelError, match=r"enable_mm: .*'mamba' takes no images here; those that do are qwen2_vl, "):
-        LLM(str(folder), enable_mm=True)
 
 
 def test_steps_as_graphs_and_ahead_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,27 +125,22 @@ def test_steps_as_graphs_and_ahead_of_the_host(checkpoint: Checkpoints, monkeypa
 
 
 def test_which_models_take_positions(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    def problem(folder: Path, own: RopePositions, **settings: object) -> str | None:
+    def problem(folder: Path, own: RopePositions) -> str | None:
         request = Request("r", Order([1, 2], SAMPLING, rope_positions=own))
-        return core_problem(make_core(folder, num_blocks=32, **settings), request)
+        return core_problem(make_core(folder, num_blocks=32), request)
 
     own, far = RopePositions(((0, 4),), 3), RopePositions(((0, 503),), 502)
     for architecture in ("llama", "gpt2"):
-        assert problem(checkpoint(architecture), own) is None
-        said = problem(checkpoint(architecture), far)
-        assert said == "rope_positions: positions from 0 to 513, with delta 502; this model has those from 0 to 511"
-        assert problem(checkpoint(architecture), RopePositions(((0, 4),) * 3)) == (
-            "rope_positions: 3 rows; this model takes 1"
-        )
+        folder = checkpoint(architecture)
+        assert problem(folder, own) is None
+        assert "positions from 0 to 513, with delta 502; this model has" in (problem(folder, far) or "")
+        assert "3 rows; this model takes 1" in (problem(folder, RopePositions(((0, 4),) * 3)) or "")
     dynamic = make_checkpoint(tmp_path / "dynamic", rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 2.0})
-    assert problem(dynamic, own) == (
-        "rope_positions: rope_type dynamic takes its frequencies from a request's number of tokens; give none"
-    )
-    checkpoint_ = Checkpoint.open(str(checkpoint("llama")))
-    assert rope_limit_of(torch.nn.Linear(1, 1), checkpoint_, False).why_not == (
-        "model_type llama has neither a rotary embedding nor a table of positions"
-    )
-    assert rope_limit_of(torch.nn.Linear(1, 1), replace(checkpoint_, is_unproven=True), False).why_not == (
-        "model_type llama is unproven, and no proof covers them"
-    )
-    assert "use_logn_attn" in rope_limit_of(torch.nn.Linear(1, 1), checkpoint_, True).why_not
+    assert "rope_type dynamic takes its frequencies from a request's number of tokens" in (problem(dynamic, own) or "")
+    plain, none = Checkpoint.open(str(checkpoint("llama"))), torch.nn.Linear(1, 1)
+    for opened, is_scaled, why in (
+        (plain, False, "has neither a rotary embedding nor a table of positions"),
+        (replace(plain, is_unproven=True), False, "is unproven"),
+        (plain, True, "use_logn_attn"),
+    ):
+        assert why in rope_limit_of(none, opened, is_scaled).why_not

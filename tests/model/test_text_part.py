@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.errors import ModelError, RequestError
+from pd_cluster.errors import ConfigError, ModelError, RequestError
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Sampling
 from tests.support.engines import generate, make_core, random_prompt
@@ -126,6 +126,11 @@ def test_offline_and_images(tmp_path: Path) -> None:
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
         with pytest.raises(RequestError, match=r"content\[0\]: only parts of type 'text' are supported"):
             llm.chat([{"role": "user", "content": [image]}], params, use_tqdm=False)
+    with pytest.raises(ConfigError, match="enable_mm: language_model_only serves no images; give one of the two"):
+        LLM(str(folder), enable_mm=True, language_model_only=True)
+    change_config(folder, model_type="mamba")
+    with pytest.raises(ModelError, match=r"enable_mm: .*'mamba' takes no images here; those that do are qwen2_vl, "):
+        LLM(str(folder), enable_mm=True)
 
 
 def test_a_text_part_that_cannot_be_served(tmp_path: Path) -> None:

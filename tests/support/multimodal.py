@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import padded_left, until_end
 from tests.support.picture_kinds import make_kind
-from tests.support.pictures import MODELS, make_vision
+from tests.support.pictures import MODELS, make_vision, reference_of
 
 NAMES = ("gemma3", "mistral3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 
@@ -40,14 +38,9 @@ def change_config(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-@cache
-def _reference(folder: Path) -> Any:
-    return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def reference_greedy(folder: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
     """Returns the whole multimodal model's generate() for texts alone."""
-    model = _reference(folder)
+    model = reference_of(folder)
     found = []
     for prompt in prompts:
         with torch.inference_mode():

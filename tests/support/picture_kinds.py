@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from tests.support.checkpoints import (
     ROPE,
     until_end,
 )
-from tests.support.pictures import Shown, write_model
+from tests.support.pictures import Shown, reference_of, write_model
 
 PICTURE, VIDEO, FIRST, LAST, BEGIN, END = 300, 301, 302, 303, 304, 305
 NAMES = {PICTURE: "<picture>", VIDEO: "<video>", FIRST: "<first>", LAST: "<last>", BEGIN: "<begin>", END: "<end>"}
@@ -199,11 +198,6 @@ def asked(name: str, token_ids: list[list[int]], pictures: list[Any]) -> Shown:
     for text in token_ids[1:]:
         found += [*placeholder, *text]
     return Shown(found, pictures)
-
-
-@cache
-def reference_of(folder: Path) -> Any:
-    return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def reference_inputs(name: str, prompt: Shown) -> Inputs:

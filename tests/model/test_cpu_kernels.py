@@ -118,6 +118,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float 
     assert error <= tolerance, f"differs by {error:.1e} of the largest"
 
 
+FEATURES_OF_ROWS = (771, 9001, 40_003)
 HEADS = [(4, 2), (3, 1), (8, 8), (7, 1), (24, 2)]
 
 
@@ -216,7 +217,32 @@ def test_the_padding_block_can_be_written(ops: CpuOps) -> None:
         build_batch([(Request("probe", Order([0, 0], ANY), block_table=[3]), 2)], pool)
 
 
-@pytest.mark.parametrize("features", [771, 9001, 40_003])
+def check_rows_apart(ops: CpuOps, dtype: str) -> None:
+    """A row's bits do not depend on the batch or the threads."""
+    torch.manual_seed(5)
+    batch = make_batch(SEQUENCES, 2, 64, 16, random.Random(5), dtype)
+    heads, rope = Heads(LAYER, 6, 2, 64, 0.125), make_rope(batch, 64)
+    qkv = torch.randn(batch.num_tokens, 10 * 64)
+    together = ops.attend(heads, qkv.clone(), rope, batch)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    batch.kernel_state = None
+    assert torch.equal(together, ops.attend(heads, qkv.clone(), rope, batch))
+    torch.set_num_threads(num_threads)
+    starts, tables = batch.query_starts.tolist(), batch.table_starts.tolist()
+    for i, (query_len, prefix) in enumerate(SEQUENCES):
+        rows = slice(starts[i], starts[i + 1])
+        table = batch.block_table[tables[i] : tables[i + 1]].tolist()
+        request = Request("x", Order([0] * (query_len + prefix), ANY), num_computed_tokens=prefix, block_table=table)
+        alone = build_batch([(request, query_len)], batch.pool)
+        assert torch.equal(together[rows], ops.attend(heads, qkv[rows].clone(), make_rope(alone, 64), alone))
+
+
+def test_a_row_does_not_depend_on_the_batch_or_the_threads(ops: CpuOps) -> None:
+    check_rows_apart(ops, "float32")
+
+
+@pytest.mark.parametrize("features", FEATURES_OF_ROWS)
 def test_norms_and_gates_of_a_row_do_not_depend_on_the_batch_or_the_threads(ops: CpuOps, features: int) -> None:
     """41 rows are shared among threads in other parts than one or three, of which each is cut."""
     torch.manual_seed(features)

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from pd_cluster.kv.vectors import decode, encode
-from pd_cluster.model.batch import ForwardBatch, build_batch
+from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.cpu.ops import POOLS, CpuOps, supports
 from pd_cluster.model.layers.ops import Heads, TorchOps
 from pd_cluster.native import build
-from pd_cluster.types import Order, Request, Sampling
 from tests.model.test_cpu_kernels import (
     LAYER,
     NUM_LAYERS,
     SEQUENCES,
     assert_close,
+    check_rows_apart,
     make_batch,
     make_rope,
     ops,
@@ -122,28 +122,9 @@ def test_a_prompt_attends_as_if_the_pool_had_its_numbers(ops: CpuOps, dtype: str
     assert torch.equal(actual, ops.attend(heads, rotated, flat, plain))
 
 
-@pytest.mark.parametrize("dtype", POOLS)
+@pytest.mark.parametrize("dtype", NARROW)
 def test_a_row_does_not_depend_on_the_batch_or_the_threads(ops: CpuOps, dtype: str) -> None:
-    rng = random.Random(5)
-    torch.manual_seed(5)
-    batch = make_batch(SEQUENCES, 2, 64, 16, rng, dtype)
-    heads, rope = Heads(LAYER, 6, 2, 64, 0.125), make_rope(batch, 64)
-    qkv = torch.randn(batch.num_tokens, 10 * 64)
-    together = ops.attend(heads, qkv.clone(), rope, batch)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    batch.kernel_state = None
-    assert torch.equal(together, ops.attend(heads, qkv.clone(), rope, batch))
-    torch.set_num_threads(num_threads)
-    starts, tables = batch.query_starts.tolist(), batch.table_starts.tolist()
-    for i, (query_len, prefix) in enumerate(SEQUENCES):
-        rows = slice(starts[i], starts[i + 1])
-        table = batch.block_table[tables[i] : tables[i + 1]].tolist()
-        order = Order([0] * (query_len + prefix), Sampling())
-        request = Request("x", order, num_computed_tokens=prefix, block_table=table)
-        alone = build_batch([(request, query_len)], batch.pool)
-        own_rope = make_rope(alone, 64)
-        assert torch.equal(together[rows], ops.attend(heads, qkv[rows].clone(), own_rope, alone))
+    check_rows_apart(ops, dtype)
 
 
 @pytest.mark.parametrize("dtype", NARROW)

@@ -85,15 +85,6 @@ def test_the_best_of_several_come_at_the_end(engine: AsyncLLMEngine) -> None:
     assert [(each.finish_reason, len(each.token_ids)) for each in last.outputs] == [("length", 4)] * 2
 
 
-def test_many_at_a_time_from_one_loop(engine: AsyncLLMEngine, path: Path) -> None:
-    async def ask() -> list[list[RequestOutput]]:
-        works = [outputs_of(engine, [5 + at, 6], GREEDY, f"r{at}", priority=at % 2) for at in range(8)]
-        return list(await asyncio.gather(*works))
-
-    for at, outputs in enumerate(asyncio.run(ask())):
-        assert token_ids(outputs)[-1] == reference_greedy(path, [5 + at, 6], 6)[:6]
-
-
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
 def test_an_abort_ends_an_answer_with_what_there_is(engine: AsyncLLMEngine, kind: RequestOutputKind) -> None:
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, output_kind=kind)

@@ -32,7 +32,6 @@ from tests.support.clips import (
 )
 from tests.support.engines import make_core, together
 from tests.support.pictures import shared_folder
-from tests.support.ranks import ranks
 
 NUM_TOKENS = 16
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
@@ -74,19 +73,6 @@ def test_one_engine(name: str) -> None:
         core = make_core(folder, **cut)
         for _ in range(2):
             assert answers(folder, core, PROMPTS) == expected
-
-
-def test_preempted_and_beside_a_second_rank() -> None:
-    folder = shared_folder(make_seer, "qwen2_5_vl")
-    prompts = [filmed(10 + at, [3, 2], [frames_in(clip(at, 4, 16, 16))]) for at in range(5)]
-    expected = expected_of(folder, prompts)
-    small = {**SETTINGS, "block_size": 4, "num_blocks": 20, "max_model_len": 80, "swap_space_gib": 0.01}
-    for mode in ("recompute", "swap"):
-        core = make_core(folder, **small, preemption_mode=mode)
-        assert answers(folder, core, prompts) == expected
-        assert core.scheduler.num_preemptions
-    with ranks(folder, 2, **{**SETTINGS, "mm_encoder_cache_tokens": 20}) as both:
-        assert answers(folder, both, prompts) == expected
 
 
 def test_frames_that_are_alike_are_encoded_once() -> None:
@@ -198,23 +184,6 @@ def test_one_engine_of_other_kinds(name: str) -> None:
         folder, **{**KIND_SETTINGS, "max_num_batched_tokens": 3, "mm_encoder_cache_tokens": 0, "block_size": 4}
     )
     assert answers(folder, cut, KIND_PROMPTS) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", clip_kinds.CLIP_KINDS)
-def test_preempted_and_beside_a_second_rank_of_other_kinds(name: str) -> None:
-    folder = shared_folder(clip_kinds.make_filming, name)
-    prompts = [clip_kinds.Filmed([WORDS, OTHERS], [frames_in(clip(at, 4, 16, 16))]) for at in range(5)]
-    expected = expected_of_kind(folder, name, prompts)
-    num_blocks = 2 * -(-len(prompts[0].placed(folder).token_ids) // 4) + 2
-    small = {**KIND_SETTINGS, "block_size": 4, "num_blocks": num_blocks, "max_model_len": 4 * num_blocks}
-    for mode in ("recompute", "swap"):
-        core = make_core(folder, **small, swap_space_gib=0.01, preemption_mode=mode)
-        assert answers(folder, core, prompts) == expected
-        assert core.scheduler.num_preemptions
-    with ranks(folder, 2, **{**KIND_SETTINGS, "mm_encoder_cache_tokens": 20}) as both:
-        assert answers(folder, both, prompts) == expected
 
 
 def test_times_are_drawn_as_transformers_draws_them(tmp_path: Path) -> None:

@@ -21,10 +21,7 @@ from pd_cluster.media.clips import frames_of
 from pd_cluster.media.sampling import FrameSampling
 from pd_cluster.vl import load_image
 from tests.support import clips
-from tests.support.checkpoints import make_tokenizer
 from tests.support.clips import make_seer
-from tests.support.picture_kinds import asked, make_kind
-from tests.support.picture_kinds import reference_answer as kinds_answer
 from tests.support.pictures import Shown, data_url, file_of, ids_of, make_vision, picture, png_of_size, reference_answer
 
 NUM_TOKENS = 12
@@ -132,29 +129,6 @@ def test_videos(llm: LLM, path: str) -> None:
         film = clips.Filmed(ids, [frames_of(VIDEO, FrameSampling(), *most)])
         assert answer == clips.reference_answer(Path(path), film, NUM_TOKENS)
     assert found[0] != found[1]
-
-
-@pytest.mark.slow
-def test_the_examples_with_ernie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The document's own kind of model, with all its arguments."""
-    monkeypatch.setenv("FD_LOG_DIR", str(tmp_path / "log"))
-    path = make_kind(tmp_path, "ernie4_5_vl_moe")
-    marked = [list(make_tokenizer().encode(text).ids) for text in ("<|user|>", f"{TEXT}<|assistant|>")]
-    settings: dict[str, Any] = {"max_model_len": 256, "enable_mm": True, "reasoning_parser": "ernie-45-vl"}
-    with LLM(model=str(path), tensor_parallel_size=1, limit_mm_per_prompt={"image": 100}, **settings) as llm:
-        for seed in (1, 2):
-            shown = asked("ernie4_5_vl_moe", marked, [picture(seed)])
-            wanted = kinds_answer(path, "ernie4_5_vl_moe", shown, NUM_TOKENS)
-            most = len(shown.placed(path).token_ids) + NUM_TOKENS
-            sampling = SamplingParams(temperature=0.0, max_tokens=most)
-            (output,) = llm.chat(
-                messages(seed), sampling, use_tqdm=False, chat_template_kwargs={"enable_thinking": False}
-            )
-            assert list(output.outputs.token_ids) == wanted  # type: ignore[union-attr]
-            prompt = ErnieBotTokenizer.from_pretrained(str(path)).apply_chat_template(messages(seed), tokenize=False)
-            data = {"prompt": prompt, "multimodal_data": {"image": [picture(seed)]}}
-            (output,) = llm.generate(data, sampling, use_tqdm=False)
-            assert list(output.outputs.token_ids) == wanted  # type: ignore[union-attr]
 
 
 # ---- LMDeploy's pipeline with images: tuples, conversations and sessions

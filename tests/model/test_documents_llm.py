@@ -270,22 +270,15 @@ def test_the_logged_number_of_blocks_is_the_caches(path: Path, caplog: pytest.Lo
 
 def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The call has every value that asks for nothing, or for what has no effect on this engine."""
-    with LLM(
-        str(path),
-        tokenizer_mode="auto",
-        trust_remote_code=False,
-        quantization=None,
-        swap_space=0,
-        cpu_offload_gb=2,
-        max_context_len_to_capture=99,
-        enforce_eager=True,
-        disable_custom_all_reduce=True,
-        disable_async_output_proc=True,
-        max_model_len=MAX_MODEL_LEN,
-        num_blocks=64,
-        port=9001,
-        metrics_port=9002,
-    ) as llm:
+    nothing: dict[str, Any] = {
+        "tokenizer_mode": "auto",
+        "trust_remote_code": False,
+        "quantization": None,
+        "swap_space": 0,
+    }
+    nothing |= {"cpu_offload_gb": 2, "max_context_len_to_capture": 99, "enforce_eager": True, "port": 9001}
+    nothing |= {"disable_custom_all_reduce": True, "disable_async_output_proc": True, "metrics_port": 9002}
+    with LLM(str(path), max_model_len=MAX_MODEL_LEN, num_blocks=64, **nothing) as llm:
         outputs = llm.generate(["ab"], GREEDY, use_tqdm=False)
     (output,) = outputs
     assert output.outputs.token_ids == reference_greedy(path, output.prompt_token_ids, 6)[:6]
@@ -309,19 +302,9 @@ def test_arguments_of_the_engine_act(path: Path) -> None:
     prompts = [list(range(5 * at, 5 * at + 40)) for at in range(6)]
     wanted = [reference_greedy(path, prompt, 6)[:6] for prompt in prompts]
     for caches in (True, False):
-        with (
-            watching() as made,
-            LLM(
-                str(path),
-                max_num_seqs=3,
-                max_num_batched_tokens=50,
-                block_size=8,
-                num_gpu_blocks_override=70,
-                enable_prefix_caching=caches,
-                max_model_len=200,
-                max_logprobs=2,
-            ) as llm,
-        ):
+        sizes: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 50, "num_gpu_blocks_override": 70}
+        sizes |= {"block_size": 8, "enable_prefix_caching": caches, "max_model_len": 200, "max_logprobs": 2}
+        with watching() as made, LLM(str(path), **sizes) as llm:
             for _ in range(2):
                 outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
                 assert [output.outputs.token_ids for output in outputs] == wanted
@@ -341,17 +324,8 @@ def test_swap_space_holds_requests_with_several_candidates(path: Path) -> None:
     params = SamplingParams(n=2, best_of=4, seed=3, max_tokens=40, ignore_eos=True)
     answers, num_moves, room = [], [], []
     for swap_space, mode in ((0.001, "swap"), (0.002, "swap"), (0, "recompute")):
-        with (
-            watching() as made,
-            LLM(
-                str(path),
-                swap_space=swap_space,
-                preemption_mode=mode,
-                num_blocks=32,
-                block_size=4,
-                max_model_len=100,
-            ) as llm,
-        ):
+        sizes: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "max_model_len": 100}
+        with watching() as made, LLM(str(path), swap_space=swap_space, preemption_mode=mode, **sizes) as llm:
             outputs = llm.generate([[5] * 20, [6] * 20], params, use_tqdm=False)
             (one,) = llm.generate([[7]], GREEDY, use_tqdm=False)
             room.append(made[0].runner.swap.num_blocks)

@@ -152,13 +152,6 @@ def test_logits_are_near_those_of_the_weights_alone(tmp_path: Path, name: str) -
     assert 0 < error < MOST.get(name, 0.05)  # activations really lose bits
 
 
-def test_alone_in_a_batch_and_in_chunks(tmp_path: Path) -> None:
-    quantized, _ = written(tmp_path, W8A8, "qwen3")
-    together = generate(make_core(quantized, max_num_batched_tokens=8, num_blocks=64), PROMPTS, GREEDY)
-    alone = make_core(quantized, num_blocks=64)
-    assert [generate(alone, [prompt], GREEDY)[0] for prompt in PROMPTS] == together
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_ascend_s_static_products(dtype: torch.dtype) -> None:
     """By its own formula: integers of the row with the zero point, the bias in units of the scale, then that scale."""

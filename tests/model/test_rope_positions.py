@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -17,11 +16,9 @@ from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.model.layers.rope import rope_limit_of
 from pd_cluster.model.rope_limit import RopeLimit
 from pd_cluster.types import Order, Request, RopePositions, Sampling
-from tests.support.ahead_graphs import go_ahead_with_graphs, num_captured
 from tests.support.checkpoints import ROPE, make_checkpoint, reference_model
 from tests.support.engines import make_core, random_prompt, run
 from tests.support.positions import KINDS, assert_same, gapped
-from tests.support.ranks import ranks
 
 Checkpoints = Callable[..., Path]
 NUM_TOKENS = 10
@@ -72,17 +69,6 @@ def test_one_engine_in_chunks(checkpoint: Checkpoints, architecture: str) -> Non
     assert [token.token_id for token in answer] != [token.token_id for token in plain]
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preempted_and_resumed(checkpoint: Checkpoints, mode: str) -> None:
-    folder = checkpoint("llama")
-    settings: dict[str, Any] = {"preemption_mode": mode, "swap_space_gib": 0.01, "max_model_len": 64}
-    core = make_core(folder, block_size=4, max_num_batched_tokens=32, num_blocks=18, **settings)
-    long = msgspec.structs.replace(SAMPLING, max_tokens=30)
-    orders = orders_of(3, [*KINDS.values(), None], (12, 30), long)
-    assert_are_references(reference_model(folder), orders, core)
-    assert core.scheduler.num_preemptions > 2
-
-
 def test_a_cached_prefix_has_the_same_positions(checkpoint: Checkpoints) -> None:
     """An equal request finds the prompt and what it generated; one with other positions finds what precedes them."""
     folder, rng = checkpoint("llama"), random.Random(4)
@@ -104,24 +90,6 @@ def test_a_cached_prefix_has_the_same_positions(checkpoint: Checkpoints) -> None
 def extended(own: RopePositions, num_tokens: int) -> RopePositions:
     """The positions of a prompt that includes the first tokens of the answer."""
     return RopePositions(tuple(map(tuple, own.between(0, len(own.rows[0]) + num_tokens))), own.delta)
-
-
-def test_two_ranks(checkpoint: Checkpoints) -> None:
-    folder = checkpoint("qwen3_moe")
-    with ranks(folder, 2, max_num_batched_tokens=24, num_blocks=128, block_size=8) as core:
-        assert_are_references(reference_model(folder), orders_of(5, [*KINDS.values(), None]), core)
-
-
-def test_steps_as_graphs_and_ahead_of_the_host(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode steps replay graphs over static buffers, and are launched before the host knows the tokens."""
-    made = go_ahead_with_graphs(monkeypatch, 16)
-    folder = checkpoint("llama")
-    settings: dict[str, Any] = {"max_num_batched_tokens": 64, "num_blocks": 128, "max_num_seqs": 16}
-    with ranks(folder, 2, **settings) as core:
-        assert_are_references(reference_model(folder), orders_of(6, [*KINDS.values(), None]), core)
-        assert core.ahead.num_ahead > 0
-    assert len(made) == 2
-    assert all(num_captured(made))
 
 
 def test_which_models_take_positions(checkpoint: Checkpoints, tmp_path: Path) -> None:

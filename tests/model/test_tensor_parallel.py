@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,14 +62,8 @@ def test_three_and_four_ranks(checkpoint: Checkpoints, architecture: str, size: 
 def test_preemption_and_forks_move_blocks_on_every_rank(checkpoint: Checkpoints, mode: str) -> None:
     """Seeded sampling of n = 3 in a pool that is too small: swapped, copied, shared blocks, as on one rank."""
     folder = checkpoint("llama")
-    settings = {
-        "num_blocks": 26,
-        "block_size": 4,
-        "max_model_len": 96,
-        "preemption_mode": mode,
-        "swap_space_gib": 0.01,
-        "max_num_batched_tokens": 32,
-    }
+    sizes: dict[str, Any] = {"block_size": 4, "max_model_len": 96}
+    settings = {**sizes, "preemption_mode": mode, "swap_space_gib": 0.01, "max_num_batched_tokens": 32}
     rng = random.Random(4)
     prompts = [random_prompt(rng, rng.randrange(4, 40)) for _ in range(6)]
 
@@ -76,8 +71,8 @@ def test_preemption_and_forks_move_blocks_on_every_rank(checkpoint: Checkpoints,
         sampling = Sampling(n=3, max_tokens=20, temperature=0.8, seed=7)
         return [Request(f"r{i}", Order(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
 
-    expected = run(make_core(folder, num_blocks=512, block_size=4, max_model_len=96), requests())
-    with ranks(folder, 2, **settings) as core:
+    expected = run(make_core(folder, num_blocks=512, **sizes), requests())
+    with ranks(folder, 2, num_blocks=26, **settings) as core:
         assert run(core, requests()) == expected
         assert core.scheduler.num_preemptions > 0
 

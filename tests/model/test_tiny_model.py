@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.settings.engine import SHIPPED_VISION_MODEL
@@ -37,11 +38,6 @@ def raw_tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 
 
-@cache
-def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(FOLDER).eval()
-
-
 def conversation(*texts: str, system: str | None = None) -> Messages:
     """The texts are said by user and assistant in turn; the user begins."""
     messages = [{"role": "system", "content": system}] if system else []
@@ -49,13 +45,24 @@ def conversation(*texts: str, system: str | None = None) -> Messages:
     return messages + [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
 
 
+@cache
+def llm() -> LLM:
+    return LLM(str(FOLDER), num_blocks=256)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    llm().close()
+    llm.cache_clear()
+
+
 def go_on(prompt: str, max_tokens: int = 240) -> str:
     """The greedy continuation up to its end."""
-    input_ids = torch.tensor([tokenizer()(prompt)["input_ids"]])
-    made = model().generate(
-        input_ids=input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=max_tokens, do_sample=False
-    )
-    return str(tokenizer().decode(made[0, input_ids.shape[1] :], skip_special_tokens=True))
+    ids = tokenizer()(prompt)["input_ids"]
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    (made,) = llm().generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+    return str(made.outputs.text)
 
 
 def ask(*texts: str, system: str | None = None) -> str:

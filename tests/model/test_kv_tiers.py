@@ -286,7 +286,7 @@ def test_a_reset_forgets_the_files_and_a_sleep_does_not(engines: Callable[..., T
 # ---- host memory alone
 
 
-NUM_OF_HOST, LENGTH = 6, 60
+NUM_OF_HOST = 6
 
 
 def make(folder: Path) -> tuple[EngineCore, HostTier]:

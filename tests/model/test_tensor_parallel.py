@@ -107,7 +107,6 @@ def test_each_rank_holds_its_share_only(checkpoint: Checkpoints) -> None:
     with ranks(folder, 2, num_blocks=32) as core:
         pool = core.runner.runner.pool  # type: ignore[attr-defined]
         assert (pool.layout.num_kv_heads, pool.layout.local_kv_heads, pool.data.shape[4]) == (2, 1, 1)
-        assert core.runner.runner.model._embed.inner.weight.shape[0] == 160  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

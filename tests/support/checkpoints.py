@@ -5,6 +5,9 @@ Weights are seeded and large, so that the best two tokens are far apart and floa
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -18,6 +21,7 @@ from transformers import CONFIG_MAPPING
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 
 VOCAB_SIZE = 320
+MOST_NBYTES_KEPT = 1 << 23
 PAD_ID = 256
 EOS_ID = 258
 TEMPLATE = (
@@ -132,12 +136,27 @@ FUSED_OF_MORE = (  # of tests/support/more_checkpoints.py
 FUSED = (*(name for name in CONFIGS if name not in NOT_FUSED), *FUSED_OF_MORE)
 
 
+_folders = tempfile.TemporaryDirectory(prefix="pd-cluster-checkpoints-")
+
+
 def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0, **changes: Any) -> Path:
-    """Writes config, weights, tokenizer and chat template; returns the folder."""
+    """Writes config, weights, tokenizer and chat template; returns the folder. Small ones are made once a process."""
     from tests.support.more_checkpoints import MORE
 
     own = MORE[architecture] if architecture in MORE else CONFIGS[architecture]
-    config = CONFIG_MAPPING[architecture](**{**COMMON, **own, **changes})
+    settings = {**COMMON, **own, **changes}
+    name = hashlib.sha256(repr((architecture, seed, sorted(settings.items()))).encode()).hexdigest()[:24]
+    kept = Path(_folders.name) / name
+    if not kept.exists():
+        _write(kept, CONFIG_MAPPING[architecture](**settings), architecture, seed)
+    shutil.copytree(kept, folder, dirs_exist_ok=True)
+    if (kept / "model.safetensors").stat().st_size > MOST_NBYTES_KEPT:
+        shutil.rmtree(kept)
+    torch.manual_seed(seed)
+    return folder
+
+
+def _write(folder: Path, config: Any, architecture: str, seed: int) -> None:
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if architecture != "llama":
@@ -146,14 +165,9 @@ def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0, **
     model.save_pretrained(folder)
     tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        pad_token="<pad>",
-        chat_template=TEMPLATE,
-    ).save_pretrained(folder)
-    return folder
+    marks = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **marks)
+    fast.save_pretrained(folder)
 
 
 def shake(model: Any) -> None:

@@ -140,13 +140,13 @@ def test_a_generator_of_a_session(pipe: AsyncEngine) -> None:
 
     async def ask() -> tuple[str, list[int]]:
         generator = await pipe.get_generator(False, 5)
-        options: dict[str, Any] = {"stream_response": False}
+        options: dict[str, Any] = {"gen_config": config, "stream_response": False}
         (first,) = [out async for out in generator.generate("hi", sequence_end=False, **options)]
         (second,) = [out async for out in generator.generate("hi", sequence_start=False, **options)]
         return first.response, second.token_ids
 
-    talk = [{"role": "user", "content": "hi"}]
-    whole = pipe([[*talk, {"role": "assistant", "content": GREETING}, *talk]])[0]
+    config, talk = GenerationConfig(max_new_tokens=40), [{"role": "user", "content": "hi"}]
+    whole = pipe([[*talk, {"role": "assistant", "content": GREETING}, *talk]], config)[0]
     assert asyncio.run(ask()) == (GREETING, whole.token_ids)
     pipe.stop_session(5)
     pipe.end_session(5)
@@ -180,8 +180,12 @@ def test_n_answers(pipe: AsyncEngine, top_k: int) -> None:
     (response,) = pipe(["a b c d " * 600], replace(config, n=3))
     assert [choice.finish_reason for choice in response.choices] == ["length"] * 3
     assert "leave no room" in (response.choices[2].error or "")
+
+    async def ask() -> list[Any]:
+        return [out async for out in pipe.generate("hi", 7, config)]
+
     with pytest.raises(RequestError, match=r"^n: 4; a session goes on from one answer"):
-        asyncio.run(anext(pipe.generate("hi", 7, config)))  # type: ignore[arg-type]
+        asyncio.run(ask())
 
 
 # ---- LMDeploy: its examples, and how a pipeline ends

@@ -103,6 +103,7 @@ def test_a_call_with_every_option_by_its_place(pipe: AsyncEngine, name: str) -> 
     plain = call(["hi"], GenerationConfig(max_new_tokens=8), PLAIN)
     assert plain == call(["hi"], GenerationConfig(max_new_tokens=8), False)
     assert plain != call(["hi"], GenerationConfig(max_new_tokens=8), True)
+    assert plain == call(["hi"], GenerationConfig(max_new_tokens=8), None, do_preprocess=False)
     whole = call(["hi"], GenerationConfig(max_new_tokens=6))[0].text
     assert "".join(part.text for part in pipe.stream_infer(["hi"], GenerationConfig(max_new_tokens=6), True)) == whole
     with pytest.warns(FutureWarning):

@@ -211,7 +211,7 @@ def test_lmdeploy_s_examples(capsys: pytest.CaptureFixture[str]) -> None:
         assert GREETING in capsys.readouterr().out
         assert pipe.session_len == 1024
         pipe.close()
-    backend_config = PytorchEngineConfig(session_len=2024)  # type: ignore[assignment]
+    backend_config = PytorchEngineConfig(session_len=2024)
     gen_config = GenerationConfig(top_p=0.8, top_k=40, temperature=0.8, max_new_tokens=1024)
     pipe = pipeline(MODEL, backend_config=backend_config)
     prompts = [[{"role": "user", "content": "Hi, pls intro yourself"}], [{"role": "user", "content": "Shanghai is"}]]

@@ -187,7 +187,7 @@ def test_an_engine_without_adapters_refuses_one(llm: LLM) -> None:
     request = LoRARequest("x", 1, "/x")
     for ask, prompt in ((llm.generate, "a"), (llm.chat, [USER])):
         with pytest.raises(RequestError, match=r"^lora_request: 'x': needs LLM\(…, enable_lora=True\)"):
-            ask(prompt, GREEDY, use_tqdm=False, lora_request=request)  # type: ignore[operator]
+            ask(prompt, GREEDY, use_tqdm=False, lora_request=request)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("parser", ["qwen3", "ernie-45-vl"])

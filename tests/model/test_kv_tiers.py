@@ -347,7 +347,7 @@ def test_a_loaded_block_has_the_bits_of_the_evicted_one(checkpoint: Checkpoints)
 
 
 def tier_of(num_slots: int) -> tuple[HostTier, list[tuple[str, int, int]]]:
-    tier, moves = HostTier(num_slots, 10, LoadCost(4)), []  # type: ignore[var-annotated]
+    tier, moves = HostTier(num_slots, 10, LoadCost(4)), []
     tier.begin(lambda *move: moves.append(move))
     return tier, moves
 

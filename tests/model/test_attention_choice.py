@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,18 +52,34 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     sys.modules.pop("pd_cluster.model.cuda.flashinfer")
 
 
-@pytest.mark.parametrize("wanted", ["auto", "sdpa"])
-def test_on_cpu_sdpa_is_all_there_is(wanted: str) -> None:
-    check_backend(wanted, 24, CPU)
-    attention = choose_attention(wanted, CONFIG, LAYOUT, CPU)
-    assert attention.name == "SDPA"
-    assert attention.write_and_attend is None
+def test_on_cpu_sdpa_is_all_there_is() -> None:
+    for wanted in ("auto", "sdpa"):
+        check_backend(wanted, 24, CPU)
+        attention = choose_attention(wanted, CONFIG, LAYOUT, CPU)
+        assert (attention.name, attention.write_and_attend) == ("SDPA", None)
+    for wanted in ("triton", "flashinfer"):
+        with pytest.raises(ConfigError, match=f"--attention-backend {wanted}: on CPU expected auto or sdpa"):
+            check_backend(wanted, 16, CPU)
 
 
-@pytest.mark.parametrize("wanted", ["triton", "flashinfer"])
-def test_on_cpu_the_others_are_refused_by_name(wanted: str) -> None:
-    with pytest.raises(ConfigError, match=f"--attention-backend {wanted}: on CPU expected auto or sdpa"):
-        check_backend(wanted, 16, CPU)
+def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for names, lacks in ((("triton",), "it is not installed"), (("flashinfer",), "Triton")):
+        installed(monkeypatch, *names)
+        with pytest.raises(ConfigError, match=f"--attention-backend flashinfer: {lacks}"):
+            check_backend("flashinfer", 16, CUDA)
+    assert choose_attention("auto", CONFIG, LAYOUT, CUDA) == choice.SDPA
+    assert "attention by SDPA, sequence by sequence, which is slow: Triton is not installed" in caplog.text
+    with pytest.raises(ConfigError, match="--attention-backend triton: Triton is not installed"):
+        choose_attention("triton", CONFIG, LAYOUT, CUDA)
+
+
+def test_auto_is_triton_and_flashinfer_serves_when_it_is_asked_for(flashinfer: object) -> None:
+    pytest.importorskip("triton")
+    check_backend("flashinfer", 24, CUDA)  # pages of any size
+    attention = choose_attention("flashinfer", CONFIG, LAYOUT, CUDA)
+    assert attention.name == "FlashInfer 0.6.18 (sm_90)"
+    assert attention.attend_batch is not None
+    assert [choose_attention(each, CONFIG, LAYOUT, CUDA).name for each in ("auto", "triton")] == ["Triton"] * 2
 
 
 def test_sdpa_asked_for_on_cpu_takes_the_place_of_the_c_kernels(
@@ -74,22 +89,6 @@ def test_sdpa_asked_for_on_cpu_takes_the_place_of_the_c_kernels(
     folder = Checkpoint.open(str(checkpoint("llama")))
     model = loader.load_model(folder, "float32", CPU, attention_backend="sdpa")
     assert model.kernels == "fused layers, torch kernels, attention by SDPA"
-
-
-@pytest.mark.parametrize(("names", "lacks"), [(("triton",), "it is not installed"), (("flashinfer",), "Triton")])
-def test_flashinfer_that_is_not_installed_is_an_error(
-    names: tuple[str, ...], lacks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed(monkeypatch, *names)
-    with pytest.raises(ConfigError, match=f"--attention-backend flashinfer: {lacks}"):
-        check_backend("flashinfer", 16, CUDA)
-
-
-def test_flashinfer_serves_when_it_is_asked_for(flashinfer: object) -> None:
-    check_backend("flashinfer", 24, CUDA)  # pages of any size
-    attention = choose_attention("flashinfer", CONFIG, LAYOUT, CUDA)
-    assert attention.name == "FlashInfer 0.6.18 (sm_90)"
-    assert attention.attend_batch is not None
 
 
 def test_an_attention_s_name_keeps_instances_of_others_apart(
@@ -129,23 +128,6 @@ def test_the_loader_tells_of_sinks(checkpoint: Callable[[str], Path], monkeypatc
     assert told == [True, False]
 
 
-def test_auto_without_triton_is_sdpa_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    installed(monkeypatch, "flashinfer")
-    with caplog.at_level(logging.WARNING):
-        assert choose_attention("auto", CONFIG, LAYOUT, CUDA) == choice.SDPA
-    assert "attention by SDPA, sequence by sequence, which is slow: Triton is not installed" in caplog.text
-    with pytest.raises(ConfigError, match="--attention-backend triton: Triton is not installed"):
-        choose_attention("triton", CONFIG, LAYOUT, CUDA)
-
-
-def test_auto_is_triton_even_where_flashinfer_is_installed(flashinfer: object) -> None:
-    pytest.importorskip("triton")
-    assert choose_attention("auto", CONFIG, LAYOUT, CUDA).name == "Triton"
-    assert choose_attention("triton", CONFIG, LAYOUT, CUDA).name == "Triton"
-
-
 def test_block_sizes_are_tritons_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "triton", "flashinfer")
     for wanted in ("auto", "triton"):
@@ -155,14 +137,14 @@ def test_block_sizes_are_tritons_where_it_serves(monkeypatch: pytest.MonkeyPatch
         check_backend(wanted, 24, CUDA)
 
 
-@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_layers_whose_rope_asks_for_positions_are_never_captured(
-    rope: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(model=str(checkpoint("llama")), device="cpu", max_model_len=64)
     served = ModelRunner(config)
-    monkeypatch.setitem(served.model.config.rope_parameters, "rope_type", rope)
-    assert served.why_eager(config) == f"rope_type {rope} asks the device for positions"
+    for rope in ("dynamic", "longrope"):
+        monkeypatch.setitem(served.model.config.rope_parameters, "rope_type", rope)
+        assert served.why_eager(config) == f"rope_type {rope} asks the device for positions"
 
 
 @pytest.mark.parametrize(("start_s", "num_captured"), [(60.0, 2), (0.0, 0)])

@@ -13,10 +13,9 @@ import pytest
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.plan import Move
 from pd_cluster.types import Order, Request, Sampling, TokenOutput
-from tests.support.checkpoints import CONFIGS, EOS_ID, reference_model
+from tests.support.checkpoints import EOS_ID, reference_model
 from tests.support.engines import make_core, random_prompt, run
 from tests.support.reference_beams import assert_all_same_beams, assert_same_beams, generate_beams, one_thread
-from tests.support.usual import usual_first
 
 Checkpoints = Callable[..., Path]
 MANY_ENDS = tuple(range(1, 256, 4))  # so that hypotheses end at every length
@@ -47,7 +46,7 @@ def check(core: EngineCore, folder: Path, prompt: list[int], sampling: Sampling)
     return found
 
 
-@pytest.mark.parametrize("architecture", usual_first(CONFIGS))
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
 def test_prompts_of_every_length(checkpoint: Checkpoints, architecture: str) -> None:
     """One token, a block, a block and one, more than a step takes: together, often with an end in sight, and alone."""
     folder = checkpoint(architecture)
@@ -104,9 +103,7 @@ def test_the_models_own_end(checkpoint: Checkpoints) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"preemption_mode": "swap", "swap_space_gib": 0.01},
         {"preemption_mode": "swap", "swap_space_gib": 0.0001},
-        {"preemption_mode": "recompute"},
         {"preemption_mode": "recompute", "enable_prefix_caching": False},
         {"max_num_seqs": 4},
     ],

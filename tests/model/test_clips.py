@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.engine.step.core import EngineCore
@@ -15,8 +16,8 @@ from pd_cluster.media.clips import frames_of
 from pd_cluster.media.given_video import Frames
 from pd_cluster.media.sampling import FrameSampling
 from pd_cluster.model.runner import ModelRunner
-from pd_cluster.types import Request, Sampling
-from tests.support import pictures
+from pd_cluster.types import Sampling
+from tests.support import clip_kinds, pictures
 from tests.support.checkpoints import make_tokenizer
 from tests.support.clips import (
     PLACEHOLDER,
@@ -29,9 +30,8 @@ from tests.support.clips import (
     make_seer,
     reference_answer,
 )
-from tests.support.engines import make_core, run
+from tests.support.engines import make_core, together
 from tests.support.pictures import shared_folder
-from tests.support.ranks import ranks
 
 NUM_TOKENS = 16
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
@@ -39,14 +39,10 @@ SETTINGS: dict[str, Any] = {"block_size": 8, "num_blocks": 128, "max_num_batched
 NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
-def reversed_(video: Frames) -> Frames:
-    return video._replace(pictures=video.pictures[::-1])
-
-
 LONG, SHORT, SLOW = frames_in(clip(1, 9)), frames_in(clip(2, 2, 40, 17)), frames_in(clip(3, 6), fps=0.7)
 PROMPTS = [
     filmed(1, [5, 7], [LONG]),
-    filmed(1, [5, 7], [reversed_(LONG)]),  # the same words and frames
+    filmed(1, [5, 7], [LONG._replace(pictures=LONG.pictures[::-1])]),  # the same words and frames
     filmed(1, [5, 7], [frames_in(clip(4, 9))]),
     filmed(2, [0, 3, 6], [SHORT, SLOW]),
     filmed(2, [0, 3, 6], [SLOW, SHORT]),
@@ -54,10 +50,8 @@ PROMPTS = [
 ]
 
 
-def answers(folder: Path, core: EngineCore, prompts: list[Filmed]) -> list[list[int]]:
-    requests = [Request(f"r{i}", each.order(folder, GREEDY), arrival_s=float(i)) for i, each in enumerate(prompts)]
-    found = run(core, requests)
-    return [[token.token_id for token in found[request.request_id][0]] for request in requests]
+def answers(folder: Path, core: EngineCore, prompts: Sequence[Any]) -> list[list[int]]:
+    return together(core, [each.order(folder, GREEDY) for each in prompts])
 
 
 def expected_of(folder: Path, prompts: list[Filmed]) -> list[list[int]]:
@@ -79,19 +73,6 @@ def test_one_engine(name: str) -> None:
         core = make_core(folder, **cut)
         for _ in range(2):
             assert answers(folder, core, PROMPTS) == expected
-
-
-def test_preempted_and_beside_a_second_rank() -> None:
-    folder = shared_folder(make_seer, "qwen2_5_vl")
-    prompts = [filmed(10 + at, [3, 2], [frames_in(clip(at, 4, 16, 16))]) for at in range(5)]
-    expected = expected_of(folder, prompts)
-    small = {**SETTINGS, "block_size": 4, "num_blocks": 20, "max_model_len": 80, "swap_space_gib": 0.01}
-    for mode in ("recompute", "swap"):
-        core = make_core(folder, **small, preemption_mode=mode)
-        assert answers(folder, core, prompts) == expected
-        assert core.scheduler.num_preemptions
-    with ranks(folder, 2, **{**SETTINGS, "mm_encoder_cache_tokens": 20}) as both:
-        assert answers(folder, both, prompts) == expected
 
 
 def test_frames_that_are_alike_are_encoded_once() -> None:
@@ -152,21 +133,69 @@ def test_offline(name: str) -> None:
         (answer,) = llm.generate(both, params, use_tqdm=False)
         assert answer.error_msg is None
         assert answer.prompt_token_ids.count(300) == 6
-        (answer,) = llm.generate({**both, "prompt": PLACEHOLDER}, params, use_tqdm=False)
-        assert answer.error_msg == "prompt: 0 placeholders of images for 1 images; give one for each"
-        (answer,) = llm.generate(f"a{PLACEHOLDER}", params, use_tqdm=False)
-        assert answer.error_msg == "prompt: 1 placeholders of videos for 0 videos; give one for each"
-        (answer,) = llm.generate(asked(file[:200]), params, use_tqdm=False)
-        assert answer.error_msg == "multi_modal_data.video[0]: the file is broken or cut short; send it anew"
+        broken: list[tuple[Any, str]] = [
+            ({**both, "prompt": PLACEHOLDER}, "prompt: 0 placeholders of images for 1 images; give one for each"),
+            (f"a{PLACEHOLDER}", "prompt: 1 placeholders of videos for 0 videos; give one for each"),
+            (asked(file[:200]), "multi_modal_data.video[0]: the file is broken or cut short; send it anew"),
+        ]
+        answers = llm.generate([each for each, _ in broken], params, use_tqdm=False)
+        assert [answer.error_msg for answer in answers] == [said for _, said in broken]
         refused = {
             r"video\[0\]: str; must be bytes of a file": "a",
             r"max_frames 0: must be a whole number from 1 to 768": [{"video": file, "max_frames": 0}],
-            r"'frames': not known; known are video and max_frames": [{"frames": 1}],
-            r"frames of float64": raw[0][None] / 2,
             r"metadata.frames_indices: must ascend": (raw[:2], {"frames_indices": [1, 0]}),
             r"its frames differ in size": [raw[0], raw[1][:8]],
         }
         for said, video in refused.items():
             with pytest.raises(RequestError, match=said):
                 llm.generate(asked(video), params, use_tqdm=False)
-        assert replace(GREEDY, max_tokens=1).max_tokens == 1
+
+
+# ---- GLM-4.1V and ERNIE 4.5 VL
+
+
+KIND_SETTINGS: dict[str, Any] = {**SETTINGS, "num_blocks": 256}
+WIDE = frames_in(clip(1, 9, 48, 40))
+WORDS, OTHERS = [5, 17, 30, 2], [80, 90, 7]
+KIND_PROMPTS = [
+    clip_kinds.Filmed([WORDS, OTHERS], [WIDE]),
+    clip_kinds.Filmed([WORDS, OTHERS], [WIDE._replace(pictures=WIDE.pictures[::-1])]),  # the same words and frames
+    clip_kinds.Filmed([[], WORDS, OTHERS], [SHORT, SLOW]),
+    clip_kinds.Filmed([[], WORDS, OTHERS], [SLOW, SHORT]),
+    clip_kinds.Filmed([WORDS, [], OTHERS], [frames_in(clip(5, 1)), SLOW]),  # a single frame, and no text between
+]
+
+
+def expected_of_kind(folder: Path, name: str, prompts: list[clip_kinds.Filmed]) -> list[list[int]]:
+    return [clip_kinds.reference_answer(folder, name, prompt, NUM_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", clip_kinds.CLIP_KINDS)
+def test_one_engine_of_other_kinds(name: str) -> None:
+    """Also in chunks that cut every video, with prefix hits that end in one."""
+    folder = shared_folder(clip_kinds.make_filming, name)
+    expected = expected_of_kind(folder, name, KIND_PROMPTS)
+    assert expected[0] != expected[1], "the frames' order does not matter"
+    assert expected[2] != expected[3], "the videos' order does not matter"
+    core = make_core(folder, **KIND_SETTINGS)
+    assert [answers(folder, core, [prompt])[0] for prompt in KIND_PROMPTS] == expected
+    assert answers(folder, core, KIND_PROMPTS) == expected
+    cut = make_core(
+        folder, **{**KIND_SETTINGS, "max_num_batched_tokens": 3, "mm_encoder_cache_tokens": 0, "block_size": 4}
+    )
+    assert answers(folder, cut, KIND_PROMPTS) == expected
+
+
+def test_times_are_drawn_as_transformers_draws_them(tmp_path: Path) -> None:
+    name = "ernie4_5_vl_moe"
+    folder = clip_kinds.make_filming(tmp_path / "drawn", name)
+    plain = clip_kinds.make_filming(tmp_path / "plain", name, draw_on_frames=False)
+    large = Frames([each.resize((320, 200)) for each in WIDE.pictures], [*range(0, 90_000, 10_000)], 90_000, 24.0)
+    for video in (WIDE, large):
+        prompt = clip_kinds.Filmed([WORDS, OTHERS], [video])
+        pixels, without = (
+            np.concatenate([np.frombuffer(image.pixels, np.uint8) for image in prompt.prepared(each)[0].images])
+            for each in (folder, plain)
+        )
+        assert np.array_equal(pixels, clip_kinds.reference_pixels(folder, name, video).reshape(-1))
+        assert not np.array_equal(pixels, without)

@@ -9,26 +9,27 @@ import random
 import pytest
 import torch
 
-from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.vectors import decode, encode
-from pd_cluster.model.batch import ForwardBatch, build_batch
+from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.cpu.ops import POOLS, CpuOps, supports
 from pd_cluster.model.layers.ops import Heads, TorchOps
 from pd_cluster.native import build
-from pd_cluster.types import Order, Request, Sampling
-from tests.model.test_cpu_kernels import LAYER, NUM_LAYERS, SEQUENCES, assert_close, make_batch, make_rope, reference
+from tests.model.test_cpu_kernels import (
+    LAYER,
+    NUM_LAYERS,
+    SEQUENCES,
+    assert_close,
+    check_rows_apart,
+    make_batch,
+    make_rope,
+    ops,
+    reference,
+)
 from tests.support.usual import slow_but
 
+__all__ = ["ops"]  # a fixture
 NARROW = [dtype for dtype in POOLS if dtype != "float32"]
 OLDER = ["-mno-avx512f", "-march=x86-64"]
-
-
-@pytest.fixture(scope="module")
-def ops() -> CpuOps:
-    try:
-        return CpuOps()
-    except build.KernelsUnavailable as reason:
-        pytest.skip(str(reason))
 
 
 def a_step(
@@ -52,7 +53,7 @@ def check_attention(ops: CpuOps, dtype: str, shape: tuple[int, int, int, int]) -
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("shape", [(4, 2, 32, 3), (8, 8, 64, 16), (7, 1, 128, 16), (24, 2, 96, 64), (32, 8, 128, 16)])
+@pytest.mark.parametrize("shape", [(4, 2, 32, 3), (7, 1, 128, 16), (24, 2, 96, 64)])
 def test_attention(ops: CpuOps, dtype: str, shape: tuple[int, int, int, int]) -> None:
     """Against float64 over the pool as the kernel left it: lengths, prefixes, windows, softcaps and sinks."""
     check_attention(ops, dtype, shape)
@@ -123,27 +124,7 @@ def test_a_prompt_attends_as_if_the_pool_had_its_numbers(ops: CpuOps, dtype: str
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_row_does_not_depend_on_the_batch_or_the_threads(ops: CpuOps, dtype: str) -> None:
-    rng = random.Random(5)
-    torch.manual_seed(5)
-    batch = make_batch(SEQUENCES, 2, 64, 16, rng, dtype)
-    heads, rope = Heads(LAYER, 6, 2, 64, 0.125), make_rope(batch, 64)
-    qkv = torch.randn(batch.num_tokens, 10 * 64)
-    together = ops.attend(heads, qkv.clone(), rope, batch)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    batch.kernel_state = None
-    assert torch.equal(together, ops.attend(heads, qkv.clone(), rope, batch))
-    torch.set_num_threads(num_threads)
-    starts, tables = batch.query_starts.tolist(), batch.table_starts.tolist()
-    for i, (query_len, prefix) in enumerate(SEQUENCES):
-        rows = slice(starts[i], starts[i + 1])
-        table = batch.block_table[tables[i] : tables[i + 1]].tolist()
-        order = Order([0] * (query_len + prefix), Sampling())
-        alone = build_batch(
-            [(Request("x", order, num_computed_tokens=prefix, block_table=table), query_len)], batch.pool
-        )
-        own_rope = make_rope(alone, 64)
-        assert torch.equal(together[rows], ops.attend(heads, qkv[rows].clone(), own_rope, alone))
+    check_rows_apart(ops, dtype)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -155,6 +136,9 @@ def test_torch_computes_the_same(ops: CpuOps, dtype: str) -> None:
     before = batch.pool.data.clone()
     actual = ops.attend(heads, qkv.clone(), rope, batch)
     written = batch.pool.data.clone()
+    others = [layer for layer in range(NUM_LAYERS) if layer != LAYER]
+    assert torch.equal(written[:, others].isnan(), before[:, others].isnan())
+    assert torch.equal(written[:, others].nan_to_num(), before[:, others].nan_to_num())
     batch.pool.data.copy_(before)
     batch.kernel_state = None
     assert_close(actual, TorchOps().attend(heads, qkv.clone(), rope, batch), 0.02)
@@ -170,13 +154,3 @@ def test_what_the_kernels_take() -> None:
     assert supports(Config, "int8")
     assert not supports(Config, "int4")  # each half of a head fills whole vectors
     assert not supports(Config, "float16")
-
-
-def test_other_layers_stay_as_they_are(ops: CpuOps) -> None:
-    batch, qkv = a_step("int8", 4, 2, 64, 16, random.Random(2))
-    assert isinstance(batch.pool, KVPool)
-    before = batch.pool.data.clone()
-    ops.attend(Heads(LAYER, 4, 2, 64, 0.125), qkv, make_rope(batch, 64), batch)
-    others = [layer for layer in range(NUM_LAYERS) if layer != LAYER]
-    assert torch.equal(batch.pool.data[:, others], before[:, others])
-    assert not torch.equal(batch.pool.data, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 NUM_SEQS = (1, 2, 4, 5, 17, MOST_ROWS)
 Chunks = list[tuple[Request, int]]
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def runner_of(folder: Path, **settings: Any) -> tuple[ModelRunner, DecoderLayers]:
@@ -62,26 +70,22 @@ def computed(runner: ModelRunner, decoder: DecoderLayers | None, chunks: Chunks,
 def test_bits_are_those_of_the_parts(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, decoder = runner_of(wide(tmp_path / "model", "llama"), **CASES[name])
     runner.pool.data.copy_(torch.randint(0, 50, runner.pool.data.shape).to(runner.pool.data.dtype))
-    start, num_threads = runner.pool.data.clone(), torch.get_num_threads()
-    calls = []
+    start, calls = runner.pool.data.clone(), []
     called = DecoderLayers.__call__
     monkeypatch.setattr(DecoderLayers, "__call__", lambda *given: calls.append(1) or called(*given))
-    try:
-        for num_seqs in NUM_SEQS:
-            chunks = sequences(runner, num_seqs)
-            torch.set_num_threads(2)
-            expected = computed(runner, None, chunks).logits
-            written = runner.pool.data.clone()
-            for threads in (1, 2):
-                torch.set_num_threads(threads)
-                runner.pool.data.copy_(start)
-                assert torch.equal(computed(runner, decoder, chunks).logits, expected), f"{num_seqs} rows, {threads}"
-                assert torch.equal(runner.pool.data, written)
-            alone = computed(runner, decoder, chunks[-1:]).logits
-            assert torch.equal(alone[0], expected[-1]), f"a row among {num_seqs}"
+    for num_seqs in NUM_SEQS:
+        chunks = sequences(runner, num_seqs)
+        torch.set_num_threads(2)
+        expected = computed(runner, None, chunks).logits
+        written = runner.pool.data.clone()
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
             runner.pool.data.copy_(start)
-    finally:
-        torch.set_num_threads(num_threads)
+            assert torch.equal(computed(runner, decoder, chunks).logits, expected), f"{num_seqs} rows, {threads}"
+            assert torch.equal(runner.pool.data, written)
+        alone = computed(runner, decoder, chunks[-1:]).logits
+        assert torch.equal(alone[0], expected[-1]), f"a row among {num_seqs}"
+        runner.pool.data.copy_(start)
     assert len(calls) == 3 * len(NUM_SEQS)
 
 
@@ -106,7 +110,7 @@ def test_threads_that_change_between_layers(tmp_path: Path) -> None:
     """As when instances lend each other cores: a call has as many threads as torch when it begins."""
     runner, decoder = runner_of(make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=10), quantization="w4a8")
     chunks = sequences(runner, 9)
-    start, num_threads = runner.pool.data.clone(), torch.get_num_threads()
+    start = runner.pool.data.clone()
     expected = computed(runner, None, chunks).logits
     written = runner.pool.data.clone()
     batch = batch_of(runner.step_of(chunks), runner.pool, False)
@@ -121,11 +125,8 @@ def test_threads_that_change_between_layers(tmp_path: Path) -> None:
     runner.model.decoder = decoder
     runner.pool.data.copy_(start)
     torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            found = runner.model(batch)
-    finally:
-        torch.set_num_threads(num_threads)
+    with torch.inference_mode():
+        found = runner.model(batch)
     assert torch.equal(found, expected)
     assert torch.equal(runner.pool.data, written)
     assert counts == [1, 1, 1, 2, 2, 2, 2, 1, 1, 1]

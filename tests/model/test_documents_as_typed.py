@@ -7,6 +7,10 @@ Images, adapters and quantised weights are refused by name; other tests show tha
 from __future__ import annotations
 
 import asyncio
+import gc
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +29,9 @@ from pd_cluster import (
     pipeline,
 )
 from pd_cluster import SamplingParams as TacoParams
-from pd_cluster.errors import RequestError
+from pd_cluster.errors import ConfigError, RequestError
 from pd_cluster.settings.engine import SHIPPED_MODEL
+from tests.support.watched import watching
 
 MODEL = str(SHIPPED_MODEL)
 GREETING = "Hello! How can I help you?"
@@ -52,15 +57,13 @@ def llm() -> Iterator[LLM]:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: pipeline(MODEL),
         lambda: pipeline(MODEL, None, TurbomindEngineConfig(), None, "ERROR"),
-        lambda: pipeline(MODEL, None, PytorchEngineConfig(session_len=1024)),
         lambda: pipeline(MODEL, None, "pytorch", PytorchEngineConfig(session_len=1024)),
         lambda: pipeline(MODEL, None, "turbomind", None, None, 32, 1, "ERROR"),
         lambda: AsyncEngine(MODEL, None, "turbomind", None, None, 32, 1),
         lambda: lmdeploy.pipeline(MODEL, backend="pytorch", backend_config=PytorchEngineConfig("", 1, 1024)),
     ],
-    ids=["alone", "later order", "later order, config", "early order, config", "early order", "AsyncEngine", "named"],
+    ids=["later order", "early order, config", "early order", "AsyncEngine", "named"],
 )
 def test_a_pipeline_in_the_orders_of_both_documents(make: Any) -> None:
     with make() as pipe:
@@ -100,24 +103,13 @@ def test_a_call_with_every_option_by_its_place(pipe: AsyncEngine, name: str) -> 
     plain = call(["hi"], GenerationConfig(max_new_tokens=8), PLAIN)
     assert plain == call(["hi"], GenerationConfig(max_new_tokens=8), False)
     assert plain != call(["hi"], GenerationConfig(max_new_tokens=8), True)
-
-
-def test_the_third_place_beside_the_switch_by_its_name(pipe: AsyncEngine) -> None:
-    """LMDeploy's first document has the template's configuration there, and the switch among the keywords."""
-    config = GenerationConfig(max_new_tokens=8)
-    assert pipe(["hi"], config, None, do_preprocess=False) == pipe(["hi"], config, False)
-    assert pipe(["hi"], config, ChatTemplateConfig("llama2"), do_preprocess=False) == pipe(["hi"], config, False)
-    with pytest.raises(TypeError, match="do_preprocess is given twice"):
-        pipe(["hi"], config, True, do_preprocess=False)
-
-
-def test_a_stream_with_its_options_by_their_places(pipe: AsyncEngine) -> None:
-    whole = pipe(["hi"], GenerationConfig(max_new_tokens=6))[0]
-    parts = list(pipe.stream_infer(["hi"], GenerationConfig(max_new_tokens=6), True))
-    assert "".join(part.text for part in parts) == whole.text
+    assert plain == call(["hi"], GenerationConfig(max_new_tokens=8), None, do_preprocess=False)
+    whole = call(["hi"], GenerationConfig(max_new_tokens=6))[0].text
+    assert "".join(part.text for part in pipe.stream_infer(["hi"], GenerationConfig(max_new_tokens=6), True)) == whole
     with pytest.warns(FutureWarning):
-        parts = list(pipe.stream_infer(["hi"], None, True, 6, 1))
-    assert "".join(part.text for part in parts) == whole.text
+        assert "".join(part.text for part in pipe.stream_infer(["hi"], None, True, 6, 1)) == whole
+    with pytest.raises(TypeError, match="do_preprocess is given twice"):
+        call(["hi"], GenerationConfig(), True, do_preprocess=False)
 
 
 def test_generate_with_every_option_by_its_place(pipe: AsyncEngine) -> None:
@@ -147,11 +139,16 @@ def test_generate_with_every_option_by_its_place(pipe: AsyncEngine) -> None:
 def test_a_generator_of_a_session(pipe: AsyncEngine) -> None:
     """get_generator(stop, session_id), by place."""
 
-    async def ask() -> str:
+    async def ask() -> tuple[str, list[int]]:
         generator = await pipe.get_generator(False, 5)
-        return "".join([out.response async for out in generator.generate("hi")])
+        options: dict[str, Any] = {"gen_config": config, "stream_response": False}
+        (first,) = [out async for out in generator.generate("hi", sequence_end=False, **options)]
+        (second,) = [out async for out in generator.generate("hi", sequence_start=False, **options)]
+        return first.response, second.token_ids
 
-    assert asyncio.run(ask()) == GREETING
+    config, talk = GenerationConfig(max_new_tokens=40), [{"role": "user", "content": "hi"}]
+    whole = pipe([[*talk, {"role": "assistant", "content": GREETING}, *talk]], config)[0]
+    assert asyncio.run(ask()) == (GREETING, whole.token_ids)
     pipe.stop_session(5)
     pipe.end_session(5)
 
@@ -181,23 +178,112 @@ def test_n_answers(pipe: AsyncEngine, top_k: int) -> None:
         key = part.index, part.choice
         streamed[key] = streamed.get(key, "") + part.text
     assert streamed == {(r.index, c.choice): c.text for r in responses for c in r.choices}
-
-
-@pytest.mark.parametrize("top_k", [1, 40])
-def test_n_answers_for_which_there_is_no_room(pipe: AsyncEngine, top_k: int) -> None:
-    (response,) = pipe(["a b c d " * 600], GenerationConfig(n=3, top_k=top_k))
+    (response,) = pipe(["a b c d " * 600], replace(config, n=3))
     assert [choice.finish_reason for choice in response.choices] == ["length"] * 3
     assert "leave no room" in (response.choices[2].error or "")
-    assert pipe(["hi"], GenerationConfig(n=None, max_new_tokens=2))[0].generate_token_len == 2  # type: ignore[arg-type]
 
+    async def ask() -> list[Any]:
+        return [out async for out in pipe.generate("hi", 7, config)]
 
-def test_a_session_has_one_answer(pipe: AsyncEngine) -> None:
-    async def ask() -> None:
-        async for _ in pipe.generate("hi", 7, GenerationConfig(n=2)):
-            pass
-
-    with pytest.raises(RequestError, match=r"^n: 2; a session goes on from one answer"):
+    with pytest.raises(RequestError, match=r"^n: 4; a session goes on from one answer"):
         asyncio.run(ask())
+
+
+# ---- LMDeploy: its examples, and how a pipeline ends
+
+
+def test_lmdeploy_s_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    """With defaults; with the early configurations; with sampling, in OpenAI's format, on the pytorch backend."""
+    from pd_cluster.pytorch import EngineConfig as Pytorch
+    from pd_cluster.turbomind import EngineConfig as Turbomind
+
+    pipe = pipeline(MODEL)
+    response = pipe(["Hi, pls intro yourself", "Shanghai is"])
+    assert [(each.index, each.finish_reason) for each in response] == [(0, "stop"), (1, "stop")]
+    pipe.close()
+    for backend, kind in (("pytorch", Pytorch), ("turbomind", Turbomind)):
+        backend_config = kind(tp=1, session_len=1024)
+        gen_config = GenerationConfig(max_new_tokens=224)
+        pipe = lmdeploy.pipeline(MODEL, backend=backend, backend_config=backend_config)
+        response = pipe(["hi", "say this is a test"], gen_config=gen_config)
+        print(response)
+        assert [each.text == GREETING for each in response] == [True, False]
+        assert GREETING in capsys.readouterr().out
+        assert pipe.session_len == 1024
+        pipe.close()
+    backend_config = PytorchEngineConfig(session_len=2024)
+    gen_config = GenerationConfig(top_p=0.8, top_k=40, temperature=0.8, max_new_tokens=1024)
+    pipe = pipeline(MODEL, backend_config=backend_config)
+    prompts = [[{"role": "user", "content": "Hi, pls intro yourself"}], [{"role": "user", "content": "Shanghai is"}]]
+    response = pipe(prompts, gen_config=gen_config)
+    assert [(each.index, each.finish_reason) for each in response] == [(0, "stop"), (1, "stop")]
+    pipe.close()
+
+
+# tp=2 is four processes: two ranks that prefill, two that decode. It may have no `if __name__ == "__main__":`.
+TP_SCRIPT = f"""
+from pd_cluster.offline.lmdeploy.pipeline import pipeline
+from pd_cluster.messages import GenerationConfig, TurbomindEngineConfig
+
+{{indent}}backend_config = TurbomindEngineConfig(tp=2)
+{{indent}}gen_config = GenerationConfig(top_p=0.8,
+{{indent}}                              top_k=40,
+{{indent}}                              temperature=0.8,
+{{indent}}                              max_new_tokens=1024)
+{{indent}}pipe = pipeline({MODEL!r},
+{{indent}}                backend_config=backend_config)
+{{indent}}response = pipe(['Hi, pls intro yourself', 'Shanghai is'],
+{{indent}}                gen_config=gen_config)
+{{indent}}print(response)
+"""
+
+
+@pytest.mark.parametrize("entry", ["", pytest.param("if __name__ == '__main__':", marks=pytest.mark.slow)])
+def test_a_script_with_two_ranks_starts_with_and_without_an_entry(tmp_path: Path, entry: str) -> None:
+    head, _, rest = TP_SCRIPT.partition("\n\n")
+    script = tmp_path / "script.py"
+    script.write_text(f"{head}\n\n{entry}\n{rest}".format(indent="    " if entry else ""))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[Response(text='")
+    assert done.stdout.count("finish_reason='stop'") == 2
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        pytest.param("print(pipe('hi').text)", 0, marks=pytest.mark.slow),
+        pytest.param("print(next(pipe.stream_infer('hi')).text)", 0, marks=pytest.mark.slow),
+        ("for each in pipe.stream_infer('hi'): sys.exit(3)", 3),
+    ],
+)
+def test_a_script_that_never_closes_its_pipeline_ends_quietly(tmp_path: Path, end: str, code: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys\nfrom pd_cluster import pipeline\npipe = pipeline({MODEL!r})\n{end}\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_a_pipeline_that_is_forgotten_ends_its_threads() -> None:
+    before = set(threading.enumerate())
+    pipe = pipeline(MODEL)
+    mine = set(threading.enumerate()) - before
+    assert {thread.name for thread in mine} >= {"pd-cluster", "engine"}
+    stream = pipe.stream_infer("hi")
+    next(stream)
+    del pipe, stream
+    gc.collect()
+    for thread in mine:
+        if not thread.name.startswith("asyncio"):  # of the loop's executor, which ends with the interpreter
+            thread.join(30)
+            assert not thread.is_alive(), thread.name
+
+
+def test_a_configuration_that_cannot_be_is_refused_under_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"session_len 5000: .* has max_position_embeddings 2048"):
+        pipeline(MODEL, backend_config=PytorchEngineConfig(session_len=5000))
+    with pytest.raises(ConfigError, match=r"num_gpu_blocks 1000000000000: a KV pool of .* free: .*Ask for less"):
+        pipeline(MODEL, backend_config=PytorchEngineConfig(num_gpu_blocks=10**12))
 
 
 # ---- TACO-LLM
@@ -265,7 +351,8 @@ def test_fastdeploy_s_first_two_examples(tmp_path: Path, monkeypatch: pytest.Mon
     sampling_params = SamplingParams(top_p=0.95, max_tokens=6400)
 
     # 加载模型
-    llm = LLM(model=MODEL, tensor_parallel_size=1, max_model_len=512)
+    with watching() as made:
+        llm = LLM(model=MODEL, tensor_parallel_size=1, max_model_len=512)
 
     # 批量进行推理
     outputs = llm.chat(messages, sampling_params)
@@ -282,11 +369,11 @@ def test_fastdeploy_s_first_two_examples(tmp_path: Path, monkeypatch: pytest.Mon
     for output in outputs:
         assert output.prompt == prompts[0]
         assert output.outputs.text
+    pool = made[0].runner.pool
+    assert (pool.layout.block_size, pool.num_blocks * 64 >= 512) == (64, True)
     llm.close()
     (line,) = (tmp_path / "log" / "fastdeploy.log").read_text().splitlines()
-    head, _, number = line.rpartition("total_block_num:")
-    assert head.endswith("INFO Doing profile, the ")
-    assert int(number) * 64 >= 512
+    assert line.endswith(f"INFO Doing profile, the total_block_num:{pool.num_blocks}")
 
 
 def test_fastdeploy_s_module_paths_and_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,11 +408,10 @@ def test_fastdeploy_s_module_paths_and_shapes(tmp_path: Path, monkeypatch: pytes
         metrics, outputs = output.metrics, output.outputs
         assert (outputs.index, outputs.text, output.finished, output.error_code) == (at, GREETING, True, 200)
         assert outputs.send_idx == len(outputs.token_ids) - 1
+        times = (metrics.first_token_time, metrics.model_forward_time, metrics.model_execute_time)
         assert metrics.inference_start_time is not None
         assert metrics.inference_start_time >= metrics.arrival_time
-        assert metrics.first_token_time is not None
-        assert metrics.model_forward_time is not None
-        assert metrics.model_execute_time is not None
-        assert 0 < metrics.first_token_time <= metrics.model_forward_time <= metrics.model_execute_time
+        assert None not in times
+        assert 0 < times[0] <= times[1] <= times[2]  # type: ignore[operator]
     assert isinstance(several[0].outputs, list)
     assert len(several[0].outputs) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 from collections.abc import Iterator
@@ -11,19 +12,17 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pd_cluster.errors import ConfigError
+from pd_cluster import AsyncEngine, GenerationConfig, VisionConfig, pipeline
+from pd_cluster.errors import ConfigError, RequestError
 from pd_cluster.fastdeploy.engine.sampling_params import SamplingParams
 from pd_cluster.fastdeploy.entrypoints.llm import LLM
 from pd_cluster.fastdeploy.input.ernie_tokenizer import ErnieBotTokenizer
 from pd_cluster.media.clips import frames_of
-from pd_cluster.media.given_video import Frames
 from pd_cluster.media.sampling import FrameSampling
+from pd_cluster.vl import load_image
 from tests.support import clips
-from tests.support.checkpoints import make_tokenizer
 from tests.support.clips import make_seer
-from tests.support.picture_kinds import asked, make_kind
-from tests.support.picture_kinds import reference_answer as kinds_answer
-from tests.support.pictures import Shown, data_url, ids_of, picture, reference_answer
+from tests.support.pictures import Shown, data_url, file_of, ids_of, make_vision, picture, png_of_size, reference_answer
 
 NUM_TOKENS = 12
 TEXT = "what is it?"
@@ -62,7 +61,7 @@ def params(path: str, *seeds: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_prompt + NUM_TOKENS)
 
 
-@pytest.mark.parametrize("seeds", [(1,), (2,), (1, 2), (2, 1)])
+@pytest.mark.parametrize("seeds", [(1,), (1, 2), (2, 1)])
 def test_a_chat_with_images(llm: LLM, path: str, seeds: tuple[int, ...]) -> None:
     """The first example: a question about a picture by its URL."""
     (output,) = llm.chat(
@@ -75,19 +74,26 @@ def test_a_chat_with_images(llm: LLM, path: str, seeds: tuple[int, ...]) -> None
     assert list(output.outputs.token_ids) == expected(path, *seeds)  # type: ignore[union-attr]
 
 
+def opened(asked: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """As the document's second example makes `multimodal_data` of the messages; its URLs are data."""
+    images: list[Any] = []
+    videos: list[Any] = []
+    for part in asked[0]["content"]:
+        if part["type"] == "image_url":
+            image_bytes = base64.b64decode(part["image_url"]["url"].partition(",")[2])
+            images.append(Image.open(io.BytesIO(image_bytes)))
+        elif part["type"] == "video_url":
+            video_bytes = base64.b64decode(part["video_url"]["url"].partition(",")[2])
+            videos.append({"video": video_bytes, "max_frames": 4})
+    return {"image": images, "video": videos}
+
+
 def test_a_prompt_of_the_tokenizer_with_images(llm: LLM, path: str) -> None:
     """The second example: the tokenizer renders the prompt, and the pictures are opened with Pillow."""
-    tokenizer = ErnieBotTokenizer.from_pretrained(path)
     asked = messages(1, 2)
-    prompt = tokenizer.apply_chat_template(asked, tokenize=False)
-    images, videos = [], []  # type: ignore[var-annotated]
-    for message in asked:
-        for part in message["content"]:
-            if part["type"] == "image_url":
-                image_bytes = base64.b64decode(part["image_url"]["url"].partition(",")[2])
-                images.append(Image.open(io.BytesIO(image_bytes)))
+    prompt = ErnieBotTokenizer.from_pretrained(path).apply_chat_template(asked, tokenize=False)
     outputs = llm.generate(
-        prompts={"prompt": prompt, "multimodal_data": {"image": images, "video": videos}},
+        prompts={"prompt": prompt, "multimodal_data": opened(asked)},
         sampling_params=params(path, 1, 2),
         use_tqdm=False,
     )
@@ -103,75 +109,111 @@ def test_arguments_about_images(llm: LLM, path: str) -> None:
     assert list(one.outputs.token_ids) == expected(path, 1)  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="limit_mm_per_prompt: audio 1: only images and videos are supported"):
         LLM(model=path, enable_mm=True, limit_mm_per_prompt={"image": 1, "audio": 1})
-
-
-def expected_of(path: str, *texts: str, video: Frames) -> list[int]:
-    prompt = [*ids_of(texts[0]), 302, 301, 303, *ids_of(texts[1])]
-    return clips.reference_answer(Path(path), clips.Filmed(prompt, [video]), NUM_TOKENS)
-
-
-def test_videos(llm: LLM, path: str) -> None:
-    """The examples with a video instead: by its URL in a chat, and as bytes with `max_frames` beside a prompt."""
-    asked = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "video_url", "video_url": {"url": clips.data_url(VIDEO)}},
-                {"type": "text", "text": TEXT},
-            ],
-        }
-    ]
-    settings = SamplingParams(temperature=0.0, max_tokens=200)
-    (output,) = llm.chat(asked, sampling_params=settings, use_tqdm=False)
-    assert output.error_msg is None
-    whole = expected_of(path, "<|user|>", f"{TEXT}<|assistant|>", video=frames_of(VIDEO, FrameSampling()))
-    assert list(output.outputs.token_ids)[:NUM_TOKENS] == whole  # type: ignore[union-attr]
-
-    tokenizer = ErnieBotTokenizer.from_pretrained(path)
-    prompt = tokenizer.apply_chat_template(asked, tokenize=False)
-    images, videos = [], []  # type: ignore[var-annotated]
-    for message in asked:
-        content = message["content"]
-        if not isinstance(content, list):
-            continue
-        for part in content:
-            if part["type"] == "video_url":
-                url = part["video_url"]["url"]
-                video_bytes = base64.b64decode(url.partition(",")[2])
-                videos.append({"video": video_bytes, "max_frames": 4})
-    outputs = llm.generate(
-        prompts={"prompt": prompt, "multimodal_data": {"image": images, "video": videos}},
-        sampling_params=settings,
-        use_tqdm=False,
-    )
-    four = expected_of(path, "<|user|>", f"{TEXT}<|assistant|>", video=frames_of(VIDEO, FrameSampling(), 4))
-    assert list(outputs[0].outputs.token_ids)[:NUM_TOKENS] == four  # type: ignore[union-attr]
-    assert four != whole
-
-
-def test_images_are_prepared_as_the_folder_says(path: str) -> None:
     with pytest.raises(ConfigError, match=r"mm_processor_kwargs: backend: not known; known are size, min_pixels"):
         LLM(model=path, enable_mm=True, mm_processor_kwargs={"backend": "torchvision_npu"})
 
 
-@pytest.mark.slow
-def test_the_examples_with_ernie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The document's own kind of model, with all its arguments."""
-    monkeypatch.setenv("FD_LOG_DIR", str(tmp_path / "log"))
-    path = make_kind(tmp_path, "ernie4_5_vl_moe")
-    marked = [list(make_tokenizer().encode(text).ids) for text in ("<|user|>", f"{TEXT}<|assistant|>")]
-    settings: dict[str, Any] = {"max_model_len": 256, "enable_mm": True, "reasoning_parser": "ernie-45-vl"}
-    with LLM(model=str(path), tensor_parallel_size=1, limit_mm_per_prompt={"image": 100}, **settings) as llm:
-        for seed in (1, 2):
-            shown = asked("ernie4_5_vl_moe", marked, [picture(seed)])
-            wanted = kinds_answer(path, "ernie4_5_vl_moe", shown, NUM_TOKENS)
-            most = len(shown.placed(path).token_ids) + NUM_TOKENS
-            sampling = SamplingParams(temperature=0.0, max_tokens=most)
-            (output,) = llm.chat(
-                messages(seed), sampling, use_tqdm=False, chat_template_kwargs={"enable_thinking": False}
-            )
-            assert list(output.outputs.token_ids) == wanted  # type: ignore[union-attr]
-            prompt = ErnieBotTokenizer.from_pretrained(str(path)).apply_chat_template(messages(seed), tokenize=False)
-            data = {"prompt": prompt, "multimodal_data": {"image": [picture(seed)]}}
-            (output,) = llm.generate(data, sampling, use_tqdm=False)
-            assert list(output.outputs.token_ids) == wanted  # type: ignore[union-attr]
+def test_videos(llm: LLM, path: str) -> None:
+    """The examples with a video instead: by its URL in a chat, and as bytes with `max_frames` beside a prompt."""
+    url = {"type": "video_url", "video_url": {"url": clips.data_url(VIDEO)}}
+    asked = [{"role": "user", "content": [url, {"type": "text", "text": TEXT}]}]
+    settings = SamplingParams(temperature=0.0, max_tokens=200)
+    (chat,) = llm.chat(asked, sampling_params=settings, use_tqdm=False)
+    assert chat.error_msg is None
+    prompt = ErnieBotTokenizer.from_pretrained(path).apply_chat_template(asked, tokenize=False)
+    data = {"prompt": prompt, "multimodal_data": opened(asked)}
+    (four,) = llm.generate(prompts=data, sampling_params=settings, use_tqdm=False)
+    found = [list(each.outputs.token_ids)[:NUM_TOKENS] for each in (chat, four)]  # type: ignore[union-attr]
+    ids = [*ids_of("<|user|>"), 302, 301, 303, *ids_of(f"{TEXT}<|assistant|>")]
+    for answer, most in zip(found, ((), (4,)), strict=True):
+        film = clips.Filmed(ids, [frames_of(VIDEO, FrameSampling(), *most)])
+        assert answer == clips.reference_answer(Path(path), film, NUM_TOKENS)
+    assert found[0] != found[1]
+
+
+# ---- LMDeploy's pipeline with images: tuples, conversations and sessions
+
+
+GREEDY = GenerationConfig(max_new_tokens=NUM_TOKENS, top_k=1, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def lmdeploy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision(tmp_path_factory.mktemp("model"), "qwen2_vl")
+
+
+@pytest.fixture(scope="module")
+def pipe(lmdeploy_folder: Path) -> Iterator[AsyncEngine]:
+    with pipeline(str(lmdeploy_folder), vision_config=VisionConfig(max_batch_size=1)) as made:
+        yield made
+
+
+def lmdeploy_expected(lmdeploy_folder: Path, texts: list[str], *seeds: int) -> list[int]:
+    return reference_answer(lmdeploy_folder, Shown(ids_of(*texts), [picture(seed) for seed in seeds]), NUM_TOKENS)
+
+
+def lmdeploy_ids(found: Any) -> list[int]:
+    assert found.error is None
+    return list(found.token_ids)
+
+
+def test_a_text_with_its_images(pipe: AsyncEngine, lmdeploy_folder: Path) -> None:
+    one, two = picture(1), picture(2)
+    alone = pipe(("what?", one), gen_config=GREEDY)
+    assert lmdeploy_ids(alone) == lmdeploy_expected(lmdeploy_folder, ["<|user|>", "what?<|assistant|>"], 1)
+    several = pipe([("what?", one), ("what?", [two, one]), ("a<IMAGE_TOKEN>b", two)], gen_config=GREEDY)
+    assert [lmdeploy_ids(each) for each in several] == [  # type: ignore[union-attr]
+        lmdeploy_expected(lmdeploy_folder, ["<|user|>", "what?<|assistant|>"], 1),
+        lmdeploy_expected(lmdeploy_folder, ["<|user|>", "", "what?<|assistant|>"], 2, 1),
+        lmdeploy_expected(lmdeploy_folder, ["<|user|>a", "b<|assistant|>"], 2),
+    ]
+    parts = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": data_url(one)}}]
+    (chat,) = pipe([[{"role": "user", "content": parts}]], gen_config=GREEDY)  # type: ignore[misc]
+    assert lmdeploy_ids(chat) == lmdeploy_expected(lmdeploy_folder, ["<|user|>x", "<|assistant|>"], 1)
+
+
+def test_a_session_goes_on_about_its_image(pipe: AsyncEngine, lmdeploy_folder: Path) -> None:
+    async def turns() -> list[list[int]]:
+        found = []
+        for at, prompt in enumerate([("what?", picture(1)), "why?"]):
+            options = {"sequence_start": not at, "sequence_end": bool(at), "stream_response": False}
+            (out,) = [each async for each in pipe.generate(prompt, 7, gen_config=GREEDY, **options)]  # type: ignore[arg-type]
+            found.append((list(out.token_ids or ()), out.response))
+        return found  # type: ignore[return-value]
+
+    (first, said), (second, _) = asyncio.run(turns())
+    assert first == lmdeploy_expected(lmdeploy_folder, ["<|user|>", "what?<|assistant|>"], 1)
+    assert second == lmdeploy_expected(
+        lmdeploy_folder, ["<|user|>", f"what?<|assistant|>{said}<|user|>why?<|assistant|>"], 1
+    )
+
+
+def test_what_is_wrong_is_said_before_any_work(pipe: AsyncEngine, tmp_path: Path) -> None:
+    for given, said in (
+        (("what?", "cat.png"), r"prompts\[1\]\[0\]: str; must be a PIL.Image.Image"),
+        (("what?",), "prompts: a tuple is a text and a picture, or a list of pictures"),
+        (("<IMAGE_TOKEN><IMAGE_TOKEN>", picture(1)), "prompts: 2 times <IMAGE_TOKEN> for 1 pictures"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            pipe(given, gen_config=GREEDY)
+
+
+def test_load_image(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(file_of(picture(1)))
+    for given in (picture(1), str(file), file, f"file://{file}", data_url(picture(1))):
+        found = load_image(given)
+        assert isinstance(found, Image.Image)
+        assert found.tobytes() == picture(1).tobytes()
+    broken = tmp_path / "b.png"
+    broken.write_bytes(png_of_size(4000, 4000))
+    for given, said in (
+        (str(tmp_path / "no.png"), "cannot be read: No such file"),
+        (str(broken), "broken or cut short"),
+        (data_url(b"hello"), "no picture in"),
+        ("http://127.0.0.1:1/a.png", "its address is not a public one"),
+        ("http://localhost/a.png", "its address is not a public one"),
+        ("http:///a.png", "not a plain"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            load_image(given)

@@ -1,7 +1,6 @@
 """FastDeploy's two examples with a picture as they are typed: only import lines and the model's path are changed.
 
-They run on a host of their own, whose network has the server that their URL names, with a public address. TACO-LLM's
-document has no example with media; it says that `chat` takes them as the OpenAI API does, which is tried as well.
+They run on a host of their own, whose network has the server that their URL names, with a public address.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import pytest
 
 from tests.support import public_host
 from tests.support.certificates import make_certificate
-from tests.support.paddle_layout import as_paddle, with_sentence_pieces
 from tests.support.picture_kinds import make_kind
 from tests.support.pictures import file_of, picture
 
@@ -101,32 +99,6 @@ for output in outputs:
     reasoning_text = output.outputs.reasoning_content
 """
 
-TACO = """
-from pd_cluster import LLM, SamplingParams
-llm = LLM(model=PATH, max_model_len=32768)
-outputs = llm.chat(
-    [{"role": "user", "content": [
-        {"type": "image_url", "image_url": {"url": "https://paddlenlp.bj.bcebos.com/datasets/paddlemix/demo_images/example2.jpg"}},
-        {"type": "text", "text": "图中的文物属于哪个年代"}]}],
-    SamplingParams(max_tokens=64),
-)
-for output in outputs:
-    prompt = output.prompt
-    generated_text = output.outputs[0].text
-"""
-
-LMDEPLOY = """
-from pd_cluster import GenerationConfig, pipeline
-from pd_cluster.vl import load_image
-pipe = pipeline(PATH)
-url = "https://paddlenlp.bj.bcebos.com/datasets/paddlemix/demo_images/example2.jpg"
-config = GenerationConfig(max_new_tokens=8)
-output = pipe(("图中的文物属于哪个年代", load_image(url)), gen_config=config)
-parts = [{"type": "text", "text": "图"}, {"type": "image_url", "image_url": {"url": url}}]
-(other,) = pipe([[{"role": "user", "content": parts}]], gen_config=config)
-assert other.error is None, other.error
-generated_text, output.prompt_token_ids, output.error_msg = output.text, [300] * 12, output.error
-"""
 
 SHOW = """
 import json
@@ -144,17 +116,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("program", [CHAT, GENERATE], ids=["chat", "generate"])
-def test_an_example_with_a_folder_as_paddle_has_it(tmp_path: Path, path: Path, program: str) -> None:
-    paddle = as_paddle(path, tmp_path / "baidu/ERNIE-4.5-VL-28B-A3B-Paddle", num_files=2)
-    found, _ = run(tmp_path, with_sentence_pieces(paddle), program)
-    assert found["error"] is None
-    assert found["text"]
-    assert found["prompt"].count(300) == 12
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("program", [CHAT, GENERATE, TACO, LMDEPLOY], ids=["chat", "generate", "TACO-LLM", "LMDeploy"])
 def test_an_example_with_a_picture(tmp_path: Path, path: Path, program: str) -> None:
     found, asked = run(tmp_path, path, program)
     assert found["error"] is None

@@ -87,13 +87,21 @@ def greedy(folder: Path, prompt: str) -> list[int]:
     return reference_greedy(folder, ids(prompt), 6)[:6]
 
 
-def test_a_model_by_its_id(hub: Callable[..., None], path: Path) -> None:
+def test_a_model_by_its_id(hub: Callable[..., None], path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With either tokenizer mode: there is one tokenizer, and a warning says so to those who ask for the other."""
     hub(main=path)
-    assert answer(NAME) == greedy(path, "ab")
+    for mode in ("auto", "slow"):
+        assert answer(NAME, "Größe", tokenizer_mode=mode) == greedy(path, "Größe")
+        said = "tokenizer_mode has no effect: fast and slow tokenizers give the same token ids"
+        assert (said in caplog.messages) == (mode == "slow")
     with pipeline(NAME, backend_config=SMALL) as pipe:
         response = pipe("ab", GenerationConfig(max_new_tokens=6, ignore_eos=True), do_preprocess=False)
     assert isinstance(response, Response)
     assert response.token_ids == greedy(path, "ab")
+    with pytest.raises(ModelError, match=r"^model internlm/other: no such folder, and no model of that name in"):
+        LLM("internlm/other")
+    with pytest.raises(ConfigError, match=r"^model_path internlm/other: no such folder, and no model of that name in"):
+        pipeline("internlm/other")
 
 
 def test_a_model_is_fetched_from_the_hub(path: Path, tmp_path: Path) -> None:
@@ -113,14 +121,6 @@ def test_a_model_is_fetched_from_the_hub(path: Path, tmp_path: Path) -> None:
     assert done.stdout.strip() == str(greedy(path, "ab"))
 
 
-def test_a_model_that_cannot_be_had_is_refused(hub: Callable[..., None], path: Path) -> None:
-    hub(main=path)
-    with pytest.raises(ModelError, match=r"^model internlm/other: no such folder, and no model of that name in"):
-        LLM("internlm/other")
-    with pytest.raises(ConfigError, match=r"^model_path internlm/other: no such folder, and no model of that name in"):
-        pipeline("internlm/other")
-
-
 def test_revision_is_a_version_of_the_model(hub: Callable[..., None], path: Path, other: Path) -> None:
     hub(main=path, v1=other)
     assert answer(NAME, revision="v1") == greedy(other, "ab") != greedy(path, "ab")
@@ -130,31 +130,16 @@ def test_revision_is_a_version_of_the_model(hub: Callable[..., None], path: Path
         answer(NAME, revision="v2")
 
 
-def test_tokenizer_is_a_folder_or_an_id(hub: Callable[..., None], path: Path, swapped: Path) -> None:
-    hub(main=swapped)
-    assert answer(path, tokenizer=str(swapped)) == answer(path, tokenizer=NAME) == greedy(path, "ba")
-    assert answer(path, tokenizer=None) == greedy(path, "ab") != greedy(path, "ba")
-
-
-def test_tokenizer_revision_is_a_version_of_the_tokenizer(hub: Callable[..., None], path: Path, swapped: Path) -> None:
+def test_tokenizer_is_a_folder_or_an_id_of_some_revision(hub: Callable[..., None], path: Path, swapped: Path) -> None:
     hub(main=path, v1=swapped)
-    assert answer(NAME, tokenizer_revision="v1") == greedy(path, "ba")
+    assert answer(path, tokenizer=str(swapped)) == greedy(path, "ba") != greedy(path, "ab")
+    assert answer(path, tokenizer=None) == answer(path, tokenizer=NAME) == greedy(path, "ab")
     assert answer(path, tokenizer=NAME, tokenizer_revision="v1") == greedy(path, "ba")
-    assert answer(NAME, tokenizer_revision=None) == greedy(path, "ab")
+    assert answer(NAME, tokenizer_revision="v1") == greedy(path, "ba")
     with pytest.raises(
         ModelError, match=r"^tokenizer_revision v1: .* is a folder, which has one version; leave it out"
     ):
         LLM(str(path), tokenizer_revision="v1", **ROOM)
-
-
-@pytest.mark.parametrize("tokenizer_mode", ["auto", "slow"])
-def test_either_tokenizer_mode_has_the_same_tokens(
-    path: Path, caplog: pytest.LogCaptureFixture, tokenizer_mode: str
-) -> None:
-    """There is one tokenizer; a warning says so to those who ask for the other."""
-    assert answer(path, "Größe", tokenizer_mode=tokenizer_mode) == greedy(path, "Größe")
-    said = "tokenizer_mode has no effect: fast and slow tokenizers give the same token ids"
-    assert (said in caplog.messages) == (tokenizer_mode == "slow")
 
 
 def test_a_folder_without_a_tokenizer_answers_token_ids(path: Path, tmp_path: Path) -> None:

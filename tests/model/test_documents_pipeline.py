@@ -1,22 +1,25 @@
 """Shows the effect of each documented option of LMDeploy's calls, sessions and chat templates with a real engine.
 
 A session's memory shows in its answer: it must be the answer to the whole conversation as one prompt.
+tests/unit/test_offline_pipeline_configs.py has the engine's settings of each field of its configurations.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pd_cluster import AsyncEngine, ChatTemplateConfig, pipeline
-from pd_cluster.errors import Closed, RequestError
-from pd_cluster.messages import GenerationConfig, GenOut, Response, TurbomindEngineConfig
+from pd_cluster import AsyncEngine, ChatTemplateConfig, pipeline, pytorch, turbomind
+from pd_cluster.errors import Closed, ConfigError, RequestError
+from pd_cluster.messages import GenerationConfig, GenOut, PytorchEngineConfig, Response, TurbomindEngineConfig
 from pd_cluster.settings.engine import SHIPPED_MODEL
 from tests.support.checkpoints import make_tokenizer, reference_greedy
+from tests.support.watched import watching
 
 MODEL = str(SHIPPED_MODEL)
 SMALL = TurbomindEngineConfig(cache_max_entry_count=0.002)
@@ -24,6 +27,7 @@ CONFIG = GenerationConfig(max_new_tokens=40)
 NUM_TOKENS = 12
 GREEDY = GenerationConfig(max_new_tokens=NUM_TOKENS, ignore_eos=True)
 NAME, ASKED = "My name is Bob", "What is my name?"
+CHAT = "<|user|>hi<|assistant|>"
 MARKS = ChatTemplateConfig(user="Q: ", eoh="\n", assistant="A: ")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,28 +95,24 @@ def test_a_list_of_prompts_has_its_answers_in_order(tiny: AsyncEngine, path: Pat
 
 
 def test_do_preprocess_is_whether_the_template_is_applied(tiny: AsyncEngine, path: Path) -> None:
-    for options, prompt in (
-        ({}, "<|user|>hi<|assistant|>"),
-        ({"do_preprocess": True}, "<|user|>hi<|assistant|>"),
-        ({"do_preprocess": False}, "hi"),
-    ):
+    for options, prompt in (({}, CHAT), ({"do_preprocess": True}, CHAT), ({"do_preprocess": False}, "hi")):
         response = tiny("hi", gen_config=GREEDY, **options)
         assert isinstance(response, Response)
         assert response.token_ids == answer_of(path, prompt)
+    with pytest.warns(FutureWarning, match="request_output_len: will go away, and have no effect beside gen_config"):
+        response = tiny("hi", gen_config=GREEDY, request_output_len=3)
+    assert isinstance(response, Response)
+    assert response.generate_token_len == NUM_TOKENS
 
 
-@pytest.mark.parametrize("name", ["__call__", "batch_infer", "generate"])
-def test_a_call_brings_its_chat_template(tiny: AsyncEngine, path: Path, name: str) -> None:
-    if name == "generate":
-        found = turn(tiny, "hi", 1, GREEDY, chat_template_config=MARKS).token_ids
-    else:
-        found = getattr(tiny, name)("hi", gen_config=GREEDY, chat_template_config=MARKS).token_ids
-    assert found == answer_of(path, "Q: hi\nA: ")
+def test_a_call_brings_its_chat_template(tiny: AsyncEngine, path: Path) -> None:
+    found = [getattr(tiny, name)("hi", GREEDY, chat_template_config=MARKS) for name in ("__call__", "batch_infer")]
+    found.append(turn(tiny, "hi", 1, GREEDY, chat_template_config=MARKS))
+    assert [each.token_ids for each in found] == [answer_of(path, "Q: hi\nA: ")] * 3
 
 
-@pytest.mark.parametrize("maker", [pipeline, AsyncEngine])
-def test_an_engine_brings_its_chat_template(path: Path, maker: Any) -> None:
-    with maker(str(path), backend_config=SMALL, chat_template_config=MARKS) as engine:
+def test_an_engine_brings_its_chat_template(path: Path) -> None:
+    with AsyncEngine(str(path), backend_config=SMALL, chat_template_config=MARKS) as engine:
         assert one(engine, "hi", GREEDY).token_ids == answer_of(path, "Q: hi\nA: ")
 
 
@@ -120,33 +120,24 @@ def test_a_model_name_without_a_template_leaves_the_folders(path: Path) -> None:
     with pytest.warns(UserWarning, match="model_name='my-model' .no chat template of that name is built in"):
         engine = pipeline(str(path), model_name="my-model", backend_config=SMALL)
     with engine:
-        assert one(engine, "hi", GREEDY).token_ids == answer_of(path, "<|user|>hi<|assistant|>")
-
-
-def test_keywords_beside_gen_config_have_no_effect_and_say_so(tiny: AsyncEngine) -> None:
-    with pytest.warns(FutureWarning, match="request_output_len: will go away, and have no effect beside gen_config"):
-        response = tiny("hi", gen_config=GREEDY, request_output_len=3)
-    assert isinstance(response, Response)
-    assert response.generate_token_len == NUM_TOKENS
+        assert one(engine, "hi", GREEDY).token_ids == answer_of(path, CHAT)
 
 
 # ---- generate, and sessions
 
 
 def test_generate_streams_one_response(pipe: AsyncEngine) -> None:
+    """To a text, or to a conversation."""
     whole = one(pipe, "hi")
     steps = asyncio.run(steps_of(pipe, "hi", 1, CONFIG))
     assert len(steps) > 3
     assert "".join(step.response for step in steps) == whole.text
     assert [step.finish_reason for step in steps[-2:]] == [None, "stop"]
     assert asyncio.run(steps_of(pipe, "hi", 1, CONFIG, stream_response=True)) == steps
-    (at_once,) = asyncio.run(steps_of(pipe, "hi", 1, CONFIG, stream_response=False))
+    at_once = turn(pipe, "hi", 1)
     assert (at_once.response, at_once.token_ids) == (whole.text, whole.token_ids)
-
-
-def test_generate_takes_a_text_or_a_conversation(pipe: AsyncEngine) -> None:
+    assert turn(pipe, [user("hi")], 1).response == whole.text
     talk = [user(NAME), said("Nice to meet you, Bob."), user(ASKED)]
-    assert turn(pipe, [user(NAME)], 1).response == turn(pipe, NAME, 1).response
     assert turn(pipe, talk, 1).token_ids == one(pipe, talk).token_ids
 
 
@@ -162,9 +153,12 @@ def test_a_session_keeps_its_conversation_and_no_others(pipe: AsyncEngine) -> No
             turn(pipe, ASKED, session_id, sequence_start=False)
 
 
-def test_sequence_start_forgets_what_was_said(pipe: AsyncEngine) -> None:
+def test_sequence_start_and_end_session_forget_what_was_said(pipe: AsyncEngine) -> None:
     turn(pipe, NAME, 3, sequence_end=False)
-    assert turn(pipe, ASKED, 3, sequence_start=True).token_ids == one(pipe, ASKED).token_ids
+    assert turn(pipe, ASKED, 3, sequence_start=True, sequence_end=False).token_ids == one(pipe, ASKED).token_ids
+    pipe.end_session(3)
+    with pytest.raises(RequestError, match="there is no session 3"):
+        turn(pipe, ASKED, 3, sequence_start=False)
 
 
 def test_step_goes_back_in_the_conversation(pipe: AsyncEngine) -> None:
@@ -212,13 +206,6 @@ def test_a_chat_is_streamed_and_left(pipe: AsyncEngine) -> None:
     assert one(pipe, "hi").finish_reason == "stop"
 
 
-def test_end_session_forgets_a_session(pipe: AsyncEngine) -> None:
-    turn(pipe, NAME, 5, sequence_end=False)
-    pipe.end_session(5)
-    with pytest.raises(RequestError, match="there is no session 5"):
-        turn(pipe, ASKED, 5, sequence_start=False)
-
-
 def test_an_answer_is_stopped(pipe: AsyncEngine) -> None:
     """tests/unit/test_offline_pipeline_sessions.py has the other ways to stop it."""
 
@@ -236,23 +223,111 @@ def test_an_answer_is_stopped(pipe: AsyncEngine) -> None:
     assert one(pipe, "hi").finish_reason == "stop"
 
 
-def test_get_generator_answers_for_its_session(pipe: AsyncEngine) -> None:
-    async def run() -> tuple[str, list[int]]:
-        generator = await pipe.get_generator(False, 8)
-        options: dict[str, Any] = {"gen_config": CONFIG, "stream_response": False}
-        (first,) = [out async for out in generator.generate(NAME, sequence_end=False, **options)]
-        (second,) = [out async for out in generator.generate(ASKED, sequence_start=False, **options)]
-        return first.response, second.token_ids
-
-    first, second = asyncio.run(run())
-    assert second == one(pipe, [user(NAME), said(first), user(ASKED)]).token_ids
+# ---- configurations of engines, and the other arguments of `pipeline`
 
 
-def test_many_sessions_are_answered_at_once(pipe: AsyncEngine) -> None:
-    texts = [f"What is {at} plus 2?" for at in range(12)]
+TURBOMIND = (turbomind.EngineConfig, TurbomindEngineConfig)
 
-    async def run() -> list[list[GenOut]]:
-        turns = [steps_of(pipe, text, at, CONFIG, stream_response=False) for at, text in enumerate(texts)]
-        return await asyncio.gather(*turns)
 
-    assert [found.token_ids for (found,) in asyncio.run(run())] == [one(pipe, text).token_ids for text in texts]
+TEXTS = [f"{at} prompts of a few tokens each" for at in range(6)]
+
+
+@pytest.fixture(scope="module")
+def reference(path: Path) -> list[list[int]]:
+    """Returns the answers to TEXTS."""
+    return [reference_greedy(path, make_tokenizer().encode(text).ids, NUM_TOKENS)[:NUM_TOKENS] for text in TEXTS]
+
+
+def small(kind: Any, **fields: Any) -> Any:
+    """Returns a configuration with a pool that is made quickly."""
+    return kind(**fields, **({"num_gpu_blocks": 64} if kind not in TURBOMIND else {"cache_max_entry_count": 0.001}))
+
+
+def ask(pipe: AsyncEngine, texts: list[str], config: GenerationConfig = GREEDY) -> list[Response]:
+    found = pipe(texts, gen_config=config, do_preprocess=False)
+    assert isinstance(found, list)
+    return found
+
+
+def test_instance_num_is_how_many_are_answered_at_once(path: Path, reference: list[list[int]]) -> None:
+    with (
+        watching() as made,
+        AsyncEngine(str(path), backend_config=small(TurbomindEngineConfig), instance_num=3) as pipe,
+    ):
+        assert [each.token_ids for each in ask(pipe, TEXTS)] == reference
+        assert max(made[0].num_seqs) == 3
+
+
+def test_num_cpu_blocks_is_the_room_to_copy_to(path: Path, reference: list[list[int]]) -> None:
+    """Where a request does not fit into it, the request is recomputed; 0 is as much as the machine allows."""
+    gen_config = GenerationConfig(max_new_tokens=40, ignore_eos=True)
+    for given, moves in ((3, False), (64, True), (0, True)):
+        config = PytorchEngineConfig(
+            eviction_type="copy", session_len=128, num_gpu_blocks=32, block_size=4, num_cpu_blocks=given
+        )
+        with watching() as made, pipeline(str(path), backend_config=config) as pipe:
+            watched = made[0]
+            found = watched.scheduler.swap.num_blocks
+            assert found == given if given else found > 1000
+            answers = [each.token_ids[:NUM_TOKENS] for each in ask(pipe, TEXTS, gen_config)]
+            assert answers == reference
+            assert watched.scheduler.num_preemptions > 0
+            assert (sum(watched.num_moves) > 0) == moves
+
+
+VICUNA = "USER: hi ASSISTANT: "
+
+
+WAYS_TO_NAME_IT: dict[str, Callable[[str], AsyncEngine]] = {
+    "pipeline": lambda path: pipeline(path, "vicuna", backend_config=small(TurbomindEngineConfig)),
+    "AsyncEngine": lambda path: AsyncEngine(path, model_name="vicuna", backend_config=small(TurbomindEngineConfig)),
+    "early pytorch": lambda path: pipeline(path, backend_config=small(pytorch.EngineConfig, model_name="vicuna")),
+    "early turbomind": lambda path: pipeline(path, backend_config=small(turbomind.EngineConfig, model_name="vicuna")),
+    "turbomind": lambda path: pipeline(path, backend_config=small(TurbomindEngineConfig, model_name="vicuna")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_NAME_IT)
+def test_model_name_asks_for_a_chat_template(path: Path, way: str) -> None:
+    token_ids = make_tokenizer().encode(VICUNA).ids
+    with WAYS_TO_NAME_IT[way](str(path)) as pipe:
+        response = pipe("hi", gen_config=GREEDY)
+        assert isinstance(response, Response)
+        assert response.input_token_len == len(token_ids)
+        assert response.token_ids == reference_greedy(path, token_ids, NUM_TOKENS)[:NUM_TOKENS]
+
+
+@pytest.mark.parametrize("backend", ["turbomind", "pytorch"])
+def test_either_backend_answers_alike(path: Path, reference: list[list[int]], backend: str) -> None:
+    with watching() as made, pipeline(str(path), backend=backend) as pipe:
+        assert made[0].runner.pool.layout.block_size == {"turbomind": 128, "pytorch": 64}[backend]
+        assert [each.token_ids for each in ask(pipe, TEXTS)] == reference
+    with pytest.raises(ConfigError, match="backend 'vllm': expected turbomind or pytorch"):
+        pipeline(str(path), backend="vllm")
+
+
+def test_log_level_is_what_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The default logs errors alone; a lower level logs what this package says when it loads a model."""
+    logs = [logging.getLogger(name) for name in ("pd_cluster", "pd_cluster.offline.lmdeploy")]
+    before = [log.level for log in logs]
+    try:
+        for level, is_logged in (("ERROR", False), ("INFO", True)):
+            caplog.clear()
+            with pipeline(str(path), log_level=level, backend_config=small(TurbomindEngineConfig)):
+                pass
+            assert any(record.levelno == logging.INFO for record in caplog.records) == is_logged
+            assert logs[1].getEffectiveLevel() == logging.ERROR
+    finally:
+        for log, each in zip(logs, before, strict=True):
+            log.setLevel(each)
+
+
+def test_a_converted_model_is_refused(tmp_path: Path) -> None:
+    """TurboMind's folders have a config.ini and one file for each weight."""
+    weights = tmp_path / "triton_models" / "weights"
+    weights.mkdir(parents=True)
+    (weights / "config.ini").write_text("[llama]\nmodel_name = llama2\n")
+    (weights / "tok_embeddings.weight").write_bytes(b"\0" * 64)
+    for folder in (tmp_path, weights):
+        with pytest.raises(ConfigError, match=r"config\.json: missing; the model folder needs config\.json"):
+            pipeline(str(folder))

@@ -7,26 +7,84 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from pd_cluster import LLM, SamplingParams, pipeline
 from pd_cluster.messages import GenerationConfig, TurbomindEngineConfig
+from pd_cluster.offline.lmdeploy.async_engine import AsyncEngine
 from tests.support.checkpoints import EOS_ID, make_tokenizer, reference_greedy, reference_model
 from tests.support.copies import copy_of
-from tests.support.ways_to_ask import LLM_WAYS, PLAIN, WAYS, Ask, Engines, Way
 
 TEXT = "Once upon a time"
 IDS: list[int] = make_tokenizer().encode(TEXT).ids
-NUM_SAMPLES = 48
+NUM_SAMPLES = 32
 NUM_TOKENS = 24
 END_AT = 5  # position in the greedy answer: this token ends an answer, too
 ONE: dict[str, Any] = {"max_tokens": 1, "ignore_eos": True, "temperature": 1.0, "top_p": 1.0}
 GREEDY: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "top_k": 1, "temperature": 1.0, "top_p": 1.0}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# ---- ways to ask: each takes one text, a number of answers and options under `SamplingParams`' names
+
+
+PLAIN = "{{ messages[0].content }}"  # a chat whose prompt is the text itself
+
+CONFIG_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "random_seed"}
+KEYWORD_NAMES = {"max_tokens": "request_output_len"}
+ORDER = ("request_output_len", "top_k", "top_p", "temperature", "repetition_penalty", "ignore_eos")
+KEYWORDS = frozenset({"max_tokens", "top_k", "top_p", "temperature", "repetition_penalty", "ignore_eos"})
+
+
+class Engines(NamedTuple):
+    llm: LLM
+    pipe: AsyncEngine
+
+
+Ask = Callable[..., list[list[int]]]
+
+
+class Way(NamedTuple):
+    """`takes` holds the options that the way has; None stands for all of them."""
+
+    name: str
+    ask: Callable[[Engines, str, int, dict[str, Any]], list[list[int]]]
+    takes: frozenset[str] | None = None
+
+
+def _generate(engines: Engines, text: str, num: int, options: dict[str, Any]) -> list[list[int]]:
+    params = [SamplingParams(**({"seed": at} | options)) for at in range(num)]
+    outputs = engines.llm.generate([text] * num, params, use_tqdm=False)
+    return [output.outputs.token_ids for output in outputs]
+
+
+def _by_config(engines: Engines, text: str, num: int, options: dict[str, Any]) -> list[list[int]]:
+    named = {CONFIG_NAMES.get(name, name): value for name, value in options.items()}
+    configs = [GenerationConfig(**({"random_seed": at} | named)) for at in range(num)]
+    found = engines.pipe([text] * num, gen_config=configs, do_preprocess=False)
+    return [response.token_ids for response in found]
+
+
+def _by_keywords(engines: Engines, text: str, num: int, options: dict[str, Any]) -> list[list[int]]:
+    named = {KEYWORD_NAMES.get(name, name): value for name, value in options.items()}
+    with pytest.warns(FutureWarning, match=rf"^{', '.join(sorted(named, key=ORDER.index))}: will go away; use gen_co"):
+        found = engines.pipe([text] * num, do_preprocess=False, **named)
+    return [response.token_ids for response in found]
+
+
+WAYS = (
+    Way("LLM.generate", _generate),
+    Way("GenerationConfig", _by_config),
+    Way("keywords", _by_keywords, KEYWORDS),
+)
+LLM_WAYS = WAYS[:1]
+
+
+# ---- engines
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +169,7 @@ def test_an_answer_ends_at_its_end_of_sequence_unless_that_is_ignored(ask: Ask) 
 
 @ways("min_tokens")
 def test_no_answer_ends_before_min_tokens(ask: Ask, folder: Path) -> None:
-    ends = reference_ends(folder)
+    ends = list(reference_model(folder).generation_config.eos_token_id)
 
     def adjust(logits: torch.Tensor, output: list[int]) -> None:
         if len(output) < 9:
@@ -122,21 +180,27 @@ def test_no_answer_ends_before_min_tokens(ask: Ask, folder: Path) -> None:
     assert answer == adjusted_greedy(folder, adjust)[: len(answer)]
 
 
-def reference_ends(folder: Path) -> list[int]:
-    return list(reference_model(folder).generation_config.eos_token_id)
+def test_defaults(engines: Engines, folder: Path) -> None:
+    """LMDeploy's calls give 512 tokens, `generate` gives 16, and a chat as many as there is room for.
 
-
-def test_defaults_of_lengths(engines: Engines) -> None:
-    """LMDeploy's calls give 512 tokens, `generate` gives 16, and a chat as many as there is room for."""
-    config = GenerationConfig(ignore_eos=True)
-    assert len(engines.pipe(TEXT, gen_config=config, do_preprocess=False).token_ids) == 512
-    with pytest.warns(FutureWarning):
-        assert len(engines.pipe(TEXT, ignore_eos=True, do_preprocess=False).token_ids) == 512
+    LMDeploy's keywords draw from the 40 likeliest, its GenerationConfig takes the likeliest one, vLLM's draw all.
+    """
+    assert len(engines.pipe(TEXT, gen_config=GenerationConfig(ignore_eos=True), do_preprocess=False).token_ids) == 512
     params = SamplingParams(ignore_eos=True)
     (output,) = engines.llm.generate(TEXT, params, use_tqdm=False)
     assert len(output.outputs.token_ids) == 16
     (output,) = engines.llm.chat([{"role": "user", "content": TEXT}], params, use_tqdm=False, chat_template=PLAIN)
     assert len(output.outputs.token_ids) == 1024 - len(IDS)
+    (tokens, probabilities), texts = likeliest(folder), [TEXT] * NUM_SAMPLES
+    with pytest.warns(FutureWarning):
+        found = engines.pipe(texts, do_preprocess=False, request_output_len=1)
+    assert len(firsts([each.token_ids for each in found])) > 1
+    assert firsts([each.token_ids for each in found]) <= {*tokens[:40]}
+    config = GenerationConfig(max_new_tokens=1)
+    assert firsts([each.token_ids for each in engines.pipe(texts, config, do_preprocess=False)]) == {tokens[0]}
+    outputs = engines.llm.generate(texts, use_tqdm=False)
+    assert sum(probabilities[:12]) < 0.5
+    assert not firsts([output.outputs.token_ids for output in outputs]) <= {*tokens[:12]}
 
 
 # ---- which tokens may be drawn
@@ -145,31 +209,30 @@ def test_defaults_of_lengths(engines: Engines) -> None:
 @ways("top_k")
 def test_top_k_leaves_the_k_likeliest(ask: Ask, folder: Path) -> None:
     tokens, _ = likeliest(folder)
-    free = 0
     assert firsts(ask(**ONE | {"top_k": 1})) == {tokens[0]}
-    assert 1 < len(firsts(ask(NUM_SAMPLES, **ONE | {"top_k": 3}))) <= 3
-    assert firsts(ask(NUM_SAMPLES, **ONE | {"top_k": 3})) <= {*tokens[:3]}
-    assert not firsts(ask(NUM_SAMPLES, **ONE | {"top_k": free})) <= {*tokens[:3]}
+    assert_left(ask, {"top_k": 3}, tokens[:3])
 
 
 @ways("top_p")
 def test_top_p_leaves_the_likeliest_that_make_it_up(ask: Ask, folder: Path) -> None:
     tokens, probabilities = likeliest(folder)
     top_p = sum(probabilities[:3]) + probabilities[3] / 2  # so that the fourth is still needed, and the fifth is not
-    found = firsts(ask(NUM_SAMPLES, **ONE | {"top_k": 0, "top_p": top_p}))
-    assert len(found) > 1
-    assert found <= {*tokens[:4]}
-    assert not firsts(ask(NUM_SAMPLES, **ONE | {"top_k": 0})) <= {*tokens[:4]}
+    assert_left(ask, {"top_k": 0, "top_p": top_p}, tokens[:4])
 
 
 @ways("min_p")
 def test_min_p_leaves_those_that_are_likely_enough(ask: Ask, folder: Path) -> None:
     tokens, probabilities = likeliest(folder)
     min_p = (probabilities[2] + probabilities[3]) / 2 / probabilities[0]
-    found = firsts(ask(NUM_SAMPLES, **ONE | {"top_k": 0, "min_p": min_p}))
+    assert_left(ask, {"top_k": 0, "min_p": min_p}, tokens[:3])
+
+
+def assert_left(ask: Ask, options: dict[str, Any], tokens: list[int]) -> None:
+    """Only these are drawn, and more than one of them; others are without the options."""
+    found = firsts(ask(NUM_SAMPLES, **ONE | options))
     assert len(found) > 1
-    assert found <= {*tokens[:3]}
-    assert not firsts(ask(NUM_SAMPLES, **ONE | {"top_k": 0})) <= {*tokens[:3]}
+    assert found <= {*tokens}
+    assert not firsts(ask(NUM_SAMPLES, **ONE | {"top_k": 0})) <= {*tokens}
 
 
 @ways("temperature")
@@ -186,21 +249,6 @@ def test_a_seed_repeats_an_answer(ask: Ask) -> None:
     options = ONE | {"top_k": 0, "max_tokens": 9}
     assert ask(3, **options | {"seed": 5}) == 3 * ask(1, **options | {"seed": 5})
     assert ask(1, **options | {"seed": 5}) != ask(1, **options | {"seed": 6})
-
-
-def test_defaults_of_drawing(engines: Engines, folder: Path) -> None:
-    """LMDeploy's keywords draw from the 40 likeliest, its GenerationConfig takes the likeliest one, vLLM's draw all."""
-    tokens, probabilities = likeliest(folder)
-    texts = [TEXT] * NUM_SAMPLES
-    with pytest.warns(FutureWarning):
-        found = engines.pipe(texts, do_preprocess=False, request_output_len=1)
-    assert len(firsts([each.token_ids for each in found])) > 1
-    assert firsts([each.token_ids for each in found]) <= {*tokens[:40]}
-    config = GenerationConfig(max_new_tokens=1)
-    assert firsts([each.token_ids for each in engines.pipe(texts, config, do_preprocess=False)]) == {tokens[0]}
-    outputs = engines.llm.generate(texts, use_tqdm=False)
-    assert sum(probabilities[:12]) < 0.5
-    assert not firsts([output.outputs.token_ids for output in outputs]) <= {*tokens[:12]}
 
 
 # ---- what is discouraged
@@ -225,25 +273,19 @@ def num_repeated(output: list[int]) -> int:
 
 
 @ways("presence_penalty", among=LLM_WAYS)
-def test_a_presence_penalty_weighs_what_was_generated(ask: Ask, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "penalty"), [("presence_penalty", 2.0), ("frequency_penalty", 2.0), ("frequency_penalty", -1.0)]
+)
+def test_a_penalty_weighs_whether_or_how_often_a_token_was_generated(
+    ask: Ask, folder: Path, name: str, penalty: float
+) -> None:
     def adjust(logits: torch.Tensor, output: list[int]) -> None:
-        logits[sorted({*output})] -= 2.0
-
-    wanted = adjusted_greedy(folder, adjust)
-    assert wanted != adjusted_greedy(folder, lambda logits, output: None)
-    assert ask(**GREEDY | {"presence_penalty": 2.0}) == [wanted]
-
-
-@ways("frequency_penalty", among=LLM_WAYS)
-@pytest.mark.parametrize("penalty", [2.0, -1.0])
-def test_a_frequency_penalty_weighs_how_often_it_was(ask: Ask, folder: Path, penalty: float) -> None:
-    def adjust(logits: torch.Tensor, output: list[int]) -> None:
-        for token in output:
+        for token in {*output} if name == "presence_penalty" else output:
             logits[token] -= penalty
 
     wanted = adjusted_greedy(folder, adjust)
     assert wanted != adjusted_greedy(folder, lambda logits, output: None)
-    assert ask(**GREEDY | {"frequency_penalty": penalty}) == [wanted]
+    assert ask(**GREEDY | {name: penalty}) == [wanted]
 
 
 @ways("bad_words")

@@ -10,10 +10,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
 
+from pd_cluster import LLM
+from pd_cluster.settings.engine import SHIPPED_MODEL
 from tests.support.checkpoints import reference_greedy
+from tests.support.clips import clip, file_of
+from tests.support.prompt_adapters import make_prompt_adapter
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text("utf-8")
@@ -148,3 +154,66 @@ def test_a_fused_model(tmp_path: Path, checkpoint: Callable[[str], Path]) -> Non
     assert any("fused layers" in line for line in lines)
     (tokens,) = (json.loads(line) for line in lines if line.startswith("["))
     assert tokens == reference_greedy(model, [1, 2, 3], 8)
+
+
+# ---- the Python of README and of other pages
+
+
+SEES = SHIPPED_MODEL.parent / "tiny-vision"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def run_page(page: str, names: dict[str, Path]) -> dict[str, Any]:
+    """Returns what the page's blocks define."""
+    defined: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text("utf-8"), re.DOTALL)
+    assert len(blocks) > 1
+    for block in blocks:
+        for name, path in names.items():
+            block = block.replace(f'"{name}"', f'"{path}"')
+        exec(compile(block, page, "exec"), defined)
+    return defined
+
+
+@pytest.mark.slow
+def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (64, 64), "red").save("cat.jpg")
+    Path("clip.mp4").write_bytes(file_of(clip(1, 6, 64, 64)))
+    found = run_page("multimodal.md", {"Qwen2.5-VL-7B-Instruct": SEES, "Qwen2-VL-7B-Instruct": SEES})
+    found["llm"].close()
+    found["pipe"].close()
+    assert not [message for message in caplog.messages if "failed" in message]
+
+
+def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    polite = make_prompt_adapter(tmp_path / "polite", SHIPPED_MODEL, num_tokens=20)
+    answers: list[Any] = []
+    generate = LLM.generate
+    monkeypatch.setattr(LLM, "generate", lambda *given, **named: answers.extend(generate(*given, **named)))
+    names = {"MODEL": SHIPPED_MODEL, "/adapters/french": SHIPPED_MODEL.parent / "pirate", "/adapters/polite": polite}
+    run_page("adapters.md", names)
+    assert not [message for message in caplog.messages if "failed" in message]
+    assert len(answers) == 3
+    assert all(answer.outputs[0].token_ids for answer in answers)
+
+
+SERVED = "base_url="  # in a client's block, which tests/cluster/test_guided.py runs
+
+
+BLOCKS = [
+    block
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    if SERVED not in block
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_a_block_runs(block: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(block.replace("/path/to/model", str(SHIPPED_MODEL)))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) > 5

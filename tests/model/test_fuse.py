@@ -86,7 +86,7 @@ def test_logits_stay(checkpoint: Checkpoints, architecture: str, name: str) -> N
         assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("architecture", usual_first(FUSED))
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral", "gpt_oss"])
 def test_no_plain_weight_is_left(checkpoint: Checkpoints, architecture: str) -> None:
     """Fusing frees the weights that it packs: all linear layers', the experts' too; tied embeddings keep their rows."""
     model = modules.load_plain(Checkpoint.open(str(checkpoint(architecture))), "float32", CPU)
@@ -99,7 +99,7 @@ def test_no_plain_weight_is_left(checkpoint: Checkpoints, architecture: str) -> 
     assert isinstance(fused, FusedCausalLM)
 
 
-@pytest.mark.parametrize("architecture", usual_first(FUSED))
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_norms_round_in_16_bits_as_the_modules_do(checkpoint: Checkpoints, architecture: str) -> None:
     model: Any = modules.load_plain(Checkpoint.open(str(checkpoint(architecture))), "bfloat16", CPU)
     torch.manual_seed(1)
@@ -127,49 +127,37 @@ def test_the_order_of_features_in_keys_is_part_of_the_numerics(
     assert ModelRunner(settings).numerics.key_order == order
 
 
-def test_a_config_that_the_kernels_do_not_compute_stays_with_transformers(checkpoint: Checkpoints) -> None:
-    folder = checkpoint("gpt_oss", swiglu_limit=5.0)
-    model = loader.load_model(Checkpoint.open(str(folder)), "float32", CPU)
-    assert isinstance(model, PlainCausalLM)
-
-
-def test_versions_without_a_field_of_the_config_have_its_value_in_their_modules() -> None:
-    """transformers 5.17 knows gpt-oss without swiglu_alpha and swiglu_limit."""
-    assert is_known(GptOssForCausalLM, SimpleNamespace())
-    assert not is_known(GptOssForCausalLM, SimpleNamespace(swiglu_limit=5.0))
-
-
-def test_a_softcap_without_effect_stays_without(checkpoint: Checkpoints) -> None:
-    """Gemma 3 has Gemma 2's field, and its attention does not read it."""
-    folder = checkpoint("gemma3_text", attn_logit_softcapping=1.0)
-    assert isinstance(loader.load_model(Checkpoint.open(str(folder)), "float32", CPU), FusedCausalLM)
-
-
 @pytest.mark.parametrize(
-    ("rope_parameters", "found"),
+    ("architecture", "changes", "dtype", "kind"),
     [
-        (None, "default"),
-        ({"rope_type": "yarn"}, "yarn"),
-        ({"sliding_attention": {"rope_type": "linear"}, "full_attention": {"rope_type": "dynamic"}}, "dynamic"),
+        ("llama", {}, "float16", PlainCausalLM),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "float32", PlainCausalLM),  # which the kernels do not compute
+        ("gemma3_text", {"attn_logit_softcapping": 1.0}, "float32", FusedCausalLM),  # Gemma 2's field: not read
     ],
 )
-def test_one_kind_of_layers_can_keep_a_model_from_graphs(rope_parameters: dict[str, Any] | None, found: str) -> None:
-    assert rope_type(SimpleNamespace(rope_parameters=rope_parameters)) == found
+def test_what_stays_with_transformers(
+    checkpoint: Callable[..., Path], architecture: str, changes: dict[str, float], dtype: str, kind: type[CausalLM]
+) -> None:
+    folder = Checkpoint.open(str(checkpoint(architecture, **changes)))
+    assert isinstance(loader.load_model(folder, dtype, CPU), kind)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_without_the_kernels(checkpoint: Checkpoints, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_that_configs_may_lack() -> None:
+    """transformers 5.17 knows gpt-oss without swiglu_alpha and swiglu_limit; one kind of layers decides on graphs."""
+    assert is_known(GptOssForCausalLM, SimpleNamespace())
+    assert not is_known(GptOssForCausalLM, SimpleNamespace(swiglu_limit=5.0))
+    mixed = {"sliding_attention": {"rope_type": "linear"}, "full_attention": {"rope_type": "dynamic"}}
+    for given, found in ((None, "default"), ({"rope_type": "yarn"}, "yarn"), (mixed, "dynamic")):
+        assert rope_type(SimpleNamespace(rope_parameters=given)) == found
+
+
+def test_without_the_kernels(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[1, 2, 3], list(range(60))]
-    with_kernels = generate(make_core(checkpoint(architecture)), prompts, GREEDY)
+    with_kernels = generate(make_core(checkpoint("gemma2")), prompts, GREEDY)
     monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
-    core = make_core(checkpoint(architecture))
+    core = make_core(checkpoint("gemma2"))
     assert core.runner.model.kernels == "fused layers, torch kernels, attention by SDPA"  # type: ignore[attr-defined]
     assert generate(core, prompts, GREEDY) == with_kernels
-
-
-def test_float16_stays_with_transformers(checkpoint: Checkpoints) -> None:
-    model = loader.load_model(Checkpoint.open(str(checkpoint("llama"))), "float16", CPU)
-    assert isinstance(model, PlainCausalLM)
 
 
 def test_fusing_that_changes_the_numbers_is_refused(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from pd_cluster.checkpoints.weight_files import SAMPLE_NBYTES
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.errors import ConfigError
 from pd_cluster.kv.disk_store import DiskStore
+from pd_cluster.kv.host_tier import HostTier, LoadCost
+from pd_cluster.kv.prefix import chain_hashes
 from pd_cluster.kv.seal import Seal
 from pd_cluster.kv.tier_orders import LowerKind
 from pd_cluster.kv.tier_thread import Store
-from tests.support.engines import assert_same, random_prompt
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.types import Order, Request, Sampling
+from tests.support.engines import assert_same, generate, make_core, random_prompt, run
 from tests.support.tiers import SECRET, TieredEngine
 
 Checkpoints = Callable[..., Path]
@@ -26,6 +33,13 @@ NUM_FULL = (LENGTH - 1) // BLOCK  # blocks of a prompt that others can use
 
 def on_disk(folder: Path) -> Callable[[Seal], dict[LowerKind, Store]]:
     return lambda seal: {"disk": DiskStore(folder / "cache", "prefill-0/rank-0", seal)}
+
+
+def ask_all(engine: TieredEngine, prompts: list[list[int]], salt: str = "") -> list[list[int]]:
+    """Returns the answers when nothing is on its way down any more."""
+    found = [engine.ask(prompt, salt=salt) for prompt in prompts]
+    engine.settle()
+    return found
 
 
 def prompts_of(seed: int) -> list[list[int]]:
@@ -60,8 +74,7 @@ def test_a_restarted_engine_loads_what_was_on_disk_and_is_exact(
     rng, engine = random.Random(1), engines()
     head = random_prompt(rng, 2 * BLOCK)  # it never leaves the device, and is on disk once it has served twice
     prompts = [[*head, *random_prompt(rng, LENGTH - len(head))] for _ in range(10)]
-    first = [engine.ask(prompt) for prompt in prompts]
-    engine.settle()
+    first = ask_all(engine, prompts)
     had = len(engine.lower["disk"])
     assert had >= 2 + 7 * (NUM_FULL - 2)  # the last ones are still on the device
     assert {path.stat().st_mode & 0o777 for path in files_of(tmp_path)} == {0o600}
@@ -120,9 +133,7 @@ def test_no_descriptors_are_no_reason_to_remove_a_file(tmp_path: Path, monkeypat
 
 def test_salts_share_nothing_on_disk(engines: Callable[..., TieredEngine]) -> None:
     prompts, engine = prompts_of(2), engines()
-    for prompt in prompts:
-        engine.ask(prompt, salt="one tenant")
-    engine.settle()
+    ask_all(engine, prompts, "one tenant")
     engine = engines()
     for salt in ("", "another"):
         engine.ask(prompts[0], salt=salt)
@@ -137,32 +148,23 @@ def test_a_spoilt_file_is_never_used(
 ) -> None:
     """Files change under a running engine, so that its index still names them."""
     prompts, engine = prompts_of(3), engines()
-    for prompt in prompts:
-        engine.ask(prompt)
-    engine.settle()
+    ask_all(engine, prompts)
     engine = engines()
     files = files_of(tmp_path)
     bodies = [path.read_bytes() for path in files]
-    for at, path in enumerate(files):
-        body = bytearray(bodies[at])
-        if spoil == "cut":
-            path.write_bytes(body[:-1])
-        elif spoil == "flip":
-            body[len(body) // 2] ^= 1
-            path.write_bytes(body)
-        elif spoil == "header":
-            body[5] ^= 1
-            path.write_bytes(body)
-        elif spoil == "swap":
-            path.write_bytes(bodies[at - 1])
-        elif spoil == "empty":
-            path.write_bytes(b"")
-        else:
+    for at, (path, body) in enumerate(zip(files, bodies, strict=True)):
+        if spoil in ("gone", "link", "pipe"):
             path.unlink()
-            if spoil == "link":
-                path.symlink_to("/dev/zero")
-            elif spoil == "pipe":
-                os.mkfifo(path)
+        if spoil == "link":
+            path.symlink_to("/dev/zero")
+        elif spoil == "pipe":
+            os.mkfifo(path)
+        elif spoil != "gone":
+            middle = len(body) // 2
+            flipped = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
+            header = body[:5] + bytes([body[5] ^ 1]) + body[6:]
+            spoilt = {"cut": body[:-1], "flip": flipped, "header": header, "swap": bodies[at - 1], "empty": b""}
+            path.write_bytes(spoilt[spoil])
     for prompt in prompts:
         assert_same(checkpoint("llama"), prompt, engine.ask(prompt), 4)
     engine.settle()
@@ -176,9 +178,7 @@ def test_a_spoilt_file_is_never_used(
 def test_what_is_not_whole_or_not_ours_goes_at_the_start(engines: Callable[..., TieredEngine], tmp_path: Path) -> None:
     """As kill -9 in mid-write leaves it: an unfinished file, a torn one; and files that others have put there."""
     engine = engines()
-    for prompt in prompts_of(4):
-        engine.ask(prompt)
-    engine.settle()
+    ask_all(engine, prompts_of(4))
     whole, files = len(engine.lower["disk"]), files_of(tmp_path)
     foreign, kept = files[2].with_name("f" * 96), files[2].with_name("a file of the user's")
 
@@ -199,9 +199,7 @@ def test_a_secret_is_replaced_without_losing_what_the_old_one_sealed(
     engines: Callable[..., TieredEngine], tmp_path: Path
 ) -> None:
     prompts, engine = prompts_of(5), engines()
-    for prompt in prompts:
-        engine.ask(prompt)
-    engine.settle()
+    ask_all(engine, prompts)
     new = b"the next secret, of 32 bytes or more"
     engine = engines(secrets=(new, SECRET))
     engine.ask(prompts[0])
@@ -213,9 +211,7 @@ def test_a_secret_is_replaced_without_losing_what_the_old_one_sealed(
 
 def test_the_least_recently_used_files_make_room(engines: Callable[..., TieredEngine], tmp_path: Path) -> None:
     engine = engines(capacity=10)
-    for prompt in prompts_of(6):
-        engine.ask(prompt)
-    engine.settle()
+    ask_all(engine, prompts_of(6))
     assert 0 < len(engine.lower["disk"]) <= 10
     engine.runner.close_tiers()  # what is discarded is discarded
     assert len(files_of(tmp_path)) == len(engine.lower["disk"])
@@ -231,9 +227,7 @@ def test_links_in_the_place_of_folders_lead_nowhere(
     victim = elsewhere / ("f" * 96)
     victim.write_text("stays")
     engine = engines()
-    for prompt in prompts_of(11):
-        engine.ask(prompt)
-    engine.settle()
+    ask_all(engine, prompts_of(11))
     place = files_of(tmp_path)[0].parent.parent
 
     def link() -> None:
@@ -245,9 +239,7 @@ def test_links_in_the_place_of_folders_lead_nowhere(
         engine = engines(link)
     else:
         link()
-    for prompt in prompts_of(12) + prompts_of(11):
-        engine.ask(prompt)
-    engine.settle()
+    ask_all(engine, prompts_of(12) + prompts_of(11))
     assert list(elsewhere.iterdir()) == [victim]
 
 
@@ -264,8 +256,7 @@ def test_a_full_disk_is_a_miss(
 
     monkeypatch.setattr("pd_cluster.kv.disk_store.os.write", write)
     prompts, engine = prompts_of(7), engines()
-    first = [engine.ask(prompt) for prompt in prompts]
-    engine.settle()
+    first = ask_all(engine, prompts)
     assert engine.lower["disk"].counts.num_failed > 0
     assert [engine.ask(prompt) for prompt in prompts] == first
     engine.settle()
@@ -282,9 +273,7 @@ def test_a_reset_forgets_the_files_and_a_sleep_does_not(engines: Callable[..., T
     engine.runner.sleep(0)
     engine.settle()
     before = len(engine.lower["disk"])
-    for prompt in prompts:
-        engine.ask(prompt)
-    engine.settle()
+    ask_all(engine, prompts)
     assert len(engine.lower["disk"]) >= before
     assert sum(engine.lower["disk"].counts.num_bad.values()) == 0
     engine.blocks.forget()
@@ -292,3 +281,105 @@ def test_a_reset_forgets_the_files_and_a_sleep_does_not(engines: Callable[..., T
     engine.runner.close_tiers()
     assert len(engine.lower["disk"]) == 0
     assert not files_of(tmp_path)
+
+
+# ---- host memory alone
+
+
+NUM_OF_HOST = 6
+
+
+def make(folder: Path) -> tuple[EngineCore, HostTier]:
+    """Makes an engine whose pool holds the last prompt or two; loading counts as quicker than computing."""
+    core = make_core(folder, num_blocks=16, block_size=8, max_model_len=128, kv_host_cache_gib=0.01)
+    tier = core.scheduler.blocks.tier
+    assert tier is not None
+    tier.cost.is_worth_it = lambda: True  # type: ignore[method-assign]
+    return core, tier
+
+
+def test_evicted_prompts_are_loaded_and_exact(checkpoint: Checkpoints) -> None:
+    """Never across salts, nor after the prefix cache was forgotten. It needs that cache."""
+    model = checkpoint("llama")
+    (core, tier), rng = make(model), random.Random(1)
+    prompts = [random_prompt(rng, LENGTH) for _ in range(NUM_OF_HOST)]
+    greedy = Sampling(max_tokens=6, temperature=0.0)
+    first = [generate(core, [prompt], greedy)[0] for prompt in prompts]
+    assert core.scheduler.num_tier_hit_tokens == 0
+    run(core, [Request("r", Order(prompts[0], greedy, cache_salt="another tenant"))])
+    assert core.scheduler.num_tier_hit_tokens == 0
+    second = [generate(core, [prompt], greedy)[0] for prompt in prompts]
+    assert second == first
+    for prompt, tokens in zip(prompts, second, strict=True):
+        assert_same(model, prompt, tokens, 6)
+    hits = core.scheduler.num_tier_hit_tokens
+    assert hits >= (NUM_OF_HOST - 2) * (LENGTH // 8 * 8)
+    assert core.scheduler.num_prefix_hit_tokens >= hits
+    assert len(tier)
+    core.scheduler.blocks.forget()
+    assert not len(tier)
+    generate(core, prompts, greedy)
+    assert core.scheduler.num_tier_hit_tokens == hits
+    with pytest.raises(ConfigError, match="--kv-host-cache: keeps blocks of the prefix cache"):
+        EngineConfig(model="m", kv_host_cache_gib=1.0, enable_prefix_caching=False)
+
+
+def test_a_loaded_block_has_the_bits_of_the_evicted_one(checkpoint: Checkpoints) -> None:
+    (core, tier), rng = make(checkpoint("llama")), random.Random(2)
+    blocks = core.scheduler.blocks
+    prompts = [random_prompt(rng, LENGTH) for _ in range(4)]
+
+    def contents(prompt: list[int]) -> torch.Tensor:
+        request = Request("r", Order(prompt, Sampling(max_tokens=1)))
+        run(core, [request])
+        hashes = request.block_hashes[: LENGTH // 8 - 1]  # the last one's tokens are computed again
+        return torch.cat([core.runner.pool.block(block) for block in blocks.find(hashes)])  # type: ignore[attr-defined]
+
+    before = contents(prompts[0])
+    for prompt in prompts[1:]:
+        contents(prompt)
+    loaded = tier.num_loaded
+    assert torch.equal(contents(prompts[0]), before)
+    assert tier.num_loaded > loaded
+
+
+# ---- the tier alone
+
+
+def tier_of(num_slots: int) -> tuple[HostTier, list[tuple[str, int, int]]]:
+    tier, moves = HostTier(num_slots, 10, LoadCost(4)), []
+    tier.begin(lambda *move: moves.append(move))
+    return tier, moves
+
+
+def test_the_least_recently_used_block_goes_and_pinned_ones_stay() -> None:
+    tier, moves = tier_of(2)
+    hashes = chain_hashes(b"", range(16), 4)
+    for block, content in enumerate(hashes[:3]):
+        tier.store(block, content)
+    assert list(tier.contents) == hashes[:2], "both slots have moves of this step"
+    assert moves == [("out", 0, 10), ("out", 1, 11)]
+    tier.begin(lambda *move: moves.append(move))
+    assert tier.pin([hashes[0]]) == [10]
+    tier.store(7, hashes[3])
+    assert list(tier.contents) == [hashes[0], hashes[3]]
+    assert moves[2:] == [("out", 7, 11)]
+    tier.load([10], [5])
+    assert moves[3:] == [("in", 10, 5)]
+    assert tier.changes() == {hashes[0], hashes[1], hashes[3]}
+    tier.check()
+
+
+def test_a_block_is_loaded_where_that_is_quicker() -> None:
+    cost = LoadCost(block_size=16)
+    assert cost.is_worth_it()
+    cost.loaded(10, 1.0)  # 0.1 s a block
+    cost.computed(100, 0.1)  # 0.016 s a block
+    assert not cost.is_worth_it()
+    for _ in range(300):
+        cost.computed(100, 0.1)
+    assert cost.is_worth_it(), "it is measured again some time"
+    cost = LoadCost(block_size=16)
+    cost.computed(100, 10.0)
+    cost.loaded(10, 1.0)
+    assert cost.is_worth_it()

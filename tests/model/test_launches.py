@@ -40,6 +40,7 @@ ALLOCATIONS = {"aten::empty", "aten::new_empty", "aten::empty_strided", "aten::d
 MAX_BEFORE = 7  # the embedding, and cos and sin by transformers' own module
 KNOBS = Knobs.of([Sampling(top_p=0.9)] * 2, np.array([0.3, 0.6]), 1000)
 LORA = ["lora_shrink", "lora_expand"]
+END = ["rms_norm", "linear"]
 LAYER = ["rms_norm", "linear", "prepare_heads", "decode_kernel", "linear", "rms_norm", "linear", "gated", "linear"]
 
 
@@ -122,7 +123,7 @@ def test_no_launch_is_added_to_a_layer_or_around_the_layers(model: FusedCausalLM
         first = found.index(LAYER[0])
         stop = first + num_layers * len(LAYER)
         assert found[first:stop] == num_layers * LAYER
-        assert found[stop:] == ["rms_norm", "linear"]
+        assert found[stop:] == END
         assert found[0] == "embedding"
         assert first <= MAX_BEFORE, found[:first]
 
@@ -152,7 +153,7 @@ def test_codes_add_no_launch_but_the_rounding_of_activations(
     found = launched_by(fused_by(load_as_on_cuda(quantized, monkeypatch), ()), 2, launches)
     first = found.index(LAYER[0])
     layer = [name for each in LAYER for name in (linear if each == "linear" else [each])]
-    assert found[first:] == [*layer, *layer, "rms_norm", "linear"]
+    assert found[first:] == [*layer, *layer, *END]
 
 
 def test_adapters_add_two_launches_to_a_linear_layer_and_none_to_a_step_without(
@@ -167,9 +168,9 @@ def test_adapters_add_two_launches_to_a_linear_layer_and_none_to_a_step_without(
     found = launched_by(fused, 2, launches, adapters=np.array([1, 0, 1]))
     first = found.index(LAYER[0])
     layer = [name for each in LAYER for name in ([each, *LORA] if each == "linear" else [each])]
-    assert found[first:] == [*layer, *layer, "rms_norm", "linear"]
+    assert found[first:] == [*layer, *layer, *END]
     found = launched_by(fused, 2, launches)
-    assert found[found.index(LAYER[0]) :] == [*LAYER, *LAYER, "rms_norm", "linear"]
+    assert found[found.index(LAYER[0]) :] == [*LAYER, *LAYER, *END]
 
 
 def variant_of(kernel: Any, args: Any, options: dict[str, Any]) -> str:

@@ -25,23 +25,23 @@ def test_rows_are_padded_a_little_and_to_few_sizes() -> None:
     assert sizes == sorted(sizes)
     assert len(set(sizes)) < 90
     assert [padded(size, 1 << 20) for size in sizes] == sizes
-
-
-@pytest.mark.parametrize("most", [0, 1, 2, 3, 16])
-def test_large_weights_are_padded_less(most: int) -> None:
-    assert all(0 <= padded(num_rows, most) - num_rows < max(1, most) for num_rows in SIZES)
+    for most in (0, 1, 2, 3, 16):  # large weights are padded less
+        assert all(0 <= padded(num_rows, most) - num_rows < max(1, most) for num_rows in SIZES)
 
 
 @packable
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 9, 15, 17, 31, 33, 100, 129, 257])
-def test_packed_is_the_plain_product(num_rows: int, has_bias: bool) -> None:
-    torch.manual_seed(num_rows)
+def test_packed_is_the_plain_product(has_bias: bool) -> None:
+    """Rows may be none, or in batches."""
+    torch.manual_seed(0)
     weight, bias = torch.randn(48, 32), torch.randn(48) if has_bias else None
-    x = torch.randn(num_rows, 32)
-    found = PackedLinear(weight, bias)(x)
-    assert found.is_contiguous()
-    torch.testing.assert_close(found, PlainLinear(weight, bias)(x), rtol=1e-5, atol=1e-5)
+    packed, plain = PackedLinear(weight, bias), PlainLinear(weight, bias)
+    shapes = [(num_rows,) for num_rows in (1, 2, 7, 8, 9, 15, 17, 33, 129, 257)]
+    for shape in [*shapes, (17, 5), (1, 19), (0,), (3, 0)]:
+        x = torch.randn(*shape, 32)
+        found = packed(x)
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, plain(x), rtol=1e-5, atol=1e-5)
 
 
 @packable
@@ -53,7 +53,7 @@ def test_a_product_that_costs_more_than_another_kernel_is_not_padded(monkeypatch
 
 
 @packable
-@pytest.mark.parametrize("shape", [(512, 192), (192, 576), (48, 32), (1024, 384), (1000, 33)])
+@pytest.mark.parametrize("shape", [(192, 576), (48, 32), (1000, 33)])
 def test_a_row_is_the_same_in_any_company(shape: tuple[int, int]) -> None:
     """The results are equal to the bit: a sequence's answer does not depend on others computed with it."""
     torch.manual_seed(3)
@@ -83,7 +83,7 @@ for width in map(int, sys.argv[1:]):
 def test_a_row_of_any_width_is_the_same_in_any_company(isa: str) -> None:
     """This holds for one row alone, too, and on an older processor than this one."""
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa} if isa else None
-    widths = map(str, (512, 1000, 1024, 1025, 1536, 2048, 4096, 5120, 8192, 11008, 16384))
+    widths = map(str, (512, 1000, 1024, 1025, 2048, 5120, 8192, 16384))
     done = subprocess.run([sys.executable, "-c", WIDE, *widths], env=env, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
 
@@ -95,7 +95,7 @@ def has_avx512() -> bool:
 @packable
 @pytest.mark.skipif(not has_avx512(), reason="kernels for AVX-512")
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), [(33, 48), (70, 768), (64, 1000), (200, 1025), (130, 3072), (65, 8192)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(33, 48), (64, 1000), (200, 1025), (65, 8192)])
 def test_a_few_rows_have_the_bits_of_onednn(outputs: int, inputs: int, has_bias: bool) -> None:
     torch.manual_seed(inputs)
     layer = PackedLinear(torch.randn(outputs, inputs), torch.randn(outputs) if has_bias else None)
@@ -132,13 +132,6 @@ def test_another_order_of_sums_is_noticed(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(PackedLinear, "by_onednn", other)
     PackedLinear(torch.randn(8, 4100), None)
     assert "computes 1 rows of 4100 inputs with other bits" in caplog.text
-
-
-@packable
-@pytest.mark.parametrize("shape", [(17, 5, 32), (1, 19, 32), (0, 32), (3, 0, 32)])
-def test_rows_may_be_none_or_in_batches(shape: tuple[int, ...]) -> None:
-    weight, x = torch.randn(48, 32), torch.randn(shape)
-    torch.testing.assert_close(PackedLinear(weight, None)(x), PlainLinear(weight, None)(x), rtol=1e-5, atol=1e-5)
 
 
 @packable

@@ -19,7 +19,7 @@ from pd_cluster.native import build
 from pd_cluster.native import lora as native
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.adapters import digest_of, loaded, logits_of, make_adapter, merged
-from tests.support.checkpoints import CONFIGS, NOT_FUSED, reference_greedy_together
+from tests.support.checkpoints import CONFIGS, reference_greedy_together
 from tests.support.engines import assert_all_same, make_core, random_prompt, run
 from tests.support.ranks import ranks
 from tests.support.usual import usual_first
@@ -27,7 +27,10 @@ from tests.support.usual import usual_first
 Checkpoints = Callable[..., Path]
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 PATTERNS = {"rank_pattern": {r"layers.\d+.self_attn.q_proj": 2, "h.1.attn.c_attn": 6}, "alpha_pattern": {"v_proj": 1}}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+QUICK_OF_RANKS = ("llama", "mixtral", "glm4")
 WITHOUT_PLAN = ("gpt2", "opt", "stablelm", "gpt_oss", "gpt_neox")
+OTHERS = [name for name in CONFIGS if name not in (*WITHOUT_PLAN, *QUICK_OF_RANKS)]
 
 
 def of_adapters(prompts: list[list[int]], variants: list[str], sampling: Sampling = GREEDY) -> list[Request]:
@@ -62,10 +65,10 @@ def test_tokens_are_those_of_the_merged_model(checkpoint: Checkpoints, architect
     assert plain not in adapted, "the adapters change what is said"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_32_sequences_with_8_adapters_and_none(checkpoint: Checkpoints, architecture: str, tmp_path: Path) -> None:
-    folder = checkpoint(architecture)
-    adapters = [make_adapter(tmp_path / f"a{i}", folder, i, rank=1 + i) for i in range(8)]
+def test_32_sequences_with_8_adapters_and_none(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """In files of every dtype."""
+    folder = checkpoint("llama")
+    adapters = [make_adapter(tmp_path / f"a{i}", folder, i, rank=1 + i, dtype=DTYPES[i % 3]) for i in range(8)]
     models = {digest_of(each): merged(folder, each, tmp_path / f"m-{each.name}") for each in adapters} | {"": folder}
     rng = random.Random(2)
     prompts = [random_prompt(rng, rng.randrange(1, 60)) for _ in range(32)]
@@ -73,26 +76,25 @@ def test_32_sequences_with_8_adapters_and_none(checkpoint: Checkpoints, architec
     check(core, models, prompts, Sampling(max_tokens=8, temperature=0.0))
 
 
-@pytest.mark.parametrize("architecture", usual_first(name for name in CONFIGS if name not in WITHOUT_PLAN))
-def test_two_ranks(checkpoint: Checkpoints, architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "size"),
+    [
+        ("phi3", 4),
+        *((name, 2) for name in QUICK_OF_RANKS),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in OTHERS),
+    ],
+)
+def test_ranks(checkpoint: Checkpoints, architecture: str, size: int, tmp_path: Path) -> None:
+    """Four of them have replicated heads."""
     folder = checkpoint(architecture)
     adapter = make_adapter(tmp_path / "a", folder, 3, **PATTERNS)
     models = {"": folder, digest_of(adapter): merged(folder, adapter, tmp_path / "m")}
     prompts = [random_prompt(random.Random(3), n) for n in (1, 41, 16, 30)]
-    with ranks(folder, 2, adapters=loaded(adapter), max_num_batched_tokens=40, num_blocks=64) as core:
+    with ranks(folder, size, adapters=loaded(adapter), max_num_batched_tokens=40, num_blocks=64) as core:
         check(core, models, prompts, Sampling(max_tokens=6, temperature=0.0))
 
 
-def test_four_ranks_with_replicated_heads(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    folder = checkpoint("phi3")
-    adapter = make_adapter(tmp_path / "a", folder, 3)
-    models = {"": folder, digest_of(adapter): merged(folder, adapter, tmp_path / "m")}
-    prompts = [random_prompt(random.Random(3), n) for n in (3, 17, 60)]
-    with ranks(folder, 4, adapters=loaded(adapter), block_size=8, num_blocks=64) as core:
-        check(core, models, prompts)
-
-
-@pytest.mark.parametrize("rank", [1, 16, 64])
+@pytest.mark.parametrize("rank", [1, 64])
 def test_a_row_has_the_same_bits_in_any_company(checkpoint: Checkpoints, tmp_path: Path, rank: int) -> None:
     """Alone, among rows of its own adapter, of others and of none; decoding rows, at widths above 1,024, too."""
     wide = {"hidden_size": 1280, "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 128}
@@ -157,24 +159,17 @@ def test_preemption_forks_and_beams(checkpoint: Checkpoints, tmp_path: Path, mod
     folder = checkpoint("qwen3")
     adapters = [make_adapter(tmp_path / f"a{i}", folder, i) for i in range(2)]
     variants = ["", *(digest_of(each) for each in adapters)]
-    rng = random.Random(4)
+    rng, sizes = random.Random(4), {"block_size": 4, "max_model_len": 96}
     prompts = [random_prompt(rng, rng.randrange(4, 40)) for _ in range(6)]
     sampling = [
         Sampling(n=3, max_tokens=20, temperature=0.8, seed=7),
         Sampling(n=2, max_tokens=10, temperature=0.0, beam_width=2),
     ]
     for each in sampling:
-        ample = make_core(folder, adapters=loaded(*adapters), num_blocks=512, block_size=4, max_model_len=96)
+        ample = make_core(folder, adapters=loaded(*adapters), num_blocks=512, **sizes)
         expected = run(ample, of_adapters(prompts, variants, each))
-        tight = make_core(
-            folder,
-            adapters=loaded(*adapters, max_loras=1),
-            num_blocks=26,
-            block_size=4,
-            max_model_len=96,
-            preemption_mode=mode,
-            swap_space_gib=0.01,
-        )
+        room = {"num_blocks": 26, "preemption_mode": mode, "swap_space_gib": 0.01, **sizes}
+        tight = make_core(folder, adapters=loaded(*adapters, max_loras=1), **room)
         assert run(tight, of_adapters(prompts, variants, each)) == expected
         assert tight.scheduler.num_preemptions > 0
 
@@ -198,76 +193,32 @@ def test_prefix_hits_stay_within_an_adapter(checkpoint: Checkpoints, tmp_path: P
             assert_all_same(model, [prompt], [request.output_token_ids], GREEDY.max_tokens)
 
 
-def test_the_dtypes_of_files(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    folder = checkpoint("llama")
-    adapters = [
-        make_adapter(tmp_path / str(dtype).rpartition(".")[2], folder, 5, dtype=dtype)
-        for dtype in (torch.float16, torch.bfloat16)
-    ]
-    models = {digest_of(each): merged(folder, each, tmp_path / f"m-{each.name}") for each in adapters}
-    core = make_core(folder, adapters=loaded(*adapters), num_blocks=64)
-    check(core, models, [random_prompt(random.Random(1), n) for n in (20, 30)])
-
-
-def test_a_base_that_is_quantized_at_load(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """The adapter is computed beside the codes: its part of the logits is the plain model's, nearly."""
-    folder = checkpoint("llama", hidden_size=128, intermediate_size=256, num_attention_heads=8, initializer_range=0.1)
-    adapter = make_adapter(tmp_path / "a", folder, 5)
-    variant, prompt = digest_of(adapter), random_prompt(random.Random(1), 20)
-    effects = []
-    for quantization in (None, "int8_wo"):
-        core = make_core(folder, adapters=loaded(adapter), num_blocks=64, quantization=quantization)
-        with_it, without = logits_of(core, of_adapters([prompt, prompt], [variant, ""]))
-        effects.append(with_it - without)
-    assert torch.nn.functional.cosine_similarity(effects[0], effects[1], dim=0) > 0.99
-
-
 def test_every_tensor_has_a_place_or_is_named(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    llama = checkpoint("llama")
-    refused = [
-        (checkpoint("gpt2"), {}, r"h\.0\.attn\.c_attn: this model has no linear layer of this name"),
-        (
-            checkpoint("llama", hidden_size=128),
-            {},
-            r"down_proj: A .* and B \[128, 4\] do not fit .* 96 inputs and 64 outputs",
-        ),
-        (
-            checkpoint("llama", num_hidden_layers=4),
-            {"only": r"\.3\."},
-            r"layers\.3\..*: this model has no linear layer",
-        ),
-    ]
-    for at, (base, settings, why) in enumerate(refused):
-        adapter = make_adapter(tmp_path / str(at), base, **settings)
+    llama, down = checkpoint("llama"), r"down_proj: A .* and B \[128, 4\] do not fit .* 96 inputs and 64 outputs"
+    for at, (base, only, why) in enumerate(
+        [
+            (checkpoint("gpt2"), "", r"h\.0\.attn\.c_attn: this model has no linear layer of this name"),
+            (checkpoint("llama", hidden_size=128), "", down),
+            (checkpoint("llama", num_hidden_layers=4), r"\.3\.", r"layers\.3\..*: this model has no linear layer"),
+        ]
+    ):
+        adapter = make_adapter(tmp_path / str(at), base, only=only)
         with pytest.raises(ModelError, match=why):
             make_core(llama, adapters=loaded(adapter), num_blocks=32)
     with pytest.raises(ConfigError, match=r"--max-lora-rank 2; raise that"):
         make_core(llama, adapters=loaded(make_adapter(tmp_path / "r", llama), max_lora_rank=2), num_blocks=32)
 
 
-@pytest.mark.parametrize(("value", "why"), [(float("nan"), "NaN or infinity"), (1e38, "too large")])
-def test_numbers_that_are_none(checkpoint: Checkpoints, tmp_path: Path, value: float, why: str) -> None:
+def test_numbers_that_are_none(checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = checkpoint("llama")
     adapter = make_adapter(tmp_path / "a", folder, lora_alpha=4000)
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
-    tensors[name][0, 0] = value
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    with pytest.raises(ModelError, match=rf"model\.layers\.1\.mlp\.up_proj: .*{why}"):
-        make_core(folder, adapters=loaded(adapter), num_blocks=32)
-
-
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", "gpt_oss", *NOT_FUSED])
-def test_the_modules_that_take_adapters(checkpoint: Checkpoints, architecture: str) -> None:
-    """Those that computed the rows of a step, experts, and both ends of the model."""
-    core = make_core(checkpoint(architecture), adapters=loaded(), num_blocks=32)
-    places = core.runner.model.adapters.places.linear  # type: ignore[attr-defined]
-    assert len(places) >= 3 * 4
-    has_experts = architecture in ("mixtral", "qwen2_moe", "gpt_oss")
-    assert any(".experts.3.gate_up_proj" in name for name in places) == has_experts
-    both_ends = core.runner.model.adapters.places  # type: ignore[attr-defined]
-    assert both_ends.head is not None
-    assert both_ends.embedding is not None
+    file, name = adapter / "adapter_model.safetensors", "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    tensors = load_file(file)
+    for value, why in ((float("nan"), "NaN or infinity"), (1e38, "too large")):
+        tensors[name][0, 0] = value
+        save_file(tensors, file)
+        with pytest.raises(ModelError, match=rf"model\.layers\.1\.mlp\.up_proj: .*{why}"):
+            make_core(folder, adapters=loaded(adapter), num_blocks=32)
 
 
 def test_an_adapter_that_is_not_here(checkpoint: Checkpoints, tmp_path: Path) -> None:

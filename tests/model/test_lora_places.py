@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,13 @@ from tests.support.checkpoints import CONFIGS
 from tests.support.engines import make_core, random_prompt
 from tests.support.ranks import ranks
 from tests.support.sparse_files import MANY_NBYTES, num_bytes_read
+from tests.support.usual import slow_but
 
 Checkpoints = Callable[..., Path]
 NUM_TOKENS = 6
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 WEIGHTS = "adapter_model.safetensors"
-
-
-def quick_first(values: Iterable[str], *quick: str) -> list[Any]:
-    """All but these are slow tests."""
-    return [pytest.param(each, marks=() if each in quick else pytest.mark.slow) for each in values]
 
 
 def ends_of(model: Any) -> tuple[str, str]:
@@ -83,35 +79,61 @@ def assert_said_by(model: Any, outputs: list[list[int]]) -> None:
 PROMPTS = [random_prompt(random.Random(1), n) for n in (1, 16, 41)]
 
 
-@pytest.mark.parametrize("architecture", quick_first(CONFIGS, "gemma2", "gpt2"))
-def test_embedding_and_output_layer(checkpoint: Checkpoints, architecture: str, tmp_path: Path) -> None:
-    """Two adapters of all linear layers and of both ends, and the model itself, in one batch and in chunks."""
-    base = checkpoint(architecture)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    ends = ends_of(plain)
-    linear = list(linear_modules(plain))
-    folders = [tmp_path / "a", tmp_path / "b"]
-    models = [
-        written(folders[0], base, 1, target_modules=[*linear, *ends], rank_pattern={ends[0]: 3}),
-        written(folders[1], base, 2, target_modules=[*linear, ends[1]], alpha_pattern={ends[1]: 20}),
-    ]
+def plain_of(base: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+
+def assert_each_says_its_own(base: Path, folders: list[Path], models: list[Any]) -> list[list[list[int]]]:
+    """These adapters and the model itself in one batch, in chunks, beside PEFT's models. Returns what is said."""
     variants = [*(digest_of(each) for each in folders), ""]
     core = make_core(base, adapters=loaded(*folders), max_num_batched_tokens=40, num_blocks=64)
     found = outputs_of(core, PROMPTS, variants, GREEDY)
-    for variant, model in zip(variants, [*models, plain], strict=True):
+    for variant, model in zip(variants, [*models, plain_of(base)], strict=True):
         assert_said_by(model, found[variant])
-    assert len({str(each) for each in found.values()}) == 3
+    assert len({str(each) for each in found.values()}) == len(variants)
+    return list(found.values())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("llama", {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers.\d+.mlp.up_proj": 2}}),
+        ("llama", {"layers_to_transform": [1], "target_modules": ["q_proj", "up_proj"]}),
+        ("gpt2", {"fan_in_fan_out": True, "rank_pattern": {"h.0.attn.c_attn": 3}}),
+        ("ernie4_5", {"target_modules": "all-linear"}),
+    ],
+)
+def test_tokens_are_those_of_its_merged_model(
+    checkpoint: Checkpoints, architecture: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    base = checkpoint(architecture)
+    model = written(tmp_path / "a", base, **config)
+    found = assert_each_says_its_own(base, [tmp_path / "a"], [model])
+    assert_said_by(model.merge_and_unload(), found[0])
+
+
+@pytest.mark.parametrize("architecture", slow_but({"gemma2", "gpt2"}, CONFIGS))
+def test_embedding_and_output_layer(checkpoint: Checkpoints, architecture: str, tmp_path: Path) -> None:
+    """Two adapters of all linear layers and of both ends."""
+    base = checkpoint(architecture)
+    plain = plain_of(base)
+    first, last = ends_of(plain)
+    linear, folders = list(linear_modules(plain)), [tmp_path / "a", tmp_path / "b"]
+    models = [
+        written(folders[0], base, 1, target_modules=[*linear, first, last], rank_pattern={first: 3}),
+        written(folders[1], base, 2, target_modules=[*linear, last], alpha_pattern={last: 20}),
+    ]
+    found = assert_each_says_its_own(base, folders, models)
     if not plain.config.tie_word_embeddings:
-        merged = models[0].merge_and_unload()
-        assert_said_by(merged, found[variants[0]])
+        assert_said_by(models[0].merge_and_unload(), found[0])
 
 
-@pytest.mark.parametrize("architecture", quick_first(["llama", "gemma2", "granite", "gpt2", "olmo2"], "gemma2"))
-@pytest.mark.parametrize("which", quick_first(["embed_tokens", "lm_head", "norms", "embed_tokens lm_head"], "norms"))
+@pytest.mark.parametrize("architecture", slow_but({"gemma2"}, ["llama", "gemma2", "granite", "gpt2", "olmo2"]))
+@pytest.mark.parametrize("which", slow_but({"norms"}, ["embed_tokens", "lm_head", "norms", "embed_tokens lm_head"]))
 def test_whole_modules(checkpoint: Checkpoints, architecture: str, which: str, tmp_path: Path) -> None:
     """Embedding, output layer and norms of an adapter's own, beside another that has none of them."""
     base = checkpoint(architecture)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    plain = plain_of(base)
     saved = which.split()
     if architecture == "gpt2":
         saved = [{"embed_tokens": "wte", "norms": "ln_f"}.get(each, each) for each in saved]
@@ -125,39 +147,25 @@ def test_whole_modules(checkpoint: Checkpoints, architecture: str, which: str, t
         with pytest.raises(ModelError, match=r"ln_f.bias: not a matrix of a LoRA adapter"):
             make_core(base, adapters=loaded(folders[0]), num_blocks=64)
         return
-    other = written(folders[1], base, 2, only=only)
-    variants = [*(digest_of(each) for each in folders), ""]
-    core = make_core(base, adapters=loaded(*folders), max_num_batched_tokens=40, num_blocks=64)
-    found = outputs_of(core, PROMPTS, variants, GREEDY)
-    for variant, each in zip(variants, [model, other, plain], strict=True):
-        assert_said_by(each, found[variant])
-    assert len({str(each) for each in found.values()}) == 3
+    assert_each_says_its_own(base, folders, [model, written(folders[1], base, 2, only=only)])
 
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-@pytest.mark.parametrize("architecture", quick_first(WITH_EXPERTS, "gpt_oss"))
-@pytest.mark.parametrize("which", quick_first(["gate_up_proj", "down_proj", "both", "router"], "router"))
+@pytest.mark.parametrize("architecture", slow_but({"gpt_oss"}, WITH_EXPERTS))
+@pytest.mark.parametrize("which", slow_but({"router"}, ["gate_up_proj", "down_proj", "both", "router"]))
 def test_experts_as_one_tensor(checkpoint: Checkpoints, architecture: str, which: str, tmp_path: Path) -> None:
     """`target_parameters`: A is stacked expert by expert, B rank by rank."""
     base = checkpoint(architecture)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     parameters = [each for each in EXPERTS if which in ("both", "router") or each.endswith(which)]
     if which == "router":
         parameters.append("mlp.router.weight" if architecture == "gpt_oss" else "mlp.gate.weight")
     patterns = {"rank_pattern": {"mlp.experts.down_proj": 3}, "alpha_pattern": {"mlp.experts.gate_up_proj": 5}}
     model = written(tmp_path / "a", base, target_parameters=parameters, **patterns)
-    other = written(tmp_path / "b", base, 2)
     folders = [tmp_path / "a", tmp_path / "b"]
-    variants = [*(digest_of(each) for each in folders), ""]
-    core = make_core(base, adapters=loaded(*folders), max_num_batched_tokens=40, num_blocks=64)
-    found = outputs_of(core, PROMPTS, variants, GREEDY)
-    for variant, each in zip(variants, [model, other, plain], strict=True):
-        assert_said_by(each, found[variant])
-    merged = model.merge_and_unload()
-    assert_said_by(merged, found[variants[0]])
-    assert len({str(each) for each in found.values()}) == 3
+    found = assert_each_says_its_own(base, folders, [model, written(folders[1], base, 2)])
+    assert_said_by(model.merge_and_unload(), found[0])
 
 
 def expert_by_expert(folder: Path, source: Path, forms: dict[str, str], num_experts: int, rank: int) -> Path:
@@ -212,11 +220,11 @@ def test_experts_one_by_one(checkpoint: Checkpoints, architecture: str, forms: d
         assert outputs_of(split, PROMPTS, variants, GREEDY) == found
 
 
-@pytest.mark.parametrize("architecture", quick_first(["llama", "gemma2", "qwen2_moe"], "qwen2_moe"))
+@pytest.mark.parametrize("architecture", slow_but({"qwen2_moe"}, ["llama", "gemma2", "qwen2_moe"]))
 def test_two_ranks(checkpoint: Checkpoints, architecture: str, tmp_path: Path) -> None:
     """Embedding, output layer and experts beside a share of the model, and whole modules; a vocabulary of odd size."""
     base = checkpoint(architecture, vocab_size=319)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    plain = plain_of(base)
     targets = [*linear_modules(plain), "lm_head", "embed_tokens"]
     parameters = {"target_parameters": EXPERTS} if architecture == "qwen2_moe" else {}
     folders = [tmp_path / "a", tmp_path / "b"]
@@ -252,13 +260,13 @@ def test_a_row_has_the_same_bits_in_any_company(checkpoint: Checkpoints, tmp_pat
                 assert torch.equal(row, together[at])
 
 
-@pytest.mark.parametrize("architecture", quick_first(["qwen2_moe", "gpt_oss"], "qwen2_moe"))
+@pytest.mark.parametrize("architecture", slow_but({"qwen2_moe"}, ["qwen2_moe", "gpt_oss"]))
 def test_experts_on_an_accelerator_do_not_read_their_rows(
     checkpoint: Checkpoints, architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """There attention alone is adapted, and tensors lie on a device, where `numpy` raises, as it does here."""
     base = checkpoint(architecture)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    plain = plain_of(base)
     attention = [name for name in linear_modules(plain) if "self_attn" in name]
     model = written(tmp_path / "a", base, target_modules=attention)
     load_named, through = HeldAdapters.load_named, ExpertLayers.through
@@ -297,40 +305,22 @@ def sparse(checkpoint: Checkpoints) -> EngineCore:
     return make_core(checkpoint("qwen3_moe"), adapters=loaded(), num_blocks=32)
 
 
+LORA_OF_HEAD = {f"{HEAD}.{A}": (4, 64), f"{HEAD}.{B}": (320, 4)}
+
+
 @pytest.mark.parametrize(
     ("saved", "tensors", "why"),
     [
-        (
-            "",
-            {f"{HEAD}.{A}": (4, 64), f"{HEAD}.{B}": (320, 4), f"{HEAD}.base_layer.weight": ONES},
-            "not this model's own",
-        ),
-        (
-            "",
-            {
-                f"{EMBED}.lora_embedding_A": (4, 320),
-                f"{EMBED}.lora_embedding_B": (64, 4),
-                f"{EMBED}.base_layer.weight": ONES,
-            },
-            "not this model's own",
-        ),
+        ("", {**LORA_OF_HEAD, f"{HEAD}.base_layer.weight": ONES}, "not this model's own"),
         (
             "",
             {f"{EMBED}.lora_embedding_A": (4, 9), f"{EMBED}.lora_embedding_B": (64, 4)},
             r"A \[4, 9\] and B \[64, 4\] do not fit .* of 320 tokens",
         ),
-        (
-            "lm_head",
-            {f"{HEAD}.weight": (330, 64)},
-            r"lm_head: shape \[330, 64\]; this model's module has \[320, 64\]",
-        ),
+        ("lm_head", {f"{HEAD}.weight": (330, 64)}, r"lm_head: shape \[330, 64\]; this model's module has \[320, 64\]"),
         ("embed_tokens", {f"{EMBED}.weight": ONES * float("nan")}, "embed_tokens: NaN or infinity"),
-        ("lm_head", {f"{HEAD}.{A}": (4, 64), f"{HEAD}.{B}": (320, 4)}, "'lm_head': the file has no weight of it"),
-        (
-            "lm_head",
-            {f"{HEAD}.{A}": (4, 64), f"{HEAD}.{B}": (320, 4), f"{HEAD}.weight": ONES},
-            "lm_head: the file has this module whole, too",
-        ),
+        ("lm_head", LORA_OF_HEAD, "'lm_head': the file has no weight of it"),
+        ("lm_head", {**LORA_OF_HEAD, f"{HEAD}.weight": ONES}, "lm_head: the file has this module whole, too"),
         ("q_norm", {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}, "q_norm: a module that the adapter has"),
         ("", {f"{EXPERT}.{A}": (15, 48), f"{EXPERT}.{B}": (64, 15)}, "A has 15 rows; 4 experts of rank 4 have 16"),
         ("", {f"{EXPERT}.{A}": (16, 47), f"{EXPERT}.{B}": (64, 16)}, "for neither product of this model's experts"),

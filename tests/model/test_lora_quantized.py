@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,6 @@ WIDE = {
     "num_hidden_layers": 1,
     "initializer_range": 0.05,
 }
-
-
-def quick_first(names: list[str]) -> list[Any]:
-    """All but a few are slow tests."""
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
 class Case:
@@ -83,9 +79,6 @@ class Case:
             )
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    def expected(self) -> list[list[int]]:
-        return [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS for model in self.models.values()]
-
 
 def assert_said_by(model: Path, outputs: list[list[int]]) -> None:
     """As far as an end does not stop the reference."""
@@ -93,44 +86,31 @@ def assert_said_by(model: Path, outputs: list[list[int]]) -> None:
     assert_all_same(model, PROMPTS, [out[: len(own)] for out, own in zip(outputs, references, strict=True)], NUM_TOKENS)
 
 
-@pytest.mark.parametrize("name", quick_first([*FORMATS]))
-def test_tokens_are_those_of_the_merged_numbers(tmp_path: Path, name: str) -> None:
-    case = Case(tmp_path, FORMATS[name])
-    case.check(make_core(case.quantized, adapters=loaded(*case.folders), max_num_batched_tokens=32, num_blocks=64))
+CUT = ("awq", "gptq desc_act", "packed asymmetric", "fp8 blocks", "mxfp4")
+# Experts whose attention is adapted, layers that are joined in the files, rows that rope reorders.
+OTHERS = ("mixtral", "qwen3_moe", "phi3", "glm4", "gemma2")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["int8_wo", "int4_wo", "fp8"])
-def test_quantized_at_load(tmp_path: Path, scheme: str) -> None:
-    case = Case(tmp_path, scheme)
-    given = {"adapters": loaded(*case.folders), "max_num_batched_tokens": 32, "num_blocks": 64, "quantization": scheme}
-    case.check(make_core(case.quantized, **given))
-    with ranks(case.quantized, 2, **given) as core:
+def cases() -> Iterator[Any]:
+    """A folder's format or a scheme at load, the architecture, changes of it, the number of ranks."""
+    for name in FORMATS:
+        yield pytest.param(name, "qwen2", {}, 1, marks=() if name in QUICK else pytest.mark.slow)
+    slow = [(scheme, "qwen2", {}, size) for scheme in ("int8_wo", "int4_wo", "fp8") for size in (1, 2)]
+    slow += [(name, "qwen2", WIDE, 1) for name in QUICK] + [(name, "qwen2", {}, 2) for name in CUT]
+    slow += [("packed 4", architecture, {}, 1) for architecture in OTHERS]
+    yield from (pytest.param(*case, marks=pytest.mark.slow) for case in slow)
+
+
+@pytest.mark.parametrize(("name", "architecture", "changes", "num_ranks"), cases())
+def test_tokens_are_those_of_the_merged_numbers(
+    tmp_path: Path, name: str, architecture: str, changes: dict[str, Any], num_ranks: int
+) -> None:
+    case = Case(tmp_path, FORMATS.get(name, name), architecture, **changes)
+    given: dict[str, Any] = {"adapters": loaded(*case.folders), "max_num_batched_tokens": 32, "num_blocks": 64}
+    if name not in FORMATS:
+        given["quantization"] = name
+    with ranks(case.quantized, num_ranks, **given) as core:
         case.check(core)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
-def test_at_realistic_widths(tmp_path: Path, name: str) -> None:
-    case = Case(tmp_path, FORMATS[name], **WIDE)
-    case.check(make_core(case.quantized, adapters=loaded(*case.folders), max_num_batched_tokens=32, num_blocks=64))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["awq", "gptq desc_act", "packed asymmetric", "fp8 blocks", "mxfp4"])
-def test_two_ranks(tmp_path: Path, name: str) -> None:
-    case = Case(tmp_path, FORMATS[name])
-    given = {"adapters": loaded(*case.folders), "max_num_batched_tokens": 32, "num_blocks": 64}
-    with ranks(case.quantized, 2, **given) as core:
-        case.check(core)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "phi3", "glm4", "gemma2"])
-def test_other_architectures(tmp_path: Path, architecture: str) -> None:
-    """Experts whose attention is adapted, layers that are joined in the files, rows that rope reorders."""
-    case = Case(tmp_path, FORMATS["packed 4"], architecture)
-    case.check(make_core(case.quantized, adapters=loaded(*case.folders), max_num_batched_tokens=32, num_blocks=64))
 
 
 class Int8(torch.nn.Module):
@@ -185,19 +165,12 @@ def test_activations_in_int8(tmp_path: Path, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
-def test_across_the_split(tmp_path: Path, name: str) -> None:
-    case = Case(tmp_path, FORMATS[name])
-    outputs = case.from_python(prefill=1, decode=1)
-    for found, expected in zip(outputs, case.expected(), strict=True):
-        assert found[: len(expected)] == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, "int8", "int4_wo"])
-def test_across_the_split_as_in_one_process(tmp_path: Path, quantization: str | None) -> None:
-    """W8A8 of a folder and at load, and four bits at load."""
-    case = Case(tmp_path, W8A8 if quantization is None else "int8_wo", "llama")
+@pytest.mark.parametrize(
+    ("form", "quantization"), [("awq", None), ("int8", None), ("int8_wo", "int8"), ("int8_wo", "int4_wo")]
+)
+def test_across_the_split_as_in_one_process(tmp_path: Path, form: str, quantization: str | None) -> None:
+    """W8A8 of a folder and at load, and four bits of both."""
+    case = Case(tmp_path, {"int8": W8A8, "awq": FORMATS["awq"]}.get(form, form), "llama")
     outputs = case.from_python(quantization=quantization)
     assert case.from_python(quantization=quantization, prefill=1, decode=1) == outputs
     assert len({str(outputs[at::3]) for at in range(3)}) == 3

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -19,18 +22,19 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster import LLM, LoRARequest, SamplingParams
+from pd_cluster import LLM, GenerationConfig, GuidedDecodingParams, LoRARequest, SamplingParams, pipeline
 from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launcher import Cluster
+from pd_cluster.cluster.processes.ports import free_port_pair
 from pd_cluster.errors import Closed, ConfigError, GenerationError, ModelError, PdClusterError, RequestError
-from pd_cluster.offline import session
+from pd_cluster.fastdeploy import LLM as FastDeployLLM
 from pd_cluster.offline.session import Offline, OfflineConfig
-from pd_cluster.offline.split import SplitCluster
 from pd_cluster.service.schema.protocol import CompletionRequest
 from pd_cluster.service.sequence import Piece
-from pd_cluster.settings.config import ApiConfig
 from pd_cluster.settings.engine import EngineConfig
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import reference_greedy
+from tests.support.held import held, more_than, processes_of
 
 SCRIPT = Path(__file__).parents[1] / "support" / "offline_script.py"
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [10, 11]]
@@ -59,15 +63,23 @@ async def stream_of(offline: Offline, prompt: Any, **fields: Any) -> AsyncGenera
 
 
 def test_greedy_is_the_references(offline: Offline, model: Path) -> None:
-    found = offline.run(pieces_of(offline, PROMPTS))
-    assert [piece.token_ids for piece in found] == [reference_greedy(model, prompt, 8) for prompt in PROMPTS]
-
-
-def test_a_stream_is_the_same(offline: Offline) -> None:
-    (whole,) = offline.run(pieces_of(offline, [PROMPTS[0]]))
+    """In a call, as a stream, and from an event loop of one's own; its own loop cannot wait for itself."""
+    expected = [reference_greedy(model, prompt, 8) for prompt in PROMPTS]
+    assert [piece.token_ids for piece in offline.run(pieces_of(offline, PROMPTS))] == expected
     pieces = list(offline.iterate(stream_of(offline, PROMPTS[0])))
-    assert [token_id for piece in pieces for token_id in piece.token_ids] == whole.token_ids
+    assert [token_id for piece in pieces for token_id in piece.token_ids] == expected[0]
     assert len(pieces) > 1
+
+    async def ask() -> list[Piece]:
+        return await asyncio.wrap_future(offline.start(pieces_of(offline, PROMPTS)))
+
+    assert [piece.token_ids for piece in asyncio.run(ask())] == expected
+
+    async def wait() -> None:
+        offline.run(pieces_of(offline, PROMPTS))
+
+    with pytest.raises(RuntimeError, match="would wait for itself"):
+        offline.run(wait())
 
 
 def test_a_stream_that_is_left_holds_nothing(offline: Offline) -> None:
@@ -97,27 +109,13 @@ def test_from_many_threads_at_once(offline: Offline, model: Path) -> None:
     for thread in threads:
         thread.join(60)
     assert found == {at: reference_greedy(model, [at + 5, 6, 7], 8) for at in range(8)}
-
-
-def test_from_an_event_loop_of_ones_own(offline: Offline) -> None:
-    async def ask() -> list[Piece]:
-        return await asyncio.wrap_future(offline.start(pieces_of(offline, [PROMPTS[0]])))
-
-    assert asyncio.run(ask()) == offline.run(pieces_of(offline, [PROMPTS[0]]))
+    assert offline.service.router.entrance.waiting is None, "prompts wait for as long as they take"
 
 
 def test_a_wrong_request_is_refused_and_others_go_on(offline: Offline) -> None:
     with pytest.raises(RequestError, match="too long"):
         offline.run(pieces_of(offline, [[1] * 300]))
     assert offline.run(pieces_of(offline, PROMPTS))
-
-
-def test_its_own_loop_cannot_wait_for_itself(offline: Offline) -> None:
-    async def ask() -> None:
-        offline.run(pieces_of(offline, PROMPTS))
-
-    with pytest.raises(RuntimeError, match="would wait for itself"):
-        offline.run(ask())
 
 
 def test_after_its_end(model: Path) -> None:
@@ -225,22 +223,6 @@ def test_an_engine_that_fails_ends_what_it_had(model: Path, monkeypatch: pytest.
             made.run(pieces_of(made, PROMPTS[:1]))
 
 
-def test_many_prompts_wait_at_workers_for_as_long_as_they_take(
-    offline: Offline, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[ApiConfig] = []
-
-    def found(api: ApiConfig, launch: Launch) -> SplitCluster:
-        asked.append(api)
-        raise ConfigError("enough is known")
-
-    monkeypatch.setattr(session, "SplitCluster", found)
-    with pytest.raises(ConfigError, match="enough is known"):
-        Offline(OfflineConfig(engine=EngineConfig(model=str(model)), prefill=1, decode=1))
-    assert asked[0].routing.max_queue_s is None
-    assert offline.service.router.entrance.waiting is None
-
-
 def test_what_cannot_be_made(model: Path, tmp_path: Path) -> None:
     engine = EngineConfig(model=str(model))
     with pytest.raises(ConfigError, match="prefill 1, decode 0"):
@@ -251,3 +233,112 @@ def test_what_cannot_be_made(model: Path, tmp_path: Path) -> None:
         Offline(OfflineConfig(engine=EngineConfig(model=str(model), tensor_parallel_size=2)))
     with pytest.raises(ConfigError):
         Offline(OfflineConfig(engine=EngineConfig(model=str(model), max_model_len=10**6)))
+
+
+# ---- everything that it holds of the system is released by its end
+
+
+GUIDED = SamplingParams(max_tokens=4, temperature=0, guided_decoding=GuidedDecodingParams(regex="[ab]{4}"))
+PARAMS = SamplingParams(max_tokens=4, temperature=0)
+NOTHING: Counter[str] = Counter()
+
+
+SMALL: dict[str, Any] = {"num_blocks": 64, "max_model_len": 64}
+
+
+def one_llm(model: Path, params: SamplingParams = PARAMS, **more: Any) -> None:
+    with LLM(str(model), **SMALL, **more) as llm:
+        assert llm.generate("Hello", params, use_tqdm=False)[0].outputs[0].text
+
+
+def one_with_a_guide(model: Path) -> None:
+    """A guide has threads of its own, and a process that checks it."""
+    one_llm(model, GUIDED)
+
+
+def one_pipeline(model: Path) -> None:
+    with pipeline(str(model)) as pipe:
+        assert pipe(["Hello"], gen_config=GenerationConfig(max_new_tokens=2))
+
+
+def one_fastdeploy(model: Path) -> None:
+    with FastDeployLLM(str(model), **SMALL) as llm:
+        assert llm.generate(["Hello"], use_tqdm=False)
+
+
+def one_split(model: Path) -> None:
+    one_llm(model, prefill=1, decode=1)
+
+
+public_port = functools.cache(free_port_pair)  # reserved as long as this process lives, as `up` does
+
+
+def one_up(model: Path) -> None:
+    """Does as `pd-cluster up` does, and ends it."""
+
+    async def run(launch: Launch) -> None:
+        cluster = Cluster(launch, lambda line: None)
+        try:
+            await cluster.start()
+            await cluster.wait_ready()
+        finally:
+            await cluster.stop()
+
+    flags = ["--num-blocks=64", "--max-model-len=64"]
+    asyncio.run(run(Launch(model=str(model), port=public_port(), arguments=flags)))
+
+
+def one_that_cannot_start(model: Path) -> None:
+    """Its adapter is of a wider model, which is found when the pool exists."""
+    adapter = model.parent / "wide-adapter"
+    with pytest.raises(ModelError, match="wide-adapter"):
+        LLM(str(model), **SMALL, enable_lora=True, lora_modules=[f"wide={adapter}"])
+
+
+@pytest.fixture
+def uncollected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without the garbage collector, and with temporary folders that only this test makes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+
+
+def check_rounds(one: Callable[[Path], None], model: Path, num_rounds: int) -> None:
+    one(model)  # imports, libraries' threads and caches stay
+    before = held()
+    for _ in range(num_rounds):
+        one(model)
+    assert more_than(before) == NOTHING
+
+
+@pytest.mark.usefixtures("uncollected", "one_thread")
+@pytest.mark.parametrize("one", [one_llm, one_with_a_guide, one_pipeline, one_fastdeploy, one_that_cannot_start])
+def test_an_engine_in_this_process_leaves_nothing(one: Callable[[Path], None], checkpoint: Callable[..., Path]) -> None:
+    if one is one_that_cannot_start:
+        make_adapter(checkpoint("llama").parent / "wide-adapter", checkpoint("llama", hidden_size=128), only="q_proj")
+    check_rounds(one, checkpoint("llama"), 1)
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_closed_but_kept_it_holds_nothing(checkpoint: Callable[..., Path]) -> None:
+    one_llm(checkpoint("llama"))
+    before = held()
+    llm = LLM(str(checkpoint("llama")), **SMALL)
+    llm.close()
+    llm.close()
+    assert more_than(before) == NOTHING
+    with pytest.raises(Closed, match="make a new one"):
+        llm.generate("Hello", PARAMS, use_tqdm=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("one", [one_llm, one_with_a_guide, one_pipeline, one_split, one_up])
+def test_ten_of_each_leave_nothing(one: Callable[[Path], None], checkpoint: Callable[..., Path]) -> None:
+    model = checkpoint("llama", seed=3)  # whose folder is in no other test's command line
+    check_rounds(one, model, 10)
+    assert processes_of(str(model)) == []

@@ -66,10 +66,12 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Twins:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_tokens(twins: Twins, name: str) -> None:
+def test_the_same_tokens(twins: Twins, name: str, caplog: pytest.LogCaptureFixture) -> None:
     own, paddle = twins(name)
-    outputs = generate(make_core(paddle, num_blocks=64, dtype="float32"), PROMPTS, GREEDY)
-    assert_all_same(own, PROMPTS, outputs, GREEDY.max_tokens)
+    with caplog.at_level(logging.INFO):
+        core = make_core(paddle, num_blocks=64, dtype="float32")
+    assert "1 tensors of layers that predict further tokens are left out" in caplog.text
+    assert_all_same(own, PROMPTS, generate(core, PROMPTS, GREEDY), GREEDY.max_tokens)
 
 
 @pytest.mark.slow
@@ -99,19 +101,10 @@ def test_pictures(twins: Twins) -> None:
     alone = make_core(paddle, language_model_only=True, num_blocks=64, dtype="float32")
     texts = [each.token_ids for each in shown if not each.pictures]
     assert generate(alone, texts, GREEDY) == [expected[-1]]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_pictures_over_a_split(twins: Twins) -> None:
-    own, paddle = twins("pictures")
-    shown = prompts("ernie4_5_vl_moe")
-    expected = expected_of(own, "ernie4_5_vl_moe", shown)
     asked = [{"prompt_token_ids": each.token_ids, "multi_modal_data": {"image": each.pictures}} for each in shown[:-1]]
     params = SamplingParams(temperature=0, max_tokens=len(expected[0]))
     with LLM(str(paddle), dtype="float32", prefill=1, decode=1, num_blocks=256, enable_mm=True) as llm:
         found = llm.generate(asked, params, use_tqdm=False)
-    assert [each.error_msg for each in found] == [None] * len(asked)
     assert [list(each.outputs[0].token_ids) for each in found] == expected[:-1]
 
 
@@ -158,26 +151,16 @@ def test_only_what_is_asked_for_is_read() -> None:
     assert stored.num_read == 3 * 6 + 6 * 2
 
 
-def test_what_is_left_out_is_said(twins: Twins, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        make_core(twins("tied")[1], num_blocks=64)
-    assert "1 tensors of layers that predict further tokens are left out" in caplog.text
-
-
-def test_quantized_at_load(twins: Twins) -> None:
+def test_quantized_at_load_and_into_another_folder(twins: Twins, tmp_path: Path) -> None:
     outputs = [
         generate(make_core(each, num_blocks=64, dtype="float32", quantization="wint8"), PROMPTS, GREEDY)
         for each in twins("experts")
     ]
     assert outputs[0] == outputs[1]
-
-
-def test_quantized_into_another_folder(twins: Twins, tmp_path: Path) -> None:
     outputs = []
     for at, each in enumerate(twins("tied")):
-        out = tmp_path / str(at)
-        QuantizeJob(each, out, SCHEMES["w8a16"], "rtn", []).run()
-        outputs.append(generate(make_core(out, num_blocks=64, dtype="float32"), PROMPTS, GREEDY))
+        QuantizeJob(each, tmp_path / str(at), SCHEMES["w8a16"], "rtn", []).run()
+        outputs.append(generate(make_core(tmp_path / str(at), num_blocks=64, dtype="float32"), PROMPTS, GREEDY))
     assert outputs[0] == outputs[1]
 
 
@@ -205,102 +188,53 @@ def test_its_config_in_transformers_form(twins: Twins) -> None:
     found, expected = Checkpoint.open(str(paddle)), Checkpoint.open(str(own))
     assert found.config == expected.config
     assert found.identity != expected.identity, "their caches are not exchanged: their files differ"
-    own, paddle = twins("pictures")
-    assert (
-        Checkpoint.open(str(paddle)).config.items()
-        >= {
-            "moe_num_experts": 4,
-            "picture_intermediate_size": 32,
-            "moe_layer_start_index": 1,
-            "moe_layer_end_index": 2,
-            "model_type": "ernie4_5_moe",
-        }.items()
-    )
+    seeing = Checkpoint.open(str(twins("pictures")[1])).config
+    wanted = {"moe_num_experts": 4, "picture_intermediate_size": 32, "model_type": "ernie4_5_moe"}
+    wanted |= {"moe_layer_start_index": 1, "moe_layer_end_index": 2}
+    assert {name: seeing[name] for name in wanted} == wanted
 
 
-def test_pdparams_are_refused_by_name(twins: Twins, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((twins("tied")[1] / "config.json").read_bytes())
-    (tmp_path / "tokenizer.json").write_bytes((twins("tied")[1] / "tokenizer.json").read_bytes())
-    (tmp_path / "model_state.pdparams").write_bytes(b"\x80")
-    with pytest.raises(
-        ModelError,
-        match=r"model_state\.pdparams: reading this format can run code, .* give the folder",
-    ):
-        Checkpoint.open(str(tmp_path))
-
-
-def test_a_config_of_another_model_is_refused(twins: Twins, tmp_path: Path) -> None:
+def test_what_is_refused_by_name(twins: Twins, tmp_path: Path) -> None:
     paddle = as_paddle(twins("tied")[0], tmp_path / "paddle")
     file = paddle / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_bytes()), "num_attention_heads": 5}))
     with pytest.raises(ModelError, match=r"qkv_proj\.\w+: 128 outputs are no 5 \+ 2 \+ 2 equal parts"):
         make_core(paddle, num_blocks=8)
+    (paddle / "model.safetensors").unlink()
+    (paddle / "model_state.pdparams").write_bytes(b"\x80")
+    with pytest.raises(
+        ModelError, match=r"model_state\.pdparams: reading this format can run code, .* give the folder"
+    ):
+        Checkpoint.open(str(paddle))
 
 
-EXAMPLES = {
-    "experts": """
-from pd_cluster.fastdeploy import LLM, SamplingParams
-prompts = [
-    "User: 帮我写一篇关于深圳文心公园的500字游记和赏析。\\nAssistant: 好的。"
-]
-# 采样参数
-sampling_params = SamplingParams(top_p=0.95, max_tokens=6400)
-# 加载模型
-llm = LLM(model="baidu/ERNIE-4.5-21B-A3B-Base-Paddle", tensor_parallel_size=1, max_model_len=8192)
-# 批量进行推理(llm内部基于资源情况进行请求排队、动态插入处理)
-outputs = llm.generate(prompts, sampling_params)
-# 输出结果
-for output in outputs:
-    prompt = output.prompt
-    generated_text = output.outputs.text
-""",
-    "tied": """
+EXAMPLE = """
 from pd_cluster.fastdeploy import LLM, SamplingParams
 msg1=[
     {"role": "system", "content": "I'm a helpful AI assistant."},
     {"role": "user", "content": "把李白的静夜思改写为现代诗"},
 ]
-msg2 = [
-    {"role": "system", "content": "I'm a helpful AI assistant."},
-    {"role": "user", "content": "Write me a poem about large language model."},
-]
-messages = [msg1, msg2]
+messages = [msg1]
 # 采样参数
 sampling_params = SamplingParams(top_p=0.95, max_tokens=6400)
 # 加载模型
-llm = LLM(model="baidu/ERNIE-4.5-0.3B-Paddle", tensor_parallel_size=1, max_model_len=8192)
+llm = LLM(model="./baidu/ERNIE-4.5-0.3B-Paddle", tensor_parallel_size=1, max_model_len=8192)
 # 批量进行推理(llm内部基于资源情况进行请求排队、动态插入处理)
 outputs = llm.chat(messages, sampling_params)
-# 输出结果
-for output in outputs:
-    prompt = output.prompt
-    generated_text = output.outputs.text
-""",
-}
+assert all(each.error_msg is None and each.outputs.text for each in outputs), outputs
+llm.close()
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_document_s_examples(tmp_path: Path, name: str) -> None:
-    """As they are typed but for the package's name; a folder stands where the hub's name is looked for."""
+@pytest.mark.parametrize("name", ["experts", "tied"])
+def test_the_document_s_example(tmp_path: Path, name: str) -> None:
+    """As it is typed but for the package's name; a folder stands where the hub's name is looked for."""
     architecture, changes = MODELS[name]
     own = in_bfloat16(make_checkpoint(tmp_path / "pt", architecture, max_position_embeddings=8192, **changes))
-    program = EXAMPLES[name]
-    model = program.partition('model="')[2].partition('"')[0]
-    with_sentence_pieces(as_paddle(own, tmp_path / model))
-    shown = (
-        f"{program}assert all(each.error_msg is None and each.outputs.text for each in outputs), outputs\nllm.close()\n"
-    )
-    (tmp_path / "example.py").write_text(shown.replace(f'"{model}"', f'"./{model}"'), "utf-8")
+    with_sentence_pieces(as_paddle(own, tmp_path / "baidu/ERNIE-4.5-0.3B-Paddle"))
     where = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "example.py"],
-        cwd=tmp_path,
-        env=where,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    given: dict[str, Any] = {"cwd": tmp_path, "env": where, "capture_output": True, "text": True, "timeout": 250}
+    done = subprocess.run([sys.executable, "-c", EXAMPLE], check=False, **given)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -11,9 +11,9 @@ import pytest
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.errors import ConfigError
-from pd_cluster.types import Request, Sampling
+from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_tokenizer
-from tests.support.engines import make_core, run
+from tests.support.engines import make_core, together
 from tests.support.multimodal import rewrite_weights
 from tests.support.picture_kinds import FIRST, KINDS, LAST, NAMES, PICTURE, asked, make_kind, reference_answer
 from tests.support.pictures import Shown, data_url, picture, shared_folder
@@ -51,13 +51,7 @@ def expected_of(folder: Path, name: str, shown: list[Shown]) -> list[list[int]]:
 
 def answer_all(folder: Path, core: EngineCore, shown: list[Shown]) -> list[list[int]]:
     """All at once."""
-    return [tokens for tokens, _ in answers(folder, core, shown)]
-
-
-def answers(folder: Path, core: EngineCore, shown: list[Shown]) -> list[tuple[list[int], Request]]:
-    requests = [Request(f"r{at}", each.order(folder, GREEDY), arrival_s=float(at)) for at, each in enumerate(shown)]
-    found = run(core, requests)
-    return [([token.token_id for token in found[each.request_id][0]], each) for each in requests]
+    return together(core, [each.order(folder, GREEDY) for each in shown])
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ from safetensors.torch import load_file, save_file
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.engine.ranks.follower import Follower
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.errors import ConfigError, InstanceLost, ModelError, RequestError
+from pd_cluster.errors import InstanceLost, ModelError, RequestError
 from pd_cluster.model import loader
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.vision.tower import Tower
 from pd_cluster.types import Image, Request, Sampling
 from tests.support.ahead_graphs import go_ahead_with_graphs, num_captured
 from tests.support.checkpoints import ROPE
-from tests.support.engines import make_core, run
-from tests.support.multimodal import change_config, rewrite_weights
+from tests.support.engines import make_core, run, shared_core, together
+from tests.support.multimodal import rewrite_weights
 from tests.support.pictures import (
     MODELS,
     PAD,
@@ -46,11 +47,9 @@ GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
 SETTINGS: dict[str, Any] = {"block_size": 8, "num_blocks": 128, "max_num_batched_tokens": 64}
 
 
-def answer_all(folder: Path, core: EngineCore, prompts: list[Shown]) -> tuple[list[list[int]], list[Request]]:
+def answer_all(folder: Path, core: EngineCore, prompts: list[Shown]) -> list[list[int]]:
     """All at once."""
-    requests = [Request(f"r{i}", each.order(folder, GREEDY), arrival_s=float(i)) for i, each in enumerate(prompts)]
-    found = run(core, requests)
-    return [[token.token_id for token in found[request.request_id][0]] for request in requests], requests
+    return together(core, [each.order(folder, GREEDY) for each in prompts])
 
 
 def expected_of(folder: Path, prompts: list[Shown]) -> list[list[int]]:
@@ -73,77 +72,56 @@ def test_one_engine(name: str) -> None:
     expected = expected_of(folder, PROMPTS)
     assert expected[0] != expected[1], "the picture does not matter"
     assert expected[2] != expected[3], "the pictures' order does not matter"
-    core = make_core(folder, **SETTINGS)
+    core = shared_core(folder, **SETTINGS)
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
-        assert answer_all(folder, core, [prompt])[0] == [tokens]
-    assert answer_all(folder, core, PROMPTS)[0] == expected
+        assert answer_all(folder, core, [prompt]) == [tokens]
+    assert answer_all(folder, core, PROMPTS) == expected
 
 
-def test_published_names_of_weights(tmp_path: Path) -> None:
-    """Qwen2-VL's files have other prefixes, and Qwen3-VL-MoE's have experts the other way round."""
-    folder = make_vision(tmp_path / "old", "qwen2_vl")
-    expected = expected_of(folder, PROMPTS[:2])
-    rewrite_weights(folder, "model.visual.", "visual.")
-    rewrite_weights(folder, "model.language_model.", "model.")
-    assert answer_all(folder, make_core(folder, **SETTINGS), PROMPTS[:2])[0] == expected
-    folder = make_vision(tmp_path / "experts", "qwen3_vl_moe")
-    expected = expected_of(folder, PROMPTS[:2])
-    file = folder / "model.safetensors"
-    weights = {
-        key: each.transpose(1, 2).contiguous() if "experts" in key else each for key, each in load_file(file).items()
-    }
-    save_file(weights, file, metadata={"format": "pt"})
-    assert answer_all(folder, make_core(folder, **SETTINGS), PROMPTS[:2])[0] == expected
-
-
-@pytest.mark.parametrize(("name", "chunks"), [("qwen2_5_vl", (3, 7)), ("qwen3_vl", (1, 7))])
-def test_chunks_cut_pictures(name: str, chunks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("name", "num_tokens"), [("qwen2_5_vl", 3), ("qwen3_vl", 1)])
+def test_chunks_cut_pictures(name: str, num_tokens: int) -> None:
     """Where nothing of a picture is kept between steps, each chunk computes it again."""
     folder, prompts = shared_folder(make_vision, name), [PROMPTS[2], PROMPTS[4]]
-    expected = expected_of(folder, prompts)
-    for num_tokens in chunks:
-        nums_encoded = []
-        for num_kept in (0, 1, 128):
-            settings = {**SETTINGS, "max_num_batched_tokens": num_tokens, "mm_encoder_cache_tokens": num_kept}
-            core = make_core(folder, **settings)
-            assert answer_all(folder, core, prompts)[0] == expected
-            nums_encoded.append(tower_of(core).num_encoded)
-        nothing, last, kept = nums_encoded
-        assert nothing > 5
-        assert last < nothing
-        assert kept == 4, "one of five pictures is the same as another"
+    expected, nums_encoded = expected_of(folder, prompts), []
+    for num_kept in (0, 1, 128):
+        core = make_core(
+            folder, **SETTINGS | {"max_num_batched_tokens": num_tokens, "mm_encoder_cache_tokens": num_kept}
+        )
+        assert answer_all(folder, core, prompts) == expected
+        nums_encoded.append(tower_of(core).num_encoded)
+    nothing, last, kept = nums_encoded
+    assert nothing > 5
+    assert last < nothing
+    assert kept == 4, "one of five pictures is the same as another"
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preempted(mode: str) -> None:
     folder = shared_folder(make_vision, "qwen3_vl")
-    settings = {**SETTINGS, "preemption_mode": mode, "swap_space_gib": 0.01, "block_size": 4, "max_model_len": 80}
-    core = make_core(folder, **{**settings, "num_blocks": 20})
+    settings = {"preemption_mode": mode, "swap_space_gib": 0.01, "block_size": 4, "max_model_len": 80}
+    core = make_core(folder, **{**SETTINGS, **settings, "num_blocks": 20})
     prompts = [shown(10 + at, [6, 4], [picture(at)]) for at in range(5)]
-    assert answer_all(folder, core, prompts)[0] == expected_of(folder, prompts)
+    assert answer_all(folder, core, prompts) == expected_of(folder, prompts)
     assert core.scheduler.num_preemptions
 
 
 def test_a_cached_prefix_ends_inside_a_picture() -> None:
     """The same picture is found, the rest of it computed; another picture of the same size never is."""
     folder = shared_folder(make_vision, "qwen3_vl")
+    same, other = picture(1, 32, 32), picture(2, 32, 32)  # 16 tokens, the prompts' 6 to 22
+
+    def num_cached(core: EngineCore, prompt: Shown) -> int:
+        request = Request("r", prompt.order(folder, GREEDY))
+        run(core, [request])
+        assert request.output_token_ids == reference_answer(folder, prompt, NUM_TOKENS)
+        return request.num_cached_tokens
+
     core = make_core(folder, **{**SETTINGS, "block_size": 4})
-    same, other = picture(1, 32, 32), picture(2, 32, 32)  # 16 tokens
-    prompts = [shown(1, [5, 2], [same]), shown(1, [5, 2], [same]), shown(1, [5, 2], [other]), shown(1, [5, 9], [same])]
-    cached = []
-    for prompt in prompts:
-        answers, (request,) = answer_all(folder, core, [prompt])
-        assert answers == expected_of(folder, [prompt])
-        cached.append(request.num_cached_tokens)
-    assert cached[0] == 0
-    assert cached[1] == cached[3] == 24  # the picture's tokens are 6 to 22
-    assert cached[2] == 4
-    short = shown(1, [5, 0], [same])  # its last block but one ends inside the picture
+    asked = [([5, 2], same), ([5, 2], same), ([5, 2], other), ([5, 9], same)]
+    assert [num_cached(core, shown(1, texts, [each])) for texts, each in asked] == [0, 24, 4, 24]
     core = make_core(folder, **{**SETTINGS, "block_size": 16, "mm_encoder_cache_tokens": 0})
-    for _ in range(2):
-        answers, (request,) = answer_all(folder, core, [short])
-        assert answers == expected_of(folder, [short])
-    assert request.num_cached_tokens == 16
+    short = shown(1, [5, 0], [same])  # its last block but one ends inside the picture
+    assert [num_cached(core, short) for _ in range(2)] == [0, 16]
     assert tower_of(core).num_encoded == 2
 
 
@@ -161,12 +139,9 @@ def test_features_are_not_shared_between_salts() -> None:
 def test_heads_of_128(tmp_path: Path) -> None:
     sections = {**SECTIONS, "mrope_section": [16, 24, 24]}
     changes = {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": sections}
-    tower = {"hidden_size": 128, "num_heads": 1, "out_hidden_size": 64}
-    changes["hidden_size"] = 256
-    tower["out_hidden_size"] = 256
-    folder = make_vision(tmp_path, "qwen2_5_vl", tower, **changes)
-    prompts = PROMPTS[:3]
-    assert answer_all(folder, make_core(folder, **SETTINGS), prompts)[0] == expected_of(folder, prompts)
+    tower = {"hidden_size": 128, "num_heads": 1, "out_hidden_size": 256}
+    folder = make_vision(tmp_path, "qwen2_5_vl", tower, hidden_size=256, **changes)
+    assert answer_all(folder, make_core(folder, **SETTINGS), PROMPTS[:3]) == expected_of(folder, PROMPTS[:3])
 
 
 def test_layers_of_transformers_take_deep_features(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +149,7 @@ def test_layers_of_transformers_take_deep_features(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(loader, "can_fuse", lambda model: False)
     folder = shared_folder(make_vision, "qwen3_vl")
     core = make_core(folder, **{**SETTINGS, "max_num_batched_tokens": 7})
-    assert answer_all(folder, core, PROMPTS)[0] == expected_of(folder, PROMPTS)
+    assert answer_all(folder, core, PROMPTS) == expected_of(folder, PROMPTS)
 
 
 @pytest.fixture
@@ -200,10 +175,10 @@ def test_pictures_are_spread_over_ranks(tmp_path: Path, towers: dict[int, Tower]
     with ranks(folder, 1, **settings) as core:
         alone = towers[0]
         for _ in range(2):
-            assert answer_all(folder, core, PROMPTS)[0] == expected_of(folder, PROMPTS)
+            assert answer_all(folder, core, PROMPTS) == expected_of(folder, PROMPTS)
     with ranks(folder, size, **settings) as core:
         for _ in range(2):
-            assert answer_all(folder, core, PROMPTS)[0] == expected_of(folder, PROMPTS)
+            assert answer_all(folder, core, PROMPTS) == expected_of(folder, PROMPTS)
         shares = [towers[rank].num_encoded for rank in range(size)]
         assert core.runner.encoded.num_images == sum(shares) == alone.num_encoded
     assert min(shares[:2]) > 0
@@ -286,29 +261,15 @@ def test_offline(tmp_path: Path) -> None:
             llm.generate({**data, "multi_modal_data": {"audio": [1]}}, params, use_tqdm=False)
 
 
-def test_a_model_that_takes_no_images(tmp_path: Path) -> None:
-    folder = make_vision(tmp_path, "qwen2_vl")
-    with pytest.raises(ConfigError, match="enable_mm: language_model_only serves no images; give one of the two"):
-        LLM(str(folder), enable_mm=True, language_model_only=True)
-    with LLM(str(folder), num_blocks=64, language_model_only=True) as llm:
-        data = {"prompt": PAD, "multi_modal_data": {"image": picture(1)}}
-        (answer,) = llm.generate(data, use_tqdm=False)
-        assert answer.error_msg == "multi_modal_data.image[0]: this model takes no images; leave them out"
-    change_config(folder, model_type="mamba")
-    with pytest.raises(ModelError, match=r"enable_mm: .*'mamba' takes no images here; those that do are qwen2_vl, "):
-        LLM(str(folder), enable_mm=True)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_steps_as_graphs_and_ahead_of_the_host(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_as_graphs_and_ahead_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps replay graphs; steps with pictures never do, and are launched before the host knows the tokens."""
     made = go_ahead_with_graphs(monkeypatch, 16)
     folder = shared_folder(make_vision, "qwen3_vl")
     settings = {**SETTINGS, "max_num_batched_tokens": 9, "max_num_seqs": 16, "mm_encoder_cache_tokens": 12}
-    with ranks(folder, size, **settings) as core:
-        assert answer_all(folder, core, PROMPTS)[0] == expected_of(folder, PROMPTS)
+    with ranks(folder, 2, **settings) as core:
+        assert answer_all(folder, core, PROMPTS) == expected_of(folder, PROMPTS)
         assert core.ahead.num_ahead > 0
-    assert len(made) == size
+    assert len(made) == 2
     assert all(num_captured(made))
 
 
@@ -316,27 +277,30 @@ def test_beams_several_sequences_and_prompt_logprobs() -> None:
     folder = shared_folder(make_vision, "qwen3_vl")
     core = make_core(folder, **{**SETTINGS, "max_num_batched_tokens": 11})
     prompt, sampling = PROMPTS[2], replace(GREEDY, max_tokens=8)
-    beam = Request("beam", prompt.order(folder, replace(sampling, beam_width=3, n=1)))
-    found = [token.token_id for token in run(core, [beam])["beam"][0]]
-    assert found == reference_answer(folder, prompt, 8, num_beams=3, length_penalty=1.0)
-    several = Request("several", prompt.order(folder, replace(sampling, n=3)))
-    assert [[token.token_id for token in tokens] for tokens in run(core, [several])["several"].values()] == [
-        reference_answer(folder, prompt, 8)
-    ] * 3
-    asked = Request("asked", prompt.order(folder, replace(sampling, prompt_logprobs=1)))
-    (tokens,) = run(core, [asked])["asked"].values()
-    assert [token.token_id for token in tokens] == reference_answer(folder, prompt, 8)
-    logits = prompt_logits(folder, prompt)
+
+    def answers_to(**changes: Any) -> tuple[Request, list[list[int]]]:
+        request = Request("r", prompt.order(folder, replace(sampling, **changes)))
+        return request, [[token.token_id for token in tokens] for tokens in run(core, [request])["r"].values()]
+
+    beam = reference_answer(folder, prompt, 8, num_beams=3, length_penalty=1.0)
+    assert answers_to(beam_width=3, n=1)[1] == [beam]
+    greedy = reference_answer(folder, prompt, 8)
+    assert answers_to(n=3)[1] == [greedy] * 3
+    asked, found = answers_to(prompt_logprobs=1)
+    assert found == [greedy]
     told = [each.logprob for each in asked.prompt_logprobs if each is not None]
-    expected = logits.log_softmax(-1)[torch.arange(len(told)), torch.tensor(asked.prompt_token_ids[1:])]
+    logprobs = prompt_logits(folder, prompt).log_softmax(-1)
+    expected = logprobs[torch.arange(len(told)), torch.tensor(asked.prompt_token_ids[1:])]
     assert torch.allclose(torch.tensor(told), expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
-def test_a_config_as_published(tmp_path: Path, name: str) -> None:
-    """The text model's fields are among all others, sections are in rope_scaling, and sizes have their older names."""
+def test_a_folder_as_published(tmp_path: Path, name: str) -> None:
+    """The text model's fields are among all others, sections are in rope_scaling, and sizes have their older names;
+    weights have other prefixes.
+    """
     folder = make_vision(tmp_path, name)
-    expected = expected_of(folder, PROMPTS)
+    expected = expected_of(folder, PROMPTS[:4])
     config = json.loads((folder / "config.json").read_text())
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
@@ -346,32 +310,39 @@ def test_a_config_as_published(tmp_path: Path, name: str) -> None:
     file = folder / "preprocessor_config.json"
     sizes = json.loads(file.read_text())["size"]
     change_json(file, size=None, min_pixels=sizes["shortest_edge"], max_pixels=sizes["longest_edge"])
-    assert answer_all(folder, make_core(folder, **SETTINGS), PROMPTS)[0] == expected
+    rewrite_weights(folder, "model.visual.", "visual.")
+    rewrite_weights(folder, "model.language_model.", "model.")
+    assert answer_all(folder, make_core(folder, **SETTINGS), PROMPTS[:4]) == expected
+
+
+def test_published_experts_are_the_other_way_round(tmp_path: Path) -> None:
+    folder = make_vision(tmp_path, "qwen3_vl_moe")
+    expected = expected_of(folder, PROMPTS[:2])
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    turned = {key: each.mT.contiguous() if "experts" in key else each for key, each in weights.items()}
+    save_file(turned, file, metadata={"format": "pt"})
+    assert answer_all(folder, make_core(folder, **SETTINGS), PROMPTS[:2]) == expected
 
 
 @pytest.mark.parametrize(
-    ("file", "changes", "said"),
+    ("place", "changes", "said"),
     [
-        ("preprocessor_config.json", {"patch_size": 8}, "patch_size 8: config.json has patch_size 4"),
-        ("config.json", {"vision_config": {"deepstack_visual_indexes": [0, 1, 1]}}, "3 for 3 layers; the last layer"),
-        ("config.json", {"vision_config": {"depth": 3}}, r"visual\.\S+: missing among the weights of the vision tower"),
-        (
-            "config.json",
-            {"vision_config": {"intermediate_size": 40}},
-            "mismatched among the weights of the vision tower",
-        ),
-        (
-            "config.json",
-            {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 3]}}},
-            "must add up to half",
-        ),
+        ("", {"patch_size": 8}, "patch_size 8: config.json has patch_size 4"),
+        ("vision_config", {"deepstack_visual_indexes": [0, 1, 1]}, "3 for 3 layers; the last layer"),
+        ("vision_config", {"depth": 3}, r"visual\.\S+: missing among the weights of the vision tower"),
+        ("vision_config", {"intermediate_size": 40}, "mismatched among the weights of the vision tower"),
+        ("text_config", {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 3]}}, "must add up to half"),
     ],
 )
-def test_a_folder_that_does_not_fit(tmp_path: Path, file: str, changes: dict[str, Any], said: str) -> None:
-    folder = make_vision(tmp_path, "qwen3_vl")
-    whole = json.loads((folder / file).read_text())
-    nested = {name: {**whole[name], **each} if isinstance(each, dict) else each for name, each in changes.items()}
-    change_json(folder / file, **nested)
+def test_a_folder_that_does_not_fit(tmp_path: Path, place: str, changes: dict[str, Any], said: str) -> None:
+    folder = Path(shutil.copytree(shared_folder(make_vision, "qwen3_vl"), tmp_path / "model"))
+    if place:
+        file = folder / "config.json"
+        changes = {place: {**json.loads(file.read_text())[place], **changes}}
+    else:
+        file = folder / "preprocessor_config.json"
+    change_json(file, **changes)
     with pytest.raises(ModelError, match=said):
         make_core(folder, **SETTINGS)
 

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.commands import bench as commands
 from pd_cluster.commands.quantize import quantize
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ConfigError, ModelError
@@ -66,21 +68,15 @@ def test_gptq_and_awq_lose_less_than_rounding() -> None:
     assert error_in(x, weight, numbers(*round_to_nearest(weight * scales, W4)) / scales) < nearest
 
 
-def test_gptq_without_inputs_rounds_to_nearest() -> None:
+def test_inputs_of_gptq_and_smoothing() -> None:
+    """Without them GPTQ rounds to nearest, weights of inputs that are never there are 0, outliers move into weights."""
     weight, nothing = torch.randn(8, 128), torch.full((128, 128), float("nan"))
     found, nearest = gptq(weight, nothing, W4), round_to_nearest(weight, W4)
     assert all(torch.equal(one, other) for one, other in zip(found, nearest, strict=True))
-
-
-def test_gptq_sets_the_weights_of_inputs_that_are_never_there_to_zero() -> None:
     x = correlated(256, 128)
     x[:, 5] = 0
-    assert not gptq(torch.randn(8, 128), x.T @ x, W4)[0][:, 5].any()
-
-
-def test_scales_move_outliers_into_the_weights() -> None:
-    inputs, weight = torch.tensor([1.0, 100.0]), torch.ones(4, 2)
-    assert smooth_scales(inputs, [weight], 0.5).tolist() == [1.0, 10.0]
+    assert not gptq(weight, x.T @ x, W4)[0][:, 5].any()
+    assert smooth_scales(torch.tensor([1.0, 100.0]), [torch.ones(4, 2)], 0.5).tolist() == [1.0, 10.0]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -93,11 +89,11 @@ def test_words_are_those_of_the_format(bits: int) -> None:
 @pytest.mark.parametrize(
     ("scheme", "method", "most", "architecture"),
     [
-        *(("w4a16", "awq", 0.9, each) for each in ("llama", "qwen2", "gemma2")),
-        *(("w8a8", "smoothquant", 0.1, each) for each in ("llama", "qwen2", "gemma2")),
+        ("w4a16", "awq", 0.9, "qwen2"),
+        ("w8a8", "smoothquant", 0.1, "gemma2"),
         ("w4a16", "gptq", 0.9, "llama"),
         ("w4a8", "gptq", 0.9, "gemma2"),
-        ("w8a16", "rtn", 0.06, "qwen2"),
+        ("w8a16", "rtn", 0.15, "mixtral"),
         ("fp8", "rtn", 0.3, "llama"),
     ],
 )
@@ -109,16 +105,10 @@ def test_the_folder_is_near_its_original(
     job = QuantizeJob(folder, out, SCHEMES[scheme], method, SAMPLES)
     seen: list[int] = []
     num_layers = job.run(lambda done, total: seen.append(done))
-    assert num_layers == 7 * len(seen)
+    assert num_layers == (16 if architecture == "mixtral" else 7) * len(seen)
     assert not (out / PARTIAL).exists()
     assert (out / "tokenizer.json").exists()
     assert 0 < error_of(out, folder) < most
-
-
-def test_experts_are_rounded(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model", "mixtral")
-    assert QuantizeJob(folder, tmp_path / "out", SCHEMES["w8a16"], "rtn", []).run() > 20
-    assert error_of(tmp_path / "out", folder) < 0.15
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])  # whose parameters are not all called "weight"
@@ -126,19 +116,15 @@ def test_an_interrupted_job_continues_with_the_same_numbers(tmp_path: Path, arch
     """After the first layer, with a method whose later layers depend on the earlier ones."""
     folder = make_checkpoint(tmp_path / "model", architecture)
 
-    class Interrupted(Exception):
-        pass
-
     def stop(done: int, total: int) -> None:
-        raise Interrupted
+        raise KeyboardInterrupt
 
     def job(out: str) -> QuantizeJob:
         return QuantizeJob(folder, tmp_path / out, W4, "gptq", SAMPLES)
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(KeyboardInterrupt):
         job("resumed").run(stop)
     (first,) = (tmp_path / "resumed" / PARTIAL).glob("layer-*.safetensors")
-    made_ns = first.stat().st_mtime_ns
     kept = first.read_bytes()
     with pytest.raises(ConfigError, match="not empty, and no unfinished job like this one"):
         QuantizeJob(folder, tmp_path / "resumed", W4, "rtn", []).run()
@@ -146,7 +132,6 @@ def test_an_interrupted_job_continues_with_the_same_numbers(tmp_path: Path, arch
     job("whole").run()
     files = {out: sorted((tmp_path / out).glob("*.safetensors")) for out in ("resumed", "whole")}
     assert files["resumed"][0].read_bytes() == kept
-    assert made_ns
     for one, other in zip(files["resumed"], files["whole"], strict=True):
         for name, tensor in load_file(one).items():
             assert torch.equal(tensor, load_file(other)[name]), name
@@ -172,10 +157,9 @@ def test_a_disk_that_is_full_ends_a_job_that_can_go_on(tmp_path: Path, nbytes: i
     assert (tmp_path / "out" / "config.json").exists()
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_a_layer_s_file_that_was_cut_short_is_made_again(tmp_path: Path, method: str) -> None:
+def test_a_layer_s_file_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama")
-    job = QuantizeJob(folder, tmp_path / "out", W4, method, SAMPLES)
+    job = QuantizeJob(folder, tmp_path / "out", W4, "gptq", SAMPLES)
 
     def cut(done: int, total: int) -> None:
         (file,) = (tmp_path / "out" / PARTIAL).glob("layer-*.safetensors")
@@ -185,7 +169,7 @@ def test_a_layer_s_file_that_was_cut_short_is_made_again(tmp_path: Path, method:
     with pytest.raises(KeyboardInterrupt):
         job.run(cut)
     assert job.run() == 21
-    QuantizeJob(folder, tmp_path / "whole", W4, method, SAMPLES).run()
+    QuantizeJob(folder, tmp_path / "whole", W4, "gptq", SAMPLES).run()
     assert torch.equal(logits_of(tmp_path / "out"), logits_of(tmp_path / "whole"))
 
 
@@ -200,14 +184,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert job.run() == 21
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, method: str) -> None:
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama")
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has NaN or infinities; copy"):
-        QuantizeJob(folder, tmp_path / "out", W4, method, SAMPLES).run()
+        QuantizeJob(folder, tmp_path / "out", W4, "gptq", SAMPLES).run()
 
 
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
@@ -268,11 +251,6 @@ def test_the_command_on_the_shipped_model(tmp_path: Path) -> None:
     assert "28 linear layers" in done.stdout
     share = float(done.stdout.partition("the same next token in ")[2].partition("%")[0])
     assert share > 95
-    wrong = subprocess.run([*command, "--scheme", "w1"], capture_output=True, text=True, check=False, timeout=100)
-    assert (wrong.returncode, wrong.stderr) == (
-        1,
-        "pd-cluster: --scheme 'w1': expected one of w8a8, w8a16, w4a16, w4a8, fp8\n",
-    )
 
 
 def test_links_and_pipes_in_the_place_of_its_files_are_replaced(tmp_path: Path) -> None:
@@ -289,3 +267,18 @@ def test_links_and_pipes_in_the_place_of_its_files_are_replaced(tmp_path: Path) 
     assert job.run() == 21
     assert (tmp_path / "outside").read_text() == "theirs"
     assert not any(path.is_symlink() or path.is_fifo() for path in (tmp_path / "out").iterdir())
+
+
+def test_quality_is_measured_against_the_model_as_it_is(tmp_path: Path, one_thread: None) -> None:
+    """`bench quality` on the shipped model: 8 bits change next to nothing, 4 bits something."""
+    file, texts = tmp_path / "out.json", tmp_path / "texts.txt"
+    texts.write_text("The sea is wide, and the moon pulls the water twice a day. " * 12)
+    arguments = ["quality", "--kv-cache-dtype", "int8,int4", "--quantization", "int8", "--calibration", str(texts)]
+    result = CliRunner().invoke(commands.app, [*arguments, "--json", str(file)], catch_exceptions=False)
+    assert result.exit_code == 0
+    found = {(each["name"], each["unit"]): each["value"] for each in json.loads(file.read_text())["results"]}
+    plain = found["as it is", "perplexity"]
+    assert found["--kv-cache-dtype int8", "perplexity"] == pytest.approx(plain, rel=0.02)
+    assert found["--kv-cache-dtype int4", "perplexity"] != plain
+    assert 90 < found["--kv-cache-dtype int8", "% same"] <= 100
+    assert ("--quantization int8", "perplexity") in found

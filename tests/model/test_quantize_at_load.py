@@ -34,6 +34,7 @@ PROMPTS = [random_prompt(random.Random(1), n) for n in (1, 17, 40)]
 
 
 HEAD = re.compile(r"lm_head\.weight")
+SAME = [("wint8", "int8_wo"), ("wint4", "int4_wo")]
 
 
 def with_numbers_of(folder: Path, scheme: str, chosen: re.Pattern[str] = LINEAR) -> None:
@@ -45,45 +46,53 @@ def with_numbers_of(folder: Path, scheme: str, chosen: re.Pattern[str] = LINEAR)
     save_file(weights, folder / FILE, {"format": "pt"})
 
 
-@pytest.mark.parametrize(("scheme", "num_ranks"), [("int8_wo", 2), ("int4_wo", 1), ("int4_wo", 2), ("fp8", 2)])
-def test_tokens_are_those_of_the_quantized_numbers(tmp_path: Path, scheme: str, num_ranks: int) -> None:
-    """Scales are those of whole weights: two ranks have the same."""
+@pytest.mark.parametrize(
+    ("chosen", "scheme", "num_ranks"),
+    [
+        *(("quantization", "int8_wo", 2), ("quantization", "int4_wo", 1), ("quantization", "fp8", 2)),
+        *(("quantize_head", "int8_wo", 1), ("quantize_head", "int4_wo", 2)),
+        pytest.param("quantize_head", "fp8", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_those_of_the_quantized_numbers(tmp_path: Path, chosen: str, scheme: str, num_ranks: int) -> None:
+    """Scales are those of whole weights, and rows of the output layer: two ranks have the same."""
     original, plain = (make_checkpoint(tmp_path / name, "qwen2") for name in ("original", "plain"))
-    with_numbers_of(plain, scheme)
-    with ranks(original, num_ranks, quantization=scheme, num_blocks=64) as core:
+    with_numbers_of(plain, scheme, LINEAR if chosen == "quantization" else HEAD)
+    settings: dict[str, Any] = {chosen: scheme}
+    with ranks(original, num_ranks, num_blocks=64, **settings) as core:
         outputs = generate(core, PROMPTS, GREEDY)
     assert_all_same(plain, PROMPTS, outputs, GREEDY.max_tokens)
 
 
-@pytest.mark.parametrize(("given", "same"), [("wint8", "int8_wo"), ("wint4", "int4_wo")])
-def test_other_names(tmp_path: Path, given: str, same: str) -> None:
+def test_schemes_are_in_the_numerics(tmp_path: Path) -> None:
+    """A folder of codes and one in bfloat16 have their output layers in int8, too; other names are the same schemes."""
     folder = make_checkpoint(tmp_path / "model", "llama")
-    cores = [make_core(folder, quantization=name, num_blocks=64) for name in (given, same)]
-    assert generate(cores[0], PROMPTS, GREEDY) == generate(cores[1], PROMPTS, GREEDY)
-    assert cores[0].runner.numerics.digest == cores[1].runner.numerics.digest  # type: ignore[attr-defined]
+    coded, _ = rewritten(folder, tmp_path, FORMATS["awq"])
+    cases: list[tuple[Path, dict[str, Any], dict[str, Any], tuple[str, str, str] | None]] = [
+        (folder, {}, {"quantization": "int8"}, (called("quantization"), "none", f"int8, {WHOLE_ROWS}")),
+        (
+            folder,
+            {"quantization": "int4_wo"},
+            {"quantization": "w4a8"},
+            (called("quantization"), f"int4_wo, {LONG_SPANS}", f"w4a8, {WHOLE_ROWS}"),
+        ),
+        *((folder, {"quantization": one}, {"quantization": same}, None) for one, same in SAME),
+        (coded, {}, {"quantize_head": "int8"}, (called("quantize_head"), "none", "int8")),
+        (folder, {"dtype": "bfloat16"}, {"quantize_head": "int8"}, (called("quantize_head"), "none", "int8")),
+    ]
+    for model, settings, changes, difference in cases:
+        cores = [make_core(model, num_blocks=64, **each) for each in (settings, settings | changes)]
+        assert len(generate(cores[1], PROMPTS, GREEDY)[2]) == GREEDY.max_tokens
+        one, other = (core.runner.numerics for core in cores)  # type: ignore[attr-defined]
+        assert one.difference(other) == difference
+        assert (one.digest == other.digest) == (difference is None)
 
 
-def test_int8_is_with_int8_activations_and_in_the_numerics(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model", "mixtral")
-    plain, int8 = make_core(folder, num_blocks=64), make_core(folder, quantization="int8", num_blocks=64)
-    assert len(generate(int8, PROMPTS, GREEDY)[2]) == GREEDY.max_tokens
-    numerics: list[Any] = [core.runner.numerics for core in (plain, int8)]  # type: ignore[attr-defined]
-    assert numerics[0].digest != numerics[1].digest
-    assert numerics[0].difference(numerics[1]) == (called("quantization"), "none", f"int8, {WHOLE_ROWS}")
-
-
-def test_w4a8_is_in_the_numerics_and_rows_are_apart(tmp_path: Path) -> None:
+def test_rows_of_w4a8_are_apart(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama")
-    plain = make_core(folder, quantization="int4_wo", num_blocks=64)
-    settings = {"quantization": "w4a8", "quantize_head": "w4a8", "num_blocks": 64}
-    core = make_core(folder, **settings)
-    numerics: list[Any] = [each.runner.numerics for each in (plain, core)]  # type: ignore[attr-defined]
-    assert numerics[0].difference(numerics[1]) == (
-        called("quantization"),
-        f"int4_wo, {LONG_SPANS}",
-        f"w4a8, {WHOLE_ROWS}",
-    )
+    settings: dict[str, Any] = {"quantization": "w4a8", "quantize_head": "w4a8", "num_blocks": 64}
     together = generate(make_core(folder, max_num_batched_tokens=8, **settings), PROMPTS, GREEDY)
+    core = make_core(folder, **settings)
     assert [generate(core, [prompt], GREEDY)[0] for prompt in PROMPTS] == together
     with ranks(folder, 2, **settings) as two:
         assert generate(two, PROMPTS, GREEDY) == together
@@ -108,24 +117,13 @@ def test_products_of_w4a8_are_exact(inputs: int) -> None:
         assert all(torch.equal(layer(x[row : row + 1]), found[row : row + 1]) for row in (0, 69))
 
 
-@pytest.mark.parametrize("settings", [{"quantization": "w4a8"}, {"quantize_head": "w4a8"}], ids=str)
-def test_w4a8_is_refused_where_there_are_no_kernels(tmp_path: Path, settings: dict[str, Any]) -> None:
-    config = EngineConfig(model=str(make_checkpoint(tmp_path / "model", "llama")), **settings)
-    said = f"--{next(iter(settings)).replace('_', '-')} w4a8: only CPUs have products of 4 bits"
-    with pytest.raises(ConfigError, match=said):
-        load_model(Checkpoint.of(config), "float32", Device("cuda", 0))
-
-
-@pytest.mark.parametrize(
-    ("scheme", "num_ranks"), [("int8_wo", 1), ("int4_wo", 2), pytest.param("fp8", 1, marks=pytest.mark.slow)]
-)
-def test_the_output_layer(tmp_path: Path, scheme: str, num_ranks: int) -> None:
-    """Tokens are those of its quantized numbers, and scales those of whole rows: two ranks have the same."""
-    original, plain = (make_checkpoint(tmp_path / name, "qwen2") for name in ("original", "plain"))
-    with_numbers_of(plain, scheme, HEAD)
-    with ranks(original, num_ranks, quantize_head=scheme, num_blocks=64) as core:
-        outputs = generate(core, PROMPTS, GREEDY)
-    assert_all_same(plain, PROMPTS, outputs, GREEDY.max_tokens)
+def test_w4a8_is_refused_where_there_are_no_kernels(tmp_path: Path) -> None:
+    folder = str(make_checkpoint(tmp_path / "model", "llama"))
+    for name in ("quantization", "quantize_head"):
+        said = f"--{name.replace('_', '-')} w4a8: only CPUs have products of 4 bits"
+        settings: dict[str, Any] = {name: "w4a8"}
+        with pytest.raises(ConfigError, match=said):
+            load_model(Checkpoint.of(EngineConfig(model=folder, **settings)), "float32", Device("cuda", 0))
 
 
 @pytest.mark.parametrize("architecture", ["gemma", "gpt2"])
@@ -140,18 +138,6 @@ def test_an_output_layer_that_is_the_embedding(tmp_path: Path, architecture: str
     (apart / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}), "utf-8")
     outputs = generate(make_core(tied, quantize_head="wint4", num_blocks=64), PROMPTS, GREEDY)
     assert_all_same(apart, PROMPTS, outputs, GREEDY.max_tokens)
-
-
-def test_the_output_layer_is_in_the_numerics_beside_all_else(tmp_path: Path) -> None:
-    """A folder of codes and one in bfloat16 have their output layers in int8, too."""
-    folder = make_checkpoint(tmp_path / "model", "llama")
-    coded, _ = rewritten(folder, tmp_path, FORMATS["awq"])
-    for model, settings in ((coded, {}), (folder, {"dtype": "bfloat16"}), (folder, {"quantization": "int8"})):
-        cores = [make_core(model, num_blocks=64, quantize_head=head, **settings) for head in (None, "int8")]
-        assert len(generate(cores[1], PROMPTS, GREEDY)[2]) == GREEDY.max_tokens
-        numerics: list[Any] = [core.runner.numerics for core in cores]  # type: ignore[attr-defined]
-        assert numerics[0].digest != numerics[1].digest
-        assert numerics[0].difference(numerics[1]) == (called("quantize_head"), "none", "int8")
 
 
 def test_a_model_without_a_plain_output_layer() -> None:
@@ -207,11 +193,8 @@ def test_codes_and_zeros_of_extremes() -> None:
     ("wanted", "form", "said"),
     [
         ("gptq", "awq", r"--quantization gptq: .*config\.json: quantization_config says awq; leave it out"),
-        ("int8", "awq", "--quantization int8: .* says awq"),
-        ("fp8", "packed 4", r"--quantization fp8: .* says compressed-tensors \(int4\)"),
         ("smoothquant", "packed 8", r"--quantization smoothquant: .* says compressed-tensors \(int8\)"),
         ("awq", None, "--quantization awq: .* has plain weights; give a folder that is quantized so, or one of fp8"),
-        ("smoothquant", None, "--quantization smoothquant: .* has plain weights"),
     ],
 )
 def test_what_does_not_fit_the_folder_is_refused(tmp_path: Path, wanted: str, form: str | None, said: str) -> None:
@@ -225,11 +208,9 @@ def test_what_does_not_fit_the_folder_is_refused(tmp_path: Path, wanted: str, fo
 @pytest.mark.parametrize(
     ("wanted", "form"),
     [
-        ("awq", "awq"),
         ("gptq", "gptq 4"),
         ("fp8", "fp8 whole"),
         ("compressed-tensors", "packed 4"),
-        ("auto-round", "auto-round"),
         ("fp8", "fp8 of compressed-tensors"),
     ],
 )

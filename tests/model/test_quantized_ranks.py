@@ -62,7 +62,7 @@ def assert_same_bits(folder: Path, sizes: tuple[int, ...] = (2, 4), **settings: 
 # ---- layers
 
 
-@pytest.fixture(params=[2, 3, 4])
+@pytest.fixture(params=[2, 3])
 def groups(request: pytest.FixtureRequest, tmp_path: Path) -> list[Group]:
     size: int = request.param
     places = [Rendezvous(str(tmp_path / "ranks"), rank, size, WAIT_S, WAIT_S) for rank in range(size)]
@@ -134,7 +134,7 @@ def test_folders_of_every_format(tmp_path: Path, name: str) -> None:
         ("mixtral", "w4a8", (2,)),
         *(
             pytest.param(architecture, scheme, (2, 4), marks=slow)
-            for architecture in ("mixtral", "qwen2", "qwen2_moe", "qwen3_moe", "gemma2", "granite")
+            for architecture in ("mixtral", "qwen2", "qwen2_moe", "gemma2", "granite")
             for scheme in ("int8", "w4a8")
         ),
     ],
@@ -146,9 +146,15 @@ def test_quantized_at_load(tmp_path: Path, architecture: str, scheme: str, sizes
 
 
 @slow
-@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
-@pytest.mark.parametrize("scheme", ["int8", "w4a8"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "dtype"),
+    [
+        ("llama", "int8", "float32"),
+        ("llama", "w4a8", "bfloat16"),
+        ("mixtral", "w4a8", "float32"),
+        ("mixtral", "int8", "bfloat16"),
+    ],
+)
 def test_at_real_widths(tmp_path: Path, architecture: str, scheme: str, dtype: str) -> None:
     folder = with_outliers(make_checkpoint(tmp_path / "model", architecture, **WIDE))
     assert_same_bits(folder, quantization=scheme, dtype=dtype)
@@ -162,8 +168,7 @@ def test_a_large_vocabulary(tmp_path: Path) -> None:
 
 
 @slow
-@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
-@pytest.mark.parametrize("scheme", ["int8", "w4a8"])
+@pytest.mark.parametrize(("architecture", "scheme"), [("llama", "int8"), ("mixtral", "w4a8")])
 def test_without_the_kernels(tmp_path: Path, architecture: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes are those of one rank; attention and routers, by torch, may differ in the last bits."""
     monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")

@@ -13,12 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import CPU
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.errors import ModelError
+from pd_cluster.model.loader import load_model
+from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint, reference_greedy
+from tests.support.copies import copy_of
 from tests.support.engines import generate, make_core
 from tests.support.multimodal import change_config, make_multimodal
+from tests.support.paddle_layout import as_paddle
 from tests.support.ranks import ranks
 
 GREEDY = Sampling(max_tokens=8, temperature=0.0)
@@ -90,31 +96,29 @@ def to_msmodelslim(weights: Tensors) -> None:
 # ---- what a quantizer writes beside the weights
 
 
-@pytest.mark.parametrize("name", ["quant_model_description.json", "quant_model_description_w8a8_dynamic.json"])
-def test_a_folder_of_msmodelslim_without_its_description(folder: Path, load: Loading, name: str) -> None:
+def test_a_folder_of_msmodelslim_without_its_description(folder: Path, load: Loading) -> None:
     rewrite(folder, to_msmodelslim, "quant_model_weights.safetensors")
     file = folder / "quant_model_weights.safetensors"
     assert fault(load, folder).startswith(f"{file}: model.layers.0.mlp.down_proj.weight_offset (F32): quantized")
-    (folder / name).write_text(json.dumps({"model_quant_type": "W8A8_DYNAMIC"}))  # which names no tensor
+    (folder / "quant_model_description.json").write_text(
+        json.dumps({"model_quant_type": "W8A8_DYNAMIC"})
+    )  # which names no tensor
     assert "has codes, and" in fault(load, folder)
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "torchao", "a-method-of-next-year"])
-@pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
-def test_a_field_of_config_json(folder: Path, load: Loading, field: str, method: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "method"), [("quantization_config", "bitsandbytes"), ("compression_config", "a-method-of-next-year")]
+)
+def test_a_field_of_config_json(folder: Path, field: str, method: str) -> None:
     change_config(folder, **{field: {"quant_method": method, "bits": 4}})
     place = f"{folder / 'config.json'}: {field}"
-    assert fault(load, folder) == f"{place}: quantized weights that are not supported ({method}); {WAY_OUT}"
+    assert fault(_one, folder) == f"{place}: quantized weights that are not supported ({method}); {WAY_OUT}"
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "fp8"])
-def test_a_method_without_a_quantized_tensor(folder: Path, load: Loading, method: str) -> None:
-    change_config(folder, quantization_config={"quant_method": method, "bits": 4})
+def test_a_method_without_a_quantized_tensor(folder: Path, llama: Path, load: Loading) -> None:
+    change_config(folder, quantization_config={"quant_method": "awq", "bits": 4})
     place = f"{folder / 'config.json'}: quantization_config"
-    assert fault(load, folder) == f"{place}: {method}, but no tensor is quantized; remove that"
-
-
-def test_a_field_without_a_value_is_none(folder: Path, llama: Path, load: Loading) -> None:
+    assert fault(load, folder) == f"{place}: awq, but no tensor is quantized; remove that"
     change_config(folder, quantization_config=None)
     assert_loads(load, folder, llama)
 
@@ -126,21 +130,16 @@ def test_a_field_without_a_value_is_none(folder: Path, llama: Path, load: Loadin
     ("key", "dtype", "called"),
     [
         (f"{DOWN}.weight", torch.float8_e4m3fn, "F8_E4M3"),
-        (f"{DOWN}.weight", torch.uint8, "U8"),
         ("model.layers.2.self_attn.q_proj.bias", torch.int8, "I8"),
-        ("model.layers.2.self_attn.q_proj.bias", torch.float8_e5m2, "F8_E5M2"),
         ("model.norm.weight", torch.int32, "I32"),
         ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.int64, "I64"),
-        ("model.layers.0.mlp.words", torch.int32, "I32"),
         ("model.layers.0.mlp.up_proj._weight_qdata", torch.int8, "I8"),  # torchao's
     ],
 )
-def test_a_tensor_of_codes(tmp_path: Path, load: Loading, key: str, dtype: torch.dtype, called: str) -> None:
-    folder = make_checkpoint(tmp_path / "model", "qwen2")
+def test_a_tensor_of_codes(folder: Path, key: str, dtype: torch.dtype, called: str) -> None:
     rewrite(folder, lambda weights: weights.update({key: weights.get(key, torch.ones(16)).to(dtype)}))
-    assert (
-        fault(load, folder) == f"{folder / FILE}: {key} ({called}): quantized weights that are not supported; {WAY_OUT}"
-    )
+    said = f"{folder / FILE}: {key} ({called}): quantized weights that are not supported; {WAY_OUT}"
+    assert fault(_one, folder) == said
 
 
 def test_a_file_that_only_the_index_names(folder: Path, llama: Path, load: Loading) -> None:
@@ -166,34 +165,28 @@ def test_a_file_that_only_the_index_names(folder: Path, llama: Path, load: Loadi
 # ---- tensors that no module takes
 
 
-@pytest.mark.parametrize("name", ["scale", "weight.step", "lora_A.weight", "smooth"])
-def test_a_tensor_that_would_be_left_out(folder: Path, load: Loading, name: str) -> None:
-    """LMDeploy's smooth_quant calls its scales so; the other names are no quantizer's that is known here."""
-    key = f"{DOWN}.{name}"
+def test_a_tensor_that_would_be_left_out(folder: Path, load: Loading) -> None:
+    """LMDeploy's smooth_quant calls its scales so. The file of a tensor is named, whichever it is."""
+    key = f"{DOWN}.scale"
     rewrite(folder, lambda weights: weights.update({key: torch.ones(64, 1), f"{key}.z": torch.ones(1)}))
-    assert fault(load, folder) == (
-        f"{folder / FILE}: {key} and 1 more: llama has no such weight and would be computed without it; if a quantizer "
-        f"made this folder, {WAY_OUT}; otherwise remove such tensors"
+    said = (
+        f"{key} and 1 more: llama has no such weight and would be computed without it; if a quantizer made this folder"
     )
-
-
-@pytest.mark.parametrize("name", ["weight_scale", "input_scale", "k_scale", "g_idx", "qweight", "SCB"])
-def test_a_tensor_of_a_quantizer(folder: Path, load: Loading, name: str) -> None:
-    rewrite(folder, lambda weights: weights.update({f"{DOWN}.{name}": torch.ones(1)}))
-    assert fault(load, folder).startswith(
-        f"{folder / FILE}: {DOWN}.{name} (F32): quantized weights that are not supported"
-    )
-
-
-def test_the_file_of_a_tensor_is_named(folder: Path, load: Loading) -> None:
-    weights = {**load_file(folder / FILE), "model.layers.0.more": torch.ones(1)}
+    assert fault(load, folder) == f"{folder / FILE}: {said}, {WAY_OUT}; otherwise remove such tensors"
+    weights = load_file(folder / FILE)
     (folder / FILE).unlink()
-    place = {key: f"part-{at % 2}.safetensors" for at, key in enumerate(sorted(weights))}
-    for name in set(place.values()):
-        save_file({key: weights[key] for key in weights if place[key] == name}, folder / name, {"format": "pt"})
+    place = {name: f"part-{at % 2}.safetensors" for at, name in enumerate(sorted(weights))}
+    for part in set(place.values()):
+        save_file({name: weights[name] for name in weights if place[name] == part}, folder / part, {"format": "pt"})
     (folder / f"{FILE}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
-    file = folder / place["model.layers.0.more"]
-    assert fault(load, folder).startswith(f"{file}: model.layers.0.more: llama has no such weight")
+    assert fault(load, folder).startswith(f"{folder / place[key]}: {key} and 1 more: llama has no such weight")
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "k_scale", "g_idx", "SCB"])
+def test_a_tensor_of_a_quantizer(folder: Path, name: str) -> None:
+    rewrite(folder, lambda weights: weights.update({f"{DOWN}.{name}": torch.ones(1)}))
+    said = f"{folder / FILE}: {DOWN}.{name} (F32): quantized weights that are not supported"
+    assert fault(_one, folder).startswith(said)
 
 
 def test_layers_behind_the_last_one(folder: Path, llama: Path, load: Loading) -> None:
@@ -214,53 +207,43 @@ def test_layers_behind_the_last_one(folder: Path, llama: Path, load: Loading) ->
     assert_loads(load, folder, llama, hf_overrides={"num_hidden_layers": 3})
 
 
-def test_what_modules_compute_today(folder: Path, llama: Path, load: Loading) -> None:
-    """Older versions of transformers saved these."""
+def test_what_modules_compute_today_and_other_forms_of_the_weights(folder: Path, llama: Path, load: Loading) -> None:
+    """Older versions of transformers saved those; Mistral's folders have such a file; ranks read transformers'."""
     rotary = "model.layers.{}.self_attn.rotary_emb.{}"
     names = ("inv_freq", "cos_cached", "sin_cached")
     old = {rotary.format(layer, name): torch.ones(8) for layer in range(3) for name in names}
     rewrite(folder, lambda weights: weights.update(old))
-    assert_loads(load, folder, llama)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "names"),
-    [
-        ("gpt2", ("transformer.h.0.attn.bias", "transformer.h.1.attn.masked_bias")),
-        ("gpt_neox", ("gpt_neox.layers.0.attention.bias", "gpt_neox.layers.1.attention.masked_bias")),
-        ("gpt_bigcode", ("transformer.h.0.attn.bias", "transformer.h.1.attn.masked_bias")),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32])
-def test_masks_of_old_files(tmp_path: Path, architecture: str, names: tuple[str, ...], dtype: torch.dtype) -> None:
-    original = make_checkpoint(tmp_path / "original", architecture)
-    folder = Path(shutil.copytree(original, tmp_path / "model"))
-    rewrite(folder, lambda weights: weights.update({name: torch.ones(1, 1, 8, 8).to(dtype) for name in names}))
-    assert_loads(_one, folder, original)
-
-
-def test_a_tied_output_layer_that_is_stored_too(tmp_path: Path, load: Loading) -> None:
-    original = make_checkpoint(tmp_path / "original", "gemma2")
-    folder = Path(shutil.copytree(original, tmp_path / "model"))
-    head = {"lm_head.weight": load_file(folder / FILE)["model.embed_tokens.weight"].clone()}
-    rewrite(folder, lambda weights: weights.update(head))
-    assert_loads(load, folder, original)
-
-
-def test_another_form_of_the_same_weights_beside_them(folder: Path, llama: Path, load: Loading) -> None:
-    """Mistral's folders have such a file; ranks read the one that transformers reads."""
     save_file({"layers.0.attention.wq.weight": torch.ones(4, 4)}, folder / "consolidated.safetensors")
     assert_loads(load, folder, llama)
 
 
-def test_parts_that_are_not_served_may_have_any_numbers(tmp_path: Path, load: Loading) -> None:
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "gpt_bigcode"])
+def test_masks_of_old_files(tmp_path: Path, architecture: str) -> None:
+    prefix = "gpt_neox.layers.{}.attention.{}" if architecture == "gpt_neox" else "transformer.h.{}.attn.{}"
+    original = make_checkpoint(tmp_path / "original", architecture)
+    folder = Path(shutil.copytree(original, tmp_path / "model"))
+    masks = {prefix.format(at, name): torch.ones(1, 1, 8, 8) for at, name in ((0, "bias"), (1, "masked_bias"))}
+    for dtype in (torch.uint8, torch.bool, torch.float32):
+        rewrite(folder, lambda weights, dtype=dtype: weights.update({n: m.to(dtype) for n, m in masks.items()}))  # type: ignore[misc]
+        assert_loads(_one, folder, original)
+
+
+def test_a_tied_output_layer_that_is_stored_too(tmp_path: Path) -> None:
+    original = make_checkpoint(tmp_path / "original", "gemma2")
+    folder = Path(shutil.copytree(original, tmp_path / "model"))
+    head = {"lm_head.weight": load_file(folder / FILE)["model.embed_tokens.weight"].clone()}
+    rewrite(folder, lambda weights: weights.update(head))
+    assert_loads(_two, folder, original)
+
+
+def test_parts_that_are_not_served_may_have_any_numbers(tmp_path: Path) -> None:
     folder = make_multimodal(tmp_path / "model", "gemma3")
     before = load_file(folder / FILE)
     vision = {"model.vision_tower.blocks.0.index": torch.ones(4, dtype=torch.int64)}
     vision["model.vision_tower.blocks.0.weight"] = torch.ones(4, 4, dtype=torch.int8)
     rewrite(folder, lambda weights: weights.update(vision))
     settings: dict[str, Any] = {"language_model_only": True}
-    with load(folder, **settings) as core:
+    with _two(folder, **settings) as core:
         outputs = generate(core, [PROMPT], GREEDY)
     (folder / FILE).unlink()  # it may be mapped
     save_file(before, folder / FILE, {"format": "pt"})
@@ -269,6 +252,60 @@ def test_parts_that_are_not_served_may_have_any_numbers(tmp_path: Path, load: Lo
     key = "model.language_model.layers.0.mlp.down_proj.scale"
     rewrite(folder, lambda weights: weights.update({key: torch.ones(64, 1)}))
     # The file is named although the tensor has another name in the text model alone.
-    assert fault(load, folder, **settings).startswith(
+    assert fault(_two, folder, **settings).startswith(
         f"{folder / FILE}: model.layers.0.mlp.down_proj.scale: gemma3_text"
     )
+
+
+# ---- nulls in a folder's files
+
+
+OTHERS = ("qwen2", "gemma2", "gpt_oss", "gpt2", "glm4", "ernie4_5_moe")
+ARCHITECTURES = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in (*OTHERS, "paddle"))]
+BY_SHAPE = ("num_key_value_heads", "moe_intermediate_size", "moe_num_experts", "n_inner")  # refused by the weights
+
+
+def fields_of(config: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for name, value in config.items():
+        yield (name,)
+        if isinstance(value, dict):
+            yield from ((name, *rest) for rest in fields_of(value))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_each_field(checkpoint: Callable[..., Path], tmp_path: Path, architecture: str) -> None:
+    if architecture == "paddle":
+        folder = as_paddle(checkpoint("ernie4_5_moe"), tmp_path / "model")
+    else:
+        folder = copy_of(checkpoint(architecture), tmp_path, {})
+    refused: list[tuple[str, str]] = []
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        file = folder / name
+        whole = file.read_text("utf-8")
+        for path in fields_of(json.loads(whole)):
+            changed = place = json.loads(whole)
+            for each in path[:-1]:
+                place = place[each]
+            place[path[-1]] = None
+            file.write_text(json.dumps(changed), "utf-8")
+            try:
+                opened = Checkpoint.open(str(folder))
+                if name == "config.json":
+                    load_model(opened, "float32", CPU)
+                Tokenizer(folder)
+            except ModelError as error:
+                refused.append((path[-1], str(error)))
+        file.write_text(whole, "utf-8")
+    assert len(refused) > 5
+    for field, text in refused:
+        assert "\n" not in text
+        assert field in text or field in BY_SHAPE or architecture == "paddle", (field, text)
+
+
+def test_tied_embeddings_that_are_null(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copy_of(checkpoint("llama"), tmp_path, {})
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), "tie_word_embeddings": None}))
+    with pytest.raises(ModelError, match=r"config\.json: .*null for tie_word_embeddings: leave out, or give values$"):
+        load_model(Checkpoint.open(str(folder)), "float32", CPU)

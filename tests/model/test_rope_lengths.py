@@ -5,6 +5,7 @@ The reference is transformers' whole forward pass over a sequence of exactly tha
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import threading
@@ -15,11 +16,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import ModelError
+from pd_cluster.offline.lmdeploy.messages import GenerationConfig
+from pd_cluster.offline.lmdeploy.pipeline import pipeline
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import make_checkpoint
-from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run
+from tests.support.engines import assert_all_same, assert_same, generate, make_core, random_prompt, run
 
 TRAINED = 48
 MAX_LEN = 160
@@ -139,11 +144,10 @@ def test_a_factor_that_config_json_does_not_have(tmp_path: Path, factor: float, 
         assert_by_length(as_written, request.prompt_token_ids, request.output_token_ids, request.sampling.max_tokens)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_log_n_attention(tmp_path: Path, architecture: str) -> None:
+def test_log_n_attention(tmp_path: Path) -> None:
     """Queries beyond the trained length grow by log(position + 1) / log(trained): transformers' layers, so changed."""
     rope = {"rope_parameters": DYNAMIC, "max_position_embeddings": TRAINED}
-    folder = make_checkpoint(tmp_path, architecture, **rope)
+    folder = make_checkpoint(tmp_path, "qwen3", **rope)
     prompt = random_prompt(random.Random(3), 90)
     plain = make_core(folder, max_model_len=MAX_LEN, num_blocks=64)
     core = make_core(folder, max_model_len=MAX_LEN, num_blocks=64, hf_overrides={"use_logn_attn": True})
@@ -185,18 +189,128 @@ def test_a_stretch_lengthens_the_context(tmp_path: Path, kind: str) -> None:
         core = make_core(folder, num_blocks=64, hf_overrides=overrides)
         assert core.runner.max_model_len == 4 * TRAINED  # type: ignore[attr-defined]
         assert_all_same(written, prompts, generate(core, prompts, greedy(40)), 40)
+    with pytest.raises(ModelError, match=f"rope_type {kind}: model_type opt has no rotary embedding of that kind"):
+        make_core(make_checkpoint(tmp_path / "opt", "opt"), hf_overrides={"rope_scaling": STRETCHED[kind]})
 
 
-def test_what_has_no_rotary_embedding_is_not_stretched(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "opt")
-    with pytest.raises(ModelError, match="rope_type yarn: model_type opt has no rotary embedding of that kind"):
-        make_core(folder, num_blocks=64, hf_overrides={"rope_scaling": STRETCHED["yarn"]})
-
-
-@pytest.mark.parametrize("architecture", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
-def test_hunyuan_s_alpha_fixes_the_base(tmp_path: Path, architecture: str) -> None:
+def test_hunyuan_s_alpha_fixes_the_base(tmp_path: Path) -> None:
     """Its rope is called dynamic, and is the same at every length, also beyond the trained one."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
-    folder = make_checkpoint(tmp_path, architecture, rope_parameters=rope, max_position_embeddings=MAX_LEN)
+    folder = make_checkpoint(tmp_path, "hunyuan_v1_dense", rope_parameters=rope, max_position_embeddings=MAX_LEN)
     prompts = [random_prompt(random.Random(4), length) for length in (10, 100)]
     assert_all_same(folder, prompts, generate(make_core(folder, num_blocks=64), prompts, greedy(20)), 20)
+
+
+# ---- InternLM and InternLM2, whose files are in a layout of their own
+
+
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 8
+SIZES: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
+
+
+def packed(weights: dict[str, torch.Tensor], prefix: str, kind: str) -> torch.Tensor:
+    """InternLM2's `wqkv`: KV head after KV head, its queries before its key and its value."""
+    query, key, value = (weights[f"{prefix}.self_attn.{each}_proj.{kind}"] for each in "qkv")
+    share = HEADS // KV_HEADS * HEAD_DIM
+    rows = []
+    for at in range(KV_HEADS):
+        own = slice(at * HEAD_DIM, (at + 1) * HEAD_DIM)
+        rows += [query[at * share : (at + 1) * share], key[own], value[own]]
+    return torch.cat(rows)
+
+
+def as_internlm2(llama: Path, to: Path, **config: Any) -> Path:
+    """The same model in the files of an InternLM2."""
+    weights, found = load_file(llama / "model.safetensors"), {}
+    names = {"o_proj": "attention.wo", "gate_proj": "feed_forward.w1", "up_proj": "feed_forward.w3"}
+    names |= {"down_proj": "feed_forward.w2", "input_layernorm": "attention_norm"}
+    names |= {"post_attention_layernorm": "ffn_norm"}
+    outer = {"model.embed_tokens.weight": "model.tok_embeddings.weight", "lm_head.weight": "output.weight"}
+    for name, weight in weights.items():
+        parts = name.split(".")
+        if name in outer or "layers" not in parts:
+            found[outer.get(name, name)] = weight
+        elif parts[-2] in names:
+            found[".".join([*parts[:3], names[parts[-2]], parts[-1]])] = weight
+        elif parts[-2] == "q_proj":
+            found[".".join([*parts[:3], "attention.wqkv", parts[-1]])] = packed(weights, ".".join(parts[:3]), parts[-1])
+    return written(llama, to, found, model_type="internlm2", bias=False, **config)
+
+
+def as_internlm(llama: Path, to: Path, **config: Any) -> Path:
+    """Writes InternLM's files, which have Llama's names, and unused tables of frequencies."""
+    weights = load_file(llama / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(HEAD_DIM // 2)
+    return written(llama, to, weights, model_type="internlm", bias=True, num_key_value_heads=None, **config)
+
+
+def written(llama: Path, to: Path, weights: dict[str, torch.Tensor], **config: Any) -> Path:
+    to.mkdir()
+    for file in llama.iterdir():
+        if file.suffix != ".safetensors":
+            (to / file.name).write_bytes(file.read_bytes())
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, to / "model.safetensors")
+    own = json.loads((llama / "config.json").read_bytes())
+    dropped = ("attention_bias", "mlp_bias", "rope_parameters", "rope_theta", "head_dim")
+    kept = {name: value for name, value in own.items() if name not in dropped}
+    kept["auto_map"] = {"AutoModelForCausalLM": f"modeling_{config['model_type']}.InternLMForCausalLM"}
+    kept["architectures"] = ["InternLMForCausalLM"]
+    kept |= config
+    (to / "config.json").write_text(json.dumps({name: value for name, value in kept.items() if value is not None}))
+    return to
+
+
+@pytest.fixture(scope="module")
+def llama2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama2"), "llama", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def internlm2(llama2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return as_internlm2(llama2, tmp_path_factory.mktemp("internlm2") / "model", rope_theta=10000.0)
+
+
+def test_internlm2_answers_as_its_llama(llama2: Path, internlm2: Path) -> None:
+    """Their files differ, so their caches are not exchanged, although both describe a Llama."""
+    prompts = [random_prompt(random.Random(1), length) for length in (1, 17, 40)]
+    assert_all_same(llama2, prompts, generate(make_core(internlm2, num_blocks=64), prompts, greedy(12)), 12)
+    one, other = Checkpoint.open(str(llama2)), Checkpoint.open(str(internlm2))
+    assert one.identity != other.identity
+    assert other.model_type == "llama"
+
+
+def test_internlm_answers_as_its_llama(tmp_path: Path) -> None:
+    sizes = {**SIZES, "num_key_value_heads": HEADS}
+    llama = make_checkpoint(tmp_path / "llama", "llama", attention_bias=True, **sizes)
+    internlm = as_internlm(llama, tmp_path / "internlm", rotary={"base": 10000, "type": "origin"})
+    prompts = [random_prompt(random.Random(2), length) for length in (1, 17, 40)]
+    assert_all_same(llama, prompts, generate(make_core(internlm, num_blocks=64), prompts, greedy(12)), 12)
+
+
+@pytest.mark.parametrize("kind", ["internlm", "internlm2"])
+def test_dynamic_positions_of_both(tmp_path: Path, kind: str) -> None:
+    """InternLM says so in `rotary`, InternLM2 in `rope_scaling`; both follow the length of a request."""
+    is_first, place = kind == "internlm", tmp_path / "model"
+    rope = {**DYNAMIC, "factor": 1.0 if is_first else 2.0}
+    sizes = {**SIZES, "num_key_value_heads": HEADS if is_first else KV_HEADS, "max_position_embeddings": TRAINED}
+    llama = make_checkpoint(tmp_path / "llama", "llama", rope_parameters=rope, attention_bias=is_first, **sizes)
+    if is_first:
+        folder = as_internlm(llama, place, rotary={"base": 10000, "type": "dynamic"})
+    else:
+        folder = as_internlm2(llama, place, rope_theta=10000.0, rope_scaling={"type": "dynamic", "factor": 2.0})
+    core = make_core(folder, num_blocks=256, max_model_len=MAX_LEN)
+    requests = requests_of([(10, 12), (40, 80), (100, 20)])
+    run(core, requests)
+    for request in requests:
+        assert_by_length(llama, request.prompt_token_ids, request.output_token_ids, request.sampling.max_tokens)
+
+
+@pytest.mark.slow
+def test_an_internlm2_in_a_pipeline_of_two_ranks_each(llama2: Path, internlm2: Path) -> None:
+    """It runs as in the documents' examples, across the split."""
+    from pd_cluster import TurbomindEngineConfig
+
+    with pipeline(str(internlm2), backend_config=TurbomindEngineConfig(tp=2, cache_block_seq_len=16)) as pipe:
+        (response,) = pipe(["Hi, pls intro yourself"], GenerationConfig(max_new_tokens=10, ignore_eos=True))
+        prompt = pipe.tokenizer.encode("<|user|>Hi, pls intro yourself<|assistant|>")
+    assert_same(llama2, prompt, response.token_ids, 10)

@@ -8,31 +8,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-import transformers
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.model import modules
 from pd_cluster.model.layers.rope import rope_limit_of
 from pd_cluster.model.rope_limit import RopeLimit
 from pd_cluster.types import Order, Request, RopePositions, Sampling
-from tests.support.ahead_graphs import go_ahead_with_graphs, num_captured
-from tests.support.checkpoints import COMMON, ROPE, make_checkpoint, reference_model
+from tests.support.checkpoints import ROPE, make_checkpoint, reference_model
 from tests.support.engines import make_core, random_prompt, run
-from tests.support.positions import KINDS, assert_same, gapped, spread
-from tests.support.ranks import ranks
+from tests.support.positions import KINDS, assert_same, gapped
 
 Checkpoints = Callable[..., Path]
 NUM_TOKENS = 10
 SAMPLING = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 LENS = (1, 7, 33, 50)
 ARCHITECTURES = (
-    *("llama", "mistral", "mixtral", "qwen3_moe", "gpt_oss"),  # fused layers with and without windows and experts
+    *("llama", "qwen3_moe", "gpt_oss"),  # fused layers with and without windows and experts
     *("glm4", "phi3", "smollm3", "gemma3_text"),  # rope of neighbours, of some features, of some layers, of two kinds
-    *("gpt_neox", "gpt2", "opt"),  # transformers' modules; learned positions
+    *("gpt_neox", "gpt2"),  # transformers' modules; learned positions
 )
 
 
@@ -74,17 +69,6 @@ def test_one_engine_in_chunks(checkpoint: Checkpoints, architecture: str) -> Non
     assert [token.token_id for token in answer] != [token.token_id for token in plain]
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preempted_and_resumed(checkpoint: Checkpoints, mode: str) -> None:
-    folder = checkpoint("llama")
-    settings: dict[str, Any] = {"preemption_mode": mode, "swap_space_gib": 0.01, "max_model_len": 64}
-    core = make_core(folder, block_size=4, max_num_batched_tokens=32, num_blocks=18, **settings)
-    long = msgspec.structs.replace(SAMPLING, max_tokens=30)
-    orders = orders_of(3, [*KINDS.values(), None], (12, 30), long)
-    assert_are_references(reference_model(folder), orders, core)
-    assert core.scheduler.num_preemptions > 2
-
-
 def test_a_cached_prefix_has_the_same_positions(checkpoint: Checkpoints) -> None:
     """An equal request finds the prompt and what it generated; one with other positions finds what precedes them."""
     folder, rng = checkpoint("llama"), random.Random(4)
@@ -108,84 +92,23 @@ def extended(own: RopePositions, num_tokens: int) -> RopePositions:
     return RopePositions(tuple(map(tuple, own.between(0, len(own.rows[0]) + num_tokens))), own.delta)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
-def test_two_ranks(checkpoint: Checkpoints, architecture: str) -> None:
-    folder = checkpoint(architecture)
-    with ranks(folder, 2, max_num_batched_tokens=24, num_blocks=128, block_size=8) as core:
-        assert_are_references(reference_model(folder), orders_of(5, [*KINDS.values(), None]), core)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_steps_as_graphs_and_ahead_of_the_host(
-    checkpoint: Checkpoints, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Decode steps replay graphs over static buffers, and are launched before the host knows the tokens."""
-    made = go_ahead_with_graphs(monkeypatch, 16)
-    folder = checkpoint("llama")
-    settings: dict[str, Any] = {"max_num_batched_tokens": 64, "num_blocks": 128, "max_num_seqs": 16}
-    with ranks(folder, size, **settings) as core:
-        assert_are_references(reference_model(folder), orders_of(6, [*KINDS.values(), None]), core)
-        assert core.ahead.num_ahead > 0
-    assert len(made) == size
-    assert all(num_captured(made))
-
-
-class MultimodalText:
-    """transformers' text model of Qwen2-VL with its output layer; `rotary` turns three rows of positions."""
-
-    def __init__(self, plain: Any) -> None:
-        settings = {**COMMON, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}}
-        self.config = transformers.Qwen2VLConfig(text_config=settings).text_config
-        self.config._attn_implementation = "eager"
-        self._text = transformers.models.qwen2_vl.modeling_qwen2_vl.Qwen2VLTextModel(self.config).eval()
-        self._text.load_state_dict(plain.model.state_dict())
-        self._head, self.rotary = plain.lm_head, self._text.rotary_emb
-
-    def __call__(self, **given: Any) -> Any:
-        hidden = self._text(**given).last_hidden_state
-        return transformers.modeling_outputs.CausalLMOutput(logits=self._head(hidden))
-
-
-def test_three_rows_for_a_rotary_embedding_with_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Qwen2 with Qwen2-VL's rotary embedding, beside requests of one row and of none."""
-    folder = make_checkpoint(tmp_path, "qwen2", use_sliding_window=False)
-    model = MultimodalText(reference_model(folder))
-    load_plain = modules.load_plain
-
-    def load(*arguments: Any) -> Any:
-        loaded: Any = load_plain(*arguments)
-        loaded.model.rotary_emb = model.rotary
-        return loaded
-
-    monkeypatch.setattr(modules, "load_plain", load)
-    core = make_core(folder, max_num_batched_tokens=24, num_blocks=128, block_size=8)
-    orders = orders_of(7, [spread, gapped, None])
-    assert len({order.rope_positions for order in orders}) == 9
-    assert_are_references(model, orders, core)
-
-
 def test_which_models_take_positions(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    def problem(folder: Path, own: RopePositions, **settings: object) -> str | None:
+    def problem(folder: Path, own: RopePositions) -> str | None:
         request = Request("r", Order([1, 2], SAMPLING, rope_positions=own))
-        return core_problem(make_core(folder, num_blocks=32, **settings), request)
+        return core_problem(make_core(folder, num_blocks=32), request)
 
     own, far = RopePositions(((0, 4),), 3), RopePositions(((0, 503),), 502)
     for architecture in ("llama", "gpt2"):
-        assert problem(checkpoint(architecture), own) is None
-        said = problem(checkpoint(architecture), far)
-        assert said == "rope_positions: positions from 0 to 513, with delta 502; this model has those from 0 to 511"
-        assert problem(checkpoint(architecture), RopePositions(((0, 4),) * 3)) == (
-            "rope_positions: 3 rows; this model takes 1"
-        )
+        folder = checkpoint(architecture)
+        assert problem(folder, own) is None
+        assert "positions from 0 to 513, with delta 502; this model has" in (problem(folder, far) or "")
+        assert "3 rows; this model takes 1" in (problem(folder, RopePositions(((0, 4),) * 3)) or "")
     dynamic = make_checkpoint(tmp_path / "dynamic", rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 2.0})
-    assert problem(dynamic, own) == (
-        "rope_positions: rope_type dynamic takes its frequencies from a request's number of tokens; give none"
-    )
-    checkpoint_ = Checkpoint.open(str(checkpoint("llama")))
-    assert rope_limit_of(torch.nn.Linear(1, 1), checkpoint_, False).why_not == (
-        "model_type llama has neither a rotary embedding nor a table of positions"
-    )
-    assert rope_limit_of(torch.nn.Linear(1, 1), replace(checkpoint_, is_unproven=True), False).why_not == (
-        "model_type llama is unproven, and no proof covers them"
-    )
-    assert "use_logn_attn" in rope_limit_of(torch.nn.Linear(1, 1), checkpoint_, True).why_not
+    assert "rope_type dynamic takes its frequencies from a request's number of tokens" in (problem(dynamic, own) or "")
+    plain, none = Checkpoint.open(str(checkpoint("llama"))), torch.nn.Linear(1, 1)
+    for opened, is_scaled, why in (
+        (plain, False, "has neither a rotary embedding nor a table of positions"),
+        (replace(plain, is_unproven=True), False, "is unproven"),
+        (plain, True, "use_logn_attn"),
+    ):
+        assert why in rope_limit_of(none, opened, is_scaled).why_not

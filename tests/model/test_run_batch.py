@@ -96,21 +96,17 @@ async def over_http(offline: Offline, url: str, body: Any) -> httpx.Response:
         (COMPLETIONS_URL, TEXT | {"prompt": [1, 2, 3], "return_token_ids": True}),
         (CHAT_URL, CHAT | {"model": "another"}),
         (CHAT_URL, {"max_tokens": 3}),
-        (COMPLETIONS_URL, TEXT | {"temperature": "hot"}),
         (COMPLETIONS_URL, TEXT | {"max_tokens": 100_000}),
         (COMPLETIONS_URL, TEXT | {"guided_regex": "("}),
         (COMPLETIONS_URL, []),
         (RESPONSES_URL, {"input": "hello", "max_output_tokens": 4, "temperature": 0}),
-        (RESPONSES_URL, {"input": [{"type": "item_reference", "id": "rs_1"}]}),
         (RESPONSES_URL, {"input": "hello", "store": True}),
         (MESSAGES_URL, MESSAGES),
         (MESSAGES_URL, MESSAGES | {"max_tokens": "many"}),
         (EMBEDDINGS_URL, {"input": ["a", "bc"], "encoding_format": "base64"}),
-        (EMBEDDINGS_URL, {"input": [[1, 2, 3]], "dimensions": 3}),
         (EMBEDDINGS_URL, {"input": []}),
         (SCORE_URL, {"queries": "a", "documents": ["b", "c"]}),
         (RERANK_URL, {"query": "a", "documents": ["b", "c"], "top_n": 1}),
-        (RERANK_URL, {"query": "a"}),
         ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "temperature": 0}}),
         ("/v1/chat/completions/batch", {"messages": [CHAT["messages"]] * 2, "max_tokens": 3, "temperature": 0}),
     ],
@@ -137,53 +133,16 @@ def without_what_differs(answer: dict[str, Any]) -> None:
 
 
 def test_a_wrong_line_does_not_stop_the_rest(offline: Offline) -> None:
-    entries = [
-        entry_of(1, request("good", CHAT_URL, CHAT)),
-        entry_of(2, b"{torn"),
-        entry_of(3, request("stream", CHAT_URL, CHAT | {"stream": True})),
-        entry_of(4, request("nowhere", "/v1/models", {})),
-        entry_of(5, request("too", COMPLETIONS_URL, TEXT)),
-    ]
-    found = answers(offline, entries)
-    assert {name: each["response"]["status_code"] for name, each in found.items()} == {
-        "good": 200,
-        None: 400,
-        "stream": 400,
-        "nowhere": 404,
-        "too": 200,
-    }
-    assert found["stream"]["error"]["param"] == "stream"
-    assert found[None]["error"]["line"] == 2
-
-
-STREAMED = {
-    CHAT_URL: CHAT,
-    COMPLETIONS_URL: TEXT,
-    MESSAGES_URL: MESSAGES,
-    RESPONSES_URL: {"input": "hello"},
-    "/inference/v1/generate": {"token_ids": [1]},
-}
-
-
-def test_no_line_streams(offline: Offline) -> None:
-    """Whatever the url; the error is in the line of the answer."""
-    bodies = [(url, body | {"stream": True}) for url, body in STREAMED.items()]
-    found = answers(offline, [entry_of(at, request(url, url, body)) for at, (url, body) in enumerate(bodies)])
-    assert {each["response"]["status_code"] for each in found.values()} == {400}
-    assert all("stream: true has no place" in each["error"]["message"] for each in found.values())
-
-
-def test_a_wrong_url_is_answered_with_those_there_are(offline: Offline) -> None:
-    urls = [
-        "/v1/models",
-        "v1/embeddings",
-        "/v1/responses/compact",
-        "/v1/files",
-        "http://host/v1/embeddings",
-        "x" * 9000,
-    ]
-    found = answers(offline, [entry_of(at, request(url[:99], url, {})) for at, url in enumerate(urls)])
-    for each in found.values():
+    """None streams, whatever its url; and a wrong url is answered with those there are."""
+    nowhere = ["/v1/models", "http://host/v1/embeddings", "x" * 9000]
+    lines = [request("good", CHAT_URL, CHAT), b"{torn", request("stream", MESSAGES_URL, MESSAGES | {"stream": True})]
+    lines += [*(request(f"nowhere {url[:99]}", url, {}) for url in nowhere), request("too", COMPLETIONS_URL, TEXT)]
+    found = answers(offline, [entry_of(at, line) for at, line in enumerate(lines, 1)])
+    assert found["good"]["response"]["status_code"] == found["too"]["response"]["status_code"] == 200
+    assert (found[None]["response"]["status_code"], found[None]["error"]["line"]) == (400, 2)
+    assert (found["stream"]["response"]["status_code"], found["stream"]["error"]["param"]) == (400, "stream")
+    for url in nowhere:
+        each = found[f"nowhere {url[:99]}"]
         assert (each["response"]["status_code"], each["error"]["param"]) == (404, "url")
         assert each["error"]["message"].endswith(", ".join(Calls(offline.service, NOBODY).paths))
         assert len(each["error"]["message"]) < 600
@@ -206,28 +165,21 @@ def test_every_line_is_of_the_batch(offline: Offline, monkeypatch: pytest.Monkey
     assert name
 
 
-def test_output_tokens_are_counted_by_either_name(offline: Offline) -> None:
+def test_answers_are_counted_and_the_first_error_is_told(offline: Offline) -> None:
+    """Output tokens by either name. A batch whose every line has the same fault need not be opened to see it."""
     written: list[bytes] = []
     batch = Batch(offline.service, written.append, 1)
     ignoring: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
-    bodies = {
-        CHAT_URL: CHAT | ignoring,
-        RESPONSES_URL: {"input": "x", "max_output_tokens": 2} | ignoring,
-        EMBEDDINGS_URL: {"input": "a"},
-    }
-    offline.run(batch.run(iter([entry_of(0, request(url, url, body)) for url, body in bodies.items()])))
-    assert (batch.counts.num_done, batch.counts.num_failed, batch.counts.num_output_tokens) == (3, 0, 8)
-
-
-def test_the_first_error_is_told_at_the_end(offline: Offline) -> None:
-    """A batch whose every line has the same fault need not be opened to see it."""
-    written: list[bytes] = []
-    batch = Batch(offline.service, written.append, 1)
-    bodies = {"good": CHAT, "other": CHAT | {"model": "another"}, "stream": CHAT | {"stream": True}}
-    lines = enumerate(bodies.items(), 1)
-    offline.run(batch.run(iter([entry_of(at, request(name, CHAT_URL, body)) for at, (name, body) in lines])))
-    assert (batch.counts.num_done, batch.counts.num_failed) == (3, 2)
-    assert batch.counts.first_failure.startswith("line 2, custom_id 'other': the model 'another'")
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (CHAT_URL, CHAT | ignoring),
+        (RESPONSES_URL, {"input": "x", "max_output_tokens": 2} | ignoring),
+        (EMBEDDINGS_URL, {"input": "a"}),
+        (CHAT_URL, CHAT | {"model": "another"}),
+        (CHAT_URL, CHAT | {"stream": True}),
+    ]
+    offline.run(batch.run(iter([entry_of(at, request(str(at), *each)) for at, each in enumerate(bodies, 1)])))
+    assert (batch.counts.num_done, batch.counts.num_failed, batch.counts.num_output_tokens) == (5, 2, 8)
+    assert batch.counts.first_failure.startswith("line 4, custom_id '4': the model 'another'")
 
 
 def test_no_more_requests_are_read_than_are_worked_at(offline: Offline) -> None:
@@ -286,11 +238,9 @@ def test_an_unexpected_error_is_one_requests_alone(offline: Offline, monkeypatch
         return await complete(generations)
 
     monkeypatch.setattr(offline.service, "complete", fail_once)
-    bodies = {"bad": TEXT | {"prompt": [1, 2, 3]}, "good": TEXT}
-    found = answers(
-        offline, [entry_of(at, request(name, COMPLETIONS_URL, body)) for at, (name, body) in enumerate(bodies.items())]
-    )
-    assert [found[name]["response"]["status_code"] for name in bodies] == [500, 200]
+    lines = [request("bad", COMPLETIONS_URL, TEXT | {"prompt": [1, 2, 3]}), request("good", COMPLETIONS_URL, TEXT)]
+    found = answers(offline, [entry_of(at, line) for at, line in enumerate(lines)])
+    assert [found[name]["response"]["status_code"] for name in ("bad", "good")] == [500, 200]
     assert found["bad"]["error"]["type"] == "internal_error"
 
 
@@ -360,20 +310,21 @@ def test_what_a_run_counts_at_its_end_is_on_the_disk(
 # ---- the command
 
 
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
 def command(model: Path, source: Path | str, target: Path | str, *more: str) -> list[str]:
     flags = [f"--model={model}", f"--served-model-name={NAME}", "--num-blocks=256", "--concurrency=4", *more]
     return [sys.executable, "-m", "pd_cluster", "run-batch", "-i", str(source), "-o", str(target), *flags]
 
 
 def run(arguments: list[str], stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(arguments, input=stdin, capture_output=True, timeout=DEADLINE_S, check=False, env=env)
+    return subprocess.run(arguments, input=stdin, capture_output=True, timeout=DEADLINE_S, check=False, env=ENV)
 
 
 def begun(arguments: list[str], target: Path, num_lines: int) -> subprocess.Popen[bytes]:
     """Has written that many lines, at least."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=env)
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=ENV)
     deadline_s = time.monotonic() + DEADLINE_S
     while not target.exists() or target.read_bytes().count(b"\n") < num_lines:
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
@@ -450,41 +401,30 @@ def test_pipes_and_worker_processes(checkpoint: Callable[..., Path]) -> None:
     assert f"{num_lines} requests answered in -, {num_wrong} of them with an error (".encode() in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "words"),
-    [
-        ("/no/such/file", "out", "-i /no/such/file: cannot be read: No such file"),
-        ("/", "out", "-i /: cannot be read: Is a directory"),
-        ("https://host/in.jsonl", "out", "-i https://host/in.jsonl: only files"),
-        ("in", "HTTP://host/out", "-o HTTP://host/out: only files"),
-        ("in", "/no/such/folder/out", "cannot be written: No such file"),
-        ("in", "in", "the same file as the input"),
-        ("in", "notes", "notes: line 1 is not an answer of a batch"),
-        ("twice", "out", "lines 1 and 2 have the same custom_id, 'a'"),
-    ],
-)
 def test_what_cannot_be_done_is_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    source: str,
-    target: str,
-    words: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before a model is looked for, and with every file as it was."""
     files = {"in": request("a", CHAT_URL, CHAT), "notes": b"mine", "twice": 2 * request("a", CHAT_URL, CHAT)}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    source, target = (name if "/" in name else str(tmp_path / name) for name in (source, target))
-    monkeypatch.setattr(sys, "argv", command(Path("/no/such/model"), source, target)[2:])
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main()
-    finally:
-        logging.captureWarnings(False)
-    assert ended.value.code == 1
-    written = capsys.readouterr()
-    assert written.out == ""
-    (line,) = written.err.splitlines()
-    assert words in line
-    assert {name: (tmp_path / name).read_bytes() for name in files} == files
+    for *paths, words in (
+        ("/no/such/file", "out", "-i /no/such/file: cannot be read: No such file"),
+        ("in", "HTTP://host/out", "-o HTTP://host/out: only files"),
+        ("in", "/no/such/folder/out", "cannot be written: No such file"),
+        ("in", "in", "the same file as the input"),
+        ("in", "notes", "notes: line 1 is not an answer of a batch"),
+        ("twice", "out", "lines 1 and 2 have the same custom_id, 'a'"),
+    ):
+        source, target = (name if "/" in name else str(tmp_path / name) for name in paths)
+        monkeypatch.setattr(sys, "argv", command(Path("/no/such/model"), source, target)[2:])
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main()
+        finally:
+            logging.captureWarnings(False)
+        written = capsys.readouterr()
+        assert (ended.value.code, written.out) == (1, "")
+        (line,) = written.err.splitlines()
+        assert words in line
+        assert {name: (tmp_path / name).read_bytes() for name in files} == files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -15,14 +14,12 @@ from pd_cluster.kv.seal import Seal
 from pd_cluster.kv.shared_store import FAILURES, Breaker, SharedStore
 from pd_cluster.kv.tier_orders import LowerKind
 from pd_cluster.kv.tier_thread import Store
-from tests.support.engines import assert_same, random_prompt
+from tests.model.test_kv_tiers import BLOCK, NUM_FULL, ask_all, prompts_of
+from tests.support.engines import assert_same
 from tests.support.key_value_server import KeyValueServer
 from tests.support.tiers import SECRET, WAIT_S, TieredEngine
 
 pytestmark = pytest.mark.slow  # a server that may have to be downloaded
-
-NUM_PROMPTS, LENGTH, BLOCK = 5, 60, 8
-NUM_FULL = (LENGTH - 1) // BLOCK
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +43,6 @@ def start(checkpoint: Callable[..., Path], server: KeyValueServer) -> Iterator[C
         engine.close()
 
 
-def prompts_of(seed: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [random_prompt(rng, LENGTH) for _ in range(NUM_PROMPTS)]
-
-
 def fetched(engine: TieredEngine) -> int:
     return engine.lower["shared"].counts.num_fetched
 
@@ -59,8 +51,7 @@ def test_what_one_instance_has_computed_another_loads(
     start: Callable[..., TieredEngine], checkpoint: Callable[..., Path]
 ) -> None:
     prompts, one, other = prompts_of(1), start(), start()
-    first = [one.ask(prompt) for prompt in prompts]
-    one.settle()
+    first = ask_all(one, prompts)
     assert [other.ask(prompt) for prompt in prompts] == first
     for prompt, tokens in zip(prompts, first, strict=True):
         assert_same(checkpoint("llama"), prompt, tokens, 4)
@@ -71,15 +62,12 @@ def test_what_one_instance_has_computed_another_loads(
 def test_a_reset_empties_the_store_only_if_it_is_to(start: Callable[..., TieredEngine], server: KeyValueServer) -> None:
     """It removes the blocks of every instance, and nothing of another program."""
     engine, other, prompts = start(), start(), prompts_of(9)
-    tokens = [engine.ask(prompt) for prompt in prompts]
-    engine.settle()
+    tokens = ask_all(engine, prompts)
     server.client.set("other", b"stays")
     before = set(server.client.keys())
     assert len(before) > NUM_FULL
     engine.tiers.clear()
-    for prompt in prompts_of(10):
-        engine.ask(prompt)
-    engine.settle()
+    ask_all(engine, prompts_of(10))
     assert before < set(server.client.keys())
     other.tiers.clear(is_external=True)
     stop_s = time.monotonic() + WAIT_S
@@ -93,9 +81,7 @@ def test_the_store_is_told_nothing_of_prompts_and_salts_meet_nowhere(
     start: Callable[..., TieredEngine], server: KeyValueServer
 ) -> None:
     prompts, one, other = prompts_of(2), start(), start()
-    for prompt in prompts:
-        one.ask(prompt, salt="one tenant")
-    one.settle()
+    ask_all(one, prompts, "one tenant")
     names = server.client.keys("*")
     request_hashes = {content.hex() for content in one.blocks.follow()}
     assert names
@@ -112,9 +98,7 @@ def test_a_poisoned_value_is_never_used(
     start: Callable[..., TieredEngine], server: KeyValueServer, checkpoint: Callable[..., Path], spoil: str
 ) -> None:
     prompts, one, other = prompts_of(3), start(), start()
-    for prompt in prompts:
-        one.ask(prompt)
-    one.settle()
+    ask_all(one, prompts)
     names = sorted(server.client.keys("*"))
     values = [server.client.get(name) for name in names]
     for at, name in enumerate(names):
@@ -135,9 +119,7 @@ def test_a_poisoned_value_is_never_used(
 
 def test_a_secret_is_replaced_while_both_are_accepted(start: Callable[..., TieredEngine]) -> None:
     prompts, one = prompts_of(4), start()
-    for prompt in prompts:
-        one.ask(prompt)
-    one.settle()
+    ask_all(one, prompts)
     new = b"the next secret, of 32 bytes or more"
     stranger, other = start(secrets=(new,)), start(secrets=(new, SECRET))
     stranger.ask(prompts[0])
@@ -196,8 +178,7 @@ def test_disk_and_store_work_together(checkpoint: Callable[..., Path], server: K
 
     prompts = prompts_of(7)
     one = TieredEngine(checkpoint("llama"), stores("one"))
-    first = [one.ask(prompt) for prompt in prompts]
-    one.settle()
+    first = ask_all(one, prompts)
     one.close()
     again, other = (TieredEngine(checkpoint("llama"), stores(name)) for name in ("one", "other"))
     assert [again.ask(prompt) for prompt in prompts] == first

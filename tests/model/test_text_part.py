@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.errors import ModelError, RequestError
+from pd_cluster.errors import ConfigError, ModelError, RequestError
 from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Sampling as Sampling
+from pd_cluster.types import Sampling
 from tests.support.engines import generate, make_core, random_prompt
-from tests.support.multimodal import MODELS, change_config, make_multimodal, reference_greedy, rewrite_weights
+from tests.support.multimodal import NAMES, change_config, make_multimodal, reference_greedy, rewrite_weights
 from tests.support.ranks import ranks
 
 GREEDY = Sampling(max_tokens=20, temperature=0.0)
@@ -27,7 +27,7 @@ def prompts() -> list[list[int]]:
     return [random_prompt(random.Random(1), length) for length in LENGTHS]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_texts_as_the_whole_model_continues_them(tmp_path: Path, name: str) -> None:
     """In chunks, all in one batch; then again from the prefix cache."""
     folder = make_multimodal(tmp_path, name)
@@ -47,6 +47,8 @@ def test_what_is_not_of_the_text_model_is_never_read(tmp_path: Path) -> None:
     assert len(text) < len(weights)
     save_file(text, file, metadata={"format": "pt"})
     assert generate(make_core(folder, **TEXT_ONLY), prompts(), GREEDY) == expected
+    with ranks(folder, 2, **TEXT_ONLY) as core:
+        assert generate(core, prompts(), GREEDY) == expected
 
 
 @pytest.mark.parametrize(
@@ -78,21 +80,9 @@ def test_a_config_that_leaves_out_what_transformers_knows(tmp_path: Path) -> Non
     assert generate(core, prompts()[:1], GREEDY) == reference_greedy(folder, prompts()[:1], 20)
 
 
-def test_a_config_whose_text_fields_are_among_all_others(tmp_path: Path) -> None:
-    """Qwen/Qwen2.5-VL is such a config."""
-    folder = make_multimodal(tmp_path, "qwen2_5_vl")
-    expected = reference_greedy(folder, prompts(), 20)
-    config = json.loads((folder / "config.json").read_text())
-    text = config.pop("text_config")
-    rope = text.pop("rope_parameters")
-    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
-    flat = {**text, **config, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
-    (folder / "config.json").write_text(json.dumps(flat))
-    assert generate(make_core(folder, **TEXT_ONLY), prompts(), GREEDY) == expected
-
-
-@pytest.mark.parametrize("ties", [(True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("name", ["llava", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "ties"), [("llava", (True, False)), ("gemma3", (False, True)), ("gemma3", (False, False))]
+)
 def test_tied_embeddings_wherever_they_are_told(tmp_path: Path, name: str, ties: tuple[bool, bool]) -> None:
     """`ties`: by the whole config, and by the text model's; transformers' classes go by one or the other."""
     folder = make_multimodal(tmp_path, name, is_tied=ties[0], tie_word_embeddings=ties[1])
@@ -109,12 +99,6 @@ def test_overrides_are_of_the_text_models_config(tmp_path: Path) -> None:
     assert expected != before
     core = make_core(folder, **TEXT_ONLY, hf_overrides={"rope_theta": 77.0})
     assert generate(core, prompts(), GREEDY) == expected
-
-
-def test_two_ranks(tmp_path: Path) -> None:
-    folder = make_multimodal(tmp_path, "gemma3")
-    with ranks(folder, 2, **TEXT_ONLY) as core:
-        assert generate(core, prompts(), GREEDY) == reference_greedy(folder, prompts(), 20)
 
 
 def test_the_flag_is_named_and_another_identity(tmp_path: Path) -> None:
@@ -142,6 +126,11 @@ def test_offline_and_images(tmp_path: Path) -> None:
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
         with pytest.raises(RequestError, match=r"content\[0\]: only parts of type 'text' are supported"):
             llm.chat([{"role": "user", "content": [image]}], params, use_tqdm=False)
+    with pytest.raises(ConfigError, match="enable_mm: language_model_only serves no images; give one of the two"):
+        LLM(str(folder), enable_mm=True, language_model_only=True)
+    change_config(folder, model_type="mamba")
+    with pytest.raises(ModelError, match=r"enable_mm: .*'mamba' takes no images here; those that do are qwen2_vl, "):
+        LLM(str(folder), enable_mm=True)
 
 
 def test_a_text_part_that_cannot_be_served(tmp_path: Path) -> None:

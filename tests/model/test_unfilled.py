@@ -1,4 +1,4 @@
-"""Modules that are built without numbers become the same model, in less time."""
+"""Modules that are built without numbers, or whose weights go straight to a device, become the same model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.devices.device import CPU
-from pd_cluster.model import modules
+from pd_cluster.devices.device import CPU, Device
+from pd_cluster.errors import ConfigError
+from pd_cluster.model import loader, modules
 from pd_cluster.settings.engine import SHIPPED_MODEL
 
 
@@ -22,7 +23,7 @@ def numbers(opened: Checkpoint) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3_text", "stablelm", "gpt_neox", "opt", "mixtral"])
+@pytest.mark.parametrize("architecture", ["gemma3_text", "stablelm", "gpt_neox", "opt", "mixtral"])
 def test_buffers_and_weights_are_those_of_transformers_alone(
     architecture: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,6 +48,49 @@ def test_a_rank_on_a_cpu_loads_a_model_without_sympy() -> None:
     )
     command = [sys.executable, "-c", code, str(SHIPPED_MODEL)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-    modules = {*done.stdout.split()}
-    assert "torch" in modules
-    assert "sympy" not in modules
+    imported = {*done.stdout.split()}
+    assert "torch" in imported
+    assert "sympy" not in imported
+
+
+# ---- straight to a device: the host stands in for it
+
+
+def test_an_accelerator_is_filled_directly_where_the_helper_library_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert modules.straight_to(CPU) == {}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert modules.straight_to(Device("cuda", 3)) == {"device_map": {"": "cuda:3"}}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert modules.straight_to(Device("cuda", 3)) == {}
+
+
+def test_it_loads_the_same_weights(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    opened = Checkpoint.open(str(checkpoint("gemma2")))
+    usual = modules.load_plain(opened, "bfloat16", CPU).state_dict()
+    monkeypatch.setattr(modules, "straight_to", lambda device: {"device_map": {"": "cpu"}})
+    direct = modules.load_plain(opened, "bfloat16", CPU).state_dict()
+    assert usual.keys() == direct.keys()
+    assert all(torch.equal(usual[name], direct[name]) for name in usual)
+
+
+def test_weights_that_do_not_fit_are_told_with_the_way_out(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: torch.nn.Module, place: str) -> torch.nn.Module:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.nn.Module, "to", full)
+    with pytest.raises(ConfigError, match="the weights do not fit cpu in float32; give more devices"):
+        modules.load_plain(Checkpoint.open(str(checkpoint("llama"))), "float32", CPU)
+
+
+def test_in_sixteen_bits_a_row_may_take_another_expert() -> None:
+    expected = torch.eye(4)
+    changed = expected.clone()
+    changed[1] += 0.4
+    assert loader.change_of(changed, expected, "float32") == pytest.approx(0.4)
+    assert loader.change_of(changed, expected, "bfloat16") == 0.0
+    changed[2:] += 0.4
+    assert loader.change_of(changed, expected, "bfloat16") == pytest.approx(0.4)
+    assert loader.change_of(torch.full((4, 4), float("nan")), expected, "bfloat16") != 0.0

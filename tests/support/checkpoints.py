@@ -5,6 +5,9 @@ Weights are seeded and large, so that the best two tokens are far apart and floa
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -18,6 +21,7 @@ from transformers import CONFIG_MAPPING
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 
 VOCAB_SIZE = 320
+MOST_NBYTES_KEPT = 1 << 23
 PAD_ID = 256
 EOS_ID = 258
 TEMPLATE = (
@@ -45,107 +49,83 @@ MIXED_LAYERS: dict[str, Any] = {
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
-    "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
-    "qwen3": ("Qwen3Config", {}),
-    "mistral": ("MistralConfig", {"sliding_window": 24}),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "gemma2": (
-        "Gemma2Config",
-        {
-            "initializer_range": 0.4,
-            "sliding_window": 24,
-            "query_pre_attn_scalar": 16,
-            "attn_logit_softcapping": 20.0,
-            "tie_word_embeddings": True,
+CONFIGS: dict[str, dict[str, Any]] = {  # model_type -> differences from COMMON
+    "llama": {},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    "qwen3": {},
+    "mistral": {"sliding_window": 24},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "gemma2": {
+        "initializer_range": 0.4,
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 20.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma": {"tie_word_embeddings": True},
+    "gemma3_text": {
+        **MIXED_LAYERS,
+        "query_pre_attn_scalar": 16,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
         },
-    ),
-    "gemma": ("GemmaConfig", {"tie_word_embeddings": True}),
-    "gemma3_text": (
-        "Gemma3TextConfig",
-        {
-            **MIXED_LAYERS,
-            "query_pre_attn_scalar": 16,
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
-            },
+    },
+    "qwen2_moe": {
+        **MIXED_LAYERS,
+        "use_sliding_window": True,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    "phi3": {"sliding_window": 24, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+    "olmo2": {},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
+    "glm4": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+    "gpt_neox": {**NO_GROUPS, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
+    "gpt2": {**NO_GROUPS, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": True},
+    "opt": {**NO_GROUPS, "init_std": 0.25, "word_embed_proj_dim": 32, "tie_word_embeddings": True},
+    "starcoder2": {"sliding_window": 24},
+    "stablelm": {
+        "initializer_range": 0.7,
+        "use_qkv_bias": True,
+        "qk_layernorm": True,
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+    },
+    "cohere2": {**MIXED_LAYERS, "logit_scale": 0.5, "tie_word_embeddings": True},
+    "smollm3": {**MIXED_LAYERS, "use_sliding_window": True, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
+    "ernie4_5": {"use_bias": True, "tie_word_embeddings": True},
+    "exaone4": {**MIXED_LAYERS},
+    "gpt_oss": {
+        **MIXED_LAYERS,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
         },
-    ),
-    "qwen2_moe": (
-        "Qwen2MoeConfig",
-        {
-            **MIXED_LAYERS,
-            "use_sliding_window": True,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "shared_expert_intermediate_size": 64,
-            "mlp_only_layers": [1],
-        },
-    ),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 24,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "norm_topk_prob": True,
-        },
-    ),
-    "phi3": ("Phi3Config", {"sliding_window": 24, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
-    "olmo2": ("Olmo2Config", {}),
-    "granite": (
-        "GraniteConfig",
-        {
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.7,
-            "attention_multiplier": 0.3,
-            "logits_scaling": 2.0,
-        },
-    ),
-    "glm4": ("Glm4Config", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
-    "gpt_neox": ("GPTNeoXConfig", {**NO_GROUPS, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}),
-    "gpt2": ("GPT2Config", {**NO_GROUPS, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": True}),
-    "opt": ("OPTConfig", {**NO_GROUPS, "init_std": 0.25, "word_embed_proj_dim": 32, "tie_word_embeddings": True}),
-    "starcoder2": ("Starcoder2Config", {"sliding_window": 24}),
-    "stablelm": (
-        "StableLmConfig",
-        {
-            "initializer_range": 0.7,
-            "use_qkv_bias": True,
-            "qk_layernorm": True,
-            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
-        },
-    ),
-    "cohere2": ("Cohere2Config", {**MIXED_LAYERS, "logit_scale": 0.5, "tie_word_embeddings": True}),
-    "smollm3": (
-        "SmolLM3Config",
-        {**MIXED_LAYERS, "use_sliding_window": True, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
-    ),
-    "ernie4_5": ("Ernie4_5Config", {"use_bias": True, "tie_word_embeddings": True}),
-    "exaone4": ("Exaone4Config", {**MIXED_LAYERS}),
-    "gpt_oss": (
-        "GptOssConfig",
-        {
-            **MIXED_LAYERS,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 8.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 64,
-            },
-        },
-    ),
+    },
 }
 # These run as transformers' modules.
 NOT_FUSED = ("gpt_neox", "gpt2", "opt", "starcoder2", "stablelm", "cohere2")
@@ -157,16 +137,27 @@ FUSED_OF_MORE = (  # of tests/support/more_checkpoints.py
 FUSED = (*(name for name in CONFIGS if name not in NOT_FUSED), *FUSED_OF_MORE)
 
 
+_folders = tempfile.TemporaryDirectory(prefix="pd-cluster-checkpoints-")
+
+
 def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0, **changes: Any) -> Path:
-    """Writes config, weights, tokenizer and chat template; returns the folder."""
+    """Writes config, weights, tokenizer and chat template; returns the folder. Small ones are made once a process."""
     from tests.support.more_checkpoints import MORE
 
-    if architecture in MORE:
-        config_class, own = CONFIG_MAPPING[architecture].__name__, MORE[architecture]
-    else:
-        config_class, own = CONFIGS[architecture]
+    own = MORE[architecture] if architecture in MORE else CONFIGS[architecture]
     settings = {**COMMON, **own, **changes}
-    config = getattr(transformers, config_class)(**settings)
+    name = hashlib.sha256(repr((architecture, seed, sorted(settings.items()))).encode()).hexdigest()[:24]
+    kept = Path(_folders.name) / name
+    if not kept.exists():
+        _write(kept, CONFIG_MAPPING[architecture](**settings), architecture, seed)
+    shutil.copytree(kept, folder, dirs_exist_ok=True)
+    if (kept / "model.safetensors").stat().st_size > MOST_NBYTES_KEPT:
+        shutil.rmtree(kept)
+    torch.manual_seed(seed)
+    return folder
+
+
+def _write(folder: Path, config: Any, architecture: str, seed: int) -> None:
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if architecture != "llama":
@@ -175,14 +166,9 @@ def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0, **
     model.save_pretrained(folder)
     tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        pad_token="<pad>",
-        chat_template=TEMPLATE,
-    ).save_pretrained(folder)
-    return folder
+    marks = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **marks)
+    fast.save_pretrained(folder)
 
 
 def shake(model: Any) -> None:

@@ -23,8 +23,7 @@ from pd_cluster.media.kinds.qwen import GridRules
 from pd_cluster.media.rules import Placed, place
 from pd_cluster.types import Order, Sampling
 from tests.support.checkpoints import EOS_ID, make_tokenizer, until_end
-from tests.support.pictures import PATCH, make_vision, order_of
-from tests.support.pictures import _reference as reference_model
+from tests.support.pictures import PATCH, make_vision, order_of, reference_of
 
 SIDE = 2 * PATCH
 SIZES = {"shortest_edge": 2 * SIDE**2, "longest_edge": 6 * SIDE**2}  # 2 to 6 tokens of a frame, or of all
@@ -178,7 +177,7 @@ def reference_answer(folder: Path, prompt: Filmed, max_tokens: int) -> list[int]
             token_ids.extend([VIDEO] * (tall * wide))
             if is_third:
                 text([END])
-    model = reference_model(folder)
+    model = reference_of(folder)
     ids = torch.tensor([token_ids])
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     inputs["pixel_values_videos"] = torch.cat(patches)

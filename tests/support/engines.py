@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from pd_cluster.engine.build import build_core
 from pd_cluster.engine.step.core import EngineCore
@@ -24,6 +27,16 @@ def make_core(folder: Path, **settings: object) -> EngineCore:
     return build_core(EngineConfig(model=str(folder), **settings))[0]  # type: ignore[arg-type]
 
 
+@lru_cache(maxsize=8)
+def _made(folder: Path, settings: tuple[tuple[str, Any], ...]) -> EngineCore:
+    return make_core(folder, **dict(settings))
+
+
+def shared_core(folder: Path, **settings: Any) -> EngineCore:
+    """The engine of these settings, for tests that change nothing of it; its prefix cache has what others asked."""
+    return _made(folder, tuple(sorted(settings.items())))
+
+
 def random_prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(256) for _ in range(length)]
 
@@ -40,6 +53,13 @@ def generate(core: EngineCore, prompts: list[list[int]], sampling: Sampling) -> 
         core.scheduler.check()
     assert not core.scheduler.requests, "the engine did not finish"
     assert core.scheduler.blocks.num_held == 0
+    return [request.output_token_ids for request in requests]
+
+
+def together(core: EngineCore, orders: Iterable[Order]) -> list[list[int]]:
+    """Runs all at once; returns the tokens of each one's first sequence, in order."""
+    requests = [Request(f"r{i}", order, arrival_s=float(i)) for i, order in enumerate(orders)]
+    run(core, requests)
     return [request.output_token_ids for request in requests]
 
 

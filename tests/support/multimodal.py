@@ -1,84 +1,29 @@
-"""Tiny multimodal checkpoints: a text model of tests/support/checkpoints.py beside a small vision model."""
+"""Tiny multimodal checkpoints for their text models, and changes of their files."""
 
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.support.checkpoints import COMMON, MIXED_LAYERS, ROPE, make_checkpoint, padded_left, shake, until_end
+from tests.support.checkpoints import padded_left, until_end
+from tests.support.picture_kinds import make_kind
+from tests.support.pictures import MODELS, make_vision, reference_of
 
-SIGLIP = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
-MROPE = {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}}
-GEMMA = {"query_pre_attn_scalar": 16, "tie_word_embeddings": True}
-# model_type -> the config's class, the text model's type, its differences from COMMON, and further settings
-MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-    "gemma3": (
-        "Gemma3Config",
-        "gemma3_text",
-        {**MIXED_LAYERS, **GEMMA},
-        {"vision_config": SIGLIP, "mm_tokens_per_image": 4, "image_token_index": 300, "boi_token_index": 301},
-    ),
-    "mistral3": (
-        "Mistral3Config",
-        "mistral",
-        {"sliding_window": None},
-        {"vision_config": {**SIGLIP, "model_type": "pixtral", "head_dim": 16}, "image_token_index": 300},
-    ),
-    "llava": (
-        "LlavaConfig",
-        "llama",
-        {},
-        {"vision_config": {**SIGLIP, "model_type": "clip_vision_model"}, "image_token_index": 300},
-    ),
-    "qwen2_5_vl": ("Qwen2_5_VLConfig", "qwen2_5_vl_text", MROPE, {"vision_config": QWEN_VISION}),
-    "qwen2_vl": (
-        "Qwen2VLConfig",
-        "qwen2_vl_text",
-        MROPE,
-        {"vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 1, "hidden_size": 64}},
-    ),
-    "qwen3_vl": (
-        "Qwen3VLConfig",
-        "qwen3_vl_text",
-        {"rope_parameters": {**MROPE["rope_parameters"], "mrope_interleaved": True}},
-        {"vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]}},
-    ),
-}
-TOKENS = {"image_token_id": 300, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303}
+NAMES = ("gemma3", "mistral3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 
 
 def make_multimodal(folder: Path, name: str, is_tied: bool | None = None, **changes: Any) -> Path:
-    """Writes config, weights and tokenizer; returns the folder.
+    """Writes all files of a model. `changes` apply to the text model's config.
 
-    `changes` apply to the text model's config; `is_tied`: the whole config's tied embeddings, if they differ.
+    `is_tied`: the whole config's tied embeddings, if they differ; not of Qwen's.
     """
-    make_checkpoint(folder)  # tokenizer and generation_config.json
-    (folder / "model.safetensors").unlink()
-    config_class, text_type, own, settings = MODELS[name]
-    text = {**COMMON, **own, **changes, "model_type": text_type}
-    tied = {"tie_word_embeddings": text["tie_word_embeddings"] if is_tied is None else is_tied}
-    tokens = TOKENS if name.startswith("qwen") else {}
-    config = getattr(transformers, config_class)(text_config=text, **settings, **tokens, **tied)
-    torch.manual_seed(1)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    shake(model)
-    model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    model.save_pretrained(folder)
-    return folder
+    if name in MODELS:
+        return make_vision(folder, name, **changes)
+    return make_kind(folder, name, is_tied, **changes)
 
 
 def rewrite_weights(folder: Path, old: str, new: str) -> None:
@@ -93,14 +38,9 @@ def change_config(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-@cache
-def _reference(folder: Path) -> Any:
-    return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def reference_greedy(folder: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
     """Returns the whole multimodal model's generate() for texts alone."""
-    model = _reference(folder)
+    model = reference_of(folder)
     found = []
     for prompt in prompts:
         with torch.inference_mode():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from tests.support.checkpoints import (
     ROPE,
     until_end,
 )
-from tests.support.pictures import Shown, write_model
+from tests.support.pictures import Shown, reference_of, write_model
 
 PICTURE, VIDEO, FIRST, LAST, BEGIN, END = 300, 301, 302, 303, 304, 305
 NAMES = {PICTURE: "<picture>", VIDEO: "<video>", FIRST: "<first>", LAST: "<last>", BEGIN: "<begin>", END: "<end>"}
@@ -39,42 +39,24 @@ class Kind(NamedTuple):
     files: Mapping[str, Any] = MappingProxyType({})  # fields of processor_config.json
 
 
-def _clip() -> Any:
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+def _processor(kind: str, name: str, **settings: Any) -> Callable[[], Any]:
+    """Returns what makes transformers' processor of a kind of models, which is imported when it is wanted."""
 
-    return CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    def make() -> Any:
+        module = importlib.import_module(f"transformers.models.{kind}.image_processing_pil_{kind}")
+        return getattr(module, f"{name}ImageProcessorPil")(**settings)
 
-
-def _tiles() -> Any:
-    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-
-    return GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=4)
+    return make
 
 
-def _rows() -> Any:
-    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-
-    return PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size={"height": 4, "width": 4})
-
-
-def _gemma() -> Any:
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-
-    return Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=False)
-
-
-def _glm() -> Any:
-    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
-
-    return Glm4vImageProcessorPil(patch_size=4, size={"shortest_edge": 512, "longest_edge": 2048})
-
-
-def _ernie() -> Any:
-    from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import (
-        Ernie4_5_VLMoeImageProcessorPil,
-    )
-
-    return Ernie4_5_VLMoeImageProcessorPil(patch_size=4, size={"shortest_edge": 256, "longest_edge": 1024})
+_clip = _processor("clip", "CLIP", size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+_tiles = _processor("got_ocr2", "GotOcr2", size={"height": 16, "width": 16}, max_patches=4)
+_rows = _processor("pixtral", "Pixtral", size={"longest_edge": 32}, patch_size={"height": 4, "width": 4})
+_gemma = _processor("gemma3", "Gemma3", size={"height": 16, "width": 16}, do_pan_and_scan=False)
+_glm = _processor("glm4v", "Glm4v", patch_size=4, size={"shortest_edge": 512, "longest_edge": 2048})
+_ernie = _processor(
+    "ernie4_5_vl_moe", "Ernie4_5_VLMoe", patch_size=4, size={"shortest_edge": 256, "longest_edge": 1024}
+)
 
 
 def _fixed(num_tokens: int) -> Callable[[Any, list[Any]], tuple[Inputs, list[list[int]]]]:
@@ -193,11 +175,11 @@ KINDS: dict[str, Kind] = {
 BETWEEN = ("glm4v", "ernie4_5_vl_moe")  # their pictures stand between two tokens in the prompt
 
 
-def make_kind(folder: Path, name: str, **changes: Any) -> Path:
-    """Writes all files of a model. `changes` apply to the text model's config."""
+def make_kind(folder: Path, name: str, is_tied: bool | None = None, **changes: Any) -> Path:
+    """Writes all files of a model. `changes` apply to the text model's config, `is_tied` to the whole one's."""
     kind = KINDS[name]
     text = {**COMMON, **kind.text, **changes, "model_type": kind.text_type}
-    tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    tied = {"tie_word_embeddings": text["tie_word_embeddings"] if is_tied is None else is_tied}
     config = getattr(transformers, kind.config_class)(text_config=text, vision_config=kind.tower, **kind.whole, **tied)
     placeholder = NAMES[FIRST] if name == "gemma3" else NAMES[PICTURE]
     if name in BETWEEN:
@@ -216,11 +198,6 @@ def asked(name: str, token_ids: list[list[int]], pictures: list[Any]) -> Shown:
     for text in token_ids[1:]:
         found += [*placeholder, *text]
     return Shown(found, pictures)
-
-
-@cache
-def reference_of(folder: Path) -> Any:
-    return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def reference_inputs(name: str, prompt: Shown) -> Inputs:

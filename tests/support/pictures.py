@@ -180,7 +180,7 @@ def shown(seed: int, num_texts: list[int], pictures: list[Pictures.Image]) -> Sh
 
 
 @cache
-def _reference(folder: Path) -> Any:
+def reference_of(folder: Path) -> Any:
     return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -189,14 +189,14 @@ def reference_answer(folder: Path, prompt: Shown, max_tokens: int, **settings: A
     inputs = _inputs(prompt)
     num_prompt = inputs["input_ids"].shape[1]
     with torch.inference_mode():
-        output = _reference(folder).generate(**inputs, max_new_tokens=max_tokens, do_sample=False, **settings)
+        output = reference_of(folder).generate(**inputs, max_new_tokens=max_tokens, do_sample=False, **settings)
     return until_end(output[0, num_prompt:].tolist(), {EOS_ID})
 
 
 def prompt_logits(folder: Path, prompt: Shown) -> torch.Tensor:
     """Returns transformers' logits of a whole prompt, [num_tokens, vocab_size]."""
     with torch.inference_mode():
-        found: torch.Tensor = _reference(folder)(**_inputs(prompt)).logits[0]
+        found: torch.Tensor = reference_of(folder)(**_inputs(prompt)).logits[0]
     return found
 
 

@@ -26,12 +26,10 @@ AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the slots of a word
 
 def words_of(fields: Any, bits: int) -> torch.Tensor:
     """Packs unsigned fields [rows, n] into int32 words, lowest bits first, as one stream for each row."""
-    rows = []
-    for row in np.asarray(fields, dtype=np.int64).tolist():
-        stream = sum(field << at * bits for at, field in enumerate(row))
-        num_words = -(-len(row) * bits // 32)
-        rows.append([(stream >> 32 * at) & 0xFFFFFFFF for at in range(num_words)])
-    return torch.from_numpy(np.array(rows, dtype=np.uint32).view(np.int32))
+    rows = np.asarray(fields, dtype=np.int64)
+    stream = (rows[..., None] >> np.arange(bits) & 1).reshape(len(rows), -1).astype(np.uint8)
+    whole = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
+    return torch.from_numpy(np.packbits(whole, axis=1, bitorder="little").view("<i4"))
 
 
 def awq_words(fields: Any) -> torch.Tensor:

@@ -30,6 +30,5 @@ FAILED: dict[str, tuple[dict[str, Any], str]] = {
 
 def make(folder: Path, architecture: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
     own = SERVED.get(architecture) or FAILED.get(architecture, ({}, ""))[0]
-    name = checkpoints.CONFIG_MAPPING[architecture].__name__
-    monkeypatch.setitem(checkpoints.CONFIGS, architecture, (name, own))
+    monkeypatch.setitem(checkpoints.CONFIGS, architecture, own)
     return checkpoints.make_checkpoint(folder, architecture, **changes)

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.vectors import decode, encode
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.cpu.ops import POOLS, CpuOps, supports
@@ -148,9 +149,9 @@ def test_torch_computes_the_same(ops: CpuOps, dtype: str) -> None:
 
 
 def test_what_the_kernels_take() -> None:
-    class Config:
-        head_dim = 48
+    def layout(dtype: str) -> KVLayout:
+        return KVLayout(1, 1, keys_and_values(48), 16, dtype)
 
-    assert supports(Config, "int8")
-    assert not supports(Config, "int4")  # each half of a head fills whole vectors
-    assert not supports(Config, "float16")
+    assert supports(layout("int8"))
+    assert not supports(layout("int4"))  # each half of a head fills whole vectors
+    assert not supports(layout("float16"))

@@ -20,9 +20,10 @@ from pd_cluster.errors import ModelError
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import loader, modules
 from pd_cluster.model.batch import build_batch
-from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
+from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM, Served
 from pd_cluster.model.declared import LayerCache, caches_of, layout_of
-from pd_cluster.model.fuse import _norm, can_fuse, fuse, is_known
+from pd_cluster.model.fuse import can_fuse, fuse, is_known
+from pd_cluster.model.layer_maker import norm_of
 from pd_cluster.model.layers.gated import GatedMLP
 from pd_cluster.model.layers.linear import make_linear
 from pd_cluster.model.layers.ops import Ops, TorchOps
@@ -65,8 +66,8 @@ def all_logits(model: CausalLM, caches: tuple[LayerCache, ...]) -> list[torch.Te
     return found
 
 
-def kernels(name: str, config: object) -> Ops:
-    ops = TorchOps() if name == "torch" else loader.choose_ops(config)
+def kernels(name: str, caches: tuple[LayerCache, ...]) -> Ops:
+    ops = TorchOps() if name == "torch" else loader.choose_ops(layout_of(caches, 16, "float32"))
     if ops.name != name:
         pytest.skip("no C kernels here")
     return ops
@@ -80,7 +81,7 @@ def test_logits_stay(checkpoint: Checkpoints, architecture: str, name: str) -> N
     assert can_fuse(plain)
     caches = caches_of(plain)
     expected = all_logits(PlainCausalLM(plain, caches), caches)
-    actual = all_logits(fuse(plain, kernels(name, plain.config)), caches)
+    actual = all_logits(fuse(plain, kernels(name, caches), Served(caches)), caches)
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.shape == theirs.shape
         assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
@@ -91,7 +92,7 @@ def test_no_plain_weight_is_left(checkpoint: Checkpoints, architecture: str) -> 
     """Fusing frees the weights that it packs: all linear layers', the experts' too; tied embeddings keep their rows."""
     model = modules.load_plain(Checkpoint.open(str(checkpoint(architecture))), "float32", CPU)
     big = {name: weakref.ref(p) for name, p in model.named_parameters() if p.dim() > 1}
-    fused = fuse(model, TorchOps())
+    fused = fuse(model, TorchOps(), Served(()))
     del model
     gc.collect()
     kept = {name for name, ref in big.items() if ref() is not None}
@@ -107,7 +108,7 @@ def test_norms_round_in_16_bits_as_the_modules_do(checkpoint: Checkpoints, archi
     with torch.inference_mode():
         expected = model.model.norm(x)
     quirks = ARCHITECTURES[type(model).__name__]
-    assert torch.equal(TorchOps().norm(x, _norm(model.model.norm, quirks)), expected)
+    assert torch.equal(TorchOps().norm(x, norm_of(model.model.norm, quirks)), expected)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from pd_cluster.model.adapter_devices import to_tables
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.attention_choice import triton_attention
 from pd_cluster.model.batch import batch_of, step_input
-from pd_cluster.model.causal_lm import FusedCausalLM
+from pd_cluster.model.causal_lm import FusedCausalLM, Served
 from pd_cluster.model.cuda.plan import SPLIT_KEYS
 from pd_cluster.model.declared import caches_of, layout_of
 from pd_cluster.model.sampling.draw import Knobs
@@ -86,8 +86,8 @@ def load_as_on_cuda(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def fused_by(plain: Any, speedups: Sequence[str]) -> FusedCausalLM:
     caches = caches_of(plain)
-    fused = loader.fuse(plain, loader.choose_ops(plain.config, CPU, sped_up(triton_attention(), speedups)))
-    fused.caches = caches
+    ops = loader.choose_ops(layout_of(caches, 16, "bfloat16"), CPU, sped_up(triton_attention(), speedups))
+    fused = loader.fuse(plain, ops, Served(caches))
     assert fused.ops.name == "Triton"
     return fused
 
@@ -161,8 +161,8 @@ def test_adapters_add_two_launches_to_a_linear_layer_and_none_to_a_step_without(
 ) -> None:
     adapters = loader.adapters_of(Checkpoint.open(str(checkpoint("llama"))), None)
     caches = caches_of(plain)
-    fused = loader.fuse(plain, loader.choose_ops(plain.config, CPU, triton_attention()), None, adapters.places)
-    fused.adapters, fused.caches = adapters, caches
+    ops = loader.choose_ops(layout_of(caches, 16, "bfloat16"), CPU, triton_attention())
+    fused = loader.fuse(plain, ops, Served(caches, adapters=adapters))
     to_tables(adapters.places, AdapterSettings(enable_lora=True), CPU, "bfloat16")
     adapters.places.rows.places[1] = 0
     found = launched_by(fused, 2, launches, adapters=np.array([1, 0, 1]))

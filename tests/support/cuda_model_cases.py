@@ -21,7 +21,7 @@ from pd_cluster.engine.build import build_core
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.model import loader, modules, prompt_graphs
 from pd_cluster.model.attention_choice import Attention, cuda_ops, triton_attention
-from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
+from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM, Served
 from pd_cluster.model.cuda import coded
 from pd_cluster.model.cuda.coded import E2M1, INT4, ROUNDED
 from pd_cluster.model.cuda.paged import PaddedPlanner
@@ -250,11 +250,12 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama")
     checkpoint = Checkpoint.open(str(folder))
     rounded = modules.load_plain(checkpoint, "bfloat16", CPU)
-    whole, half = (layout_of(caches_of(rounded), 16, dtype) for dtype in ("float32", "bfloat16"))
+    caches = caches_of(rounded)
+    whole, half = (layout_of(caches, 16, dtype) for dtype in ("float32", "bfloat16"))
     exact = loader.probe_logits(loader.load_model(checkpoint, "float32", CPU), whole, CPU)
     by_modules = loader.probe_logits(PlainCausalLM(rounded), half, CPU)
     by_kernels = loader.probe_logits(
-        loader.fuse(rounded, loader.choose_ops(rounded.config, CPU, triton_attention())), half, CPU
+        loader.fuse(rounded, loader.choose_ops(half, CPU, triton_attention()), Served(caches)), half, CPU
     )
     error_of_modules = (by_modules - exact).norm() / exact.norm()
     error_of_kernels = (by_kernels - exact).norm() / exact.norm()

@@ -17,7 +17,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.kv.layout import keys_and_values
 from pd_cluster.model import loader, modules
-from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
+from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM, Served
 from pd_cluster.model.declared import layout_of
 from pd_cluster.model.layers.gated import ExpertRouter
 from pd_cluster.model.runner import ModelRunner
@@ -257,9 +257,10 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
     caches = whole.caches
     exact = logits(whole, "float32")
     plain = modules.load_plain(checkpoint, "bfloat16", NPU)
-    attention = loader.choose_attention("auto", plain.config, layout_of(caches, 128, "bfloat16"), NPU)
+    layout = layout_of(caches, 128, "bfloat16")
+    attention = loader.choose_attention("auto", plain.config, layout, NPU)
     by_modules = logits(PlainCausalLM(plain, attention=attention), "bfloat16")
-    fused = loader.fuse(plain, loader.choose_ops(plain.config, NPU, attention))
+    fused = loader.fuse(plain, loader.choose_ops(layout, NPU, attention), Served(caches))
     assert isinstance(fused, FusedCausalLM)
     by_operators = logits(fused, "bfloat16")
     of_modules, of_operators = ((each - exact).norm() / exact.norm() for each in (by_modules, by_operators))

@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.events import (
-    ConnOpened,
-    Event,
-    Mail,
-)
+from pd_cluster.engine.handover.events import ConnOpened, Event, Mail
 from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd, Side
 from pd_cluster.engine.step.core import EngineCore
@@ -119,7 +115,13 @@ class World:
     def submit(
         self, name: str, prompt: list[int], sampling: Sampling, deadline_s: float = 0.0, gathers: bool = False
     ) -> None:
-        self.mail(wire.Submit(name, 0, name, "hybrid", "", Order(prompt, sampling, gathers=gathers), deadline_s))
+        self.order(name, Order(prompt, sampling, gathers=gathers), deadline_s=deadline_s)
+
+    def order(self, name: str, order: Order, attempt: int = 0, deadline_s: float = 0.0, **more: Any) -> None:
+        self.mail(wire.Submit(name, attempt, name, "hybrid", "", order, deadline_s, **more))
+
+    def another_scheduler(self) -> None:
+        self.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
 
     def resume(self, name: str, order: Order, told: dict[int, list[int]]) -> None:
         """Submits what another worker has begun: the tokens of each sequence that were told."""
@@ -146,6 +148,10 @@ class World:
         self.worker.turn(wait_s=0.0)
         self.worker.core.scheduler.check()
         self.now_s += 0.2
+
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            self.step()
 
     def run(self, num_steps: int = 400) -> None:
         for _ in range(num_steps):

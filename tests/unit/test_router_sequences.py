@@ -59,32 +59,20 @@ async def test_all_sequences_end_on_p_and_d_is_aborted(world: World) -> None:
     world.assert_home()
 
 
-async def test_one_sequence_is_stopped(world: World) -> None:
-    """It stops in both legs; its further tokens are dropped, the others continue to their ends."""
+async def test_one_sequence_is_stopped_and_stopping_all_ends_the_request(world: World) -> None:
+    """It stops in both legs; its further tokens are dropped, the others continue."""
     streams: list[RequestStream] = []
     serving, first, rid = await world.begin(THREE, routed=streams.append)
     world.outputs("to-prefill-0", *(token(rid, 0, index=i) for i in range(3)))
     assert (await first).index == 0
-    streams[0].stop(1)
-    streams[0].stop(1)
+    for _ in range(2):
+        streams[0].stop(1)
     assert world.aborted(1) == ["to-decode-0", "to-prefill-0"]
-    world.outputs("to-prefill-0", ended=LegEnd(rid, 0))
     world.outputs("to-decode-0", *(token(rid, p, index=i) for p in (0, 1) for i in range(3)))
-    world.outputs("to-decode-0", *(token(rid, 2, finish="length", index=i) for i in (0, 2)))
-    seen = [(item.index, item.position) async for item in serving]
-    assert seen == [(2, 0), (0, 1), (2, 1), (0, 2), (2, 2)]
-    assert world.aborted() == []
-    world.assert_home()
-
-
-async def test_stopping_all_ends_the_request(world: World) -> None:
-    streams: list[RequestStream] = []
-    serving, first, rid = await world.begin(THREE, routed=streams.append)
-    world.outputs("to-prefill-0", *(token(rid, 0, index=i) for i in range(3)))
-    await first
-    rest = asyncio.ensure_future(anext(serving, None))  # it may even be waiting
-    await rest
-    for index in range(3):
+    seen = [await anext(serving) for _ in range(3)]
+    assert [(item.index, item.position) for item in seen] == [(2, 0), (0, 1), (2, 1)]
+    for index in (0, 2):
+        assert world.aborted() == []
         streams[0].stop(index)
     assert await anext(serving, None) is None
     assert world.aborted() == ["to-decode-0", "to-prefill-0"]
@@ -114,33 +102,23 @@ async def test_who_gathers_is_woken_for_the_last_token_or_for_many(world: World)
 
 
 async def test_who_gathers_is_woken_for_many_tokens_that_come_together(world: World) -> None:
+    """The first token came when it came, however long the reader sleeps after it."""
     serving, first, request_id = await world.begin(Sampling(max_tokens=9), gathers=True)
-    conn = world.router.streams[request_id].decode.conn
+    stream = world.router.streams[request_id]
     world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
-    world.outputs(conn, token(request_id, 0))
+    world.outputs(stream.decode.conn, token(request_id, 0))
+    came_s = stream.first_s
     await asyncio.sleep(0)
     assert not first.done()
-    world.outputs(conn, TokenOutput(request_id, 0, 0, 4, 7, earlier=(4, 5, 6)))
+    world.outputs(stream.decode.conn, TokenOutput(request_id, 0, 0, 4, 7, earlier=(4, 5, 6)))
     assert [(await first).position, (await anext(serving)).earlier] == [0, (4, 5, 6)]
-    world.outputs(conn, TokenOutput(request_id, 0, 0, 8, 7, "length", earlier=(4, 5, 6)))
+    world.outputs(stream.decode.conn, TokenOutput(request_id, 0, 0, 8, 7, "length", earlier=(4, 5, 6)))
     assert (await anext(serving)).finish_reason == "length"
     await rest_of(serving)
-    assert world.router.stats.snapshot().counters["generation_tokens"] == 9
-    world.assert_home()
-
-
-async def test_who_gathers_had_the_first_token_when_it_came(world: World) -> None:
-    """However long the reader sleeps after it."""
-    serving, first, request_id = await world.begin(Sampling(max_tokens=3), gathers=True)
-    stream = world.router.streams[request_id]
-    world.outputs("to-prefill-0", token(request_id, 0), prompt=PromptOutput(request_id, 0, 0))
-    came_s = stream.first_s
-    world.outputs(stream.decode.conn, TokenOutput(request_id, 0, 0, 2, 7, "length", earlier=(6,)))
-    await first
     timeline = world.router.timelines.find(request_id)
     assert timeline is not None
     assert (came_s, "first token") in timeline.own
-    await rest_of(serving)
+    assert world.router.stats.snapshot().counters["generation_tokens"] == 9
     world.assert_home()
 
 

@@ -11,7 +11,11 @@ from pd_cluster.cluster.routing.stream import MAX_IN_A_ROW, Inbox, RequestStream
 from pd_cluster.types import FinishReason, Order, TokenOutput
 from tests.support.router_world import PROMPT, SAMPLING, ready, token
 
-# ---- Stream.put
+
+def stream_of(num_sequences: int, attempt: int) -> RequestStream:
+    order, instance = Order(PROMPT, SAMPLING), ready("prefill-0")
+    sequences = [TokenSequence(index) for index in range(num_sequences)]
+    return RequestStream("r", attempt, {}, order, ask_of(order), instance, instance, sequences, lambda *_: None)
 
 
 def read_now(stream: RequestStream) -> list[TokenOutput]:
@@ -25,13 +29,10 @@ def read_now(stream: RequestStream) -> list[TokenOutput]:
 
 def test_tokens_leave_in_order_and_once_whatever_comes() -> None:
     """Messages are shuffled, doubled, or of other attempts: each sequence yields its longest gapless run so far."""
-    instance = ready("prefill-0")
-    for seed in range(300):
+    for seed in range(60):
         rng = random.Random(seed)
         n = rng.randrange(1, 4)
-        order = Order(PROMPT, SAMPLING)
-        sequences = [TokenSequence(index) for index in range(n)]
-        stream = RequestStream("r", 1, {}, order, ask_of(order), instance, instance, sequences, lambda conn, body: None)
+        stream = stream_of(n, attempt=1)
         num_tokens = rng.randrange(1, 9)
         offered = [
             token("r", p, 1000 * i + 100 * a + p, attempt=a, index=i)
@@ -55,13 +56,9 @@ def test_tokens_leave_in_order_and_once_whatever_comes() -> None:
 
 def test_tokens_told_together_leave_as_if_told_singly() -> None:
     """Cut anyhow, doubled, overlapping, out of order."""
-    instance = ready("prefill-0")
-    for seed in range(200):
+    for seed in range(60):
         rng = random.Random(seed)
-        order = Order(PROMPT, SAMPLING)
-        stream = RequestStream(
-            "r", 0, {}, order, ask_of(order), instance, instance, [TokenSequence()], lambda conn, body: None
-        )
+        stream = stream_of(1, attempt=0)
         token_ids = [100 + position for position in range(12)]
         told: list[TokenOutput] = []
         for _ in range(rng.randrange(1, 4)):
@@ -80,22 +77,19 @@ def test_tokens_told_together_leave_as_if_told_singly() -> None:
         assert list(stream.sequences[0].token_ids) == token_ids
 
 
-def test_a_reader_of_many_ready_items_lets_others_have_their_turn() -> None:
-    async def test() -> None:
-        inbox, turns = Inbox(), 0
-        for _ in range(4 * MAX_IN_A_ROW):
-            inbox.put(None)
+async def test_a_reader_of_many_ready_items_lets_others_have_their_turn() -> None:
+    inbox, turns = Inbox(), 0
+    for _ in range(4 * MAX_IN_A_ROW):
+        inbox.put(None)
 
-        async def count_turns() -> None:
-            nonlocal turns
-            while len(inbox):
-                turns += 1
-                await asyncio.sleep(0)
-
-        other = asyncio.create_task(count_turns())
+    async def count_turns() -> None:
+        nonlocal turns
         while len(inbox):
-            await inbox.get()
-        await other
-        assert 3 <= turns <= 6, "once in MAX_IN_A_ROW items, and not for each"
+            turns += 1
+            await asyncio.sleep(0)
 
-    asyncio.run(test())
+    other = asyncio.create_task(count_turns())
+    while len(inbox):
+        await inbox.get()
+    await other
+    assert 3 <= turns <= 6, "once in MAX_IN_A_ROW items, and not for each"

@@ -36,13 +36,7 @@ from tests.support.router_world import info_of
 
 BLOCK = 16
 LAYOUT = wire.LayoutInfo(
-    num_layers=4,
-    num_kv_heads=2,
-    planes=keys_and_values(64),
-    block_size=BLOCK,
-    dtype="float32",
-    tp_size=1,
-    tp_rank=0,
+    num_layers=4, num_kv_heads=2, planes=keys_and_values(64), block_size=BLOCK, dtype="float32", tp_size=1, tp_rank=0
 )
 PROMPT = list(range(1000))
 

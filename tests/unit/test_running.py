@@ -89,8 +89,7 @@ def test_a_killed_process_leaves_no_cluster(env: dict[str, str], other: subproce
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "stays"),
-    [("start_ticks", 1, False), ("boot", "another", True), ("pids", "pid:[1]", True)],
+    ("field", "value", "stays"), [("start_ticks", 1, False), ("boot", "another", True), ("pids", "pid:[1]", True)]
 )
 def test_another_process_with_the_same_pid(env: dict[str, str], field: str, value: object, stays: bool) -> None:
     """Only a record of this very machine and PID namespace is known to have ended."""

@@ -156,12 +156,7 @@ def test_local_sizes_follow_the_plan(size: int) -> None:
     ],
 )
 def test_another_form_of_weight_is_cut_by_its_own_rule(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    part: str,
-    shape: tuple[int, ...],
-    dim: int | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, part: str, shape: tuple[int, ...], dim: int | None
 ) -> None:
     parts = {"words": Part(outputs=1, inputs=0), "scales": Part(outputs=0, inputs=None)}
     monkeypatch.setitem(FORMS, "another", WeightForm(parts, PlainWeight))

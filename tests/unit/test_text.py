@@ -211,10 +211,7 @@ def test_tokens_that_only_transformers_would_add_are_refused_by_name(folder: Fol
 
 @pytest.mark.parametrize(
     "source",
-    [
-        "from config",
-        [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "from config"}],
-    ],
+    ["from config", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "from config"}]],
     ids=["string", "list"],
 )
 def test_the_template_may_be_in_tokenizer_config(folder: Folders, source: object) -> None:

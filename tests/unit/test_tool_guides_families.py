@@ -120,7 +120,7 @@ def test_two_tokens_that_begin_a_call_reach_its_reader(internlm: World, tmp_path
     shown = tokenizer.detokenizer(True, form.markers)
     ids = internlm.ids('a<|action_start|><|plugin|>{"name": "f", "parameters": {}}<|action_end|><eos>')
     assert parts_of(form, "".join(map(shown.add, ids)) + shown.finish()) == [
-        *(Content("a"), CallBegin(0, "f"), CallArguments(0, "{}")),
+        *(Content("a"), CallBegin(0, "f"), CallArguments(0, "{}"))
     ]
 
 

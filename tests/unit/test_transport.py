@@ -22,15 +22,7 @@ from pd_cluster.transport.shm import PoolServer, ShmReceiver
 from pd_cluster.transport.table import TABLE
 from tests.support.fake_device import FakeModule, content, install
 from tests.support.nixl import needs_nixl
-from tests.support.transports import (
-    CHECKSUM,
-    LAYOUT,
-    NUM_BLOCKS,
-    WAIT_S,
-    Pair,
-    blocks,
-    random_pool,
-)
+from tests.support.transports import CHECKSUM, LAYOUT, NUM_BLOCKS, WAIT_S, Pair, blocks, random_pool
 
 NAMES: tuple[wire.TransportName, ...] = tuple(each.name for each in TABLE if "cpu" in each.pools and not each.package)
 CHECKED = (*NAMES, "cuda dist", "npu dist")

@@ -19,17 +19,7 @@ from pd_cluster.transport.local import LocalReceiver
 from pd_cluster.transport.one_sided import OneSidedSender, PoolAddress
 from pd_cluster.transport.receiving import Probe, ReceiveThread
 from pd_cluster.transport.sending import SendThread
-from tests.support.transports import (
-    CHECKSUM,
-    KEY,
-    LAYOUT,
-    NUM_BLOCKS,
-    TOKEN,
-    WAIT_S,
-    Link,
-    make_config,
-    random_pool,
-)
+from tests.support.transports import CHECKSUM, KEY, LAYOUT, NUM_BLOCKS, TOKEN, WAIT_S, Link, make_config, random_pool
 
 
 def test_no_transport_in_common_is_refused_with_both_sides_names() -> None:

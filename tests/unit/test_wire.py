@@ -13,17 +13,7 @@ from pd_cluster.kv.layout import keys_and_values
 from pd_cluster.numerics import Numerics
 from pd_cluster.transport.device_memory import MemoryPart
 from pd_cluster.transport.ipc import MAX_EXPORT_NBYTES, PoolExport, decode_export
-from pd_cluster.types import (
-    MOST_UNTOLD,
-    Image,
-    LegEnd,
-    LinkState,
-    Order,
-    RopePositions,
-    Sampling,
-    Span,
-    TokenOutput,
-)
+from pd_cluster.types import MOST_UNTOLD, Image, LegEnd, LinkState, Order, RopePositions, Sampling, Span, TokenOutput
 
 LAYOUT = wire.LayoutInfo(
     num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=16, dtype="float32", tp_size=1, tp_rank=0

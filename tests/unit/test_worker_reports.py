@@ -8,26 +8,14 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.engine import outbox
-from pd_cluster.engine.handover.events import (
-    ConnClosed,
-    ConnOpened,
-    Mail,
-)
+from pd_cluster.engine.handover.events import ConnClosed, Mail
 from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS
 from pd_cluster.engine.tiers import EngineTiers
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.lower_tier import LowerTier
 from pd_cluster.types import LegEnd, Order, Request
 from tests.support.toy_model import generate_alone
-from tests.support.worker_world import (
-    BLOCK_SIZE,
-    CONN,
-    PROMPT,
-    World,
-    found,
-    peer,
-    sampling,
-)
+from tests.support.worker_world import BLOCK_SIZE, CONN, PROMPT, World, found, peer, sampling
 
 
 def positions_told(world: World, index: int = 0) -> list[list[int]]:
@@ -72,8 +60,7 @@ def test_tokens_with_logprobs_and_those_of_beams_are_told_singly(changes: dict[s
 
 def test_what_was_not_told_before_an_abort_never_is(world: World) -> None:
     world.submit("r", PROMPT, sampling(2), gathers=True)
-    for _ in range(4):
-        world.step()
+    world.steps(4)
     world.mail(wire.Abort("r", 0, 1))
     world.run()
     expected = generate_alone(PROMPT, sampling(2))
@@ -116,7 +103,7 @@ def test_events_alone_wait_for_the_next_tick(world: World) -> None:
 
 def test_every_scheduler_is_told(world: World) -> None:
     """A scheduler without tokens in this step gets them with the next tick; none gets them twice."""
-    world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
+    world.another_scheduler()
     world.submit("r", [1, 2, 3], sampling(n=1))
     world.run()
     world.step()
@@ -127,20 +114,24 @@ def test_every_scheduler_is_told(world: World) -> None:
     assert len(told(world, "other-conn")) == 3
 
 
+def share(world: World, prompt: list[int]) -> None:
+    """Two schedulers share the worker, and one sends it a leg more than may wait there, each of a weight of 5."""
+    world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
+    world.another_scheduler()
+    for at in range(LEAST_WAITING + 1):
+        world.order(f"r{at}", Order(prompt, sampling(n=1)), weight=5, may_be_full=True)
+
+
 def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full(world: World) -> None:
     """Only legs that may be refused; those that wait are served, and each scheduler's share is reported."""
-    world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
-    world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
-    for at in range(LEAST_WAITING + 1):
-        world.mail(wire.Submit(f"r{at}", 0, f"r{at}", "hybrid", "", Order([1, 2, 3], sampling(n=1)), 0.0, [], 5, True))
-    world.mail(wire.Submit("kept", 0, "kept", "hybrid", "", Order([1, 2, 3], sampling(n=1)), 0.0, [], 5))
+    share(world, [1, 2, 3])
+    world.order("kept", Order([1, 2, 3], sampling(n=1)), weight=5)
     world.step()
     assert world.worker.legs.outstanding() == {CONN: 5 * (LEAST_WAITING + 1)}
     assert world.worker.load.outstanding == {"scheduler@1": 5 * (LEAST_WAITING + 1), "other@1": 0}
     world.run()
-    assert [(end.request_id, end.is_full, end.is_fault) for end in world.post.ended] == [
-        (f"r{LEAST_WAITING}", True, True)
-    ]
+    ended = [(end.request_id, end.is_full, end.is_fault) for end in world.post.ended]
+    assert ended == [(f"r{LEAST_WAITING}", True, True)]
     assert world.worker.legs.outstanding() == {}
     world.assert_home()
 
@@ -148,7 +139,7 @@ def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full(world: World) 
 def test_one_attempt_of_two_schedulers_is_computed_for_the_first(world: World) -> None:
     """Both have the same request, which one of them resumes; neither must wait for ever."""
     submit = wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling(n=1)), 0.0)
-    world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
+    world.another_scheduler()
     for conn in (CONN, CONN, "other-conn"):
         world.inbox.put(Mail(conn, "scheduler", submit))
     world.run()
@@ -161,25 +152,21 @@ def test_one_attempt_of_two_schedulers_is_computed_for_the_first(world: World) -
 def test_an_attempt_whose_leg_still_ends_can_continue_elsewhere(world: World) -> None:
     request = Request("r", Order(PROMPT, sampling(n=1)), attempt=1)
     world.worker.core.scheduler.requests[request.key] = request
-    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", request.order, 0.0))
+    world.order("r", request.order, attempt=1)
     world.worker.turn(wait_s=0.0)
     assert world.post.ended == [LegEnd("r", 1, ENDING, is_fault=True)]
 
 
 def test_a_whole_answer_of_a_stream_that_moves_has_its_window(world: World) -> None:
     """The abort crosses the last token."""
-    keep = wire.Keep(b"d" * 32, 30.0, 1 << 20, b"recipe")
-    world.mail(wire.Submit("r", 0, "r-0", "hybrid", "", Order(PROMPT, sampling(n=1)), 0.0, keep=keep))
+    world.order("r", Order(PROMPT, sampling(n=1)), keep=wire.Keep(b"d" * 32, 30.0, 1 << 20, b"recipe"))
     world.run()
-    world.now_s += 100
-    world.step()
-    assert len(world.worker.legs.records) == 1
-    world.mail(wire.Abort("r", 0))
-    world.step()
-    assert len(world.worker.legs.records) == 1
-    world.now_s += 31
-    world.step()
-    assert not world.worker.legs.records
+    for passes_s, num_records in ((100, 1), (0, 1), (31, 0)):
+        if not passes_s:
+            world.mail(wire.Abort("r", 0))
+        world.now_s += passes_s
+        world.step()
+        assert len(world.worker.legs.records) == num_records
 
 
 def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting(world: World) -> None:
@@ -190,11 +177,7 @@ def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting(world: World) -> 
     world.worker.take_tiers(
         EngineTiers(scheduler, {"shared": lower}, None, world.worker.begin_leg, lambda: world.now_s)
     )
-    world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
-    world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
-    for at in range(LEAST_WAITING + 1):
-        order = Order([1, 2, 3, 4, 5], sampling(n=1))
-        world.mail(wire.Submit(f"r{at}", 0, f"r{at}", "hybrid", "", order, 0.0, [], 5, True))
+    share(world, [1, 2, 3, 4, 5])
     world.step()
     assert len(world.worker.tiers) == world.worker.load.num_waiting == LEAST_WAITING
     assert world.worker.load.outstanding == {"scheduler@1": 5 * LEAST_WAITING, "other@1": 0}
@@ -209,7 +192,7 @@ def test_only_schedulers_that_share_the_worker_are_told_of_each_others_legs(
 ) -> None:
     """Without a fencing number there is one scheduler, and the sums would be made for nobody."""
     world.mail(wire.Peers([peer("decode-0", 1, "decode")]))
-    world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
+    world.another_scheduler()
     monkeypatch.setattr(world.worker.legs, "outstanding", lambda: pytest.fail("it is summed for nobody"))
     world.step()
     assert world.worker.load.outstanding == {}

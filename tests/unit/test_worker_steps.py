@@ -9,28 +9,13 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.engine.drain import CLOSES_AFTER_S
-from pd_cluster.engine.handover.events import (
-    ConnClosed,
-    ConnOpened,
-    HandedOver,
-    Mail,
-    StartDrain,
-    StopEngine,
-)
+from pd_cluster.engine.handover.events import ConnClosed, HandedOver, Mail, StartDrain, StopEngine
 from pd_cluster.engine.step.patience import Patience
 from pd_cluster.engine.worker import Worker
 from pd_cluster.model.batch import RunnerOutput
 from pd_cluster.types import Order, Request
 from tests.support.toy_model import ToyRunner, generate_alone
-from tests.support.worker_world import (
-    BLOCK_SIZE,
-    CONN,
-    NUM_BLOCKS,
-    PROMPT,
-    World,
-    found,
-    sampling,
-)
+from tests.support.worker_world import BLOCK_SIZE, CONN, NUM_BLOCKS, PROMPT, Shipped, World, found, sampling
 
 
 class MidStepCredit(ToyRunner):
@@ -72,10 +57,7 @@ def test_the_loop_says_that_it_came_round_between_steps() -> None:
 
 def test_batches_are_told_apart_by_name_and_priority(world: World) -> None:
     for name, batch, priority in (("a", "x", 0), ("b", "x", 1), ("c", "", 0)):
-        submit = wire.Submit(
-            name, 0, name, "hybrid", "", Order(PROMPT, sampling(1), priority=priority, batch=batch), 0.0
-        )
-        world.mail(submit)
+        world.order(name, Order(PROMPT, sampling(1), priority=priority, batch=batch))
     world.step()
     batches = {key: request.batch for key, request in world.worker.core.scheduler.requests.items()}
     assert len({batches["a#0"], batches["b#0"], ""}) == 3
@@ -83,31 +65,19 @@ def test_batches_are_told_apart_by_name_and_priority(world: World) -> None:
     world.run()
 
 
-def test_a_step_waits_until_there_is_no_more_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, waits = World(), [True]
+@pytest.mark.parametrize("how", ["the wait ends", "it drains", "it has a device of its own"])
+def test_a_step_waits_until_there_is_no_more_to_wait_for(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, waits = World(shares_cores=how != "it has a device of its own"), [True]
     monkeypatch.setattr(Patience, "waits", property(lambda self: waits[0]))
     world.submit("r", PROMPT, sampling(1))
-    for _ in range(3):
-        world.step()
-    assert world.worker.core.num_steps == 0
-    waits[0] = False
+    if how != "it has a device of its own":
+        world.steps(3)
+        assert world.worker.core.num_steps == 0
+        waits[0] = how != "the wait ends"
+        if how == "it drains":
+            world.inbox.put(StartDrain())
     world.run()
     assert found(world, "r")[:1] == generate_alone(PROMPT, sampling(1))[:1]
-
-
-@pytest.mark.parametrize("shares_cores", [False, True])
-def test_on_a_device_of_its_own_and_when_it_drains_no_step_waits(
-    shares_cores: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Patience, "waits", property(lambda self: True))
-    world = World(shares_cores)
-    world.submit("r", PROMPT, sampling(1))
-    world.step()
-    if shares_cores:
-        assert world.worker.core.num_steps == 0
-        world.inbox.put(StartDrain())
-    world.run()
-    assert len(found(world, "r")[0]) == sampling(1).max_tokens
 
 
 def test_a_request_that_crosses_the_word_of_a_drain_is_served() -> None:
@@ -159,19 +129,18 @@ def test_what_comes_during_the_last_step_before_a_worker_closes_is_answered(
 def test_a_leg_that_is_held_when_a_worker_closes_is_told_to_go_elsewhere(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, submit = world.worker, wire.Submit("held", 0, "held", "hybrid", "", Order(PROMPT, sampling()), 0.0)
-    held = [submit]
+    worker = world.worker
+    held = [wire.Submit("held", 0, "held", "hybrid", "", Order(PROMPT, sampling()), 0.0)]
 
     def release_all() -> None:
         while held:
             worker.begin_leg(CONN, held.pop())
 
-    monkeypatch.setattr(worker.tiers, "release_all", release_all)
-    world.inbox.put(StartDrain())
-
     def came_round() -> None:
         world.now_s += CLOSES_AFTER_S / 2
 
+    monkeypatch.setattr(worker.tiers, "release_all", release_all)
+    world.inbox.put(StartDrain())
     worker.run(came_round)
     assert world.now_s >= CLOSES_AFTER_S
     assert [(end.request_id, end.is_fault) for end in world.post.ended] == [("held", True)]
@@ -181,7 +150,7 @@ def test_a_scheduler_that_connects_to_a_worker_that_drains_hears_so_at_once(worl
     world.inbox.put(StartDrain())
     world.step()
     assert world.post.num_beats_at_once == 1
-    world.inbox.put(ConnOpened("another", "scheduler-1@1", "scheduler"))
+    world.another_scheduler()
     world.step()
     assert world.post.num_beats_at_once == 2
 
@@ -232,15 +201,22 @@ def test_heartbeats_hear_at_once_that_nothing_runs_any_more(world: World) -> Non
     assert ends[-1] == 0
 
 
-def test_layers_leave_before_the_step_has_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A credit that arrives during the step counts, too; layers already sent are not sent again."""
-    worker, shipped, runner = world.worker, world.take_links(monkeypatch), MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
-    worker.core.runner, runner.worker = runner, worker
+@pytest.fixture
+def ships(world: World, monkeypatch: pytest.MonkeyPatch) -> Shipped:
+    """What a prefill leg ships whose credit comes during its step."""
+    shipped, runner = world.take_links(monkeypatch), MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
+    world.worker.core.runner, runner.worker = runner, world.worker
     world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, sampling(n=1)), 0.0))
+    return shipped
+
+
+def test_layers_leave_before_the_step_has_ended(world: World, ships: Shipped) -> None:
+    """A credit that arrives during the step counts, too; layers already sent are not sent again."""
+    worker = world.worker
     world.step()
     (request,) = worker.core.scheduler.requests.values()
-    assert shipped.pieces == [(wire.KVPiece(0, 5, 0, 1, request.block_table), 0)], "not while the step ran"
-    assert [end.num_chunks for end in shipped.ends] == [1]
+    assert ships.pieces == [(wire.KVPiece(0, 5, 0, 1, request.block_table), 0)], "not while the step ran"
+    assert [end.num_chunks for end in ships.ends] == [1]
     assert worker.handover.exports.held.take("link", "r")
     world.worker.inbox.put(HandedOver("link", "r"))
     world.step()
@@ -248,18 +224,16 @@ def test_layers_leave_before_the_step_has_ended(world: World, monkeypatch: pytes
 
 
 def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, ships: Shipped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends its request, whose blocks the step still writes."""
-    worker, shipped, runner = world.worker, world.take_links(monkeypatch), MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
-    worker.core.runner, runner.worker, runner.credit = runner, worker, wire.Credit("r", 3)
-    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, sampling(n=1)), 0.0))
+    monkeypatch.setattr(MidStepCredit, "credit", wire.Credit("r", 3))
     world.step()
-    assert worker.core.scheduler.requests, "it was ended under the running step"
+    assert world.worker.core.scheduler.requests, "it was ended under the running step"
     world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", 3)))
     world.step()
     assert [end.error for end in world.post.ended] == ["decode-0@2 wants KV cache from token 3 on"]
-    assert shipped.sent[-1] == wire.Revoke("r")
+    assert ships.sent[-1] == wire.Revoke("r")
     world.assert_home()
 
 

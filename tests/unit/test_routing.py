@@ -169,14 +169,15 @@ def test_keys_are_bounded_and_odd_bytes_do_no_harm(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_chooses_a_pair_that_can_serve(name: str) -> None:
     """Random clusters: a linked pair that has not failed the request, or one instance by itself."""
-    for seed in range(300):
+    for seed in range(80):
         rng = random.Random(seed)
-        made = [
-            instance(f"{role}-{i}", rng.randrange(3000), num_queued_tokens=rng.randrange(500))
-            for role in ("prefill", "decode")
-            for i in range(rng.randint(1, 3))
-        ]
-        instances = cluster(*made)
+        instances = cluster(
+            *(
+                instance(f"{role}-{i}", rng.randrange(3000), num_queued_tokens=rng.randrange(500))
+                for role in ("prefill", "decode")
+                for i in range(rng.randint(1, 3))
+            )
+        )
         for each in instances:
             each.state = rng.choice(["ready", "ready", "ready", "failed"])
             knows(each, PROMPT[: rng.choice([0, 0, 300, 900])])
@@ -185,34 +186,29 @@ def test_every_policy_chooses_a_pair_that_can_serve(name: str) -> None:
         if not any(i.takes_requests for i in instances):
             continue
         prefill, decode = POLICIES[name](instances, ask(avoid=avoid, session=rng.choice(["", "a", "b"])))
-        if prefill is decode:
-            assert prefill.takes_requests
-            if {(p.key, d.key) for p, d in pairs} <= avoid:
-                assert (prefill, decode) == alone(instances)
-            else:
-                assert name == "predicted-ttft"
-        else:
+        if prefill is not decode:
             assert (prefill, decode) in pairs
             assert (prefill.key, decode.key) not in avoid
+        elif {(p.key, d.key) for p, d in pairs} <= avoid:
+            assert (prefill, decode) == alone(instances)
+            assert prefill.takes_requests
+        else:
+            assert name == "predicted-ttft"
+            assert prefill.takes_requests
 
 
 def test_a_cached_prefix_draws_until_others_wait_for_as_much() -> None:
-    p0, p1, d0, d1 = (instance(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"))
-    instances = cluster(p0, p1, d0, d1)
-    for each in (p1, d1):
+    instances = cluster(*(instance(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")))
+    for each in instances[1::2]:
         knows(each, PROMPT[:800])
-    assert names(prefix_aware(instances, ask())) == "prefill-1 decode-1"
-    p1.outstanding_tokens = d1.outstanding_tokens = 799
-    assert names(prefix_aware(instances, ask())) == "prefill-1 decode-1"
-    p1.outstanding_tokens = d1.outstanding_tokens = 801
-    assert names(prefix_aware(instances, ask())) == "prefill-0 decode-0"
-
-
-def test_without_caches_prefix_aware_balances() -> None:
-    instances = cluster(
-        instance("prefill-0", 50), instance("prefill-1", 10), instance("decode-0", 5), instance("decode-1", 9)
-    )
-    assert names(prefix_aware(instances, ask())) == "prefill-1 decode-0"
+    for ahead, chosen in ((0, "prefill-1 decode-1"), (799, "prefill-1 decode-1"), (801, "prefill-0 decode-0")):
+        for each in instances[1::2]:
+            each.outstanding_tokens = ahead
+        assert names(prefix_aware(instances, ask())) == chosen
+    unknown = [*range(2000, 2100)]
+    assert names(prefix_aware(instances, ask(unknown))) == "prefill-0 decode-0"
+    instances[0].outstanding_tokens = 900
+    assert names(prefix_aware(instances, ask(unknown))) == "prefill-1 decode-0"
 
 
 def test_predicted_ttft_goes_where_the_queue_is_shorter_in_seconds() -> None:
@@ -236,28 +232,19 @@ def test_short_remainders_are_computed_where_they_are_decoded() -> None:
     assert names(predicted_ttft(instances, ask())) == "prefill-0 decode-1"
 
 
-def test_a_session_stays_until_its_place_is_overloaded() -> None:
-    instances = cluster(*(instance(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")))
-    places = {name: names(session(instances, ask(session=name))) for name in map(str, range(64))}
-    assert len(set(places.values())) == 4
+def test_a_session_stays_until_its_place_is_overloaded_or_lost() -> None:
+    instances = cluster(*(instance(f"{role}-{i}") for role in ("prefill", "decode") for i in range(2)))
+    places = {name: session(instances, ask(session=name)) for name in map(str, range(64))}
+    assert len(set(map(names, places.values()))) == 4
     for each in instances:
         each.outstanding_tokens = 500
-    assert {name: names(session(instances, ask(session=name))) for name in places} == places
-    prefill = instances[0]
-    prefill.outstanding_tokens = SESSION_SLACK_TOKENS + 5000
-    moved = {name: names(session(instances, ask(session=name))) for name in places}
-    assert all("prefill-0" not in place for place in moved.values())
-    kept = [name for name, place in places.items() if "prefill-0" not in place]
-    assert all(moved[name] == places[name] for name in kept)
-
-
-def test_a_lost_instance_moves_only_its_own_sessions() -> None:
-    instances = cluster(*(instance(f"{role}-{i}") for role in ("prefill", "decode") for i in range(3)))
-    places = {name: session(instances, ask(session=name)) for name in map(str, range(64))}
-    instances[1].state = "unreachable"
-    for name, pair in places.items():
-        if instances[1] not in pair:
-            assert session(instances, ask(session=name)) == pair
+    assert {name: session(instances, ask(session=name)) for name in places} == places
+    for outstanding, state in ((SESSION_SLACK_TOKENS + 5000, "ready"), (500, "unreachable")):
+        instances[0].outstanding_tokens, instances[0].state = outstanding, state  # type: ignore[assignment]
+        for name, place in places.items():
+            moved = session(instances, ask(session=name))
+            assert instances[0] not in moved
+            assert moved == place or instances[0] in place
 
 
 # ---- predictions and goals
@@ -271,21 +258,13 @@ def test_a_ttft_is_the_queue_and_the_prompt_over_the_rate() -> None:
     assert predict_ttft_s(instance("prefill-1"), 500, [0.0, 250.0]) == 2.0  # the rate that others have
 
 
-def test_a_transfer_takes_longer_between_hosts() -> None:
-    p0, d0 = instance("prefill-0"), instance("decode-0")
-    cluster(p0, d0, transport="dist, int8")
-    slow_s = predict_transfer_s(p0, d0, 10_000)
-    cluster(p0, d0, transport="shm")
-    assert slow_s > predict_transfer_s(p0, d0, 10_000) > predict_transfer_s(p0, d0, 0) > 0
-
-
-def test_a_link_is_as_slow_as_its_slowest_lane() -> None:
+def test_a_transfer_takes_as_long_as_its_slowest_lane() -> None:
     p0, d0 = instance("prefill-0"), instance("decode-0")
     took_s = []
-    for transport in ("dist", "dist+shm", "shm"):
+    for transport in ("dist", "dist+shm", "dist, int8", "shm"):
         cluster(p0, d0, transport=transport)
         took_s.append(predict_transfer_s(p0, d0, 10_000))
-    assert took_s[0] == took_s[1] > took_s[2]
+    assert took_s[0] == took_s[1] > took_s[2] > took_s[3] > predict_transfer_s(p0, d0, 0) > 0
 
 
 def test_what_would_come_too_late_is_refused_with_the_time_to_wait() -> None:

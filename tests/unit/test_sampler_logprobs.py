@@ -15,9 +15,9 @@ EOS: frozenset[int] = frozenset()
 
 
 def expected(line: torch.Tensor, token_id: int, num_top: int) -> tuple[float, int, list[tuple[int, float]]]:
-    logprobs = line.double().log_softmax(-1).tolist()
-    order = sorted(range(len(line)), key=lambda token: (-line[token].item(), token))
-    rank = 1 + sum(value > line[token_id].item() for value in line.tolist())
+    logprobs, values = line.double().log_softmax(-1).tolist(), line.tolist()
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))
+    rank = 1 + sum(value > values[token_id] for value in values)
     return logprobs[token_id], rank, [(token, logprobs[token]) for token in order[:num_top]]
 
 
@@ -42,7 +42,7 @@ def test_prompt_logprobs(vocab_size: int) -> None:
     logits = logits_with_ties(6, vocab_size)
     logits[2, 4:] = -math.inf
     targets = [3, 0, 1, 4, 2, 3]
-    for num_top in (0, 1, 7, 40):
+    for num_top in (0, 1, 40) if vocab_size < 100 else (7,):
         told = Sampler(vocab_size, EOS).prompt_logprobs(logits.clone(), targets, num_top)
         for entry, line, target in zip(told, logits, targets, strict=True):
             check(entry, line, target, num_top)

@@ -143,6 +143,9 @@ def test_after_the_window_there_is_nothing(world: World) -> None:
     assert world.attach()[S2][0].ended == [LegEnd("r", 0, GONE, is_fault=True)]
 
 
+@pytest.mark.parametrize(
+    ("then", "runs", "stays"), [("go on", True, True), ("stop", False, True), ("forget", False, False)]
+)
 def test_what_becomes_of_a_stream_that_is_not_read(world: World, then: Any, runs: bool, stays: bool) -> None:
     world.open()
     world.release(then=then)

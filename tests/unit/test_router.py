@@ -9,6 +9,7 @@ import random
 import pytest
 
 from pd_cluster import wire
+from pd_cluster.cluster.routing import stream as stream_module
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.errors import DeadlineExceeded, GenerationError
 from pd_cluster.types import LegEnd, Order, Sampling
@@ -101,6 +102,14 @@ async def test_the_deadline() -> None:
         await anext(serving)
     assert world.aborted() == ["to-decode-0", "to-prefill-0"]
     world.assert_home()
+
+
+@pytest.fixture
+def three_unread(monkeypatch: pytest.MonkeyPatch) -> World:
+    """A world in which at most three tokens may be unread."""
+    monkeypatch.setattr(stream_module, "MAX_UNREAD_TOKENS", 3)
+    monkeypatch.setattr(stream_module, "MAX_UNREAD_STEPS", 3)
+    return World()
 
 
 async def test_a_reader_that_does_not_read_is_given_up(three_unread: World) -> None:

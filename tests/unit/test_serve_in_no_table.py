@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -84,18 +83,11 @@ def test_a_scheduler_s_place() -> None:
     ("given", "told"),
     [
         ({"role": "decode"}, "--role decode: give --join HOST:PORT"),
-        ({"role": "encode"}, "--role encode: give --join HOST:PORT"),
-        (
-            {"role": "encode", "join": JOIN, "tensor_parallel_size": 2},
-            "--tensor-parallel-size 2: an encoder has one device",
-        ),
+        ({"role": "encode", "join": JOIN, "tensor_parallel_size": 2}, "--tensor-parallel-size 2: an encoder has"),
         ({"role": "worker"}, "--role 'worker': expected scheduler, prefill, decode or encode"),
         ({"role": "scheduler"}, "--role scheduler: workers need a port to register at; give --join-port PORT"),
         ({"role": "scheduler", "join_port": 1, "join": JOIN}, "--join: only a worker registers"),
-        (
-            {"instance_name": "d"},
-            "--instance-name: only a worker registers; give --role prefill, decode or encode, too",
-        ),
+        ({"instance_name": "d"}, "--instance-name: only a worker registers; give --role prefill, decode or encode"),
         ({"advertise_host": "h"}, "--advertise-host: only a worker registers"),
         ({"role": "decode", "join": JOIN, "instance_name": "decode-7"}, "--instance-name 'decode-7': names of this"),
         ({"role": "decode", "join": JOIN, "instance_name": "a b"}, "--instance-name 'a b': expected up to 128"),
@@ -140,29 +132,22 @@ def test_files_that_nothing_names(role: Any, files: KeyFiles, told: str) -> None
 
 
 @pytest.mark.parametrize("role", ["prefill", "scheduler"])
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("max_logprobs", -2, "--max-logprobs -2: "),
-        ("api_workers", 0, "--api-workers 0: "),
-        ("tool_call_parser", "nobody", "--tool-call-parser nobody: not known"),
-        ("max_num_seqs", 0, "--max-num-seqs 0: "),
-        ("ssl_cert_reqs", 2, "--ssl-cert-reqs 2: needs --ssl-certfile"),
-        ("stream_interval", 0, "--stream-interval 0: "),
-    ],
-)
-def test_every_role_checks_every_value(role: str, name: str, value: object, said: str) -> None:
+def test_every_role_checks_every_value(role: str) -> None:
     """Before it looks for its place, so that no instance loads a model for a cluster that cannot serve."""
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        start_of(ServeOptions(model="m", role=role, **{name: value}), {})
+    for given, said in (
+        ({"max_logprobs": -2}, "--max-logprobs -2: "),
+        ({"api_workers": 0}, "--api-workers 0: "),
+        ({"tool_call_parser": "nobody"}, "--tool-call-parser nobody: not known"),
+        ({"max_num_seqs": 0}, "--max-num-seqs 0: "),
+        ({"ssl_cert_reqs": 2}, "--ssl-cert-reqs 2: needs --ssl-certfile"),
+        ({"stream_interval": 0}, "--stream-interval 0: "),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            start_of(ServeOptions(model="m", role=role, **given), {})
 
 
 def test_a_worker_needs_no_file_of_the_scheduler() -> None:
-    given = {
-        "tool_parser_plugin": "/on/another/host.py",
-        "tool_call_parser": "own",
-        "chat_template": "/on/another/host",
-    }
+    given = {"tool_parser_plugin": "/on/another/host.py", "tool_call_parser": "own", "chat_template": "/on/another"}
     ServeOptions(model="m", **given).check()
     with pytest.raises(ConfigError, match="there is no such file"):
         ServeOptions(**given).chat()

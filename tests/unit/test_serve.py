@@ -29,25 +29,18 @@ def timeouts(**changes: float) -> Timeouts:
 
 
 def test_the_times_as_given() -> None:
+    """Death is not declared after one missed heartbeat."""
     times = timeouts(request_timeout=0.0, drain_timeout=0.0)
     assert (times.heartbeat_interval_s, times.dead_after_s, times.request_timeout_s) == (0.5, 1.0, 0.0)
-
-
-@pytest.mark.parametrize("value", [-1.0, float("nan")])
-@pytest.mark.parametrize("name", GOOD)
-def test_times_that_make_no_sense(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} "):
-        timeouts(**{name: value})
-
-
-@pytest.mark.parametrize(
-    "name", sorted(set(GOOD) - {"request_timeout", "drain_timeout", "replay_wait", "step_timeout"})
-)
-def test_times_that_may_not_be_nothing(name: str) -> None:
-    with pytest.raises(ConfigError, match="must be above 0"):
-        timeouts(**{name: 0.0})
-
-
-def test_death_is_not_declared_after_one_missed_heartbeat() -> None:
     with pytest.raises(ConfigError, match="at least two heartbeat intervals"):
         timeouts(heartbeat_interval=0.6)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_times_that_make_no_sense(name: str) -> None:
+    for value in (-1.0, float("nan")):
+        with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} "):
+            timeouts(**{name: value})
+    if name not in ("request_timeout", "drain_timeout", "replay_wait", "step_timeout"):
+        with pytest.raises(ConfigError, match="must be above 0"):
+            timeouts(**{name: 0.0})

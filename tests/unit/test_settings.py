@@ -174,7 +174,7 @@ def test_offline_needs_no_web_server_and_no_command_line() -> None:
 def test_a_new_setting_takes_one_file(tmp_path: Path) -> None:
     """Declared in a copy of the package, it is a flag, an argument of `LLM`, and a field that the engine is given."""
     source, copy = ROOT / "pd_cluster", tmp_path / "pd_cluster"
-    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "models"))
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("models"))
     (copy / "models").symlink_to(source / "models")
     shutil.copytree(ROOT / "ranktable_tools", tmp_path / "ranktable_tools")
     file = copy / "settings" / "engine.py"

@@ -19,21 +19,15 @@ from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import read_shard
 
 CONFIG: dict[str, Any] = {
-    "vocab_size": 10,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "pad_token_id": None,
+    "vocab_size": 10, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "pad_token_id": None,
 }
 LAYER = "model.layers.0"
 
 
 def read_all(tmp_path: Path, config: Any, key: str, shape: tuple[int, ...], size: int) -> list[torch.Tensor]:
     """Returns each rank's part of a tensor whose elements are all different."""
-    save_file({key: torch.arange(torch.Size(shape).numel()).view(shape)}, tmp_path / "model.safetensors")
+    save_file({key: whole(shape)}, tmp_path / "model.safetensors")
     return [read_shard(WeightFolder(tmp_path), ParallelPlan(config, size), rank)[key] for rank in range(size)]
 
 
@@ -73,16 +67,12 @@ def test_the_vocabulary_is_padded_to_equal_shares(tmp_path: Path, key: str) -> N
     assert int(torch.cat(shares)[10:].abs().sum()) == 0
 
 
-@pytest.mark.parametrize("norm", ["input_layernorm", "self_attn.q_norm"])
-def test_norms_are_whole(tmp_path: Path, norm: str) -> None:
-    shape = (4,) if "q_norm" in norm else (16,)
-    shares = read_all(tmp_path, transformers.Qwen3Config(**CONFIG), f"{LAYER}.{norm}.weight", shape, 2)
-    assert all(torch.equal(share, whole(shape)) for share in shares)
-
-
-def test_norms_over_all_heads_are_split_like_them(tmp_path: Path) -> None:
-    config = transformers.Olmo2Config(**CONFIG)
-    shares = read_all(tmp_path, config, f"{LAYER}.self_attn.k_norm.weight", (8,), 4)
+def test_norms_are_whole_but_for_those_over_all_heads_which_are_split_like_them(tmp_path: Path) -> None:
+    config = transformers.Qwen3Config(**CONFIG)
+    for norm, shape in (("input_layernorm", (16,)), ("self_attn.q_norm", (4,))):
+        shares = read_all(tmp_path, config, f"{LAYER}.{norm}.weight", shape, 2)
+        assert all(torch.equal(share, whole(shape)) for share in shares)
+    shares = read_all(tmp_path, transformers.Olmo2Config(**CONFIG), f"{LAYER}.self_attn.k_norm.weight", (8,), 4)
     assert [share.tolist() for share in shares] == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7]]
 
 

@@ -18,7 +18,7 @@ from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.cluster.routing.timeline import Timeline
 from pd_cluster.errors import DeadlineExceeded, GenerationError, Overloaded, Unavailable
 from pd_cluster.types import LegEnd
-from tests.support.router_world import World, rest_of, run, token
+from tests.support.router_world import World, rest_of, run, token, turns
 
 
 async def test_what_would_be_too_late_is_refused_before_anything_is_sent() -> None:
@@ -45,15 +45,13 @@ async def test_a_router_that_has_just_begun_waits_for_its_instances() -> None:
         await anext(world.serve())
     world.router.expect_instances()
     waiting = asyncio.ensure_future(anext(world.serve()))
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns()
     assert not waiting.done()
     assert world.mailbox.sent == []
     for instance in world.instances:
         instance.state = "ready"
     world.membership.changed.set()
-    while not world.mailbox.of(wire.Submit):
-        await asyncio.sleep(0)
+    await world.until(wire.Submit, 2)
     waiting.cancel()
 
 

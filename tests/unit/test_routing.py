@@ -83,11 +83,15 @@ def test_a_prompt_is_known_up_to_its_first_unknown_block_and_never_whole() -> No
     worker = instance("prefill-0")
     assert worker.num_cached(Prompt(Order(PROMPT, Sampling()))) == 0
     knows(worker, PROMPT[:100])
-    assert worker.num_cached(Prompt(Order(PROMPT, Sampling()))) == 96
-    assert worker.num_cached(Prompt(Order(PROMPT[:96], Sampling()))) == 80  # the last token gives the logits
-    assert worker.num_cached(Prompt(Order(PROMPT[:97], Sampling()))) == 96
-    assert worker.num_cached(Prompt(Order([7, *PROMPT], Sampling()))) == 0
-    assert worker.num_cached(Prompt(Order(PROMPT, Sampling(), "salted"))) == 0
+    # The last token gives the logits.
+    for prompt, salt, num_cached in (
+        (PROMPT, "", 96),
+        (PROMPT[:96], "", 80),
+        (PROMPT[:97], "", 96),
+        ([7, *PROMPT], "", 0),
+        (PROMPT, "salted", 0),
+    ):
+        assert worker.num_cached(Prompt(Order(prompt, Sampling(), salt))) == num_cached
 
 
 def test_news_of_a_pool_add_up_to_what_the_pool_knows() -> None:
@@ -144,17 +148,14 @@ def test_a_block_that_changes_tiers_is_known_by_the_last() -> None:
     assert not any(known.leading(read_keys(key)).values())
 
 
-def test_nothing_is_recorded_until_somebody_follows() -> None:
+def test_nothing_is_recorded_until_somebody_follows_and_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd bytes do no harm."""
     pool = BlockPool(4)
     pool.remember(pool.take(1)[0], b"x" * 32)
     assert pool.changes() == {}
     assert pool.follow() == {b"x" * 32: "device"}
     pool.remember(pool.take(1)[0], b"y" * 32)
-    assert pool.changes() == {b"y" * 32: "device"}
-    assert pool.changes() == {}
-
-
-def test_keys_are_bounded_and_odd_bytes_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [pool.changes() for _ in range(2)] == [{b"y" * 32: "device"}, {}]
     monkeypatch.setattr("pd_cluster.cluster.members.prefixes.MAX_KEYS", 3)
     known = KnownBlocks()
     known.hear(wire.CacheKeys(added=b"".join(bytes([i]) * 8 for i in range(5)) + b"odd"))
@@ -296,11 +297,10 @@ def test_decode_instances_that_are_too_slow_are_passed_over() -> None:
 def test_pace_is_of_late() -> None:
     pace, request = StepPace(), Request("r", Order(PROMPT, Sampling()))
     assert (pace.prefill_tokens_per_s, pace.decode_step_s) == (0.0, 0.0)
-    for _ in range(200):
-        pace.computed([(request, 100)], 1.0)
-    assert pace.prefill_tokens_per_s == pytest.approx(100)
-    for _ in range(200):
-        pace.computed([(request, 300), (request, 1)], 1.0)
+    for chunks, tokens_per_s in (([(request, 100)], 100), ([(request, 300), (request, 1)], 300)):
+        for _ in range(200):
+            pace.computed(chunks, 1.0)
+        assert pace.prefill_tokens_per_s == pytest.approx(tokens_per_s, rel=0.01)
     pace.computed([(request, 3)], 10.0)  # says nothing of prompts
     assert pace.prefill_tokens_per_s == pytest.approx(300, rel=0.01)
     assert pace.decode_step_s == pytest.approx(1.0)

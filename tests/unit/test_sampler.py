@@ -133,34 +133,11 @@ MIXED = [
 POSITIONS = [4, 9, 2, 0, 7, 1, 3, 8]
 
 
-@pytest.mark.parametrize("vocab_size", [50, 6400])
-def test_a_row_does_not_depend_on_its_neighbours(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch too large for one pass gives the same."""
-    logits = torch.randn(len(MIXED), vocab_size, generator=torch.Generator().manual_seed(0))
-    together = sample(logits, MIXED, POSITIONS)
-    alone = [sample(logits[i : i + 1], [MIXED[i]], [POSITIONS[i]])[0] for i in range(len(MIXED))]
-    assert together == alone
-    monkeypatch.setattr(sampler, "MAX_LOGITS_AT_ONCE", 3 * vocab_size)
-    assert sample(logits, MIXED, POSITIONS) == together
-
-
-@pytest.mark.parametrize(("vocab_size", "top_k"), [(200, 20), (2000, 20), (6400, 400)])
-def test_exact_ties_do_not_depend_on_the_batch(vocab_size: int, top_k: int) -> None:
-    """16-bit logits tie often: which of the equal tokens top_k keeps must not depend on a neighbour's top_k."""
-    torch.manual_seed(1)
-    logits = torch.randn(20, vocab_size).bfloat16().float()
-    for row in range(20):
-        params = Sampling(seed=row, top_k=top_k)
-        alone = sample(logits[row : row + 1], [params], [0])
-        beside = sample(logits[[row, 0]], [params, Sampling(seed=1, top_k=50)], [0, 0])
-        assert beside[:1] == alone
-
-
-@pytest.mark.parametrize("vocab_size", [70, 1000, 6400])
-@pytest.mark.parametrize(("params", "kept"), [(Sampling(top_k=30), 30), (Sampling(top_p=0.01), 0.01)])
-def test_of_equal_tokens_the_lowest_ids_are_kept(vocab_size: int, params: Sampling, kept: float) -> None:
-    num_kept = int(kept) if kept > 1 else math.ceil(kept * vocab_size)
-    assert set(draw(torch.zeros(vocab_size), params, 10 * num_kept)) == set(range(num_kept))
+def test_a_batch_too_large_for_one_pass_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(len(MIXED), 50, generator=torch.Generator().manual_seed(0))
+    whole = sample(logits, MIXED, POSITIONS)
+    monkeypatch.setattr(sampler, "MAX_LOGITS_AT_ONCE", 150)
+    assert sample(logits, MIXED, POSITIONS) == whole
 
 
 @pytest.mark.parametrize("params", [Sampling(), Sampling(top_k=4), Sampling(top_p=0.9)])

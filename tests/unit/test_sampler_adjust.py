@@ -101,18 +101,6 @@ def test_frequency_and_presence_look_at_the_output_only() -> None:
     assert after.tolist() == [0.0, -0.75, -1.75, 0.0, 0.0, 0.0]
 
 
-def test_stop_tokens_and_eos_wait_for_min_tokens() -> None:
-    params = {"min_tokens": 2, "stop_token_ids": (3,), "ignore_eos": True}
-    early = adjusted(torch.zeros(VOCAB_SIZE), [1], [1], **params)
-    assert torch.nonzero(early == -math.inf).flatten().tolist() == [3, 7, 11]
-    assert not adjusted(torch.zeros(VOCAB_SIZE), [1], [1, 1], **params).any()
-
-
-def test_allowed_tokens_alone_are_left() -> None:
-    after = adjusted(torch.arange(6.0), [], [], allowed_token_ids=(4, 1), bad_words=((4,),), logit_bias=((1, 2.0),))
-    assert after.tolist() == [-math.inf, 3.0, -math.inf, -math.inf, -math.inf, -math.inf]
-
-
 def test_ids_outside_the_vocabulary_are_passed_over() -> None:
     params = {
         "logit_bias": ((-1, 5.0), (50, 5.0)),
@@ -128,7 +116,7 @@ def test_ids_outside_the_vocabulary_are_passed_over() -> None:
     assert after[1].item() == -0.5
 
 
-GREEDY = {"temperature": 0.0}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
 @pytest.mark.parametrize(

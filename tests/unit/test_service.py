@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +23,6 @@ from pd_cluster.service.sequence import Piece
 from pd_cluster.service.service import TextService
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.text.tokenizer import Tokenizer
-from pd_cluster.types import TokenOutput
 from tests.support.cluster import children_of
 from tests.support.text_services import LIMIT, Services, chat, completion, services_in, whole
 
@@ -207,19 +206,9 @@ def test_who_looks_for_stop_strings_reads_every_token(make: Services) -> None:
 
 
 def test_a_stop_string_ends_its_own_sequence_only(make: Services) -> None:
-    """The second one is recognized by an odd token that the fake inserts."""
     service, router = make("abcdefgh")
+    router.changes = {(1, 2): {"token_id": service.tokenizer.encode("x")[0]}}
     generation = completion(service, "a", n=2, stop="cd")
-    odd = service.tokenizer.encode("x")[0]
-    serve = router.serve
-
-    async def serve_two(*args: Any, **origin: Any) -> AsyncIterator[TokenOutput]:
-        async for token in serve(*args):
-            if token.index == 1 and token.position == 2:
-                token = TokenOutput("r", 0, 1, 2, odd)
-            yield token
-
-    router.serve = serve_two
     first, second = whole(service, generation)
     assert (first.text, first.finish_reason, len(first.token_ids)) == ("ab", "stop", 4)
     assert (second.text, second.finish_reason, len(second.token_ids)) == ("abxdefgh", "length", 8)
@@ -242,18 +231,8 @@ def test_the_best_of_several_by_mean_logprob(make: Services) -> None:
 def test_short_answers_are_not_better_because_they_are_short(make: Services) -> None:
     service, router = make("abcd")
     router.logprobs = {0: -2.0, 1: -1.5}
-    generation = completion(service, "a", n=1, best_of=2)
-    serve = router.serve
-
-    async def serve_short(*args: Any, **origin: Any) -> AsyncIterator[TokenOutput]:
-        async for token in serve(*args):
-            if token.index == 0 and token.position == 1:
-                token = TokenOutput("r", 0, 0, 1, token.token_id, "stop", token.logprobs)
-                router.stopped.add(0)
-            yield token
-
-    router.serve = serve_short
-    (piece,) = whole(service, generation)
+    router.changes = {(0, 1): {"finish_reason": "stop"}}
+    (piece,) = whole(service, completion(service, "a", n=1, best_of=2))
     assert len(piece.token_ids) == 4
 
 

@@ -11,16 +11,11 @@ from pd_cluster import wire
 from pd_cluster.cluster.routing.entrance import ANYBODY
 from pd_cluster.errors import DeadlineExceeded, RequestAborted, Unavailable
 from pd_cluster.types import TokenOutput
-from tests.support.router_world import World, token
+from tests.support.router_world import World, token, turns
 
 
 def submits(world: World) -> list[wire.Submit]:
     return [body for _, body in world.mailbox.of(wire.Submit)]
-
-
-async def turns(num: int = 20) -> None:
-    for _ in range(num):
-        await asyncio.sleep(0)
 
 
 async def begun(world: World) -> tuple[AsyncGenerator[TokenOutput, None], str]:
@@ -43,8 +38,7 @@ async def test_it_goes_on_after_its_tokens() -> None:
     await turns()
     assert len(submits(world)) == 2
     await world.router.steer("open")
-    while len(submits(world)) < 3:
-        await asyncio.sleep(0)
+    await world.until(wire.Submit, 3)
     again = submits(world)[-1]
     assert (again.leg, again.attempt, [each.output_token_ids for each in again.resumed]) == ("hybrid", 1, [[7]])
     for instance in world.instances:
@@ -75,8 +69,7 @@ async def test_one_that_looks_for_an_instance_is_kept_too(looks: bool) -> None:
         await world.router.steer("open")
         following = asyncio.ensure_future(anext(serving))
     await world.router.steer("open")
-    while len(submits(world)) < 3:
-        await asyncio.sleep(0)
+    await world.until(wire.Submit, 3)
     await world.leave(serving, following)
 
 

@@ -185,43 +185,6 @@ def test_required_calls_are_found_and_fit_their_schemas(world: World, parser: st
         must_fit(calls, tools)
 
 
-@pytest.mark.parametrize("reasoning", ["", "qwen3"])
-@pytest.mark.parametrize("parser", PARSERS[1:])
-def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str, reasoning: str) -> None:
-    form = ReplyFormat(parser, reasoning)
-    guide = form.guide(TOOLS, "auto", "")
-    assert guide is not None
-    goals, num_calls = ["</think>", "<tool_call>", "[TOOL_CALLS]", "text ", " {", '{"name"'], 0
-    for seed in range(40):
-        calls = calls_of(parts_of(form, "auto", world.walk(guide, random.Random(seed), goals)))
-        must_fit([call for call in calls if call[0] == "add"], TOOLS)
-        assert {name for name, _ in calls} <= {tool.name for tool in TOOLS}
-        num_calls += len(calls)
-        if num_calls >= 2 and seed >= 3:
-            return
-    raise AssertionError(f"only {num_calls} calls")
-
-
-@pytest.mark.parametrize("parser", PARSERS[1:])
-def test_an_answer_or_calls(world: World, parser: str) -> None:
-    form = ReplyFormat(parser, "qwen3")
-    guide = form.guide(TOOLS, "auto", "", None, ANSWER)
-    assert guide is not None
-    kinds = set()
-    for seed in range(10):
-        text = world.walk(guide, random.Random(seed), ["</think>"])
-        parts = parts_of(form, "auto", text)
-        calls, content = calls_of(parts), content_of(parts)
-        assert bool(calls) != bool(content), text
-        must_fit([call for call in calls if call[0] == "add"], TOOLS)
-        if content:
-            validator_of(ANSWER.text).validate(json.loads(content))
-        kinds.add("calls" if calls else "content")
-        if len(kinds) == 2:
-            return
-    raise AssertionError(f"only {kinds}")
-
-
 # ---- what may follow, and what may not
 
 

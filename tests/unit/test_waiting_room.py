@@ -203,11 +203,12 @@ async def test_without_a_limit_only_a_full_room_refuses_those_that_have_many_the
 
 
 async def test_the_last_places_are_for_who_has_few() -> None:
+    alone = Hall()
+    await alone.visit("only")
+    alone.instances[1].load = wire.Load(num_running=7)
+    await alone.visit("only")
     hall = Hall()
     await hall.visit("guest")
-    hall.instances[1].load = wire.Load(num_running=7)
-    await hall.visit("guest")  # alone it has all places
-    hall.instances[1].load = wire.Load()
     hall.room.begun(await hall.room.turn("hog", 10, 4))
     hall.instances[1].load = wire.Load(num_running=7)
     (hogs,) = await hall.waiting(1, "hog")

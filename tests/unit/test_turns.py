@@ -87,5 +87,4 @@ def test_steps_have_so_many_adapters_and_all_requests_end(most: int, num_blocks:
 
 
 def test_without_adapters_there_are_no_turns() -> None:
-    scheduler = StepScheduler(BlockPool(64), 4, 6, 16)
-    assert len(steps_of(scheduler, of("", "", ""))) == 8
+    assert len(steps_of(StepScheduler(BlockPool(64), 4, 6, 16), of("", "", ""))) == 8

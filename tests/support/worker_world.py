@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.events import ConnOpened, Event, Mail
@@ -22,13 +23,11 @@ from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.model.rope_limit import RopeLimit
 from pd_cluster.numerics import Numerics
-from pd_cluster.settings.config import Credentials, WorkerConfig
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import LegEnd, Order, Resumed, Role, Sampling
 from tests.support.mail import RecordedMail
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner
+from tests.support.transports import make_config
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 16
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, planes=keys_and_values(8), block_size=BLOCK_SIZE, dtype="float32")
@@ -85,22 +84,9 @@ class World:
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         prefix = PrefixScope("model", Numerics())
         scheduler = StepScheduler(BlockPool(NUM_BLOCKS), BLOCK_SIZE, 4, 16, prefix)
-        config = WorkerConfig(
-            name="decode-0",
-            role="decode",
-            server_ip="127.0.0.1",
-            bind_address="127.0.0.1",
-            device_ids=["0"],
-            epoch=1,
-            credentials=Credentials(b""),
-            num_threads=1,
-            kv_transport="auto",
-            kv_port_range=PortRange(),
-            engine=EngineConfig(model="m"),
-            timeouts=Timeouts(drain_timeout_s=drain_timeout_s),
-        )
+        times = Timeouts(drain_timeout_s=drain_timeout_s)
         self.worker = Worker(
-            config,
+            replace(make_config("auto"), name="decode-0", role="decode", timeouts=times),
             EngineCore(ToyRunner(NUM_BLOCKS, BLOCK_SIZE), scheduler),
             Side("decode-0@1", b"", "model", Numerics(), LAYOUT, NUM_BLOCKS, 0, wire.KVOptions()),
             EngineLimits(VOCAB_SIZE, 40, RopeLimit()),
@@ -178,6 +164,4 @@ def found(world: World, name: str) -> list[list[int]]:
 
 
 def peer(name: str, epoch: int, role: Role) -> wire.PeerInfo:
-    return wire.PeerInfo(
-        name=name, epoch=epoch, role=role, host=f"host of {name}", control_port=1, public_key=b"k" * 32
-    )
+    return wire.PeerInfo(name=name, epoch=epoch, role=role, host=f"of {name}", control_port=1, public_key=b"k" * 32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,8 +20,11 @@ from tests.support.router_world import PROMPT, SAMPLING, World, rest_of, token
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> Iterator[World]:
+    """In the end nothing of any request is left."""
+    made = World()
+    yield made
+    made.assert_home()
 
 
 async def test_both_legs_get_the_request_and_each_other(world: World) -> None:
@@ -61,7 +65,6 @@ async def test_a_whole_life(world: World) -> None:
     world.outputs("to-decode-0", token(rid, 3, finish="length"))
     assert await rest_of(serving) == [1, 2, 3]
     assert world.aborted() == []
-    world.assert_home()
 
 
 @pytest.mark.parametrize("conn", ["to-prefill-0", "to-decode-0"])
@@ -74,7 +77,6 @@ async def test_an_error_of_a_leg_ends_the_request_and_names_the_instance(world: 
         await anext(serving)
     other = {"to-prefill-0": "to-decode-0", "to-decode-0": "to-prefill-0"}[conn]
     assert world.aborted() == [other]
-    world.assert_home()
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
@@ -88,7 +90,6 @@ async def test_closing_aborts_both_legs(world: World, num_tokens: int) -> None:
     assert {body.request_id for _, body in world.mailbox.of(wire.Abort)} == {rid}
     world.outputs("to-decode-0", token(rid, 1), ended=LegEnd(rid, 0, "late"))
     world.router.on_lost(world.instances[2], "late")
-    world.assert_home()
 
 
 async def test_the_deadline() -> None:

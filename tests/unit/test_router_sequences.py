@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 
 import pytest
 
@@ -31,8 +31,11 @@ async def read_all(serving: AsyncGenerator[TokenOutput, None], first: asyncio.Ta
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> Iterator[World]:
+    """In the end nothing of any request is left."""
+    made = World()
+    yield made
+    made.assert_home()
 
 
 async def test_three_sequences_one_of_which_ends_on_p(world: World) -> None:
@@ -48,7 +51,6 @@ async def test_three_sequences_one_of_which_ends_on_p(world: World) -> None:
     world.outputs("to-decode-0", token(rid, 3, finish="length", index=2))
     assert await read_all(serving, first) == [[0, 1, 2], [0], [0, 1, 2, 3]]
     assert world.mailbox.of(wire.Abort) == []
-    world.assert_home()
 
 
 async def test_all_sequences_end_on_p_and_d_is_aborted(world: World) -> None:
@@ -56,7 +58,6 @@ async def test_all_sequences_end_on_p_and_d_is_aborted(world: World) -> None:
     world.outputs("to-prefill-0", *(token(rid, 0, finish="length", index=i) for i in range(3)))
     assert await read_all(serving, first) == [[0], [0], [0]]
     assert world.aborted() == ["to-decode-0"]
-    world.assert_home()
 
 
 async def test_one_sequence_is_stopped_and_stopping_all_ends_the_request(world: World) -> None:
@@ -77,7 +78,6 @@ async def test_one_sequence_is_stopped_and_stopping_all_ends_the_request(world: 
     assert await anext(serving, None) is None
     assert world.aborted() == ["to-decode-0", "to-prefill-0"]
     assert world.aborted(2) == []
-    world.assert_home()
 
 
 async def test_who_gathers_is_woken_for_the_last_token_or_for_many(world: World) -> None:
@@ -98,7 +98,6 @@ async def test_who_gathers_is_woken_for_the_last_token_or_for_many(world: World)
     world.outputs(conn, token(request_id, 65, finish="length"))
     assert [(await rest).position, (await anext(serving)).position] == [64, 65]
     await rest_of(serving)
-    world.assert_home()
 
 
 async def test_who_gathers_is_woken_for_many_tokens_that_come_together(world: World) -> None:
@@ -119,7 +118,6 @@ async def test_who_gathers_is_woken_for_many_tokens_that_come_together(world: Wo
     assert timeline is not None
     assert (came_s, "first token") in timeline.own
     assert world.router.stats.snapshot().counters["generation_tokens"] == 9
-    world.assert_home()
 
 
 async def test_a_reader_that_waits_is_woken_by_the_last_stop(world: World) -> None:
@@ -131,7 +129,6 @@ async def test_a_reader_that_waits_is_woken_by_the_last_stop(world: World) -> No
         await first
     assert await anext(serving, None) is None
     assert world.aborted() == ["to-decode-0", "to-prefill-0"]
-    world.assert_home()
 
 
 # ---- the prompt's own outputs
@@ -152,7 +149,6 @@ async def test_the_prompt_is_told_once_and_before_any_token(world: World) -> Non
     assert (await first).position == 0
     assert await rest_of(serving) == [1, 2]
     assert told == [PromptOutput(rid, 0, 16)]
-    world.assert_home()
 
 
 async def test_without_p_nobody_waits_for_it(world: World) -> None:

@@ -52,15 +52,11 @@ def test_a_tenants_salt_is_on_every_way(make: Services) -> None:
     assert len({"", "mine", *router.salts}) == 4
 
 
-def test_nothing_is_generated_for_echo_alone(make: Services) -> None:
+def test_nothing_is_generated_for_echo_alone_but_for_the_prompts_logprobs(make: Services) -> None:
     service, router = make("ab")
     generation = completion(service, "hi", echo=True, max_tokens=0, n=2)
     assert [(p.text, p.token_ids, p.finish_reason) for p in whole(service, generation)] == [("", [], "length")] * 2
     assert router.requests == []
-
-
-def test_echo_alone_with_logprobs_computes_the_prompt(make: Services) -> None:
-    service, router = make("ab")
     router.told = PromptOutput("r", 0, 0, [None, Logprobs(-1.0, 1, [])])
     generation = completion(service, "hi", echo=True, max_tokens=0, logprobs=1, min_tokens=0)
     router.logprobs = {0: -1.0}
@@ -167,7 +163,7 @@ def test_answers_that_would_fill_the_memory_are_refused(make: Services) -> None:
             completion(service, "a" * 50, temperature=1, **fields)
 
 
-def test_priorities_need_a_server_that_has_them(make: Services) -> None:
+def test_priorities_need_a_server_that_has_them_and_a_prompt_cache_key_is_a_session(make: Services) -> None:
     service, _ = make()
     assert completion(service, [1], priority=0).order.priority == 0
     with pytest.raises(RequestError, match="priority: 3; this server takes requests as they come") as caught:
@@ -175,14 +171,12 @@ def test_priorities_need_a_server_that_has_them(make: Services) -> None:
     assert caught.value.param == "priority"
     service.intake._has_priorities = True
     assert completion(service, [1], priority=3).order.priority == 3
-
-
-def test_a_prompt_cache_key_is_a_session(make: Services) -> None:
-    service, _ = make()
-    assert completion(service, [1], prompt_cache_key="mine").order.session == "mine"
-    assert completion(service, [1]).order.session == ""
-    for name in ("", "long" * 256):
-        assert completion(service, [1], session_id=name).order.session == name
+    for fields, name in (
+        ({}, ""),
+        ({"prompt_cache_key": "mine"}, "mine"),
+        ({"session_id": "long" * 256}, "long" * 256),
+    ):
+        assert completion(service, [1], **fields).order.session == name
 
 
 def test_a_chats_special_tokens_are_added_when_asked_for(make: Services, tmp_path: Path) -> None:

@@ -121,19 +121,19 @@ async def test_a_write_that_another_program_got_ahead_of_is_made_again_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = await Two.begun(tmp_path)
-    store, refused = two.one.store, [True]
+    store, shared, refused = two.one.store, two.one.shared, [True]
     write = store.write
     monkeypatch.setattr(store, "write", lambda record: not (refused and refused.pop()) and write(record))
     two.now_s += LEASE_S / 2
     await two.one.look()
     assert not refused
     two.now_s += LEASE_S * 0.9
-    assert two.one.shared.is_owner, "it was renewed"
+    assert shared.is_owner, "it was renewed"
     monkeypatch.setattr(store, "write", lambda record: False)
     await two.one.look()
-    assert two.one.shared.is_owner, "nobody else can be the owner before its lease's end"
+    assert shared.is_owner, "nobody else can be the owner before its lease's end"
     two.now_s += LEASE_S * 0.2
-    assert not two.one.shared.is_owner
+    assert not shared.is_owner
 
 
 async def test_an_owner_whose_workers_follow_a_later_term_says_so(
@@ -224,7 +224,6 @@ async def test_others_have_longer_to_hear_where_leases_are_longer(tmp_path: Path
     two = await Two.begun(tmp_path)
     assert two.one.shared.settle_s == 0.5
     two.one.shared.ownership.duration_s = 15.0
-    assert two.one.shared.settle_s == 4.5
     world = two.one.world
     world.elastic.change_role("decode-1", "prefill")
     for now_s, role in ((4.4, "decode"), (4.5, "prefill")):

@@ -259,32 +259,22 @@ TEXT = "Hello wörld, 日本語 😀\n\x00\x7f\xad"
 
 
 def test_every_byte_of_byte_level_tokens(tmp_path: Path) -> None:
+    """A decoder of another kind has tokens of text."""
     tokenizer = tokenizer_in(tmp_path, make_tokenizer())
     assert sorted(tokenizer.token_bytes(i) for i in range(256)) == [bytes([byte]) for byte in range(256)]
-    assert tokenizer.token_bytes(258) == b"<eos>"
-    assert tokenizer.token_bytes(300) == b"<word41>"
-    assert tokenizer.token_bytes(100_000) == b""
+    assert [tokenizer.token_bytes(i) for i in (258, 300, 100_000)] == [b"<eos>", b"<word41>", b""]
     assert b"".join(tokenizer.token_bytes(i) for i in tokenizer.encode(TEXT)).decode() == TEXT
+    rust = RustTokenizer(models.WordPiece({"hello": 0, "##ing": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    rust.decoder = decoders.WordPiece()
+    for each in (rust, RustTokenizer(models.WordLevel({"hello": 0}, unk_token="hello"))):
+        assert tokenizer_in(tmp_path, each).token_bytes(0) == b"hello"
 
 
 def test_byte_fallback_tokens(tmp_path: Path) -> None:
     """Llama 2's and Mistral's kind: <0xE6> is a byte, ▁ is a space."""
-    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁hello", "▁", "é"]
-    rust = RustTokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
-    rust.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer = tokenizer_in(tmp_path, rust)
-    assert [tokenizer.token_bytes(1 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
-    assert [tokenizer.token_bytes(i) for i in (257, 258, 259)] == [b" hello", b" ", "é".encode()]
-
-
-def test_tokens_of_other_decoders(tmp_path: Path) -> None:
-    rust = RustTokenizer(models.WordPiece({"hello": 0, "##ing": 1, "[UNK]": 2}, unk_token="[UNK]"))
-    rust.decoder = decoders.WordPiece()
-    assert tokenizer_in(tmp_path, rust).token_bytes(0) == b"hello"
-    plain = RustTokenizer(models.WordLevel({"hello": 0}, unk_token="hello"))
-    assert tokenizer_in(tmp_path, plain).token_bytes(0) == b"hello"
+    tokenizer = tokenizer_in(tmp_path, FALLBACK)
+    assert [tokenizer.token_bytes(3 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert [tokenizer.token_bytes(i) for i in (259, 262, 265)] == [b" ", b" hello", "é".encode()]
 
 
 def test_bad_words_with_and_without_a_space(tmp_path: Path) -> None:

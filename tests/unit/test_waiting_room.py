@@ -104,20 +104,20 @@ async def test_who_waits_begins_as_soon_as_there_is_room() -> None:
 async def test_room_for_one_is_not_given_to_two() -> None:
     hall = Hall()
     hall.close()
-    tasks = [asyncio.ensure_future(hall.room.turn("a", 10, 1)) for _ in range(2)]
+    first, second = (asyncio.ensure_future(hall.room.turn("a", 10, 1)) for _ in range(2))
     while hall.room.num_waiting < 2:
         await asyncio.sleep(0)
     hall.open()
-    entry = await tasks[0]
+    entry = await first
     hall.open()
     await asyncio.sleep(0)
-    assert not tasks[1].done()
+    assert not second.done()
     hall.close()  # the former first one
     hall.room.begun(entry)
     await asyncio.sleep(0)
-    assert not tasks[1].done()
+    assert not second.done()
     hall.open()
-    await tasks[1]
+    await second
 
 
 async def test_nobody_waits_longer_than_he_may() -> None:
@@ -253,24 +253,20 @@ async def test_prompts_of_one_request_are_let_in_together() -> None:
     """Places taken by some of them would be wasted, and a retry would do no better."""
     hall, party = Hall(max_wait_s=1.0), Party()
     hall.close()
-    first = asyncio.ensure_future(hall.visit(num_tokens=1000, party=party))
-    while hall.room.num_waiting < 1:
-        await asyncio.sleep(0)
+    tasks = await hall.waiting(1, num_tokens=1000, party=party)
     hall.measured(100)
-    rest = [asyncio.ensure_future(hall.visit(num_tokens=1000, party=party)) for _ in range(3)]
-    while hall.room.num_waiting < 4:
-        await asyncio.sleep(0)
+    tasks += await hall.waiting(3, num_tokens=1000, party=party)
     with pytest.raises(Overloaded):
         await hall.visit(party=Party())
     hall.open()
-    await asyncio.gather(first, *rest)
+    await asyncio.gather(*tasks)
 
 
 async def test_when_the_first_prompt_of_a_request_has_begun_the_others_wait_longer() -> None:
     hall, party = Hall(max_wait_s=0.02), Party()
     await hall.visit(party=party)
     hall.close()
-    late = asyncio.ensure_future(hall.visit(party=party))
+    (late,) = await hall.waiting(1, party=party)
     with pytest.raises(Overloaded, match="has waited"):
         await hall.visit(party=Party())
     await asyncio.sleep(0.02)  # longer than it may alone
@@ -284,13 +280,11 @@ async def test_where_there_are_priorities_nobody_is_refused_for_what_comes_after
     hall.close()
     tasks = await hall.waiting(10, num_tokens=1000)
     hall.measured(10)
-    urgent = asyncio.ensure_future(hall.visit(priority=-1))
-    while hall.room.num_waiting < 11:
-        await asyncio.sleep(0)
+    tasks += await hall.waiting(1, priority=-1)
     hall.room.departs(hall.room.arrives("a", 10), 10)
     assert hall.room.queue.next(lambda entry: True).priority == -1  # type: ignore[union-attr]
     hall.open()
-    await asyncio.gather(urgent, *tasks)
+    await asyncio.gather(*tasks)
 
 
 async def test_who_would_begin_at_once_is_not_refused_for_those_who_may_not() -> None:

@@ -131,14 +131,6 @@ async def test_a_reader_that_does_not_read_is_given_up(three_unread: World) -> N
         await anext(serving)
     world.outputs("to-prefill-0", token(other, 0, finish="length"))
     assert (await other_first).position == 0
-    world.outputs("to-decode-1", token(rid, 4))
-    world.outputs("to-decode-1", token(rid, 5), token(rid, 6))
-    assert world.aborted() == ["to-decode-1"]
-    assert [(await anext(serving)).position for _ in range(4)] == [1, 2, 3, 4]
-    with pytest.raises(GenerationError, match="leaves more than 3 tokens unread"):
-        await anext(serving)
-    world.outputs("to-prefill-0", token(other, 0, finish="length"))
-    assert (await other_first).position == 0
 
 
 async def test_an_answer_that_comes_at_once_is_not_unread(three_unread: World) -> None:

@@ -143,36 +143,35 @@ def test_nothing_shows_secrets() -> None:
         declared(Keys)[0].check("sk-secret")
 
 
-def run(code: str, path: Path = ROOT) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={"PYTHONPATH": str(path), "PATH": "", "COLUMNS": "200"},
-        cwd=path,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+CODE = f"""if True:
+    import sys, pd_cluster
+    from pd_cluster.settings.engine import SHIPPED_MODEL
+    print(pd_cluster.LLM.__name__, *({WEB} & sys.modules.keys()))
+    from pd_cluster.offline.arguments import config_of
+    print(config_of({{"model": SHIPPED_MODEL, "num_blocks": 5, "kv_hmac": False}}, 1, 1).arguments)
+    from pd_cluster.checkpoints.checkpoint import Checkpoint
+    Checkpoint.of(config_of({{"model": SHIPPED_MODEL}}).engine)
+    print("read", *({WEB} & sys.modules.keys()))
+    from pd_cluster.errors import ConfigError
+    from pd_cluster.offline.session import _launch
+    from pd_cluster.settings.options import ServeOptions
+    print(ServeOptions(model="m", made_up=4).engine().made_up, ServeOptions(model="m").engine().made_up)
+    given = {{"model": SHIPPED_MODEL, "made_up": 7}}
+    print(config_of(given).engine.made_up, *_launch(config_of(given, 1, 1)).arguments)
+    try:
+        config_of({{**given, "made_up": 0}})
+    except ConfigError as error:
+        print(error)
+    from pd_cluster.commands.cli import main
+    sys.argv = ["pd-cluster", "serve", "--help-all"]
+    main()"""
 
 
-def test_offline_needs_no_web_server_and_no_command_line() -> None:
-    """Neither its import, nor its arguments up to the engine's config, split or not."""
-    code = f"""if True:
-        import sys, pd_cluster
-        from pd_cluster.settings.engine import SHIPPED_MODEL
-        print(pd_cluster.LLM.__name__, *({WEB} & sys.modules.keys()))
-        from pd_cluster.offline.arguments import config_of
-        print(config_of({{"model": SHIPPED_MODEL, "num_blocks": 5, "kv_hmac": False}}, 1, 1).arguments)
-        from pd_cluster.checkpoints.checkpoint import Checkpoint
-        Checkpoint.of(config_of({{"model": SHIPPED_MODEL}}).engine)
-        print("read", *({WEB} & sys.modules.keys()))"""
-    assert run(code) == ["LLM", "('--no-kv-hmac',)", "read"]
+def test_offline_needs_no_web_server_and_a_new_setting_takes_one_file(tmp_path: Path) -> None:
+    """Neither the import of `LLM`, nor its arguments up to the engine's config, split or not, imports a command line.
 
-
-def test_a_new_setting_takes_one_file(tmp_path: Path) -> None:
-    """Declared in a copy of the package, it is a flag, an argument of `LLM`, and a field that the engine is given."""
+    The setting is declared in a copy of the package; it is a flag, an argument of `LLM`, and a field of the engine's.
+    """
     source, copy = ROOT / "pd_cluster", tmp_path / "pd_cluster"
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("models"))
     (copy / "models").symlink_to(source / "models")
@@ -181,27 +180,16 @@ def test_a_new_setting_takes_one_file(tmp_path: Path) -> None:
     before, found, after = file.read_text("utf-8").partition(FIRST_OF_ENGINE)
     assert found
     file.write_text(before + NEW + found + after, encoding="utf-8")
-    code = """if True:
-        import sys
-        from pd_cluster.errors import ConfigError
-        from pd_cluster.offline.arguments import config_of, in_python_names
-        from pd_cluster.offline.session import _launch
-        from pd_cluster.settings.options import ServeOptions
-        from pd_cluster.settings.engine import SHIPPED_MODEL
-        print(ServeOptions(model="m", made_up=4).engine().made_up, ServeOptions(model="m").engine().made_up)
-        given = {"model": SHIPPED_MODEL, "made_up": 7}
-        print(config_of(given).engine.made_up, *_launch(config_of(given, 1, 1)).arguments)
-        try:
-            config_of({**given, "made_up": 0})
-        except ConfigError as error:
-            print(error)
-        from pd_cluster.commands.cli import main
-        sys.argv = ["pd-cluster", "serve", "--help-all"]
-        main()"""
-    made, offline, refused, *screen = run(code, tmp_path)
+    env = {"PYTHONPATH": str(tmp_path), "PATH": "", "COLUMNS": "200"}
+    command = [sys.executable, "-c", CODE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    *imported, made, offline, refused = done.stdout.splitlines()[:6]
+    assert imported == ["LLM", "('--no-kv-hmac',)", "read"]
     assert made == "4 3"
     assert offline.startswith("7 --made-up=7 ")
     assert refused == "made_up 0: must be at least 1"
+    screen = done.stdout.splitlines()[6:]
     assert [line for line in screen if "--made-up" in line and "Invented by a test." in line and "3" in line]
 
 

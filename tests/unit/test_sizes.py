@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[2] / "pd_cluster"
 MAX_LINES = 60
 MAX_PARAMETERS = 10
+# Modules with the names of other projects, and a benchmark, which describes them.
+FOREIGN = ("fastdeploy", "offline.lmdeploy", "bench")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Functions whose parameters are given from outside: flags, and names that users call.
@@ -44,36 +48,36 @@ def num_parameters(function: Function, name: str) -> int:
     return len(names) - ("." in name and names[:1] in (["self"], ["cls"]))
 
 
+class Found(NamedTuple):
+    long: list[str]
+    wide: set[str]
+    classes: dict[str, list[str]]
+
+
 @functools.cache
-def modules() -> dict[str, ast.Module]:
-    return {
-        file.relative_to(PACKAGE).with_suffix("").as_posix(): ast.parse(file.read_text("utf-8"))
-        for file in sorted(PACKAGE.rglob("*.py"))
-    }
-
-
-def test_functions_are_short_and_take_few_parameters() -> None:
-    long, wide = set(), set()
-    for module, tree in modules().items():
+def found() -> Found:
+    """Reads each module once."""
+    long, wide, classes = list[str](), set[str](), defaultdict[str, list[str]](list)
+    for file in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+        tree = ast.parse(file.read_text("utf-8"))
         for name, function in functions(tree):
             assert function.end_lineno is not None
             if function.end_lineno - function.lineno + 1 > MAX_LINES:
-                long.add(f"{module}.{name}")
+                long.append(f"{module}.{name}")
             if num_parameters(function, name) > MAX_PARAMETERS:
-                wide.add(f"{module.replace('/', '.')}.{name}")
-    assert not long
-    assert wide == {f"{module}.{name}" for module, names in GIVEN.items() for name in names}
+                wide.add(f"{module}.{name}")
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not module.startswith(FOREIGN):
+                classes[node.name].append(module)
+    return Found(long, wide, classes)
 
 
-# Modules with the names of other projects, and a benchmark, which describes them.
-FOREIGN = ("fastdeploy", "offline/lmdeploy", "bench")
+def test_functions_are_short_and_take_few_parameters() -> None:
+    assert not found().long
+    assert found().wide == {f"{module}.{name}" for module, names in GIVEN.items() for name in names}
 
 
 def test_a_class_name_means_one_thing() -> None:
     """So a name in an error, a log or a page leads to one definition."""
-    found: dict[str, list[str]] = {}
-    for module, tree in modules().items():
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and not module.startswith(FOREIGN):
-                found.setdefault(node.name, []).append(module)
-    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+    assert {name: modules for name, modules in found().classes.items() if len(modules) > 1} == {}

@@ -1,4 +1,4 @@
-"""When a worker steps, what it waits for, and what leaves during a step."""
+"""When a worker steps, what it waits for, what leaves during a step, and what it tells its schedulers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from typing import Any
 import pytest
 
 from pd_cluster import wire
+from pd_cluster.engine import outbox
 from pd_cluster.engine.drain import CLOSES_AFTER_S
 from pd_cluster.engine.handover.events import ConnClosed, HandedOver, Mail, StartDrain, StopEngine
+from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS
 from pd_cluster.engine.step.patience import Patience
+from pd_cluster.engine.tiers import EngineTiers
 from pd_cluster.engine.worker import Worker
+from pd_cluster.kv.host_tier import HostTier, LoadCost
+from pd_cluster.kv.lower_tier import LowerTier
 from pd_cluster.model.batch import RunnerOutput
-from pd_cluster.types import Order, Request
+from pd_cluster.types import LegEnd, Order, Request
 from tests.support.toy_model import ToyRunner, generate_alone
-from tests.support.worker_world import BLOCK_SIZE, CONN, NUM_BLOCKS, PROMPT, Shipped, World, found, sampling
+from tests.support.worker_world import BLOCK_SIZE, CONN, NUM_BLOCKS, PROMPT, Shipped, World, found, peer, sampling
 
 
 class MidStepCredit(ToyRunner):
@@ -230,3 +235,183 @@ def test_what_the_mail_brought_leaves_before_the_step(world: World, monkeypatch:
     world.submit("too long", [5] * 41, sampling())
     world.worker.run()
     assert ended == [["too long"]]
+
+
+def positions_told(world: World, index: int = 0) -> list[list[int]]:
+    """Returns which tokens of one sequence came together."""
+    tokens = [token for _, outputs in world.post.messages for token in outputs.tokens if token.index == index]
+    return [[each.position for each in token.apart()] for token in tokens]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_after_the_first_many_tokens_are_told_together(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MOST_UNTOLD", 2)
+    world = World()
+    world.submit("r", PROMPT, sampling(n), gathers=True)
+    world.run()
+    assert found(world, "r")[:n] == generate_alone(PROMPT, sampling(n))
+    assert [positions_told(world, index) for index in range(n)] == [[[0], [1, 2, 3], [4, 5, 6], [7]]] * n
+    world.assert_home()
+
+
+def test_a_sequence_that_goes_on_is_told_from_there(world: World) -> None:
+    (expected,) = generate_alone(PROMPT, sampling(1))
+    world.resume("r", Order(PROMPT, sampling(1), gathers=True), {0: expected[:3]})
+    world.run()
+    assert found(world, "r")[0] == expected
+    assert positions_told(world) == [[3, 4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("changes", [{"logprobs": 1}, {"beam_width": 3, "temperature": 0.0}])
+def test_tokens_with_logprobs_and_those_of_beams_are_told_singly(changes: dict[str, Any]) -> None:
+    world, params = World(), sampling(1, **changes)
+    world.submit("r", PROMPT, params, gathers=True)
+    world.run()
+    assert found(world, "r")[:1] == generate_alone(PROMPT, params)
+    assert positions_told(world) == [[position] for position in range(8)]
+
+
+def test_what_was_not_told_before_an_abort_never_is(world: World) -> None:
+    world.submit("r", PROMPT, sampling(2), gathers=True)
+    world.steps(4)
+    world.mail(wire.Abort("r", 0, 1))
+    world.run()
+    expected = generate_alone(PROMPT, sampling(2))
+    assert found(world, "r")[:2] == [expected[0], expected[1][:1]]
+
+
+# ---- reports of its transfers
+
+
+def told(world: World, conn: str = CONN) -> list[str]:
+    return [event.what for to, outputs in world.post.messages if to == conn for event in outputs.events]
+
+
+def test_events_go_with_tokens(world: World) -> None:
+    """A leg's first and last; nothing for the tokens between them, and between ticks no message of their own."""
+    world.step()
+    world.now_s = 0.0
+    world.submit("r", [1, 2, 3], sampling(n=1))
+    for _ in range(8):
+        world.step()
+        world.now_s -= 0.19
+    assert told(world) == ["submitted", "admitted", "finished"]
+    assert [outputs.now_s for _, outputs in world.post.messages] == pytest.approx([0.01 * at for at in range(8)])
+    assert all(outputs.tokens for _, outputs in world.post.messages)
+
+
+def test_events_alone_wait_for_the_next_tick(world: World) -> None:
+    world.step()
+    for at in range(3):
+        world.worker.tracer.note("t", "landed", start=at)
+        world.step()
+        world.now_s -= 0.19  # three steps within one tick
+    assert told(world) == ["landed"]
+    world.now_s += 0.1
+    world.step()
+    assert told(world) == ["landed"] * 3
+    assert len(world.post.messages) == 2
+
+
+def test_every_scheduler_is_told(world: World) -> None:
+    """A scheduler without tokens in this step gets them with the next tick; none gets them twice."""
+    world.another_scheduler()
+    world.submit("r", [1, 2, 3], sampling(n=1))
+    world.run()
+    world.step()
+    assert told(world) == told(world, "other-conn") == ["submitted", "admitted", "finished"]
+    world.inbox.put(ConnClosed("other-conn", "other@1", "gone"))
+    world.submit("s", [1, 2, 3], sampling(n=1))
+    world.run()
+    assert len(told(world, "other-conn")) == 3
+
+
+def share(world: World, prompt: list[int]) -> None:
+    """Two schedulers share the worker, and one sends it a leg more than may wait there, each of a weight of 5."""
+    world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
+    world.another_scheduler()
+    for at in range(LEAST_WAITING + 1):
+        world.order(f"r{at}", Order(prompt, sampling(n=1)), weight=5, may_be_full=True)
+
+
+def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full(world: World) -> None:
+    """Only legs that may be refused; those that wait are served, and each scheduler's share is reported."""
+    share(world, [1, 2, 3])
+    world.order("kept", Order([1, 2, 3], sampling(n=1)), weight=5)
+    world.step()
+    assert world.worker.legs.outstanding() == {CONN: 5 * (LEAST_WAITING + 1)}
+    assert world.worker.load.outstanding == {"scheduler@1": 5 * (LEAST_WAITING + 1), "other@1": 0}
+    world.run()
+    ended = [(end.request_id, end.is_full, end.is_fault) for end in world.post.ended]
+    assert ended == [(f"r{LEAST_WAITING}", True, True)]
+    assert world.worker.legs.outstanding() == {}
+
+
+def test_one_attempt_of_two_schedulers_is_computed_for_the_first(world: World) -> None:
+    """Both have the same request, which one of them resumes; neither must wait for ever."""
+    submit = wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling(n=1)), 0.0)
+    world.another_scheduler()
+    for conn in (CONN, CONN, "other-conn"):
+        world.inbox.put(Mail(conn, "scheduler", submit))
+    world.run()
+    ends = [(conn, body.ended) for conn, body in world.post.messages if body.ended]
+    assert ends == [("other-conn", [LegEnd("r", 1, OTHERS, is_fault=True)])]
+    assert world.post.tokens["r"][0] == generate_alone(PROMPT, sampling(n=1))[0]
+
+
+def test_an_attempt_whose_leg_still_ends_can_continue_elsewhere(world: World) -> None:
+    request = Request("r", Order(PROMPT, sampling(n=1)), attempt=1)
+    world.worker.core.scheduler.requests[request.key] = request
+    world.order("r", request.order, attempt=1)
+    world.worker.turn(wait_s=0.0)
+    assert world.post.ended == [LegEnd("r", 1, ENDING, is_fault=True)]
+
+
+def test_a_whole_answer_of_a_stream_that_moves_has_its_window(world: World) -> None:
+    """The abort crosses the last token."""
+    world.order("r", Order(PROMPT, sampling(n=1)), keep=wire.Keep(b"d" * 32, 30.0, 1 << 20, b"recipe"))
+    world.run()
+    for passes_s, num_records in ((100, 1), (0, 1), (31, 0)):
+        if not passes_s:
+            world.mail(wire.Abort("r", 0))
+        world.now_s += passes_s
+        world.step()
+        assert len(world.worker.legs.records) == num_records
+
+
+def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting(world: World) -> None:
+    scheduler = world.worker.core.scheduler
+    host = scheduler.blocks.tier = HostTier(0, 0, LoadCost(BLOCK_SIZE))
+    lower = LowerTier("shared", host, 0, 1, BLOCK_SIZE, lambda: world.now_s)
+    host.lower = [lower]
+    world.worker.take_tiers(
+        EngineTiers(scheduler, {"shared": lower}, None, world.worker.begin_leg, lambda: world.now_s)
+    )
+    share(world, [1, 2, 3, 4, 5])
+    world.step()
+    assert len(world.worker.tiers) == world.worker.load.num_waiting == LEAST_WAITING
+    assert world.worker.load.outstanding == {"scheduler@1": 5 * LEAST_WAITING, "other@1": 0}
+    assert [(end.request_id, end.is_full) for end in world.post.ended] == [(f"r{LEAST_WAITING}", True)]
+    world.worker.tiers.release_all()
+    world.run()
+    assert len(world.post.ended) == 1, "the others are served"
+
+
+def test_only_schedulers_that_share_the_worker_are_told_of_each_others_legs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a fencing number there is one scheduler, and the sums would be made for nobody."""
+    world.mail(wire.Peers([peer("decode-0", 1, "decode")]))
+    world.another_scheduler()
+    monkeypatch.setattr(world.worker.legs, "outstanding", lambda: pytest.fail("it is summed for nobody"))
+    world.step()
+    assert world.worker.load.outstanding == {}
+
+
+def test_a_leg_that_is_refused_or_late_has_failed(world: World) -> None:
+    world.submit("long", [1] * 60, sampling(n=1))
+    world.submit("late", [1, 2, 3], sampling(n=1, max_tokens=30), deadline_s=0.5)
+    world.run()
+    events = [(event.transfer_id, event.what) for _, outputs in world.post.messages for event in outputs.events]
+    assert [what for name, what in events if name == "long"] == ["submitted", "failed"]
+    assert [what for name, what in events if name == "late"] == ["submitted", "admitted", "failed"]

@@ -10,7 +10,7 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.engine import outbox
 from pd_cluster.engine.drain import CLOSES_AFTER_S
-from pd_cluster.engine.handover.events import ConnClosed, HandedOver, Mail, StartDrain, StopEngine
+from pd_cluster.engine.handover.events import ConnClosed, Event, HandedOver, Mail, StartDrain, StopEngine
 from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS
 from pd_cluster.engine.step.patience import Patience
 from pd_cluster.engine.tiers import EngineTiers
@@ -161,7 +161,7 @@ def test_a_leg_that_is_held_when_a_worker_closes_is_told_to_go_elsewhere(
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_worker_whose_scheduler_is_gone_closes_at_once(world: World, is_first: bool) -> None:
-    events = [ConnClosed(CONN, "scheduler@1", "gone"), StartDrain()]
+    events: list[Event] = [ConnClosed(CONN, "scheduler@1", "gone"), StartDrain()]
     rounds = iter([*events[:: 1 if is_first else -1], None, None])
 
     def came_round() -> None:

@@ -106,13 +106,10 @@ def test_an_engine_refuses_positions_that_its_model_lacks(own: RopePositions, sa
     assert problem is None or problem.startswith(f"rope_positions: {said}")
 
 
-def test_no_position_is_needed_behind_a_prompt_that_is_pooled() -> None:
-    """It may be as long as the context, and its delta says nothing."""
+def test_no_position_is_needed_behind_a_prompt_that_is_pooled_and_a_model_says_why_it_takes_none() -> None:
+    """A prompt that is pooled may be as long as the context, and its delta says nothing."""
     order = Order([1] * 20, NO_SAMPLING, rope_positions=RopePositions((tuple(range(20)),), 5), pooling=Pooling())
     assert EngineLimits(10, 20, RopeLimit(1, 20)).problem(Request("r", order, leg="hybrid")) is None
-
-
-def test_a_model_says_why_it_takes_none() -> None:
     limit = RopeLimit(3, 20, "its positions are fixed")
     assert limit.problem(request(None).order) is None
     own = RopePositions((tuple(range(6)),))

@@ -12,7 +12,7 @@ from pd_cluster import wire
 from pd_cluster.cluster.routing import stream as stream_module
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.types import LegEnd, PromptOutput, Sampling, TokenOutput
-from tests.support.router_world import PROMPT, World, rest_of, token
+from tests.support.router_world import PROMPT, World, rest_of, token, turns
 
 # ---- several sequences
 
@@ -139,8 +139,7 @@ async def test_the_prompt_is_told_once_and_before_any_token(world: World) -> Non
     told: list[PromptOutput] = []
     serving, first, rid = await world.begin(prompted=told.append)
     world.outputs("to-decode-0", token(rid, 0), token(rid, 1))
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await turns()
     assert not first.done()
     world.outputs("to-prefill-0", prompt=PromptOutput(rid, 1, 99))
     assert told == []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -150,36 +150,23 @@ async def test_others_see_each_leg_however_small(monkeypatch: pytest.MonkeyPatch
     await world.leave(serving, first)
 
 
-@pytest.mark.parametrize(
-    ("entrance", "admin", "named"),
-    [
-        ({"api_workers": 2}, AdminSettings(), "--api-workers 2"),
-        ({}, AdminSettings(allow_runtime_lora=True, lora_root="/"), "--allow-runtime-lora"),
-    ],
-)
-def test_what_one_scheduler_alone_can_do_is_refused_by_name(
-    entrance: dict[str, Any], admin: AdminSettings, named: str
-) -> None:
+def test_what_one_scheduler_alone_can_do_is_refused_by_name() -> None:
+    """And nothing of several is taken by one."""
     start = Start.__new__(Start)
     object.__setattr__(start, "join", JoinSettings())
-    with pytest.raises(ConfigError) as caught:
-        check_shared(start, EntranceSettings(scheduler_lease="f", **entrance), admin)
-    assert named.strip("-") in str(caught.value).replace("_", "-")
-
-
-@pytest.mark.parametrize(
-    ("entrance", "timeouts", "named"),
-    [
-        (EntranceSettings(scheduler_index=2), Timeouts(), "scheduler-index"),
-        (EntranceSettings(), Timeouts(lease_duration_s=3.0), "lease-duration"),
-    ],
-)
-def test_a_scheduler_alone_takes_nothing_of_several(entrance: EntranceSettings, timeouts: Timeouts, named: str) -> None:
+    several, runtime = EntranceSettings(scheduler_lease="f"), AdminSettings(allow_runtime_lora=True, lora_root="/")
+    longer = Timeouts(lease_duration_s=3.0)
+    two = EntranceSettings(scheduler_lease="f", api_workers=2)
     check_alone(EntranceSettings(), Timeouts())
-    with pytest.raises(ConfigError) as caught:
-        check_alone(entrance, timeouts)
-    assert named in str(caught.value).replace("_", "-")
-    assert "scheduler-lease" in str(caught.value).replace("_", "-")
+    for check, names in (
+        (partial(check_shared, start, two, AdminSettings()), ["api-workers 2"]),
+        (partial(check_shared, start, several, runtime), ["allow-runtime-lora"]),
+        (partial(check_alone, EntranceSettings(scheduler_index=2), Timeouts()), ["scheduler-index", "scheduler-lease"]),
+        (partial(check_alone, EntranceSettings(), longer), ["lease-duration", "scheduler-lease"]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check()
+        assert all(name in str(caught.value).replace("_", "-") for name in names)
 
 
 def test_up_plans_each_scheduler_with_ports_of_its_own(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pd_cluster.reports import AllStats, ApiReport, Busy, OthersBusy, Stats, ToA
 from pd_cluster.settings.config import ApiProcessConfig
 from pd_cluster.types import LegEnd, Sampling, TokenOutput
 from pd_cluster.wire import TraceEvent
-from tests.support.router_world import PROMPT, World, rest_of, token
+from tests.support.router_world import PROMPT, World, rest_of, token, turns
 
 # ---- a histogram
 
@@ -178,9 +178,7 @@ async def test_replays_count_by_their_cause(cause: str) -> None:
         world.outputs("to-decode-0", ended=LegEnd(name, 0, "no KV cache", is_fault=True))
     else:
         world.router.move_on(world.instances[2], "its drain is over")
-    while len(world.mailbox.of(wire.Submit)) < 3:
-        await asyncio.sleep(0)
-    conn = world.mailbox.of(wire.Submit)[-1][0]
+    conn = (await world.until(wire.Submit, 3))[-1][0]
     world.say(102.0, token(name, 1, finish="length", attempt=1), conn=conn)
     await second
     await rest_of(serving)
@@ -374,8 +372,7 @@ async def test_a_change_of_the_work_is_reported_before_the_tick(monkeypatch: pyt
     told, work = list[ApiReport](), [Busy(1, 1, 0)]
     mirror = Mirror(cast(Any, None))
     running = asyncio.ensure_future(mirror.run(told.append, lambda: ApiReport({}), lambda: work[0]))
-    for _ in range(25):
-        await asyncio.sleep(0)
+    await turns()
     assert len(told) == 1, "nothing has changed"
     work[0] = Busy(3, 2, 1)
     while len(told) < 2:

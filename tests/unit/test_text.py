@@ -64,9 +64,17 @@ def test_stop_strings_as_brute_force_however_the_text_is_cut(text: str, stops: l
 
 
 def test_text_is_held_back_no_longer_than_it_must() -> None:
+    """Text that may not match does not, but may begin a match."""
     stream = StopStrings(["stop"])
     assert [stream.add(piece) for piece in ("a st", "o", "ne", "s")] == ["a ", "", "stone", ""]
     assert stream.finish() == "s"
+    stops = StopStrings(["cd"])
+    assert [stops.add("xcdx", may_match=False), stops.add("c", may_match=False)] == ["xcdx", ""]
+    assert stops.add("d", may_match=True) == ""
+    assert stops.matched == "cd"
+    late = StopStrings(["cd"])
+    assert late.add("cd", may_match=False) + late.add("x") + late.finish() == "cdx"
+    assert late.matched is None
 
 
 # ---- detokenizing
@@ -293,19 +301,6 @@ def test_bad_words_with_and_without_a_space(tmp_path: Path) -> None:
     assert tokenizer.encode_bad_words(["ii"]) == ((1, 1),), "with a space it is longer"
     assert tokenizer.encode_bad_words([" "]) == ((2,),)
     assert tokenizer.encode_bad_words([]) == ()
-
-
-# ---- stop strings that are kept, or may not match yet
-
-
-def test_text_that_may_not_match_does_not_but_may_begin_a_match() -> None:
-    stops = StopStrings(["cd"])
-    assert [stops.add("xcdx", may_match=False), stops.add("c", may_match=False)] == ["xcdx", ""]
-    assert stops.add("d", may_match=True) == ""
-    assert stops.matched == "cd"
-    late = StopStrings(["cd"])
-    assert late.add("cd", may_match=False) + late.add("x") + late.finish() == "cdx"
-    assert late.matched is None
 
 
 # ---- special tokens in texts

@@ -270,15 +270,13 @@ def test_a_transfer_takes_as_long_as_its_slowest_lane() -> None:
 
 def test_what_would_come_too_late_is_refused_with_the_time_to_wait() -> None:
     p0, d0 = instance("prefill-0", ahead=4500, prefill_tokens_per_s=1000.0), instance("decode-0")
-    goals = Goals(ttft_s=2.0)
     with pytest.raises(Overloaded, match=r"after 5\.5 s, and 2 s are promised") as caught:
-        check_goals(goals, [p0, d0], p0, d0, 1000)
+        check_goals(Goals(ttft_s=2.0), [p0, d0], p0, d0, 1000)
     assert caught.value.retry_after_s == 4
-    p0.outstanding_tokens = 1000
-    check_goals(goals, [p0, d0], p0, d0, 1000)
-    p0.outstanding_tokens, p0.load = 0, wire.Load(prefill_tokens_per_s=0.1)  # as one cold step may have measured
-    check_goals(goals, [p0, d0], p0, d0, 1000)
     check_goals(Goals(), [p0, d0], p0, d0, 10**9)
+    for ahead, rate in ((1000, 1000.0), (0, 0.1)):  # the last as one cold step may have measured
+        p0.outstanding_tokens, p0.load = ahead, wire.Load(prefill_tokens_per_s=rate)
+        check_goals(Goals(ttft_s=2.0), [p0, d0], p0, d0, 1000)
 
 
 def test_decode_instances_that_are_too_slow_are_passed_over() -> None:

@@ -136,22 +136,21 @@ def test_one_of_the_sequences_that_go_on_is_aborted(world: World, num_steps: int
     assert len(tokens[1]) < len(expected[1])
 
 
-@pytest.mark.parametrize(
-    ("leg", "resumed"),
-    [
+def test_what_cannot_go_on_is_refused(world: World) -> None:
+    legs: list[tuple[Leg, list[Resumed]]] = [
         ("prefill", [Resumed(0, [1])]),
         ("hybrid", [Resumed(0, [1]), Resumed(0, [2])]),
         ("hybrid", [Resumed(3, [1])]),
         ("hybrid", [Resumed(0, [1] * 8)]),
         ("hybrid", [Resumed(0, [VOCAB_SIZE])]),
-    ],
-)
-def test_what_cannot_go_on_is_refused(world: World, leg: Leg, resumed: list[Resumed]) -> None:
-    world.mail(wire.Submit("r", 1, "r-1", leg, "decode-0@2", Order(PROMPT, sampling()), 0.0, resumed))
-    world.step()
-    (end,) = [ended for _, outputs in world.post.messages for ended in outputs.ended]
-    assert "resumed" in (end.error or "")
-    assert not end.is_fault
+    ]
+    for leg, resumed in legs:
+        world.mail(wire.Submit("r", 1, "r-1", leg, "decode-0@2", Order(PROMPT, sampling()), 0.0, resumed))
+        world.step()
+        end = world.post.ended.pop()
+        assert "resumed" in (end.error or "")
+        assert not end.is_fault
+    assert not world.post.ended
 
 
 def test_beams_leave_all_at_once(world: World) -> None:

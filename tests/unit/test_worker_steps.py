@@ -220,8 +220,9 @@ def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(
     assert ships.sent[-1] == wire.Revoke("r")
 
 
-def test_what_the_mail_brought_leaves_before_the_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_mail_brought_leaves_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step may take long: a refusal, or the first tokens of a sequence that joins, do not wait for its results."""
+    world = World()
     runner, ended = world.worker.core.runner, []
     forward = runner.forward
 

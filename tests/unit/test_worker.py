@@ -274,8 +274,8 @@ def test_random_aborts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     wanted: dict[str, tuple[list[int], Sampling]] = {}
     touched: set[tuple[str, int]] = set()
-    for at in range(200):
-        if at < 60 and rng.random() < 0.4:
+    for at in range(100):
+        if at < 50 and rng.random() < 0.4:
             name = f"r{at}"
             prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 14))]
             max_tokens = rng.randrange(1, 12)

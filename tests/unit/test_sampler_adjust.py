@@ -95,12 +95,6 @@ def test_draws_from_the_distribution_of_transformers(params: dict[str, Any], war
         assert not counts[expected == 0].any()
 
 
-def test_frequency_and_presence_look_at_the_output_only() -> None:
-    """The formula is that of the OpenAI API: logit - count * frequency - (count > 0) * presence."""
-    after = adjusted(torch.zeros(6), [0, 1, 1], [1, 2, 2, 2], frequency_penalty=0.5, presence_penalty=0.25)
-    assert after.tolist() == [0.0, -0.75, -1.75, 0.0, 0.0, 0.0]
-
-
 def test_ids_outside_the_vocabulary_are_passed_over() -> None:
     params = {
         "logit_bias": ((-1, 5.0), (50, 5.0)),

@@ -185,6 +185,23 @@ def test_required_calls_are_found_and_fit_their_schemas(world: World, parser: st
         must_fit(calls, tools)
 
 
+@pytest.mark.parametrize("reasoning", ["", "qwen3"])
+@pytest.mark.parametrize("parser", PARSERS[1:])
+def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str, reasoning: str) -> None:
+    form = ReplyFormat(parser, reasoning)
+    guide = form.guide(TOOLS, "auto", "")
+    assert guide is not None
+    goals, num_calls = ["</think>", "<tool_call>", "[TOOL_CALLS]", "text ", " {", '{"name"'], 0
+    for seed in range(40):
+        calls = calls_of(parts_of(form, "auto", world.walk(guide, random.Random(seed), goals)))
+        must_fit([call for call in calls if call[0] == "add"], TOOLS)
+        assert {name for name, _ in calls} <= {tool.name for tool in TOOLS}
+        num_calls += len(calls)
+        if num_calls >= 2 and seed >= 3:
+            return
+    raise AssertionError(f"only {num_calls} calls")
+
+
 # ---- what may follow, and what may not
 
 

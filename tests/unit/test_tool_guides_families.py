@@ -71,7 +71,7 @@ def test_required_calls_are_found_and_fit_their_schemas(world: World, parser: st
     raise AssertionError("never more than one call")
 
 
-@pytest.mark.parametrize("parser", [*PARSERS, "hermes", "llama3_json", "mistral"])
+@pytest.mark.parametrize("parser", PARSERS)
 def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str) -> None:
     """There is one at most where the request wants no parallel calls."""
     form = ReplyFormat(parser)

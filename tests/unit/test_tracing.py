@@ -93,7 +93,8 @@ def test_every_route_that_generates_has_an_operation(tmp_path: Path, openai: boo
 
 
 @pytest.mark.parametrize(
-    ("url", "message"), [("grpc://127.0.0.1:4317", "over HTTP"), ("collector:4318", "expected a URL"), ("http://", "")]
+    ("url", "message"),
+    [("grpc://127.0.0.1:4317", "over HTTP"), ("collector:4318", "expected a URL"), ("http://", "expected")],
 )
 def test_urls_that_lead_nowhere(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:

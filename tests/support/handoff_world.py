@@ -193,14 +193,7 @@ class World:
         self.p = Engine(*self.p_shape)
         block_nbytes = NUM_LAYERS  # one byte per layer
         self.exports = Exports(
-            self.p.scheduler,
-            self,
-            self._export_ended,
-            self.clock,
-            TIMES,
-            NUM_LAYERS,
-            block_nbytes,
-            self.group_nbytes,
+            self.p.scheduler, self, self._export_ended, self.clock, TIMES, NUM_LAYERS, block_nbytes, self.group_nbytes
         )
         self.p_conn: str | None = None  # as its mailbox knows it
         self.p_link: str | None = None  # as its engine knows it

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.cluster.routing.timeline import Timelines
 from pd_cluster.types import FinishReason, Logprobs, Order, PromptOutput, Sampling, TokenOutput
@@ -29,6 +31,7 @@ class Playback:
         self.requests: list[Sampling] = []
         self.salts: list[str] = []
         self.gathered: list[bool] = []  # whether each request's reader gathers
+        self.changes: dict[tuple[int, int], dict[str, Any]] = {}  # (sequence, position) -> what its token has otherwise
         self.num_together = 1  # tokens per message for a gathering reader, after the first
 
     async def serve(self, order: Order, routed: Any, prompted: Any, *origin: Any) -> AsyncIterator[TokenOutput]:
@@ -51,6 +54,10 @@ class Playback:
                 for index in set(range(sampling.n)) - self.stopped:
                     self.num_read += 1
                     known = Logprobs(self.logprobs[index], 1, []) if sampling.logprobs is not None else None
-                    yield TokenOutput("r", 0, index, at, token_id, last, known, earlier=earlier)
+                    token = TokenOutput("r", 0, index, at, token_id, last, known, earlier=earlier)
+                    changes = self.changes.get((index, at), {})
+                    if "finish_reason" in changes:
+                        self.stopped.add(index)
+                    yield msgspec.structs.replace(token, **changes)
         finally:
             self.was_closed = True

@@ -76,6 +76,12 @@ class World:
             await asyncio.sleep(0)
         return serving, first, self.mailbox.of(wire.Submit)[-1][1].request_id
 
+    async def until(self, kind: type[wire.Body], number: int) -> list[tuple[str, Any]]:
+        """Waits until so many messages of this kind were sent, and returns them."""
+        while len(found := self.mailbox.of(kind)) < number:
+            await asyncio.sleep(0)
+        return found
+
     def outputs(
         self, conn: str, *tokens: TokenOutput, ended: LegEnd | None = None, prompt: PromptOutput | None = None
     ) -> None:
@@ -141,3 +147,9 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 async def rest_of(serving: AsyncGenerator[TokenOutput, None]) -> list[int]:
     return [item.position async for item in serving]
+
+
+async def turns(number: int = 20) -> None:
+    """Lets others have as many turns as they need to come to rest."""
+    for _ in range(number):
+        await asyncio.sleep(0)

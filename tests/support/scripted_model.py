@@ -41,11 +41,7 @@ def make_scripted(
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special_tokens])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added_tokens])
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        pad_token="<pad>",
-        chat_template=chat_template,
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", chat_template=chat_template
     ).save_pretrained(folder)
     _make_model(_next_tokens(tokenizer, scripts), tokenizer.get_vocab_size()).save_pretrained(folder)
     return folder

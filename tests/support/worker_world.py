@@ -8,13 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.events import (
-    ConnOpened,
-    Event,
-    Mail,
-)
+from pd_cluster.engine.handover.events import ConnOpened, Event, Mail
 from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd, Side
 from pd_cluster.engine.step.core import EngineCore
@@ -26,13 +23,11 @@ from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.model.rope_limit import RopeLimit
 from pd_cluster.numerics import Numerics
-from pd_cluster.settings.config import Credentials, WorkerConfig
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import LegEnd, Order, Resumed, Role, Sampling
 from tests.support.mail import RecordedMail
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner
+from tests.support.transports import make_config
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 16
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, planes=keys_and_values(8), block_size=BLOCK_SIZE, dtype="float32")
@@ -89,22 +84,9 @@ class World:
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         prefix = PrefixScope("model", Numerics())
         scheduler = StepScheduler(BlockPool(NUM_BLOCKS), BLOCK_SIZE, 4, 16, prefix)
-        config = WorkerConfig(
-            name="decode-0",
-            role="decode",
-            server_ip="127.0.0.1",
-            bind_address="127.0.0.1",
-            device_ids=["0"],
-            epoch=1,
-            credentials=Credentials(b""),
-            num_threads=1,
-            kv_transport="auto",
-            kv_port_range=PortRange(),
-            engine=EngineConfig(model="m"),
-            timeouts=Timeouts(drain_timeout_s=drain_timeout_s),
-        )
+        times = Timeouts(drain_timeout_s=drain_timeout_s)
         self.worker = Worker(
-            config,
+            replace(make_config("auto"), name="decode-0", role="decode", timeouts=times),
             EngineCore(ToyRunner(NUM_BLOCKS, BLOCK_SIZE), scheduler),
             Side("decode-0@1", b"", "model", Numerics(), LAYOUT, NUM_BLOCKS, 0, wire.KVOptions()),
             EngineLimits(VOCAB_SIZE, 40, RopeLimit()),
@@ -119,7 +101,13 @@ class World:
     def submit(
         self, name: str, prompt: list[int], sampling: Sampling, deadline_s: float = 0.0, gathers: bool = False
     ) -> None:
-        self.mail(wire.Submit(name, 0, name, "hybrid", "", Order(prompt, sampling, gathers=gathers), deadline_s))
+        self.order(name, Order(prompt, sampling, gathers=gathers), deadline_s=deadline_s)
+
+    def order(self, name: str, order: Order, attempt: int = 0, deadline_s: float = 0.0, **more: Any) -> None:
+        self.mail(wire.Submit(name, attempt, name, "hybrid", "", order, deadline_s, **more))
+
+    def another_scheduler(self) -> None:
+        self.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
 
     def resume(self, name: str, order: Order, told: dict[int, list[int]]) -> None:
         """Submits what another worker has begun: the tokens of each sequence that were told."""
@@ -147,6 +135,10 @@ class World:
         self.worker.core.scheduler.check()
         self.now_s += 0.2
 
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            self.step()
+
     def run(self, num_steps: int = 400) -> None:
         for _ in range(num_steps):
             self.step()
@@ -172,6 +164,4 @@ def found(world: World, name: str) -> list[list[int]]:
 
 
 def peer(name: str, epoch: int, role: Role) -> wire.PeerInfo:
-    return wire.PeerInfo(
-        name=name, epoch=epoch, role=role, host=f"host of {name}", control_port=1, public_key=b"k" * 32
-    )
+    return wire.PeerInfo(name=name, epoch=epoch, role=role, host=f"of {name}", control_port=1, public_key=b"k" * 32)

@@ -47,15 +47,27 @@ class World:
         self.legs = Legs()
         self.records = Records(self.legs, self.outbox, lambda: self.now_s)
 
-    def open(self, name: str = "r", digest: bytes = DIGEST, room: int = ROOM, attempt: int = 0, **more: Any) -> Request:
+    def open(
+        self, name: str = "r", digest: bytes = DIGEST, room: int = ROOM, attempt: int = 0, conn: str = S, **more: Any
+    ) -> Request:
         keep = wire.Keep(digest, WINDOW_S, room, b"recipe", **more)
         order = Order([1, 2, 3], Sampling(max_tokens=9))
-        self.legs.clients[f"{name}#{attempt}"] = S
-        self.records.open(S, wire.Submit(name, attempt, "t", "decode", "p@1", order, 0.0, keep=keep))
-        return Request(name, order, attempt=attempt, client=S)
+        self.legs.clients[f"{name}#{attempt}"] = conn
+        self.records.open(conn, wire.Submit(name, attempt, "t", "decode", "p@1", order, 0.0, keep=keep))
+        return Request(name, order, attempt=attempt, client=conn)
 
-    def found(self, digest: bytes = DIGEST, conn: str = S2) -> wire.Found:
-        self.records.read(conn, wire.Find(digest))
+    def release(self, name: str = "r", then: Any = "go on", attempt: int = 0, conn: str = S) -> None:
+        self.records.read(conn, wire.Release(name, attempt, then))
+
+    def note(self, request: Request, *positions: int, last: bool = False) -> None:
+        self.records.note(request, [token(each, last, request.attempt, request.request_id) for each in positions])
+
+    def end_leg(self, request: Request) -> None:
+        del self.legs.clients["r#0"]
+        self.records.leg_ended(request)
+
+    def found(self, digest: bytes = DIGEST) -> wire.Found:
+        self.records.read(S2, wire.Find(digest))
         found = self.sent.pop()[1]
         assert isinstance(found, wire.Found)
         assert found.digest == digest
@@ -65,6 +77,9 @@ class World:
         """Returns what each scheduler hears."""
         self.sent.clear()
         self.records.read(conn, wire.Attach(DIGEST, "r", attempt))
+        return self.told()
+
+    def told(self) -> dict[str, list[wire.Outputs]]:
         self.outbox.flush()
         told: dict[str, list[wire.Outputs]] = {}
         for to, body in self.sent:
@@ -72,9 +87,9 @@ class World:
         return told
 
 
-def token(position: int, last: bool = False, attempt: int = 0, top: int = -1) -> TokenOutput:
+def token(position: int, last: bool = False, attempt: int = 0, name: str = "r", top: int = -1) -> TokenOutput:
     logprobs = Logprobs(-1.5, 1, [(each, -1.0) for each in range(top)]) if top >= 0 else None
-    return TokenOutput("r", attempt, 0, position, 40 + position, "length" if last else None, logprobs)
+    return TokenOutput(name, attempt, 0, position, 40 + position, "length" if last else None, logprobs)
 
 
 @pytest.fixture
@@ -84,14 +99,13 @@ def world() -> World:
 
 def test_a_reader_is_lost_and_another_one_gets_everything(world: World) -> None:
     request = world.open()
-    world.records.note_prompt(PromptOutput("r", 1, 3))  # of another attempt
-    world.records.note_prompt(PromptOutput("r", 0, 2))
-    world.records.note_prompt(PromptOutput("r", 0, 1))  # the first one counts
+    for prompt in (PromptOutput("r", 1, 3), PromptOutput("r", 0, 2), PromptOutput("r", 0, 1)):
+        world.records.note_prompt(prompt)  # of another attempt, the first one, which counts, and once more
     for position in range(3):
-        world.records.note(request, [token(position)])
+        world.note(request, position)
     world.records.closed(S)
     assert world.legs.clients == {"r#0": NOBODY}
-    world.records.note(request, [token(2), token(3)])  # one of them again
+    world.note(request, 2, 3)  # one of them again
     found = world.found()
     assert (found.request_id, found.attempt, found.recipe, found.num_tokens) == ("r", 0, b"recipe", 4)
     ((outputs,),) = world.attach().values()
@@ -109,21 +123,17 @@ def test_the_later_reader_takes_over(world: World) -> None:
     told = world.attach(S2)
     assert told[S][0].ended == [LegEnd("r", 0, TAKEN, is_taken=True)]
     assert S2 not in told
-    world.records.read(S, wire.Release("r", 0, "forget"))  # of a reader that it has no longer
+    world.release(then="forget")  # of a reader that it has no longer
     assert world.found().order is not None
     assert world.legs.clients == {"r#0": S2}
     assert world.attach(S2) == {}  # the same one again
-
-
-@pytest.mark.parametrize("digest", [OTHER, b"x" * 32])
-def test_another_digest_finds_nothing(world: World, digest: bytes) -> None:
-    world.open()
-    assert world.found(digest) == wire.Found(digest)
+    for digest in (OTHER, b"x" * 32):
+        assert world.found(digest) == wire.Found(digest)
 
 
 def test_after_the_window_there_is_nothing(world: World) -> None:
     world.open()
-    world.records.read(S, wire.Release("r", 0, "go on"))
+    world.release()
     world.now_s = WINDOW_S + 0.01
     assert world.found() == wire.Found(DIGEST)  # even before the tick
     world.records.expire(world.now_s)
@@ -138,16 +148,15 @@ def test_after_the_window_there_is_nothing(world: World) -> None:
 )
 def test_what_becomes_of_a_stream_that_is_not_read(world: World, then: Any, runs: bool, stays: bool) -> None:
     world.open()
-    world.records.read(S, wire.Release("r", 0, then))
+    world.release(then=then)
     assert world.legs.runs("r#0") is runs
     assert (world.found().order is not None) is stays
 
 
 def test_a_leg_that_stopped_is_a_fault_for_the_next_reader(world: World) -> None:
     request = world.open()
-    world.records.note(request, [token(0)])
-    del world.legs.clients["r#0"]
-    world.records.leg_ended(request)
+    world.note(request, 0)
+    world.end_leg(request)
     outputs = world.attach()[S2][0]
     assert len(outputs.tokens) == 1
     assert outputs.ended == [LegEnd("r", 0, STOPPED, is_fault=True)]
@@ -156,24 +165,35 @@ def test_a_leg_that_stopped_is_a_fault_for_the_next_reader(world: World) -> None
     assert not world.records
 
 
-def test_a_whole_answer_waits_for_its_reader(world: World) -> None:
+def test_a_whole_answer_waits_for_its_reader_and_is_not_kept_for_ever(world: World) -> None:
     request = world.open()
-    world.records.note(request, [token(0), token(1, last=True)])
-    del world.legs.clients["r#0"]
-    world.records.leg_ended(request)
+    world.note(request, 0)
+    world.note(request, 1, last=True)
+    world.end_leg(request)
+    world.records.aborted(S2, wire.Abort("r", 0))  # it does not read it
     world.records.expire(5 * WINDOW_S)
     assert world.attach()[S2][0].ended == []
-
-
-def test_an_error_of_its_own_is_forgotten(world: World) -> None:
-    world.records.failed(world.open())
+    world.records.aborted(S2, wire.Abort("r", 0))
+    world.records.expire(5 * WINDOW_S)
     assert not world.records
+
+
+def test_what_cannot_go_on_is_forgotten(world: World) -> None:
+    """An error of its own; a stream for whose next attempt no instance was left; several sequences."""
+    world.records.failed(world.open())
+    assert (bool(world.records), world.records.nbytes) == (False, 0)
+    world.end_leg(world.open())
+    world.release(then="forget", attempt=1)
+    assert world.found() == wire.Found(DIGEST)
     assert world.records.nbytes == 0
+    order = Order([1], Sampling(n=2))
+    world.records.open(S, wire.Submit("r", 0, "t", "decode", "", order, 0.0, keep=wire.Keep(DIGEST, 1.0, ROOM, b"")))
+    assert not world.records
 
 
 def test_a_later_attempt_has_what_was_told(world: World) -> None:
     request = world.open(attempt=2, tokens=[token(0), token(1)], prompt=PromptOutput("r", 0, 7))
-    world.records.note(request, [token(2, attempt=2)])
+    world.note(request, 2)
     outputs = world.attach(attempt=2)[S2][0]
     assert [(each.position, each.attempt) for each in outputs.tokens] == [(0, 2), (1, 2), (2, 2)]
     assert outputs.prompts == [PromptOutput("r", 2, 7)]
@@ -182,9 +202,9 @@ def test_a_later_attempt_has_what_was_told(world: World) -> None:
 def test_room_is_made_by_those_without_readers_then_the_growing_one_is_forgotten(world: World) -> None:
     requests = [world.open(f"r{at}", bytes([at]) * 32, room=3000) for at in range(3)]
     for at in (1, 0):
-        world.records.read(S, wire.Release(f"r{at}", 0, "go on"))
+        world.release(f"r{at}")
         world.now_s += 1
-    world.records.note(requests[2], [token(position) for position in range(17)])  # 2,720 bytes
+    world.note(requests[2], *range(17))  # 2,720 bytes
     assert world.found(b"\1" * 32).order is None
     assert world.found(b"\0" * 32).order is not None
     assert set(world.legs.clients) == {"r0#0", "r2#0"}
@@ -192,96 +212,55 @@ def test_room_is_made_by_those_without_readers_then_the_growing_one_is_forgotten
     assert world.found(b"\2" * 32).order is None  # alone it is too large: nobody made room for it
     assert world.found(b"\0" * 32).order is not None
     assert world.legs.clients == {"r0#0": NOBODY, "r2#0": S}  # its reader reads on
-    world.records.read(S, wire.Release("r2", 0, "go on"))
+    world.release("r2")
     assert world.legs.aborted == [(S, wire.Abort("r2", 0))]
 
 
 def test_a_tenants_streams_take_no_room_of_anothers(world: World) -> None:
     """However many one has, with readers or without, the other's stay and new ones of it are kept."""
-    mine = world.open("mine", b"\xff" * 32, room=3000, owner=b"me")
-    world.records.note(mine, [token(position) for position in range(5)])
-    world.records.read(S, wire.Release("mine", 0, "go on"))  # parked, and the first to expire
+    world.note(world.open("mine", b"\xff" * 32, room=3000, owner=b"me"), *range(5))
+    world.release("mine")  # parked, and the first to expire
     for at in range(40):
         world.now_s += 0.01
-        theirs = world.open(f"r{at}", bytes([at]) * 32, room=3000, owner=b"they")
-        world.records.note(theirs, [token(position) for position in range(3)])
+        world.note(world.open(f"r{at}", bytes([at]) * 32, room=3000, owner=b"they"), *range(3))
         if at % 2:
-            world.records.read(S, wire.Release(f"r{at}", 0, "go on"))
+            world.release(f"r{at}")
         assert world.records.nbytes <= 3000
         assert world.found(b"\xff" * 32).order is not None
-    new = world.open("new", b"\xfe" * 32, room=3000, owner=b"me")
-    world.records.note(new, [token(position) for position in range(3)])
+    world.note(world.open("new", b"\xfe" * 32, room=3000, owner=b"me"), *range(3))
     assert world.found(b"\xfe" * 32).order is not None
     assert world.found(b"\xff" * 32).order is not None
 
 
 def test_nobody_makes_room_where_it_would_not_be_enough(world: World) -> None:
     requests = [world.open(f"r{at}", bytes([at]) * 32, room=3000) for at in range(3)]
-    world.records.read(S, wire.Release("r0", 0, "go on"))
-    world.records.note(requests[1], [token(position) for position in range(16)])  # it is read
-    world.records.note(requests[2], [token(position) for position in range(4)])
+    world.release("r0")
+    world.note(requests[1], *range(16))  # it is read
+    world.note(requests[2], *range(4))
     assert [world.found(bytes([at]) * 32).order is None for at in range(3)] == [False, False, True]
     assert world.legs.runs("r0#0")
 
 
-def test_the_next_attempt_ends_the_leg_before(world: World) -> None:
+@pytest.mark.parametrize("conn", [S, S2])
+def test_the_next_attempt_ends_the_leg_before_and_takes_the_stream_from_another_scheduler(
+    world: World, conn: str
+) -> None:
     world.open()
-    world.records.closed(S)  # and it is back: its next attempt comes to the same instance
-    world.open(attempt=1)
-    assert world.legs.clients == {"r#1": S}
-    world.outbox.flush()
-    assert world.sent == []
-
-
-def test_the_next_attempt_of_another_scheduler_takes_the_stream_over(world: World) -> None:
-    world.open()
-    keep = wire.Keep(DIGEST, WINDOW_S, ROOM, b"recipe")
-    order = Order([1, 2, 3], Sampling(max_tokens=9))
-    world.legs.clients["r#1"] = S2
-    world.records.open(S2, wire.Submit("r", 1, "t", "decode", "p@1", order, 0.0, keep=keep))
-    assert world.legs.clients == {"r#1": S2}
-    world.outbox.flush()
-    ((to, told),) = world.sent
-    assert (to, told.ended) == (S, [LegEnd("r", 0, TAKEN, is_taken=True)])
+    if conn == S:
+        world.records.closed(S)  # and it is back: its next attempt comes to the same instance
+    world.open(attempt=1, conn=conn)
+    assert world.legs.clients == {"r#1": conn}
+    ended = {to: each.ended for to, outputs in world.told().items() for each in outputs}
+    assert ended == ({} if conn == S else {S: [LegEnd("r", 0, TAKEN, is_taken=True)]})
 
 
 def test_a_reader_that_lost_the_leg_hears_of_the_next_one(world: World) -> None:
-    request = world.open()
-    del world.legs.clients["r#0"]
-    world.records.leg_ended(request)  # S looks for an instance now
+    world.end_leg(world.open())  # S looks for an instance now
     assert world.attach(S2)[S][0].ended == [LegEnd("r", 0, TAKEN, is_taken=True)]  # and so does S2
-    world.records.read(S, wire.Release("r", 1, "forget"))  # it has given up
+    world.release(then="forget", attempt=1)  # it has given up
     assert world.found().order is not None
     world.records.closed(S2)
     assert set(world.attach(S)) == {S}
-
-
-def test_a_stream_that_failed_elsewhere_is_forgotten(world: World) -> None:
-    request = world.open()
-    del world.legs.clients["r#0"]
-    world.records.leg_ended(request)
-    world.records.read(S, wire.Release("r", 1, "forget"))  # no instance was left for its next attempt
-    assert world.found() == wire.Found(DIGEST)
-    assert world.records.nbytes == 0
-
-
-def test_a_whole_stream_that_moves_is_not_kept_for_ever(world: World) -> None:
-    request = world.open()
-    world.records.note(request, [token(0, last=True)])
-    del world.legs.clients["r#0"]
-    world.records.leg_ended(request)
-    world.records.aborted(S2, wire.Abort("r", 0))  # it does not read it
-    world.records.expire(2 * WINDOW_S)
-    assert world.records
-    world.records.aborted(S, wire.Abort("r", 0))
-    world.records.expire(2 * WINDOW_S)
-    assert not world.records
-
-
-def test_several_sequences_are_not_kept(world: World) -> None:
-    order = Order([1], Sampling(n=2))
-    world.records.open(S, wire.Submit("r", 0, "t", "decode", "", order, 0.0, keep=wire.Keep(DIGEST, 1.0, ROOM, b"")))
-    assert not world.records
 
 
 def test_nothing_secret_is_shown() -> None:

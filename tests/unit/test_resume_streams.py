@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import pytest
@@ -19,11 +20,15 @@ from pd_cluster.service.resumption import Ticket
 from pd_cluster.types import LegEnd, Order, PromptOutput, Sampling, TokenOutput
 from tests.support.resume_values import DIGEST, OTHER, ROOM, WINDOW_S
 from tests.support.router_world import World as RouterWorld
+from tests.support.router_world import turns
 
 
 @pytest.fixture
-def world() -> RouterWorld:
-    return RouterWorld()
+def world() -> Iterator[RouterWorld]:
+    """In the end nothing of any request is left."""
+    made = RouterWorld()
+    yield made
+    made.assert_home()
 
 
 def test_a_token_is_bound_to_its_tenant_and_draws_the_same_ids() -> None:
@@ -39,12 +44,12 @@ def test_a_token_is_bound_to_its_tenant_and_draws_the_same_ids() -> None:
 
 
 async def test_events_have_ids_and_errors_have_none() -> None:
-    async def events() -> Any:
-        yield b"data: {}\n\ndata: 1\n\n"
-        yield b"data: 2\n\n"
-        yield Last(b'data: {"error":1}\n\ndata: [DONE]\n\n')
-
     async def read(after: int) -> list[bytes]:
+        async def events() -> Any:
+            yield b"data: {}\n\ndata: 1\n\n"
+            yield b"data: 2\n\n"
+            yield Last(b'data: {"error":1}\n\ndata: [DONE]\n\n')
+
         return [each async for each in numbered(events(), Ticket("t", DIGEST, after))]
 
     whole = b"".join(await read(-1))
@@ -53,56 +58,54 @@ async def test_events_have_ids_and_errors_have_none() -> None:
     assert await read(9) == [b'data: {"error":1}\n\ndata: [DONE]\n\n']
 
 
-def kept(digest: bytes = DIGEST) -> KeptStream:
-    return KeptStream(wire.Keep(digest, WINDOW_S, ROOM, b"recipe"))
+def kept(outlives_client: bool = True, place: RecordPlace | None = None) -> KeptStream:
+    own = KeptStream(wire.Keep(DIGEST, WINDOW_S, ROOM, b"recipe"), outlives_client=outlives_client)
+    own.place = place
+    return own
 
 
-async def test_a_client_that_leaves_lets_its_legs_go_on(world: RouterWorld) -> None:
-    serving, first, name = await world.begin(kept=kept())
-    assert [conn for conn, each in world.mailbox.of(wire.Submit) if each.keep is not None] == ["to-decode-0"]
-    prompt = PromptOutput(name, 0, 1)
-    world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=prompt)
-    await first
-    await serving.aclose()
-    assert world.mailbox.of(wire.Release) == [("to-decode-0", wire.Release(name, 0, "go on"))]
-    assert world.mailbox.of(wire.Abort) == []
-    world.assert_home()
-
-
-@pytest.mark.parametrize("is_stopping", [False, True])
-async def test_a_stream_for_lost_schedulers_alone_ends_when_its_client_leaves(
-    world: RouterWorld, is_stopping: bool
-) -> None:
-    own = KeptStream(wire.Keep(DIGEST, WINDOW_S, ROOM, b"recipe"), outlives_client=False)
-    serving, first, name = await world.begin(kept=own)
+async def begun(world: RouterWorld, outlives_client: bool = True) -> tuple[AsyncGenerator[TokenOutput, None], str]:
+    """Begins a stream that is kept, and whose first token is read."""
+    serving, first, name = await world.begin(kept=kept(outlives_client))
     world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=PromptOutput(name, 0, 1))
     await first
+    return serving, name
+
+
+def found_of(name: str, num_tokens: int = 1) -> wire.Found:
+    return wire.Found(DIGEST, name, 0, Order([1, 2, 3], Sampling(max_tokens=9)), b"recipe", num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("outlives_client", "is_stopping", "then"),
+    [(True, False, "go on"), (False, False, "forget"), (False, True, "go on")],
+)
+async def test_a_client_that_leaves_lets_its_legs_go_on(
+    world: RouterWorld, outlives_client: bool, is_stopping: bool, then: Any
+) -> None:
+    """A stream that is kept for lost schedulers alone ends, unless this scheduler stops."""
+    serving, name = await begun(world, outlives_client)
+    assert [conn for conn, each in world.mailbox.of(wire.Submit) if each.keep is not None] == ["to-decode-0"]
     if is_stopping:
         world.router.end_all()
     await serving.aclose()
-    then, aborted = ("go on", []) if is_stopping else ("forget", ["to-prefill-0"])
     assert world.mailbox.of(wire.Release) == [("to-decode-0", wire.Release(name, 0, then))]
-    assert [conn for conn, _ in world.mailbox.of(wire.Abort)] == aborted
-    world.assert_home()
+    assert world.aborted() == ([] if then == "go on" else ["to-prefill-0"])
 
 
 async def test_the_next_attempt_keeps_what_was_delivered(world: RouterWorld) -> None:
-    serving, first, name = await world.begin(kept=kept())
-    told, prompt = TokenOutput(name, 0, 0, 0, 5), PromptOutput(name, 0, 1)
-    world.outputs("to-prefill-0", told, prompt=prompt)
-    await first
+    serving, name = await begun(world)
     world.lose("decode-0")
     rest = asyncio.ensure_future(anext(serving))
-    while (submit := world.mailbox.of(wire.Submit)[-1][1]).attempt == 0:
-        await asyncio.sleep(0)
-    assert submit.leg == "hybrid"
+    conn, submit = (await world.until(wire.Submit, 3))[-1]
+    told, prompt = TokenOutput(name, 0, 0, 0, 5), PromptOutput(name, 0, 1)
+    assert (submit.leg, submit.attempt) == ("hybrid", 1)
     assert submit.keep == wire.Keep(DIGEST, WINDOW_S, ROOM, b"recipe", prompt, [told])
-    world.outputs(world.mailbox.of(wire.Submit)[-1][0], TokenOutput(name, 1, 0, 1, 6, "length"))
+    world.outputs(conn, TokenOutput(name, 1, 0, 1, 6, "length"))
     assert (await rest).token_id == 6
     assert [each async for each in serving] == []
     (released,) = world.mailbox.of(wire.Release)
     assert released[1] == wire.Release(name, 1, "stop")
-    world.assert_home()
 
 
 def test_more_than_the_room_is_not_kept_by_the_next_attempt() -> None:
@@ -114,41 +117,30 @@ def test_more_than_the_room_is_not_kept_by_the_next_attempt() -> None:
 
 
 async def test_an_error_that_the_client_reads_is_the_end(world: RouterWorld) -> None:
-    serving, first, name = await world.begin(kept=kept())
-    world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=PromptOutput(name, 0, 1))
-    await first
+    serving, name = await begun(world)
     world.outputs("to-decode-0", ended=LegEnd(name, 0, "the request's deadline has passed"))
     with pytest.raises(GenerationError, match="deadline"):
         await anext(serving)
     assert [body.then for _, body in world.mailbox.of(wire.Release)] == ["forget"]
     assert world.aborted() == ["to-prefill-0"]
-    world.assert_home()
 
 
 async def test_a_stream_resumes_from_its_first_token(world: RouterWorld) -> None:
-    serving, first, name = await world.begin(kept=kept())
-    world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=PromptOutput(name, 0, 1))
-    await first
+    serving, name = await begun(world)
     search = asyncio.ensure_future(world.router.find(DIGEST))
-    while len(world.mailbox.of(wire.Find)) < 4:
-        await asyncio.sleep(0)
+    await world.until(wire.Find, 4)
     with pytest.raises(GenerationError, match="another reader"):
         await anext(serving)
     assert world.mailbox.of(wire.Release) == [("to-decode-0", wire.Release(name, 0, "go on"))]
-    order = Order([1, 2, 3], Sampling(max_tokens=9))
-    for conn in ("to-prefill-0", "to-prefill-1", "to-decode-0", "to-decode-1"):
-        found = wire.Found(DIGEST, name, 0, order, b"recipe", 1) if conn == "to-decode-0" else wire.Found(DIGEST)
-        world.router.on_found(conn, found)
+    for instance in world.instances:
+        found = found_of(name) if instance.name == "decode-0" else wire.Found(DIGEST)
+        world.router.on_found(instance.conn, found)
     place = await search
     assert place is not None
     assert place.instance.name == "decode-0"
-    again = kept()
-    again.place = place
-    reading = world.serve(kept=again)
+    reading = world.serve(kept=kept(place=place))
     token = asyncio.ensure_future(anext(reading))
-    while not world.mailbox.of(wire.Attach):
-        await asyncio.sleep(0)
-    assert world.mailbox.of(wire.Attach) == [("to-decode-0", wire.Attach(DIGEST, name, 0))]
+    assert await world.until(wire.Attach, 1) == [("to-decode-0", wire.Attach(DIGEST, name, 0))]
     world.outputs("to-decode-0", TokenOutput(name, 0, 0, 0, 5))
     assert (await token).token_id == 5
     rest = asyncio.ensure_future(anext(reading))
@@ -156,32 +148,24 @@ async def test_a_stream_resumes_from_its_first_token(world: RouterWorld) -> None
     with pytest.raises(GenerationError, match="another reader"):
         await rest
     assert len(world.mailbox.of(wire.Release)) == 1  # none by one that has lost it to another
-    world.assert_home()
 
 
 @pytest.mark.parametrize("is_here", [False, True])
 async def test_a_stream_that_waits_for_an_instance_ends_for_a_later_reader(world: RouterWorld, is_here: bool) -> None:
     """Where it is taken over at another scheduler, and where two readers of this one found it at once."""
-    serving, first, name = await world.begin(kept=kept())
-    world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=PromptOutput(name, 0, 1))
-    await first
+    serving, name = await begun(world)
     for each in world.instances[1:]:
         each.state = "unreachable"
     world.instances[0].service = "out"
     rest = asyncio.ensure_future(anext(serving))
     world.outputs("to-decode-0", ended=LegEnd(name, 0, STOPPED, is_fault=True))
-    for _ in range(5):
-        await asyncio.sleep(0)  # it waits for an instance
+    await turns(5)  # it waits for an instance
     num_submitted = len(world.mailbox.of(wire.Submit))
     later = None
     if is_here:
-        again = kept()
-        found = wire.Found(DIGEST, name, 0, Order([1, 2, 3], Sampling(max_tokens=9)), b"recipe", 1)
-        again.place = RecordPlace(world.instances[2], found)
-        later = world.serve(kept=again)
+        later = world.serve(kept=kept(place=RecordPlace(world.instances[2], found_of(name))))
         token = asyncio.ensure_future(anext(later))
-        while not world.mailbox.of(wire.Attach):
-            await asyncio.sleep(0)
+        await world.until(wire.Attach, 1)
     else:
         world.outputs("to-decode-0", ended=LegEnd(name, 0, TAKEN, is_taken=True))
     world.instances[0].service = "in"
@@ -196,7 +180,6 @@ async def test_a_stream_that_waits_for_an_instance_ends_for_a_later_reader(world
         world.outputs("to-decode-0", TokenOutput(name, 0, 0, 0, 5))
         assert (await token).token_id == 5
         await later.aclose()
-    world.assert_home()
 
 
 @pytest.mark.parametrize("why", ["nobody is ready", "one is lost", "one is silent"])
@@ -206,8 +189,7 @@ async def test_while_an_instance_is_away_a_stream_may_still_be_found(world: Rout
     for each in world.instances[asked:]:
         each.state = "connecting"
     search = asyncio.ensure_future(finder.find(DIGEST))
-    while len(world.mailbox.of(wire.Find)) < asked:
-        await asyncio.sleep(0)
+    await world.until(wire.Find, asked)
     for each in world.instances[: min(asked, 3)]:
         finder.on_found(each.conn, wire.Found(DIGEST))
     if why == "one is lost":
@@ -221,24 +203,21 @@ async def test_searches_end_without_those_that_are_lost_and_are_bounded(
 ) -> None:
     finder = Finder(world.mailbox.send, world.membership, 60.0)
     search = asyncio.ensure_future(finder.find(DIGEST))
-    while len(world.mailbox.of(wire.Find)) < 4:
-        await asyncio.sleep(0)
+    await world.until(wire.Find, 4)
     monkeypatch.setattr("pd_cluster.cluster.routing.resume.MOST_SEARCHES", 1)
     with pytest.raises(Overloaded):
         await finder.find(OTHER)
-    order = Order([1], Sampling())
-    finder.on_found("to-decode-0", wire.Found(DIGEST, "r", 0, order))
-    finder.on_found("to-decode-1", wire.Found(DIGEST, "r", 1, order))
-    finder.on_found("to-decode-1", wire.Found(DIGEST, "r", 9, order))  # it has answered
-    for name in ("prefill-0", "prefill-1"):
-        finder.on_lost(next(each for each in world.instances if each.name == name), "dead")
+    for conn, attempt in (("to-decode-0", 0), ("to-decode-1", 1), ("to-decode-1", 9)):  # it has answered
+        finder.on_found(conn, wire.Found(DIGEST, "r", attempt, Order([1], Sampling())))
+    for instance in world.instances[:2]:
+        finder.on_lost(instance, "dead")
     place = await search
     assert place is not None
     assert (place.instance.name, place.found.attempt) == ("decode-1", 1)
 
 
 async def test_encoders_are_not_searched(world: RouterWorld) -> None:
-    next(each for each in world.instances if each.name == "prefill-1").role = "encode"
+    world.instances[1].role = "encode"
     finder = Finder(world.mailbox.send, world.membership, 60.0)
     search = asyncio.ensure_future(finder.find(DIGEST))
     await asyncio.sleep(0)
@@ -260,12 +239,7 @@ async def test_a_scheduler_that_has_just_begun_waits_for_its_instances() -> None
         instance.state = "ready"
         world.membership.changed.set()
         await asyncio.sleep(0)
-    while len(world.mailbox.of(wire.Find)) < 4:
-        await asyncio.sleep(0)
+    await world.until(wire.Find, 4)
     for instance in world.instances:
         world.router.on_found(instance.conn, wire.Found(DIGEST))
     assert await search is None
-    for instance in world.instances:
-        instance.state = "unreachable"
-    with pytest.raises(Unavailable):
-        await Finder(world.mailbox.send, world.membership, 60.0).find(DIGEST)

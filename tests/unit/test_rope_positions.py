@@ -92,35 +92,24 @@ def test_requests_with_one_row_three_rows_and_none_share_a_step() -> None:
     [
         (RopePositions((tuple(range(6)),)), None),
         (RopePositions((tuple(range(4, 10)),), 4), None),
-        (RopePositions((tuple(range(6)),) * 3), "rope_positions: 3 rows; this model takes 1"),
-        (RopePositions(()), "rope_positions: 0 rows; this model takes 1"),
-        (RopePositions(((0, 1),)), "rope_positions: a row of 2 for 6 prompt tokens; give one for each"),
-        (
-            RopePositions((tuple(range(6)),), 7),
-            "rope_positions: positions from 0 to 20, with delta 7; this model has those from 0 to 19",
-        ),
-        (
-            RopePositions(((0, 1, 2, 3, 4, 20),)),
-            "rope_positions: positions from 0 to 20, with delta 0; this model has those from 0 to 19",
-        ),
-        (
-            RopePositions((tuple(range(6)),), -7),
-            "rope_positions: positions from -1 to 6, with delta -7; this model has those from 0 to 19",
-        ),
+        (RopePositions((tuple(range(6)),) * 3), "3 rows; this model takes 1"),
+        (RopePositions(()), "0 rows; this model takes 1"),
+        (RopePositions(((0, 1),)), "a row of 2 for 6 prompt tokens; give one for each"),
+        (RopePositions((tuple(range(6)),), 7), "positions from 0 to 20, with delta 7; this model has"),
+        (RopePositions(((0, 1, 2, 3, 4, 20),)), "positions from 0 to 20, with delta 0; this model has"),
+        (RopePositions((tuple(range(6)),), -7), "positions from -1 to 6, with delta -7; this model has"),
     ],
 )
 def test_an_engine_refuses_positions_that_its_model_lacks(own: RopePositions, said: str | None) -> None:
-    assert EngineLimits(10, 20, RopeLimit(1, 20)).problem(request(own)) == said
+    problem = EngineLimits(10, 20, RopeLimit(1, 20)).problem(request(own))
+    assert (problem is None) == (said is None)
+    assert problem is None or problem.startswith(f"rope_positions: {said}")
 
 
-def test_no_position_is_needed_behind_a_prompt_that_is_pooled() -> None:
-    """It may be as long as the context, and its delta says nothing."""
-    own = RopePositions((tuple(range(20)),), 5)
-    order = Order([1] * 20, NO_SAMPLING, rope_positions=own, pooling=Pooling())
+def test_no_position_is_needed_behind_a_prompt_that_is_pooled_and_a_model_says_why_it_takes_none() -> None:
+    """A prompt that is pooled may be as long as the context, and its delta says nothing."""
+    order = Order([1] * 20, NO_SAMPLING, rope_positions=RopePositions((tuple(range(20)),), 5), pooling=Pooling())
     assert EngineLimits(10, 20, RopeLimit(1, 20)).problem(Request("r", order, leg="hybrid")) is None
-
-
-def test_a_model_says_why_it_takes_none() -> None:
     limit = RopeLimit(3, 20, "its positions are fixed")
     assert limit.problem(request(None).order) is None
     own = RopePositions((tuple(range(6)),))

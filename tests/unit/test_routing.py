@@ -36,13 +36,7 @@ from tests.support.router_world import info_of
 
 BLOCK = 16
 LAYOUT = wire.LayoutInfo(
-    num_layers=4,
-    num_kv_heads=2,
-    planes=keys_and_values(64),
-    block_size=BLOCK,
-    dtype="float32",
-    tp_size=1,
-    tp_rank=0,
+    num_layers=4, num_kv_heads=2, planes=keys_and_values(64), block_size=BLOCK, dtype="float32", tp_size=1, tp_rank=0
 )
 PROMPT = list(range(1000))
 
@@ -89,11 +83,15 @@ def test_a_prompt_is_known_up_to_its_first_unknown_block_and_never_whole() -> No
     worker = instance("prefill-0")
     assert worker.num_cached(Prompt(Order(PROMPT, Sampling()))) == 0
     knows(worker, PROMPT[:100])
-    assert worker.num_cached(Prompt(Order(PROMPT, Sampling()))) == 96
-    assert worker.num_cached(Prompt(Order(PROMPT[:96], Sampling()))) == 80  # the last token gives the logits
-    assert worker.num_cached(Prompt(Order(PROMPT[:97], Sampling()))) == 96
-    assert worker.num_cached(Prompt(Order([7, *PROMPT], Sampling()))) == 0
-    assert worker.num_cached(Prompt(Order(PROMPT, Sampling(), "salted"))) == 0
+    # The last token gives the logits.
+    for prompt, salt, num_cached in (
+        (PROMPT, "", 96),
+        (PROMPT[:96], "", 80),
+        (PROMPT[:97], "", 96),
+        ([7, *PROMPT], "", 0),
+        (PROMPT, "salted", 0),
+    ):
+        assert worker.num_cached(Prompt(Order(prompt, Sampling(), salt))) == num_cached
 
 
 def test_news_of_a_pool_add_up_to_what_the_pool_knows() -> None:
@@ -150,17 +148,14 @@ def test_a_block_that_changes_tiers_is_known_by_the_last() -> None:
     assert not any(known.leading(read_keys(key)).values())
 
 
-def test_nothing_is_recorded_until_somebody_follows() -> None:
+def test_nothing_is_recorded_until_somebody_follows_and_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd bytes do no harm."""
     pool = BlockPool(4)
     pool.remember(pool.take(1)[0], b"x" * 32)
     assert pool.changes() == {}
     assert pool.follow() == {b"x" * 32: "device"}
     pool.remember(pool.take(1)[0], b"y" * 32)
-    assert pool.changes() == {b"y" * 32: "device"}
-    assert pool.changes() == {}
-
-
-def test_keys_are_bounded_and_odd_bytes_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [pool.changes() for _ in range(2)] == [{b"y" * 32: "device"}, {}]
     monkeypatch.setattr("pd_cluster.cluster.members.prefixes.MAX_KEYS", 3)
     known = KnownBlocks()
     known.hear(wire.CacheKeys(added=b"".join(bytes([i]) * 8 for i in range(5)) + b"odd"))
@@ -175,14 +170,15 @@ def test_keys_are_bounded_and_odd_bytes_do_no_harm(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_chooses_a_pair_that_can_serve(name: str) -> None:
     """Random clusters: a linked pair that has not failed the request, or one instance by itself."""
-    for seed in range(300):
+    for seed in range(80):
         rng = random.Random(seed)
-        made = [
-            instance(f"{role}-{i}", rng.randrange(3000), num_queued_tokens=rng.randrange(500))
-            for role in ("prefill", "decode")
-            for i in range(rng.randint(1, 3))
-        ]
-        instances = cluster(*made)
+        instances = cluster(
+            *(
+                instance(f"{role}-{i}", rng.randrange(3000), num_queued_tokens=rng.randrange(500))
+                for role in ("prefill", "decode")
+                for i in range(rng.randint(1, 3))
+            )
+        )
         for each in instances:
             each.state = rng.choice(["ready", "ready", "ready", "failed"])
             knows(each, PROMPT[: rng.choice([0, 0, 300, 900])])
@@ -191,34 +187,29 @@ def test_every_policy_chooses_a_pair_that_can_serve(name: str) -> None:
         if not any(i.takes_requests for i in instances):
             continue
         prefill, decode = POLICIES[name](instances, ask(avoid=avoid, session=rng.choice(["", "a", "b"])))
-        if prefill is decode:
-            assert prefill.takes_requests
-            if {(p.key, d.key) for p, d in pairs} <= avoid:
-                assert (prefill, decode) == alone(instances)
-            else:
-                assert name == "predicted-ttft"
-        else:
+        if prefill is not decode:
             assert (prefill, decode) in pairs
             assert (prefill.key, decode.key) not in avoid
+        elif {(p.key, d.key) for p, d in pairs} <= avoid:
+            assert (prefill, decode) == alone(instances)
+            assert prefill.takes_requests
+        else:
+            assert name == "predicted-ttft"
+            assert prefill.takes_requests
 
 
 def test_a_cached_prefix_draws_until_others_wait_for_as_much() -> None:
-    p0, p1, d0, d1 = (instance(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"))
-    instances = cluster(p0, p1, d0, d1)
-    for each in (p1, d1):
+    instances = cluster(*(instance(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")))
+    for each in instances[1::2]:
         knows(each, PROMPT[:800])
-    assert names(prefix_aware(instances, ask())) == "prefill-1 decode-1"
-    p1.outstanding_tokens = d1.outstanding_tokens = 799
-    assert names(prefix_aware(instances, ask())) == "prefill-1 decode-1"
-    p1.outstanding_tokens = d1.outstanding_tokens = 801
-    assert names(prefix_aware(instances, ask())) == "prefill-0 decode-0"
-
-
-def test_without_caches_prefix_aware_balances() -> None:
-    instances = cluster(
-        instance("prefill-0", 50), instance("prefill-1", 10), instance("decode-0", 5), instance("decode-1", 9)
-    )
-    assert names(prefix_aware(instances, ask())) == "prefill-1 decode-0"
+    for ahead, chosen in ((0, "prefill-1 decode-1"), (799, "prefill-1 decode-1"), (801, "prefill-0 decode-0")):
+        for each in instances[1::2]:
+            each.outstanding_tokens = ahead
+        assert names(prefix_aware(instances, ask())) == chosen
+    unknown = [*range(2000, 2100)]
+    assert names(prefix_aware(instances, ask(unknown))) == "prefill-0 decode-0"
+    instances[0].outstanding_tokens = 900
+    assert names(prefix_aware(instances, ask(unknown))) == "prefill-1 decode-0"
 
 
 def test_predicted_ttft_goes_where_the_queue_is_shorter_in_seconds() -> None:
@@ -242,28 +233,19 @@ def test_short_remainders_are_computed_where_they_are_decoded() -> None:
     assert names(predicted_ttft(instances, ask())) == "prefill-0 decode-1"
 
 
-def test_a_session_stays_until_its_place_is_overloaded() -> None:
-    instances = cluster(*(instance(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")))
-    places = {name: names(session(instances, ask(session=name))) for name in map(str, range(64))}
-    assert len(set(places.values())) == 4
+def test_a_session_stays_until_its_place_is_overloaded_or_lost() -> None:
+    instances = cluster(*(instance(f"{role}-{i}") for role in ("prefill", "decode") for i in range(2)))
+    places = {name: session(instances, ask(session=name)) for name in map(str, range(64))}
+    assert len(set(map(names, places.values()))) == 4
     for each in instances:
         each.outstanding_tokens = 500
-    assert {name: names(session(instances, ask(session=name))) for name in places} == places
-    prefill = instances[0]
-    prefill.outstanding_tokens = SESSION_SLACK_TOKENS + 5000
-    moved = {name: names(session(instances, ask(session=name))) for name in places}
-    assert all("prefill-0" not in place for place in moved.values())
-    kept = [name for name, place in places.items() if "prefill-0" not in place]
-    assert all(moved[name] == places[name] for name in kept)
-
-
-def test_a_lost_instance_moves_only_its_own_sessions() -> None:
-    instances = cluster(*(instance(f"{role}-{i}") for role in ("prefill", "decode") for i in range(3)))
-    places = {name: session(instances, ask(session=name)) for name in map(str, range(64))}
-    instances[1].state = "unreachable"
-    for name, pair in places.items():
-        if instances[1] not in pair:
-            assert session(instances, ask(session=name)) == pair
+    assert {name: session(instances, ask(session=name)) for name in places} == places
+    for outstanding, state in ((SESSION_SLACK_TOKENS + 5000, "ready"), (500, "unreachable")):
+        instances[0].outstanding_tokens, instances[0].state = outstanding, state  # type: ignore[assignment]
+        for name, place in places.items():
+            moved = session(instances, ask(session=name))
+            assert instances[0] not in moved
+            assert moved == place or instances[0] in place
 
 
 # ---- predictions and goals
@@ -277,34 +259,24 @@ def test_a_ttft_is_the_queue_and_the_prompt_over_the_rate() -> None:
     assert predict_ttft_s(instance("prefill-1"), 500, [0.0, 250.0]) == 2.0  # the rate that others have
 
 
-def test_a_transfer_takes_longer_between_hosts() -> None:
-    p0, d0 = instance("prefill-0"), instance("decode-0")
-    cluster(p0, d0, transport="dist, int8")
-    slow_s = predict_transfer_s(p0, d0, 10_000)
-    cluster(p0, d0, transport="shm")
-    assert slow_s > predict_transfer_s(p0, d0, 10_000) > predict_transfer_s(p0, d0, 0) > 0
-
-
-def test_a_link_is_as_slow_as_its_slowest_lane() -> None:
+def test_a_transfer_takes_as_long_as_its_slowest_lane() -> None:
     p0, d0 = instance("prefill-0"), instance("decode-0")
     took_s = []
-    for transport in ("dist", "dist+shm", "shm"):
+    for transport in ("dist", "dist, int8", "dist+shm", "shm"):
         cluster(p0, d0, transport=transport)
         took_s.append(predict_transfer_s(p0, d0, 10_000))
-    assert took_s[0] == took_s[1] > took_s[2]
+    assert took_s[0] == took_s[1] == took_s[2] > took_s[3] > predict_transfer_s(p0, d0, 0) > 0
 
 
 def test_what_would_come_too_late_is_refused_with_the_time_to_wait() -> None:
     p0, d0 = instance("prefill-0", ahead=4500, prefill_tokens_per_s=1000.0), instance("decode-0")
-    goals = Goals(ttft_s=2.0)
     with pytest.raises(Overloaded, match=r"after 5\.5 s, and 2 s are promised") as caught:
-        check_goals(goals, [p0, d0], p0, d0, 1000)
+        check_goals(Goals(ttft_s=2.0), [p0, d0], p0, d0, 1000)
     assert caught.value.retry_after_s == 4
-    p0.outstanding_tokens = 1000
-    check_goals(goals, [p0, d0], p0, d0, 1000)
-    p0.outstanding_tokens, p0.load = 0, wire.Load(prefill_tokens_per_s=0.1)  # as one cold step may have measured
-    check_goals(goals, [p0, d0], p0, d0, 1000)
     check_goals(Goals(), [p0, d0], p0, d0, 10**9)
+    for ahead, rate in ((1000, 1000.0), (0, 0.1)):  # the last as one cold step may have measured
+        p0.outstanding_tokens, p0.load = ahead, wire.Load(prefill_tokens_per_s=rate)
+        check_goals(Goals(ttft_s=2.0), [p0, d0], p0, d0, 1000)
 
 
 def test_decode_instances_that_are_too_slow_are_passed_over() -> None:
@@ -323,11 +295,10 @@ def test_decode_instances_that_are_too_slow_are_passed_over() -> None:
 def test_pace_is_of_late() -> None:
     pace, request = StepPace(), Request("r", Order(PROMPT, Sampling()))
     assert (pace.prefill_tokens_per_s, pace.decode_step_s) == (0.0, 0.0)
-    for _ in range(200):
-        pace.computed([(request, 100)], 1.0)
-    assert pace.prefill_tokens_per_s == pytest.approx(100)
-    for _ in range(200):
-        pace.computed([(request, 300), (request, 1)], 1.0)
+    for chunks, tokens_per_s in (([(request, 100)], 100), ([(request, 300), (request, 1)], 300)):
+        for _ in range(200):
+            pace.computed(chunks, 1.0)
+        assert pace.prefill_tokens_per_s == pytest.approx(tokens_per_s, rel=0.01)
     pace.computed([(request, 3)], 10.0)  # says nothing of prompts
     assert pace.prefill_tokens_per_s == pytest.approx(300, rel=0.01)
     assert pace.decode_step_s == pytest.approx(1.0)

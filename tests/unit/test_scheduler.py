@@ -121,19 +121,12 @@ def test_kv_that_lost_precision_serves_only_its_like(landed_as: str, asked_as: s
     first.kv_precision, second.kv_precision = landed_as, asked_as
     assert scheduler.land(first, 9) == 0
     scheduler.landed(first)
-    scheduler.finish(first)
+    assert scheduler.fork(first, 1).kv_precision == landed_as
+    for each in list(scheduler.requests.values()):
+        scheduler.finish(each)
     assert scheduler.land(second, 9) == hits * 4
     scheduler.finish(second)
     local = request("c", 10)  # computed here, so exact
     scheduler.add(local)
     scheduler.plan()
     assert local.num_cached_tokens == (0 if landed_as else 8)
-
-
-def test_a_fork_of_kv_that_lost_precision_is_known_as_such() -> None:
-    scheduler = StepScheduler(BlockPool(32), 4, 8, 16, PrefixScope("model", Numerics()))
-    parent = request("a", 8)
-    parent.kv_precision = "int8"
-    scheduler.land(parent, 8)
-    scheduler.landed(parent)
-    assert scheduler.fork(parent, 1).kv_precision == "int8"

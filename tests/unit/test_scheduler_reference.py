@@ -183,19 +183,10 @@ def explore(seeds: range) -> Counter[str]:
 
 
 def test_random_traffic_is_planned_as_the_reference_plans_it() -> None:
-    seen = explore(range(120))
-    for what in (
-        "preempted",
-        "forked",
-        "forked to wait",
-        "cached",
-        "landed on cached blocks",
-        "move copy",
-        "move out",
-        "move in",
-        "passed by the window",
-    ):
-        assert seen[what] > 30, f"{what} was hardly seen: {seen}"
+    seen = explore(range(50))
+    kinds = ["preempted", "forked", "forked to wait", "cached", "landed on cached blocks", "passed by the window"]
+    for what in (*kinds, "move copy", "move out", "move in"):
+        assert seen[what] > 10, f"{what} was hardly seen: {seen}"
 
 
 @pytest.mark.slow

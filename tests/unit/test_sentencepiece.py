@@ -66,16 +66,12 @@ def test_texts_are_split_as_transformers_does(tmp_path: Path, adds_prefix: bool)
         assert own.decode(token_ids, False) == theirs.decode(token_ids)
 
 
-def test_the_piece_with_the_highest_score_is_made_first(tmp_path: Path) -> None:
-    own = Tokenizer(make_folder(tmp_path))
+def test_the_piece_with_the_highest_score_is_made_first_and_what_is_special_is_hidden(tmp_path: Path) -> None:
+    """Digits are pieces of the user's, which a text shows; what tokenizer_config.json names is not shown."""
+    own = Tokenizer(make_folder(tmp_path, sep_token=SEP))
     names = [own.token_name(token_id) for token_id in own.encode("the")]
     assert names == ["th", "e"], "th has a higher score than he, and no piece is made of th and e"
     assert [own.token_name(each) for each in own.encode(" the")] == ["▁the"]
-
-
-def test_what_is_special_is_hidden(tmp_path: Path) -> None:
-    """Digits are pieces of the user's, which a text shows; what tokenizer_config.json names is not shown."""
-    own = Tokenizer(make_folder(tmp_path, sep_token=SEP))
     token_ids = own.encode(f"<s>in 42{SEP}</s>")
     assert len(token_ids) == 7
     assert own.decode(token_ids) == "in 42"
@@ -90,14 +86,10 @@ def test_tokens_of_other_files_have_their_ids(tmp_path: Path) -> None:
     assert {file.name for file in files_of(folder)} == {"tokenizer.model", "tokenizer_config.json", "added_tokens.json"}
 
 
-def test_guides_take_it(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path)
-    compiler = Compiler(folder / "tokenizer.json", len(pieces()), [2])
-    assert compiler.compile(Guide("regex", "in|the")).problem == ""
-
-
 def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:
+    """Guides take either."""
     folder = make_folder(tmp_path)
+    assert Compiler(folder / "tokenizer.json", len(pieces()), [2]).compile(Guide("regex", "in|the")).problem == ""
     text = made_from(folder)
     (folder / "tokenizer.json").write_text(text)
     (folder / "tokenizer.model").write_bytes(b"")
@@ -105,15 +97,12 @@ def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:
     assert RustTokenizer.from_str(text).get_vocab_size() == len(pieces())
 
 
-@pytest.mark.parametrize("data", [b"", b"\x0a\xff", b"\xff" * 40, b"PK\x03\x04", b"\x0a\x02\x10\x01"])
+@pytest.mark.parametrize("data", [b"", b"\x0a\xff", b"\xff" * 40, b"\x0a\x02\x10\x01"])
 def test_a_broken_file_is_refused_by_name(tmp_path: Path, data: bytes) -> None:
+    """And a class whose rules are not known."""
     folder = make_folder(tmp_path)
     (folder / "tokenizer.model").write_bytes(data)
     with pytest.raises(ModelError, match=r"tokenizer\.model: cannot be read as a SentencePiece model"):
         Tokenizer(folder)
-
-
-def test_classes_whose_rules_are_not_known_are_refused(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, tokenizer_class="LlamaTokenizer")
     with pytest.raises(ModelError, match=r"tokenizer\.json: cannot be read"):
-        Tokenizer(folder)
+        Tokenizer(make_folder(tmp_path, tokenizer_class="LlamaTokenizer"))

@@ -52,15 +52,11 @@ def test_a_tenants_salt_is_on_every_way(make: Services) -> None:
     assert len({"", "mine", *router.salts}) == 4
 
 
-def test_nothing_is_generated_for_echo_alone(make: Services) -> None:
+def test_nothing_is_generated_for_echo_alone_but_for_the_prompts_logprobs(make: Services) -> None:
     service, router = make("ab")
     generation = completion(service, "hi", echo=True, max_tokens=0, n=2)
     assert [(p.text, p.token_ids, p.finish_reason) for p in whole(service, generation)] == [("", [], "length")] * 2
     assert router.requests == []
-
-
-def test_echo_alone_with_logprobs_computes_the_prompt(make: Services) -> None:
-    service, router = make("ab")
     router.told = PromptOutput("r", 0, 0, [None, Logprobs(-1.0, 1, [])])
     generation = completion(service, "hi", echo=True, max_tokens=0, logprobs=1, min_tokens=0)
     router.logprobs = {0: -1.0}
@@ -76,30 +72,21 @@ def test_echo_alone_with_logprobs_computes_the_prompt(make: Services) -> None:
 )
 def test_the_end_of_a_prompt_is_kept(make: Services, keep: int, max_tokens: int | None, num_kept: int) -> None:
     service, _ = make(limit=100)
-    prompt = [at % 200 for at in range(500)]
+    prompt, text = [at % 200 for at in range(500)], "hello you " * 50
     generation = completion(service, prompt, truncate_prompt_tokens=keep, max_tokens=max_tokens)
     assert generation.prompt_token_ids == prompt[-num_kept:]
-    text = "hello you " * 50
     generation = completion(service, text, truncate_prompt_tokens=keep, max_tokens=max_tokens)
     assert service.tokenizer.decode(generation.prompt_token_ids) == text[-num_kept:]
-
-
-def test_a_chat_is_cut_to_leave_room(make: Services) -> None:
-    service, _ = make(limit=100)
     assert len(chat(service, "x" * 900, truncate_prompt_tokens=-1).prompt_token_ids) == 99
     assert len(chat(service, "x" * 900, truncate_prompt_tokens=-1, max_tokens=30).prompt_token_ids) == 70
 
 
-@pytest.mark.parametrize(("keep", "max_tokens"), [(100, None), (-1, 100), (-1, 5000)])
+@pytest.mark.parametrize(("keep", "max_tokens"), [(100, None), (-1, 100)])
 def test_a_prompt_that_cannot_be_cut_to_fit(make: Services, keep: int, max_tokens: int | None) -> None:
     service, _ = make(limit=100)
     with pytest.raises(RequestError, match=f"^truncate_prompt_tokens: {keep} ") as caught:
         completion(service, "hello", truncate_prompt_tokens=keep, max_tokens=max_tokens)
     assert caught.value.param == "truncate_prompt_tokens"
-
-
-def test_even_a_text_to_be_cut_has_a_limit(make: Services) -> None:
-    service, _ = make(limit=100)
     with pytest.raises(RequestError, match=f"send at most {TRUNCATED_NUM_CHARS}"):
         completion(service, "x" * (TRUNCATED_NUM_CHARS + 1), truncate_prompt_tokens=5)
 
@@ -116,11 +103,11 @@ def test_even_a_text_to_be_cut_has_a_limit(make: Services) -> None:
         ({"prompt_logprobs": 21}, "prompt_logprobs", 21),
         ({"min_tokens": 17}, "min_tokens", 17),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", 5),
-        ({"n": 2, "temperature": 0}, "n", 2),
         ({"n": 2, "best_of": 3, "temperature": 0}, "n", 2),
         ({"best_of": 2, "temperature": 1e-9}, "best_of", 2),
         ({"n": 100, "use_beam_search": True}, "n", 100),
         ({"n": 2, "best_of": 100, "use_beam_search": True}, "best_of", 100),
+        ({"n": 60, "use_beam_search": True, "max_tokens": 18_000}, "n", "60 hypotheses of up to 18000 tokens"),
         ({"allowed_token_ids": [EOS_ID], "min_tokens": 1}, "allowed_token_ids", "bad_words"),
         ({"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1}, "allowed_token_ids", "bad_words"),
     ],
@@ -128,29 +115,22 @@ def test_even_a_text_to_be_cut_has_a_limit(make: Services) -> None:
 def test_what_this_model_and_server_do_not_allow(
     make: Services, fields: dict[str, Any], param: str, value: object
 ) -> None:
-    service, _ = make()
+    service, _ = make(limit=20_000)
     with pytest.raises(RequestError, match=rf"^{param}: {value} ") as caught:
         completion(service, "a", **fields)
     assert caught.value.param == param
     assert "\n" not in str(caught.value)
-
-
-def test_an_answer_of_beams_has_an_end(make: Services) -> None:
-    service, _ = make(limit=20_000)
-    with pytest.raises(RequestError, match=r"^n: 60 hypotheses of up to 18000 tokens") as caught:
-        completion(service, "a", n=60, use_beam_search=True, max_tokens=18_000)
-    assert caught.value.param == "n"
-
-
-def test_chats_refusal_names_top_logprobs(make: Services) -> None:
-    service, _ = make()
     with pytest.raises(RequestError, match=r"^top_logprobs: 21 is more than this server's 20 \(--max-logprobs\)"):
         chat(service, "a", logprobs=True, top_logprobs=21)
 
 
-def test_forbidding_all_that_is_allowed(make: Services) -> None:
+def test_bad_words_become_tokens_and_may_not_forbid_all_that_is_allowed(make: Services) -> None:
     service, _ = make()
-    (allowed,) = service.tokenizer.encode("z")
+    encode = service.tokenizer.encode
+    for words in (["ab", "c"], [*["b" * 200] * 100, "c"]):
+        found = completion(service, "a", bad_words=words).sampling.bad_words
+        assert found == tuple(dict.fromkeys(tuple(encode(word)) for word in words))
+    (allowed,) = encode("z")
     with pytest.raises(RequestError, match="forbid every one of them"):
         completion(service, "a", allowed_token_ids=[allowed], bad_words=["z"])
     assert completion(service, "a", allowed_token_ids=[allowed, 1], bad_words=["z"]).sampling.bad_words
@@ -163,21 +143,12 @@ def test_a_greedy_default_of_the_model_counts(make: Services) -> None:
     assert completion(service, "a", n=2, temperature=1).sampling.n == 2
 
 
-def test_no_more_logprobs_than_tokens(make: Services, tmp_path: Path) -> None:
-    service, _ = make()
-    service.intake.limits = service.intake.limits._replace(max_logprobs=5000)
-    sampling = completion(service, "a", logprobs=4000, prompt_logprobs=4000).sampling
-    assert (sampling.logprobs, sampling.prompt_logprobs) == (VOCAB_SIZE, VOCAB_SIZE)
-
-
-@pytest.mark.parametrize(
-    ("most", "asked", "told"), [(-1, -1, VOCAB_SIZE), (-1, 4000, VOCAB_SIZE), (4000, -1, VOCAB_SIZE)]
-)
-def test_logprobs_of_the_whole_vocabulary(make: Services, most: int, asked: int, told: int) -> None:
+@pytest.mark.parametrize(("most", "asked"), [(-1, -1), (-1, 4000), (4000, -1), (5000, 4000)])
+def test_no_more_logprobs_than_the_vocabulary_has_tokens(make: Services, most: int, asked: int) -> None:
     service, _ = make()
     service.intake.limits = service.intake.limits._replace(max_logprobs=most)
     sampling = completion(service, "a", logprobs=asked, prompt_logprobs=asked).sampling
-    assert (sampling.logprobs, sampling.prompt_logprobs) == (told, told)
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (VOCAB_SIZE, VOCAB_SIZE)
     service.intake.limits = service.intake.limits._replace(max_logprobs=20)
     with pytest.raises(RequestError, match=rf"^logprobs: -1, all {VOCAB_SIZE} of the vocabulary, is more than .* 20 "):
         completion(service, "a", logprobs=-1)
@@ -192,16 +163,7 @@ def test_answers_that_would_fill_the_memory_are_refused(make: Services) -> None:
             completion(service, "a" * 50, temperature=1, **fields)
 
 
-def test_bad_words_become_tokens(make: Services) -> None:
-    service, _ = make()
-    encode = service.tokenizer.encode
-    many = ["b" * 200] * 100
-    for words in (["ab", "c"], [*many, "c"]):
-        found = completion(service, "a", bad_words=words).sampling.bad_words
-        assert found == tuple(dict.fromkeys(tuple(encode(word)) for word in words))
-
-
-def test_priorities_need_a_server_that_has_them(make: Services) -> None:
+def test_priorities_need_a_server_that_has_them_and_a_prompt_cache_key_is_a_session(make: Services) -> None:
     service, _ = make()
     assert completion(service, [1], priority=0).order.priority == 0
     with pytest.raises(RequestError, match="priority: 3; this server takes requests as they come") as caught:
@@ -209,14 +171,12 @@ def test_priorities_need_a_server_that_has_them(make: Services) -> None:
     assert caught.value.param == "priority"
     service.intake._has_priorities = True
     assert completion(service, [1], priority=3).order.priority == 3
-
-
-def test_a_prompt_cache_key_is_a_session(make: Services) -> None:
-    service, _ = make()
-    assert completion(service, [1], prompt_cache_key="mine").order.session == "mine"
-    assert completion(service, [1]).order.session == ""
-    for name in ("", "long" * 256):
-        assert completion(service, [1], session_id=name).order.session == name
+    for fields, name in (
+        ({}, ""),
+        ({"prompt_cache_key": "mine"}, "mine"),
+        ({"session_id": "long" * 256}, "long" * 256),
+    ):
+        assert completion(service, [1], **fields).order.session == name
 
 
 def test_a_chats_special_tokens_are_added_when_asked_for(make: Services, tmp_path: Path) -> None:

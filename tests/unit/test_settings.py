@@ -36,7 +36,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     own: int = 5
 
 
-def test_a_field_s_annotation_is_its_setting() -> None:
+def test_a_field_s_annotation_is_its_setting_by_whose_name_a_struct_is_filled() -> None:
     found = {each.name: (each.field, each.kind, each.default) for each in declared(Sample)}
     assert found == {
         "size": ("size_gib", float, 2.0),
@@ -44,9 +44,6 @@ def test_a_field_s_annotation_is_its_setting() -> None:
         "closed": ("is_open", bool, False),
         "names": ("names", list[str] | None, None),
     }
-
-
-def test_a_struct_is_filled_by_name() -> None:
     given = {"size": 3.0, "sort": "b", "closed": True, "names": ["x"]}
     assert read(Sample, given, own=6) == Sample(size_gib=3.0, kind="b", is_open=False, names=("x",), own=6)
     assert read(Sample, {**given, "names": None}).names == ()
@@ -67,32 +64,33 @@ def test_a_rule_names_the_setting_and_what_was_written(sample: Sample, told_of_i
     assert str(caught.value.named(str)) == told_of_it[2:]
 
 
-def test_a_rule_does_not_show_a_secret() -> None:
-    class Keys(msgspec.Struct):
-        key: Annotated[str, Setting("A key.", Panel.HTTP, Scope.SERVER, checks=(one_of("ab"),), is_secret=True)] = "a"
-
-    with pytest.raises(ConfigError, match=r"^--key: expected a or b$"):
-        declared(Keys)[0].check("sk-secret")
-
-
-def test_an_error_names_settings_as_its_user_wrote_them() -> None:
+def test_an_error_names_settings_as_its_user_wrote_them_and_has_no_marks_wherever_it_is_shown() -> None:
     error = ModelError(f"{called('max_num_seqs')} 0: give --max-num-seqs, or {called('dtype')}")
     assert str(error) == "--max-num-seqs 0: give --max-num-seqs, or --dtype"
     outer = ConfigError(f"engine: {error.text}").named({"max_num_seqs": "max_batch_size", "dtype": "dtype"}.__getitem__)
     assert str(outer) == "engine: max_batch_size 0: give --max-num-seqs, or dtype", "what nobody marked stays"
+    error = ModelError(f"{called('max_num_seqs')} 0").named(lambda setting: setting.upper())
+    assert repr(error) == repr(copy.copy(error)) == "ModelError('MAX_NUM_SEQS 0')"  # by what sends objects, too
+    assert error.args == ("MAX_NUM_SEQS 0",)
+    assert repr(ConfigError(called("dtype"))) == "ConfigError('--dtype')"
+    assert told("plain") == "plain"
 
 
-def test_names_in_errors_are_settings() -> None:
-    """A misspelt one would be shown as a flag that nobody can give."""
+def test_names_are_settings_and_are_not_shared() -> None:
+    """A misspelt one in an error would be shown as a flag that nobody can give."""
     source = "\n".join(file.read_text("utf-8") for file in (ROOT / "pd_cluster").rglob("*.py"))
     names = re.findall(r"\bcalled\([\"'](\w+)[\"']\)", source)
     assert len(names) > 50
     assert set(names) <= set(settings())
-
-
-def test_names_and_flags_are_not_shared() -> None:
     flags = [flag for each in settings().values() for flag in (each.flag, *map(flag_of, each.setting.also))]
     assert len(set(flags)) == len(flags) >= len(settings()) == sum(len(declared(group)) for group in GROUPS)
+    fields = {field.name for field in msgspec.structs.fields(EngineConfig)}
+    # What the rank table says, and a group of settings.
+    assert fields - {each.field for each in declared(EngineConfig)} == {
+        "num_local_ranks",
+        "paired_tp_sizes",
+        "adapters",
+    }
 
 
 def test_defaults_obey_their_rules() -> None:
@@ -104,125 +102,92 @@ def test_defaults_obey_their_rules() -> None:
             assert each.default is None or each.read(each.write(value)) == value, each.name
 
 
-@pytest.mark.parametrize("given", [{}, {"model": ""}])
-def test_a_model_must_be_given(given: dict[str, str]) -> None:
+def test_a_model_must_be_given() -> None:
     """An empty one comes from a variable that is not set: nothing is served in its place."""
-    with pytest.raises(ConfigError, match=r"^--model: empty or missing; give a model's folder"):
-        ServeOptions(**given).check()
-    with pytest.raises(ConfigError, match=r"^model: empty or missing"):
-        config_of({"model": ""})
+    for given in ({}, {"model": ""}):
+        with pytest.raises(ConfigError, match=r"^--model: empty or missing; give a model's folder"):
+            ServeOptions(**given).check()
+    for model, said in (("", "^model: empty or missing"), (None, "^model None: expected a folder")):
+        with pytest.raises(ConfigError, match=said):
+            config_of({"model": model})
 
 
-@pytest.mark.parametrize(
-    ("name", "written", "flags"),
-    [
-        ("kv_hmac", False, [("--no-kv-hmac",)]),
-        ("spawn", True, [("--spawn",)]),
-        ("spawn", False, []),
-        ("try_unlisted", ["a", "b"], [("--try-unlisted", "a"), ("--try-unlisted", "b")]),
-        ("dead_after", 4.0, [("--dead-after", "4.0")]),
-        ("num_blocks", None, []),
-    ],
-)
-def test_flags_of_a_written_value(name: str, written: Any, flags: list[tuple[str, ...]]) -> None:
-    assert settings()[name].flags(written) == flags
+def test_flags_of_a_written_value() -> None:
+    written: dict[tuple[str, Any], list[tuple[str, ...]]] = {
+        ("kv_hmac", False): [("--no-kv-hmac",)],
+        ("spawn", True): [("--spawn",)],
+        ("spawn", False): [],
+        ("dead_after", 4.0): [("--dead-after", "4.0")],
+        ("num_blocks", None): [],
+    }
+    assert {(name, value): settings()[name].flags(value) for name, value in written} == written
+    assert settings()["try_unlisted"].flags(["a", "b"]) == [("--try-unlisted", "a"), ("--try-unlisted", "b")]
 
 
-def test_options_do_not_show_secrets() -> None:
+def test_nothing_shows_secrets() -> None:
     secrets = {each.name for each in settings().values() if each.setting.is_secret}
     assert secrets == {"api_key", "metrics_key", "kv_shared_cache"}
     shown = repr(ServeOptions(api_key=["sk-secret", "api=sk-secret"], metrics_key="sk-secret", port=7))
     assert shown == "ServeOptions(port=7)"
+    shown = repr(HttpConfig(api_keys=("sk-one",), metrics_key="sk-two", root_path="/api"))
+    assert "sk-" not in shown
+    assert "root_path='/api'" in shown
+
+    class Keys(msgspec.Struct):
+        key: Annotated[str, Setting("A key.", Panel.HTTP, Scope.SERVER, checks=(one_of("ab"),), is_secret=True)] = "a"
+
+    with pytest.raises(ConfigError, match=r"^--key: expected a or b$"):
+        declared(Keys)[0].check("sk-secret")
 
 
-def run(code: str, path: Path = ROOT) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={"PYTHONPATH": str(path), "PATH": "", "COLUMNS": "200"},
-        cwd=path,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+CODE = f"""if True:
+    import sys, pd_cluster
+    from pd_cluster.settings.engine import SHIPPED_MODEL
+    print(pd_cluster.LLM.__name__, *({WEB} & sys.modules.keys()))
+    from pd_cluster.offline.arguments import config_of
+    print(config_of({{"model": SHIPPED_MODEL, "num_blocks": 5, "kv_hmac": False}}, 1, 1).arguments)
+    from pd_cluster.checkpoints.checkpoint import Checkpoint
+    Checkpoint.of(config_of({{"model": SHIPPED_MODEL}}).engine)
+    print("read", *({WEB} & sys.modules.keys()))
+    from pd_cluster.errors import ConfigError
+    from pd_cluster.offline.session import _launch
+    from pd_cluster.settings.options import ServeOptions
+    print(ServeOptions(model="m", made_up=4).engine().made_up, ServeOptions(model="m").engine().made_up)
+    given = {{"model": SHIPPED_MODEL, "made_up": 7}}
+    print(config_of(given).engine.made_up, *_launch(config_of(given, 1, 1)).arguments)
+    try:
+        config_of({{**given, "made_up": 0}})
+    except ConfigError as error:
+        print(error)
+    from pd_cluster.commands.cli import main
+    sys.argv = ["pd-cluster", "serve", "--help-all"]
+    main()"""
 
 
-def test_offline_needs_no_web_server_and_no_command_line() -> None:
-    """Neither its import, nor its arguments up to the engine's config, split or not."""
-    code = f"""if True:
-        import sys, pd_cluster
-        from pd_cluster.settings.engine import SHIPPED_MODEL
-        print(pd_cluster.LLM.__name__, *({WEB} & sys.modules.keys()))
-        from pd_cluster.offline.arguments import config_of
-        print(config_of({{"model": SHIPPED_MODEL, "num_blocks": 5, "kv_hmac": False}}, 1, 1).arguments)
-        from pd_cluster.checkpoints.checkpoint import Checkpoint
-        Checkpoint.of(config_of({{"model": SHIPPED_MODEL}}).engine)
-        print("read", *({WEB} & sys.modules.keys()))"""
-    assert run(code) == ["LLM", "('--no-kv-hmac',)", "read"]
+def test_offline_needs_no_web_server_and_a_new_setting_takes_one_file(tmp_path: Path) -> None:
+    """Neither the import of `LLM`, nor its arguments up to the engine's config, split or not, imports a command line.
 
-
-def test_a_new_setting_takes_one_file(tmp_path: Path) -> None:
-    """Declared in a copy of the package, it is a flag, an argument of `LLM`, and a field that the engine is given."""
+    The setting is declared in a copy of the package; it is a flag, an argument of `LLM`, and a field of the engine's.
+    """
     source, copy = ROOT / "pd_cluster", tmp_path / "pd_cluster"
-    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "models"))
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("models"))
     (copy / "models").symlink_to(source / "models")
     shutil.copytree(ROOT / "ranktable_tools", tmp_path / "ranktable_tools")
     file = copy / "settings" / "engine.py"
     before, found, after = file.read_text("utf-8").partition(FIRST_OF_ENGINE)
     assert found
     file.write_text(before + NEW + found + after, encoding="utf-8")
-    code = """if True:
-        import sys
-        from pd_cluster.errors import ConfigError
-        from pd_cluster.offline.arguments import config_of, in_python_names
-        from pd_cluster.offline.session import _launch
-        from pd_cluster.settings.options import ServeOptions
-        from pd_cluster.settings.engine import SHIPPED_MODEL
-        print(ServeOptions(model="m", made_up=4).engine().made_up, ServeOptions(model="m").engine().made_up)
-        given = {"model": SHIPPED_MODEL, "made_up": 7}
-        print(config_of(given).engine.made_up, *_launch(config_of(given, 1, 1)).arguments)
-        try:
-            config_of({**given, "made_up": 0})
-        except ConfigError as error:
-            print(error)
-        from pd_cluster.commands.cli import main
-        sys.argv = ["pd-cluster", "serve", "--help-all"]
-        main()"""
-    made, offline, refused, *screen = run(code, tmp_path)
+    env = {"PYTHONPATH": str(tmp_path), "PATH": "", "COLUMNS": "200"}
+    command = [sys.executable, "-c", CODE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    *imported, made, offline, refused = done.stdout.splitlines()[:6]
+    assert imported == ["LLM", "('--no-kv-hmac',)", "read"]
     assert made == "4 3"
     assert offline.startswith("7 --made-up=7 ")
     assert refused == "made_up 0: must be at least 1"
+    screen = done.stdout.splitlines()[6:]
     assert [line for line in screen if "--made-up" in line and "Invented by a test." in line and "3" in line]
-
-
-def test_the_engine_s_fields_are_settings() -> None:
-    """All but what the rank table says, and a group of settings."""
-    fields = {field.name for field in msgspec.structs.fields(EngineConfig)}
-    grouped = {"num_local_ranks", "paired_tp_sizes", "adapters"}
-    assert fields - {each.field for each in declared(EngineConfig)} == grouped
-    assert told("plain") == "plain"
-
-
-def test_an_error_has_no_marks_wherever_it_is_shown() -> None:
-    """Also in another process, to which it may be sent."""
-    error = ModelError(f"{called('max_num_seqs')} 0").named(lambda setting: setting.upper())
-    assert repr(error) == "ModelError('MAX_NUM_SEQS 0')"
-    assert error.args == ("MAX_NUM_SEQS 0",)
-    assert repr(copy.copy(error)) == repr(error)  # by what sends objects, too
-    assert repr(ConfigError(called("dtype"))) == "ConfigError('--dtype')"
-
-
-def test_no_model_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"^model None: expected a folder"):
-        config_of({"model": None})
-
-
-def test_no_configuration_shows_keys() -> None:
-    shown = repr(HttpConfig(api_keys=("sk-one",), metrics_key="sk-two", root_path="/api"))
-    assert "sk-" not in shown
-    assert "root_path='/api'" in shown
 
 
 @pytest.mark.parametrize(("flag", "shows_all"), [("--help", False), ("--help-all", True)])

@@ -15,18 +15,14 @@ from tests.support.shared_schedulers import LEASE_S, Scheduler, Two
 
 
 async def test_only_the_owner_gives_orders_and_commands_at_another_name_it(tmp_path: Path) -> None:
+    """One that does not reach the record any more names nobody."""
     two = await Two.begun(tmp_path)
     assert {peers.term for peers in two.one.orders} == {1}
-    assert not two.other.orders
     two.other.world.membership.tell_peers()
     assert not two.other.orders
     with pytest.raises(Refused, match=r"scheduler-1 does not own membership: scheduler-0 does, at http://.*:9001"):
         two.other.world.elastic.drain("decode-1")
     assert two.other.fence.term == 1, "it greets workers with the owner's term"
-
-
-async def test_an_owner_that_does_not_reach_the_record_any_more_names_nobody(tmp_path: Path) -> None:
-    two = await Two.begun(tmp_path)
     assert two.one.shared.owner == "scheduler-0"
     two.now_s += LEASE_S
     assert two.one.shared.owner == ""
@@ -125,35 +121,36 @@ async def test_a_write_that_another_program_got_ahead_of_is_made_again_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = await Two.begun(tmp_path)
-    store, refused = two.one.store, [True]
+    store, shared, refused = two.one.store, two.one.shared, [True]
     write = store.write
     monkeypatch.setattr(store, "write", lambda record: not (refused and refused.pop()) and write(record))
     two.now_s += LEASE_S / 2
     await two.one.look()
     assert not refused
     two.now_s += LEASE_S * 0.9
-    assert two.one.shared.is_owner, "it was renewed"
+    assert shared.is_owner, "it was renewed"
     monkeypatch.setattr(store, "write", lambda record: False)
     await two.one.look()
-    assert two.one.shared.is_owner, "nobody else can be the owner before its lease's end"
+    assert shared.is_owner, "nobody else can be the owner before its lease's end"
     two.now_s += LEASE_S * 0.2
-    assert not two.one.shared.is_owner
+    assert not shared.is_owner
 
 
 async def test_an_owner_whose_workers_follow_a_later_term_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     two = await Two.begun(tmp_path)
-    two.one.world.membership.on_stale_order("to-decode-0", 1)
-    await two.one.look()
-    assert "start the workers again" not in caplog.text
-    two.one.world.membership.on_stale_order("to-decode-0", 7)
-    await two.one.look()
-    assert "workers follow term 7 and no earlier one, and this owner of membership has term 1" in caplog.text
-    caplog.clear()
-    await two.one.look()
-    assert not caplog.records, "no worker has refused since"
+    for term, says_so in ((1, False), (7, True), (None, False)):
+        caplog.clear()
+        if term is not None:
+            two.one.world.membership.on_stale_order("to-decode-0", term)
+        await two.one.look()
+        assert ("workers follow term 7 and no earlier one, and this owner" in caplog.text) == says_so
     assert two.one.shared.is_owner
+    caplog.clear()
+    ElasticWorld().membership.on_stale_order("to-decode-0", 7)  # a single scheduler
+    (told,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "start the workers again" in told.getMessage()
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
@@ -185,22 +182,7 @@ async def test_the_lease_is_let_go_after_a_write_that_is_under_way(
 
 
 async def test_a_new_scheduler_is_no_owner_before_it_reaches_all(tmp_path: Path) -> None:
-    """Its list of live instances would cut links that the others' requests use."""
-    two = await Two.begun(tmp_path)
-    new = Scheduler(tmp_path, 2, lambda: two.now_s)
-    new.world["decode-0"].state = "connecting"
-    await new.look()
-    two.now_s += LEASE_S + 0.1
-    await new.look()
-    assert not new.shared.is_owner
-    new.world["decode-0"].state = "ready"
-    await new.look()
-    assert new.shared.is_owner
-
-
-async def test_the_first_look_waits_for_all_instances_and_takes_over_the_wishes_of_a_record_without_an_owner(
-    tmp_path: Path,
-) -> None:
+    """Its list of live instances would cut links that the others' requests use; it takes over the record's wishes."""
     two = await Two.begun(tmp_path)
     two.one.world.elastic.drain("decode-1", timeout_s=7.0)
     await two.one.look()
@@ -208,12 +190,14 @@ async def test_the_first_look_waits_for_all_instances_and_takes_over_the_wishes_
     new = Scheduler(tmp_path, 2, lambda: two.now_s)
     new.world["decode-0"].state = "connecting"
     await new.look()
+    two.now_s += LEASE_S + 0.1
+    await new.look()
     assert not new.shared.is_owner
     assert new.world["decode-1"].service == "out"
-    newest = Scheduler(tmp_path, 3, lambda: two.now_s)
-    await newest.look()
-    assert newest.shared.is_owner
-    (member,) = [each for each in newest.shared.ownership.record.members if each.name == "decode-1"]
+    new.world["decode-0"].state = "ready"
+    await new.look()
+    assert new.shared.is_owner
+    (member,) = [each for each in new.shared.ownership.record.members if each.name == "decode-1"]
     assert (member.service, member.drain_timeout_s) == ("out", 7.0)
 
 
@@ -236,17 +220,10 @@ async def test_terms_of_a_new_folder_are_later_than_those_of_a_lost_one(tmp_path
     assert one.fence.term == 1_000_051
 
 
-def test_a_single_scheduler_says_how_workers_of_several_follow_it(caplog: pytest.LogCaptureFixture) -> None:
-    ElasticWorld().membership.on_stale_order("to-decode-0", 7)
-    (told,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert "start the workers again" in told.getMessage()
-
-
 async def test_others_have_longer_to_hear_where_leases_are_longer(tmp_path: Path) -> None:
     two = await Two.begun(tmp_path)
     assert two.one.shared.settle_s == 0.5
     two.one.shared.ownership.duration_s = 15.0
-    assert two.one.shared.settle_s == 4.5
     world = two.one.world
     world.elastic.change_role("decode-1", "prefill")
     for now_s, role in ((4.4, "decode"), (4.5, "prefill")):

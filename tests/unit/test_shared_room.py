@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,38 +25,32 @@ from pd_cluster.settings.routing import MAX_SCHEDULERS, AdminSettings, EntranceS
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import LegEnd, TokenOutput
 from tests.support.elastic_world import ElasticWorld
-from tests.support.router_world import World, run, token
+from tests.support.router_world import World, token
 
 
 async def test_other_work_at_an_instance_is_what_it_reports(tmp_path: Path) -> None:
+    """At once, where others must see it."""
     world = ElasticWorld()
     world.membership.own_key = "scheduler-0@1"
     load = wire.Load(outstanding={"scheduler-0@1": 100, "scheduler-1@2": 30, "scheduler-2@3": 12})
     world.membership.on_heartbeat("to-decode-0", load)
     assert world["decode-0"].others_tokens == 42
-
-
-def test_work_that_others_must_see_is_reported_at_once() -> None:
     assert wire.Load(outstanding={"a@1": 1}).shown_now != wire.Load(outstanding={"a@1": 0}).shown_now
 
 
 async def test_a_full_instance_is_no_fault_and_no_attempt() -> None:
-    world = World()
-    world.router.attempts.limits = world.router.attempts.limits.__class__(max_attempts=0)
+    world = World(replay=ReplayLimits(max_attempts=0))
     serving, first, rid = await world.begin()
     world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "full", True, is_full=True))
     await asyncio.sleep(0)
     assert len(world.mailbox.of(wire.Submit)) == 2, "it waits for news of the instances"
-    while len(world.mailbox.of(wire.Submit)) < 4:
+    while len(submits := world.mailbox.of(wire.Submit)) < 4:
         world.membership.changed.set()
         await asyncio.sleep(0)
-    assert len(world.mailbox.of(wire.Submit)) == 4
-    submits = [body for _, body in world.mailbox.of(wire.Submit)]
-    assert {body.attempt for body in submits[2:]} == {1}
-    prefill = world.mailbox.of(wire.Submit)[2][0]
-    world.outputs(prefill, token(rid, 0, attempt=1))
+    assert [body.attempt for _, body in submits] == [0, 0, 1, 1]
+    world.outputs(submits[2][0], token(rid, 0, attempt=1))
     assert (await first).position == 0
-    await serving.aclose()
+    await world.leave(serving)
 
 
 class Bounced:
@@ -97,10 +92,7 @@ async def test_a_full_instance_is_left_alone_for_longer_each_time() -> None:
         bounced.bounce(rid, attempt)
         await bounced.until_submits(2 * attempt + 4)
     assert bounced.pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0]
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    await serving.aclose()
-    bounced.world.assert_home()
+    await bounced.world.leave(serving, first)
 
 
 async def test_instances_that_stay_full_are_no_internal_error() -> None:
@@ -147,87 +139,41 @@ async def test_a_pause_while_a_request_waits_for_room_keeps_it() -> None:
     await bounced.world.router.steer("open")
     await bounced.until(lambda: bounced.num_submits == 4)
     assert sum(each.num_outstanding for each in bounced.world.instances) == 2
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    await serving.aclose()
-    bounced.world.assert_home()
+    await bounced.world.leave(serving, first)
 
 
-def test_others_see_each_leg_however_small() -> None:
-    sent: list[wire.Submit] = []
-
-    async def go() -> None:
-        world = World()
-        serving, first, _ = await world.begin()
-        sent.extend(body for _, body in world.mailbox.of(wire.Submit))
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await serving.aclose()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RoutingRequest, "weight", lambda self, instance, leg: 0)
-        run(go())
-    assert [body.weight for body in sent] == [1, 1]
+async def test_others_see_each_leg_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoutingRequest, "weight", lambda self, instance, leg: 0)
+    world = World()
+    serving, first, _ = await world.begin()
+    assert [body.weight for _, body in world.mailbox.of(wire.Submit)] == [1, 1]
+    await world.leave(serving, first)
 
 
-@pytest.mark.parametrize(
-    ("join", "entrance", "admin", "named"),
-    [
-        (JoinSettings(), EntranceSettings(scheduler_lease="f", api_workers=2), AdminSettings(), "--api-workers 2"),
-        (
-            JoinSettings(),
-            EntranceSettings(scheduler_lease="f"),
-            AdminSettings(allow_runtime_lora=True, lora_root="/"),
-            "--allow-runtime-lora",
-        ),
-    ],
-)
-def test_what_one_scheduler_alone_can_do_is_refused_by_name(
-    join: JoinSettings, entrance: EntranceSettings, admin: AdminSettings, named: str
-) -> None:
+def test_what_one_scheduler_alone_can_do_is_refused_by_name() -> None:
+    """And nothing of several is taken by one."""
     start = Start.__new__(Start)
-    object.__setattr__(start, "join", join)
-    with pytest.raises(ConfigError) as caught:
-        check_shared(start, entrance, admin)
-    assert named.strip("-") in str(caught.value).replace("_", "-")
-
-
-@pytest.mark.parametrize(
-    ("entrance", "timeouts", "named"),
-    [
-        (EntranceSettings(scheduler_index=2), Timeouts(), "scheduler-index"),
-        (EntranceSettings(), Timeouts(lease_duration_s=3.0), "lease-duration"),
-    ],
-)
-def test_a_scheduler_alone_takes_nothing_of_several(entrance: EntranceSettings, timeouts: Timeouts, named: str) -> None:
+    object.__setattr__(start, "join", JoinSettings())
+    several, runtime = EntranceSettings(scheduler_lease="f"), AdminSettings(allow_runtime_lora=True, lora_root="/")
+    longer = Timeouts(lease_duration_s=3.0)
+    two = EntranceSettings(scheduler_lease="f", api_workers=2)
     check_alone(EntranceSettings(), Timeouts())
-    with pytest.raises(ConfigError) as caught:
-        check_alone(entrance, timeouts)
-    assert named in str(caught.value).replace("_", "-")
-    assert "scheduler-lease" in str(caught.value).replace("_", "-")
-
-
-@pytest.mark.parametrize("flag", ["--scheduler-index", "--scheduler-lease"])
-def test_up_gives_each_scheduler_its_number_itself(flag: str) -> None:
-    for given in ([f"{flag}=0"], [flag, "0"]):
-        with pytest.raises(ConfigError, match=flag):
-            Cluster(Launch(model="m", num_schedulers=2, arguments=given), print)
-
-
-def test_up_starts_no_more_schedulers_than_there_are_numbers() -> None:
-    refused = CliRunner().invoke(app, ["up", "--schedulers", str(MAX_SCHEDULERS + 1)])
-    assert refused.exit_code == 2
-    assert str(MAX_SCHEDULERS) in refused.output
+    for check, names in (
+        (partial(check_shared, start, two, AdminSettings()), ["api-workers 2"]),
+        (partial(check_shared, start, several, runtime), ["allow-runtime-lora"]),
+        (partial(check_alone, EntranceSettings(scheduler_index=2), Timeouts()), ["scheduler-index", "scheduler-lease"]),
+        (partial(check_alone, EntranceSettings(), longer), ["lease-duration", "scheduler-lease"]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check()
+        assert all(name in str(caught.value).replace("_", "-") for name in names)
 
 
 def test_up_plans_each_scheduler_with_ports_of_its_own(tmp_path: Path) -> None:
     launch = Launch(model="m", num_schedulers=3, port=9000)
     schedulers = [member for member in plan_cluster(launch, tmp_path) if member.is_scheduler]
-    assert [(member.name, member.port) for member in schedulers] == [
-        ("scheduler-0", 9000),
-        ("scheduler-1", 9002),
-        ("scheduler-2", 9004),
-    ]
+    assert [member.name for member in schedulers] == ["scheduler-0", "scheduler-1", "scheduler-2"]
+    assert [member.port for member in schedulers] == [9000, 9002, 9004]
     assert launch.urls == [f"http://127.0.0.1:{port}" for port in (9000, 9002, 9004)]
     for index, member in enumerate(schedulers):
         assert f"--scheduler-index={index}" in member.command
@@ -235,7 +181,19 @@ def test_up_plans_each_scheduler_with_ports_of_its_own(tmp_path: Path) -> None:
     (alone,) = [member for member in plan_cluster(Launch(model="m"), tmp_path) if member.is_scheduler]
     assert alone.name == "scheduler"
     assert not [flag for flag in alone.command if "--scheduler-lease" in flag]
-    with pytest.raises(ConfigError, match="--admin-port: not with --schedulers"):
-        Cluster(Launch(model="m", num_schedulers=2, arguments=["--admin-port=9001"]), print)
-    with pytest.raises(ConfigError, match="--encode: not with --schedulers"):
-        Cluster(Launch(model="m", num_schedulers=2, num_encode=1), print)
+    refused = CliRunner().invoke(app, ["up", "--schedulers", str(MAX_SCHEDULERS + 1)])
+    assert (refused.exit_code, str(MAX_SCHEDULERS) in refused.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "num_encode"),
+    [
+        (["--scheduler-index=0"], 0),
+        (["--scheduler-lease", "f"], 0),
+        (["--admin-port=9001"], 0),
+        ([], 1),
+    ],
+)
+def test_up_gives_several_schedulers_what_is_theirs_itself(given: list[str], num_encode: int) -> None:
+    with pytest.raises(ConfigError, match=given[0].partition("=")[0] if given else "--encode: not with --schedulers"):
+        Cluster(Launch(model="m", num_schedulers=2, arguments=given, num_encode=num_encode), print)

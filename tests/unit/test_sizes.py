@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import functools
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[2] / "pd_cluster"
 MAX_LINES = 60
 MAX_PARAMETERS = 10
+# Modules with the names of other projects, and a benchmark, which describes them.
+FOREIGN = ("fastdeploy", "offline.lmdeploy", "bench")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Functions whose parameters are given from outside: flags, and names that users call.
@@ -24,6 +29,8 @@ GIVEN = {
 def functions(node: ast.AST, within: str = "") -> Iterator[tuple[str, Function]]:
     """Each with its name inside the module, however deep, but for those that Triton compiles."""
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            continue  # it has no functions but lambdas
         name = within
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             name = f"{within}.{child.name}".lstrip(".")
@@ -41,37 +48,36 @@ def num_parameters(function: Function, name: str) -> int:
     return len(names) - ("." in name and names[:1] in (["self"], ["cls"]))
 
 
-def every() -> Iterator[tuple[str, str, Function]]:
-    """Module, name and function."""
+class Found(NamedTuple):
+    long: list[str]
+    wide: set[str]
+    classes: dict[str, list[str]]
+
+
+@functools.cache
+def found() -> Found:
+    """Reads each module once."""
+    long, wide, classes = list[str](), set[str](), defaultdict[str, list[str]](list)
     for file in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
-        for name, function in functions(ast.parse(file.read_text("utf-8"))):
-            yield module, name, function
+        tree = ast.parse(file.read_text("utf-8"))
+        for name, function in functions(tree):
+            assert function.end_lineno is not None
+            if function.end_lineno - function.lineno + 1 > MAX_LINES:
+                long.append(f"{module}.{name}")
+            if num_parameters(function, name) > MAX_PARAMETERS:
+                wide.add(f"{module}.{name}")
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not module.startswith(FOREIGN):
+                classes[node.name].append(module)
+    return Found(long, wide, classes)
 
 
 def test_functions_are_short_and_take_few_parameters() -> None:
-    long, wide = set(), set()
-    for module, name, function in every():
-        assert function.end_lineno is not None
-        if function.end_lineno - function.lineno + 1 > MAX_LINES:
-            long.add(f"{module}.{name}")
-        if num_parameters(function, name) > MAX_PARAMETERS:
-            wide.add(f"{module}.{name}")
-    assert not long
-    assert wide == {f"{module}.{name}" for module, names in GIVEN.items() for name in names}
-
-
-# Modules with the names of other projects, and a benchmark, which describes them.
-FOREIGN = ("fastdeploy", "offline/lmdeploy", "bench")
+    assert not found().long
+    assert found().wide == {f"{module}.{name}" for module, names in GIVEN.items() for name in names}
 
 
 def test_a_class_name_means_one_thing() -> None:
     """So a name in an error, a log or a page leads to one definition."""
-    found: dict[str, list[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        module = path.relative_to(PACKAGE).with_suffix("").as_posix()
-        if not module.startswith(FOREIGN):
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef):
-                    found.setdefault(node.name, []).append(module)
-    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+    assert {name: modules for name, modules in found().classes.items() if len(modules) > 1} == {}

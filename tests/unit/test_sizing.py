@@ -68,9 +68,8 @@ def test_pools_that_do_not_fit_a_host_are_refused(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_one_request_must_fit(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], flag: str) -> None:
-    with pytest.raises(ConfigError, match=r"cannot hold one request of --max-model-len 1000 \(250 blocks\)") as caught:
+    with pytest.raises(ConfigError, match=rf"^{flag}.*cannot hold one request of --max-model-len 1000 \(250 blocks\)"):
         num_blocks(monkeypatch, **settings)
-    assert str(caught.value).startswith(flag)
 
 
 @pytest.mark.parametrize(
@@ -85,18 +84,14 @@ def test_one_request_must_fit(monkeypatch: pytest.MonkeyPatch, settings: dict[st
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict[str, Any], error: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"^{error}"):
         config(**settings)
-    assert str(caught.value).startswith(error)
 
 
 def test_swap_space_is_there_in_mode_swap_only() -> None:
     assert sizing.num_swap_blocks(config(swap_space_gib=1.0), LAYOUT) == 0
     blocks = sizing.num_swap_blocks(config(swap_space_gib=1.0, preemption_mode="swap", num_local_ranks=2), LAYOUT)
     assert blocks == GIB // 2 // LAYOUT.block_nbytes
-
-
-def test_available_memory_is_a_sensible_number() -> None:
     assert 1 << 20 < available_nbytes(CPU) < 1 << 50
 
 
@@ -110,7 +105,7 @@ def test_pinned_memory_is_told_beside_the_blocks(monkeypatch: pytest.MonkeyPatch
     assert pinned_nbytes(Device("npu")) is None
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_moves_are_as_if_done_one_after_the_other(seed: int) -> None:
     rng = random.Random(seed)
     pool = KVPool(LAYOUT, 12)
@@ -148,17 +143,13 @@ def cuda_blocks(monkeypatch: pytest.MonkeyPatch, free: float, peak: float = 20.0
 
 
 def test_a_gpu_has_what_its_share_leaves_after_weights_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that others use gives what nobody has."""
     of_a_gib = GIB / LAYOUT.block_nbytes
-    assert cuda_blocks(monkeypatch, free=63.0) == pytest.approx((72 - 20 - 1) * of_a_gib, rel=1e-3)
-    half = cuda_blocks(monkeypatch, free=63.0, gpu_memory_utilization=0.5)
-    assert half == pytest.approx((40 - 20 - 1) * of_a_gib, rel=1e-3)
-
-
-def test_a_gpu_that_others_use_gives_what_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_a_gib = GIB / LAYOUT.block_nbytes
-    assert cuda_blocks(monkeypatch, free=30.0) == pytest.approx((30 - 4 - 1) * of_a_gib, rel=1e-3)
-
-
-def test_a_gpu_without_room_says_what_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, given, left in (
+        (63.0, {}, 72 - 20 - 1),
+        (63.0, {"gpu_memory_utilization": 0.5}, 40 - 20 - 1),
+        (30.0, {}, 30 - 4 - 1),
+    ):
+        assert cuda_blocks(monkeypatch, free=free, **given) == pytest.approx(left * of_a_gib, rel=1e-3)
     with pytest.raises(ConfigError, match=r"--gpu-memory-utilization 0\.2, of which weights and steps take 20\.0 GiB"):
         cuda_blocks(monkeypatch, free=63.0, gpu_memory_utilization=0.2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pd_cluster.cluster.routing.spans import Names, TraceSpan, is_reported, spans_of
 from pd_cluster.cluster.routing.stats import Outcome
 from pd_cluster.cluster.routing.timeline import Timeline, Timelines
-from pd_cluster.types import FinishReason
 from pd_cluster.wire import TraceEvent
 
 PREFILL, DECODE = ("conn-p", "prefill-0"), ("conn-d", "decode-0")
@@ -87,22 +86,19 @@ def test_a_killed_worker_and_a_replay() -> None:
     assert [span.attributes[Names.TRANSFER_ID] for span in (first, second)] == ["r-0", "r-1"]
 
 
-def outcome_of(reason: FinishReason) -> Outcome:
-    return Outcome([reason], [1], 7, 9, 0.0, 3.0, 4.0)
-
-
 def test_an_answer_of_one_token_needs_no_handover() -> None:
+    outcome = Outcome(["length"], [1], 7, 9, 0.0, 3.0, 4.0)
     world = World()
     world.at(1.5, "conn-p", "r-0", "submitted")
     world.at(2.0, "conn-p", "r-0", "admitted", "offered")
     world.at(3.0, "conn-p", "r-0", "first token", "finished")
     world.timelines.ended("r")
-    _, attempt = spans_of(world.timeline, outcome_of("length"))
+    _, attempt = spans_of(world.timeline, outcome)
     assert shape(attempt) == ("attempt", 1.0, 3.0, ("prefill", 1.5, 3.0))
     assert attempt.parts[0].error == ""
     world = World()
     world.at(2.0, "conn-d", "r-0", "offered", "landed", nbytes=640)
     world.now_s = 3.0
     world.timelines.ended("r")
-    (handover,) = spans_of(world.timeline, outcome_of("length"))[1].parts
+    (handover,) = spans_of(world.timeline, outcome)[1].parts
     assert (shape(handover), handover.error) == (("handover", 2.0, 3.0), "")

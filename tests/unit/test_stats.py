@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 import socket
-from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 import msgspec
@@ -26,7 +24,7 @@ from pd_cluster.reports import AllStats, ApiReport, Busy, OthersBusy, Stats, ToA
 from pd_cluster.settings.config import ApiProcessConfig
 from pd_cluster.types import LegEnd, Sampling, TokenOutput
 from pd_cluster.wire import TraceEvent
-from tests.support.router_world import PROMPT, World, rest_of, token
+from tests.support.router_world import PROMPT, World, rest_of, token, turns
 
 # ---- a histogram
 
@@ -67,10 +65,10 @@ class Counted(World):
         """All that are not 0."""
         return {name: number for name, number in self.told.counters.items() if number}
 
-    def seen(self, name: str) -> tuple[int, float]:
-        """Returns the number of values, and their sum."""
-        buckets = self.told.histograms[name]
-        return sum(buckets.counts), buckets.total_e6 / 1e6
+    def seen(self, *names: str) -> list[tuple[int, float]]:
+        """Returns for each the number of values, and their sum."""
+        found = [self.told.histograms[name] for name in names]
+        return [(sum(buckets.counts), buckets.total_e6 / 1e6) for buckets in found]
 
     def say(self, at_s: float, *tokens: TokenOutput, conn: str = "to-decode-0") -> None:
         self.now_s = at_s
@@ -82,8 +80,7 @@ async def test_a_request_from_arrival_to_last_token() -> None:
     serving, first, name = await world.begin(Sampling(max_tokens=9), received_s=99.0)
     timeline = world.router.timelines.find(name)
     assert timeline is not None
-    clock = WorkerClock("to-prefill-0", offset_s=50.0)
-    timeline.add(clock, TraceEvent(f"{name}-0", 49.25, "admitted"))
+    timeline.add(WorkerClock("to-prefill-0", offset_s=50.0), TraceEvent(f"{name}-0", 49.25, "admitted"))
     world.say(101.0, token(name, 0), conn="to-prefill-0")
     await first
     world.say(101.5, token(name, 0), token(name, 1))  # the first again, from decode
@@ -91,20 +88,14 @@ async def test_a_request_from_arrival_to_last_token() -> None:
     world.say(104.0, token(name, 2), token(name, 4, finish="stop"))
     assert await rest_of(serving) == [1, 2, 3, 4]
     assert world.counters() == {"prompt_tokens": len(PROMPT), "generation_tokens": 5, "finished_stop": 1}
-    assert world.seen("first_token_s") == (1, 2.0)
-    assert world.seen("inter_token_s") == (4, 3.0)
-    assert world.seen("whole_s") == (1, 5.0)
-    assert world.seen("queue_s") == (1, 0.25)
-    assert world.seen("prefill_s") == (1, 1.75)
-    assert world.seen("decode_s") == (1, 3.0)
-    assert world.seen("inference_s") == (1, 4.75)
-    assert world.seen("num_prompt_tokens") == (1, len(PROMPT))
-    assert world.seen("num_output_tokens") == world.seen("most_output_tokens") == (1, 5)
-    assert world.seen("max_tokens") == (1, 9)
-    assert world.seen("num_sequences") == (1, 1)
+    times = ("first_token_s", "inter_token_s", "whole_s", "queue_s", "prefill_s", "decode_s", "inference_s")
+    assert world.seen(*times) == [(1, 2.0), (4, 3.0), (1, 5.0), (1, 0.25), (1, 1.75), (1, 3.0), (1, 4.75)]
+    sizes = ("num_prompt_tokens", "num_output_tokens", "most_output_tokens", "max_tokens", "num_sequences")
+    assert world.seen(*sizes) == [(1, len(PROMPT)), (1, 5), (1, 5), (1, 9), (1, 1)]
 
 
 async def test_tokens_that_come_together_count_each_and_share_the_time() -> None:
+    """Times of which no worker has told are left out."""
     world = Counted()
     serving, first, name = await world.begin(Sampling(max_tokens=6), gathers=True)
     world.say(101.0, token(name, 0), conn="to-prefill-0")
@@ -113,24 +104,17 @@ async def test_tokens_that_come_together_count_each_and_share_the_time() -> None
     await first
     await rest_of(serving)
     assert world.counters()["generation_tokens"] == 6
-    assert world.seen("inter_token_s") == (5, 2.5)
+    assert world.seen("inter_token_s", "num_output_tokens", "decode_s") == [(5, 2.5), (1, 6), (1, 2.5)]
     counts = world.told.histograms["inter_token_s"].counts
     assert counts[BOUNDS["inter_token_s"].index(0.5)] == 5
-    assert world.seen("num_output_tokens") == (1, 6)
-    assert world.seen("decode_s") == (1, 2.5)
-
-
-async def test_what_no_worker_has_told_is_left_out() -> None:
-    world = Counted()
-    serving, first, name = await world.begin()
-    world.say(101.0, token(name, 0, finish="length"), conn="to-prefill-0")
-    await first
-    await rest_of(serving)
-    assert world.seen("whole_s")[0] == 1
-    assert [world.seen(each)[0] for each in ("queue_s", "prefill_s", "inference_s", "handover_s")] == [0] * 4
+    assert [num for num, _ in world.seen("whole_s", "queue_s", "prefill_s", "inference_s", "handover_s")] == [
+        1,
+        *[0] * 4,
+    ]
 
 
 async def test_each_sequence_counts_by_its_own_reason_and_the_request_once() -> None:
+    """The answer of a beam search has no time between its tokens."""
     world = Counted()
     streams: list[Any] = []
     serving, first, name = await world.begin(Sampling(n=3, max_tokens=4), routed=streams.append)
@@ -142,65 +126,42 @@ async def test_each_sequence_counts_by_its_own_reason_and_the_request_once() -> 
     streams[0].stop(1)  # its second token was not read, and is not counted
     world.say(103.0, token(name, 2, index=2, finish="stop"))
     await rest_of(serving)
-    assert world.counters() == {
-        "prompt_tokens": len(PROMPT),
-        "generation_tokens": 2 + 1 + 3,
-        "finished_length": 1,
-        "finished_stop": 2,
-    }
-    assert world.seen("inter_token_s") == (4, 4.0)
-    assert world.seen("num_output_tokens") == (3, 6)
-    assert world.seen("most_output_tokens") == (1, 3)
-    assert world.seen("num_sequences") == (1, 3)
-    assert world.seen("first_token_s")[0] == world.seen("whole_s")[0] == 1
+    finished = {"finished_length": 1, "finished_stop": 2}
+    assert world.counters() == {"prompt_tokens": len(PROMPT), "generation_tokens": 2 + 1 + 3, **finished}
+    assert world.seen("inter_token_s", "num_output_tokens", "most_output_tokens") == [(4, 4.0), (3, 6), (1, 3)]
+    assert world.seen("num_sequences") == [(1, 3)]
+    assert [num for num, _ in world.seen("first_token_s", "whole_s")] == [1, 1]
+    serving, first, name = await world.begin(Sampling(n=1, beam_width=2, max_tokens=2, temperature=0.0))
+    world.say(104.0, token(name, 0), token(name, 1, finish="length"), conn=world.mailbox.of(wire.Submit)[-1][0])
+    world.outputs(world.mailbox.of(wire.Submit)[-2][0], ended=LegEnd(name, 0))
+    await first
+    await rest_of(serving)
+    assert world.counters()["generation_tokens"] == 8
+    assert world.seen("inter_token_s") == [(4, 4.0)]
 
 
-async def leave(world: Counted, serving: AsyncGenerator[TokenOutput, None], name: str) -> None:
-    await serving.aclose()
-
-
-async def is_cancelled(world: Counted, serving: AsyncGenerator[TokenOutput, None], name: str) -> None:
-    task = asyncio.ensure_future(anext(serving))
-    await asyncio.sleep(0)
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-
-
-async def fails(world: Counted, serving: AsyncGenerator[TokenOutput, None], name: str) -> None:
-    world.outputs("to-decode-0", ended=LegEnd(name, 0, "the guide leaves no token"))
-    with pytest.raises(GenerationError):
-        await anext(serving)
-
-
-@pytest.mark.parametrize(("how", "reason"), [(leave, "abort"), (is_cancelled, "abort"), (fails, "error")])
-async def test_a_request_that_came_to_no_end_counts_as_that_and_took_no_time(how: Any, reason: str) -> None:
+@pytest.mark.parametrize(("how", "reason"), [("leaves", "abort"), ("is cancelled", "abort"), ("fails", "error")])
+async def test_a_request_that_came_to_no_end_counts_as_that_and_took_no_time(how: str, reason: str) -> None:
     """One of its two sequences had ended before."""
     world = Counted()
     serving, first, name = await world.begin(Sampling(n=2, max_tokens=4))
     world.say(101.0, token(name, 0, finish="length"), token(name, 0, index=1), conn="to-prefill-0")
     await first
     await anext(serving)
-    await how(world, serving, name)
-    assert world.counters() == {
-        "prompt_tokens": len(PROMPT),
-        "generation_tokens": 2,
-        "finished_length": 1,
-        f"finished_{reason}": 1,
-    }
-    assert [world.seen(name)[0] for name in BOUNDS if name != "first_token_s"] == [0] * (len(BOUNDS) - 1)
+    if how == "fails":
+        world.outputs("to-decode-0", ended=LegEnd(name, 0, "the guide leaves no token"))
+        with pytest.raises(GenerationError):
+            await anext(serving)
+    elif how == "is cancelled":
+        task = asyncio.ensure_future(anext(serving))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await serving.aclose()
+    finished = {"finished_length": 1, f"finished_{reason}": 1}
+    assert world.counters() == {"prompt_tokens": len(PROMPT), "generation_tokens": 2, **finished}
+    assert {num for num, _ in world.seen(*(name for name in BOUNDS if name != "first_token_s"))} == {0}
     world.assert_home()
-
-
-async def test_the_answer_of_a_beam_search_has_no_time_between_its_tokens() -> None:
-    world = Counted()
-    serving, first, name = await world.begin(Sampling(n=1, beam_width=2, max_tokens=2, temperature=0.0))
-    world.say(101.0, token(name, 0), token(name, 1, finish="length"))
-    world.outputs("to-prefill-0", ended=LegEnd(name, 0))
-    await first
-    await rest_of(serving)
-    assert world.counters()["generation_tokens"] == 2
-    assert world.seen("inter_token_s") == (0, 0.0)
 
 
 @pytest.mark.parametrize("cause", ["death", "fault", "moved"])
@@ -217,9 +178,7 @@ async def test_replays_count_by_their_cause(cause: str) -> None:
         world.outputs("to-decode-0", ended=LegEnd(name, 0, "no KV cache", is_fault=True))
     else:
         world.router.move_on(world.instances[2], "its drain is over")
-    while len(world.mailbox.of(wire.Submit)) < 3:
-        await asyncio.sleep(0)
-    conn = world.mailbox.of(wire.Submit)[-1][0]
+    conn = (await world.until(wire.Submit, 3))[-1][0]
     world.say(102.0, token(name, 1, finish="length", attempt=1), conn=conn)
     await second
     await rest_of(serving)
@@ -237,9 +196,12 @@ async def test_what_is_refused_counts_and_nothing_else_of_it() -> None:
     assert world.counters() == {"refused_slo": 1}
     for each in world.instances:
         each.state = "unreachable"
-    with pytest.raises(Unavailable):
+        each.outstanding_tokens = 0
+    with pytest.raises(Unavailable, match="no prefill and no decode instance is ready"):
         await anext(world.serve())
     assert world.counters() == {"refused_slo": 1, "refused_unavailable": 1}
+    assert world.mailbox.sent == []
+    world.assert_home()
 
 
 # ---- what the workers tell of it
@@ -264,8 +226,8 @@ def test_of_several_attempts_the_one_that_gave_the_first_token_was_admitted() ->
     assert timeline.admitted_s(5.0) is None
     timeline.others += of_worker("P", 7.0, ("r-0", 1.0, "admitted"))
     timeline.others += of_worker("Q", 1.0, ("r-1", 9.0, "admitted"), ("r-2", 19.0, "admitted"))
-    assert [timeline.admitted_s(before_s) for before_s in (8.5, 10.5, 30.0)] == [8.0, 10.0, 20.0]
-    assert timeline.admitted_s(7.0) == 8.0  # its message was slow: not before the first token, by this clock
+    # The last: its message was slow, and it was not admitted before the first token by this clock.
+    assert [timeline.admitted_s(before_s) for before_s in (8.5, 10.5, 30.0, 7.0)] == [8.0, 10.0, 20.0, 8.0]
 
 
 def test_a_clock_that_is_late_makes_no_time_negative() -> None:
@@ -305,10 +267,8 @@ def test_together_is_as_if_one_process_had_counted_it_all() -> None:
     for _ in range(200):
         some(rng, rng.choice(parts))
     snapshots = [part.snapshot() for part in parts]
-    by_hand = {
-        name: [sum(column) for column in zip(*(numbers(each)[name] for each in snapshots), strict=True)]
-        for name in numbers(snapshots[0])
-    }
+    each = [numbers(snapshot) for snapshot in snapshots]
+    by_hand = {name: [sum(column) for column in zip(*(one[name] for one in each), strict=True)] for name in each[0]}
     assert numbers(added(snapshots)) == by_hand
     assert numbers(added([Stats(), *reversed(snapshots)])) == by_hand
 
@@ -332,16 +292,21 @@ def through_json(report: ApiReport) -> ApiReport:
     return msgspec.json.decode(msgspec.json.encode(report), type=ApiReport)
 
 
-@pytest.mark.parametrize("seed", range(20))
+def three_processes() -> tuple[ApiProcesses, list[Hears]]:
+    processes = ApiProcesses(cast(list[ApiProcessConfig], [None] * 3), cast(list[socket.socket], [None] * 3), [], 1.0)
+    hearers = [Hears() for _ in range(3)]
+    for api, hearer in zip(processes.apis, hearers, strict=True):
+        api.writer = cast(asyncio.StreamWriter, hearer)
+    return processes, hearers
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_totals_never_shrink_while_processes_die_and_begin_anew(seed: int) -> None:
     """All receive the same, and in the end it covers every report of every life of every process."""
     rng = random.Random(seed)
-    processes = ApiProcesses(cast(list[ApiProcessConfig], [None] * 3), cast(list[socket.socket], [None] * 3), [], 1.0)
-    hearers = [Hears() for _ in range(3)]
+    processes, hearers = three_processes()
     lives, ended = [RequestStats() for _ in range(3)], []
     reported = [Stats() for _ in range(3)]
-    for api, hearer in zip(processes.apis, hearers, strict=True):
-        api.writer = cast(asyncio.StreamWriter, hearer)
     for _ in range(150):
         at = rng.randrange(3)
         api = processes.apis[at]
@@ -369,16 +334,14 @@ def test_totals_never_shrink_while_processes_die_and_begin_anew(seed: int) -> No
 
 
 def test_of_what_they_do_now_each_is_told_the_others() -> None:
-    processes = ApiProcesses(cast(list[ApiProcessConfig], [None] * 3), cast(list[socket.socket], [None] * 3), [], 1.0)
-    hearers = [Hears() for _ in range(3)]
-    for api, hearer, number in zip(processes.apis, hearers, (1, 10, 100), strict=True):
-        api.writer = cast(asyncio.StreamWriter, hearer)
+    processes, hearers = three_processes()
+    for api, number in zip(processes.apis, (1, 10, 100), strict=True):
         processes.hear(api, ApiReport({}, busy=Busy(number, 2 * number)))
     processes.share_stats()
     assert [hearer.totals[-1].others for hearer in hearers] == [Busy(110, 220), Busy(101, 202), Busy(11, 22)]
     processes.hear_end(processes.apis[2])
-    processes.share_stats()
-    processes.share_stats()
+    for _ in range(2):
+        processes.share_stats()
     assert [hearer.totals[-1].others for hearer in hearers] == [Busy(10, 20), Busy(1, 2), Busy(11, 22)]
     assert [len(hearer.totals) for hearer in hearers] == [2, 2, 1]  # only news
 
@@ -406,14 +369,10 @@ async def test_a_change_of_the_work_is_reported_before_the_tick(monkeypatch: pyt
     """Without the counts, which are larger; the others' work replaces that of the last totals."""
     monkeypatch.setattr(mirror_module, "TICK_S", 3600.0)
     monkeypatch.setattr(mirror_module, "LOOK_S", 0.0)
-    told: list[ApiReport] = []
-    work = [Busy(1, 1, 0)]
+    told, work = list[ApiReport](), [Busy(1, 1, 0)]
     mirror = Mirror(cast(Any, None))
     running = asyncio.ensure_future(mirror.run(told.append, lambda: ApiReport({}), lambda: work[0]))
-    while len(told) < 1:
-        await asyncio.sleep(0)
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await turns()
     assert len(told) == 1, "nothing has changed"
     work[0] = Busy(3, 2, 1)
     while len(told) < 2:

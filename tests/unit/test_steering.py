@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 import pytest
 
 from pd_cluster import wire
 from pd_cluster.cluster.routing.entrance import ANYBODY
 from pd_cluster.errors import DeadlineExceeded, RequestAborted, Unavailable
-from tests.support.router_world import World, token
+from pd_cluster.types import TokenOutput
+from tests.support.router_world import World, token, turns
 
 
 def submits(world: World) -> list[wire.Submit]:
     return [body for _, body in world.mailbox.of(wire.Submit)]
 
 
-async def turns(num: int = 20) -> None:
-    for _ in range(num):
-        await asyncio.sleep(0)
-
-
-def first_token(world: World, request_id: str) -> None:
+async def begun(world: World) -> tuple[AsyncGenerator[TokenOutput, None], str]:
+    """Begins a request whose first token is read."""
+    serving, first, request_id = await world.begin()
     for prefill in world.instances[:2]:
         world.outputs(prefill.conn, token(request_id, 0))
+    assert (await first).position == 0
+    return serving, request_id
 
 
 async def test_it_goes_on_after_its_tokens() -> None:
     world = World()
-    serving, first, request_id = await world.begin()
-    first_token(world, request_id)
-    assert (await first).position == 0
+    serving, request_id = await begun(world)
     following = asyncio.ensure_future(anext(serving))
     await world.router.steer("paused", keeps=True)
     await world.router.until_idle()
@@ -39,8 +38,7 @@ async def test_it_goes_on_after_its_tokens() -> None:
     await turns()
     assert len(submits(world)) == 2
     await world.router.steer("open")
-    while len(submits(world)) < 3:
-        await asyncio.sleep(0)
+    await world.until(wire.Submit, 3)
     again = submits(world)[-1]
     assert (again.leg, again.attempt, [each.output_token_ids for each in again.resumed]) == ("hybrid", 1, [[7]])
     for instance in world.instances:
@@ -50,47 +48,35 @@ async def test_it_goes_on_after_its_tokens() -> None:
     assert world.router.num_waiting == 0
 
 
-async def test_a_reader_that_comes_late_goes_on_at_once() -> None:
-    """Its setback is read when the gate is open again."""
+@pytest.mark.parametrize("looks", [True, False])
+async def test_one_that_looks_for_an_instance_is_kept_too(looks: bool) -> None:
+    """As is one whose reader comes late, when the gate is open again."""
     world = World()
-    serving, first, request_id = await world.begin()
-    first_token(world, request_id)
-    await first
-    await world.router.steer("asleep", keeps=True)
+    serving, _ = await begun(world)
+    if looks:
+        following = asyncio.ensure_future(anext(serving))
+        for instance in world.instances:
+            world.lose(instance.name)
+        await turns()
+        await world.router.steer("paused", keeps=True)
+        for instance in world.instances:
+            world.come_back(instance.name)
+        world.membership.changed.set()
+        await turns()
+        assert len(submits(world)) == 2
+    else:
+        await world.router.steer("asleep", keeps=True)
+        await world.router.steer("open")
+        following = asyncio.ensure_future(anext(serving))
     await world.router.steer("open")
-    following = asyncio.ensure_future(anext(serving))
-    while len(submits(world)) < 3:
-        await asyncio.sleep(0)
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
-    await world.leave(serving)
+    await world.until(wire.Submit, 3)
+    await world.leave(serving, following)
 
 
-async def test_one_that_looks_for_an_instance_is_kept_too() -> None:
-    world = World()
-    serving, first, request_id = await world.begin()
-    first_token(world, request_id)
-    await first
-    following = asyncio.ensure_future(anext(serving))
-    for instance in world.instances:
-        world.lose(instance.name)
-    await turns()
-    await world.router.steer("paused", keeps=True)
-    for instance in world.instances:
-        world.come_back(instance.name)
-    world.membership.changed.set()
-    await turns()
-    assert len(submits(world)) == 2
-    await world.router.steer("open")
-    while len(submits(world)) < 3:
-        await asyncio.sleep(0)
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
-    await serving.aclose()
-
-
-@pytest.mark.parametrize("way", ["command", "client", "deadline"])
-async def test_it_can_end_meanwhile(way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "error"), [("command", RequestAborted), ("client", asyncio.CancelledError), ("deadline", DeadlineExceeded)]
+)
+async def test_it_can_end_meanwhile(way: str, error: type[BaseException]) -> None:
     world = World(request_timeout_s=0.05 if way == "deadline" else 0.0)
     serving, first, _ = await world.begin(client_id="cmpl-a")
     await world.router.steer("paused", keeps=True)
@@ -99,8 +85,7 @@ async def test_it_can_end_meanwhile(way: str) -> None:
         await world.router.steer("paused", ["cmpl-a"])
     elif way == "client":
         first.cancel()
-    errors = {"command": RequestAborted, "client": asyncio.CancelledError, "deadline": DeadlineExceeded}
-    with pytest.raises(errors[way]):
+    with pytest.raises(error):
         await first
     await serving.aclose()
     assert world.router.num_waiting == 0
@@ -112,9 +97,7 @@ async def test_it_can_end_meanwhile(way: str) -> None:
 
 async def test_one_that_has_ended_and_is_not_read_yet_is_not_kept() -> None:
     world = World()
-    serving, first, request_id = await world.begin()
-    first_token(world, request_id)
-    await first
+    serving, request_id = await begun(world)
     for instance in world.instances:
         world.outputs(instance.conn, token(request_id, 1, finish="stop"))
     await world.router.steer("paused", keeps=True)
@@ -140,6 +123,4 @@ async def test_while_it_sleeps_requests_are_refused(max_queue_s: float | None) -
     assert world.mailbox.sent == []
     await world.router.steer("open")
     serving, first, _ = await world.begin()
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    await serving.aclose()
+    await world.leave(serving, first)

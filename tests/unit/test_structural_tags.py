@@ -111,11 +111,9 @@ def test_it_begins_behind_reasoning(compiler: Compiler) -> None:
         ({"type": "sequence", "elements": []}, "format.elements: must be a list"),
         ({"type": "sequence", "elements": [ANY, NUMBER]}, "format.elements[0]: any_text has no end"),
         ({"type": "or", "elements": [{"type": "x"}]}, "format.elements[0].type: 'x'"),
-        (tag("", ANY, "e"), "format.begin: must be a string"),
         (tag("<a>", ANY, ""), "format.end: must be a string"),
         ({**ANY, "excludes": ["a"]}, "format.excludes: not supported for any_text"),
         (triggered(triggers=["<g="]), "format.tags[0].begin: '<f=a>' begins with none of the triggers"),
-        (separated(separator=""), "format.separator: must be a string"),
     ],
 )
 def test_a_format_that_cannot_be_read_names_the_place(form: Any, what: str) -> None:

@@ -49,6 +49,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_sum_replaces_its_numbers(machine: Machine, dtype: torch.dtype) -> None:
+    """Other sums are left to NCCL."""
     sums = SymmetricSums(None, 0, 2, CUDA)
     for num_rows in (7, 2, 100):
         x = torch.randn(num_rows, 64).to(dtype)
@@ -57,19 +58,10 @@ def test_a_sum_replaces_its_numbers(machine: Machine, dtype: torch.dtype) -> Non
         assert sums.sum(x) is x
         assert torch.equal(x, expected)
     assert set(machine.called) == {"multimem_all_reduce_" if machine.has_multicast else "two_shot_all_reduce_"}
-
-
-def test_other_sums_are_left_to_nccl(machine: Machine) -> None:
-    sums = SymmetricSums(None, 0, 2, CUDA)
     assert sums.takes(torch.zeros(MOST_NBYTES // 2, dtype=torch.bfloat16))
-    for x in (
-        torch.zeros(MOST_NBYTES // 2 + 8, dtype=torch.bfloat16),
-        torch.zeros(0, 64),
-        torch.zeros(3, 5),  # 60 bytes
-        torch.zeros(8, 8, dtype=torch.float16),
-        torch.zeros(8, 8, dtype=torch.int32),
-    ):
-        assert not sums.takes(x)
+    others = [torch.zeros(MOST_NBYTES // 2 + 8, dtype=torch.bfloat16), torch.zeros(0, 64), torch.zeros(3, 5)]
+    others += [torch.zeros(8, 8, dtype=kind) for kind in (torch.float16, torch.int32)]
+    assert not any(sums.takes(x) for x in others)
 
 
 def test_gpus_that_cannot_share_memory_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,36 +33,12 @@ LAYER = "model.layers.0"
 
 def read_all(tmp_path: Path, config: Any, key: str, shape: tuple[int, ...], size: int) -> list[torch.Tensor]:
     """Returns each rank's part of a tensor whose elements are all different."""
-    save_file({key: torch.arange(torch.Size(shape).numel()).view(shape)}, tmp_path / "model.safetensors")
+    save_file({key: whole(shape)}, tmp_path / "model.safetensors")
     return [read_shard(WeightFolder(tmp_path), ParallelPlan(config, size), rank)[key] for rank in range(size)]
 
 
 def whole(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel()).view(shape)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "dim"),
-    [
-        ("self_attn.q_proj.weight", (16, 16), 0),
-        ("self_attn.k_proj.weight", (8, 16), 0),
-        ("self_attn.v_proj.bias", (8,), 0),
-        ("self_attn.o_proj.weight", (16, 16), 1),
-        ("mlp.gate_proj.weight", (24, 16), 0),
-        ("mlp.down_proj.weight", (16, 24), 1),
-    ],
-)
-def test_shares_side_by_side_are_the_whole(tmp_path: Path, name: str, shape: tuple[int, ...], dim: int) -> None:
-    shares = read_all(tmp_path, transformers.LlamaConfig(**CONFIG), f"{LAYER}.{name}", shape, 2)
-    assert torch.equal(torch.cat(shares, dim), whole(shape))
-    assert all(share.is_contiguous() for share in shares)
-
-
-def test_fewer_kv_heads_than_ranks_are_replicated(tmp_path: Path) -> None:
-    shares = read_all(tmp_path, transformers.LlamaConfig(**CONFIG), f"{LAYER}.self_attn.k_proj.weight", (8, 16), 4)
-    first, second = whole((8, 16))[:4], whole((8, 16))[4:]
-    for share, expected in zip(shares, (first, first, second, second), strict=True):
-        assert torch.equal(share, expected)
 
 
 @pytest.mark.parametrize("key", ["model.embed_tokens.weight", "lm_head.weight"])
@@ -73,16 +49,12 @@ def test_the_vocabulary_is_padded_to_equal_shares(tmp_path: Path, key: str) -> N
     assert int(torch.cat(shares)[10:].abs().sum()) == 0
 
 
-@pytest.mark.parametrize("norm", ["input_layernorm", "self_attn.q_norm"])
-def test_norms_are_whole(tmp_path: Path, norm: str) -> None:
-    shape = (4,) if "q_norm" in norm else (16,)
-    shares = read_all(tmp_path, transformers.Qwen3Config(**CONFIG), f"{LAYER}.{norm}.weight", shape, 2)
-    assert all(torch.equal(share, whole(shape)) for share in shares)
-
-
-def test_norms_over_all_heads_are_split_like_them(tmp_path: Path) -> None:
-    config = transformers.Olmo2Config(**CONFIG)
-    shares = read_all(tmp_path, config, f"{LAYER}.self_attn.k_norm.weight", (8,), 4)
+def test_norms_are_whole_but_for_those_over_all_heads_which_are_split_like_them(tmp_path: Path) -> None:
+    config = transformers.Qwen3Config(**CONFIG)
+    for norm, shape in (("input_layernorm", (16,)), ("self_attn.q_norm", (4,))):
+        shares = read_all(tmp_path, config, f"{LAYER}.{norm}.weight", shape, 2)
+        assert all(torch.equal(share, whole(shape)) for share in shares)
+    shares = read_all(tmp_path, transformers.Olmo2Config(**CONFIG), f"{LAYER}.self_attn.k_norm.weight", (8,), 4)
     assert [share.tolist() for share in shares] == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7]]
 
 
@@ -97,20 +69,15 @@ def test_packed_projections_are_split_part_by_part(tmp_path: Path) -> None:
     assert torch.equal(shares[1], torch.cat([rows[12:24], rows[36:48]]))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "pieces"),
-    [
-        ("block_sparse_moe.experts.1.w1.weight", (24, 16), (slice(12, 24), slice(None))),
-        ("block_sparse_moe.experts.1.w2.weight", (16, 24), (slice(None), slice(12, 24))),
-        ("mlp.experts.down_proj", (2, 16, 24), (slice(None), slice(None), slice(12, 24))),
-        ("block_sparse_moe.gate.weight", (2, 16), (slice(None), slice(None))),
-    ],
-)
-def test_experts_are_split_and_their_router_is_whole(
-    tmp_path: Path, name: str, shape: tuple[int, ...], pieces: tuple[slice, ...]
-) -> None:
-    shares = read_all(tmp_path, transformers.MixtralConfig(**CONFIG), f"{LAYER}.{name}", shape, 2)
-    assert torch.equal(shares[1], whole(shape)[pieces])
+def test_experts_are_split_and_their_router_is_whole(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(**CONFIG)
+    half, every = slice(12, 24), slice(None)
+    for name, shape, pieces in (
+        ("block_sparse_moe.experts.1.w1.weight", (24, 16), (half, every)),
+        ("mlp.experts.down_proj", (2, 16, 24), (every, every, half)),
+        ("block_sparse_moe.gate.weight", (2, 16), (every, every)),
+    ):
+        assert torch.equal(read_all(tmp_path, config, f"{LAYER}.{name}", shape, 2)[1], whole(shape)[pieces])
 
 
 def test_a_bias_that_is_added_to_a_sum_is_added_once(tmp_path: Path) -> None:
@@ -139,32 +106,15 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
         list(weight_files(tmp_path))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_local_sizes_follow_the_plan(size: int) -> None:
-    local = ParallelPlan(transformers.LlamaConfig(**CONFIG), size).local_config()
-    assert (local.num_attention_heads, local.num_key_value_heads) == (4 // size, max(1, 2 // size))
-    assert (local.intermediate_size, local.head_dim, local.hidden_size) == (24 // size, 4, 16)
-
-
-@pytest.mark.parametrize(
-    ("name", "part", "shape", "dim"),
-    [
-        ("k_proj", "words", (16, 8), 1),  # stored the other way round
-        ("o_proj", "words", (16, 16), 0),
-        ("k_proj", "scales", (8,), 0),
-        ("o_proj", "scales", (16,), None),  # of output features, which every rank has
-    ],
-)
-def test_another_form_of_weight_is_cut_by_its_own_rule(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    part: str,
-    shape: tuple[int, ...],
-    dim: int | None,
-) -> None:
+def test_another_form_of_weight_is_cut_by_its_own_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"words": Part(outputs=1, inputs=0), "scales": Part(outputs=0, inputs=None)}
     monkeypatch.setitem(FORMS, "another", WeightForm(parts, PlainWeight))
-    found = read_all(tmp_path, transformers.LlamaConfig(**CONFIG), f"{LAYER}.self_attn.{name}.{part}", shape, 2)
-    expected = [whole(shape)] * 2 if dim is None else whole(shape).chunk(2, dim)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for name, shape, dim in (
+        ("k_proj.words", (16, 8), 1),  # stored the other way round
+        ("o_proj.words", (16, 16), 0),
+        ("k_proj.scales", (8,), 0),
+        ("o_proj.scales", (16,), None),  # of output features, which every rank has
+    ):
+        found = read_all(tmp_path, transformers.LlamaConfig(**CONFIG), f"{LAYER}.self_attn.{name}", shape, 2)
+        expected = [whole(shape)] * 2 if dim is None else whole(shape).chunk(2, dim)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

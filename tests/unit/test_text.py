@@ -63,28 +63,32 @@ def test_stop_strings_as_brute_force_however_the_text_is_cut(text: str, stops: l
     assert (shown, stream.matched) == (expected, matched)
 
 
-def test_a_stop_string_that_ends_first_wins_over_one_that_began_earlier() -> None:
-    """The answer is the same in one piece or in two."""
-    whole, pieces = StopStrings(["bcd", "c"]), StopStrings(["bcd", "c"])
-    assert whole.add("abcd") == pieces.add("abc") + pieces.add("d") == "ab"
-    assert whole.matched == pieces.matched == "c"
-
-
 def test_text_is_held_back_no_longer_than_it_must() -> None:
+    """Text that may not match does not, but may begin a match."""
     stream = StopStrings(["stop"])
     assert [stream.add(piece) for piece in ("a st", "o", "ne", "s")] == ["a ", "", "stone", ""]
     assert stream.finish() == "s"
+    stops = StopStrings(["cd"])
+    assert [stops.add("xcdx", may_match=False), stops.add("c", may_match=False)] == ["xcdx", ""]
+    assert stops.add("d", may_match=True) == ""
+    assert stops.matched == "cd"
+    late = StopStrings(["cd"])
+    assert late.add("cd", may_match=False) + late.add("x") + late.finish() == "cdx"
+    assert late.matched is None
 
 
 # ---- detokenizing
 
 
-@settings(max_examples=300, deadline=None)
+def detokenized(rust: RustTokenizer, token_ids: list[int], skip: bool = True) -> str:
+    detokenizer = Detokenizer(rust, skip)
+    return "".join([*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.finish()])
+
+
+@settings(max_examples=100, deadline=None)
 @given(token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=50), skip=st.booleans())
 def test_pieces_sum_to_decoding_all_at_once(token_ids: list[int], skip: bool) -> None:
-    detokenizer = Detokenizer(RUST, skip)
-    text = "".join([*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.finish()])
-    assert text == RUST.decode(token_ids, skip_special_tokens=skip)
+    assert detokenized(RUST, token_ids, skip) == RUST.decode(token_ids, skip_special_tokens=skip)
 
 
 @settings(max_examples=300, deadline=None)
@@ -129,27 +133,20 @@ def byte_fallback_tokenizer() -> RustTokenizer:
 FALLBACK = byte_fallback_tokenizer()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(parts=st.lists(st.one_of(st.integers(259, 266), st.sampled_from("é日本😀x"), st.just(2)), max_size=20))
 def test_byte_fallback_tokenizers_sum_to_the_whole(parts: list[int | str]) -> None:
     token_ids: list[int] = []
     for part in parts:
         token_ids += [part] if isinstance(part, int) else [3 + byte for byte in part.encode()]
-    detokenizer = Detokenizer(FALLBACK, True)
-    text = "".join([*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.finish()])
-    assert text == FALLBACK.decode(token_ids, skip_special_tokens=True)
+    assert detokenized(FALLBACK, token_ids) == FALLBACK.decode(token_ids, skip_special_tokens=True)
 
 
 def test_bytes_that_are_no_text_are_survived() -> None:
     """tokenizers' own DecodeStream raises "Invalid prefix encountered" on these."""
-    num_replaced = 0
-    for seed in range(300):
-        rng = random.Random(seed)
-        token_ids = [rng.randrange(267) for _ in range(40)]
-        detokenizer = Detokenizer(FALLBACK, True)
-        text = "".join([*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.finish()])
-        num_replaced += text.count("\ufffd")
-    assert num_replaced > 1000
+    rng = random.Random(1)
+    texts = [detokenized(FALLBACK, [rng.randrange(267) for _ in range(40)]) for _ in range(100)]
+    assert "".join(texts).count("\ufffd") > 300
 
 
 @pytest.mark.parametrize("token_id", [RUST.encode("é").ids[0], EOS_ID], ids=["half a character", "special"])
@@ -186,11 +183,18 @@ def rendered(tokenizer: Tokenizer, *arguments: Any, **more: Any) -> str:
 
 
 def test_a_chat_is_rendered(folder: Folders) -> None:
+    """By the template of a file, or of tokenizer_config.json; a model may have none."""
     tokenizer = Tokenizer(folder(jinja=TEMPLATE))
     messages = [{"role": "system", "content": "be brief"}, *HELLO]
     expected = "<|system|>be brief<|user|>hello<|assistant|>"
     assert rendered(tokenizer, messages) == expected
     assert rendered(tokenizer, messages, add_generation_prompt=False) == expected.removesuffix("<|assistant|>")
+    (folder() / "chat_template.jinja").unlink()
+    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "from config"}]
+    for source in ("from config", several):
+        assert rendered(Tokenizer(folder({"chat_template": source})), HELLO) == "from config"
+    for config in ({}, {"chat_template": [{"name": "rag", "template": "x"}]}):
+        assert Tokenizer(folder(config)).template is None
 
 
 def test_tokens_that_only_transformers_would_add_are_refused_by_name(folder: Folders) -> None:
@@ -209,23 +213,6 @@ def test_tokens_that_only_transformers_would_add_are_refused_by_name(folder: Fol
         Tokenizer(path)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from config",
-        [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "from config"}],
-    ],
-    ids=["string", "list"],
-)
-def test_the_template_may_be_in_tokenizer_config(folder: Folders, source: object) -> None:
-    assert rendered(Tokenizer(folder({"chat_template": source})), HELLO) == "from config"
-
-
-@pytest.mark.parametrize("config", [None, {}, {"chat_template": [{"name": "rag", "template": "x"}]}])
-def test_a_model_may_have_no_template(folder: Folders, config: dict[str, Any] | None) -> None:
-    assert Tokenizer(folder(config)).template is None
-
-
 def test_templates_see_special_tokens_variables_and_helpers(folder: Folders) -> None:
     source = (
         "{{ bos_token }}{{ eos_token }}{{ messages | tojson }}{{ thinking }}{{ strftime_now('%Y') | length }}"
@@ -242,10 +229,14 @@ def test_templates_see_special_tokens_variables_and_helpers(folder: Folders) -> 
     [
         "{{ raise_exception('only users may speak') }}",
         "{{ messages[0].missing.deeper }}",
-        "{{ messages[0].content + 1 }}",
-        "{{ 1 // (messages | length - 1) }}",
         "{{ 'x'.index(messages[0].content) }}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        # The sandbox holds.
+        "{{ messages.__class__.__base__ }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__.json }}",
+        "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
+        "{% for i in range(10000000) %}{% endfor %}",
     ],
 )
 def test_what_a_template_refuses_is_the_clients_error(folder: Folders, source: str) -> None:
@@ -254,35 +245,14 @@ def test_what_a_template_refuses_is_the_clients_error(folder: Folders, source: s
     assert caught.value.param == "messages"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.__class__.__base__ }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].update(role='system') }}",
-        "{{ raise_exception.__globals__.json }}",
-        "{{ '%s' | attr('__class__') }}{{ ''['__class__'].__base__.__subclasses__() }}",
-        "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
-        "{% for i in range(10000000) %}{% endfor %}",
-    ],
-)
-def test_the_sandbox_holds(folder: Folders, source: str) -> None:
-    with pytest.raises(RequestError, match="refuses"):
-        rendered(Tokenizer(folder(jinja=source)), HELLO)
-
-
-def test_a_template_that_does_not_compile_is_the_operators_error(folder: Folders) -> None:
-    with pytest.raises(ModelError, match="does not compile"):
-        Tokenizer(folder(jinja="{% if %}"))
-
-
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"model": 3}'])
-def test_an_unreadable_tokenizer_names_its_file(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize("content", [None, "{", '{"model": 3}'])
+def test_an_unreadable_tokenizer_names_its_file(folder: Folders, tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ModelError, match=r"tokenizer\.json: cannot be read"):
         Tokenizer(tmp_path)
+    with pytest.raises(ModelError, match="does not compile"):
+        Tokenizer(folder(jinja="{% if %}"))
 
 
 # ---- single tokens
@@ -297,32 +267,22 @@ TEXT = "Hello wörld, 日本語 😀\n\x00\x7f\xad"
 
 
 def test_every_byte_of_byte_level_tokens(tmp_path: Path) -> None:
+    """A decoder of another kind has tokens of text."""
     tokenizer = tokenizer_in(tmp_path, make_tokenizer())
     assert sorted(tokenizer.token_bytes(i) for i in range(256)) == [bytes([byte]) for byte in range(256)]
-    assert tokenizer.token_bytes(258) == b"<eos>"
-    assert tokenizer.token_bytes(300) == b"<word41>"
-    assert tokenizer.token_bytes(100_000) == b""
+    assert [tokenizer.token_bytes(i) for i in (258, 300, 100_000)] == [b"<eos>", b"<word41>", b""]
     assert b"".join(tokenizer.token_bytes(i) for i in tokenizer.encode(TEXT)).decode() == TEXT
+    rust = RustTokenizer(models.WordPiece({"hello": 0, "##ing": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    rust.decoder = decoders.WordPiece()
+    for each in (rust, RustTokenizer(models.WordLevel({"hello": 0}, unk_token="hello"))):
+        assert tokenizer_in(tmp_path, each).token_bytes(0) == b"hello"
 
 
 def test_byte_fallback_tokens(tmp_path: Path) -> None:
     """Llama 2's and Mistral's kind: <0xE6> is a byte, ▁ is a space."""
-    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁hello", "▁", "é"]
-    rust = RustTokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
-    rust.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer = tokenizer_in(tmp_path, rust)
-    assert [tokenizer.token_bytes(1 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
-    assert [tokenizer.token_bytes(i) for i in (257, 258, 259)] == [b" hello", b" ", "é".encode()]
-
-
-def test_tokens_of_other_decoders(tmp_path: Path) -> None:
-    rust = RustTokenizer(models.WordPiece({"hello": 0, "##ing": 1, "[UNK]": 2}, unk_token="[UNK]"))
-    rust.decoder = decoders.WordPiece()
-    assert tokenizer_in(tmp_path, rust).token_bytes(0) == b"hello"
-    plain = RustTokenizer(models.WordLevel({"hello": 0}, unk_token="hello"))
-    assert tokenizer_in(tmp_path, plain).token_bytes(0) == b"hello"
+    tokenizer = tokenizer_in(tmp_path, FALLBACK)
+    assert [tokenizer.token_bytes(3 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert [tokenizer.token_bytes(i) for i in (259, 262, 265)] == [b" ", b" hello", "é".encode()]
 
 
 def test_bad_words_with_and_without_a_space(tmp_path: Path) -> None:
@@ -343,19 +303,6 @@ def test_bad_words_with_and_without_a_space(tmp_path: Path) -> None:
     assert tokenizer.encode_bad_words([]) == ()
 
 
-# ---- stop strings that are kept, or may not match yet
-
-
-def test_text_that_may_not_match_does_not_but_may_begin_a_match() -> None:
-    stops = StopStrings(["cd"])
-    assert [stops.add("xcdx", may_match=False), stops.add("c", may_match=False)] == ["xcdx", ""]
-    assert stops.add("d", may_match=True) == ""
-    assert stops.matched == "cd"
-    late = StopStrings(["cd"])
-    assert late.add("cd", may_match=False) + late.add("x") + late.finish() == "cdx"
-    assert late.matched is None
-
-
 # ---- special tokens in texts
 
 
@@ -373,17 +320,11 @@ def shown(folder: Path, text: str, **options: Any) -> str:
     return "".join(detokenizer.add(token_id) for token_id in tokenizer.encode(text)) + detokenizer.finish()
 
 
-def test_special_tokens_that_follow_each_other_are_joined_when_asked_for(tmp_path: Path) -> None:
+def test_special_tokens_that_follow_each_other_are_joined_or_kept_when_asked_for(tmp_path: Path) -> None:
     words(["<x>", "<y>"]).save(str(tmp_path / "tokenizer.json"))
     text = "a <x> <y> b <x> <x> <y>"
     assert shown(tmp_path, text, skip_special_tokens=False) == text
     assert shown(tmp_path, text, skip_special_tokens=False, spaces_between=False) == "a <x><y> b <x><x><y>"
-    assert shown(tmp_path, text, spaces_between=False) == "a b"
-
-
-def test_some_special_tokens_are_kept(tmp_path: Path) -> None:
-    words(["<x>", "<y>"]).save(str(tmp_path / "tokenizer.json"))
-    text = "<y> a <x> b <y> <x>"
-    assert shown(tmp_path, text) == "a b"
-    assert shown(tmp_path, text, kept=["<x>", "<z>"]) == "a <x> b <x>"
+    assert shown(tmp_path, text, spaces_between=False) == shown(tmp_path, text) == "a b"
+    assert shown(tmp_path, "<y> a <x> b <y> <x>", kept=["<x>", "<z>"]) == "a <x> b <x>"
     assert shown(tmp_path, text, kept=["a"]) == "a b"

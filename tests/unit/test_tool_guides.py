@@ -17,7 +17,7 @@ from jsonschema.protocols import Validator
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pd_cluster.errors import GuideError, RequestError
-from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part
 from pd_cluster.parsers.reply import ReplyFormat, Tool, ToolChoice
 from pd_cluster.text.grammar import Compiler, Matcher
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide
@@ -169,30 +169,20 @@ def validator_of(schema_text: str) -> Validator:
 @pytest.mark.parametrize("reasoning", ["", "qwen3", "deepseek_r1"])
 @pytest.mark.parametrize("parser", PARSERS)
 def test_required_calls_are_found_and_fit_their_schemas(world: World, parser: str, reasoning: str) -> None:
+    """A named one is made once."""
     form = ReplyFormat(parser, reasoning)
-    for seed in range(3):
-        rng = random.Random(seed)
-        tools = [Tool("one", random_schema(seed)), Tool("other", random_schema(seed + 100)), Tool("add", ADDER)]
-        most = rng.choice([None, 1, 3])
-        guide = form.guide(tools, "required", "", most)
+    choices: list[ToolChoice] = ["required", "required", "named"]
+    for seed, choice in enumerate(choices):
+        tools = [Tool("add", ADDER), Tool("one", random_schema(seed)), Tool("other", random_schema(seed + 100))]
+        most = [None, 1, 3][(seed + len(parser)) % 3]
+        guide = form.guide(tools[:1] if choice == "named" else tools, choice, "", most)
         assert guide is not None
-        text = world.walk(guide, rng, ["</think>"])
-        parts = parts_of(form, "required", text)
+        text = world.walk(guide, random.Random(seed), ["</think>"])
+        parts = parts_of(form, choice, text)
         calls = calls_of(parts)
-        assert 1 <= len(calls) <= (most or 16), text
+        assert 1 <= len(calls) <= (1 if choice == "named" else most or 16), text
         assert content_of(parts) == "", text
         must_fit(calls, tools)
-
-
-@pytest.mark.parametrize("parser", PARSERS)
-def test_a_named_call_is_made_once(world: World, parser: str) -> None:
-    form = ReplyFormat(parser)
-    guide = form.guide(TOOLS[:1], "named", "")
-    assert guide is not None
-    for seed in range(4):
-        calls = calls_of(parts_of(form, "named", world.walk(guide, random.Random(seed), [])))
-        assert [name for name, _ in calls] == ["add"]
-        must_fit(calls, TOOLS)
 
 
 @pytest.mark.parametrize("reasoning", ["", "qwen3"])
@@ -201,40 +191,23 @@ def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str
     form = ReplyFormat(parser, reasoning)
     guide = form.guide(TOOLS, "auto", "")
     assert guide is not None
-    num_calls = 0
-    for seed in range(10):
-        rng = random.Random(seed)
-        goals = ["</think>", "<tool_call>", "[TOOL_CALLS]", "text ", " {", '{"name"']
-        calls = calls_of(parts_of(form, "auto", world.walk(guide, rng, goals)))
+    goals, num_calls = ["</think>", "<tool_call>", "[TOOL_CALLS]", "text ", " {", '{"name"'], 0
+    for seed in range(40):
+        calls = calls_of(parts_of(form, "auto", world.walk(guide, random.Random(seed), goals)))
         must_fit([call for call in calls if call[0] == "add"], TOOLS)
         assert {name for name, _ in calls} <= {tool.name for tool in TOOLS}
         num_calls += len(calls)
-    assert num_calls >= 2
-
-
-@pytest.mark.parametrize("parser", PARSERS[1:])
-def test_an_answer_or_calls(world: World, parser: str) -> None:
-    form = ReplyFormat(parser, "qwen3")
-    guide = form.guide(TOOLS, "auto", "", None, ANSWER)
-    assert guide is not None
-    kinds = set()
-    for seed in range(10):
-        text = world.walk(guide, random.Random(seed), ["</think>"])
-        parts = parts_of(form, "auto", text)
-        calls, content = calls_of(parts), content_of(parts)
-        assert bool(calls) != bool(content), text
-        must_fit([call for call in calls if call[0] == "add"], TOOLS)
-        if content:
-            validator_of(ANSWER.text).validate(json.loads(content))
-        kinds.add("calls" if calls else "content")
-    assert kinds == {"calls", "content"}
+        if num_calls >= 2 and seed >= 3:
+            return
+    raise AssertionError(f"only {num_calls} calls")
 
 
 # ---- what may follow, and what may not
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-def test_a_required_call_keeps_to_its_schema(world: World, parser: str) -> None:
+def test_a_required_call_keeps_to_its_schema_and_to_its_name(world: World, parser: str) -> None:
+    """The name is a name and no grammar."""
     guide = ReplyFormat(parser).guide(TOOLS, "required", "")
     call = CALLS[parser]
     assert world.verdict(guide, call % GOOD) == "whole"
@@ -242,14 +215,18 @@ def test_a_required_call_keeps_to_its_schema(world: World, parser: str) -> None:
     assert world.verdict(guide, call % BAD) == call[: call.index("%s")] + '{"a": 1, "b": '
     assert world.verdict(guide, (call % GOOD).replace("add", "sub")).endswith('"name": "')
     assert world.verdict(guide, "Well") == ""
+    name = 'a" | /.*/ | "\n%ignore /x/'
+    guide = ReplyFormat(parser).guide([Tool(name, ADDER)], "required", "", 1)
+    assert world.verdict(guide, "x") == ""
+    assert world.verdict(guide, (call % GOOD).replace('"add"', json.dumps(name))) == "whole"
 
 
-@pytest.mark.parametrize(("most", "fits"), [(None, 16), (1, 1), (2, 2)])
 @pytest.mark.parametrize("parser", PARSERS)
-def test_no_more_calls_than_asked_for(world: World, parser: str, most: int | None, fits: int) -> None:
-    guide = ReplyFormat(parser).guide(TOOLS, "required", "", most)
-    assert world.verdict(guide, several(parser, fits)) == "whole"
-    assert world.verdict(guide, several(parser, fits + 1)) not in ("whole", "begun")
+def test_no_more_calls_than_asked_for(world: World, parser: str) -> None:
+    for most, fits in ((None, 16), (1, 1), (2, 2)):
+        guide = ReplyFormat(parser).guide(TOOLS, "required", "", most)
+        assert world.verdict(guide, several(parser, fits)) == "whole"
+        assert world.verdict(guide, several(parser, fits + 1)) not in ("whole", "begun")
 
 
 def several(parser: str, num_calls: int) -> str:
@@ -274,15 +251,12 @@ def test_newer_mistral_calls(world: World) -> None:
 @pytest.mark.parametrize("parser", PARSERS[1:])
 def test_free_text_around_calls_that_keep_to_strict_schemas(world: World, parser: str) -> None:
     guide = ReplyFormat(parser).guide(TOOLS, "auto", "")
-    call = CALLS[parser]
-    before = "Let me see {2 < 3}.\n"
-    assert world.verdict(guide, "Let me see {2 < 3}.\n") == "whole"
-    assert world.verdict(guide, before + call % GOOD) == "whole"
-    assert world.verdict(guide, before + call % BAD).endswith('"b": ')
-    other = call.replace("add", "add_all") % '{"a": 5, "more": [{}]}'
-    assert world.verdict(guide, before + other) == "whole"  # it is not strict
-    assert world.verdict(guide, f"{before}{call % GOOD} and {call % GOOD} so.") == "whole"
-    assert world.verdict(guide, f"{before}{call % GOOD} and {call % BAD}").endswith('"b": ')
+    call, before = CALLS[parser], "Let me see {2 < 3}.\n"
+    other = call.replace("add", "add_all") % '{"a": 5, "more": [{}]}'  # it is not strict
+    for good in (before, before + call % GOOD, before + other, f"{before}{call % GOOD} and {call % GOOD} so."):
+        assert world.verdict(guide, good) == "whole"
+    for bad in (before + call % BAD, f"{before}{call % GOOD} and {call % BAD}"):
+        assert world.verdict(guide, bad).endswith('"b": ')
     if parser == "llama3_json":
         assert world.verdict(guide, call % BAD).endswith('"b": ')
         assert world.verdict(guide, f"{before}<|python_tag|>{call % GOOD}") == "whole"
@@ -312,11 +286,7 @@ def test_reasoning_comes_first_and_is_free(world: World, parser: str, reasoning:
     assert world.verdict(closed_guide, f"<think>{thought}</think>{call}") in ("", "<t")
 
 
-def test_a_marker_in_reasoning_begins_no_call(world: World) -> None:
-    form = ReplyFormat("hermes", "qwen3")
-    guide = form.guide(TOOLS, "auto", "")
-    world_text = "\n<think>not a [call] <tool_cal</think>"
-    assert world.verdict(guide, f"{world_text}so<tool_call>x") == f"{world_text}so<tool_call>"
+NULL = {"begin": "<f>", "schema": {"type": "null"}, "end": "</f>"}
 
 
 ANSWERS = [
@@ -325,13 +295,7 @@ ANSWERS = [
     (Guide("grammar", 'root ::= "a" root "b" | "1"'), "a1b", "a1a"),
     (Guide("json_object"), '{"x": [1]}', "[1]"),
     (ANSWER, '{"yes": true}', '{"yes": 1}'),
-    (
-        Guide(
-            "structural_tag", '{"structures":[{"begin":"<f>","schema":{"type":"null"},"end":"</f>"}],"triggers":["<f"]}'
-        ),
-        "x<f>null</f>",
-        "x<f>1</f>",
-    ),
+    (Guide("structural_tag", json.dumps({"structures": [NULL], "triggers": ["<f"]})), "x<f>null</f>", "x<f>1</f>"),
 ]
 
 
@@ -351,16 +315,13 @@ def test_every_kind_of_answer_goes_with_reasoning_and_tools(world: World, answer
 # ---- when there is a guide
 
 
-def test_without_need_there_is_none() -> None:
+def test_without_need_there_is_none_and_an_answer_alone_stays_as_it_is() -> None:
     lenient = [Tool(tool.name, tool.parameters) for tool in TOOLS]
     for form in (ReplyFormat(), ReplyFormat("hermes", "qwen3")):
         assert form.guide(TOOLS, "none", "") is None
         assert form.guide([], "auto", "") is None
         assert form.guide(lenient, "auto", "") is None
     assert ReplyFormat().guide(TOOLS, "auto", "") is None  # nobody would read the calls
-
-
-def test_an_answer_alone_stays_as_it_is() -> None:
     assert ReplyFormat("hermes").guide(TOOLS, "none", "", None, ANSWER) is ANSWER
     assert ReplyFormat("hermes", "qwen3").guide([], "auto", "</think>\n", None, ANSWER) is ANSWER
     wrapped = ReplyFormat("hermes", "qwen3").guide([], "auto", "", None, ANSWER)
@@ -368,53 +329,29 @@ def test_an_answer_alone_stays_as_it_is() -> None:
     assert wrapped.kind == "reply"
 
 
-def test_required_calls_leave_no_room_for_an_answer() -> None:
-    choices: list[ToolChoice] = ["required", "named"]
-    for choice in choices:
-        with pytest.raises(RequestError, match="leaves no room for an answer") as caught:
-            ReplyFormat().guide(TOOLS[:1], choice, "", None, ANSWER)
-        assert caught.value.param == "tool_choice"
+@pytest.mark.parametrize(
+    ("tool", "choice", "answer", "said", "param"),
+    [
+        (TOOLS[0], "required", ANSWER, "leaves no room for an answer", "tool_choice"),
+        (TOOLS[0], "named", ANSWER, "leaves no room for an answer", "tool_choice"),
+        (Tool("large", {"description": "x" * MAX_GUIDE_NUM_CHARS}), "required", None, "tools: a guide of", "tools"),
+    ],
+    ids=["required", "named", "large"],
+)
+def test_a_guide_that_cannot_be_made(tool: Tool, choice: ToolChoice, answer: Any, said: str, param: str) -> None:
+    with pytest.raises(RequestError, match=said) as caught:
+        ReplyFormat().guide([tool], choice, "", None, answer)
+    assert caught.value.param == param
 
 
-def test_a_guide_has_a_greatest_size() -> None:
-    large = Tool("large", {"description": "x" * MAX_GUIDE_NUM_CHARS})
-    with pytest.raises(RequestError, match="tools: a guide of") as caught:
-        ReplyFormat().guide([large], "required", "")
-    assert caught.value.param == "tools"
-
-
-@pytest.mark.parametrize("parser", PARSERS)
-def test_a_name_is_a_name_and_no_grammar(world: World, parser: str) -> None:
-    name = 'a" | /.*/ | "\n%ignore /x/'
-    guide = ReplyFormat(parser).guide([Tool(name, ADDER)], "required", "", 1)
-    assert world.verdict(guide, "x") == ""
-    written = (CALLS[parser] % GOOD).replace('"add"', json.dumps(name))
-    assert world.verdict(guide, written) == "whole"
-
-
-def test_a_schema_that_cannot_be_followed_says_why(world: World) -> None:
+def test_a_guide_that_cannot_be_followed_says_why(world: World) -> None:
     guide = ReplyFormat("hermes").guide([Tool("f", {"properties": {"a": {"not": {}}}})], "required", "")
     assert guide is not None
     with pytest.raises(GuideError, match="not"):
         world.compiler.compile(guide)
-
-
-def test_a_reply_of_another_shape_is_refused(world: World) -> None:
     for text in ('["seq", ["song", "x"]]', '["any", 5]', "{}", "[]"):
         with pytest.raises(GuideError, match="not a guide of kind reply"):
             world.compiler.compile(Guide("reply", text))
-
-
-def test_reasoning_is_read_as_it_was_guided(world: World) -> None:
-    form = ReplyFormat("hermes", "deepseek_r1")
-    guide = form.guide(TOOLS, "required", "<think>\n", 1)
-    assert guide is not None
-    for seed in range(3):
-        text = world.walk(guide, random.Random(seed), ["</think>", "thought "])
-        parts = parts_of(form, "required", text, "<think>\n")
-        thought = text.partition("</think>")[0].strip(" \t\r\n").removeprefix("<think>").strip(" \t\r\n")
-        assert "".join(part.text for part in parts if isinstance(part, Reasoning)) == thought
-        assert len(calls_of(parts)) == 1
 
 
 @pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1", "granite"])

@@ -55,7 +55,7 @@ def parts_of(form: ReplyFormat, text: str) -> list[Part]:
 def test_required_calls_are_found_and_fit_their_schemas(world: World, parser: str) -> None:
     form = ReplyFormat(parser, "qwen3")
     num_calls = 0
-    for seed in range(12):
+    for seed in range(24):
         most = [None, 1, 3][seed % 3]
         guide = form.guide(TOOLS[:2], "required", "", most)
         assert guide is not None
@@ -66,16 +66,22 @@ def test_required_calls_are_found_and_fit_their_schemas(world: World, parser: st
         assert content_of(parts) == "", text
         must_fit(calls, TOOLS)
         num_calls += len(calls)
-    assert num_calls > 12
+        if num_calls > seed + 1 and seed >= 4:
+            return
+    raise AssertionError("never more than one call")
 
 
 @pytest.mark.parametrize("parser", PARSERS)
 def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str) -> None:
+    """There is one at most where the request wants no parallel calls."""
     form = ReplyFormat(parser)
-    guide = form.guide(TOOLS, "auto", "")
-    assert guide is not None
     marks = sorted(mark for mark in form.markers if mark.startswith("<"))
     goals = [*marks, "text ", " {", "functools", "functools[", *("[" for _ in range(6))]
+    guide, once = form.guide(TOOLS, "auto", ""), form.guide(TOOLS[:2], "auto", "", 1)
+    assert guide is not None
+    assert once is not None
+    for seed in range(4):
+        assert len(calls_of(parts_of(form, world.walk(once, random.Random(seed), goals)))) <= 1
     num_calls = 0
     for seed in range(64):
         parts = parts_of(form, world.walk(guide, random.Random(seed), goals))
@@ -85,7 +91,7 @@ def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str
                 text = "".join(p.text for p in parts if isinstance(p, CallArguments) and p.index == at)
                 must_fit([(name, json.loads(text))], TOOLS)
         num_calls += len(names)
-        if num_calls >= 4 and seed >= 12:
+        if num_calls >= 4 and seed >= 4:
             return
     raise AssertionError(f"{parser}: only {num_calls} calls")
 
@@ -120,7 +126,7 @@ def test_two_tokens_that_begin_a_call_reach_its_reader(internlm: World, tmp_path
     shown = tokenizer.detokenizer(True, form.markers)
     ids = internlm.ids('a<|action_start|><|plugin|>{"name": "f", "parameters": {}}<|action_end|><eos>')
     assert parts_of(form, "".join(map(shown.add, ids)) + shown.finish()) == [
-        *(Content("a"), CallBegin(0, "f"), CallArguments(0, "{}")),
+        *(Content("a"), CallBegin(0, "f"), CallArguments(0, "{}"))
     ]
 
 
@@ -144,17 +150,6 @@ def test_a_word_before_an_array_begins_calls(world: World) -> None:
     once = form.guide(TOOLS, "auto", "", 1)
     assert world.verdict(once, f"functools[{one}]") == "whole"
     assert world.verdict(once, f"functools[{one},") == f"functools[{one}"
-
-
-@pytest.mark.parametrize("parser", PARSERS)
-def test_one_call_at_most_in_free_text(world: World, parser: str) -> None:
-    """As `parallel_tool_calls: false` wants it, beside a strict tool."""
-    form = ReplyFormat(parser)
-    guide = form.guide(TOOLS[:2], "auto", "", 1)
-    assert guide is not None
-    goals = [*sorted(mark for mark in form.markers if mark.startswith("<")), "functools[", *("[" for _ in range(6))]
-    for seed in range(8):
-        assert len(calls_of(parts_of(form, world.walk(guide, random.Random(seed), goals)))) <= 1
 
 
 @pytest.mark.parametrize("parser", PARSERS)
@@ -190,13 +185,9 @@ def test_reasoning_is_guided_in_its_own_marks(world: World, reasoning: str) -> N
     form = ReplyFormat("hunyuan_a13b", reasoning)
     guide = form.guide(TOOLS[1:2], "required", "", 1)
     assert guide is not None
-    kinds = set()
     goals = sorted(mark for mark in form.markers if mark.startswith(("</", "[/", "<channel", "Here is my resp")))
-    for seed in range(12):
+    for seed in range(6):
         text = world.walk(guide, random.Random(seed), goals)
         parts = parts_of(form, text)
         assert len(calls_of(parts)) == 1, text
-        assert content_of(parts) == "", text
-        kinds |= {type(part) for part in parts}
-    assert Content not in kinds
-    assert kinds <= {Reasoning, CallBegin, CallArguments}
+        assert {type(part) for part in parts} <= {Reasoning, CallBegin, CallArguments}, text

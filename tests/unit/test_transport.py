@@ -22,15 +22,7 @@ from pd_cluster.transport.shm import PoolServer, ShmReceiver
 from pd_cluster.transport.table import TABLE
 from tests.support.fake_device import FakeModule, content, install
 from tests.support.nixl import needs_nixl
-from tests.support.transports import (
-    CHECKSUM,
-    LAYOUT,
-    NUM_BLOCKS,
-    WAIT_S,
-    Pair,
-    blocks,
-    random_pool,
-)
+from tests.support.transports import CHECKSUM, LAYOUT, NUM_BLOCKS, WAIT_S, Pair, blocks, random_pool
 
 NAMES: tuple[wire.TransportName, ...] = tuple(each.name for each in TABLE if "cpu" in each.pools and not each.package)
 CHECKED = (*NAMES, "cuda dist", "npu dist")
@@ -69,12 +61,12 @@ def checked_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     made.close()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_named_blocks_move_and_no_others(pair: Pair, seed: int) -> None:
     rng = random.Random(seed)
     count = rng.randrange(1, NUM_BLOCKS)
     source, into = rng.sample(range(NUM_BLOCKS), count), rng.sample(range(NUM_BLOCKS), count)
-    first, stop = [(0, 2), (0, 1), (1, 2)][seed % 3]
+    first, stop = [(0, 2), (0, 1), (1, 2)][seed]
     expected = content(pair.target).clone()
     expected[into, first:stop] = content(pair.source)[source, first:stop]
     pair.move(blocks(source, first, stop - first), into)
@@ -142,17 +134,11 @@ def test_an_unwanted_payload_is_taken_off_and_dropped(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("way", READING)
-def test_a_block_outside_the_pool_is_refused(way: str, request: pytest.FixtureRequest) -> None:
+def test_blocks_and_lengths_that_the_pool_has_not_are_refused(way: str, request: pytest.FixtureRequest) -> None:
     pair = make_pair(way, request)
     for block in (-1, NUM_BLOCKS, NUM_BLOCKS + 2):
         with pytest.raises(TransferFailed, match="outside"):
             pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([block]), LAYOUT.block_nbytes, 0), [0])
-    pair.close()
-
-
-@pytest.mark.parametrize("way", READING)
-def test_a_length_that_does_not_fit_is_refused(way: str, request: pytest.FixtureRequest) -> None:
-    pair = make_pair(way, request)
     with pytest.raises(TransferFailed, match="announces"):
         pair.move(blocks([1]), [1], nbytes=LAYOUT.block_nbytes + 1)
     pair.close()
@@ -180,47 +166,39 @@ def test_shm_is_read_only_for_the_peer() -> None:
     server.close()
 
 
-def test_shm_is_gone_with_its_server() -> None:
-    server = PoolServer(random_pool(1))
-    offer = PoolAddress(server.name).offer("shm")
-    server.close()
-    with pytest.raises(LinkError, match="cannot be reached"):
-        ShmReceiver(offer, random_pool(2), LAYOUT, NUM_BLOCKS, CHECKSUM, WAIT_S).open()
-
-
-def test_shm_refuses_a_pool_of_another_size() -> None:
+def test_shm_is_gone_with_its_server_and_refuses_a_pool_of_another_size() -> None:
     server = PoolServer(random_pool(1))
     offer = PoolAddress(server.name).offer("shm")
     with pytest.raises(LinkError, match="bytes"):
         ShmReceiver(offer, random_pool(2), LAYOUT, NUM_BLOCKS + 1, CHECKSUM, WAIT_S).open()
     server.close()
+    with pytest.raises(LinkError, match="cannot be reached"):
+        ShmReceiver(offer, random_pool(2), LAYOUT, NUM_BLOCKS, CHECKSUM, WAIT_S).open()
 
 
-def test_dist_gives_up_when_nobody_joins() -> None:
+def test_dist_gives_up_when_nobody_joins_and_ends_with_its_peer() -> None:
     sender = DistSender(random_pool(1), CHECKSUM, False, "127.0.0.1", 0.3, 0.3, lambda key, value: None)
     with pytest.raises(LinkError) as caught:
         sender.open(LAYOUT)
     assert caught.value.retry
-
-
-def test_dist_ends_with_its_peer() -> None:
     pair = Pair("dist")
     pair.sender.close()
     with pytest.raises(LinkError):
         pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), LAYOUT.block_nbytes, 0), [1])
 
 
-@pytest.mark.parametrize(
-    ("ids", "first_layer", "num_layers", "is_in_place"),
-    [([3, 4, 5], 0, 2, True), ([3, 5], 0, 2, False), ([4, 3], 0, 2, False), ([3, 4], 1, 1, False), ([3], 1, 1, True)],
-)
-def test_a_piece_is_sent_from_the_pool_itself_where_it_is_contiguous(
-    ids: list[int], first_layer: int, num_layers: int, is_in_place: bool
-) -> None:
+def test_a_piece_is_sent_from_the_pool_itself_where_it_is_contiguous() -> None:
     pool = random_pool(5)
-    piece = wire.KVPiece(0, 4 * len(ids), first_layer, num_layers, ids)
-    view = pool.memory.view_of(piece)
-    assert (view is not None) == is_in_place
-    if view is not None:
-        assert torch.equal(view, pool.memory.gather(piece))
-        assert view.untyped_storage().data_ptr() == pool.memory.parts[0].untyped_storage().data_ptr()
+    for ids, first_layer, num_layers, is_in_place in (
+        ([3, 4, 5], 0, 2, True),
+        ([3, 5], 0, 2, False),
+        ([4, 3], 0, 2, False),
+        ([3, 4], 1, 1, False),
+        ([3], 1, 1, True),
+    ):
+        piece = wire.KVPiece(0, 4 * len(ids), first_layer, num_layers, ids)
+        view = pool.memory.view_of(piece)
+        assert (view is not None) == is_in_place
+        if view is not None:
+            assert torch.equal(view, pool.memory.gather(piece))
+            assert view.untyped_storage().data_ptr() == pool.memory.parts[0].untyped_storage().data_ptr()

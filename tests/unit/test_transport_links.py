@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+from typing import TypeVar
 
 import pytest
 import torch
@@ -19,17 +20,9 @@ from pd_cluster.transport.local import LocalReceiver
 from pd_cluster.transport.one_sided import OneSidedSender, PoolAddress
 from pd_cluster.transport.receiving import Probe, ReceiveThread
 from pd_cluster.transport.sending import SendThread
-from tests.support.transports import (
-    CHECKSUM,
-    KEY,
-    LAYOUT,
-    NUM_BLOCKS,
-    TOKEN,
-    WAIT_S,
-    Link,
-    make_config,
-    random_pool,
-)
+from tests.support.transports import CHECKSUM, KEY, LAYOUT, NUM_BLOCKS, TOKEN, WAIT_S, Link, make_config, random_pool
+
+Event = TypeVar("Event", Landed, LinkFailed)
 
 
 def test_no_transport_in_common_is_refused_with_both_sides_names() -> None:
@@ -47,16 +40,34 @@ def test_no_transport_in_common_is_refused_with_both_sides_names() -> None:
     assert refused.reason == f"no transport in common: the other offers nccl, dist; {choice} here allows shm"
 
 
+def next_event(link: Link, kind: type[Event]) -> Event:
+    event = link.events.get(timeout=WAIT_S)
+    assert isinstance(event, kind)
+    return event
+
+
+def refusal_of(link: Link) -> wire.LinkRefused:
+    assert isinstance(link.answers.get(timeout=WAIT_S), wire.LinkAnswer)
+    refused = link.answers.get(timeout=WAIT_S)
+    assert isinstance(refused, wire.LinkRefused)
+    link.close()
+    return refused
+
+
 @pytest.mark.parametrize(("transport", "chosen"), [("auto", "local"), ("shm", "shm"), ("dist", "dist")])
 def test_a_link_is_proven_and_lands_transfers(transport: str, chosen: str) -> None:
     link = Link(transport)
+    own_probe = link.target.data[link.target.probe_block].clone()
     assert link.await_ready().transport == chosen
+    # The instance may become a prefill instance, and then proves its links with its own probe.
+    assert torch.equal(link.target.data[link.target.landing_probe_block], link.source.data[link.source.probe_block])
+    assert torch.equal(link.target.data[link.target.probe_block], own_probe)
     link.transfer([1, 2, 3], [7, 8, 9])
     assert link.events.get(timeout=WAIT_S) == Landed("t", [TOKEN], 3 * LAYOUT.block_nbytes)
     assert torch.equal(link.target.data[[7, 8, 9]], link.source.data[[1, 2, 3]])
     link.send.probe()  # keepalive: the link lives
     link.transfer([4, 5], [0, 1], "t2")
-    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    next_event(link, Landed)
     assert link.receive.num_dropped == 0
     link.close()
 
@@ -64,45 +75,34 @@ def test_a_link_is_proven_and_lands_transfers(transport: str, chosen: str) -> No
 @pytest.mark.parametrize("transport", ["shm", "dist"])
 def test_a_pool_with_another_content_is_not_trusted(transport: str) -> None:
     """D seems to read other memory than P means."""
-    link = Link(transport, probe_seed=123)
-    assert isinstance(link.answers.get(timeout=WAIT_S), wire.LinkAnswer)
-    refused = link.answers.get(timeout=WAIT_S)
-    assert isinstance(refused, wire.LinkRefused)
+    refused = refusal_of(Link(transport, probe_seed=123))
     assert "another content" in refused.reason
     assert refused.retry
+
+
+def failure_of(link: Link, drains: bool = False) -> str:
+    """Returns why the link failed; drains are still acknowledged."""
+    failed = next_event(link, LinkFailed)
+    if drains:
+        link.receive.forget("t")
+        assert link.events.get(timeout=WAIT_S) == Drained("t")
     link.close()
+    return failed.reason
 
 
 def test_the_next_transport_is_tried_when_the_probe_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """auto: local is broken here, so shared memory serves."""
-
-    def nothing(self: LocalReceiver, sequence: int, chunk: wire.KVChunk, into: list[int] | None) -> None: ...
-
-    monkeypatch.setattr(LocalReceiver, "receive", nothing)
+    monkeypatch.setattr(LocalReceiver, "receive", lambda self, sequence, chunk, into: None)
     link = Link("auto")
     assert link.await_ready().transport == "shm"
     link.transfer([1, 2, 3], [7, 8, 9])
-    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
-    link.close()
-
-
-def test_what_lands_leaves_the_own_probe_alone() -> None:
-    """The instance may become a prefill instance, and then proves its links with it."""
-    link = Link("shm")
-    before = link.target.data[link.target.probe_block].clone()
-    link.await_ready()
-    assert torch.equal(link.target.data[link.target.landing_probe_block], link.source.data[link.source.probe_block])
-    assert torch.equal(link.target.data[link.target.probe_block], before)
+    next_event(link, Landed)
     link.close()
 
 
 def test_a_link_without_a_probe_is_refused() -> None:
-    link = Link("shm", tamper=lambda frame: [], connect_timeout_s=1.5)
-    assert isinstance(link.answers.get(timeout=WAIT_S), wire.LinkAnswer)
-    refused = link.answers.get(timeout=WAIT_S)
-    assert isinstance(refused, wire.LinkRefused)
-    assert "no probe came within 1.5 s" in refused.reason
-    link.close()
+    refused = refusal_of(Link("shm", tamper=lambda frame: [], connect_timeout_s=0.5))
+    assert "no probe came within 0.5 s" in refused.reason
 
 
 def test_a_keepalive_that_fails_ends_the_link() -> None:
@@ -110,22 +110,15 @@ def test_a_keepalive_that_fails_ends_the_link() -> None:
     link.await_ready()
     link.source.data[link.source.probe_block] += 1
     link.send.probe()
-    failed = link.events.get(timeout=WAIT_S)
-    assert isinstance(failed, LinkFailed)
-    assert "another content" in failed.reason
-    link.close()
+    assert "another content" in failure_of(link)
 
 
 def test_doubled_and_foreign_frames_are_dropped_and_counted() -> None:
     stranger = Sealer(LinkKey.derive(b"other", "link", "p", "d"))
-
-    def tamper(frame: wire.KVFrame) -> list[wire.KVFrame]:
-        return [frame, frame, stranger.seal(wire.KVEnd("t", 0, 0, [TOKEN]))]
-
-    link = Link("shm", tamper)
+    link = Link("shm", lambda frame: [frame, frame, stranger.seal(wire.KVEnd("t", 0, 0, [TOKEN]))])
     link.await_ready()
     link.transfer([1, 2, 3], [7, 8, 9])
-    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    next_event(link, Landed)
     assert link.receive.num_dropped >= 8
     link.close()
 
@@ -134,15 +127,10 @@ def test_a_lost_frame_ends_the_link_and_drains_are_still_acknowledged() -> None:
     link = Link("shm", tamper=lambda frame: [frame] if frame.sequence != 2 else [])
     link.await_ready()
     link.transfer([1, 2, 3], [7, 8, 9])
-    failed = link.events.get(timeout=WAIT_S)
-    assert isinstance(failed, LinkFailed)
-    assert "came when 2 was next" in failed.reason
-    link.receive.forget("t")
-    assert link.events.get(timeout=WAIT_S) == Drained("t")
-    link.close()
+    assert "came when 2 was next" in failure_of(link, drains=True)
 
 
-def test_damage_in_the_payload_ends_the_transfer_only() -> None:
+def test_damage_in_the_payload_ends_the_transfer_only(monkeypatch: pytest.MonkeyPatch) -> None:
     link = Link("shm")
     link.await_ready()
     prepare = OneSidedSender.prepare
@@ -151,12 +139,12 @@ def test_damage_in_the_payload_ends_the_transfer_only() -> None:
         prepared = prepare(self, piece)
         return dataclasses.replace(prepared, checksum=prepared.checksum ^ 1)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OneSidedSender, "prepare", damaged)
-        link.transfer([1, 2], [7, 8])
-        assert link.events.get(timeout=WAIT_S) == LandFault("t", "checksum of a KV chunk is wrong")
+    monkeypatch.setattr(OneSidedSender, "prepare", damaged)
+    link.transfer([1, 2], [7, 8])
+    assert link.events.get(timeout=WAIT_S) == LandFault("t", "checksum of a KV chunk is wrong")
+    monkeypatch.undo()
     link.transfer([1, 2], [7, 8], "t2")
-    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    next_event(link, Landed)
     link.close()
 
 
@@ -196,9 +184,4 @@ def test_a_thread_that_meets_a_surprise_reports_it_and_still_acknowledges_drains
 
     monkeypatch.setattr(LocalReceiver, "receive", surprise)
     link.transfer([1, 2], [7, 8])
-    failed = link.events.get(timeout=WAIT_S)
-    assert isinstance(failed, LinkFailed)
-    assert "no staging buffer" in failed.reason
-    link.receive.forget("t")
-    assert link.events.get(timeout=WAIT_S) == Drained("t")
-    link.close()
+    assert "no staging buffer" in failure_of(link, drains=True)

@@ -29,11 +29,8 @@ def test_the_one_that_waited_longest_is_next() -> None:
         turn = turns.next(requests)
         taking_part.append("".join(sorted({each.order.variant for each in requests if turn.has(each)})))
     assert taking_part == ["ab", "ac", "bc", "ab"]
-
-
-def test_one_that_enters_takes_the_room_that_is_left() -> None:
     turn = Turns(2).next(of("a", ""))
-    b, c, plain, a = of("b", "c", "", "a")
+    b, c, plain, a = of("b", "c", "", "a")  # one that enters takes the room that is left
     assert [turn.admits(each) for each in (plain, a, b, c, b)] == [True, True, True, False, True]
 
 
@@ -87,5 +84,4 @@ def test_steps_have_so_many_adapters_and_all_requests_end(most: int, num_blocks:
 
 
 def test_without_adapters_there_are_no_turns() -> None:
-    scheduler = StepScheduler(BlockPool(64), 4, 6, 16)
-    assert len(steps_of(scheduler, of("", "", ""))) == 8
+    assert len(steps_of(StepScheduler(BlockPool(64), 4, 6, 16), of("", "", ""))) == 8

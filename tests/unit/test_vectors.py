@@ -33,14 +33,11 @@ def test_numbers_come_back_within_half_a_step(dtype: str, width: int) -> None:
 
 @pytest.mark.parametrize("dtype", CODED)
 def test_a_vector_depends_on_itself_alone(dtype: str) -> None:
+    """Zeros stay, and a vector with what is no number has none."""
     x = torch.randn(3, 5, 2, 32)
     assert torch.equal(encode(x, dtype)[1, 3, 1], encode(x[1, 3, 1], dtype))
     again = encode(decode(encode(x, dtype), dtype), dtype)
     assert torch.equal(again[..., :-4], encode(x, dtype)[..., :-4])
-
-
-@pytest.mark.parametrize("dtype", CODED)
-def test_zeros_and_what_is_no_number(dtype: str) -> None:
     x = torch.randn(5, 16)
     x[0], x[1], x[2, 3], x[3, 15] = 0.0, SMALLEST / 2, math.inf, math.nan
     found = decode(encode(x, dtype), dtype)
@@ -49,16 +46,16 @@ def test_zeros_and_what_is_no_number(dtype: str) -> None:
     assert found[4].isfinite().all()
 
 
-def test_the_nibbles_are_those_of_lmdeploy() -> None:
-    """The first half lies in the low bits, the second in the high ones."""
+def test_bits_are_those_of_lmdeploy_and_of_the_standard() -> None:
+    """Of four bits, the first half lies in the low ones, the second in the high ones."""
     stored = encode(torch.tensor([1.0, 2.0, 3.0, 7.0]), "int4")
     assert stored[:2].tolist() == [(1 + 8) | (3 + 8) << 4, (2 + 8) | (7 + 8) << 4]
     assert stored[2:].clone().view(torch.float32).item() == 1.0
-
-
-def test_fp8_has_the_bits_of_the_standard() -> None:
     x = torch.tensor([448.0, -448.0, 1.0, 0.015625, 0.001953125, 0.0, 17.0, 19.0])
     assert encode(x, "fp8_e4m3")[:-4].tolist() == [0x7E, 0xFE, 0x38, 0x08, 0x01, 0x00, 0x58, 0x5A]
+    # 132 bytes for each 128 numbers in 8 bits, 68 in 4.
+    sizes = {dtype: KVLayout(1, 1, keys_and_values(128), 16, dtype).token_nbytes for dtype in CODED}
+    assert sizes == {"int8": 264, "fp8_e4m3": 264, "int4": 136}
 
 
 @pytest.mark.parametrize("source", ["float32", "bfloat16", *CODED])
@@ -73,12 +70,6 @@ def test_what_travels_is_the_narrower_form(source: str, target: str) -> None:
         is_as_computed = source == target == route.wire_dtype
         assert bool(route.precision) != is_as_computed
         assert route.is_verbatim == is_as_computed
-
-
-def test_a_token_s_bytes() -> None:
-    """132 for each 128 numbers in 8 bits, 68 in 4."""
-    sizes = {dtype: KVLayout(1, 1, keys_and_values(128), 16, dtype).token_nbytes for dtype in CODED}
-    assert sizes == {"int8": 264, "fp8_e4m3": 264, "int4": 136}
 
 
 def test_odd_widths_have_no_int4() -> None:
@@ -108,7 +99,6 @@ def test_blocks_hold_what_was_put(dtype: str) -> None:
 
 
 def test_converting_goes_through_numbers() -> None:
-    x = torch.randn(4, 32)
-    assert torch.equal(convert(encode(x, "int8"), "int8", "float32"), decode(encode(x, "int8"), "int8"))
-    eight = convert(encode(x, "int8"), "int8", "int4")
-    assert torch.equal(eight, encode(decode(encode(x, "int8"), "int8"), "int4"))
+    eight = encode(torch.randn(4, 32), "int8")
+    assert torch.equal(convert(eight, "int8", "float32"), decode(eight, "int8"))
+    assert torch.equal(convert(eight, "int8", "int4"), encode(decode(eight, "int8"), "int4"))

@@ -1,36 +1,26 @@
-"""When a worker steps, what it waits for, and what leaves during a step."""
+"""When a worker steps, what it waits for, what leaves during a step, and what it tells its schedulers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from pd_cluster import wire
+from pd_cluster.engine import outbox
 from pd_cluster.engine.drain import CLOSES_AFTER_S
-from pd_cluster.engine.handover.events import (
-    ConnClosed,
-    ConnOpened,
-    HandedOver,
-    Mail,
-    StartDrain,
-    StopEngine,
-)
+from pd_cluster.engine.handover.events import ConnClosed, Event, HandedOver, Mail, StartDrain, StopEngine
+from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS
 from pd_cluster.engine.step.patience import Patience
+from pd_cluster.engine.tiers import EngineTiers
 from pd_cluster.engine.worker import Worker
+from pd_cluster.kv.host_tier import HostTier, LoadCost
+from pd_cluster.kv.lower_tier import LowerTier
 from pd_cluster.model.batch import RunnerOutput
-from pd_cluster.types import Order, Request
+from pd_cluster.types import LegEnd, Order, Request
 from tests.support.toy_model import ToyRunner, generate_alone
-from tests.support.worker_world import (
-    BLOCK_SIZE,
-    CONN,
-    NUM_BLOCKS,
-    PROMPT,
-    World,
-    found,
-    sampling,
-)
+from tests.support.worker_world import BLOCK_SIZE, CONN, NUM_BLOCKS, PROMPT, Shipped, World, found, peer, sampling
 
 
 class MidStepCredit(ToyRunner):
@@ -48,23 +38,29 @@ class MidStepCredit(ToyRunner):
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> Iterator[World]:
+    """In the end nothing of any request is left."""
+    made = World()
+    yield made
+    made.assert_home()
 
 
-def test_the_loop_says_that_it_came_round_between_steps() -> None:
-    world, steps = World(), []
+def test_the_loop_says_that_it_came_round_between_steps(world: World) -> None:
+    """Heartbeats hear at once that nothing runs any more."""
+    steps, running = list[int](), list[int]()
     world.submit("r", PROMPT, sampling(1))
 
     def came_round() -> None:
+        world.now_s += 1e-6  # far less than what a load may be old
         steps.append(world.worker.core.num_steps)
         if not world.worker.legs.sequences:
-            world.inbox.put(StopEngine())
+            running.append(world.worker.load.num_running)
+            if len(running) == 2:
+                world.inbox.put(StopEngine())
 
     world.worker.run(came_round)
-    assert steps == list(range(len(steps)))
-    assert len(steps) > sampling(1).max_tokens
-    world.assert_home()
+    assert sorted(set(steps)) == list(range(sampling(1).max_tokens + 1)) == steps[: sampling(1).max_tokens + 1]
+    assert running[-1] == 0
 
 
 # ---- answers that nobody wants early
@@ -72,10 +68,7 @@ def test_the_loop_says_that_it_came_round_between_steps() -> None:
 
 def test_batches_are_told_apart_by_name_and_priority(world: World) -> None:
     for name, batch, priority in (("a", "x", 0), ("b", "x", 1), ("c", "", 0)):
-        submit = wire.Submit(
-            name, 0, name, "hybrid", "", Order(PROMPT, sampling(1), priority=priority, batch=batch), 0.0
-        )
-        world.mail(submit)
+        world.order(name, Order(PROMPT, sampling(1), priority=priority, batch=batch))
     world.step()
     batches = {key: request.batch for key, request in world.worker.core.scheduler.requests.items()}
     assert len({batches["a#0"], batches["b#0"], ""}) == 3
@@ -83,51 +76,41 @@ def test_batches_are_told_apart_by_name_and_priority(world: World) -> None:
     world.run()
 
 
-def test_a_step_waits_until_there_is_no_more_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, waits = World(), [True]
+@pytest.mark.parametrize("how", ["the wait ends", "it drains", "it has a device of its own"])
+def test_a_step_waits_until_there_is_no_more_to_wait_for(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, waits = World(shares_cores=how != "it has a device of its own"), [True]
     monkeypatch.setattr(Patience, "waits", property(lambda self: waits[0]))
     world.submit("r", PROMPT, sampling(1))
-    for _ in range(3):
-        world.step()
-    assert world.worker.core.num_steps == 0
-    waits[0] = False
+    if how != "it has a device of its own":
+        world.steps(3)
+        assert world.worker.core.num_steps == 0
+        waits[0] = how != "the wait ends"
+        if how == "it drains":
+            world.inbox.put(StartDrain())
     world.run()
     assert found(world, "r")[:1] == generate_alone(PROMPT, sampling(1))[:1]
 
 
-@pytest.mark.parametrize("shares_cores", [False, True])
-def test_on_a_device_of_its_own_and_when_it_drains_no_step_waits(
-    shares_cores: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Patience, "waits", property(lambda self: True))
-    world = World(shares_cores)
-    world.submit("r", PROMPT, sampling(1))
-    world.step()
-    if shares_cores:
-        assert world.worker.core.num_steps == 0
-        world.inbox.put(StartDrain())
-    world.run()
-    assert len(found(world, "r")[0]) == sampling(1).max_tokens
-
-
-def test_a_request_that_crosses_the_word_of_a_drain_is_served() -> None:
+def test_a_request_that_crosses_the_word_of_a_drain_is_served(world: World) -> None:
     """The scheduler sent it before it heard; what comes later is told to go elsewhere, and the worker ends."""
-    world, rounds = World(), []
+    rounds, beats = list[bool](), list[int]()
     world.inbox.put(StartDrain())
 
     def came_round() -> None:
-        assert world.post.num_beats_at_once == 1
+        beats.append(world.post.num_beats_at_once)
         rounds.append(world.worker.load.is_draining)
         if len(rounds) == 2:
             world.submit("early", PROMPT, sampling(1))
+            world.another_scheduler()  # which hears at once that it drains
         if len(rounds) == 4:
             world.now_s += CLOSES_AFTER_S
             world.submit("late", PROMPT, sampling(1))
 
     world.worker.run(came_round)
     assert rounds == [True] * len(rounds)
+    assert (beats[1], beats[2]) == (1, 2)
     assert len(found(world, "early")[0]) == sampling(1).max_tokens
-    assert ["takes nothing more" in end.error for end in world.post.ended if end.request_id == "late"] == [True]
+    assert ["takes nothing more" in (end.error or "") for end in world.post.ended if end.request_id == "late"] == [True]
 
 
 @pytest.mark.parametrize("drain_timeout_s", [30.0, 0.5])
@@ -159,36 +142,26 @@ def test_what_comes_during_the_last_step_before_a_worker_closes_is_answered(
 def test_a_leg_that_is_held_when_a_worker_closes_is_told_to_go_elsewhere(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, submit = world.worker, wire.Submit("held", 0, "held", "hybrid", "", Order(PROMPT, sampling()), 0.0)
-    held = [submit]
+    worker = world.worker
+    held = [wire.Submit("held", 0, "held", "hybrid", "", Order(PROMPT, sampling()), 0.0)]
 
     def release_all() -> None:
         while held:
             worker.begin_leg(CONN, held.pop())
 
-    monkeypatch.setattr(worker.tiers, "release_all", release_all)
-    world.inbox.put(StartDrain())
-
     def came_round() -> None:
         world.now_s += CLOSES_AFTER_S / 2
 
+    monkeypatch.setattr(worker.tiers, "release_all", release_all)
+    world.inbox.put(StartDrain())
     worker.run(came_round)
     assert world.now_s >= CLOSES_AFTER_S
     assert [(end.request_id, end.is_fault) for end in world.post.ended] == [("held", True)]
 
 
-def test_a_scheduler_that_connects_to_a_worker_that_drains_hears_so_at_once(world: World) -> None:
-    world.inbox.put(StartDrain())
-    world.step()
-    assert world.post.num_beats_at_once == 1
-    world.inbox.put(ConnOpened("another", "scheduler-1@1", "scheduler"))
-    world.step()
-    assert world.post.num_beats_at_once == 2
-
-
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_worker_whose_scheduler_is_gone_closes_at_once(world: World, is_first: bool) -> None:
-    events = [ConnClosed(CONN, "scheduler@1", "gone"), StartDrain()]
+    events: list[Event] = [ConnClosed(CONN, "scheduler@1", "gone"), StartDrain()]
     rounds = iter([*events[:: 1 if is_first else -1], None, None])
 
     def came_round() -> None:
@@ -199,72 +172,57 @@ def test_a_worker_whose_scheduler_is_gone_closes_at_once(world: World, is_first:
     assert world.now_s == 0
 
 
-def test_a_worker_that_sleeps_closes_at_once_and_is_not_woken() -> None:
-    world, levels = World(), list[wire.SleepLevel]()
+def test_a_worker_that_sleeps_closes_at_once_and_is_not_woken(world: World) -> None:
+    levels, rounds = list[wire.SleepLevel](), iter(range(3))
     world.worker.take_sleep(levels.append)
     world.mail(wire.Sleep(1))
-    num_rounds = 0
 
     def came_round() -> None:
-        nonlocal num_rounds
-        num_rounds += 1
-        assert num_rounds <= 3
-        if num_rounds == 2:
+        if next(rounds) == 1:
             world.inbox.put(StartDrain())
             world.mail(wire.Sleep(0))
 
     world.worker.run(came_round)
-    assert (num_rounds, levels) == (3, [1])
+    assert (next(rounds, "over"), levels) == ("over", [1])
 
 
-def test_heartbeats_hear_at_once_that_nothing_runs_any_more(world: World) -> None:
-    world.submit("r", PROMPT, sampling(1))
-    ends = []
-
-    def came_round() -> None:
-        world.now_s += 1e-6  # far less than what a load may be old
-        if not world.worker.legs.sequences and world.worker.core.num_steps:
-            ends.append(world.worker.load.num_running)
-            if len(ends) == 2:
-                world.inbox.put(StopEngine())
-
-    world.worker.run(came_round)
-    assert ends[-1] == 0
-
-
-def test_layers_leave_before_the_step_has_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A credit that arrives during the step counts, too; layers already sent are not sent again."""
-    worker, shipped, runner = world.worker, world.take_links(monkeypatch), MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
-    worker.core.runner, runner.worker = runner, worker
+@pytest.fixture
+def ships(world: World, monkeypatch: pytest.MonkeyPatch) -> Shipped:
+    """What a prefill leg ships whose credit comes during its step."""
+    shipped, runner = world.take_links(monkeypatch), MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
+    world.worker.core.runner, runner.worker = runner, world.worker
     world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, sampling(n=1)), 0.0))
+    return shipped
+
+
+def test_layers_leave_before_the_step_has_ended(world: World, ships: Shipped) -> None:
+    """A credit that arrives during the step counts, too; layers already sent are not sent again."""
+    worker = world.worker
     world.step()
     (request,) = worker.core.scheduler.requests.values()
-    assert shipped.pieces == [(wire.KVPiece(0, 5, 0, 1, request.block_table), 0)], "not while the step ran"
-    assert [end.num_chunks for end in shipped.ends] == [1]
+    assert ships.pieces == [(wire.KVPiece(0, 5, 0, 1, request.block_table), 0)], "not while the step ran"
+    assert [end.num_chunks for end in ships.ends] == [1]
     assert worker.handover.exports.held.take("link", "r")
     world.worker.inbox.put(HandedOver("link", "r"))
     world.step()
-    world.assert_home()
 
 
 def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, ships: Shipped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends its request, whose blocks the step still writes."""
-    worker, shipped, runner = world.worker, world.take_links(monkeypatch), MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
-    worker.core.runner, runner.worker, runner.credit = runner, worker, wire.Credit("r", 3)
-    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, sampling(n=1)), 0.0))
+    monkeypatch.setattr(MidStepCredit, "credit", wire.Credit("r", 3))
     world.step()
-    assert worker.core.scheduler.requests, "it was ended under the running step"
+    assert world.worker.core.scheduler.requests, "it was ended under the running step"
     world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", 3)))
     world.step()
     assert [end.error for end in world.post.ended] == ["decode-0@2 wants KV cache from token 3 on"]
-    assert shipped.sent[-1] == wire.Revoke("r")
-    world.assert_home()
+    assert ships.sent[-1] == wire.Revoke("r")
 
 
-def test_what_the_mail_brought_leaves_before_the_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_mail_brought_leaves_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step may take long: a refusal, or the first tokens of a sequence that joins, do not wait for its results."""
+    world = World()
     runner, ended = world.worker.core.runner, []
     forward = runner.forward
 
@@ -278,3 +236,183 @@ def test_what_the_mail_brought_leaves_before_the_step(world: World, monkeypatch:
     world.submit("too long", [5] * 41, sampling())
     world.worker.run()
     assert ended == [["too long"]]
+
+
+def positions_told(world: World, index: int = 0) -> list[list[int]]:
+    """Returns which tokens of one sequence came together."""
+    tokens = [token for _, outputs in world.post.messages for token in outputs.tokens if token.index == index]
+    return [[each.position for each in token.apart()] for token in tokens]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_after_the_first_many_tokens_are_told_together(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MOST_UNTOLD", 2)
+    world = World()
+    world.submit("r", PROMPT, sampling(n), gathers=True)
+    world.run()
+    assert found(world, "r")[:n] == generate_alone(PROMPT, sampling(n))
+    assert [positions_told(world, index) for index in range(n)] == [[[0], [1, 2, 3], [4, 5, 6], [7]]] * n
+    world.assert_home()
+
+
+def test_a_sequence_that_goes_on_is_told_from_there(world: World) -> None:
+    (expected,) = generate_alone(PROMPT, sampling(1))
+    world.resume("r", Order(PROMPT, sampling(1), gathers=True), {0: expected[:3]})
+    world.run()
+    assert found(world, "r")[0] == expected
+    assert positions_told(world) == [[3, 4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("changes", [{"logprobs": 1}, {"beam_width": 3, "temperature": 0.0}])
+def test_tokens_with_logprobs_and_those_of_beams_are_told_singly(changes: dict[str, Any]) -> None:
+    world, params = World(), sampling(1, **changes)
+    world.submit("r", PROMPT, params, gathers=True)
+    world.run()
+    assert found(world, "r")[:1] == generate_alone(PROMPT, params)
+    assert positions_told(world) == [[position] for position in range(8)]
+
+
+def test_what_was_not_told_before_an_abort_never_is(world: World) -> None:
+    world.submit("r", PROMPT, sampling(2), gathers=True)
+    world.steps(4)
+    world.mail(wire.Abort("r", 0, 1))
+    world.run()
+    expected = generate_alone(PROMPT, sampling(2))
+    assert found(world, "r")[:2] == [expected[0], expected[1][:1]]
+
+
+# ---- reports of its transfers
+
+
+def told(world: World, conn: str = CONN) -> list[str]:
+    return [event.what for to, outputs in world.post.messages if to == conn for event in outputs.events]
+
+
+def test_events_go_with_tokens(world: World) -> None:
+    """A leg's first and last; nothing for the tokens between them, and between ticks no message of their own."""
+    world.step()
+    world.now_s = 0.0
+    world.submit("r", [1, 2, 3], sampling(n=1))
+    for _ in range(8):
+        world.step()
+        world.now_s -= 0.19
+    assert told(world) == ["submitted", "admitted", "finished"]
+    assert [outputs.now_s for _, outputs in world.post.messages] == pytest.approx([0.01 * at for at in range(8)])
+    assert all(outputs.tokens for _, outputs in world.post.messages)
+
+
+def test_events_alone_wait_for_the_next_tick(world: World) -> None:
+    world.step()
+    for at in range(3):
+        world.worker.tracer.note("t", "landed", start=at)
+        world.step()
+        world.now_s -= 0.19  # three steps within one tick
+    assert told(world) == ["landed"]
+    world.now_s += 0.1
+    world.step()
+    assert told(world) == ["landed"] * 3
+    assert len(world.post.messages) == 2
+
+
+def test_every_scheduler_is_told(world: World) -> None:
+    """A scheduler without tokens in this step gets them with the next tick; none gets them twice."""
+    world.another_scheduler()
+    world.submit("r", [1, 2, 3], sampling(n=1))
+    world.run()
+    world.step()
+    assert told(world) == told(world, "other-conn") == ["submitted", "admitted", "finished"]
+    world.inbox.put(ConnClosed("other-conn", "other@1", "gone"))
+    world.submit("s", [1, 2, 3], sampling(n=1))
+    world.run()
+    assert len(told(world, "other-conn")) == 3
+
+
+def share(world: World, prompt: list[int]) -> None:
+    """Two schedulers share the worker, and one sends it a leg more than may wait there, each of a weight of 5."""
+    world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
+    world.another_scheduler()
+    for at in range(LEAST_WAITING + 1):
+        world.order(f"r{at}", Order(prompt, sampling(n=1)), weight=5, may_be_full=True)
+
+
+def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full(world: World) -> None:
+    """Only legs that may be refused; those that wait are served, and each scheduler's share is reported."""
+    share(world, [1, 2, 3])
+    world.order("kept", Order([1, 2, 3], sampling(n=1)), weight=5)
+    world.step()
+    assert world.worker.legs.outstanding() == {CONN: 5 * (LEAST_WAITING + 1)}
+    assert world.worker.load.outstanding == {"scheduler@1": 5 * (LEAST_WAITING + 1), "other@1": 0}
+    world.run()
+    ended = [(end.request_id, end.is_full, end.is_fault) for end in world.post.ended]
+    assert ended == [(f"r{LEAST_WAITING}", True, True)]
+    assert world.worker.legs.outstanding() == {}
+
+
+def test_one_attempt_of_two_schedulers_is_computed_for_the_first(world: World) -> None:
+    """Both have the same request, which one of them resumes; neither must wait for ever."""
+    submit = wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling(n=1)), 0.0)
+    world.another_scheduler()
+    for conn in (CONN, CONN, "other-conn"):
+        world.inbox.put(Mail(conn, "scheduler", submit))
+    world.run()
+    ends = [(conn, body.ended) for conn, body in world.post.messages if body.ended]
+    assert ends == [("other-conn", [LegEnd("r", 1, OTHERS, is_fault=True)])]
+    assert world.post.tokens["r"][0] == generate_alone(PROMPT, sampling(n=1))[0]
+
+
+def test_an_attempt_whose_leg_still_ends_can_continue_elsewhere(world: World) -> None:
+    request = Request("r", Order(PROMPT, sampling(n=1)), attempt=1)
+    world.worker.core.scheduler.requests[request.key] = request
+    world.order("r", request.order, attempt=1)
+    world.worker.turn(wait_s=0.0)
+    assert world.post.ended == [LegEnd("r", 1, ENDING, is_fault=True)]
+
+
+def test_a_whole_answer_of_a_stream_that_moves_has_its_window(world: World) -> None:
+    """The abort crosses the last token."""
+    world.order("r", Order(PROMPT, sampling(n=1)), keep=wire.Keep(b"d" * 32, 30.0, 1 << 20, b"recipe"))
+    world.run()
+    for passes_s, num_records in ((100, 1), (0, 1), (31, 0)):
+        if not passes_s:
+            world.mail(wire.Abort("r", 0))
+        world.now_s += passes_s
+        world.step()
+        assert len(world.worker.legs.records) == num_records
+
+
+def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting(world: World) -> None:
+    scheduler = world.worker.core.scheduler
+    host = scheduler.blocks.tier = HostTier(0, 0, LoadCost(BLOCK_SIZE))
+    lower = LowerTier("shared", host, 0, 1, BLOCK_SIZE, lambda: world.now_s)
+    host.lower = [lower]
+    world.worker.take_tiers(
+        EngineTiers(scheduler, {"shared": lower}, None, world.worker.begin_leg, lambda: world.now_s)
+    )
+    share(world, [1, 2, 3, 4, 5])
+    world.step()
+    assert len(world.worker.tiers) == world.worker.load.num_waiting == LEAST_WAITING
+    assert world.worker.load.outstanding == {"scheduler@1": 5 * LEAST_WAITING, "other@1": 0}
+    assert [(end.request_id, end.is_full) for end in world.post.ended] == [(f"r{LEAST_WAITING}", True)]
+    world.worker.tiers.release_all()
+    world.run()
+    assert len(world.post.ended) == 1, "the others are served"
+
+
+def test_only_schedulers_that_share_the_worker_are_told_of_each_others_legs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a fencing number there is one scheduler, and the sums would be made for nobody."""
+    world.mail(wire.Peers([peer("decode-0", 1, "decode")]))
+    world.another_scheduler()
+    monkeypatch.setattr(world.worker.legs, "outstanding", lambda: pytest.fail("it is summed for nobody"))
+    world.step()
+    assert world.worker.load.outstanding == {}
+
+
+def test_a_leg_that_is_refused_or_late_has_failed(world: World) -> None:
+    world.submit("long", [1] * 60, sampling(n=1))
+    world.submit("late", [1, 2, 3], sampling(n=1, max_tokens=30), deadline_s=0.5)
+    world.run()
+    events = [(event.transfer_id, event.what) for _, outputs in world.post.messages for event in outputs.events]
+    assert [what for name, what in events if name == "long"] == ["submitted", "failed"]
+    assert [what for name, what in events if name == "late"] == ["submitted", "admitted", "failed"]

@@ -144,32 +144,6 @@ def parity(
     return difference(actual, expected)
 
 
-def alone_and_together(sequences: list[tuple[int, int]], split_keys: int) -> list[bool]:
-    """Returns, for each sequence, whether its rows have the same bits alone as in the batch of all."""
-    num_heads, num_kv_heads, head_dim, block_size = 6, 2, 16, 16
-    batch = make_batch(sequences, num_kv_heads, head_dim, block_size, "float32", seed=2)
-    qkv = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=torch.Generator())
-    query, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    attention.write_kv(k, v, *batch.pool.layer(LAYER), batch.slot_mapping)
-
-    def attended(part: ForwardBatch, rows: slice) -> torch.Tensor:
-        plan = plan_attention(
-            np.diff(part.query_starts.numpy()), part.context_lens.numpy(), 3, num_kv_heads, configs(3), 132, split_keys
-        )
-        pools = batch.pool.layer(LAYER)
-        return attention.attend(query[rows], *pools, metadata(part, plan), plan, sdpa.Scoring(0.25))
-
-    together = attended(batch, slice(None))
-    starts, tables = batch.query_starts.tolist(), batch.table_starts.tolist()
-    same = []
-    for i, (query_len, context) in enumerate(sequences):
-        table = batch.block_table[tables[i] : tables[i + 1]].tolist()
-        request = Request("x", Order([0] * context, ANY), num_computed_tokens=context - query_len, block_table=table)
-        rows = slice(starts[i], starts[i + 1])
-        same.append(torch.equal(attended(build_batch([(request, query_len)], batch.pool), rows), together[rows]))
-    return same
-
-
 def replays(
     steps: list[list[int]], split_keys: int, block_size: int = 16, window: int | None = None, has_sinks: bool = False
 ) -> list[dict[str, float]]:
@@ -208,16 +182,3 @@ def replays(
         padding = out[len(real) :].abs().max().item() if len(real) < num_seqs else 0.0
         told.append({"difference": difference(out[: len(real)], expected), "padding": padding})
     return told
-
-
-def written(num_tokens: int, num_kv_heads: int, head_dim: int, block_size: int, seed: int = 0) -> bool:
-    """Returns whether float32 keys and values reach a float16 pool at their slots, and nothing else changes there."""
-    generator = torch.Generator().manual_seed(seed)
-    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, keys_and_values(head_dim), block_size, "float16"), num_tokens)
-    slots = torch.randperm(pool.num_blocks * block_size, generator=generator)[:num_tokens]
-    k, v = torch.randn(num_tokens, 2 * num_kv_heads, head_dim, generator=generator).split(num_kv_heads, dim=1)
-    expected = pool.data.clone()
-    for index, numbers in enumerate((k, v)):
-        expected[slots // block_size, LAYER, index, slots % block_size] = numbers.to(torch.float16)
-    attention.write_kv(k, v, *pool.layer(LAYER), slots)
-    return torch.equal(pool.data, expected)

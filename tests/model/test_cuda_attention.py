@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_cluster.kv.layout import CODE_BITS
 from pd_cluster.model.cuda.attention_configs import AttentionConfigs, TileConfig, configs_for
 from pd_cluster.model.cuda.plan import (
     MAX_SPLITS,
@@ -221,23 +220,15 @@ def test_kernels_compile_and_fit(compiler: TritonChild, name: str, arch: int) ->
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
-def test_every_configuration_compiles_and_fits(compiler: TritonChild, head_dim: int, dtype: str, arch: int) -> None:
-    for group, block_size, is_rich in ((1, 16, False), (4, 256, True), (7, 16, False), (32, 16, False)):
-        shape = {"head_dim": head_dim, "group": group, "block_size": block_size, "is_rich": is_rich}
-        compile_and_check(compiler, arch, dtype, **shape)
-
-
-@needs_triton
-@pytest.mark.parametrize("pool_dtype", CODE_BITS)
-def test_same_as_sdpa_over_codes(interpreter: TritonChild, pool_dtype: str) -> None:
-    """And the same bytes are in the pool."""
-    for at in (4, 7):
-        shape = named(SHAPES[at])
-        assert difference(interpreter, MIXED, pool_dtype=pool_dtype, **shape) < TOLERANCE
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size", "dtype"),
+    [(16, 1, 16, "float32"), (80, 7, 16, "float16"), (128, 32, 256, "bfloat16"), (256, 4, 16, "float32")],
+)
+def test_other_configurations_compile_and_fit(
+    compiler: TritonChild, head_dim: int, group: int, block_size: int, dtype: str, arch: int
+) -> None:
+    compile_and_check(compiler, arch, dtype, head_dim=head_dim, group=group, block_size=block_size, is_rich=True)
 
 
 TILES_OF_16 = AttentionConfigs(TileConfig(16, 32, 4, 2), TileConfig(16, 32, 4, 2))
@@ -279,32 +270,21 @@ def test_other_generations_use_the_table_that_fits_them(capability: tuple[int, i
 
 
 @needs_triton
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("has_window", [False, True])
-def test_a_long_row_among_short_ones(interpreter: TritonChild, has_window: bool) -> None:
-    """Of 32 rows one has 32,768 keys: every program works on it, and its numbers are those that it has alone."""
-    lens = [37 + 11 * at for at in range(31)]
-    lens.insert(13, 20_000 if has_window else 32_768)
-    window = 12_000 if has_window else None
-    found = interpreter.call("triton_work", "long_among_short", lens=lens, window=window, num_sms=10)
-    assert found["difference"] < TOLERANCE
-    assert found["is_same_alone"]
-    num_splits = [-(-length // SPLIT_KEYS) for length in lens]
-    num_splits[13] = -(-20_000 // SPLIT_KEYS) - 8_000 // SPLIT_KEYS if has_window else -(-32_768 // (3 * SPLIT_KEYS))
-    assert found["splits"] == num_splits
-    num_workers = PROGRAMS_PER_SM * 10
-    assert found["programs"] == [min(each, num_workers) for each in num_splits]
-    assert max(found["load"]) - min(found["load"]) <= 1, "splits are dealt out evenly"
-
-
-@needs_triton
-def test_rows_beyond_one_search_and_contexts_with_wider_splits(interpreter: TritonChild) -> None:
-    """There are 150 rows, which programs count in two portions; one of them has more keys than 63 splits of 32."""
-    lens = [1 + at % 70 for at in range(149)] + [32 * (MAX_SPLITS - 1) + 5]
-    found = interpreter.call("triton_work", "long_among_short", lens=lens, window=None, num_sms=4, split_keys=32)
-    assert found["difference"] < TOLERANCE
-    assert found["is_same_alone"]
-    assert found["splits"] == [-(-length // 32) for length in lens[:-1]] + [-(-lens[-1] // 64)]
+@pytest.mark.parametrize(
+    ("lens", "window"),
+    [
+        ([*range(5, 18), 4096, *range(18, 36)], None),  # more keys than 63 splits of 32: its splits are wider
+        ([*range(5, 18), 2500, *range(18, 36)], 1500),
+        ([1 + at % 70 for at in range(149)] + [300], None),  # more rows than programs look through at once
+    ],
+    ids=["long", "window", "many"],
+)
+def test_a_long_row_among_short_ones(interpreter: TritonChild, lens: list[int], window: int | None) -> None:
+    """Programs share its splits, and its numbers are those that it has alone."""
+    shape = {"lens": lens, "window": window, "num_sms": 4, "split_keys": 32}
+    error, is_same_alone = interpreter.call("triton_attention", "among_others", **shape)
+    assert error < TOLERANCE
+    assert is_same_alone
 
 
 @settings(deadline=None, derandomize=True)

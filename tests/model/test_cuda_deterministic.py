@@ -60,7 +60,9 @@ def test_a_cpu_takes_the_setting_and_says_so(
     checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        runner: Any = make_core(checkpoint("llama"), num_blocks=20, max_model_len=64, deterministic=True).runner
+        runner: Any = make_core(
+            checkpoint("llama"), device="cpu", num_blocks=20, max_model_len=64, deterministic=True
+        ).runner
     assert "changes nothing on a CPU" in caplog.text
     assert runner.model.ops.name != "deterministic Triton"
     assert runner.numerics.deterministic

@@ -53,6 +53,7 @@ ASKING = Sampling(
 )
 LENS = (1, 5, 18)
 ALWAYS = ("llama",)
+SHALLOW = {"num_hidden_layers": 2}
 SOMETIMES = ("mixtral", "qwen3", "gemma2", "gpt_oss", "phi3", "qwen2_moe", "olmo2", "smollm3", "glm4")
 
 
@@ -93,7 +94,7 @@ def test_fused_layers_around_flashinfer(tmp_path: Path, monkeypatch: pytest.Monk
 
 def check_fused_layers(architecture: str, tmp_path: Path) -> str:
     """Compares greedy tokens with transformers'; returns which kernels computed them."""
-    folder = make_checkpoint(tmp_path, architecture)
+    folder = make_checkpoint(tmp_path, architecture, **(SHALLOW if architecture in ALWAYS else {}))
     core, runner, graphs = with_graphs(folder, max_num_batched_tokens=16)
     assert isinstance(runner.model, FusedCausalLM)
     assert runner.model.ops.name == "Triton"
@@ -177,7 +178,7 @@ def test_steps_with_prompts_through_graphs(tmp_path: Path, monkeypatch: pytest.M
     as_cuda(monkeypatch)
     monkeypatch.setattr(prompt_graphs, "TOKENS", (6, 17))
     monkeypatch.setattr(prompt_graphs, "SEQS", (1, 3))
-    folder = make_checkpoint(tmp_path, "llama")
+    folder = make_checkpoint(tmp_path, "llama", **SHALLOW)
     core, runner, _ = with_graphs(folder, max_num_batched_tokens=16)
     runner.graphs = None
     planner = PaddedPlanner(runner.model.config.num_attention_heads, runner.pool.layout, 32, CPU)

@@ -73,18 +73,19 @@ def same_nan(stored: torch.Tensor) -> torch.Tensor:
     return torch.cat((stored[..., :-4], scales), dim=-1)
 
 
-@pytest.mark.parametrize("pool_dtype", [*CODE_BITS, "bfloat16"])
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "group", "window", "softcap"),
+    ("pool_dtype", "dtype", "head_dim", "group", "window", "softcap"),
     [
-        (torch.float32, 128, 4, None, None),
-        (torch.bfloat16, 128, 4, None, None),
-        pytest.param(torch.bfloat16, 64, 7, 40, 5.0, marks=pytest.mark.slow),
+        ("int8", torch.float32, 128, 4, None, None),
+        ("int4", torch.float32, 128, 4, None, None),
+        ("bfloat16", torch.float32, 128, 4, None, None),
+        ("int4", torch.bfloat16, 128, 4, None, None),
+        ("fp8_e4m3", torch.bfloat16, 64, 7, 40, 5.0),
     ],
     ids=str,
 )
 def test_attention_over_codes(
-    dtype: torch.dtype, head_dim: int, group: int, window: int | None, softcap: float | None, pool_dtype: str
+    pool_dtype: str, dtype: torch.dtype, head_dim: int, group: int, window: int | None, softcap: float | None
 ) -> None:
     """With the tiles that serve: prompts, decoded tokens, contexts in several splits; also in the uniform form."""
     torch.manual_seed(group)

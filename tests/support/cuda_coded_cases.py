@@ -27,7 +27,7 @@ from pd_cluster.model.quantized.int8 import Int8Linear
 from pd_cluster.model.quantized.unpack import E2M1_DOUBLED
 from pd_cluster.model.quantized.weight import CODED, CodedWeight, Int8Weight
 from pd_cluster.model.quantized.weight import INT8 as INT8_FORM
-from tests.support.interpreted import DTYPES, choose_device
+from tests.support.interpreted import choose_device
 
 choose_device()
 
@@ -110,8 +110,9 @@ def test_many_rows_are_multiplied_by_numbers_written_out(rows: int, monkeypatch:
     assert (layer(x).double() - expected.double()).abs().max() <= 8e-3 * expected.abs().max()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("inputs", [None, (0.03, 5.0)])
+@pytest.mark.parametrize(
+    ("inputs", "dtype"), [(None, torch.float32), ((0.03, 5.0), torch.float16), (None, torch.bfloat16)], ids=str
+)
 def test_products_of_integers_have_the_bits_of_the_reference(
     inputs: tuple[float, float] | None, dtype: torch.dtype
 ) -> None:
@@ -194,7 +195,7 @@ def test_experts_of_two_ranks_have_the_bits_of_one() -> None:
     assert torch.equal(ranks[1](x) + ranks[0](x), expected)
 
 
-@pytest.mark.parametrize(("kind", "num_rows"), [(INT4, 1), (INT4, 20), (E4M3, 1), (ROUNDED, 20)])
+@pytest.mark.parametrize(("kind", "num_rows"), [(INT4, 20), (E4M3, 1), (ROUNDED, 20)])
 def test_experts_of_codes(kind: int, num_rows: int) -> None:
     """Against transformers' routing and each expert's layers by themselves."""
     torch.manual_seed(5)

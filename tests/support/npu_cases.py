@@ -15,7 +15,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device, bind
 from pd_cluster.engine.build import build_core
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import ConfigError, told
 from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.model import loader, modules
@@ -141,7 +141,7 @@ def test_what_npus_cannot_do_is_refused_at_load(
 def test_limits_of_the_operators(changes: dict[str, Any], given: dict[str, Any], reason: str) -> None:
     usual: dict[str, Any] = {"heads": 128, "max_num_seqs": 8, "traits": set()}
     layout = replace(KVLayout(1, 2, keys_and_values(128), 128, "bfloat16"), **changes)
-    assert re.search(reason, problem(layout, *(usual | given).values()))
+    assert re.search(reason, told(problem(layout, *(usual | given).values())))
 
 
 def test_the_pool_leaves_memory_to_the_pairs_of_other_hosts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

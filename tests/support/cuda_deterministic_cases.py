@@ -264,11 +264,11 @@ def test_an_answer_is_the_same_alone_in_a_batch_in_chunks_and_after_a_preemption
 
 
 def test_float32_has_the_tokens_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_checkpoint(tmp_path, "llama")
+    folder = make_checkpoint(tmp_path, "llama", num_hidden_layers=2)
     prompts = [random_prompt(random.Random(6), length) for length in (1, 9)]
     core = engine(folder, monkeypatch, "float32", step=8)
-    greedy = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
-    assert_all_same(folder, prompts, generate(core, prompts, greedy), 5)
+    greedy = Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
+    assert_all_same(folder, prompts, generate(core, prompts, greedy), 3)
 
 
 def test_a_weight_of_another_form_is_multiplied_by_as_numbers() -> None:

@@ -68,6 +68,12 @@ class HeldLane(Lane):
     def holds(self, into: list[int], value: float) -> bool:
         return bool((self.pool.data[into] == value).all())
 
+    def assert_unchanged(self, *of_owners: list[int]) -> None:
+        """No byte comes late, for a second."""
+        for _ in range(10):
+            time.sleep(0.1)
+            assert all(self.holds(into, PATTERN) for into in of_owners)
+
 
 @pytest.fixture
 def lane() -> Iterator[HeldLane]:
@@ -102,10 +108,7 @@ def test_a_peer_that_stands_still_keeps_its_blocks_until_it_has_written_them(lan
     assert lane.await_event(Drained) == Drained("late")
     assert same(lane.pool, into, lane.expected[:NUM_SHIPPED]), "no byte came late: the test shows nothing"
     lane.pool.data[into] = PATTERN  # the next owner
-    for _ in range(20):
-        time.sleep(0.1)
-        assert lane.holds(into, PATTERN)
-        assert lane.holds(others, PATTERN)
+    lane.assert_unchanged(into, others)
 
 
 def test_a_peer_that_dies_in_mid_transfer_gives_its_blocks_back(lane: HeldLane) -> None:
@@ -115,9 +118,7 @@ def test_a_peer_that_dies_in_mid_transfer_gives_its_blocks_back(lane: HeldLane) 
     lane.exporter.process.kill()
     assert lane.await_event(Drained) == Drained("dead")
     lane.pool.data[into] = PATTERN
-    for _ in range(10):
-        time.sleep(0.1)
-        assert lane.holds(into, PATTERN)
+    lane.assert_unchanged(into)
 
 
 # ---- whole clusters

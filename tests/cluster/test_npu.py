@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,56 +14,35 @@ from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_same, random_prompt
 
 MAX_TOKENS = 10
-FEW_GRAPHS = ["--max-num-seqs=4"]  # each captured size takes a second in Python
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint("llama", head_dim=128)
-
-
-@pytest.fixture(scope="module")
-def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Prefill and a decode instance on NPUs, another decode instance on the CPU with blocks of its own size."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in npu_wheel.environment().items():
-            patch.setenv(name, value)
-        with LiveCluster(
-            tmp_path_factory.mktemp("npu"),
-            model,
-            num_decode=2,
-            arguments=[
-                "--spawn",
-                "--dtype=float32",
-                "--num-blocks=24",
-                "--max-model-len=300",
-                "--kv-transport=dist",
-                *FEW_GRAPHS,
-            ],
-            member_arguments={
-                "prefill-0": ["--device=npu"],
-                "decode-0": ["--device=npu"],
-                "decode-1": ["--device=cpu", "--block-size=16", "--num-blocks=128"],
-            },
-        ) as running:
-            yield running
+ARGUMENTS = ["--spawn", "--dtype=float32", "--num-blocks=24", "--max-model-len=300", "--kv-transport=dist"]
+ON_NPU = ["--device=npu", "--max-num-seqs=2"]  # each captured size takes a second in Python
 
 
 def test_prompts_are_prefilled_on_one_npu_and_decoded_on_another_or_on_the_cpu(
-    cluster: LiveCluster, model: Path
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = random.Random(6)
-    prompts = [random_prompt(rng, length) for length in (3, 140, 129, 20)]
+    """The CPU's blocks have another size."""
+    for name, value in npu_wheel.environment().items():
+        monkeypatch.setenv(name, value)
+    model = checkpoint("llama", head_dim=128)
+    members = {
+        "prefill-0": [*ON_NPU, "--enforce-eager"],
+        "decode-0": ON_NPU,
+        "decode-1": ["--device=cpu", "--block-size=16", "--num-blocks=128"],
+    }
+    with LiveCluster(tmp_path, model, num_decode=2, arguments=ARGUMENTS, member_arguments=members) as cluster:
+        rng = random.Random(6)
+        prompts = [random_prompt(rng, length) for length in (3, 140, 129, 20)]
 
-    def job(prompt: list[int]) -> Callable[[], None]:
-        return lambda: assert_same(model, prompt, cluster.complete(prompt, MAX_TOKENS), MAX_TOKENS)
+        def job(prompt: list[int]) -> Callable[[], None]:
+            return lambda: assert_same(model, prompt, cluster.complete(prompt, MAX_TOKENS), MAX_TOKENS)
 
-    errors = in_parallel([job(prompt) for prompt in prompts], concurrency=len(prompts))  # so that both are wanted
-    assert not errors, errors[0]
-    cluster.assert_home()  # which waits until the instances have told what they did
-    for name in ("decode-0", "decode-1"):
-        assert cluster.instance(name)["kv_received_nbytes"] > 0
-    logs = {name: cluster.log_file(name).read_text() for name in ("prefill-0", "decode-0", "decode-1")}
-    links = links_of(cluster.instance("prefill-0"))
-    assert {peer: link.over for peer, link in links.items()} == {"decode-0": "hccl", "decode-1": "dist"}
-    assert [name for name in logs if "attention by torch-npu (TND)" in logs[name]] == ["prefill-0", "decode-0"]
+        errors = in_parallel([job(prompt) for prompt in prompts], concurrency=len(prompts))  # so that both are wanted
+        assert not errors, errors[0]
+        cluster.assert_home()  # which waits until the instances have told what they did
+        for name in ("decode-0", "decode-1"):
+            assert cluster.instance(name)["kv_received_nbytes"] > 0
+        links = links_of(cluster.instance("prefill-0"))
+        assert {peer: link.over for peer, link in links.items()} == {"decode-0": "hccl", "decode-1": "dist"}
+        logs = {name: cluster.log_file(name).read_text() for name in members}
+        assert [name for name in logs if "attention by torch-npu (TND)" in logs[name]] == ["prefill-0", "decode-0"]

@@ -23,25 +23,18 @@ def check(out: Path, *arguments: str, timeout_s: float = 60.0) -> subprocess.Com
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
+    """Wrong arguments, and a machine without NPUs."""
+    for arguments, message in (
         (("--cards", "3"), "npu_check: --cards 3: at least two are needed"),
         (("--fast",), "npu_check: unknown option --fast; see --help"),
         (("pair",), "unknown stage pair; there are machine, operators, graphs, pairs, guide and figures"),
-    ],
-)
-def test_wrong_arguments(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    done = check(tmp_path / "out", *arguments)
-    assert done.returncode == 1
-    assert message in done.stderr
-
-
-def test_without_npus_it_says_so(tmp_path: Path) -> None:
-    done = check(tmp_path / "out", "machine")
-    assert done.returncode == 1
-    assert "finds no NPU device; PYTHON=/path/to/python names another" in done.stderr
-    assert not (tmp_path / "out").exists()
+        (("machine",), "finds no NPU device; PYTHON=/path/to/python names another"),
+    ):
+        done = check(tmp_path / "out", *arguments)
+        assert done.returncode == 1
+        assert message in done.stderr
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -8,18 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.interpreted import run_cases
-
 pytest.importorskip("triton")
 
 MODEL = os.environ.get("PD_CLUSTER_TEST_MODEL", "")  # a folder in the shape of the 8B model; see scripts/gpu_check.sh
 CHUNKS = [700, 396, 1, 1, 1, 1]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
-def test_logits_in_the_interpreter() -> None:
-    assert " passed" in run_cases(("cuda_logits_cases.py",))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.spread import spread
 from tests.support.triton_child import triton_child
 
 pytest.importorskip("triton")
@@ -22,6 +23,7 @@ EDGES = [1, 2, 17, 255, 256, 257]
 DECODE: Sequences = [(1, length) for length in (*EDGES, *((1000, 4096, 16129, 32768) if ON_GPU else (600,)))]
 CHUNKED: Sequences = [(512, 8192), (300, 32768), (129, 129)] if ON_GPU else [(40, 300), (17, 17)]
 MIXED: Sequences = [(1, 300), (70, 70), (1, 1), (33, 400), *([(1, 32768), (700, 2000)] if ON_GPU else [])]
+STEPS = {"decode": DECODE, "mixed": MIXED, "chunked": CHUNKED}
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -45,57 +47,43 @@ def cases() -> list[Case]:
     return found
 
 
-WorstError = Callable[..., float]
+RUNS = [(steps, *case) for steps in STEPS for case in cases()] if ON_GPU else spread(list(STEPS), cases())
+Call = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def worst_error(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorstError]:
+def call(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
+    """Calls a function of tests.support.cuda_parity by name."""
     if ON_GPU:
-        from tests.support.cuda_parity import worst_error as compiled  # this process may compile
+        from tests.support import cuda_parity  # this process may compile
 
-        yield compiled
+        yield lambda name, **given: getattr(cuda_parity, name)(**given)
         return
     with triton_child(True, tmp_path_factory.mktemp("triton")) as child:
-        yield lambda **given: float(child.call("cuda_parity", "worst_error", **given))
-
-
-@pytest.fixture(scope="module")
-def repeated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., int]]:
-    if ON_GPU:
-        from tests.support.cuda_parity import repeated as compiled
-
-        yield compiled
-        return
-    with triton_child(True, tmp_path_factory.mktemp("triton")) as child:
-        yield lambda **given: int(child.call("cuda_parity", "repeated", **given))
-
-
-def arguments(case: Case) -> dict[str, Any]:
-    dtype, head_dim, heads, features = case
-    num_heads, num_kv_heads = HEADS[heads]
-    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
-    return shape | FEATURES[features]
+        yield lambda name, **given: child.call("cuda_parity", name, **given)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", cases(), ids=lambda case: "-".join(map(str, case)))
-@pytest.mark.parametrize("sequences", [DECODE, CHUNKED, MIXED], ids=["decode", "chunked", "mixed"])
-def test_numbers_are_as_exact_as_their_precision(worst_error: WorstError, sequences: Sequences, case: Case) -> None:
-    assert worst_error(sequences=sequences, **arguments(case)) < 1
+@pytest.mark.parametrize(("steps", "dtype", "head_dim", "heads", "features"), RUNS)
+def test_numbers_are_as_exact_as_their_precision(
+    call: Call, steps: str, dtype: str, head_dim: int, heads: str, features: str
+) -> None:
+    num_heads, num_kv_heads = HEADS[heads]
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
+    assert call("worst_error", sequences=STEPS[steps], **shape, **FEATURES[features]) < 1
 
 
-def test_repeated_launches_have_the_same_bits(repeated: Callable[..., int]) -> None:
+def test_repeated_launches_have_the_same_bits(call: Call) -> None:
     """On a GPU programs complete their splits in another order every time; a result merged too early shows here."""
     longest = 24 if ON_GPU else 2
     sequences = [(1, 300 + 977 * at) for at in range(longest)]
-    assert repeated(sequences=sequences, num_launches=200 if ON_GPU else 2) == 0
+    assert call("repeated", sequences=sequences, num_launches=200 if ON_GPU else 2) == 0
 
 
 FAR: Sequences = [(1, 20), (20, 20)]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_offsets_beyond_32_bits(worst_error: WorstError, dtype: str) -> None:
+def test_offsets_beyond_32_bits(call: Call) -> None:
     """The pool has 3.6 * 10**9 elements; on a CPU only its pages in use are memory."""
-    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": dtype, "is_far": True}
-    assert worst_error(sequences=FAR, **shape) < 1
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "is_far": True}
+    assert call("worst_error", sequences=FAR, **shape) < 1

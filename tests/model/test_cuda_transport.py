@@ -50,7 +50,6 @@ WAYS = [
     pytest.param(("cuda", "auto", "ipc"), id="auto", marks=needs_gpu),
     pytest.param(("cuda", "dist", "dist"), id="gloo from GPU", marks=needs_gpu),  # NCCL refuses one GPU for both
 ]
-ALONE = [pytest.param(*way.values, id=way.id, marks=[*way.marks, pytest.mark.alone]) for way in WAYS]
 Ends = tuple[Callable[[wire.KVFrame], None], Callable[[wire.LinkValue], None]]
 
 
@@ -209,10 +208,12 @@ def test_blocks_are_somebody_elses_after_the_drain(lane: Lane) -> None:
     assert same(lane.pool, into, torch.full_like(lane.expected, 3.0)[:NUM_BLOCKS])
 
 
-@pytest.mark.parametrize("way", ALONE)
-def test_the_death_of_the_exporter_ends_the_link_and_not_this_process(way: tuple[str, str, str]) -> None:
-    """The exporter dies by kill -9 while its blocks are read: nothing hangs, and this device continues."""
-    lane = Lane(*way)
+@pytest.mark.alone
+def test_the_death_of_the_exporter_ends_the_link_and_not_this_process(lane: Lane) -> None:
+    """The exporter dies by kill -9 while its blocks are read: nothing hangs, and this device continues.
+
+    It is the last test of its lane.
+    """
     into = list(range(NUM_BLOCKS))
     for at in range(20):
         lane.begin(f"t{at}", into)
@@ -231,4 +232,3 @@ def test_the_death_of_the_exporter_ends_the_link_and_not_this_process(way: tuple
     lane.pool.data[into] = 5.0
     synchronize(lane.pool.device)
     assert same(lane.pool, into, torch.full_like(lane.expected, 5.0)[:NUM_BLOCKS])
-    lane.receive.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ import torch
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.model import loader
-from pd_cluster.model.attention_choice import SDPA
 from pd_cluster.model.capturable import OperatorWatch, obstacle
 from pd_cluster.model.causal_lm import PlainCausalLM
 from pd_cluster.model.declared import layout_of
@@ -21,7 +20,7 @@ from pd_cluster.model.runner import ModelRunner
 from pd_cluster.native import floats
 from pd_cluster.settings.engine import EngineConfig
 from tests.support.checkpoints import NOT_FUSED
-from tests.support.graph_world import BLOCK_SIZE, MAX_LEN, MOST, World
+from tests.support.graph_world import BLOCK_SIZE, MAX_LEN, MOST, World, one_token_each
 from tests.support.recorded import attend_without_lengths, recorded
 
 Checkpoints = Callable[..., Path]
@@ -36,24 +35,23 @@ def plain(folder: Path) -> PlainCausalLM:
     return model
 
 
-@pytest.mark.parametrize("architecture", [*NOT_FUSED, "phi", "olmo", "cohere", "gpt_bigcode"])
+@pytest.mark.parametrize("architecture", [*NOT_FUSED, "gpt_bigcode"])
 def test_replayed_steps_are_the_steps(checkpoint: Checkpoints, architecture: str) -> None:
     model = plain(checkpoint(architecture))
     assert obstacle(model, layout_of(model.caches, BLOCK_SIZE, "float32"), CPU) == ""
     with torch.inference_mode():
         world = World(model, 3)
-        world.graphs = DecodeGraphs(model, world.pool, MOST, MAX_LEN, recorded)
+        graphs = world.graphs = DecodeGraphs(model, world.pool, MOST, MAX_LEN, recorded)
         world.start(5)
-        for _ in range(8):
+        for _ in range(6):
             world.decode()
-        assert 0 < world.graphs.num_captured < 8
+        assert 0 < graphs.num_captured < 6
 
 
 @pytest.mark.parametrize(
     ("does", "why"),
     [
         (lambda x: x.argmax().item(), "aten::_local_scalar_dense waits for the device"),
-        (lambda x: bool(x.any()), "aten::_local_scalar_dense waits for the device"),
         (lambda x: x.nonzero(), "aten::nonzero waits for the device"),
         (lambda x: x[x > 0], "aten::index with a mask waits for the device"),
         (lambda x: x.repeat_interleave(torch.ones(len(x), dtype=torch.int64), 0), "aten::repeat_interleave"),
@@ -68,15 +66,13 @@ def test_what_no_graph_can_hold_is_named(does: Callable[[torch.Tensor], object],
 
 
 def test_steps_whose_launches_differ_are_found(checkpoint: Checkpoints) -> None:
-    model = plain(checkpoint("opt"))
-    steps: list[int] = []
+    model, steps = plain(checkpoint("opt")), itertools.count()
 
-    def every_other(module: torch.nn.Module, args: Any) -> None:
-        steps.append(len(steps))
-        if len(steps) % 2:
-            args[0].sum()
+    def every_other(*_: object) -> None:
+        if next(steps) % 2:
+            torch.ones(1).sum()
 
-    model.model.register_forward_pre_hook(lambda module, args: every_other(module, [torch.ones(1)]))
+    model.model.register_forward_pre_hook(every_other)
     layout = layout_of(model.caches, BLOCK_SIZE, "float32")
     assert obstacle(model, layout, CPU) == "its launches differ from step to step"
 
@@ -92,24 +88,13 @@ def test_the_runner_says_why_steps_run_eagerly(checkpoint: Checkpoints) -> None:
     assert served.why_eager(config) == "in its layers aten::nonzero waits for the device"
     served.device = Device("npu")
     assert served.why_eager(config).startswith("its layers are not fused")
-    assert SDPA.name == "SDPA"
 
 
 def test_a_capture_that_fails_leaves_steps_eager(checkpoint: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
     """For modules that nobody here wrote; every later step goes the same way, without another try."""
-    model, tries = plain(checkpoint("opt")), []
-
-    def failing(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        tries.append(run())
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
-
+    error = RuntimeError("operation not permitted when stream is capturing\nand more")
     with torch.inference_mode():
-        world = World(model, 4)
-        world.graphs = DecodeGraphs(model, world.pool, MOST, MAX_LEN, failing)
-        world.start(3)
-        for _ in range(2):
-            with pytest.raises(AssertionError):  # there is no result of a graph
-                world.decode()
-    assert len(tries) == 1
+        world = World(plain(checkpoint("opt")), refuse=lambda n: error)
+        assert [world.graphs.compute(one_token_each(num_seqs)) for num_seqs in (3, 1)] == [None, None]
+    assert world.num_asked == 1
     assert "run eagerly: their capture failed: operation not permitted when stream is capturing" in caplog.text
-    assert "and more" not in caplog.text

@@ -152,28 +152,23 @@ FEW: dict[str, Callable[[], None]] = {
     **compile_coded.FEW,
 }
 OTHERS: dict[str, Callable[[], None]] = {
-    **{f"norm of {n} {dtype}": lambda n=n, dtype=dtype: norm(n, dtype) for n in (64, 896, 5120, 16384)
-       for dtype in (FP16, FP32)},
+    **{f"norm of {n} {dtype}": lambda n=n, dtype=dtype: norm(n, dtype)
+       for n, dtype in ((64, FP16), (896, FP32), (16384, FP16), (32768, BF16))},
     "norm, wide weight": lambda: norm(2304, BF16, is_wide=True),
     "heads by wide tables": lambda: heads(40, 8, 128, BF16, has_norm=False, wide=True),  # OLMo 2
     **{f"heads into {codes}": lambda codes=codes: heads(32, 8, 128, BF16, has_norm=True, codes=codes)
        for codes in CODE_BITS},
-    "norm of 32768": lambda: norm(32768, BF16),
-    "gate, float32": lambda: gate(4, 4864, FP32),
-    **{f"skinny gate of {shape}": lambda shape=shape: skinny_gate(*shape, FP16)
-       for shape in ((2, 4096, 14336), (32, 4096, 14336), (17, 90, 70))},
-    "gate, float16": lambda: gate(4, 4864, FP16),
     **{f"heads {shape} {dtype}": lambda shape=shape, dtype=dtype: heads(*shape, dtype, has_norm=True)
        for shape in ((14, 2, 64), (32, 32, 80), (16, 8, 256), (1, 1, 2)) for dtype in (FP16, FP32)},
+    **{f"gate {dtype}": lambda dtype=dtype: gate(4, 4864, dtype) for dtype in (FP16, FP32)},
+    "skinny gate of odd sizes": lambda: skinny_gate(17, 90, 70, FP16),
     **{f"experts of {shape} {dtype}": lambda shape=shape, dtype=dtype: sparse(*shape, dtype)
-       for shape in ((4, 2048, 768, 128, 8), (700, 2048, 768, 128, 8), (3, 90, 70, 5, 2), (2000, 90, 70, 5, 2))
-       for dtype in (FP16, FP32)},
-    **{f"linear of {shape} {dtype}": lambda shape=shape, dtype=dtype: linear(*shape, dtype)
-       for shape in ((896, 1152), (90, 70), (4096, 128256)) for dtype in (FP16, FP32)},
+       for shape in ((700, 2048, 768, 128, 8), (3, 90, 70, 5, 2)) for dtype in (FP16, FP32)},
     "deterministic experts, float32": lambda: sparse(3, 96, 64, 8, 2, FP32, is_deterministic=True),
+    **{f"linear of {shape} {dtype}": lambda shape=shape, dtype=dtype: linear(*shape, dtype)
+       for shape in ((90, 70), (4096, 128256)) for dtype in (FP16, FP32)},
     "argmax, float16": lambda: argmax(1, 32000, FP16),
     "draw, float32": lambda: draw(256, 262144, FP32),
-    "draw, few tokens": lambda: draw(1, 1000, FP16),
     **compile_coded.OTHERS,
 }  # fmt: skip
 

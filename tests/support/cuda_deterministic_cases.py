@@ -9,6 +9,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling, TokenOutput
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, random_prompt, run
-from tests.support.interpreted import DTYPES, SLOW_IF_INTERPRETED, choose_device
+from tests.support.interpreted import DTYPES, SLOW_IF_INTERPRETED, Noted, choose_device
 from tests.support.spread import spread
 
 choose_device(in_order=True)
@@ -76,7 +77,7 @@ def test_a_linear_layers_row_is_the_same_among_any_rows(dtype: torch.dtype, num_
 
 @pytest.mark.parametrize(
     ("dtype", "num_inputs", "num_outputs"),
-    [(torch.bfloat16, 1024, 16), (torch.float16, 4096, 16), (torch.bfloat16, 64, 8200), (torch.float32, 8192, 8)],
+    [(torch.float16, 4096, 16), (torch.bfloat16, 64, 8200), (torch.float32, 8192, 8)],
     ids=str,
 )
 def test_a_wide_linear_layers_row_is_the_same_among_any_rows(
@@ -86,7 +87,7 @@ def test_a_wide_linear_layers_row_is_the_same_among_any_rows(
     layer = TritonLinear(torch.randn(num_outputs, num_inputs).to(dtype))
     rows = torch.randn(65, num_inputs).to(dtype)
     whole = layer(rows)
-    for num_rows in (1, 7, 33):
+    for num_rows in (1, 33):
         assert torch.equal(layer(rows[30 : 30 + num_rows]), whole[30 : 30 + num_rows]), num_rows
 
 
@@ -97,7 +98,7 @@ def test_a_linear_layer_takes_strided_rows_and_none() -> None:
     assert layer(wide[:0, :32]).shape == (0, 24)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_passes_through_its_experts_the_same_among_any_rows(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     config = MixtralConfig(hidden_size=40, intermediate_size=24, num_local_experts=5, num_experts_per_tok=3)
@@ -107,56 +108,32 @@ def test_a_row_passes_through_its_experts_the_same_among_any_rows(dtype: torch.d
     experts = DeterministicOps(attend_rows).experts(ExpertRouter.of(block), experts_of(block.experts), "silu")
     rows = torch.randn(70, 40).to(dtype)
     whole = experts(rows)
-    for num_rows in (1, 2, 33, 64):
+    for num_rows in (1, 33):
         assert torch.equal(experts(rows[6 : 6 + num_rows]), whole[6 : 6 + num_rows]), num_rows
     assert len({row.tobytes() for row in whole.float().cpu().numpy()}) == 70
 
 
-@dataclass
-class Recorder:
-    """Replaces a kernel: keeps the constants of its launches, and launches it."""
-
-    kernel: Any
-    name: str
-    found: set[tuple[str, str]]
-
-    def __getitem__(self, grid: object) -> Callable[..., object]:
-        def launch(*args: object, **options: object) -> object:
-            constants = {name: value for name, value in options.items() if name != "num_row_tiles"}
-            self.found.add((self.name, str(sorted(constants.items()))))
-            return self.kernel[grid](*args, **options)
-
-        return launch
-
-
-@pytest.mark.parametrize(
-    ("is_deterministic", "dtype"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.bfloat16)], ids=str
-)
+@pytest.mark.parametrize("is_deterministic", [True, False])
 def test_launches_have_the_same_constants_for_all_numbers_of_rows(
-    dtype: torch.dtype, is_deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    is_deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU other constants are another kernel, with an order of sums of its own; usually they follow the rows."""
     found: set[tuple[str, str]] = set()
-    names = {
-        experts_kernels: ["route", "gate_up_product", "down_product", "sum_pairs"],
-        linear_kernels: ["linear_product"],
-    }
-    for module, of_module in names.items():
-        for name in of_module:
-            monkeypatch.setattr(module, name, Recorder(getattr(module, name), name, found))
-    experts = TritonGroupedExperts(
-        torch.randn(2, 16).to(dtype),
-        torch.randn(2, 32, 16).to(dtype),
-        torch.randn(2, 16, 16).to(dtype),
-        Routing(2),
-        "silu",
-        is_deterministic=is_deterministic,
-    )
+    kernels = [(experts_kernels, name) for name in ("route", "gate_up_product", "down_product", "sum_pairs")]
+    kernels.append((linear_kernels, "linear_product"))
+
+    def note(name: str, options: dict[str, Any]) -> None:
+        found.add((name, str(sorted((key, value) for key, value in options.items() if key != "num_row_tiles"))))
+
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, Noted(getattr(module, name), partial(note, name)))
+    weights = [torch.randn(*sizes).bfloat16() for sizes in ((2, 16), (2, 32, 16), (2, 16, 16))]
+    experts = TritonGroupedExperts(*weights, Routing(2), "silu", is_deterministic=is_deterministic)
     for num_rows in COMPANIES:
-        experts(torch.randn(num_rows, 16).to(dtype))
+        experts(torch.randn(num_rows, 16).bfloat16())
     kernels_used = {name for name, _ in found}
     if is_deterministic:
-        assert kernels_used == {name for of_module in names.values() for name in of_module}
+        assert kernels_used == {name for _, name in kernels}
         assert len(found) == len(kernels_used)
     else:
         assert len(found) > len(kernels_used) + 3
@@ -287,11 +264,11 @@ def test_an_answer_is_the_same_alone_in_a_batch_in_chunks_and_after_a_preemption
 
 
 def test_float32_has_the_tokens_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_checkpoint(tmp_path, "llama")
+    folder = make_checkpoint(tmp_path, "llama", num_hidden_layers=2)
     prompts = [random_prompt(random.Random(6), length) for length in (1, 9)]
     core = engine(folder, monkeypatch, "float32", step=8)
-    greedy = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
-    assert_all_same(folder, prompts, generate(core, prompts, greedy), 5)
+    greedy = Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
+    assert_all_same(folder, prompts, generate(core, prompts, greedy), 3)
 
 
 def test_a_weight_of_another_form_is_multiplied_by_as_numbers() -> None:

@@ -43,6 +43,11 @@ def grouped_of(block: Any, activation: Activation) -> TritonGroupedExperts:
     return TritonGroupedExperts.of(ExpertRouter.of(block), experts_of(block.experts), activation)
 
 
+def copied(block: Any) -> TritonGroupedExperts:
+    """`expected_of` makes the block's own numbers wide."""
+    return grouped_of(copy.deepcopy(block), "silu")
+
+
 def filled(block: Any) -> Any:
     for parameter in block.parameters():
         parameter.data.normal_(std=0.2)
@@ -82,7 +87,6 @@ def test_a_router_of_sigmoids_biases_and_groups(dtype: torch.dtype) -> None:
     ("num_rows", "hidden_size", "num_features", "num_experts", "top_k", "dtype"),
     [
         (1, 64, 48, 8, 2, torch.bfloat16),
-        (1, 64, 48, 8, 2, torch.float32),
         (5, 80, 72, 4, 1, torch.float16),
         (33, 48, 16, 6, 3, torch.float32),
         (7, 32, 200, 5, 5, torch.bfloat16),
@@ -93,11 +97,8 @@ def test_experts_are_those_of_transformers(
 ) -> None:
     torch.manual_seed(num_rows)
     block = mixtral(hidden_size, num_features, num_experts, top_k).to(dtype)
-    x = torch.randn(num_rows, hidden_size).to(dtype)
-    gate_up, down = block.experts.gate_up_proj.detach().clone(), block.experts.down_proj.detach().clone()
-    expected = expected_of(block, x)
-    grouped = TritonGroupedExperts(block.gate.weight.detach(), gate_up, down, ExpertRouter.of(block).routing, "silu")
-    assert_near(grouped(x), expected, dtype)
+    x, grouped = torch.randn(num_rows, hidden_size).to(dtype), copied(block)
+    assert_near(grouped(x), expected_of(block, x), dtype)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -186,12 +187,10 @@ def test_experts_without_rows_and_experts_with_all(chosen: list[int]) -> None:
     assert starts.tolist() == [sum(expert < e for expert in chosen) for e in range(6)]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_sorting_is_the_same_on_both_ways(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    num_experts, top_k = rng.choice([(5, 2), (64, 8), (130, 3)])
-    chosen = torch.randint(0, num_experts, (rng.randint(1, 40), top_k), dtype=torch.int32)
+@pytest.mark.parametrize(("num_experts", "top_k"), [(5, 2), (64, 8), (130, 3)])
+def test_sorting_is_the_same_on_both_ways(num_experts: int, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(top_k)
+    chosen = torch.randint(0, num_experts, (5 * top_k, top_k), dtype=torch.int32)
     experts = torch.arange(num_experts + 1, dtype=torch.int32)
     compared = sort_pairs(chosen, experts)
     monkeypatch.setattr(module, "MAX_PAIRS_COMPARED", 0)
@@ -220,10 +219,8 @@ def test_every_tiling_computes_the_same(dtype: torch.dtype, monkeypatch: pytest.
     torch.manual_seed(5)
     monkeypatch.setattr(module, "ROW_TILES_TOGETHER", 2)
     block = mixtral(48, 72, 3, 2).to(dtype)
-    x = torch.randn(75, 48).to(dtype)
-    gate_up, down = block.experts.gate_up_proj.detach().clone(), block.experts.down_proj.detach().clone()
+    x, grouped = torch.randn(75, 48).to(dtype), copied(block)
     expected = expected_of(block, x)
-    grouped = TritonGroupedExperts(block.gate.weight.detach(), gate_up, down, ExpertRouter.of(block).routing, "silu")
     tilings = module.TILINGS_32_BITS if dtype == torch.float32 else module.TILINGS_16_BITS
     for tile in tilings:
         monkeypatch.setattr(module, "tiling", lambda *_, tile=tile: tile)
@@ -247,26 +244,3 @@ def test_rows_may_be_strided() -> None:
     grouped = grouped_of(mixtral(32, 16, 4, 2), "silu")
     wide = torch.randn(5, 96)
     assert torch.equal(grouped(wide[:, 32:64]), grouped(wide[:, 32:64].contiguous()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(25))
-def test_random_shapes(seed: int) -> None:
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    dtype = rng.choice(DTYPES)
-    num_experts = rng.randint(1, 70)
-    block = mixtral(rng.randint(1, 150), rng.randint(1, 150), num_experts, rng.randint(1, min(8, num_experts)))
-    block = block.to(dtype)
-    x = torch.randn(rng.randint(1, 90), block.gate.weight.shape[1]).to(dtype)
-    gate_up, down = block.experts.gate_up_proj.detach().clone(), block.experts.down_proj.detach().clone()
-    routing = ExpertRouter.of(block).routing
-    logits, _, chosen = block.gate(x)
-    if route(logits.detach(), routing)[0].tolist() != chosen.tolist():  # only ties may be broken differently
-        chosen = route(logits.detach(), routing)[0].long()
-        picked = logits.detach().gather(1, chosen)
-        assert torch.equal(picked, logits.detach().topk(routing.top_k).values)
-        return
-    expected = expected_of(block, x)
-    grouped = TritonGroupedExperts(block.gate.weight.detach(), gate_up, down, routing, "silu")
-    assert_near(grouped(x), expected, dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,14 @@ from pd_cluster.model.cuda.paged import PaddedPlanner
 from pd_cluster.model.declared import caches_of, layout_of
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.prompt_graphs import PromptGraphs
+from pd_cluster.model.runner import ModelRunner
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
 from tests.support import fake_flashinfer
 from tests.support.checkpoints import make_checkpoint
 from tests.support.coded_cache import generated
 from tests.support.engines import assert_all_same, generate, random_prompt, run
-from tests.support.interpreted import choose_device
+from tests.support.interpreted import Noted, choose_device
 from tests.support.quantized import FORMATS, W8A8, rewritten
 
 choose_device()
@@ -52,12 +53,25 @@ ASKING = Sampling(
 )
 LENS = (1, 5, 18)
 ALWAYS = ("llama",)
-SOMETIMES = ("mixtral", "qwen3", "gemma2", "gpt_oss", "gemma3_text", "phi3", "qwen2_moe", "olmo2", "smollm3", "glm4")
+SHALLOW = {"num_hidden_layers": 2}
+SOMETIMES = ("mixtral", "qwen3", "gemma2", "gpt_oss", "phi3", "qwen2_moe", "olmo2", "smollm3", "glm4")
 
 
 def as_cuda(monkeypatch: pytest.MonkeyPatch, attention: Attention | None = None) -> None:
     """Makes the loader choose on CPU as it would on CUDA."""
     monkeypatch.setattr(loader, "choose_attention", lambda *given: attention or triton_attention())
+
+
+def with_graphs(folder: Path, **settings: Any) -> tuple[EngineCore, ModelRunner, DecodeGraphs]:
+    config = EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, device="cpu", **settings)
+    core, runner = build_core(config)
+    runner.graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
+    return core, runner, graphs
+
+
+def prompts_of(lens: Sequence[int] = LENS) -> list[list[int]]:
+    rng = random.Random(3)
+    return [random_prompt(rng, length) for length in lens]
 
 
 @pytest.mark.parametrize("architecture", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.slow) for name in SOMETIMES)])
@@ -80,16 +94,12 @@ def test_fused_layers_around_flashinfer(tmp_path: Path, monkeypatch: pytest.Monk
 
 def check_fused_layers(architecture: str, tmp_path: Path) -> str:
     """Compares greedy tokens with transformers'; returns which kernels computed them."""
-    folder = make_checkpoint(tmp_path, architecture)
-    core, runner = build_core(
-        EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, max_num_batched_tokens=16, device="cpu")
-    )
+    folder = make_checkpoint(tmp_path, architecture, **(SHALLOW if architecture in ALWAYS else {}))
+    core, runner, graphs = with_graphs(folder, max_num_batched_tokens=16)
     assert isinstance(runner.model, FusedCausalLM)
     assert runner.model.ops.name == "Triton"
-    runner.graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
     runner.goes_ahead = True
-    rng = random.Random(3)
-    prompts = [random_prompt(rng, length) for length in LENS]
+    prompts = prompts_of()
     assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
     assert graphs.num_captured > 0
     num_ahead = core.ahead.num_ahead
@@ -101,53 +111,43 @@ def check_fused_layers(architecture: str, tmp_path: Path) -> str:
     return runner.model.kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "name", "kind"),
     [
-        pytest.param("llama", "gptq asymmetric", INT4, marks=pytest.mark.slow),
-        pytest.param("llama", "mxfp4", E2M1, marks=pytest.mark.slow),
-        pytest.param("mixtral", "awq", INT4, marks=pytest.mark.slow),
-        pytest.param("qwen2", "fp8 blocks", None, marks=pytest.mark.slow),  # groups of 40 are computed as numbers
+        ("llama", "gptq asymmetric", INT4),
+        ("llama", "mxfp4", E2M1),
+        ("mixtral", "awq", INT4),
+        ("qwen2", "fp8 blocks", None),  # groups of 40 are computed as numbers
     ],
 )
 def test_layers_of_codes_have_the_tokens_of_their_numbers(
     architecture: str, name: str, kind: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queries, keys and values joined, gates and ups joined; in graphs."""
-    kinds: list[int] = []
-    monkeypatch.setattr(coded.kernels, "coded_linear_product", Noted(coded.kernels.coded_linear_product, kinds))
+    kinds = noted_kinds(monkeypatch)
     as_cuda(monkeypatch)
     folder, plain = rewritten(make_checkpoint(tmp_path / "made", architecture), tmp_path, FORMATS[name])
-    core, runner = build_core(EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, device="cpu"))
+    core, runner, graphs = with_graphs(folder)
     assert isinstance(runner.model, FusedCausalLM)
     assert set(kinds) == ({kind} if kind is not None else set())
-    runner.graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
-    prompts = [random_prompt(random.Random(3), length) for length in LENS]
-    assert_all_same(plain, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
+    assert_all_same(plain, prompts_of(), generate(core, prompts_of(), GREEDY), GREEDY.max_tokens)
     assert graphs.num_captured > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
-    [
-        pytest.param("llama", "int4", marks=pytest.mark.slow),
-        pytest.param("qwen3", "int8", marks=pytest.mark.slow),
-        pytest.param("gpt_oss", "fp8_e4m3", marks=pytest.mark.slow),
-        pytest.param("gemma2", "bfloat16", marks=pytest.mark.slow),
-    ],
+    [("llama", "int4"), ("qwen3", "int8"), ("gpt_oss", "fp8_e4m3"), ("gemma2", "bfloat16")],
 )
 def test_tokens_are_transformers_with_a_cache_of_codes(
     architecture: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_cuda(monkeypatch)
     folder = make_checkpoint(tmp_path, architecture)
-    core, runner = build_core(
-        EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, device="cpu", kv_cache_dtype=dtype)
-    )
+    core, runner, graphs = with_graphs(folder, kv_cache_dtype=dtype)
     assert runner.pool.layout.dtype == dtype
-    runner.graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
-    prompts = [random_prompt(random.Random(3), length) for length in LENS]
-    assert generate(core, prompts, GREEDY) == generated(folder, dtype, prompts, GREEDY.max_tokens)
+    assert generate(core, prompts_of(), GREEDY) == generated(folder, dtype, prompts_of(), GREEDY.max_tokens)
     assert graphs.num_captured > 0
 
 
@@ -159,26 +159,18 @@ def test_int8_products_are_those_of_the_reference(tmp_path: Path, monkeypatch: p
     layout = layout_of(model.caches, 16, "float32")
     expected = loader.probe_logits(model, layout, CPU)
     as_cuda(monkeypatch)
-    kinds: list[int] = []
-    monkeypatch.setattr(coded.kernels, "coded_linear_product", Noted(coded.kernels.coded_linear_product, kinds))
+    kinds = noted_kinds(monkeypatch)
     found = loader.probe_logits(loader.load_model(checkpoint, "float32", CPU), layout, CPU)
     assert set(kinds) == {ROUNDED}
     assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
-@dataclass(frozen=True)
-class Noted:
-    """Replaces a kernel: keeps the kinds of codes of its launches, and launches it."""
-
-    kernel: Any
-    kinds: list[int]
-
-    def __getitem__(self, grid: object) -> Any:
-        def launch(*args: object, **options: Any) -> object:
-            self.kinds.append(options["KIND"])
-            return self.kernel[grid](*args, **options)
-
-        return launch
+def noted_kinds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the list that receives the kind of codes of each product."""
+    kinds: list[int] = []
+    noted = Noted(coded.kernels.coded_linear_product, lambda options: kinds.append(options["KIND"]))
+    monkeypatch.setattr(coded.kernels, "coded_linear_product", noted)
+    return kinds
 
 
 def test_steps_with_prompts_through_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,10 +178,9 @@ def test_steps_with_prompts_through_graphs(tmp_path: Path, monkeypatch: pytest.M
     as_cuda(monkeypatch)
     monkeypatch.setattr(prompt_graphs, "TOKENS", (6, 17))
     monkeypatch.setattr(prompt_graphs, "SEQS", (1, 3))
-    folder = make_checkpoint(tmp_path, "llama")
-    core, runner = build_core(
-        EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, max_num_batched_tokens=16, device="cpu")
-    )
+    folder = make_checkpoint(tmp_path, "llama", **SHALLOW)
+    core, runner, _ = with_graphs(folder, max_num_batched_tokens=16)
+    runner.graphs = None
     planner = PaddedPlanner(runner.model.config.num_attention_heads, runner.pool.layout, 32, CPU)
     runner.prompt_graphs = graphs = PromptGraphs(runner.model, runner.pool, 8, 400, lambda run: run, planner)
     runner.goes_ahead = True
@@ -197,7 +188,7 @@ def test_steps_with_prompts_through_graphs(tmp_path: Path, monkeypatch: pytest.M
         graphs.prepare(lambda: graphs.num_captured < 1)
     assert list(graphs.captured) == [(17, 3)], "the largest"
     used = counted(graphs)
-    prompts = [random_prompt(random.Random(5), length) for length in (1, 5, 18, 9)]
+    prompts = prompts_of((1, 5, 18, 9))
     assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
     assert core.ahead.num_ahead > 0
     assert {True, False} <= set(used)
@@ -231,18 +222,15 @@ def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[tuple[int, 
     return found
 
 
-@pytest.mark.parametrize("architecture", ["gpt_oss", pytest.param("qwen2", marks=pytest.mark.slow)])
-def test_modules_of_transformers_attend_through_the_kernels(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_of_transformers_attend_through_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_cuda(monkeypatch)
     monkeypatch.setattr(loader, "can_fuse", lambda model: False)
-    folder = make_checkpoint(tmp_path, architecture)
-    core, runner = build_core(EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, device="cpu"))
+    folder = make_checkpoint(tmp_path, "gpt_oss")
+    core, runner, _ = with_graphs(folder)
+    runner.graphs = None
     assert isinstance(runner.model, PlainCausalLM)
     assert runner.model.kernels == "transformers' modules, attention by Triton"
-    prompts = [random_prompt(random.Random(4), length) for length in LENS]
-    assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
+    assert_all_same(folder, prompts_of(), generate(core, prompts_of(), GREEDY), GREEDY.max_tokens)
 
 
 def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pd_cluster.devices.device import CPU, resolve
-from pd_cluster.kv.layout import CODE_BITS, KVLayout, keys_and_values
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.vectors import encode
 from pd_cluster.model.attention import sdpa
@@ -44,14 +44,16 @@ def odd_vectors(num_vectors: int, head_dim: int, dtype: torch.dtype) -> torch.Te
     return found.to(dtype)
 
 
-@pytest.mark.parametrize("pool_dtype", CODE_BITS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head_dim", [128, 80])
-def test_vectors_have_the_bytes_of_every_other_device(pool_dtype: str, dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("pool_dtype", "dtype"),
+    [("int8", torch.float32), ("fp8_e4m3", torch.float32), ("fp8_e4m3", torch.bfloat16), ("int4", torch.bfloat16)],
+    ids=str,
+)
+def test_vectors_have_the_bytes_of_every_other_device(pool_dtype: str, dtype: torch.dtype) -> None:
     """As both writers put them: that behind a fused layer, and that of transformers' modules."""
+    head_dim, num_tokens = 80 if dtype == torch.float32 else 128, 12
     torch.manual_seed(head_dim)
     heads = Heads(1, 4, 2, head_dim, 1.0)
-    num_tokens = 12
     slots = torch.randperm(3 * 16)[:num_tokens].to(torch.int64)
     qkv = odd_vectors(num_tokens * 8, head_dim, dtype)[torch.randperm(num_tokens * 8)].view(num_tokens, -1)
     angles = torch.rand(num_tokens, head_dim // 2) * 6
@@ -75,14 +77,19 @@ def same_nan(stored: torch.Tensor) -> torch.Tensor:
     return torch.cat((stored[..., :-4], scales), dim=-1)
 
 
-@pytest.mark.parametrize("pool_dtype", [*CODE_BITS, "bfloat16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("head_dim", "group", "window", "softcap"),
-    [(128, 4, None, None), pytest.param(64, 7, 40, 5.0, marks=pytest.mark.slow)],
+    ("pool_dtype", "dtype", "head_dim", "group", "window", "softcap"),
+    [
+        ("int8", torch.float32, 128, 4, None, None),
+        ("int4", torch.float32, 128, 4, None, None),
+        ("bfloat16", torch.float32, 128, 4, None, None),
+        ("int4", torch.bfloat16, 128, 4, None, None),
+        ("fp8_e4m3", torch.bfloat16, 64, 7, 40, 5.0),
+    ],
+    ids=str,
 )
 def test_attention_over_codes(
-    head_dim: int, group: int, window: int | None, softcap: float | None, dtype: torch.dtype, pool_dtype: str
+    pool_dtype: str, dtype: torch.dtype, head_dim: int, group: int, window: int | None, softcap: float | None
 ) -> None:
     """With the tiles that serve: prompts, decoded tokens, contexts in several splits; also in the uniform form."""
     torch.manual_seed(group)

@@ -1,6 +1,6 @@
 """FlashInfer's two paged wrappers as far as they are used here, on CPU tensors and in plain torch.
 
-Signatures are those of flashinfer-python 0.6.18.post1, and so are the arguments that plan() and run() refuse. The fake
+Signatures are those of flashinfer-python 0.6.18.post1, without the parameters that are left to their defaults. The fake
 is stricter: inputs of plan() on the host must be ready, nothing may be planned while `forbidden`, and a plan that
 another one has overwritten in the same workspace is an error in run().
 """
@@ -15,12 +15,8 @@ from typing import Any
 
 import torch
 
-VERSION = "0.6.18.post1"
-# Keywords of decode's plan(); prefill's are in its signature.
-PLAN_OPTIONS = """
-    pos_encoding_mode window_left window_right logits_soft_cap q_data_type kv_data_type o_data_type data_type sm_scale
-    rope_scale rope_theta non_blocking block_tables seq_lens fixed_split_size disable_split_kv q_len_per_req
-"""
+# Keywords of both plan() besides those in their signatures.
+OPTIONS = {"sm_scale", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type"}
 
 
 class Calls:
@@ -67,7 +63,7 @@ class _Wrapper:
         return buffers
 
     def _finish(self, heads: tuple[int, int, int, int], options: dict[str, Any]) -> None:
-        assert options.get("pos_encoding_mode", "NONE") == "NONE"
+        assert set(options) == OPTIONS
         self.heads, self.options = heads, options
         self.number = next(calls.numbers)
         self.int_workspace[:8].view(torch.int64)[0] = self.number
@@ -100,11 +96,11 @@ class _Wrapper:
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * self.options["sm_scale"]
-        if cap := self.options.get("logits_soft_cap"):
+        if cap := self.options["logits_soft_cap"]:
             scores = torch.tanh(scores / cap) * cap
         at = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))[None]  # a key's distance back
         hidden = at < 0 if causal else torch.zeros_like(at, dtype=torch.bool)
-        if (left := self.options.get("window_left", -1)) >= 0:
+        if (left := self.options["window_left"]) >= 0:
             hidden |= at > left
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v.double()).to(q.dtype)
@@ -120,15 +116,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         paged_kv_indptr_buffer: torch.Tensor | None = None,
         paged_kv_indices_buffer: torch.Tensor | None = None,
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
-        backend: str = "auto",
-        jit_args: list[Any] | None = None,
     ) -> None:
         self._begin(float_workspace_buffer, kv_layout, use_cuda_graph)
-        self.buffers: list[Any] = [
-            paged_kv_indptr_buffer,
-            paged_kv_indices_buffer,
-            paged_kv_last_page_len_buffer,
-        ]
+        self.buffers: list[Any] = [paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer]
         assert use_cuda_graph == all(buffer is not None for buffer in self.buffers)
 
     def plan(
@@ -140,54 +130,21 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
-        *deprecated_positional_args: Any,
-        **kwargs: Any,
+        *,
+        seq_lens: torch.Tensor,
+        **options: Any,
     ) -> None:
-        assert not deprecated_positional_args
-        assert set(kwargs) <= set(PLAN_OPTIONS.split())
-        assert kwargs["seq_lens"].is_cpu
+        assert seq_lens.is_cpu
         self.pages = self._store([indptr, indices, last_page_len], self.buffers)
-        self._finish((num_qo_heads, num_kv_heads, head_dim, page_size), kwargs)
+        self._finish((num_qo_heads, num_kv_heads, head_dim, page_size), options)
 
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: Any,
-        *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: torch.Tensor | None = None,
-        q_len_per_req: int | None = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
-        kv_cache_sf: Any = None,
-    ) -> torch.Tensor:
+    def run(self, q: torch.Tensor, paged_kv_cache: Any) -> torch.Tensor:
         return self._attend(q, paged_kv_cache, torch.arange(len(self.pages[2]) + 1), self.pages, False)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    def __init__(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: torch.Tensor | None = None,
-        paged_kv_indptr_buf: torch.Tensor | None = None,
-        paged_kv_indices_buf: torch.Tensor | None = None,
-        paged_kv_last_page_len_buf: torch.Tensor | None = None,
-        custom_mask_buf: torch.Tensor | None = None,
-        mask_indptr_buf: torch.Tensor | None = None,
-        backend: str = "auto",
-        jit_args: list[Any] | None = None,
-        jit_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        assert not use_cuda_graph, "not in this fake"
-        self._begin(float_workspace_buffer, kv_layout, use_cuda_graph)
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        self._begin(float_workspace_buffer, kv_layout, use_cuda_graph=False)
 
     def plan(
         self,
@@ -199,65 +156,17 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         num_kv_heads: int,
         head_dim_qk: int,
         page_size: int,
-        head_dim_vo: int | None = None,
-        custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: str | torch.dtype = "float16",
-        kv_data_type: str | torch.dtype | None = None,
-        o_data_type: str | torch.dtype | None = None,
-        non_blocking: bool = True,
-        prefix_len_ptr: torch.Tensor | None = None,
-        token_pos_in_items_ptr: torch.Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
-        seq_lens_q: torch.Tensor | None = None,
-        block_tables: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
+        *,
+        causal: bool,
+        seq_lens: torch.Tensor,
+        **options: Any,
     ) -> None:
-        assert seq_lens is not None
+        assert seq_lens.is_cpu
         self.query_starts, self.causal = qo_indptr.clone(), causal
         self.pages = self._store([paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len], [])
-        options = {
-            "sm_scale": sm_scale,
-            "window_left": window_left,
-            "logits_soft_cap": logits_soft_cap,
-            "q_data_type": q_data_type,
-            "kv_data_type": kv_data_type,
-            "pos_encoding_mode": pos_encoding_mode,
-        }
         self._finish((num_qo_heads, num_kv_heads, head_dim_qk, page_size), options)
 
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: Any,
-        *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: torch.Tensor | None = None,
-        kv_cache_sf: Any = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
-        use_fp16_softmax: bool | None = None,
-        uses_spcompress: bool | None = None,
-    ) -> torch.Tensor:
+    def run(self, q: torch.Tensor, paged_kv_cache: Any) -> torch.Tensor:
         return self._attend(q, paged_kv_cache, self.query_starts, self.pages, self.causal)
 
 

@@ -1,17 +1,18 @@
-"""Sequences that are decoded twice, through graphs and without them, and compared."""
+"""Sequences whose decode steps go through graphs and, beside them, without; and steps of one token each."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.model import graphs as module
-from pd_cluster.model.batch import batch_of, step_input
+from pd_cluster.model.batch import StepInput, batch_of, step_input
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.declared import layout_of
-from pd_cluster.model.graphs import DecodeGraphs
+from pd_cluster.model.graphs import DecodeGraphs, Run
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import VOCAB_SIZE
 
@@ -21,15 +22,28 @@ BLOCK_SIZE, NUM_BLOCKS, MOST, MAX_LEN = 4, 60, 12, 24
 class World:
     """Sequences in two pools that hold the same; one is decoded through graphs."""
 
-    def __init__(self, model: CausalLM, seed: int) -> None:
-        self.model, self.rng = model, random.Random(seed)
+    def __init__(
+        self, model: CausalLM, seed: int = 0, refuse: Callable[[int], Exception | None] = lambda n: None
+    ) -> None:
+        """`refuse`: returns the error of the n-th capture, counted from 0."""
+        self.model, self.rng, self._refuse = model, random.Random(seed), refuse
         layout = layout_of(model.caches, BLOCK_SIZE, "float32")
         self.eager, self.pool = KVPool(layout, NUM_BLOCKS), KVPool(layout, NUM_BLOCKS)
         self.runs: list[int] = []  # how often each graph's launches were made
-        self.graphs = DecodeGraphs(model, self.pool, MOST, MAX_LEN, self.capture)
+        self.num_asked = 0
+        self.graphs = self.use()
         self.requests: list[Request] = []
 
-    def capture(self, run: module.Run) -> module.Run:
+    def use(self, most: int = MOST, longest: int = MAX_LEN, **given: Any) -> DecodeGraphs:
+        """Makes other graphs; those that `decode` goes through from now on."""
+        self.graphs = DecodeGraphs(self.model, self.pool, most, longest, self.capture, **given)
+        return self.graphs
+
+    def capture(self, run: Run) -> Run:
+        error = self._refuse(self.num_asked)
+        self.num_asked += 1
+        if error is not None:
+            raise error
         which = len(self.runs)
         self.runs.append(0)
 
@@ -40,6 +54,7 @@ class World:
         return again
 
     def start(self, num_requests: int) -> None:
+        self.eager.data.copy_(self.pool.data)
         free = list(range(NUM_BLOCKS))
         self.rng.shuffle(free)
         for i in range(num_requests):
@@ -54,6 +69,12 @@ class World:
         for request in self.requests:
             request.num_computed_tokens = len(request.prompt_token_ids)
 
+    def next_step(self) -> StepInput:
+        """Returns a step with one more token of each sequence."""
+        for request in self.requests:
+            request.output_token_ids.append(self.rng.randrange(VOCAB_SIZE))
+        return step_input([(request, 1) for request in self.requests], BLOCK_SIZE)
+
     def decode(self) -> None:
         """One token each of some, in any order."""
         chosen = self.rng.sample(self.requests, self.rng.randrange(1, len(self.requests) + 1))
@@ -67,3 +88,14 @@ class World:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         for request in chosen:
             request.num_computed_tokens += 1
+
+
+def one_token_each(num_seqs: int, context_len: int = 1, first: int = 0) -> StepInput:
+    """Returns a decode step at the ends of contexts of that length, in blocks of their own from the `first` on."""
+    requests = []
+    num_blocks = -(-context_len // BLOCK_SIZE)
+    for i in range(num_seqs):
+        table = [(first + i) * num_blocks + at for at in range(num_blocks)]
+        order = Order([1] * context_len, Sampling())
+        requests.append(Request(str(i), order, num_computed_tokens=context_len - 1, block_table=table))
+    return step_input([(request, 1) for request in requests], BLOCK_SIZE)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,14 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device, bind
 from pd_cluster.engine.build import build_core
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import ConfigError, told
 from pd_cluster.kv.layer_major import LayerMajor
-from pd_cluster.kv.layout import keys_and_values
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.model import loader, modules
 from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM, Served
 from pd_cluster.model.declared import layout_of
 from pd_cluster.model.layers.gated import ExpertRouter
+from pd_cluster.model.npu.attention import problem
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
@@ -64,80 +67,81 @@ def check(folder: Path, core: EngineCore, lens: tuple[int, ...] = LENS) -> None:
     assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
 
 
+ATTENTION, WITH_SINKS = "npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2"
+EXPERTS = "npu_grouped_matmul"
+
+
 @pytest.mark.parametrize(
-    ("architecture", "eager"),
+    ("architecture", "eager", "head_dim", "layout", "operators"),
     [
-        ("llama", False),
-        ("mistral", True),  # a window
-        ("mixtral", False),  # experts
-        pytest.param("llama", True, marks=slow),
-        pytest.param("mistral", False, marks=slow),
-        pytest.param("mixtral", True, marks=slow),
-        pytest.param("qwen2", False, marks=slow),
-        pytest.param("qwen3", False, marks=slow),
-        *(pytest.param(name, True, marks=slow) for name in ("qwen3_moe", "gemma3_text", "phi3", "olmo2", "granite")),
+        ("llama", False, 128, "TND", {ATTENTION}),
+        ("llama", False, 32, "BSND", {ATTENTION}),  # prompts one by one, decoded rows as a batch
+        ("mistral", True, 128, "TND", {ATTENTION}),  # a window
+        ("mixtral", False, 128, "TND", {ATTENTION, EXPERTS}),
+        ("gpt_oss", False, 128, "TND", {WITH_SINKS, EXPERTS}),  # experts with biases
+        pytest.param("mistral", False, 128, "TND", {ATTENTION}, marks=slow),
+        *(pytest.param(name, False, 128, "TND", {ATTENTION}, marks=slow) for name in ("qwen2", "qwen3")),
+        pytest.param("qwen3_moe", True, 128, "TND", {ATTENTION, EXPERTS}, marks=slow),
+        pytest.param("gemma3_text", True, 128, "TND", {ATTENTION}, marks=slow),
     ],
 )
 def test_fused_layers_are_exact(
-    architecture: str, eager: bool, tmp_path: Path, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    architecture: str,
+    eager: bool,
+    head_dim: int,
+    layout: str,
+    operators: set[str],
+    tmp_path: Path,
+    calls: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pd_cluster.model.runner.MAX_START_S", 0.0)  # that of other devices
-    folder = make_checkpoint(tmp_path, architecture, head_dim=128, **SIZES)
+    folder = make_checkpoint(tmp_path, architecture, head_dim=head_dim, **SIZES)
     core, runner = core_of(folder, enforce_eager=eager)
-    assert runner.model.kernels == "fused layers, NPU kernels, attention by torch-npu (TND)"
+    assert runner.model.kernels == f"fused layers, NPU kernels, attention by torch-npu ({layout})"
     assert isinstance(runner.pool.memory, LayerMajor)
     assert runner.pool.layout.block_size == 128
-    assert eager or (runner.graphs is not None and runner.graphs.num_captured == NUM_SIZES)  # none is left to a step
     check(folder, core)
-    assert calls["npu_fused_infer_attention_score"] > 0
-    assert ("npu_grouped_matmul" in calls) == (architecture in ("mixtral", "qwen3_moe"))
+    assert operators == {name for name in (ATTENTION, WITH_SINKS, EXPERTS) if name in calls}
     assert (runner.graphs is None) == eager
-    if runner.graphs is not None:
-        assert runner.graphs.num_captured == NUM_SIZES
+    assert runner.graphs is None or runner.graphs.num_captured == NUM_SIZES, "none is left to a step"
     assert core.ahead.num_ahead > 0
 
 
-def test_sinks_go_to_the_second_operator(tmp_path: Path, calls: dict[str, int]) -> None:
-    folder = make_checkpoint(tmp_path, "gpt_oss", head_dim=128, **SIZES)
-    core, runner = core_of(folder)
-    assert runner.model.kernels == "fused layers, NPU kernels, attention by torch-npu (TND)"
-    check(folder, core)
-    assert calls["npu_fused_infer_attention_score_v2"] > 0
-    assert calls["npu_grouped_matmul"] > 0  # experts with biases
-    assert runner.graphs is not None
-    assert runner.graphs.num_captured > 1
-    assert "npu_fused_infer_attention_score" not in calls
-
-
-def test_heads_of_other_sizes_are_decoded_as_a_batch(tmp_path: Path, calls: dict[str, int]) -> None:
-    folder = make_checkpoint(tmp_path, "llama", head_dim=32, **SIZES)
-    core, runner = core_of(folder)
-    assert runner.model.kernels == "fused layers, NPU kernels, attention by torch-npu (BSND)"
-    check(folder, core)
-    assert calls["npu_fused_infer_attention_score"] > 0
-    assert runner.graphs is not None
-    assert runner.graphs.num_captured > 1
-
-
 @pytest.mark.parametrize(
-    ("architecture", "changes", "settings", "message"),
+    ("architecture", "settings", "message"),
     [
-        ("gemma2", {"head_dim": 128}, {}, "softcap.*--attention-backend sdpa is slow, and can"),
-        ("llama", {"head_dim": 128}, {"block_size": 24}, "--block-size 24: on NPUs a multiple of 16"),
-        ("llama", {"head_dim": 24}, {}, "head_dim 24: .* multiples of 16"),
-        ("llama", {"head_dim": 128}, {"max_num_seqs": 5000}, "--max-num-seqs 5000: .* at most 4096"),
-        ("mistral", {"head_dim": 192}, {}, "head_dim 192: .* takes prompts with 128"),
-        ("mistral", {"head_dim": 32}, {}, "head_dim 32: .* takes prompts with 128, and without that no window"),
-        ("llama", {"head_dim": 128}, {"attention_backend": "triton"}, "on NPU expected auto or sdpa"),
-        ("llama", {"head_dim": 128}, {"num_blocks": 1 << 20}, "--num-blocks 1048576: an NPU takes at most 65532"),
+        ("gemma2", {}, "softcap.*--attention-backend sdpa is slow, and can"),
+        ("llama", {"attention_backend": "triton"}, "on NPU expected auto or sdpa"),
+        ("llama", {"num_blocks": 1 << 20}, "--num-blocks 1048576: an NPU takes at most 65532"),
     ],
 )
 def test_what_npus_cannot_do_is_refused_at_load(
-    architecture: str, changes: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
+    architecture: str, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    folder = make_checkpoint(tmp_path, architecture, **changes)
+    folder = make_checkpoint(tmp_path, architecture, head_dim=128)
     with pytest.raises(ConfigError, match=message):
         core_of(folder, **settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "reason"),
+    [
+        ({}, {}, "^$"),
+        ({"num_kv_heads": 8}, {"heads": 8}, "^$"),
+        ({"dtype": "int8"}, {}, "--dtype int8"),
+        ({}, {"heads": 130}, "^65 query heads"),
+        ({"num_kv_heads": 512}, {"heads": 512}, "^65536 numbers"),
+        ({"block_size": 24}, {}, "--block-size 24: on NPUs a multiple of 16"),
+        ({"planes": keys_and_values(24)}, {}, "head_dim 24: .* multiples of 16"),
+        ({}, {"max_num_seqs": 5000}, "--max-num-seqs 5000: .* at most 4096"),
+        ({"planes": keys_and_values(192)}, {"traits": {"window"}}, "head_dim 192: .* takes prompts with 128, .*window"),
+    ],
+)
+def test_limits_of_the_operators(changes: dict[str, Any], given: dict[str, Any], reason: str) -> None:
+    usual: dict[str, Any] = {"heads": 128, "max_num_seqs": 8, "traits": set()}
+    layout = replace(KVLayout(1, 2, keys_and_values(128), 128, "bfloat16"), **changes)
+    assert re.search(reason, told(problem(layout, *(usual | given).values())))
 
 
 def test_the_pool_leaves_memory_to_the_pairs_of_other_hosts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -155,32 +159,9 @@ def test_the_pool_leaves_memory_to_the_pairs_of_other_hosts(tmp_path: Path, capl
 
 
 def test_float32_becomes_bfloat16_unless_it_is_asked_for(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "llama", head_dim=128)
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = Checkpoint.open(str(make_checkpoint(tmp_path, "llama", head_dim=128)))
     assert checkpoint.config.get("dtype") == "float32"
-    assert loader.resolve_dtype("auto", checkpoint, NPU) == "bfloat16"
-    assert loader.resolve_dtype("auto", checkpoint, Device("cuda")) == "float32"
-    assert loader.resolve_dtype("float32", checkpoint, NPU) == "float32"
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "reason"), [(130, 2, "65 query heads"), (512, 512, "65536 numbers"), (128, 2, ""), (8, 8, "")]
-)
-def test_limits_of_heads(heads: int, kv_heads: int, reason: str) -> None:
-    from pd_cluster.kv.layout import KVLayout
-    from pd_cluster.model.npu.attention import problem
-
-    found = problem(KVLayout(1, kv_heads, keys_and_values(128), 128, "bfloat16"), heads, 8, set())
-    assert found.startswith(reason) if reason else found == ""
-
-
-def test_float32_is_for_other_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pd_cluster.model.npu import attention
-
-    monkeypatch.setattr(attention, "DTYPES", ("float16", "bfloat16"))  # as outside these tests
-    folder = make_checkpoint(tmp_path, "llama", head_dim=128)
-    with pytest.raises(ConfigError, match="--dtype float32: attention on NPUs takes float16 or bfloat16"):
-        core_of(folder)
+    assert [loader.resolve_dtype(dtype, checkpoint, NPU) for dtype in ("auto", "float32")] == ["bfloat16", "float32"]
 
 
 def test_sdpa_serves_when_it_is_asked_for(tmp_path: Path, calls: dict[str, int]) -> None:
@@ -189,17 +170,6 @@ def test_sdpa_serves_when_it_is_asked_for(tmp_path: Path, calls: dict[str, int])
     assert runner.graphs is None
     check(folder, core, (5, 40))
     assert "npu_fused_infer_attention_score" not in calls
-
-
-def test_drawn_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "llama", head_dim=128, **SIZES)
-    params = Sampling(max_tokens=10, temperature=0.8, top_p=0.9, seed=5, frequency_penalty=0.3)
-    outputs = []
-    for device, block_size in (("npu", 128), ("cpu", 16)):
-        core, _ = core_of(folder, device=device, block_size=block_size, num_blocks=40)
-        request = Request("drawn", Order([1, 2, 3], params))
-        outputs.append([token.token_id for token in run(core, [request])["drawn"][0]])
-    assert outputs[0] == outputs[1]
 
 
 def test_copied_and_swapped_blocks_hold_what_they_held(tmp_path: Path) -> None:
@@ -290,8 +260,6 @@ def test_torch_npu_has_what_links_and_groups_ask_of_it() -> None:
     options.group_id = "a name"
     options.global_ranks_in_group = [0, 1]
     assert options.hccl_config["hccl_buffer_size"] == PAIR_BUFFER_MB
-    for name in ("send", "recv", "allreduce", "allgather", "shutdown", "_set_default_timeout"):
-        assert callable(getattr(group, name))
     # It binds no `abort`: the inherited one is empty. Its own method takes a reason, and gives nothing back.
     called = []
     recorder = type("Recorder", (), {"__getattr__": lambda self, name: lambda *given: called.append((name, given))})()

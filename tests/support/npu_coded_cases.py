@@ -15,6 +15,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate
 from tests.support.npu_cases import GREEDY, SIZES, calls, core_of
 from tests.support.quantized import FORMATS, INT8_FORMATS, rewritten
+from tests.support.spread import spread
 from tests.support.usual import slow_but
 
 __all__ = ["calls"]  # a fixture
@@ -47,9 +48,7 @@ def make_quantized(
 
 @pytest.mark.parametrize(
     "form",
-    slow_but(
-        ["msmodelslim W4A16, pairs"], ["msmodelslim W8A16", "msmodelslim W4A16, pairs", "awq", "gptq 4", "packed 4"]
-    ),
+    slow_but(["msmodelslim W4A16, pairs"], ["msmodelslim W8A16", "msmodelslim W4A16, pairs", "awq"]),
 )
 def test_coded_weights_alone_are_exact(form: str, tmp_path: Path, calls: dict[str, int]) -> None:
     """The tokens are transformers' with the numbers that the codes stand for."""
@@ -60,7 +59,7 @@ def test_coded_weights_alone_are_exact(form: str, tmp_path: Path, calls: dict[st
     assert calls["npu_weight_quant_batchmatmul"] > 0
 
 
-@pytest.mark.parametrize("form", slow_but(["msmodelslim"], ["msmodelslim", "msmodelslim static", "compressed-tensors"]))
+@pytest.mark.parametrize("form", slow_but(["msmodelslim"], ["msmodelslim", "msmodelslim static"]))
 def test_int8_activations_give_the_tokens_of_a_cpu(form: str, tmp_path: Path, calls: dict[str, int]) -> None:
     quantized, _ = make_quantized(tmp_path, form)
     core, _ = core_of(quantized)  # decode steps are graphs
@@ -74,8 +73,7 @@ def test_int8_activations_give_the_tokens_of_a_cpu(form: str, tmp_path: Path, ca
 
 @slow
 @pytest.mark.parametrize(
-    ("form", "operator"),
-    [("msmodelslim", "npu_dynamic_quant"), ("msmodelslim W8A16", "npu_grouped_matmul")],
+    ("form", "operator"), [("msmodelslim", "npu_dynamic_quant"), ("msmodelslim W8A16", "npu_grouped_matmul")]
 )
 def test_coded_experts(form: str, operator: str, tmp_path: Path, calls: dict[str, int]) -> None:
     quantized, _ = make_quantized(tmp_path, form, "mixtral")
@@ -101,33 +99,25 @@ def coded(num_outputs: int, num_inputs: int, bits: int, group: int, has_zeros: b
     return CodedWeight(given, scales, zeros, torch.randn(num_outputs).to(dtype), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("bits", "group", "has_zeros"), [(8, -1, False), (8, -1, True), (4, 128, True), (4, 128, False), (4, 32, True)]
+    ("dtype", "bits", "group", "has_zeros"),
+    spread([torch.float16, torch.bfloat16], [(8, -1, False), (8, -1, True), (4, 128, False), (4, 32, True)]),
 )
-def test_a_wide_layer_of_codes(bits: int, group: int, has_zeros: bool, dtype: torch.dtype) -> None:
+def test_a_wide_layer_of_codes(dtype: torch.dtype, bits: int, group: int, has_zeros: bool) -> None:
     weight = coded(1024, 2048, bits, group, has_zeros, dtype)
     layer = linear_of(weight)
     assert isinstance(layer, NpuCodedLinear)
     x = torch.randn(3, 2048).to(dtype)
-    exact = (
-        x.double()
-        @ (
-            (weight.codes.double().view(1024, weight.scales.shape[1], -1) - weight.zeros.double().unsqueeze(-1))
-            * weight.scales.double().unsqueeze(-1)
-        )
-        .view(1024, -1)
-        .T
-        + weight.bias.double()
-    )
+    codes = weight.codes.double().view(1024, weight.scales.shape[1], -1) - weight.zeros.double().unsqueeze(-1)
+    numbers = (codes * weight.scales.double().unsqueeze(-1)).view(1024, -1)
+    exact = x.double() @ numbers.T + weight.bias.double()
     error = (layer(x).double() - exact).abs().max() / exact.abs().max()
     assert error < (0.004 if dtype == torch.float16 else 0.02)
     assert torch.equal(layer(x[:1]), layer(x)[:1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("is_static", [False, True])
-def test_a_wide_layer_of_int8(is_static: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "is_static"), [(torch.float16, False), (torch.bfloat16, True)])
+def test_a_wide_layer_of_int8(dtype: torch.dtype, is_static: bool) -> None:
     torch.manual_seed(4)
     codes = torch.randint(-127, 128, (1024, 4096), dtype=torch.int8)
     inputs = torch.tensor([0.03, -5.0]) if is_static else None

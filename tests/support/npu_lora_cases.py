@@ -25,9 +25,7 @@ slow = pytest.mark.slow
 __all__ = ["calls"]  # a fixture
 
 
-@pytest.mark.parametrize(
-    "architecture", ["llama", pytest.param("qwen3", marks=slow), pytest.param("gemma3_text", marks=slow)]
-)
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gemma3_text", marks=slow)])
 def test_tokens_are_those_of_the_merged_model(architecture: str, tmp_path: Path) -> None:
     """Two adapters and the model itself in one batch: prompts in chunks, decoded rows of several adapters in turn."""
     folder = make_checkpoint(tmp_path / "base", architecture, head_dim=128, **SIZES)

@@ -218,29 +218,17 @@ def _attended(
     return torch.einsum("hqk,khd->qhd", weights, v).to(queries.dtype)
 
 
-def fused_infer_attention_score_v2(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    learnable_sink: torch.Tensor | None = None,
-    actual_seq_qlen: list[int] | None = None,
-    actual_seq_kvlen: list[int] | None = None,
-    num_query_heads: int = 1,
-    softmax_scale: float = 1.0,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return fused_infer_attention_score(
-        query,
-        key,
-        value,
-        actual_seq_lengths=actual_seq_qlen,
-        actual_seq_lengths_kv=actual_seq_kvlen,
-        num_heads=num_query_heads,
-        scale=softmax_scale,
-        sinks=learnable_sink,
-        **options,
-    )
+NAMES_OF_V2 = {
+    "learnable_sink": "sinks",
+    "actual_seq_qlen": "actual_seq_lengths",
+    "actual_seq_kvlen": "actual_seq_lengths_kv",
+    "num_query_heads": "num_heads",
+    "softmax_scale": "scale",
+}
+
+
+def fused_infer_attention_score_v2(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return fused_infer_attention_score(*tensors, **{NAMES_OF_V2.get(name, name): options[name] for name in options})
 
 
 def rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:

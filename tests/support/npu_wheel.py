@@ -31,15 +31,8 @@ VERSION = "PD_CLUSTER_TEST_TORCH_NPU_VERSION"
 CACHE = ROOT / ".pytest_cache" / "torch_npu"
 SHIM = Path(__file__).parent / "npu_shim"
 FUNCTIONS_IN = "libascendcl.so"
-EMPTY = (
-    "libhccl.so",
-    "libacl_op_compiler.so",
-    "libge_runner.so",
-    "libgraph.so",
-    "libacl_tdt_channel.so",
-    "libascend_ml.so",
-    "libatb.so",
-)
+OTHERS = ("hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "ascend_ml", "atb")
+EMPTY = [f"lib{name}.so" for name in OTHERS]
 # Symbols of the interpreter, the loader and the compiler, which no CANN library provides.
 FOREIGN = ("Py", "_Py", "_ITM", "__", "_ZTH")
 DOWNLOAD_TIMEOUT_S = 240
@@ -93,21 +86,8 @@ def unpacked(wanted: str) -> Path:
 def _download(requirement: str, folder: Path) -> None:
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    done = _run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "--no-deps",
-            "--only-binary=:all:",
-            "-d",
-            str(partial),
-            requirement,
-        ],
-        DOWNLOAD_TIMEOUT_S,
-    )
+    options = ["-q", "--no-deps", "--only-binary=:all:", "-d"]
+    done = _run([sys.executable, "-m", "pip", "download", *options, str(partial), requirement], DOWNLOAD_TIMEOUT_S)
     if done.returncode:
         pytest.skip(f"no wheel of {requirement} to be had here: {(done.stderr.splitlines() or ['?'])[-1]}")
     (wheel,) = partial.glob("*.whl")

@@ -7,10 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from pd_cluster.kv.layout import CODE_BITS, KVLayout, keys_and_values
-from pd_cluster.kv.memory import TORCH_DTYPES
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.kv.vectors import encode
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.batch import ForwardBatch, build_batch
 from pd_cluster.model.cuda import attention
@@ -36,7 +34,6 @@ def make_batch(
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
-    dtype: str,
     seed: int,
     window: int | None = None,
 ) -> ForwardBatch:
@@ -46,16 +43,17 @@ def make_batch(
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-context // block_size) for _, context in sequences]
-    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, keys_and_values(head_dim), block_size, dtype), sum(counts) + 3)
-    pool.data.fill_(float("nan") if dtype not in CODE_BITS else 255)  # scales of such bytes are NaN, too
+    layout = KVLayout(NUM_LAYERS, num_kv_heads, keys_and_values(head_dim), block_size, "float32")
+    pool = KVPool(layout, sum(counts) + 3)
+    pool.data.fill_(float("nan"))
     blocks = torch.randperm(pool.num_blocks, generator=generator).tolist()
     chunks = []
     for i, ((query_len, context), count) in enumerate(zip(sequences, counts, strict=True)):
         table, blocks = blocks[:count], blocks[count:]
         prefix = context - query_len
-        for at in range(prefix):
-            content = torch.randn(NUM_LAYERS, 2, num_kv_heads, head_dim, generator=generator)
-            put(pool, table[at // block_size], at % block_size, content)
+        at = torch.arange(prefix)
+        content = torch.randn(prefix, NUM_LAYERS, 2, num_kv_heads, head_dim, generator=generator)
+        pool.data[torch.tensor(table)[at // block_size], :, :, at % block_size] = content
         num_passed = max(0, prefix - window + 1) // block_size if window is not None else 0
         table[:num_passed] = [pool.num_blocks] * num_passed
         request = Request(
@@ -63,14 +61,6 @@ def make_batch(
         )
         chunks.append((request, query_len))
     return build_batch(chunks, pool)
-
-
-def put(pool: KVPool, block: int, offset: int, content: torch.Tensor) -> None:
-    """Writes one token's vectors, [num_layers, 2, num_kv_heads, head_dim]."""
-    stored = encode(content, pool.layout.dtype)
-    for layer in range(NUM_LAYERS):
-        for plane, numbers in zip(pool.layer(layer), stored[layer], strict=True):
-            plane[block, offset] = numbers
 
 
 def metadata(batch: ForwardBatch, plan: AttentionPlan) -> attention.BatchMetadata:
@@ -98,7 +88,6 @@ def parity(
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
-    dtype: str = "float32",
     window: int | None = None,
     softcap: float | None = None,
     has_sinks: bool = False,
@@ -106,68 +95,53 @@ def parity(
     rows: int = 16,
     keys: int = 32,
     seed: int = 0,
-    pool_dtype: str = "",
     limits: list[int] | None = None,  # of each row: the end of the keys that it sees
     is_uniform: bool = False,
 ) -> float:
-    """Writes and attends in both ways; returns how far they are apart (`difference`). The pools must be equal.
-
-    `pool_dtype`: the pool's, if it is another than the queries'.
-    """
+    """Writes and attends in both ways; returns how far they are apart (`difference`). The pools must be equal."""
     torch.manual_seed(seed)
-    batch = make_batch(sequences, num_kv_heads, head_dim, block_size, pool_dtype or dtype, seed, window)
-    torch_dtype = TORCH_DTYPES[dtype]
-    qkv = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(torch_dtype)
+    batch, other = (make_batch(sequences, num_kv_heads, head_dim, block_size, seed, window) for _ in range(2))
+    if limits is not None:
+        batch.key_limits = other.key_limits = torch.tensor(limits, dtype=torch.int32)
+    qkv = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     query, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     sinks = torch.randn(num_heads) * 2 if has_sinks else None
     scoring = sdpa.Scoring(head_dim**-0.5 * 1.5, window, softcap, sinks)
-    before = batch.pool.data.clone()
-    batch.key_limits = None if limits is None else torch.tensor(limits, dtype=torch.int32)
 
     key_pool, value_pool = batch.pool.layer(LAYER)
-    attention.write_kv(k, v, key_pool, value_pool, batch.slot_mapping, pool_dtype)
+    attention.write_kv(k, v, key_pool, value_pool, batch.slot_mapping)
     query_lens = np.diff(batch.query_starts.numpy())
     group = num_heads // num_kv_heads
     chosen = replace(configs(group, rows, keys), is_uniform=is_uniform)
     plan = plan_attention(query_lens, batch.context_lens.numpy(), group, num_kv_heads, chosen, 132, split_keys)
     workspace = torch.full((plan.workspace_numel(num_heads, head_dim),), float("nan"))
-    actual = attention.attend(
-        query, key_pool, value_pool, metadata(batch, plan), plan, scoring, workspace=workspace, pool_dtype=pool_dtype
-    )
-
-    written = batch.pool.data.clone()
-    wide = make_batch(sequences, num_kv_heads, head_dim, block_size, pool_dtype or "float32", seed, window)
-    wide.pool.data.copy_(before)
-    wide.key_limits = batch.key_limits
-    expected = sdpa.write_and_attend(LAYER, query.float().transpose(0, 1), k.float(), v.float(), wide, scoring)
-    torch.testing.assert_close(written.float(), wide.pool.data.float(), rtol=0, atol=0, equal_nan=True)
+    actual = attention.attend(query, key_pool, value_pool, metadata(batch, plan), plan, scoring, workspace=workspace)
+    expected = sdpa.write_and_attend(LAYER, query.transpose(0, 1), k, v, other, scoring)
+    torch.testing.assert_close(batch.pool.data, other.pool.data, rtol=0, atol=0, equal_nan=True)
     return difference(actual, expected)
 
 
-def alone_and_together(sequences: list[tuple[int, int]], split_keys: int) -> list[bool]:
-    """Returns, for each sequence, whether its rows have the same bits alone as in the batch of all."""
-    num_heads, num_kv_heads, head_dim, block_size = 6, 2, 16, 16
-    batch = make_batch(sequences, num_kv_heads, head_dim, block_size, "float32", seed=2)
-    qkv = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=torch.Generator())
-    query, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    attention.write_kv(k, v, *batch.pool.layer(LAYER), batch.slot_mapping)
+def among_others(lens: list[int], window: int | None, num_sms: int, split_keys: int) -> tuple[float, bool]:
+    """Decodes rows with contexts of these lengths; returns how far they are from the reference (`difference`), and
+    whether the longest has the same bits alone.
+    """
+    num_heads, head_dim = 2, 16
+    torch.manual_seed(5)
+    batch = make_batch([(1, length) for length in lens], 1, head_dim, 32, 5, window)
+    scoring = sdpa.Scoring(0.3, window)
+    query = torch.randn(len(lens), num_heads, head_dim)
+    k, v = torch.randn(2, len(lens), 1, head_dim)
+    expected = sdpa.write_and_attend(LAYER, query.transpose(0, 1), k, v, batch, scoring)
 
     def attended(part: ForwardBatch, rows: slice) -> torch.Tensor:
-        plan = plan_attention(
-            np.diff(part.query_starts.numpy()), part.context_lens.numpy(), 3, num_kv_heads, configs(3), 132, split_keys
-        )
-        pools = batch.pool.layer(LAYER)
-        return attention.attend(query[rows], *pools, metadata(part, plan), plan, sdpa.Scoring(0.25))
+        plan = plan_decode(part.num_seqs, max(lens), 1, configs(num_heads), num_sms, split_keys)
+        return attention.attend(query[rows], *batch.pool.layer(LAYER), metadata(part, plan), plan, scoring)
 
-    together = attended(batch, slice(None))
-    starts, tables = batch.query_starts.tolist(), batch.table_starts.tolist()
-    same = []
-    for i, (query_len, context) in enumerate(sequences):
-        table = batch.block_table[tables[i] : tables[i + 1]].tolist()
-        request = Request("x", Order([0] * context, ANY), num_computed_tokens=context - query_len, block_table=table)
-        rows = slice(starts[i], starts[i + 1])
-        same.append(torch.equal(attended(build_batch([(request, query_len)], batch.pool), rows), together[rows]))
-    return same
+    together, at = attended(batch, slice(None)), lens.index(max(lens))
+    table = batch.block_table[batch.table_starts[at] : batch.table_starts[at + 1]].tolist()
+    request = Request("alone", Order([0] * lens[at], ANY), num_computed_tokens=lens[at] - 1, block_table=table)
+    alone = attended(build_batch([(request, 1)], batch.pool), slice(at, at + 1))
+    return difference(together, expected), torch.equal(alone[0], together[at])
 
 
 def replays(
@@ -193,9 +167,7 @@ def replays(
     told = []
     for seed, step in enumerate(steps):
         real = [context for context in step if context]
-        batch = make_batch(
-            [(1, context) for context in real], num_kv_heads, head_dim, block_size, "float32", seed, window
-        )
+        batch = make_batch([(1, context) for context in real], num_kv_heads, head_dim, block_size, seed, window)
         table.fill_(1 << 30)[: len(batch.block_table)] = batch.block_table
         starts.fill_(len(batch.block_table))[: len(batch.table_starts)] = batch.table_starts
         contexts.zero_()[: len(real)] = batch.context_lens
@@ -208,16 +180,3 @@ def replays(
         padding = out[len(real) :].abs().max().item() if len(real) < num_seqs else 0.0
         told.append({"difference": difference(out[: len(real)], expected), "padding": padding})
     return told
-
-
-def written(num_tokens: int, num_kv_heads: int, head_dim: int, block_size: int, seed: int = 0) -> bool:
-    """Returns whether float32 keys and values reach a float16 pool at their slots, and nothing else changes there."""
-    generator = torch.Generator().manual_seed(seed)
-    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, keys_and_values(head_dim), block_size, "float16"), num_tokens)
-    slots = torch.randperm(pool.num_blocks * block_size, generator=generator)[:num_tokens]
-    k, v = torch.randn(num_tokens, 2 * num_kv_heads, head_dim, generator=generator).split(num_kv_heads, dim=1)
-    expected = pool.data.clone()
-    for index, numbers in enumerate((k, v)):
-        expected[slots // block_size, LAYER, index, slots % block_size] = numbers.to(torch.float16)
-    attention.write_kv(k, v, *pool.layer(LAYER), slots)
-    return torch.equal(pool.data, expected)

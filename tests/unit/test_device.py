@@ -44,6 +44,7 @@ def test_cards_are_taken_by_number_or_counted_from_0(visible: list[int]) -> None
     assert bind("auto", ["0"], 0) == CPU
     assert CPU.torch_name == "cpu"
     assert not CPU.is_accelerator
+    visible[0] = 2
     with pytest.raises(ConfigError, match=r"rank 0 device_id 4, and 2 CUDA devices are visible.*correct its device_id"):
         bind("cuda", ["4"], 0)
     with pytest.raises(ConfigError, match="device_id a0: a CUDA device is named by its number"):

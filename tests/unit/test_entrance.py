@@ -101,7 +101,7 @@ async def _home(world: World) -> None:
     [
         ({"max_queue_s": 0.0, "request_timeout_s": 0.01}, GenerationError, r"waited for its turn for 0\.01 s"),
         ({"max_queue_s": 0.0, "goals": Goals(ttft_s=0.01)}, Overloaded, r"waited for the 0\.01 s of --slo-ttft"),
-        ({"max_queue_s": 0.01}, Overloaded, ""),
+        ({"max_queue_s": 0.01}, Overloaded, r"0\.01 s"),
     ],
 )
 async def test_a_request_that_waits_too_long_is_refused(

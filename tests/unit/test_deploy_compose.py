@@ -22,16 +22,16 @@ def loaded(name: str) -> dict[str, Any]:
     return value
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_the_file_keeps_to_the_compose_specification_s_schema(name: str) -> None:
+def test_the_files_keep_to_the_compose_specification_s_schema() -> None:
     schemas = pytest.importorskip("check_jsonschema.builtin_schemas", reason="check-jsonschema is not installed")
     jsonschema = pytest.importorskip("jsonschema")
     schema = schemas.get_builtin_schema("vendor.compose-spec")
-    jsonschema.validate(loaded(name), schema)
-    broken = loaded(name)
+    validator = jsonschema.validators.validator_for(schema)(schema)
+    for name in FILES:
+        validator.validate(loaded(name))
+    broken = loaded(FILES[0])
     broken["services"]["prefill"]["comand"] = []
-    with pytest.raises(jsonschema.ValidationError, match="comand"):
-        jsonschema.validate(broken, schema)
+    assert not validator.is_valid(broken)
 
 
 def filled(name: str, **env: str) -> dict[str, Any]:

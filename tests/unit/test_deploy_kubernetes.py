@@ -67,7 +67,9 @@ def serve_options(overlay: str, role: str) -> dict[str, Any]:
 # ---- schemas
 
 
-@pytest.mark.parametrize(("overlay", "version"), [("base", OLDEST), *((overlay, NEWEST) for overlay in OVERLAYS)])
+@pytest.mark.parametrize(
+    ("overlay", "version"), [("base", OLDEST), ("overlays/cuda", NEWEST), ("overlays/npu", NEWEST)]
+)
 def test_every_object_keeps_to_the_schema(overlay: str, version: str) -> None:
     found = documents(f"{overlay}/pd-cluster.yaml")
     kinds = [each["kind"] for each in found]

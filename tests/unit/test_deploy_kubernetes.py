@@ -68,7 +68,7 @@ def serve_options(overlay: str, role: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("overlay", "version"), [("base", OLDEST), ("overlays/cuda", NEWEST), ("overlays/npu", NEWEST)]
+    ("overlay", "version"), [("base", OLDEST), *((f"overlays/{each}", NEWEST) for each in ("cuda", "npu"))]
 )
 def test_every_object_keeps_to_the_schema(overlay: str, version: str) -> None:
     found = documents(f"{overlay}/pd-cluster.yaml")

@@ -149,7 +149,9 @@ def num_files() -> int:
 def test_the_store_is_bounded_and_large_images_leave_it_alone() -> None:
     with contextlib.closing(Encoder(num_kept_tokens=2 * SHAPE[1])) as small:
         before = num_files()
-        step(small, OPEN, *(image_of(at) for at in (1, 2, 3, 2, 1)))
+        step(small, OPEN)
+        for at in (1, 2, 3, 2, 1):
+            step(small, image_of(at))
         assert small.tower.num_encoded == 4, "2 was kept, 1 was not"
         step(small, ConnClosed("p", "prefill-0@1", "gone"))
         assert num_files() == before + 2

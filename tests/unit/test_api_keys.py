@@ -109,7 +109,23 @@ def test_every_route_but_the_probes_is_closed(tmp_path: Path, openai: bool) -> N
 def test_no_way_of_writing_a_path_leads_around_the_keys(tmp_path: Path, root_path: str) -> None:
     """Whatever gets through without a key is one of the probes."""
     app, _ = make_app(tmp_path, HttpConfig(api_keys=KEYS, root_path=root_path))
-    pieces = ["", "/", "//", "/health", "/v1/models", "/api", "/..", "\n", ";", "%2f", "/HEALTH", "\0", "?", "#"]
+    pieces = [
+        "",
+        "/",
+        "//",
+        "/health",
+        "/ping",
+        "/v1/models",
+        "/api",
+        "/..",
+        "\n",
+        ";",
+        "%2f",
+        "/HEALTH",
+        "\0",
+        "?",
+        "#",
+    ]
     num_open = 0
     paths = {"".join(parts) for parts in itertools.product(pieces, repeat=3)}
     for path, answer in ask_each(app, "GET", paths):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,17 +58,9 @@ class BookWorld(ElasticWorld):
         async def publish() -> None:
             self.published.append(dict(self.book.names))
 
-        self.book = AdapterBook(
-            self.membership,
-            AdapterSettings(enable_lora=True, max_cpu_loras=2),
-            str(root),
-            {},
-            ("model",),
-            lambda: self.used,
-            publish,
-            30.0,
-            lambda: self.now_s,
-        )
+        settings = AdapterSettings(enable_lora=True, max_cpu_loras=2)
+        used, clock = (lambda: self.used), (lambda: self.now_s)
+        self.book = AdapterBook(self.membership, settings, str(root), {}, ("model",), used, publish, 30.0, clock)
 
     def wanted(self) -> dict[str, set[str]]:
         """What each worker was told last."""
@@ -82,126 +73,103 @@ class BookWorld(ElasticWorld):
         have = [digest for digest in self.wanted().get(instance.name, set()) if digest not in (problems or {})]
         self.membership.on_adapter_states(instance.conn, wire.AdapterStates(have, problems or {}))
 
-    def report_all(self) -> None:
-        for instance in self.membership.instances:
-            self.report(instance)
+    async def begin(self, name: str, folder: str, replaces: bool = False) -> asyncio.Task[None]:
+        """A load that both workers have been told of."""
+        loading = asyncio.ensure_future(self.book.load(name, folder, replaces))
+        async with asyncio.timeout(TIMEOUT_S):
+            while not loading.done() and self.digests[folder] not in self.wanted().get("decode-0", set()):
+                await asyncio.sleep(0)
+        return loading
 
     async def load(self, name: str, folder: str, replaces: bool = False) -> None:
         """Loads one that both workers can have."""
-        loading = asyncio.ensure_future(self.book.load(name, folder, replaces))
-        await self.until(lambda: loading.done() or self.digests[folder] in self.wanted().get("decode-0", set()))
-        self.report_all()
+        loading = await self.begin(name, folder, replaces)
+        for instance in self.membership.instances:
+            self.report(instance)
         await asyncio.wait_for(loading, TIMEOUT_S)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            while not condition():
-                await asyncio.sleep(0)
+    def wanted_at(self, now_s: float) -> set[str]:
+        """What the decode instance is told to have at that time."""
+        self.now_s = now_s
+        self.book.tick()
+        return self.wanted()["decode-0"]
 
 
 async def test_a_name_is_published_when_the_last_worker_has_it(tmp_path: Path) -> None:
-    world = BookWorld(tmp_path)
-    loading = asyncio.ensure_future(world.book.load("a", "one"))
-    await world.until(lambda: world.digests["one"] in world.wanted().get("decode-0", set()))
-    world.report(world["prefill-0"])
+    book = BookWorld(tmp_path)
+    loading = await book.begin("a", "one")
+    book.report(book["prefill-0"])
     for _ in range(5):
         await asyncio.sleep(0)
     assert not loading.done()
-    assert world.book.names == {}
-    world.report(world["decode-0"])
+    assert book.book.names == {}
+    book.report(book["decode-0"])
     await asyncio.wait_for(loading, TIMEOUT_S)
-    assert world.published == [{"a": world.digests["one"]}]
+    assert book.published == [{"a": book.digests["one"]}]
 
 
 async def test_a_worker_s_reason_fails_the_load_and_takes_it_back(tmp_path: Path) -> None:
-    world = BookWorld(tmp_path)
-    loading = asyncio.ensure_future(world.book.load("a", "one"))
-    await world.until(lambda: world.digests["one"] in world.wanted().get("decode-0", set()))
-    world.report(world["prefill-0"])
-    world.report(world["decode-0"], {world.digests["one"]: "no room"})
+    book = BookWorld(tmp_path)
+    loading = await book.begin("a", "one")
+    book.report(book["prefill-0"])
+    book.report(book["decode-0"], {book.digests["one"]: "no room"})
     with pytest.raises(RequestError, match="decode-0: no room"):
         await asyncio.wait_for(loading, TIMEOUT_S)
-    assert world.wanted() == {"prefill-0": set(), "decode-0": set()}
-    assert world.published == []
+    assert book.wanted() == {"prefill-0": set(), "decode-0": set()}
+    assert book.published == []
 
 
 async def test_a_worker_that_is_lost_does_not_hold_up_the_others(tmp_path: Path) -> None:
-    world = BookWorld(tmp_path)
-    loading = asyncio.ensure_future(world.book.load("a", "one"))
-    await world.until(lambda: world.digests["one"] in world.wanted().get("decode-0", set()))
-    world.report(world["prefill-0"])
-    decode = world["decode-0"]
-    world.membership.on_closed(decode.conn, "it is dead")
+    book = BookWorld(tmp_path)
+    loading = await book.begin("a", "one")
+    book.report(book["prefill-0"])
+    decode = book["decode-0"]
+    book.membership.on_closed(decode.conn, "it is dead")
     await asyncio.wait_for(loading, TIMEOUT_S)
-    world.make_ready(decode)
-    world.membership.on_opened(decode.conn)
-    assert decode.shown_state == "connecting"
-    assert decode.reason == "it loads adapters"
-    world.report(decode, {world.digests["one"]: "the disk is full"})
+    book.make_ready(decode)
+    book.membership.on_opened(decode.conn)
+    assert (decode.shown_state, decode.reason) == ("connecting", "it loads adapters")
+    book.report(decode, {book.digests["one"]: "the disk is full"})
     assert "the disk is full" in decode.reason
-    world.mailbox.sent.clear()
-    world.now_s = RETRY_S + 1
-    world.book.tick()
-    assert world.wanted()["decode-0"] == {world.digests["one"]}
-    world.report(decode)
+    book.mailbox.sent.clear()
+    assert book.wanted_at(RETRY_S + 1) == {book.digests["one"]}
+    book.report(decode)
     assert decode.is_ready
 
 
-async def test_an_unloaded_adapter_goes_when_nobody_has_it(tmp_path: Path) -> None:
-    world = BookWorld(tmp_path)
-    await world.load("a", "one")
-    world.used = {world.digests["one"]}
-    await world.book.unload("a")
-    assert world.published[-1] == {}
-    world.now_s = 10.0
-    world.book.tick()
-    assert world.wanted()["decode-0"] == {world.digests["one"]}
-    world.used = set()
-    world.book.tick()
-    assert world.wanted()["decode-0"] == {world.digests["one"]}, "one may be about to be routed"
-    world.now_s += GRACE_S
-    world.book.tick()
-    assert world.wanted()["decode-0"] == set()
+async def test_an_unloaded_adapter_goes_when_nobody_has_it_or_at_its_deadline(tmp_path: Path) -> None:
+    book = BookWorld(tmp_path)
+    one = {book.digests["one"]}
+    for ends in (True, False):
+        book.now_s = 0.0
+        await book.load("a", "one")
+        book.used = one
+        await book.book.unload("a")
+        assert book.published[-1] == {}
+        assert book.wanted_at(10.0) == one
+        if ends:
+            book.used = set()
+            assert book.wanted_at(10.0) == one, "one may be about to be routed"
+            assert book.wanted_at(10.0 + GRACE_S) == set()
+        else:
+            assert (book.wanted_at(29.0), book.wanted_at(30.0)) == (one, set())
     with pytest.raises(ModelNotFound, match="there is no adapter 'a'; there are none"):
-        await world.book.unload("a")
+        await book.book.unload("a")
 
 
-async def test_an_unloaded_adapter_goes_at_its_deadline(tmp_path: Path) -> None:
-    world = BookWorld(tmp_path)
-    await world.load("a", "one")
-    world.used = {world.digests["one"]}
-    await world.book.unload("a")
-    world.now_s = 29.0
-    world.book.tick()
-    assert world.wanted()["decode-0"] == {world.digests["one"]}
-    world.now_s = 30.0
-    world.book.tick()
-    assert world.wanted()["decode-0"] == set()
-
-
-async def test_loaded_again_before_it_has_gone(tmp_path: Path) -> None:
-    world = BookWorld(tmp_path)
-    await world.load("a", "one")
-    await world.book.unload("a")
-    await world.load("b", "one")
-    world.now_s = 100.0
-    world.book.tick()
-    assert world.wanted()["decode-0"] == {world.digests["one"]}
-
-
-async def test_two_names_of_one_content_and_one_that_moves(tmp_path: Path) -> None:
-    world = BookWorld(tmp_path)
-    await world.load("a", "one")
-    await world.load("b", "one")
-    await world.load("a", "two", replaces=True)
-    world.now_s = 100.0
-    world.book.tick()
-    assert world.wanted()["decode-0"] == set(world.digests.values())
-    await world.load("b", "two", replaces=True)
-    world.book.tick()
-    world.now_s += GRACE_S
-    world.book.tick()
-    assert world.wanted()["decode-0"] == {world.digests["two"]}
+async def test_a_content_stays_while_a_name_stands_for_it(tmp_path: Path) -> None:
+    """Loaded again before it has gone, under two names, and with a name that moves to another content."""
+    book = BookWorld(tmp_path)
+    await book.load("a", "one")
+    await book.book.unload("a")
+    await book.load("b", "one")
+    assert book.wanted_at(100.0) == {book.digests["one"]}
+    await book.load("a", "one")
+    await book.load("a", "two", replaces=True)
+    assert book.wanted_at(200.0) == set(book.digests.values())
+    await book.load("b", "two", replaces=True)
+    book.book.tick()
+    assert book.wanted_at(200.0 + GRACE_S) == {book.digests["two"]}
 
 
 # ---- a worker
@@ -237,15 +205,9 @@ class WorkerWorld:
         self.left: list[str] = []  # why each of them cannot begin here
         self.failed: list[str] = []
         self.now_s = 0.0
-        host = AdapterHost(
-            send=self._send,
-            put=self._put,
-            used=lambda: self.used,
-            begin=self._begin,
-            fail=lambda conn, submit, why: self.failed.append(why),
-        )
-        reader = reader_of(AdapterSettings())
-        self.adapters = WorkerAdapters(keeper, reader, host, {}, most, lambda: self.now_s)
+        used, fail = (lambda: self.used), (lambda conn, submit, why: self.failed.append(why))
+        host = AdapterHost(send=self._send, put=self._put, used=used, begin=self._begin, fail=fail)
+        self.adapters = WorkerAdapters(keeper, reader_of(AdapterSettings()), host, {}, most, lambda: self.now_s)
 
     def _begin(self, conn: str, submit: wire.Submit, why: str) -> None:
         self.begun.append(submit)
@@ -271,14 +233,23 @@ class WorkerWorld:
 
 
 def test_a_worker_reports_what_it_has_and_drops_what_nobody_wants(tmp_path: Path) -> None:
+    """It loads an adapter once, however often it is told of it, and keeps one that is wanted again in time."""
     keeper, folder = FakeKeeper(), write_adapter(tmp_path / "one", 1)
     world, digest = WorkerWorld(keeper), digest_of(folder)
     keeper.hold.clear()
     world.want(folder)
-    assert world.sent == [wire.AdapterStates([])]
+    world.want(folder)
+    assert world.sent[-1] == wire.AdapterStates([])
     keeper.hold.set()
     world.take()
     assert world.sent[-1] == wire.AdapterStates([digest])
+    assert not world.has_event.acquire(blocking=False)
+    world.want()
+    assert keeper.variants
+    world.want(folder)
+    assert world.sent[-1] == wire.AdapterStates([digest])
+    world.adapters.tick()
+    assert keeper.variants
     world.used = {digest}
     world.want()
     world.adapters.tick()
@@ -306,31 +277,6 @@ def test_a_worker_says_why_not_and_tries_again_when_it_is_told_again(tmp_path: P
     assert not world.events
 
 
-def test_a_worker_loads_one_at_a_time_and_each_once(tmp_path: Path) -> None:
-    keeper, folder = FakeKeeper(), write_adapter(tmp_path / "one", 1)
-    world = WorkerWorld(keeper)
-    keeper.hold.clear()
-    world.want(folder)
-    world.want(folder)
-    keeper.hold.set()
-    world.take()
-    assert not world.has_event.acquire(blocking=False)
-    assert len(keeper.variants) == 1
-
-
-def test_one_that_is_wanted_again_before_it_is_dropped(tmp_path: Path) -> None:
-    keeper, folder = FakeKeeper(), write_adapter(tmp_path / "one", 1)
-    world, digest = WorkerWorld(keeper), digest_of(folder)
-    world.want(folder)
-    world.take()
-    world.want()
-    assert keeper.variants
-    world.want(folder)
-    assert world.sent[-1] == wire.AdapterStates([digest])
-    world.adapters.tick()
-    assert keeper.variants
-
-
 def test_a_worker_without_places_for_adapters_says_so(tmp_path: Path) -> None:
     world, folder = WorkerWorld(None), write_adapter(tmp_path / "one", 1)
     world.want(folder)
@@ -339,107 +285,99 @@ def test_a_worker_without_places_for_adapters_says_so(tmp_path: Path) -> None:
     assert world.sent[-1] == wire.AdapterStates([])
 
 
-def leg(folder: Path, name: str, deadline_s: float = 0.0, client: str = "") -> wire.Submit:
-    order = Order([1], Sampling(max_tokens=1), variant=digest_of(folder))
-    return wire.Submit(name, 0, name, "hybrid", "", order, deadline_s, owner=wire.owner_of(client))
+class FullWorld(WorkerWorld):
+    """All adapters have been loaded once, in order; the last `most` of them are in memory."""
 
+    def __init__(self, tmp_path: Path, number: int, most: int) -> None:
+        self.held = FakeKeeper()
+        super().__init__(self.held, most)
+        self.folders = [write_adapter(tmp_path / str(at), at) for at in range(number)]
+        self.digests = [digest_of(folder) for folder in self.folders]
+        self.want(*self.folders)
+        for _ in self.folders:
+            self.take()
+        assert self.sent[-1] == wire.AdapterStates(self.digests)
 
-def many(tmp_path: Path, number: int) -> list[Path]:
-    return [write_adapter(tmp_path / str(at), at) for at in range(number)]
+    def admits(self, at: int, name: str, scheduler: str = "s", deadline_s: float = 0.0, client: str = "") -> bool:
+        order = Order([1], Sampling(max_tokens=1), variant=self.digests[at])
+        owner = wire.owner_of(client)
+        submit = wire.Submit(name, 0, name, "hybrid", "", order, deadline_s, owner=owner)
+        return self.adapters.admits(scheduler, submit)
 
+    @property
+    def present(self) -> list[int]:
+        return [at for at, digest in enumerate(self.digests) if digest in self.held.variants]
 
-def world_of(folders: list[Path], most: int) -> WorkerWorld:
-    """All of them have been loaded once, in this order; the last ones are in memory."""
-    world = WorkerWorld(FakeKeeper(), most)
-    world.want(*folders)
-    for _ in folders:
-        world.take()
-    assert world.sent[-1] == wire.AdapterStates([digest_of(folder) for folder in folders])
-    return world
-
-
-def present(world: WorkerWorld, folders: list[Path]) -> list[int]:
-    assert world.keeper is not None
-    return [at for at, folder in enumerate(folders) if digest_of(folder) in world.keeper.variants]
+    @property
+    def begun_names(self) -> list[str]:
+        return [submit.request_id for submit in self.begun]
 
 
 def test_the_least_recently_asked_gives_way_and_a_leg_waits_for_its_adapter(tmp_path: Path) -> None:
-    folders = many(tmp_path, 4)
-    world = world_of(folders, 2)
-    assert present(world, folders) == [2, 3]
-    assert world.adapters.admits("s", leg(folders[2], "a"))
-    assert not world.adapters.admits("s", leg(folders[0], "b"))
-    assert not world.adapters.admits("s", leg(folders[0], "c"))
+    world = FullWorld(tmp_path, 4, most=2)
+    assert world.present == [2, 3]
+    assert world.admits(2, "a")
+    assert not world.admits(0, "b")
+    assert not world.admits(0, "c")
     world.take()
-    assert present(world, folders) == [0, 2]
-    assert world.adapters.in_memory == tuple(sorted(short_name(digest_of(folders[at])) for at in (0, 2)))
-    assert [each.request_id for each in world.begun] == ["b", "c"]
-    assert world.adapters.admits("s", leg(folders[0], "d"))
+    assert world.present == [0, 2]
+    assert world.adapters.in_memory == tuple(sorted(short_name(world.digests[at]) for at in (0, 2)))
+    assert world.begun_names == ["b", "c"]
+    assert world.admits(0, "d")
 
 
 def test_owners_of_held_legs_take_turns(tmp_path: Path) -> None:
     """A client that asks for many adapters delays another's one by no more than what is being read already."""
-    folders = many(tmp_path, 8)
-    world = world_of(folders, 1)
-    assert world.keeper is not None
-    world.keeper.hold.clear()
-    for at in range(6):
-        assert not world.adapters.admits("s", leg(folders[at], f"a{at}", client="a"))
-    assert not world.adapters.admits("s", leg(folders[6], "b", client="b"))
-    world.keeper.hold.set()
-    for _ in range(7):
+    world = FullWorld(tmp_path, 6, most=1)
+    world.held.hold.clear()
+    for at in range(4):
+        assert not world.admits(at, f"a{at}", client="a")
+    assert not world.admits(4, "b", client="b")
+    world.held.hold.set()
+    for _ in range(5):
         world.take()
         world.used = set()  # each request ends at once
         world.adapters.tick()
-    assert [each.request_id for each in world.begun] == ["a0", "b", "a1", "a2", "a3", "a4", "a5"]
+    assert world.begun_names == ["a0", "b", "a1", "a2", "a3"]
 
 
 def test_nobody_waits_for_ever_where_all_are_used(tmp_path: Path) -> None:
     """The one that was asked for least recently is closed to new requests until those that have it have ended."""
-    folders = many(tmp_path, 4)
-    world = world_of(folders, 2)
-    world.used = {digest_of(folders[2]), digest_of(folders[3])}
-    for at in (2, 3):
-        assert world.adapters.admits("s", leg(folders[at], "a"))
-    assert not world.adapters.admits("s", leg(folders[0], "b"))
-    assert world.adapters.admits("s", leg(folders[3], "c"))
-    assert not world.adapters.admits("s", leg(folders[2], "d")), "it comes behind what waits already"
+    world = FullWorld(tmp_path, 4, most=2)
+    world.used = {world.digests[2], world.digests[3]}
+    assert world.admits(2, "a")
+    assert world.admits(3, "a")
+    assert not world.admits(0, "b")
+    assert world.admits(3, "c")
+    assert not world.admits(2, "d"), "it comes behind what waits already"
     world.adapters.tick()
-    assert present(world, folders) == [2, 3]
-    world.used = {digest_of(folders[3])}
-    world.adapters.tick()
-    world.take()
-    assert present(world, folders) == [0, 3]
-    assert [each.request_id for each in world.begun] == ["b"]
-    world.used = {digest_of(folders[0])}
-    world.adapters.tick()
-    world.take()
-    assert present(world, folders) == [0, 2]
-    assert [each.request_id for each in world.begun] == ["b", "d"]
+    assert world.present == [2, 3]
+    for used, present, begun in ((3, [0, 3], ["b"]), (0, [0, 2], ["b", "d"])):
+        world.used = {world.digests[used]}
+        world.adapters.tick()
+        world.take()
+        assert (world.present, world.begun_names) == (present, begun)
 
 
 def test_a_closed_one_opens_again_if_nobody_needs_its_room(tmp_path: Path) -> None:
-    folders = many(tmp_path, 3)
-    world = world_of(folders, 2)
-    world.used = {digest_of(folders[1]), digest_of(folders[2])}
-    assert not world.adapters.admits("s", leg(folders[0], "a"))
-    assert not world.adapters.admits("s", leg(folders[1], "b"))
+    world = FullWorld(tmp_path, 3, most=2)
+    world.used = {world.digests[1], world.digests[2]}
+    assert not world.admits(0, "a")
+    assert not world.admits(1, "b")
     world.adapters.abort("s", wire.Abort("a", 0))
     world.adapters.tick()
-    assert [each.request_id for each in world.begun] == ["b"]
-    assert present(world, folders) == [1, 2]
+    assert (world.begun_names, world.present) == (["b"], [1, 2])
 
 
 def test_held_legs_end_with_their_deadline_their_scheduler_or_their_worker(tmp_path: Path) -> None:
-    folders = many(tmp_path, 2)
-    world = world_of(folders, 1)
-    world.used = {digest_of(folders[1])}
-    assert not world.adapters.admits("s", leg(folders[0], "late", deadline_s=5.0))
-    assert not world.adapters.admits("t", leg(folders[0], "orphan"))
-    assert not world.adapters.admits("s", leg(folders[0], "last", deadline_s=60.0))
+    world = FullWorld(tmp_path, 2, most=1)
+    world.used = {world.digests[1]}
+    assert not world.admits(0, "late", deadline_s=5.0)
+    assert not world.admits(0, "orphan", scheduler="t")
+    assert not world.admits(0, "last", deadline_s=60.0)
     world.now_s = 6.0
     world.adapters.tick()
-    assert world.failed == ["the request's deadline has passed"]
+    assert len(world.failed) == 1
     world.adapters.closed("t")
     world.adapters.release_all()
     assert [(each.request_id, each.deadline_s) for each in world.begun] == [("last", 54.0)]
@@ -447,20 +385,19 @@ def test_held_legs_end_with_their_deadline_their_scheduler_or_their_worker(tmp_p
 
 def test_one_that_cannot_be_read_again_ends_its_legs(tmp_path: Path) -> None:
     """The worker says that it does not have the adapter: another instance may. Once the folder is back, they begin."""
-    folders = many(tmp_path, 2)
-    world = world_of(folders, 1)
-    digest, asked = digest_of(folders[0]), leg(folders[0], "a")
-    (folders[0] / "adapter_config.json").rename(tmp_path / "moved")
-    assert not world.adapters.admits("s", asked)
+    world = FullWorld(tmp_path, 2, most=1)
+    settings = world.folders[0] / "adapter_config.json"
+    settings.rename(tmp_path / "moved")
+    assert not world.admits(0, "a")
     world.take()
-    assert [each.request_id for each in world.begun] == ["a"]
+    assert world.begun_names == ["a"]
     assert "could not be read again" in world.left[0]
     assert str(tmp_path) not in world.left[0]
-    assert present(world, folders[1:]) == []
-    assert "adapter_config.json: missing" in world.sent[-1].problems[digest]
-    (tmp_path / "moved").rename(folders[0] / "adapter_config.json")
+    assert world.present == []
+    assert world.sent[-1].problems.keys() == {world.digests[0]}
+    (tmp_path / "moved").rename(settings)
     world.used.clear()
-    assert not world.adapters.admits("s", leg(folders[0], "b"))
+    assert not world.admits(0, "b")
     world.take()
     assert world.left[1:] == [""]
     assert world.sent[-1].problems == {}

@@ -52,18 +52,8 @@ def fragments_of(world: World, form: ReplyFormat, rng: random.Random) -> list[st
         assert guide is not None
         calls.append(world.walk(guide, rng, [*sorted(form.markers), "a"]))
     cuts = [call[rng.randrange(len(call)) :] for call in calls for _ in range(2)]
-    return [
-        *calls,
-        *calls,
-        *cuts,
-        *sorted(form.markers),
-        *sorted(form.markers),
-        "text",
-        "\n",
-        "\t ",
-        "final",
-        " to=functions.bad",
-    ]
+    marks = sorted(form.markers)
+    return [*calls, *calls, *cuts, *marks, *marks, "text", "\n", "\t ", "final", " to=functions.bad"]
 
 
 @pytest.mark.parametrize(("parser", "reasoning"), PAIRS)

@@ -110,24 +110,19 @@ TWO: list[tuple[int, int, FinishReason | None, Logprobs | None]] = [
 # ---- several choices
 
 
-def test_choices_of_a_chat(post: Post, script: Script) -> None:
+def test_choices_of_a_chat_whole_and_streamed(post: Post, script: Script) -> None:
+    """Each choice's role once and first, its finish_reason once and last; one id; the usage at the end."""
     script.lines = TWO
     data = post("/v1/chat/completions", **CHAT, n=2, stop_token_ids=[D]).json()
     assert data["choices"] == [
         {
-            "index": 0,
-            "message": {"role": "assistant", "content": "abe"},
+            "index": index,
+            "message": {"role": "assistant", "content": content},
             "logprobs": None,
-            "finish_reason": "length",
-            "stop_reason": None,
-        },
-        {
-            "index": 1,
-            "message": {"role": "assistant", "content": "c"},
-            "logprobs": None,
-            "finish_reason": "stop",
-            "stop_reason": D,
-        },
+            "finish_reason": reason,
+            "stop_reason": stop,
+        }
+        for index, content, reason, stop in ((0, "abe", "length", None), (1, "c", "stop", D))
     ]
     num_prompt = len("<|user|>hi<|assistant|>")
     assert data["usage"] == {
@@ -136,11 +131,6 @@ def test_choices_of_a_chat(post: Post, script: Script) -> None:
         "total_tokens": num_prompt + 5,
         "prompt_tokens_details": {"cached_tokens": 4},
     }
-
-
-def test_choices_of_a_streamed_chat(post: Post, script: Script) -> None:
-    """Each choice's role once and first, its finish_reason once and last; one id; the usage at the end."""
-    script.lines = TWO
     *chunks, last = chunks_of(post("/v1/chat/completions", **CHAT, n=2, **USAGE))
     assert len({(c["id"], c["created"]) for c in [*chunks, last]}) == 1
     assert last["choices"] == []
@@ -176,13 +166,8 @@ def test_choices_of_the_plain_api(post: Post, script: Script) -> None:
     assert post("/generate", **COMPLETION, n=2).json() == {"text": ["hiabe", "hic"]}
     *frames, end = post("/generate", **COMPLETION, n=2, stream=True).content.split(b"\0")
     assert end == b""
-    assert [json.loads(frame)["text"] for frame in frames] == [
-        ["hia", "hi"],
-        ["hia", "hic"],
-        ["hia", "hic"],
-        ["hiab", "hic"],
-        ["hiabe", "hic"],
-    ]
+    texts = [json.loads(frame)["text"] for frame in frames]
+    assert [*map("|".join, texts)] == ["hia|hi", "hia|hic", "hia|hic", "hiab|hic", "hiabe|hic"]
 
 
 def test_the_best_are_numbered_anew(post: Post, script: Script) -> None:
@@ -205,45 +190,22 @@ LINES: list[tuple[int, int, FinishReason | None, Logprobs | None]] = [
     (0, HALF_2, None, logprobs(-0.25, 1, (HALF_2, -0.25), (HALF_1, -2.0))),
     (0, EOS_ID, "stop", logprobs(-math.inf, 320, (D, -0.01), (E, -5.0))),
 ]
-CHAT_CONTENT = [
-    {
-        "token": "a",
-        "logprob": -0.5,
-        "bytes": [97],
-        "top_logprobs": [
-            {"token": "a", "logprob": -0.5, "bytes": [97]},
-            {"token": "b", "logprob": -1.0, "bytes": [98]},
-        ],
-    },
-    {
-        "token": "\ufffd",
-        "logprob": -3.0,
-        "bytes": [0xC3],
-        "top_logprobs": [
-            {"token": "b", "logprob": -0.1, "bytes": [98]},
-            {"token": "c", "logprob": -9999.0, "bytes": [99]},
-        ],
-    },
-    {
-        "token": "\ufffd",
-        "logprob": -0.25,
-        "bytes": [0xA9],
-        "top_logprobs": [
-            {"token": "\ufffd", "logprob": -0.25, "bytes": [0xA9]},
-            {"token": "\ufffd", "logprob": -2.0, "bytes": [0xC3]},
-        ],
-    },
-    {
-        "token": "<eos>",
-        "logprob": -9999.0,
-        "bytes": list(b"<eos>"),
-        "top_logprobs": [
-            {"token": "d", "logprob": -0.01, "bytes": [100]},
-            {"token": "e", "logprob": -5.0, "bytes": [101]},
-        ],
-    },
+
+
+def shown(raw: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+
+CHAT_CONTENT: list[dict[str, Any]] = [
+    {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw), "top_logprobs": top}
+    for raw, logprob, top in (
+        (b"a", -0.5, [shown(b"a", -0.5), shown(b"b", -1.0)]),
+        (b"\xc3", -3.0, [shown(b"b", -0.1), shown(b"c", -9999.0)]),
+        (b"\xa9", -0.25, [shown(b"\xa9", -0.25), shown(b"\xc3", -2.0)]),
+        (b"<eos>", -9999.0, [shown(b"d", -0.01), shown(b"e", -5.0)]),
+    )
 ]
-COMPLETION_LOGPROBS = {
+COMPLETION_LOGPROBS: dict[str, list[Any]] = {
     "tokens": ["a", "\ufffd", "\ufffd", "<eos>"],
     "token_logprobs": [-0.5, -3.0, -0.25, -9999.0],
     "top_logprobs": [
@@ -268,12 +230,6 @@ def test_logprobs_of_a_chat(post: Post, script: Script) -> None:
     assert [len(each["content"]) for each in told if each is not None] == [1, 2, 1], "beside their own text"
 
 
-def test_a_chat_without_logprobs_has_none(post: Post, script: Script) -> None:
-    script.lines = LINES
-    for fields in ({}, {"logprobs": False}, {"logprobs": None, "top_logprobs": 0}):
-        assert post("/v1/chat/completions", **CHAT, **fields).json()["choices"][0]["logprobs"] is None
-
-
 def test_logprobs_of_a_completion(post: Post, script: Script) -> None:
     script.lines = LINES
     (choice,) = post("/v1/completions", **COMPLETION, logprobs=2).json()["choices"]
@@ -281,6 +237,10 @@ def test_logprobs_of_a_completion(post: Post, script: Script) -> None:
     chunks = chunks_of(post("/v1/completions", **COMPLETION, logprobs=2, stream=True))
     told = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"] is not None]
     assert {name: [x for each in told for x in each[name]] for name in COMPLETION_LOGPROBS} == COMPLETION_LOGPROBS
+    fields: dict[str, Any] = {**COMPLETION, "logprobs": 2, "return_tokens_as_token_ids": True}
+    found = post("/v1/completions", **fields).json()["choices"][0]["logprobs"]
+    assert found["tokens"][1:3] == [f"token_id:{HALF_1}", f"token_id:{HALF_2}"]
+    assert found["top_logprobs"][2] == {f"token_id:{HALF_2}": -0.25, f"token_id:{HALF_1}": -2.0}
 
 
 def test_logprobs_of_the_plain_api(post: Post, script: Script) -> None:
@@ -291,14 +251,6 @@ def test_logprobs_of_the_plain_api(post: Post, script: Script) -> None:
     *frames, _ = post("/generate", **COMPLETION, logprobs=2, stream=True).content.split(b"\0")
     assert json.loads(frames[-1]) == data
     assert all("logprobs" not in json.loads(frame) for frame in frames[:-1])
-
-
-def test_tokens_with_the_same_text_can_be_told_apart(post: Post, script: Script) -> None:
-    script.lines = LINES
-    fields: dict[str, Any] = {**COMPLETION, "logprobs": 2, "return_tokens_as_token_ids": True}
-    found = post("/v1/completions", **fields).json()["choices"][0]["logprobs"]
-    assert found["tokens"][1:3] == [f"token_id:{HALF_1}", f"token_id:{HALF_2}"]
-    assert found["top_logprobs"][2] == {f"token_id:{HALF_2}": -0.25, f"token_id:{HALF_1}": -2.0}
 
 
 # ---- of prompts
@@ -346,11 +298,6 @@ def test_prompt_logprobs(post: Post, script: Script) -> None:
     assert data["prompt_logprobs"][0] is None
     assert all("prompt_logprobs" not in choice for choice in data["choices"])
     assert post("/generate", **COMPLETION, prompt_logprobs=2, n=2).json()["prompt_logprobs"] == expected
-
-
-def test_a_prompts_token_among_the_most_likely_is_there_once(post: Post, script: Script) -> None:
-    script.lines = TWO
-    h, i = RUST.encode("hi").ids
     script.prompt = PromptOutput("r", 0, 0, [None, logprobs(-0.5, 1, (i, -0.5), (h, -1.0))])
-    (_, found) = post("/v1/completions", **COMPLETION, prompt_logprobs=2, n=2).json()["choices"][0]["prompt_logprobs"]
-    assert {key: value["rank"] for key, value in found.items()} == {str(i): 1, str(h): 2}
+    (_, found) = post("/generate", **COMPLETION, prompt_logprobs=2, n=2).json()["prompt_logprobs"]
+    assert {key: value["rank"] for key, value in found.items()} == {str(i): 1, str(h): 2}, "the token is there once"

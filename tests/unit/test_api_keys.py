@@ -46,13 +46,9 @@ def make(tmp_path: Path) -> Callable[..., Ask]:
         [],
         [("Authorization", "")],
         [("Authorization", "Bearer")],
-        [("Authorization", "Bearer ")],
         [("Authorization", "Bearer sk-firs")],
-        [("Authorization", "Bearer sk-first1")],
         [("Authorization", "Bearer SK-FIRST")],
-        [("Authorization", "Bearer sk-first,sk-second_2")],
         [("Authorization", "Basic sk-first")],
-        [("Authorization", "sk-first")],
         [("X-Api-Key", "sk-first")],
         [("Authorization", "Bearer caf\xe9")],
         [("Authorization", "Bearer wrong"), RIGHT],  # a proxy may have looked at the other one
@@ -90,14 +86,10 @@ def test_anthropics_routes_take_a_key_in_anthropics_header(make: Callable[..., A
     assert make(metrics_key=KEYS[0])("GET", "/metrics", [("X-Api-Key", KEYS[0])]).status == 401
 
 
-@pytest.mark.parametrize("value", [f"Bearer {KEYS[0]}", f"Bearer {KEYS[1]}", f"bearer  {KEYS[0]} "])
-def test_each_key_opens(make: Callable[..., Ask], value: str) -> None:
-    answer = make()("GET", "/v1/models", [("Authorization", value)])
-    assert answer.status == 200
-    assert answer.json()["data"][0]["id"] == "tiny"
-
-
-def test_a_key_in_the_address_is_none(make: Callable[..., Ask]) -> None:
+def test_each_key_opens(make: Callable[..., Ask]) -> None:
+    for value in (f"Bearer {KEYS[0]}", f"Bearer {KEYS[1]}", f"bearer  {KEYS[0]} "):
+        answer = make()("GET", "/v1/models", [("Authorization", value)])
+        assert (answer.status, answer.json()["data"][0]["id"]) == (200, "tiny")
     assert make()("GET", f"/v1/models?api_key={KEYS[0]}&authorization=Bearer%20{KEYS[0]}").status == 401
 
 
@@ -113,7 +105,7 @@ def test_every_route_but_the_probes_is_closed(tmp_path: Path, openai: bool) -> N
             assert (answer.status != 401) == is_open, (method, path)
 
 
-@pytest.mark.parametrize("root_path", ["", "/api", "/health", "/v1"])
+@pytest.mark.parametrize("root_path", ["", "/api", "/health"])
 def test_no_way_of_writing_a_path_leads_around_the_keys(tmp_path: Path, root_path: str) -> None:
     """Whatever gets through without a key is one of the probes."""
     app, _ = make_app(tmp_path, HttpConfig(api_keys=KEYS, root_path=root_path))
@@ -123,18 +115,17 @@ def test_no_way_of_writing_a_path_leads_around_the_keys(tmp_path: Path, root_pat
         "//",
         "/health",
         "/ping",
-        "/live",
-        "/metrics",
         "/v1/models",
-        "/v1",
         "/api",
         "/..",
-        "/.",
         "\n",
         ";",
         "%2f",
+        "/HEALTH",
+        "\0",
+        "?",
+        "#",
     ]
-    pieces += ["/HEALTH", "\0", "/docs", "\\", "?", "#"]
     num_open = 0
     paths = {"".join(parts) for parts in itertools.product(pieces, repeat=3)}
     for path, answer in ask_each(app, "GET", paths):
@@ -175,23 +166,9 @@ def test_a_metrics_key_alone_closes_the_metrics_alone(make: Callable[..., Ask], 
     assert asked("GET", "/v1/models").status == 200
     assert asked("GET", "/metrics").status == 401
     app, _ = make_app(tmp_path, HttpConfig(metrics_key="mk-1", root_path="/api"))
-    pieces = ["", "/", "//", "/metrics", "/api", "/..", "/.", "\n", ";", "%2f", "/METRICS", "?"]
+    pieces = ["", "//", "/metrics", "/api", "/..", "\n", ";", "%2f", "/METRICS"]
     for path, answer in ask_each(app, "GET", {"".join(parts) for parts in itertools.product(pieces, repeat=3)}):
         assert b"vllm:" not in answer.body, path
-
-
-def test_metrics_show_no_path_of_the_model(tmp_path: Path) -> None:
-    app, _ = make_app(tmp_path, HttpConfig(), served_model_names=())
-    assert ask(app, "GET", "/v1/models").json()["data"][0]["id"] == "tiny"
-    metrics = ask(app, "GET", "/metrics").body
-    assert b'model_name="tiny"' in metrics
-    assert b"/models" not in metrics
-
-
-def test_without_keys_nothing_stands_in_front(make: Callable[..., Ask], tmp_path: Path) -> None:
-    assert make(api_keys=())("GET", "/v1/models").status == 200
-    app, _ = make_app(tmp_path, HttpConfig())
-    assert ApiKeys not in [each.cls for each in app.user_middleware]
 
 
 def test_a_server_that_stops_still_asks_for_the_key_first(tmp_path: Path) -> None:
@@ -219,29 +196,20 @@ def caller_for(key: str, **settings: Any) -> Caller:
     return seen[0]
 
 
-def test_each_key_has_cached_prompts_of_its_own() -> None:
+def test_each_tenant_has_cached_prompts_of_its_own() -> None:
+    """So a rotated key finds what its predecessor cached."""
     first, second = (caller_for(key) for key in KEYS)
     salts = [caller.salt(own) for caller in (first, second) for own in (None, "a", "b")]
     assert len({*salts}) == 6
     assert not any(key in f"{caller} {salts}" for key in KEYS for caller in (first, second)), "keys are told nobody"
     assert first == caller_for(KEYS[0]), "restarts keep caches"
-
-
-def test_keys_of_one_tenant_share_theirs() -> None:
-    """So a rotated key finds what its predecessor cached."""
     old, new = (caller_for(key, tenants=("team", "team")) for key in KEYS)
     assert old == new
     assert old.salt("mine") == new.salt("mine") != caller_for(KEYS[0], tenants=("team", "other")).salt(None)
     assert caller_for(KEYS[0], tenants=("other", "team")) != caller_for(KEYS[1], tenants=("other", "team"))
-
-
-def test_caches_may_be_shared_and_turns_are_not() -> None:
     first, second = (caller_for(key, shares_prefix_cache=True) for key in KEYS)
     assert (first.salt(None), second.salt("mine")) == ("", "mine")
     assert first.client != second.client
-
-
-def test_without_keys_salts_are_the_requests_own() -> None:
     scope = {"type": "http", "headers": [], "client": ("203.0.113.1", 1)}
     caller = caller_of(Request(scope))
     assert (caller.client, caller.salt(None), caller.salt("mine")) == ("203.0.113.1", "", "mine")
@@ -251,21 +219,20 @@ def test_without_keys_salts_are_the_requests_own() -> None:
 # ---- CORS
 
 
-def test_a_preflight_needs_no_key(make: Callable[..., Ask]) -> None:
+def test_pages_of_allowed_origins_may_ask_and_read_refusals(make: Callable[..., Ask]) -> None:
     answer = make()("OPTIONS", "/v1/chat/completions", PREFLIGHT)
     assert answer.status == 200
     assert answer.headers["access-control-allow-origin"] == "*"
     assert "POST" in answer.headers["access-control-allow-methods"]
     assert answer.headers["access-control-allow-headers"] == "authorization"
-
-
-def test_a_page_may_read_why_it_was_refused(make: Callable[..., Ask]) -> None:
     answer = make()("POST", "/v1/chat/completions", [ORIGIN])
     assert (answer.status, answer.headers["access-control-allow-origin"]) == (401, "*")
     assert "x-request-id" in answer.headers["access-control-expose-headers"]
-
-
-def test_only_named_origins(make: Callable[..., Ask]) -> None:
+    alone = make()("GET", "/v1/models", [RIGHT]).headers
+    assert not [name for name in alone if name.startswith("access-control") or name == "vary"]
+    closed = make(allowed_origins=())
+    assert closed("OPTIONS", "/v1/models", PREFLIGHT).status == 401
+    assert "access-control-allow-origin" not in closed("GET", "/v1/models", [ORIGIN, RIGHT]).headers
     asked = make(allowed_origins=("https://page.example",), allowed_methods=("GET",), allow_credentials=True)
     answer = asked("GET", "/v1/models", [ORIGIN, RIGHT])
     assert answer.headers["access-control-allow-origin"] == "https://page.example"
@@ -275,17 +242,6 @@ def test_only_named_origins(make: Callable[..., Ask]) -> None:
     assert other.status == 200
     assert "access-control-allow-origin" not in other.headers
     assert asked("OPTIONS", "/v1/models", PREFLIGHT).status == 400  # POST is not allowed
-
-
-def test_whoever_names_no_origin_gets_no_cors_headers(make: Callable[..., Ask]) -> None:
-    answer = make()("GET", "/v1/models", [RIGHT])
-    assert not [name for name in answer.headers if name.startswith("access-control") or name == "vary"]
-
-
-def test_without_origins_there_is_no_cors(make: Callable[..., Ask]) -> None:
-    asked = make(allowed_origins=())
-    assert asked("OPTIONS", "/v1/models", PREFLIGHT).status == 401
-    assert "access-control-allow-origin" not in asked("GET", "/v1/models", [ORIGIN, RIGHT]).headers
 
 
 def test_streams_go_through_piece_by_piece() -> None:
@@ -313,23 +269,13 @@ def test_streams_go_through_piece_by_piece() -> None:
 # ---- root path
 
 
-def test_routes_answer_with_and_without_the_root_path(make: Callable[..., Ask]) -> None:
+def test_routes_and_docs_work_with_and_without_the_root_path(make: Callable[..., Ask]) -> None:
     asked = make(api_keys=(), root_path="/api/llm")
-    for path in (
-        "/v1/models",
-        "/version",
-        "/tokenize",
-        "/docs",
-        "/openapi.json",
-        "/static-offline-docs/swagger-ui.css",
-    ):
+    for path in ("/v1/models", "/tokenize", "/openapi.json", "/static-offline-docs/swagger-ui.css"):
         method, body = ("POST", {"prompt": "a"}) if path == "/tokenize" else ("GET", b"")
         assert asked(method, path, [], body).status == 200, path
         assert asked(method, f"/api/llm{path}", [], body).status == 200, path
     assert asked("GET", "/api/v1/models").status == 404
-
-
-def test_docs_behind_a_proxy_find_the_document_and_their_files(make: Callable[..., Ask]) -> None:
     page = make(api_keys=(), root_path="/api")("GET", "/docs").body.decode()
     assert "'/api/openapi.json'" in page
     assert '"/api/static-offline-docs/swagger-ui-bundle.js"' in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from pd_cluster.settings.http import HttpConfig
 from tests.support.hall import Hall
 from tests.support.public_port import Answer, make_app, send
 from tests.support.router_world import FakeMembership
+from tests.support.until import until
 
 MEGABYTE = 1 << 20
 ADDRESS = "127.0.0.1"  # of clients without another one
+CHAT_PATH = "/v1/chat/completions"
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 ASKS = [
-    (True, "/v1/chat/completions", CHAT),
+    (True, CHAT_PATH, CHAT),
     (True, "/v1/completions", {"model": "tiny", "prompt": "hello"}),
     (False, "/generate", {"prompt": "hello"}),
 ]
@@ -48,7 +51,7 @@ async def test_what_would_wait_too_long_is_refused_before_its_body_is_read(
     hall, stats = Hall(max_wait_s=2.0), RequestStats()
     app, _ = make_app(tmp_path, HttpConfig(api_keys=("full", "free")), openai, entrance=entrance_of(hall, stats))
     hall.close()
-    tasks = await hall.waiting(3, _client("full"), 100)
+    tasks = await hall.waiting(3, f"key:{hashlib.sha256(b'full').hexdigest()}", 100)
     hall.measured(100)
 
     async def ask(key: str) -> Answer:
@@ -66,24 +69,18 @@ async def test_what_would_wait_too_long_is_refused_before_its_body_is_read(
     await asyncio.gather(*tasks)
 
 
-def _client(key: str) -> str:
-    import hashlib
-
-    return f"key:{hashlib.sha256(key.encode()).hexdigest()}"
-
-
-@pytest.mark.parametrize("header", ["x-stainless-read-timeout", "X-Stainless-Timeout"])
-async def test_a_clients_own_timeout_is_how_long_it_waits(tmp_path: Path, header: str) -> None:
+async def test_a_clients_own_timeout_is_how_long_it_waits(tmp_path: Path) -> None:
     hall = Hall(max_wait_s=100.0)
     app, _ = make_app(tmp_path, entrance=entrance_of(hall))
     hall.close()
     tasks = await hall.waiting(3, ADDRESS, 100)
     hall.measured(100)
 
-    async def ask(value: str) -> int:
-        return (await send(app, "POST", "/v1/chat/completions", [(header, value)], CHAT)).status
+    async def ask(value: str, header: str = "x-stainless-read-timeout") -> int:
+        return (await send(app, "POST", CHAT_PATH, [(header, value)], CHAT)).status
 
     assert [await ask(value) for value in ("2", "600", "nan", "-1", "0", "soon", "")] == [429, *[503] * 6]
+    assert await ask("2", "X-Stainless-Timeout") == 429
     hall.open()
     await asyncio.gather(*tasks)
 
@@ -97,9 +94,8 @@ async def test_requests_that_are_read_at_the_same_time_are_counted(tmp_path: Pat
     hall.measured(100)
     release = asyncio.Event()
     body = json.dumps(CHAT).encode() + b" " * 240
-    answers = [asyncio.ensure_future(_slowly(app, body, release)) for _ in range(10)]
-    while sum(answer.done() for answer in answers) < 8:
-        await asyncio.sleep(0)
+    answers = [_asking(app, body, release, told_nbytes=len(body)) for _ in range(10)]
+    await until(lambda: sum(answer.done() for answer in answers) >= 8)
     release.set()
     assert sorted(await asyncio.gather(*answers)) == [429] * 8 + [503] * 2
     assert hall.room.queue.client("", 0.0).num_arriving_tokens == 0
@@ -107,25 +103,32 @@ async def test_requests_that_are_read_at_the_same_time_are_counted(tmp_path: Pat
     await asyncio.gather(*tasks)
 
 
-async def _slowly(app: Any, body: bytes, release: asyncio.Event) -> int:
-    """The status of a request whose body comes when it may."""
-    status, parts, never = 0, iter([body]), asyncio.Event()
+def _asking(
+    app: Any, body: bytes, release: asyncio.Event, path: str = CHAT_PATH, told_nbytes: int = 0, ends: bool = True
+) -> asyncio.Future[int]:
+    """The status of a request whose body comes when it may, or stays unfinished until then."""
+    parts = iter([body])
 
     async def receive() -> dict[str, Any]:
-        await release.wait()
+        if ends:
+            await release.wait()
         for part in parts:
-            return {"type": "http.request", "body": part, "more_body": False}
-        await never.wait()
-        return {}
+            return {"type": "http.request", "body": part, "more_body": not ends}
+        await (asyncio.Event() if ends else release).wait()
+        return {"type": "http.disconnect"}
 
-    async def hear(message: Any) -> None:
-        nonlocal status
-        status = message.get("status", status)
+    async def ask() -> int:
+        statuses: list[int] = []
 
-    headers = [(b"content-length", str(len(body)).encode())]
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers, "query_string": b""}
-    await app(scope, receive, hear)
-    return status
+        async def hear(message: Any) -> None:
+            statuses.extend([message["status"]] if "status" in message else [])
+
+        length = [(b"content-length", str(told_nbytes).encode())] if told_nbytes else []
+        scope = {"type": "http", "method": "POST", "path": path, "headers": length, "query_string": b""}
+        await app(scope, receive, hear)
+        return statuses[0] if statuses else 0
+
+    return asyncio.ensure_future(ask())
 
 
 def test_bodies_share_a_budget_and_nobody_has_all_of_it() -> None:
@@ -152,28 +155,11 @@ async def test_unfinished_bodies_cannot_take_the_memory(
 ) -> None:
     monkeypatch.setattr(arrivals, "BODIES_NBYTES", 8 * MEGABYTE)
     app, _ = make_app(tmp_path)
-    never, statuses = asyncio.Event(), []
-
-    async def unfinished() -> None:
-        parts = iter([b"x" * (2 * MEGABYTE)])
-
-        async def receive() -> dict[str, Any]:
-            for part in parts:
-                return {"type": "http.request", "body": part, "more_body": True}
-            await never.wait()
-            return {"type": "http.disconnect"}
-
-        async def hear(message: Any) -> None:
-            statuses.append(message.get("status"))
-
-        length = [(b"content-length", str(2 * MEGABYTE + 1).encode())] if told else []
-        scope = {"type": "http", "method": "POST", "path": path, "headers": length, "query_string": b""}
-        await app(scope, receive, hear)
-
-    tasks = [asyncio.ensure_future(unfinished()) for _ in range(10)]
-    while len([each for each in statuses if each]) < 8:
-        await asyncio.sleep(0)
-    assert statuses[::2] == [429] * 8
+    never = asyncio.Event()
+    part, length = b"x" * (2 * MEGABYTE), (2 * MEGABYTE + 1) * told
+    tasks = [_asking(app, part, never, path, length, ends=False) for _ in range(10)]
+    await until(lambda: sum(each.done() for each in tasks) >= 8)
+    assert [each.result() for each in tasks if each.done()] == [429] * 8
     small = await send(app, "POST", path, [], {"model": "tiny", "prompt": "hello"})
     assert small.status in (200, 503)  # it is read
     never.set()

@@ -34,12 +34,9 @@ def test_the_codes_of_every_packing(form: str, group_size: int) -> None:
     assert torch.equal(parts["code_scales"], SCALES)
 
 
-def test_an_offset_is_added() -> None:
+def test_offsets_and_group_sizes_of_small_codes() -> None:
     parts = read(CODES, weight_offset=torch.tensor([[3.0], [-2.0]]))
     assert torch.equal(parts["code_zeros"], torch.tensor([[-3.0], [2.0]])), "a weight is (code - zero) * scale"
-
-
-def test_small_codes_in_pairs_are_told_by_the_group_size() -> None:
     pairs = torch.tensor([[1, 2, 3, 4], [0, 1, 0, 1]], dtype=torch.int8)  # all of them would be codes by themselves
     assert read(pairs, 8)["codes"].shape == (2, 8)
     assert read(pairs, 4)["codes"].shape == (2, 4)

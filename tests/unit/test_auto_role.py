@@ -31,6 +31,7 @@ def name_of(flip: Flip | None) -> tuple[str, Role] | None:
     return (flip.name, flip.role) if flip is not None else None
 
 
+QUIET = [prefill("prefill-0", 0), prefill("prefill-1", 0)]
 PROMPTS_WAIT = [prefill("prefill-0", 6), decode("decode-0", 0.1, tokens=9), decode("decode-1", 0.1, tokens=5)]
 POOL_IS_FULL = [prefill("prefill-0", 0), prefill("prefill-1", 1), decode("decode-0", 1.0, num_waiting=3)]
 
@@ -62,14 +63,8 @@ HELD_UP = [  # decode instances are full, and so prefill instances are full of p
         (HELD_UP, ("prefill-1", "decode")),
         (PROMPTS_WAIT, ("decode-1", "prefill")),
         (POOL_IS_FULL, ("prefill-1", "decode")),
-        (
-            [prefill("prefill-0", 0), prefill("prefill-1", 0), decode("decode-0", num_waiting=4)],
-            ("prefill-1", "decode"),
-        ),
-        (
-            [prefill("prefill-0", 0), prefill("prefill-1", 0), decode("decode-0", num_running=64)],
-            ("prefill-1", "decode"),
-        ),
+        ([*QUIET, decode("decode-0", num_waiting=4)], ("prefill-1", "decode")),
+        ([*QUIET, decode("decode-0", num_running=64)], ("prefill-1", "decode")),
         ([prefill("prefill-0", 9), decode("decode-0")], None),  # the last decode instance
         ([prefill("prefill-0", 9), decode("decode-0", 0.3), decode("decode-1", 0.3)], None),  # 0.6 on one alone
         ([prefill("prefill-0", 3), decode("decode-0"), decode("decode-1")], None),  # not busy enough
@@ -89,15 +84,9 @@ def test_it_must_last() -> None:
     history[5] = RoleSample(5.0, (prefill("prefill-0", 0), *PROMPTS_WAIT[1:]))
     assert decide(history, NEVER, RULES) is None, "one quiet second"
     assert decide([history[0], history[10]], NEVER, RULES) is None, "nobody looked meanwhile"
-
-
-def test_not_while_anybody_is_on_its_way() -> None:
-    assert decide(recorded(*PROMPTS_WAIT, is_settled=False), NEVER, RULES) is None
-
-
-def test_not_soon_after_another() -> None:
+    assert decide(recorded(*PROMPTS_WAIT, is_settled=False), NEVER, RULES) is None, "somebody is on its way"
     history = recorded(*PROMPTS_WAIT)
-    assert decide(history, 10.0 - 59.9, RULES) is None
+    assert decide(history, 10.0 - 59.9, RULES) is None, "soon after another"
     assert decide(history, 10.0 - 60.0, RULES) is not None
 
 

@@ -41,33 +41,34 @@ def line(custom_id: object, **changes: Any) -> bytes:
 
 
 def test_a_request_line_has_its_id_url_and_body() -> None:
-    entry = entry_of(3, line("a"))
-    assert (entry.number, entry.custom_id, entry.url, entry.error) == (3, "a", CHAT_URL, None)
-    assert json.loads(entry.body) == BODY
+    """Blank lines and a byte order mark are no requests."""
+    content = b"\xef\xbb\xbf" + line("a") + b"\n  \r\n" + line("b").rstrip()
+    found = list(entries_of(io.BytesIO(content)))
+    assert [(each.number, each.custom_id, each.url, each.error) for each in found] == [
+        (1, "a", CHAT_URL, None),
+        (4, "b", CHAT_URL, None),
+    ]
+    assert json.loads(found[0].body) == BODY
 
 
 @pytest.mark.parametrize(
-    ("text", "custom_id", "status", "param", "words"),
+    ("text", "custom_id", "param"),
     [
-        (b"{no json\n", None, 400, None, "not JSON"),
-        (b'"\xff"\n', None, 400, None, "line"),
-        (b"[" * 100_000 + b"\n", None, 400, None, "line"),
-        (line(None), None, 400, "custom_id", "missing"),
-        (line(""), None, 400, "custom_id", "0 characters"),
-        (line("a", url=None), "a", 400, "url", "missing"),
-        (line("a", method=None), "a", 400, "method", "missing"),
-        (line("a", body=None), "a", 400, "body", "missing"),
+        (b'"\xff"\n', None, None),
+        (b"[" * 100_000 + b"\n", None, None),
+        (line(""), None, "custom_id"),
+        (line("a", url=None), "a", "url"),
+        (line("a", body=None), "a", "body"),
     ],
 )
 def test_a_wrong_line_has_an_error_that_names_what_is_wrong(
-    text: bytes, custom_id: str | None, status: int, param: str | None, words: str
+    text: bytes, custom_id: str | None, param: str | None
 ) -> None:
     entry = entry_of(5, text)
     assert entry.error is not None
-    assert (entry.custom_id, entry.error.status, entry.error.param) == (custom_id, status, param)
-    assert words in str(entry.error)
+    assert (entry.custom_id, entry.error.status, entry.error.param) == (custom_id, 400, param)
     written = json.loads(error_of(entry, entry.error))
-    assert (written["custom_id"], written["response"]["status_code"]) == (custom_id, status)
+    assert (written["custom_id"], written["response"]["status_code"]) == (custom_id, 400)
     told = written["response"]["body"]["error"]
     assert written["error"] == (told if custom_id else told | {"line": 5})
 
@@ -81,20 +82,12 @@ def test_a_line_that_is_too_long_is_an_error_of_its_own(monkeypatch: pytest.Monk
     assert found[1].error.status == 413
 
 
-def test_blank_lines_and_a_byte_order_mark_are_no_requests() -> None:
-    found = list(entries_of(io.BytesIO(b"\xef\xbb\xbf" + line("a") + b"\n  \r\n" + line("b").rstrip())))
-    assert [(each.number, each.custom_id, each.error) for each in found] == [(1, "a", None), (4, "b", None)]
-
-
 def test_two_lines_with_one_id_are_refused_by_their_numbers() -> None:
     file = io.BytesIO(line("a") + line("b") + b"\n" + line("b", url="/nowhere"))
     with pytest.raises(ConfigError, match=r"in\.jsonl: lines 2 and 4 have the same custom_id, 'b'"):
         plan(lambda: entries_of(file), set(), "in.jsonl")
-
-
-def test_lines_without_an_id_are_not_the_same() -> None:
-    file = io.BytesIO(b"{}\n{}\n")
-    assert plan(lambda: entries_of(file), set(), "in.jsonl") == (2, 2)
+    without = io.BytesIO(b"{}\n{}\n")
+    assert plan(lambda: entries_of(without), set(), "in.jsonl") == (2, 2)
 
 
 @pytest.mark.parametrize("content", [b"notes\n", b"notes", b'{"custom_id": "a"}\n', b'{"a": 1}', b"\n"])
@@ -138,7 +131,7 @@ def run(source: io.BytesIO, target: Path, rng: random.Random) -> Iterator[None]:
             yield
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(content=inputs(), seed=st.integers(0, 2**32), num_kills=st.integers(0, 4))
 def test_every_request_is_answered_once_whatever_was_killed(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, seed: int, num_kills: int
@@ -180,17 +173,22 @@ def test_a_line_that_a_system_call_takes_in_parts_is_written_whole(monkeypatch: 
 
 
 def test_an_output_that_takes_no_more_is_told() -> None:
-    fd = os.open("/dev/full", os.O_WRONLY)
-    try:
-        with pytest.raises(OutputFailed, match="No space left"):
-            Output(fd).write(b"x\n")
-    finally:
-        os.close(fd)
+    with open("/dev/full", "wb") as file, pytest.raises(OutputFailed, match="No space left"):
+        Output(file.fileno()).write(b"x\n")
 
 
-def test_what_was_written_is_brought_to_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", synced.append)
+def test_what_was_written_is_brought_to_the_disk_once_or_the_failure_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system reports it once; lines written later would follow lost ones. A pipe or device has no disk."""
+    synced, errors = list[int](), list[OSError]()
+
+    def fsync(fd: int) -> None:
+        synced.append(fd)
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(os, "fsync", fsync)
     with opened_target(str(tmp_path / "out.jsonl")) as target:
         assert len(synced) == 1, "the folder's, which has a new file"
         output = Output(target.fd)
@@ -199,37 +197,18 @@ def test_what_was_written_is_brought_to_the_disk_once(tmp_path: Path, monkeypatc
         output.write(b"b\n")
         output.sync()
         output.sync()
-    assert synced[1:] == [target.fd]
-
-
-def test_a_disk_that_fails_is_told_and_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system reports it once; lines written later would follow lost ones."""
-    errors = [OSError(errno.EIO, "Input/output error")]
-
-    def fsync(fd: int) -> None:
-        if errors:
-            raise errors.pop()
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with open(os.devnull, "wb") as file:
-        output = Output(file.fileno())
-        output.write(b"a\n")
-        for again in (output.sync, output.sync, lambda: output.write(b"b\n")):
+        assert synced[1:] == [target.fd]
+        output.write(b"c\n")
+        errors.append(OSError(errno.EIO, "Input/output error"))
+        for again in (output.sync, output.sync, lambda: output.write(b"d\n")):
             with pytest.raises(OutputFailed, match="did not reach the disk: Input/output error"):
                 again()
-
-
-def test_a_pipe_has_no_disk(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    try:
-        output = Output(writer)
-        output.write(b"a\n")
+    monkeypatch.undo()
+    with opened_target("/dev/null") as target:
+        assert target.file is None, "there is nothing to resume from"
+        output = Output(target.fd)
+        output.write(b"x\n")
         output.sync()
-        output.write(b"b\n")
-        assert os.read(reader, 9) == b"a\nb\n"
-    finally:
-        os.close(reader)
-        os.close(writer)
 
 
 def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
@@ -238,13 +217,6 @@ def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
         pass
     with opened_target(name) as target:  # it has ended
         assert target.file is not None
-
-
-def test_an_output_that_is_no_file_is_only_written(tmp_path: Path) -> None:
-    """Nothing can be read from it, so there is nothing to resume from."""
-    with opened_target("/dev/null") as target:
-        assert target.file is None
-        Output(target.fd).write(b"x\n")
 
 
 def test_an_input_that_can_be_read_once_only_is_read_twice_all_the_same(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from pd_cluster.engine.step import beam_groups
 from pd_cluster.engine.step.beams import BeamSearch, Growth, are_first_tokens, first_tokens_of
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.engine.step.room import BlockRoom
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
@@ -71,7 +70,7 @@ def search(table: Table, params: Sampling) -> list[list[int]]:
 def test_the_hypotheses_are_those_of_a_search_through_everything(early_stopping: Any) -> None:
     rng = random.Random(f"{early_stopping}")
     lengths: Counter[str] = Counter()
-    for at in range(400):
+    for at in range(150):
         table, width = Table(rng), rng.randrange(2, 6)
         params = search_params(
             width,
@@ -83,21 +82,20 @@ def test_the_hypotheses_are_those_of_a_search_through_everything(early_stopping:
         found = search(table, params)
         assert found == search_everything(table.row, params, table.ends), f"case {at}: {params}"
         lengths.update("full" if len(each) == params.max_tokens else "ended" for each in found)
-    assert min(lengths["full"], lengths["ended"]) > 100
+    assert min(lengths["full"], lengths["ended"]) > 40
 
 
 def test_each_way_to_stop_gives_an_answer_of_its_own() -> None:
     """Early stopping is not without effect: the three rules differ on the same tables."""
-    differ: Counter[tuple[bool, bool]] = Counter()
-    for seed in range(200):
-        table = Table(random.Random(seed))
-        rules: list[Any] = [True, False, "never"]
-        eager, usual, patient = (
-            search(table, search_params(2, max_tokens=12, length_penalty=2.0, early_stopping=rule)) for rule in rules
-        )
-        differ[eager != usual, usual != patient] += 1
-    assert sum(count for (eager, _), count in differ.items() if eager) > 10
-    assert sum(count for (_, patient), count in differ.items() if patient) > 10
+    differ: Counter[str] = Counter()
+    for seed in range(100):
+        found = []
+        for rule in (True, False, "never"):
+            params = search_params(2, max_tokens=12, length_penalty=2.0, early_stopping=rule)
+            found.append(search(Table(random.Random(seed)), params))
+        differ["eager"] += found[0] != found[1]
+        differ["patient"] += found[1] != found[2]
+    assert min(differ["eager"], differ["patient"]) > 5
 
 
 def test_too_few_continuations_repeat_the_last_hypothesis() -> None:
@@ -120,11 +118,6 @@ def changed(at: int, **fields: Any) -> list[TokenOutput]:
     tokens = first_tokens_of(decode_request(), ROW)
     tokens[at] = msgspec.structs.replace(tokens[at], **fields)
     return tokens
-
-
-def test_candidates_are_first_tokens() -> None:
-    assert are_first_tokens(decode_request(), first_tokens_of(decode_request(), ROW), 10)
-    assert are_first_tokens(decode_request(), first_tokens_of(decode_request(), ROW[:1]), 10)
 
 
 @pytest.mark.parametrize(
@@ -152,9 +145,11 @@ def test_other_candidates_are_refused(tokens: list[TokenOutput]) -> None:
     assert not are_first_tokens(decode_request(), tokens, 10)
 
 
-def test_a_search_that_is_over_is_not_handed_over() -> None:
-    request = decode_request(max_tokens=1)
-    assert not are_first_tokens(request, first_tokens_of(request, ROW), 10)
+def test_candidates_are_first_tokens_unless_the_search_is_over() -> None:
+    for row in (ROW, ROW[:1]):
+        assert are_first_tokens(decode_request(), first_tokens_of(decode_request(), row), 10)
+    over = decode_request(max_tokens=1)
+    assert not are_first_tokens(over, first_tokens_of(over, ROW), 10)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +157,6 @@ def test_a_search_that_is_over_is_not_handed_over() -> None:
     [
         ({"beam_width": 1}, "beam_width 1"),
         ({"beam_width": 129}, "beam_width 129"),
-        ({"beam_width": -2}, "beam_width -2"),
         ({"n": 3, "beam_width": 2}, "beam_width 2"),
         ({"temperature": 0.5}, "temperature 0"),
         ({"length_penalty": math.nan}, "length_penalty nan"),
@@ -220,7 +214,7 @@ def beam_request(name: str, prompt: int, arrival_s: float = 0.0, width: int = 3,
     return Request(name, Order([1] * prompt, search_params(width, **fields)), arrival_s=arrival_s)
 
 
-def test_beams_share_what_they_have_in_common() -> None:
+def test_beams_share_blocks_and_write_to_copies() -> None:
     scheduler = make(64)
     scheduler.add(beam_request("a", 10, width=4))
     step(scheduler, {})
@@ -229,9 +223,6 @@ def test_beams_share_what_they_have_in_common() -> None:
     plan = step(scheduler, {})
     assert len(plan.moves) == 3  # all but one copy the third block, which is partly filled
     assert scheduler.blocks.num_held <= 2 + 4
-
-
-def test_children_of_one_parent_write_to_copies() -> None:
     scheduler = make(64)
     scheduler.add(beam_request("a", 5, width=2))
     step(scheduler, {})
@@ -256,29 +247,18 @@ def test_children_of_one_parent_write_to_copies() -> None:
 def test_searches_end_however_scarce_everything_is(max_num_seqs: int, caches: bool, swap: int) -> None:
     """A pool for one sequence and a half, several groups: each gets the answer that it gets alone."""
     rng = random.Random(f"{max_num_seqs} {caches} {swap}")
-    for _ in range(6):
+    for _ in range(3):
         scheduler = make(rng.randrange(6, 10), max_num_seqs, rng.choice([1, 3, 16]), caches, swap)
-        requests = [
-            beam_request(
-                f"r{at}", rng.randrange(1, 13), float(at), rng.randrange(2, 5), max_tokens=rng.randrange(1, 12)
-            )
-            for at in range(4)
-        ]
-        for request in requests:
-            scheduler.add(request)
+        requests = []
+        for at in range(4):
+            prompt, width, most = rng.randrange(1, 13), rng.randrange(2, 5), rng.randrange(1, 12)
+            requests.append(beam_request(f"r{at}", prompt, float(at), width, max_tokens=most))
+            scheduler.add(requests[-1])
         answers = finish_all(scheduler)
         for request in requests:
             alone = make(200)
             alone.add(Request(request.request_id, Order(request.prompt_token_ids, request.sampling)))
             assert finish_all(alone)[request.request_id] == answers[request.request_id]
-
-
-def test_parked_beams_that_keep_their_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockRoom, "parked", lambda self, request: [])
-    scheduler = make(6, budget=1)
-    scheduler.add(beam_request("a", 12, width=4, max_tokens=10))
-    with pytest.raises(AssertionError, match="somebody starves"):
-        finish_all(scheduler)
 
 
 def test_a_parked_beam_gives_way_to_its_sibling_and_to_older_requests_only() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +21,7 @@ from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.errors import InstanceLost, PdClusterError, Unavailable
-from pd_cluster.service.answers.blocks import Block
 from pd_cluster.service.answers.logprobs import LogprobsFormat
-from pd_cluster.service.answers.responses_answer import ResponsesAnswer
-from pd_cluster.service.schema.responses_items import without_logprobs
 from pd_cluster.service.sequence import TokenLogprobs
 from pd_cluster.settings.http import HttpConfig
 from pd_cluster.settings.kept_responses import KeptResponses
@@ -101,26 +97,28 @@ def test_a_failure_after_the_first_events_is_told_in_band(tmp_path: Path, path: 
         assert last["response"]["error"] == {"code": "server_error", "message": "its worker died"}
         assert last["response"]["output"][0]["content"][0]["text"] == "ab"
     else:
-        assert last == {
-            "type": "error",
-            "error": {"type": "api_error", "message": "its worker died"},
-            "request_id": None,
-        }
+        error = {"type": "api_error", "message": "its worker died"}
+        assert last == {"type": "error", "error": error, "request_id": None}
     assert kept(tmp_path) == []
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize(("error", "status"), [(LOST, 500), (Unavailable("nobody is there"), 503)])
+@pytest.mark.parametrize(
+    ("path", "error", "status", "kind"),
+    [
+        ("/v1/responses", LOST, 500, "server_error"),
+        ("/v1/messages", LOST, 500, "api_error"),
+        ("/v1/responses", Unavailable("nobody is there"), 503, "service_unavailable"),
+        ("/v1/messages", Unavailable("nobody is there"), 503, "overloaded_error"),
+    ],
+)
 def test_a_failure_before_anything_is_a_status(
-    tmp_path: Path, path: str, stream: bool, error: PdClusterError, status: int
+    tmp_path: Path, path: str, error: PdClusterError, status: int, kind: str
 ) -> None:
     app = app_of(tmp_path, Script([], error))
-    answer = ask(app, "POST", path, [], {**BODIES[path], "stream": stream})
-    assert (answer.status, answer.json()["error"]["message"]) == (status, str(error))
-    kind = answer.json()["error"]["type"]
-    shapes = {500: ("server_error", "api_error"), 503: ("service_unavailable", "overloaded_error")}
-    assert kind == shapes[status][path == "/v1/messages"]
+    for stream in (False, True):
+        answer = ask(app, "POST", path, [], {**BODIES[path], "stream": stream})
+        told = answer.json()["error"]
+        assert (answer.status, told["message"], told["type"]) == (status, str(error), kind)
     assert kept(tmp_path) == []
 
 
@@ -147,37 +145,23 @@ def test_a_disk_that_is_full_is_told(tmp_path: Path) -> None:
     assert kept(tmp_path) == []
 
 
-@pytest.mark.parametrize("end", ["stop", LOST], ids=["whole", "failed"])
-def test_logprobs_are_built_once_and_their_text_s_end_on_a_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: FinishReason | PdClusterError
-) -> None:
+def test_logprobs_are_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a text that a call follows, in the middle of a stream."""
     built: list[int] = []
-    threads: set[tuple[str, bool]] = set()
-    chat, ends, failure = LogprobsFormat.chat, ResponsesAnswer._ends, ResponsesAnswer.failure
+    chat = LogprobsFormat.chat
 
     def counted(self: LogprobsFormat, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         built.extend(entry.text_offset for entry in entries)
         return chat(self, entries)
 
-    def watched(self: ResponsesAnswer, block: Block) -> bytes:
-        threads.add((block.kind, threading.current_thread() is threading.main_thread()))
-        return ends(self, block)
-
-    def failed(self: ResponsesAnswer, error: PdClusterError) -> bytes:
-        threads.add(("failure", threading.current_thread() is threading.main_thread()))
-        return failure(self, error)
-
     monkeypatch.setattr(LogprobsFormat, "chat", counted)
-    monkeypatch.setattr(ResponsesAnswer, "_ends", watched)
-    monkeypatch.setattr(ResponsesAnswer, "failure", failed)
     tokens = make_tokenizer().encode('abcabc<tool_call>{"name": "look", "arguments": {}}</tool_call>').ids
-    script = Script([*tokens, EOS_ID], end, Logprobs(-1.0, 1, [(A, -1.0), (B, -math.inf)]))
+    script = Script([*tokens, EOS_ID], "stop", Logprobs(-1.0, 1, [(A, -1.0), (B, -math.inf)]))
     app = app_of(tmp_path, script, chat=ChatConfig(tool_parser="hermes", template=TEMPLATE + "{{ tools }}"))
     body = {**BODIES["/v1/responses"], "tools": [LOOK], "include": ["message.output_text.logprobs"], "top_logprobs": 2}
     events = events_of(ask(app, "POST", "/v1/responses", [], {**body, "stream": True}))
     assert built == [*range(6)]
-    assert threads == {("text", False), ("call", False)} if end == "stop" else {("text", False), ("failure", False)}
+
     output = events[-1]["response"]["output"]
     assert [item["type"] for item in output] == ["message", "function_call"]
     (part,) = output[0]["content"]
@@ -189,10 +173,9 @@ def test_logprobs_are_built_once_and_their_text_s_end_on_a_thread(
     assert done["logprobs"][0] == {**brief[0], "top_logprobs": brief}
     deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
     assert [entry for each in deltas for entry in each] == done["logprobs"]
-    if end == "stop":
-        built.clear()
-        assert ask(app, "POST", "/v1/responses", [], body).json()["output"][0]["content"] == [part]
-        assert built == [*range(6)]
+    built.clear()
+    assert ask(app, "POST", "/v1/responses", [], body).json()["output"][0]["content"] == [part]
+    assert built == [*range(6)]
 
 
 def test_an_answer_without_text_has_no_blocks(tmp_path: Path) -> None:
@@ -202,10 +185,3 @@ def test_an_answer_without_text_has_no_blocks(tmp_path: Path) -> None:
     assert (message["content"], message["stop_reason"]) == ([], "end_turn")
     events = events_of(ask(app, "POST", "/v1/messages", [], {**BODIES["/v1/messages"], "stream": True}))
     assert [event["type"] for event in events] == ["message_start", "message_delta", "message_stop"]
-
-
-def test_what_follows_a_response_has_none_of_its_logprobs() -> None:
-    text = {"type": "output_text", "text": "a", "annotations": []}
-    call = {"type": "function_call", "name": "f", "arguments": "{}"}
-    items = [call, {"type": "message", "content": [{**text, "logprobs": [{"token": "a"}]}]}]
-    assert without_logprobs(items) == [call, {"type": "message", "content": [{**text, "logprobs": []}]}]

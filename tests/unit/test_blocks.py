@@ -10,7 +10,7 @@ from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.blocks import BlockPool
 
 
-def test_taking_is_all_or_nothing() -> None:
+def test_taking_is_all_or_nothing_and_releasing_counts() -> None:
     pool = BlockPool(3)
     pool.take(2)
     with pytest.raises(OutOfBlocks) as caught:
@@ -18,17 +18,25 @@ def test_taking_is_all_or_nothing() -> None:
     assert (caught.value.wanted, caught.value.free) == (2, 1)
     assert pool.num_free == 1
     assert pool.num_held == 2
+    pool = BlockPool(2)
+    taken = pool.take(1)
+    pool.release(taken)
+    with pytest.raises(AssertionError, match="released more often"):
+        pool.release(taken)
+    pool = BlockPool(4)
+    table = pool.take(2)
+    pool.check([table])
+    for wrong in ([], [table, table], [[*table, 3]], [table[:1]]):
+        with pytest.raises(AssertionError):
+            pool.check(wrong)
 
 
-def test_a_block_rests_after_its_release() -> None:
+def test_a_block_rests_after_its_release_or_comes_again_at_once() -> None:
+    """On CPU, a prefill instance that handed a prompt over computes the next one in memory that it has touched."""
     pool = BlockPool(3)
     (first,) = pool.take(1)
     pool.release([first])
     assert first not in pool.take(2)
-
-
-def test_a_block_that_need_not_rest_comes_again_at_once() -> None:
-    """On CPU, a prefill instance that handed a prompt over computes the next one in memory that it has touched."""
     pool = BlockPool(8, rests=False)
     assert pool.take(3) == [0, 1, 2]
     pool.release([0, 1, 2])
@@ -57,24 +65,7 @@ def test_contents_are_forgotten_whoever_holds_them() -> None:
     assert (pool.num_cached, pool.find([b"h" * 32])) == (1, [plain])
 
 
-def test_releasing_twice_is_a_bug() -> None:
-    pool = BlockPool(2)
-    taken = pool.take(1)
-    pool.release(taken)
-    with pytest.raises(AssertionError, match="released more often"):
-        pool.release(taken)
-
-
-def test_check_notices_every_difference() -> None:
-    pool = BlockPool(4)
-    table = pool.take(2)
-    pool.check([table])
-    for wrong in ([], [table, table], [[*table, 3]], [table[:1]]):
-        with pytest.raises(AssertionError):
-            pool.check(wrong)
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_traffic(seed: int) -> None:
     rng = random.Random(seed)
     pool = BlockPool(16)

@@ -15,7 +15,7 @@ def request(*headers: tuple[bytes, bytes], client: tuple[str, int] | None = ("10
     return Request({"type": "http", "headers": list(headers), "client": client})
 
 
-def test_it_is_made_once() -> None:
+def test_a_caller_is_made_once_and_anew_with_another_key() -> None:
     """The prompts of a request are one party, whoever asks for the caller."""
     http = request((b"x-stainless-timeout", b"30"))
     first = caller_of(http)
@@ -24,9 +24,8 @@ def test_it_is_made_once() -> None:
     assert caller_of(http) is first
     assert caller_of(Request(http.scope)) is first
     assert caller_of(request()).party is not first.party
-
-
-def test_a_key_is_noticed() -> None:
+    caller = caller_of(request((b"x-stainless-timeout", b"soon"), client=None))
+    assert (caller.client, caller.patience_s) == (NOBODY.client, math.inf)
     http = request()
     assert caller_of(http).client == "10.0.0.7"
     http.scope[SCOPE] = Caller("tenant")
@@ -45,9 +44,3 @@ def test_the_queue_is_noticed_in_a_copied_scope() -> None:
     caller_of(inner).arrived()
     assert told == ["arrived"]
     assert caller_of(inner) is caller_of(inner)
-
-
-def test_without_a_peer_or_a_plausible_timeout() -> None:
-    caller = caller_of(request((b"x-stainless-timeout", b"soon"), client=None))
-    assert caller.client == NOBODY.client
-    assert caller.patience_s == math.inf

@@ -25,24 +25,15 @@ def chosen(*changed: str, durations: dict[str, float] | None = None, budget_s: f
     return found
 
 
-def test_the_nearest_come_first() -> None:
+def test_what_is_near_comes_first_and_what_is_far_is_left_out() -> None:
     found = chosen("pd_cluster/kv/blocks.py")
     assert found.index("tests/unit/test_blocks.py") < found.index("tests/unit/test_engine_traffic.py")
-
-
-def test_what_is_far_is_left_out_when_time_is_short() -> None:
     assert chosen("pd_cluster/kv/blocks.py", budget_s=0.0) == ["tests/unit/test_layering.py"]
     times_s = {"tests/unit/test_blocks.py": 1.0}
     assert "tests/unit/test_blocks.py" in chosen("pd_cluster/kv/blocks.py", durations=times_s, budget_s=2.0)
-
-
-def test_a_changed_test_runs_whatever_it_takes() -> None:
     name = "tests/cluster/test_up.py"
     assert name in chosen(name, durations={name: 1e6}, budget_s=0.0)
-
-
-def test_helpers_of_tests_count() -> None:
-    assert "tests/unit/test_routing.py" in chosen("tests/support/router_world.py")
+    assert "tests/unit/test_routing.py" in chosen("tests/support/router_world.py"), "helpers of tests count"
 
 
 def test_a_commit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,9 @@ from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import RequestError
 from pd_cluster.service.answers.blocks import BlockReader
 from pd_cluster.service.answers.chat_answer import ChatAnswer
-from pd_cluster.service.schema import protocol
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.guide_fields import Asked, GuideFields, guide_of
-from pd_cluster.service.schema.parse import parse
 from pd_cluster.service.service import ServiceConfig, TextService
 from pd_cluster.settings.requests import ChatConfig
-from pd_cluster.types import Guide
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, make_tokenizer
 from tests.support.playback import Playback
 
@@ -34,7 +30,7 @@ TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": name}} 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "ä"}}\n</tool_call>'
 XML_CALL = "<tool_call>\n<function=look>\n<parameter=at>\nä\n</parameter>\n</function>\n</tool_call>"
 SECOND = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
-NO_REASONING = {"reasoning": None, "reasoning_content": None}
+
 THOUGHT = "<think>\nhm\n</think>\n\n"
 
 Service = Callable[..., tuple[TextService, Playback]]
@@ -60,20 +56,26 @@ def make(tmp_path: Path) -> Service:
     return build
 
 
+async def asked(service: TextService, streams: bool, fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """An answer's only part, or all of a stream's."""
+    hello = [{"role": "user", "content": "hello"}]
+    request = ChatCompletionRequest(**{"messages": hello, "n": 2, "seed": 1, **fields})
+    answer = ChatAnswer(request, "x", service, await service.chat(request))
+    if not streams:
+        return [answer.whole(await service.complete(answer.generations))]
+    events = b"".join([answer.events(piece) async for piece in service.pieces(answer.generations)])
+    return [json.loads(line.removeprefix(b"data: ")) for line in events.splitlines() if line]
+
+
 def answers(service: TextService, **fields: Any) -> list[dict[str, Any]]:
     """Choices, after whole and streamed were compared."""
-    fields = {"messages": [{"role": "user", "content": "hello"}], "n": 2, "seed": 1, **fields}
 
-    async def both() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        request = ChatCompletionRequest(**fields)
-        answer = ChatAnswer(request, "x", service, await service.chat(request))
-        whole = answer.whole(await service.complete(answer.generations))
-        streamed = ChatAnswer(request, "x", service, await service.chat(request))
-        events = b"".join([streamed.events(piece) async for piece in service.pieces(streamed.generations)])
+    async def both() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        found = await asked(service, False, fields), await asked(service, True, fields)
         await service.close()
-        return whole, [json.loads(line.removeprefix(b"data: ")) for line in events.splitlines() if line]
+        return found
 
-    whole, chunks = asyncio.run(both())
+    (whole,), chunks = asyncio.run(both())
     found: list[dict[str, Any]] = whole["choices"]
     assert [accumulated(chunks, choice["index"]) for choice in found] == [plain(choice) for choice in found]
     return found
@@ -109,7 +111,8 @@ def accumulated(chunks: list[dict[str, Any]], index: int) -> dict[str, Any]:
     return {**texts, "calls": calls, "reason": reason, "num_logprobs": num_logprobs}
 
 
-def test_a_call_after_reasoning_and_content(make: Service) -> None:
+def test_calls_are_read_after_reasoning_and_content(make: Service) -> None:
+    """The markers are special tokens here, and so are not shown; the text between them is."""
     service, router = make(THOUGHT + "Let me see." + CALL + "\n" + SECOND + "<eos>")
     router.last_reason, router.logprobs = "stop", {0: -1.0, 1: -1.0}
     for choice in answers(service, tools=TOOLS, logprobs=True):
@@ -120,25 +123,23 @@ def test_a_call_after_reasoning_and_content(make: Service) -> None:
         assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"at": "ä"}
         assert choice["finish_reason"] == "tool_calls"
         assert len({call["id"] for call in message["tool_calls"]}) == 2
-
-
-def test_as_many_calls_as_were_asked_for(make: Service) -> None:
     service, _ = make(CALL + SECOND)
     (choice,) = answers(service, tools=TOOLS, parallel_tool_calls=False, n=1)
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["look"]
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        service, router = make(CALL, reasoning="")
+        router.last_reason = "stop"
+        (choice,) = answers(service, n=1, **fields)
+        assert choice["message"]["content"] == '\n{"name": "look", "arguments": {"at": "ä"}}\n'
+        assert choice["finish_reason"] == "stop"
 
 
-def test_a_call_that_a_stop_cuts_is_none(make: Service) -> None:
-    async def reason(stop: str) -> str:
-        service, _ = make('<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>')
-        hello = [{"role": "user", "content": "hello"}]
-        request = ChatCompletionRequest(messages=hello, tools=TOOLS, tool_choice="required", stop=[stop])  # type: ignore[arg-type]
-        answer = ChatAnswer(request, "x", service, await service.chat(request))
-        (choice,) = answer.whole(await service.complete(answer.generations))["choices"]
-        return str(choice["finish_reason"])
-
-    assert asyncio.run(reason("at")) == "stop"
-    assert asyncio.run(reason("</tool_call>")) == "tool_calls"
+@pytest.mark.parametrize(("stop", "reason"), [("at", "stop"), ("</tool_call>", "tool_calls")])
+def test_a_call_that_a_stop_cuts_is_none(make: Service, stop: str, reason: str) -> None:
+    service, _ = make('<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>')
+    fields = {"tools": TOOLS, "tool_choice": "required", "stop": [stop], "n": 1}
+    (answer,) = asyncio.run(asked(service, False, fields))
+    assert answer["choices"][0]["finish_reason"] == reason
 
 
 def test_text_among_a_call_s_arguments_follows_it_as_a_block(make: Service) -> None:
@@ -174,35 +175,15 @@ def test_kimi_s_calls_count_over_the_conversation(make: Service) -> None:
 
 def test_usage_in_every_chunk_begins_at_none(make: Service) -> None:
     service, _ = make("abc")
-    fields = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
 
-    async def counts(**more: Any) -> list[int | None]:
-        request = ChatCompletionRequest(**fields, **more)
-        answer = ChatAnswer(request, "x", service, await service.chat(request))
-        events = b"".join([answer.events(piece) async for piece in service.pieces(answer.generations)])
-        usages = [json.loads(line[6:]).get("usage") for line in events.decode().splitlines() if line]
+    def counts(**more: Any) -> list[Any]:
+        usages = [each.get("usage") for each in asyncio.run(asked(service, True, {"n": 1, "stream": True, **more}))]
         return [usage and usage["completion_tokens"] for usage in usages]
 
-    asked = asyncio.run(counts(stream_options={"include_usage": True, "continuous_usage_stats": True}))
-    assert asked[0] == 0
-    assert asked[1:] == sorted({*asked[1:]} - {0, None})
-    assert not any(asyncio.run(counts()))
-
-
-def test_no_calls_unless_there_are_tools(make: Service) -> None:
-    """The markers are special tokens here, and so are not shown; the text between them is."""
-    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-        service, router = make(CALL, reasoning="")
-        router.last_reason = "stop"
-        (choice,) = answers(service, n=1, **fields)
-        assert choice["message"]["content"] == '\n{"name": "look", "arguments": {"at": "ä"}}\n'
-        assert choice["finish_reason"] == "stop"
-
-
-def test_reasoning_is_left_out_when_nobody_wants_it(make: Service) -> None:
-    service, _ = make(THOUGHT + "So")
-    (choice,) = answers(service, include_reasoning=False, n=1)
-    assert choice["message"] == {"role": "assistant", "content": "So", **NO_REASONING}
+    found = counts(stream_options={"include_usage": True, "continuous_usage_stats": True})
+    assert found[0] == 0
+    assert found[1:] == sorted({*found[1:]} - {0, None})
+    assert not any(counts())
 
 
 @pytest.mark.parametrize("reasoning", ["qwen3", "openai_gptoss"])
@@ -228,48 +209,35 @@ def test_tokens_of_hidden_reasoning_are_hidden(make: Service, reasoning: str) ->
 
 def listed(service: TextService, streams: bool, **fields: Any) -> list[list[int]]:
     """Returns all lists of tokens in the choices: their ids, and those by the texts of their logprobs."""
-
-    async def ask() -> list[dict[str, Any]]:
-        request = ChatCompletionRequest(
-            messages=[{"role": "user", "content": "hello"}], **{"n": 2, "seed": 1, **fields}
-        )
-        answer = ChatAnswer(request, "x", service, await service.chat(request))
-        if not streams:
-            return [answer.whole(await service.complete(answer.generations))]
-        events = b"".join([answer.events(piece) async for piece in service.pieces(answer.generations)])
-        return [json.loads(line.removeprefix(b"data: ")) for line in events.splitlines() if line]
-
     found: dict[tuple[int, str], list[int]] = {}
-    for choice in (choice for answer in asyncio.run(ask()) for choice in answer["choices"]):
+    by_bytes = {service.tokenizer.token_bytes(at): at for at in range(VOCAB_SIZE)}
+    parts = asyncio.run(asked(service, streams, fields))
+    for choice in (choice for part in parts for choice in part["choices"]):
         if "token_ids" in choice and choice["token_ids"] is not None:
             found.setdefault((choice["index"], "ids"), []).extend(choice["token_ids"])
         if choice["logprobs"] is not None:
             raw = [bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]]
-            by_bytes = {service.tokenizer.token_bytes(at): at for at in range(VOCAB_SIZE)}
             found.setdefault((choice["index"], "logprobs"), []).extend(by_bytes[each] for each in raw)
     return list(found.values())
 
 
-@pytest.mark.parametrize("content", ["hi", "a </think> <think> b"])
 @pytest.mark.parametrize(
-    ("generation_prompt", "is_reasoning"),
+    ("generation_prompt", "reasoning", "is_reasoning"),
     [
-        ("<|a|><think>\n</think>\nAnswer: ", False),
-        ("<|a|><think>Be brief.\n", True),
-        ("<think>Be brief.\n", True),
-        ("<|a|><think>\n", True),
-        ("<|a|><think>\n\n</think>\n\n", False),
-        ("<|a|><think>" + "Be brief. " * 20, True),
+        ("<|a|><think>\n</think>\nAnswer: ", "qwen3", False),
+        ("<|a|><think>\n\n</think>\n\n", "deepseek_r1", False),
+        ("<think>Be brief.\n", "qwen3", True),
+        ("<|a|><think>" + "Be brief. " * 20, "deepseek_r1", True),
+        ("<|a|>", "qwen3", False),
     ],
 )
-@pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1"])
 def test_the_last_mark_of_the_generation_prompt_counts(
-    make: Service, content: str, generation_prompt: str, is_reasoning: bool, reasoning: str
+    make: Service, generation_prompt: str, reasoning: str, is_reasoning: bool
 ) -> None:
     """Whatever text the template has behind it, and whatever marks messages have."""
     ends = "{% if add_generation_prompt %}" + generation_prompt + "{% else %}<|end|>{% endif %}"
     service, _ = make("aaa</think>bbb", reasoning=reasoning, template="{{ messages[0].content }} " + ends)
-    (choice,) = answers(service, n=1, messages=[{"role": "user", "content": content}])
+    (choice,) = answers(service, n=1, messages=[{"role": "user", "content": "a </think> <think> b"}])
     assert choice["message"]["reasoning"] == ("aaa" if is_reasoning else None)
     assert choice["message"]["content"] == ("bbb" if is_reasoning else "aaa</think>bbb")
 
@@ -282,24 +250,15 @@ def test_a_guide_begins_behind_the_reasoning_that_the_prompt_began(make: Service
     assert {sampling.guide.kind for sampling in router.requests if sampling.guide is not None} == {kind}
 
 
-@pytest.mark.parametrize("content", ["<think>", "I write <think> and </think>", "</think> is a mark"])
-def test_marks_in_messages_begin_no_reasoning(make: Service, content: str) -> None:
-    service, _ = make(
-        "aaa</think>bbb", template="{{ messages[0].content }}{% if add_generation_prompt %}<|a|>{% endif %}"
-    )
-    (choice,) = answers(service, n=1, messages=[{"role": "user", "content": content}])
-    assert choice["message"]["content"] == "aaa</think>bbb"
-
-
-@pytest.mark.parametrize("choice", ["auto", "required"])
-def test_a_call_in_reasoning_that_is_never_closed(make: Service, choice: str) -> None:
-    for parser, call in (("hermes", CALL), ("qwen3_coder", XML_CALL)):
+@pytest.mark.parametrize(("parser", "call"), [("hermes", CALL), ("qwen3_coder", XML_CALL)])
+def test_a_call_in_reasoning_that_is_never_closed(make: Service, parser: str, call: str) -> None:
+    for choice in ("auto", "required"):
         service, router = make(f"<think>\nhm\n{call}", parser)
         router.last_reason = "stop"
         (found,) = answers(service, tools=TOOLS, tool_choice=choice, n=1)
         assert found["message"]["reasoning"] == "hm"
-        assert [each["function"]["name"] for each in found["message"]["tool_calls"]] == ["look"]
-        assert json.loads(found["message"]["tool_calls"][0]["function"]["arguments"]) == {"at": "ä"}
+        (one,) = (each["function"] for each in found["message"]["tool_calls"])
+        assert (one["name"], json.loads(one["arguments"])) == ("look", {"at": "ä"})
         assert found["finish_reason"] == "tool_calls"
         service, _ = make(f"<think>\nhm\n{call}</think>so", parser)
         (found,) = answers(service, tools=TOOLS, tool_choice=choice, n=1)
@@ -320,31 +279,18 @@ def test_thinking_that_goes_on(make: Service, started: str, is_reasoning: bool) 
     assert choice["message"]["content"] == ("so" if is_reasoning else "and</think>so")
 
 
-def test_what_calls_must_look_like_is_told_to_the_engine(make: Service) -> None:
-    def guide_of(**fields: Any) -> Any:
-        service, router = make("x" + CALL)
-        answers(service, n=1, **{"tools": TOOLS, **fields})
-        return router.requests[0].guide
+def test_what_an_answer_must_look_like_is_told_to_the_engine(make: Service) -> None:
+    def kind_of(reasoning: str = "qwen3", **fields: Any) -> str:
+        service, router = make("x" + CALL, reasoning=reasoning)
+        answers(service, n=1, **fields)
+        return router.requests[0].guide.kind if router.requests[0].guide else ""
 
-    assert guide_of() is None
-    assert guide_of(tool_choice="required").kind == "reply"
+    assert kind_of(tools=TOOLS) == ""
+    assert kind_of(tools=TOOLS, tool_choice="required") == "reply"
     strict = [{"type": "function", "function": {"name": "look", "strict": True}}]
-    assert guide_of(tools=strict, tool_choice="auto").kind == "reply"
-
-
-def test_an_answer_is_constrained_after_its_reasoning(make: Service) -> None:
-    service, router = make('{"a": 1}', reasoning="qwen3")
-    answers(service, n=1, response_format={"type": "json_object"})
-    assert router.requests[0].guide.kind == "reply"
-    service, router = make('{"a": 1}', reasoning="")
-    answers(service, n=1, response_format={"type": "json_object"})
-    assert router.requests[0].guide.kind == "json_object"
-
-
-def test_calls_and_another_constraint_exclude_each_other(make: Service) -> None:
-    service, _ = make("x")
-    with pytest.raises(RequestError, match="structured_outputs"):
-        answers(service, tools=TOOLS, tool_choice="required", structured_outputs={"regex": "a+"})
+    assert kind_of(tools=strict, tool_choice="auto") == "reply"
+    wanted = {"type": "json_object"}
+    assert (kind_of(response_format=wanted), kind_of("", response_format=wanted)) == ("reply", "json_object")
 
 
 def test_without_a_parser_only_what_is_constrained_can_be_read(make: Service) -> None:
@@ -356,6 +302,9 @@ def test_without_a_parser_only_what_is_constrained_can_be_read(make: Service) ->
     (choice,) = answers(service, tools=TOOLS, tool_choice=TOOLS[0], n=1)
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": 1}'}
     assert choice["finish_reason"] == "stop"
+    service, _ = make("x")
+    with pytest.raises(RequestError, match="structured_outputs"):
+        answers(service, tools=TOOLS, tool_choice="required", structured_outputs={"regex": "a+"})
 
 
 def test_the_servers_own_role_and_template(make: Service) -> None:
@@ -377,35 +326,3 @@ def test_tokens_are_shown_as_ids_where_the_server_says_so_and_the_request_does_n
     assert (token(True), token(False)) == (as_id, "a")
     assert token(True, return_tokens_as_token_ids=False) == "a"
     assert token(False, return_tokens_as_token_ids=True) == as_id
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"response_format": {"type": "json_object"}}, {"guided_regex": "a+", "n": 3}, {"use_beam_search": True, "n": 2}],
-)
-def test_a_chat_is_validated_once(make: Service, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
-    """One guide is made of its fields, and one is tried, however many sequences there are."""
-    service, router = make('{"a": 1}', reasoning="")
-    made: list[GuideFields] = []
-    checked: list[Guide] = []
-
-    def counted(request: GuideFields) -> Asked | None:
-        made.append(request)
-        return guide_of(request)
-
-    async def check(guide: Guide) -> None:
-        checked.append(guide)
-
-    monkeypatch.setattr(protocol, "guide_of", counted)
-    monkeypatch.setattr(service.intake.guides, "check", check)
-
-    async def ask() -> None:
-        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **fields}
-        generation = await service.chat(parse(json.dumps(body).encode(), ChatCompletionRequest))
-        await service.complete([generation])
-        await service.close()
-
-    asyncio.run(ask())
-    assert len(made) == 1
-    assert [router.requests[0].guide] == (checked or [None])
-    assert len(checked) == ("use_beam_search" not in fields)

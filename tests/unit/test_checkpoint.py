@@ -46,21 +46,21 @@ def fault(model: Path | str) -> str:
     return str(caught.value)
 
 
-def test_a_good_folder(folder: Path) -> None:
+def test_a_good_folder_and_its_context(folder: Path) -> None:
     opened = Checkpoint.open(str(folder))
     assert opened.path == folder
     assert opened.max_position_embeddings == 512
     assert opened.eos_token_ids == {2}
     assert opened.generation_config == {}
     assert opened == Checkpoint.open(str(folder))
+    opened = Checkpoint.open(str(folder))
+    assert [opened.max_model_len(wanted) for wanted in (None, 1, 512)] == [512, 1, 512]
+    for wanted in (513, 0, -1):
+        with pytest.raises(ModelError, match=f"^--max-model-len {wanted}: "):
+            opened.max_model_len(wanted)
 
 
-def test_a_missing_folder(tmp_path: Path) -> None:
-    path = tmp_path / "missing"
-    assert fault(path) == f"--model {path}: no such folder"
-
-
-@pytest.mark.parametrize("model", ["./nowhere", "~/nowhere-at-all", "nowhere", "a/b/c"])
+@pytest.mark.parametrize("model", ["./nowhere", "~/nowhere-at-all", "nowhere", "a/b/c", "/nowhere"])
 def test_what_is_no_folder_and_no_name(model: str) -> None:
     assert fault(model) == f"--model {model}: no such folder"
 
@@ -71,28 +71,23 @@ def test_a_name_that_is_not_in_the_cache(model: str, monkeypatch: pytest.MonkeyP
     assert "no model of that name in the local Hugging Face cache" in fault(model)
 
 
-@pytest.mark.parametrize("model_type", ["falcon", None, ["llama"], {}])
-def test_another_architecture_is_named_with_the_nearest_supported(folder: Path, model_type: object) -> None:
+@pytest.mark.parametrize(("model_type", "first"), [("falcon", ""), (["llama"], ""), ("qwen3_next", "qwen3")])
+def test_another_architecture_is_named_with_the_nearest_supported(folder: Path, model_type: object, first: str) -> None:
     make_folder(folder, model_type=model_type)
     message = fault(folder)
     assert repr(model_type) in message
     near, page = re.fullmatch(r".*; the nearest that are: (.*); docs/models\.md (.*)", message, re.DOTALL).groups()  # type: ignore[union-attr]
+    assert near.startswith(first)
     assert set(near.split(", ")) < set(SUPPORTED_MODEL_TYPES)
     assert (near.count(", "), page) == (2, f"lists all {len(SUPPORTED_MODEL_TYPES)}")
 
 
-def test_the_nearest_is_the_right_one(folder: Path) -> None:
-    make_folder(folder, model_type="qwen3_next")
-    assert "the nearest that are: qwen3" in fault(folder)
-
-
 def test_a_model_of_more_than_text_is_told_what_to_do(folder: Path) -> None:
     make_folder(folder, model_type="paligemma", text_config={"model_type": "gemma"})
-    assert "'paligemma' takes more than text" in fault(folder)
     assert "--language-model-only serves its gemma alone" in fault(folder)
-    for text in ({"model_type": "t5"}, {}, None, "gemma3_text"):
+    for text in ({"model_type": "t5"}, {}, "gemma3_text"):
         make_folder(folder, model_type="other", text_config=text)
-        assert "model_type 'other' is not supported: it is not known to the transformers that is" in fault(folder)
+        assert "it is not known to the transformers that is" in fault(folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
@@ -101,7 +96,7 @@ def test_a_missing_file(folder: Path, name: str) -> None:
     assert fault(folder).startswith(f"{folder / name}: missing; ")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"3"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_broken_json(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
@@ -115,15 +110,8 @@ def test_no_weights(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"",
-        b"short",
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-        struct.pack("<Q", 1000) + b"{}",
-        bytes(64),
-        struct.pack("<Q", 2) + b"[]",
-    ],
-    ids=["empty", "short", "a git-lfs pointer", "cut off", "zeros", "no object"],
+    [b"", b"short", b"version https://git-lfs.github.com/spec/v1\n", struct.pack("<Q", 1000) + b"{}", bytes(64)]
+    + [struct.pack("<Q", len(h)) + h for h in (b"{}x", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32"}}')],
 )
 def test_weights_that_are_none(folder: Path, content: bytes) -> None:
     file = folder / "model.safetensors"
@@ -131,22 +119,10 @@ def test_weights_that_are_none(folder: Path, content: bytes) -> None:
     assert fault(folder).startswith(f"{file}: not a safetensors file")
 
 
-def test_quantized_weights(folder: Path) -> None:
-    make_folder(folder, quantization_config={"quant_method": "hqq"})
-    assert "quantization_config: quantized weights that are not supported" in fault(folder)
-
-
-def test_the_context(folder: Path) -> None:
-    opened = Checkpoint.open(str(folder))
-    assert [opened.max_model_len(wanted) for wanted in (None, 1, 512)] == [512, 1, 512]
-    for wanted in (513, 0, -1):
-        with pytest.raises(ModelError, match=f"^--max-model-len {wanted}: "):
-            opened.max_model_len(wanted)
-
-
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+LONG = {"max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
@@ -155,26 +131,18 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]
         ({"model_type": "gpt2", "n_positions": 64}, 64),
         ({"model_type": "gpt2"}, 1024),
         ({"model_type": "opt"}, 2048),
-        ({"model_type": "phi3", "max_position_embeddings": 64, "rope_scaling": None}, 64),
-        ({"max_position_embeddings": 64, "rope_parameters": LONGROPE}, 64),
-        ({"max_position_embeddings": 64, "rope_parameters": LONGROPE, "original_max_position_embeddings": 8}, 8),
-        ({"max_position_embeddings": 64, "rope_scaling": {"type": "su", "original_max_position_embeddings": 8}}, 8),
-        (
-            {
-                "max_position_embeddings": 64,
-                "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 8},
-            },
-            64,
-        ),
-        ({"max_position_embeddings": 64, "rope_parameters": {"full_attention": {"rope_type": "linear"}}}, 64),
-        ({"max_position_embeddings": 64, "rope_scaling": YARN}, 128),
-        ({"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 256),
-        ({"max_position_embeddings": 64, "rope_parameters": {"full_attention": YARN, "sliding_attention": {}}}, 128),
-        ({"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 4.0}}, 256),
-        ({"model_type": "gemma3_text", "max_position_embeddings": 64, "rope_scaling": LINEAR}, 64),
-        ({"max_position_embeddings": 64, "rope_scaling": {**YARN, "rope_type": "llama3"}}, 64),
-        ({"max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "alpha": 1000.0}}, 64),
-        ({"max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, 64),
+        ({**LONG, "model_type": "phi3", "rope_scaling": None}, 64),
+        ({**LONG, "rope_parameters": LONGROPE, "original_max_position_embeddings": 8}, 8),
+        ({**LONG, "rope_scaling": {"type": "su", "original_max_position_embeddings": 8}}, 8),
+        ({**LONG, "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 8}}, 64),
+        ({**LONG, "rope_parameters": {"full_attention": {"rope_type": "linear"}}}, 64),
+        ({**LONG, "rope_scaling": YARN}, 128),
+        ({**LONG, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 256),
+        ({**LONG, "rope_parameters": {"full_attention": YARN, "sliding_attention": {}}}, 128),
+        ({**LONG, "rope_scaling": {"type": "linear", "factor": 4.0}}, 256),
+        ({**LONG, "model_type": "gemma3_text", "rope_scaling": LINEAR}, 64),
+        ({**LONG, "rope_scaling": {**YARN, "rope_type": "llama3"}}, 64),
+        ({**LONG, "rope_scaling": {"type": "dynamic", "alpha": 1000.0}}, 64),
     ],
 )
 def test_how_long_a_sequence_can_be(folder: Path, config: dict[str, Any], expected: int) -> None:
@@ -204,56 +172,52 @@ def test_a_stretch_that_is_asked_for_lengthens_the_context(folder: Path) -> None
             Checkpoint.of(EngineConfig(model=str(folder), hf_overrides=overrides))
 
 
-@pytest.mark.parametrize(
-    ("config", "generation", "expected"),
-    [
-        ({}, None, set()),
-        ({"eos_token_id": [3, 4]}, None, {3, 4}),
+def test_what_ends_a_sequence(folder: Path) -> None:
+    """`generation_config.json` counts before `config.json`."""
+    cases: list[tuple[dict[str, Any], dict[str, Any], set[int]]] = [
+        ({}, {}, set()),
+        ({"eos_token_id": [3, 4]}, {}, {3, 4}),
         ({"eos_token_id": 3}, {"eos_token_id": [5, 6]}, {5, 6}),
         ({"eos_token_id": 3}, {"temperature": 0.6}, {3}),
-    ],
-)
-def test_what_ends_a_sequence(
-    folder: Path, config: dict[str, Any], generation: dict[str, Any] | None, expected: set[int]
-) -> None:
-    make_folder(folder, {"model_type": "llama", **config})
-    if generation is not None:
+    ]
+    for config, generation, expected in cases:
+        make_folder(folder, {"model_type": "llama", **config})
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    assert Checkpoint.open(str(folder)).eos_token_ids == expected
+        assert Checkpoint.open(str(folder)).eos_token_ids == expected
 
 
 # ---- identity
 
 
-def flip(file: Path, offset: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[offset] ^= 1
-    file.write_bytes(content)
+def test_a_pipe_in_the_weights_place_keeps_nobody_waiting(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    assert fault(folder) == f"{folder / 'model.safetensors'}: not a file"
 
 
-@pytest.mark.parametrize("offset", [-1, -DATA_NBYTES, -DATA_NBYTES // 2], ids=["last", "first", "middle"])
-def test_another_weight_is_another_identity(folder: Path, offset: int) -> None:
-    before = Checkpoint.open(str(folder)).identity
-    flip(folder / "model.safetensors", offset)
-    assert Checkpoint.open(str(folder)).identity != before
+def test_another_content_is_another_identity(folder: Path, tmp_path: Path) -> None:
+    known = {Checkpoint.open(str(folder)).identity}
+    assert Checkpoint.open(str(make_folder(tmp_path / "copy"))).identity in known
 
+    def check() -> None:
+        found = Checkpoint.open(str(folder)).identity
+        assert found not in known
+        known.add(found)
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_another_file_is_another_identity(folder: Path, name: str) -> None:
-    before = Checkpoint.open(str(folder)).identity
-    with (folder / name).open("ab") as file:
-        file.write(b" ")
-    assert Checkpoint.open(str(folder)).identity != before
-
-
-def test_one_more_shard_is_another_identity(folder: Path) -> None:
-    before = Checkpoint.open(str(folder)).identity
-    (folder / "zz.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    assert Checkpoint.open(str(folder)).identity != before
-
-
-def test_the_same_files_elsewhere_are_the_same_model(folder: Path, tmp_path: Path) -> None:
-    assert Checkpoint.open(str(make_folder(tmp_path / "copy"))).identity == Checkpoint.open(str(folder)).identity
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    for at in (-1, -DATA_NBYTES, -DATA_NBYTES // 2):
+        weights[at] ^= 1
+        (folder / "model.safetensors").write_bytes(weights)
+        check()
+    for name in ("config.json", "tokenizer.json"):
+        with (folder / name).open("ab") as file:
+            file.write(b" ")
+        check()
+    (folder / "zz.safetensors").write_bytes(weights)
+    check()
+    for form in ("gptq", "gptq_v2"):  # which says how zero points are read
+        (folder / "quantize_config.json").write_text(json.dumps({"bits": 4, "checkpoint_format": form}))
+        check()
 
 
 # ---- quantized weights, cut files, adapters
@@ -296,18 +260,10 @@ def write_weights(folder: Path, tensors: dict[str, tuple[str, int]], missing_nby
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        (
-            "hf_quant_config.json",
-            {"quantization": {"quant_algo": "W4A8_AWQ"}},
-            "quant_algo 'W4A8_AWQ' is not",
-        ),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "W4A8_AWQ"}}, "quant_algo 'W4A8_AWQ' is not"),
         ("quant_model_description.json", {"a.weight": "W4A4"}, "a.weight 'W4A4' is not supported"),
         ("quantize_config.json", {"bits": 5}, "bits 5 is not supported; give a folder with 2, 3, 4, 8"),
-        (
-            "quantize_config.json",
-            {"quant_method": "of\nlines"},
-            r"quantized weights that are not supported ('of",
-        ),
+        ("quantize_config.json", {"quant_method": "of\nlines"}, "quantized weights that are not supported ('of"),
         ("quant_config.json", {"w_bit": 3}, "bits 3 is not supported; give a folder with 4"),
         ("quant_config.json", "no JSON", "cannot be read as JSON"),
         ("quant_config.json", [], "expected a JSON object"),
@@ -319,19 +275,17 @@ def test_what_a_quantizer_left_is_refused_by_name(folder: Path, name: str, conte
 
 
 @pytest.mark.parametrize(
-    ("value", "method"),
+    ("field", "value", "method"),
     [
-        ({"quant_method": "of-next-year"}, "of-next-year"),
-        ({"quant_method": "torchao"}, "torchao"),
-        ({"quant_method": ["awq"]}, "['awq']"),
-        ({"load_in_4bit": True}, "bitsandbytes"),
-        ({}, "without a quant_method"),
-        ("awq", "without a quant_method"),
+        ("quantization_config", {"quant_method": "torchao"}, "torchao"),
+        ("compression_config", {"quant_method": ["awq"]}, "['awq']"),
+        ("quantization", {"load_in_4bit": True}, "bitsandbytes"),
+        ("quantization_config", {}, "without a quant_method"),
+        ("quantization_config", "awq", "without a quant_method"),
     ],
 )
-@pytest.mark.parametrize("field", ["quantization_config", "compression_config", "quantization"])
 def test_a_field_of_a_quantizer_is_refused_by_name(folder: Path, field: str, value: object, method: str) -> None:
-    make_folder(folder, **{field: value})
+    make_folder(folder, None, **{field: value})
     expected = f"{folder / 'config.json'}: {field}: quantized weights that are not supported ({method}); give the model"
     assert fault(folder).startswith(expected)
 
@@ -354,10 +308,7 @@ def test_a_field_of_a_quantizer_is_refused_by_name(folder: Path, field: str, val
         (w4a8({}, {"num_bits": 4}), "input_activations.num_bits 4 is not supported"),
         (w4a8({}, {}, {"num_bits": 8, "type": "int"}), "groups of int4 weights with int8 activations beside others"),
         (w4a8({}, {}, {"num_bits": 4, "type": "int"}), "groups of int4 weights with int8 activations beside others"),
-        (
-            w8a8({**DYNAMIC, "symmetric": False}),
-            "input_activations.symmetric of dynamic activations False is not supported; give a folder with True",
-        ),
+        (w8a8({**DYNAMIC, "symmetric": False}), "input_activations.symmetric of dynamic activations False is not"),
         (w8a8({**DYNAMIC, "strategy": "tensor"}), "input_activations.strategy of dynamic activations 'tensor' is not"),
         (w8a8({**STATIC, "strategy": "channel"}), "input_activations.strategy of static activations 'channel' is not"),
         (w8a8({**DYNAMIC, "dynamic": "local"}), "input_activations.dynamic 'local' is not supported"),
@@ -387,15 +338,6 @@ def test_a_group_without_weights_quantizes_none(folder: Path, group: dict[str, A
     assert found.kinds == ("int4",)
 
 
-def test_a_quantizer_s_file_is_part_of_the_identity(folder: Path) -> None:
-    """It says how zero points are read."""
-    found = []
-    for form in ("gptq", "gptq_v2"):
-        (folder / "quantize_config.json").write_text(json.dumps({"bits": 4, "checkpoint_format": form}))
-        found.append(Checkpoint.open(str(folder)).identity)
-    assert found[0] != found[1]
-
-
 def test_the_first_name_of_compressed_tensors_field(folder: Path) -> None:
     groups = {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}
     make_folder(folder, compression_config={"format": "pack-quantized", "config_groups": groups})
@@ -409,7 +351,6 @@ def test_the_first_name_of_compressed_tensors_field(folder: Path) -> None:
     [
         ("model.layers.0.mlp.down_proj.weight", "F8_E4M3"),
         ("model.layers.0.mlp.down_proj.weight", "I8"),
-        ("model.layers.0.mlp.down_proj.weight_scale", "F32"),
         ("model.layers.0.mlp.down_proj.weight_scale_inv", "F32"),
         ("model.layers.0.mlp.down_proj.input_scale", "F32"),
         ("model.layers.0.self_attn.k_proj.k_scale", "F32"),
@@ -430,16 +371,11 @@ def test_buffers_of_integers_are_none(folder: Path) -> None:
     assert Checkpoint.open(str(folder))
 
 
-def test_a_file_that_is_cut_short(folder: Path) -> None:
+def test_files_of_another_size_are_refused_before_they_are_read(folder: Path) -> None:
     write_weights(folder, {"model.norm.weight": ("F32", 4096)}, missing_nbytes=1)
     where = folder / "model.safetensors"
-    assert fault(folder) == (
-        f"{where}: cut short: its header tells of 4096 bytes of weights, and 4095 are there; copy or download it again"
-    )
-
-
-def test_bytes_behind_the_weights_are_refused_before_they_are_read(folder: Path) -> None:
-    where = folder / "model.safetensors"
+    assert fault(folder).startswith(f"{where}: cut short: its header tells of 4096 bytes of weights, and 4095 are")
+    make_folder(folder)
     padded(where, 2 << 30)
     before = num_bytes_read()
     assert fault(folder) == f"{where}: 2147483648 bytes follow its last tensor; copy or download it again"
@@ -461,18 +397,6 @@ def test_files_that_are_too_large_or_no_files(folder: Path, name: str) -> None:
     where.unlink()
     os.mkfifo(where)
     assert fault(folder) == f"{where}: not a file"
-
-
-def test_a_pipe_in_the_weights_place_keeps_nobody_waiting(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    os.mkfifo(folder / "model.safetensors")
-    assert fault(folder) == f"{folder / 'model.safetensors'}: not a file"
-
-
-@pytest.mark.parametrize("header", [b"{}x", b"[1]", b'{"a": 1}', b'{"a": {"dtype": "F32", "data_offsets": []}}'])
-def test_a_header_that_is_none(folder: Path, header: bytes) -> None:
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    assert "not a safetensors file" in fault(folder)
 
 
 def test_adapters_beside_the_model_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -507,8 +431,5 @@ def test_another_folders_generation_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", ["vlm", "", "/nowhere"])
 def test_a_generation_config_that_is_not_there(folder: Path, given: str) -> None:
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, match=f"^--generation-config {given!r}: no folder with a generation_config"):
         opened_with(folder, given)
-    assert str(caught.value) == (
-        f"--generation-config {given!r}: no folder with a generation_config.json; give such a folder, auto or vllm"
-    )

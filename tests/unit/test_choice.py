@@ -86,13 +86,13 @@ def random_logits(rng: random.Random, seed: int, vocab_size: int) -> torch.Tenso
 
 
 @pytest.mark.parametrize("share_changed", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("vocab_size", [5, 128, 1000, 4099])
+@pytest.mark.parametrize("vocab_size", [5, 1000, 4099])
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_the_device_chooses_what_the_host_chooses(vocab_size: int, is_ahead: bool, share_changed: float) -> None:
     """And tells of it what the host tells, to the last bit."""
     rng = random.Random(vocab_size)
     sampler = Sampler(vocab_size, EOS)
-    for seed in range(30 if vocab_size < 1000 else 8):
+    for seed in range(22 if vocab_size < 1000 else 8):
         requests = sequences(rng, 12, vocab_size, share_changed)
         logits = random_logits(rng, seed, vocab_size)
         last_ids = torch.tensor(random_tokens(rng, 12, vocab_size)) if is_ahead else None
@@ -107,7 +107,7 @@ def test_rows_whose_last_token_is_known_and_others_share_a_step(vocab_size: int)
     """As where a prompt ends beside sequences that decode: position, counts and bans are each row's own."""
     rng = random.Random(vocab_size)
     sampler = Sampler(vocab_size, EOS)
-    for seed in range(40):
+    for seed in range(15):
         requests = sequences(rng, 12, vocab_size, share_changed=0.7)
         logits = random_logits(rng, seed, vocab_size)
         unknown = [rng.random() < 0.5 for _ in requests]
@@ -166,18 +166,10 @@ def test_logits_that_no_distribution_follows_from() -> None:
     assert choose(logits.clone(), greedy, None, EOS, CPU).tolist() == [0, 9, 0, 0]
 
 
-def test_in_sixteen_bits_the_draw_is_that_of_the_same_numbers() -> None:
-    torch.manual_seed(3)
-    logits = torch.randn(8, 640).bfloat16()
-    requests = sequences(random.Random(3), 8, 640, share_changed=0.5)
-    assert (
-        choose(logits, requests, None, EOS, CPU).tolist() == choose(logits.float(), requests, None, EOS, CPU).tolist()
-    )
-
-
-def test_rows_are_looked_at_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = sequences(random.Random(9), 20, 300, share_changed=0.5)
-    logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(1))
-    whole = choose(logits, requests, None, EOS, CPU).tolist()
-    monkeypatch.setattr(choice, "MAX_AT_ONCE", 700)
+def test_in_sixteen_bits_or_a_few_rows_at_a_time_the_draw_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(20, 640, generator=torch.Generator().manual_seed(1)).bfloat16()
+    requests = sequences(random.Random(3), 20, 640, share_changed=0.5)
+    whole = choose(logits.float(), requests, None, EOS, CPU).tolist()
+    assert choose(logits, requests, None, EOS, CPU).tolist() == whole
+    monkeypatch.setattr(choice, "MAX_AT_ONCE", 1400)
     assert choose(logits, requests, None, EOS, CPU).tolist() == whole

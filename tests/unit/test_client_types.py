@@ -140,26 +140,26 @@ ITS_CHAT_PARTS = members(chat_completion_content_part_param.ChatCompletionConten
 
 @pytest.mark.parametrize("kind", sorted(ITS_ITEMS.keys() - ITEMS.served))
 def test_an_item_that_is_not_served_is_refused_by_its_type(kind: str) -> None:
-    refused(ResponsesRequest(input=[{"type": "message", "role": "user", "content": "a"}, {"type": kind}]), kind, 1)
+    refused([{"type": "message", "role": "user", "content": "a"}, {"type": kind}], kind, 1)
 
 
-@pytest.mark.parametrize("kind", sorted(ITS_PARTS.keys() - PARTS.served))
-def test_a_part_that_is_not_served_is_refused_by_its_type(kind: str) -> None:
-    refused(ResponsesRequest(input=[{"role": "user", "content": [{"type": kind}]}]), kind, 0)
+def test_a_part_that_is_not_served_is_refused_by_its_type() -> None:
+    for kind in sorted(ITS_PARTS.keys() - PARTS.served):
+        refused([{"role": "user", "content": [{"type": kind}]}], kind, 0)
 
 
-def refused(request: ResponsesRequest, kind: str, place: int) -> None:
+def refused(items: list[Any], kind: str, place: int) -> None:
     with pytest.raises(RequestError, match=rf"^input\[{place}\].*{kind}.* is not supported here; \w+") as caught:
-        chat_of_response(request, [], frozenset())
+        chat_of_response(ResponsesRequest(input=items), [], frozenset())
     assert caught.value.param == "input"
 
 
-@pytest.mark.parametrize("kind", sorted(ITS_BLOCKS.keys() - BLOCKS.served))
 @pytest.mark.parametrize("role", ["user", "assistant", "system"])
-def test_a_block_that_is_not_served_is_refused_by_its_type(kind: str, role: str) -> None:
-    turns: list[Any] = [{"role": role, "content": [{"type": "text", "text": "a"}, {"type": kind}]}]
-    with pytest.raises(RequestError, match=rf"^messages\[0\].content\[1\]: .*{kind}.* is not supported here; \w+"):
-        chat_of_messages(MessagesPrompt(messages=turns), frozenset(), False)
+def test_a_block_that_is_not_served_is_refused_by_its_type(role: str) -> None:
+    for kind in sorted(ITS_BLOCKS.keys() - BLOCKS.served):
+        turns: list[Any] = [{"role": role, "content": [{"type": "text", "text": "a"}, {"type": kind}]}]
+        with pytest.raises(RequestError, match=rf"^messages\[0\].content\[1\]: .*{kind}.* is not supported here; \w+"):
+            chat_of_messages(MessagesPrompt(messages=turns), frozenset(), False)
 
 
 CHAT_PARTS: dict[str, set[str]] = {  # served type -> the fields that are read, or known to say nothing
@@ -185,10 +185,7 @@ def test_a_part_of_a_chat_is_known_or_refused_by_its_type(kind: str) -> None:
     [
         ({"audio": {"id": "a"}}, "audio: .*send its transcript"),
         ({"function_call": {"name": "f", "arguments": "{}"}}, "function_call: .*tool_calls"),
-        (
-            {"tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "f", "input": "x"}}]},
-            r"tool_calls\[0\]: must",
-        ),
+        ({"tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "f"}}]}, r"tool_calls\[0\]: must"),
     ],
 )
 def test_what_an_assistants_message_has_no_place_for_is_refused(fields: dict[str, Any], said: str) -> None:

@@ -128,7 +128,7 @@ def constraints(world: World) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", GUIDES)
-@pytest.mark.parametrize("budget", [None, 0, 1, 2, 5])
+@pytest.mark.parametrize("budget", [None, 0, 2])
 def test_every_pair_with_every_guide_and_every_budget(world: World, name: str, budget: int | None) -> None:
     guide, pattern = GUIDES[name]
     form = ReplyFormat("", "deepseek_r1")
@@ -163,10 +163,7 @@ def test_an_end_token_within_the_guide_is_text(world: World, ends: dict[str, Any
         assert (world.text_of(found.output), found.reason, found.failure) == (choice, "stop", ""), choice
 
 
-@pytest.mark.parametrize(
-    ("ends", "vocab_size"),
-    [({3, VOCAB_SIZE - 1}, VOCAB_SIZE), ({3, 10**6}, VOCAB_SIZE), ({3, -1}, VOCAB_SIZE), ({5, VOCAB_SIZE - 1}, 20)],
-)
+@pytest.mark.parametrize(("ends", "vocab_size"), [({3, VOCAB_SIZE - 1, 10**6, -1}, VOCAB_SIZE), ({5, 31}, 20)])
 def test_an_end_beyond_the_tokenizer_refuses_no_guide(world: World, ends: set[int], vocab_size: int) -> None:
     compiler = Compiler(world.file, vocab_size, ends)
     words = np.zeros(compiler.num_words, dtype=np.uint32)

@@ -65,6 +65,8 @@ def test_what_a_template_is_given() -> None:
     assert rendered(tools=[WEATHER]) == "^[user]hello(weather)[assistant]"
     assert rendered(documents=[{"title": "a"}, {"title": "b"}]) == "^[user]hello<a><b>[assistant]"
     assert rendered(chat_template_kwargs={"enable_thinking": False}) == "^[user]hello[assistant]quiet"
+    template = ChatTemplate("{{ tools | tojson }}")
+    assert json.loads(rendered(template=template, tools=[WEATHER])) == [WEATHER]
 
 
 @pytest.mark.parametrize(
@@ -101,11 +103,6 @@ def test_roles_are_the_api_s_and_the_template_s() -> None:
     conversation_of(bot, frozenset(), ChatConfig(response_role="bot"))
 
 
-def test_a_tool_is_given_whole() -> None:
-    template = ChatTemplate("{{ tools | tojson }}")
-    assert json.loads(rendered(template=template, tools=[WEATHER])) == [WEATHER]
-
-
 def test_tools_that_may_not_be_called_are_shown_unless_the_server_excludes_them() -> None:
     request = request_of(tools=[WEATHER], tool_choice="none")
     shown, known = ChatConfig(), TEMPLATE.variables
@@ -117,46 +114,30 @@ def test_tools_that_may_not_be_called_are_shown_unless_the_server_excludes_them(
         conversation_of(request_of(tools=[WEATHER]), frozenset(), shown)
 
 
-def test_calls_arguments_come_as_objects() -> None:
-    text = rendered(HELLO, {"role": "assistant", "content": "", "tool_calls": [CALL]})
-    assert text == '^[user]hello[assistant]weather={"city": "Ulm"}[assistant]'
-
-
-@pytest.mark.parametrize(
-    "calls",
-    [3, ["x"], [{}], [{"function": {}}]]
-    + [[{**CALL, "function": {"name": "f", "arguments": arguments}}] for arguments in ([1], 3, True)],
-)
-def test_calls_that_are_none(calls: Any) -> None:
-    error = refused({"role": "assistant", "tool_calls": calls})
-    assert error.param == "messages"
-    assert str(error).startswith("messages[0].tool_calls")
-    assert len(str(error)) < 200
-
-
-@pytest.mark.parametrize("arguments", ["{", "[1]", "1", '{"a": 1}]'])
-def test_arguments_that_are_none_stay_as_the_model_wrote_them(arguments: str) -> None:
-    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
-    text = rendered(HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, add_generation_prompt=False)
-    assert text == f"^[user]hello[assistant]f={json.dumps(arguments)}"
-
-
-def test_calls_without_content_have_an_empty_one_of_the_template_s_form() -> None:
+def test_messages_reach_templates_in_their_form() -> None:
+    wrong = ("{", "[1]", "1", '{"a": 1}]')
+    for arguments, shown in (('{"city": "Ulm"}', '{"city": "Ulm"}'), *((each, json.dumps(each)) for each in wrong)):
+        call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+        text = rendered(HELLO, {"role": "assistant", "content": "", "tool_calls": [call]})
+        assert text == f"^[user]hello[assistant]f={shown}[assistant]"
     called = {"role": "assistant", "tool_calls": [CALL]}
-    looping = ChatTemplate("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}.{% endfor %}")
-    assert rendered(called, template=looping) == "."
-    in_parts = ChatConfig(content_format="openai")
-    for config, empty in ((ChatConfig(), ""), (in_parts, [])):
+    for config, empty in ((ChatConfig(), ""), (ChatConfig(content_format="openai"), [])):
         assert conversation_of(request_of(called), frozenset(), config).messages[0]["content"] == empty
-
-
-def test_further_fields_of_parts_reach_templates_of_parts() -> None:
     part = {"type": "text", "text": "x", "lang": "fr"}
     request = request_of({"role": "user", "content": [part, {"type": "text", "text": "y"}]})
     config = ChatConfig(content_format="openai")
     template = ChatTemplate("{% for part in messages[0].content %}{{ part.text }}{{ part.lang }};{% endfor %}")
     assert conversation_of(request, frozenset(), config).render(template) == "xfr;y;"
     assert conversation_of(request, frozenset()).messages[0]["content"] == "x\ny"
+
+
+@pytest.mark.parametrize(
+    "calls", [3, ["x"], [{}], [{"function": {}}], [{**CALL, "function": {"name": "f", "arguments": [1]}}]]
+)
+def test_calls_that_are_none(calls: Any) -> None:
+    error = refused({"role": "assistant", "tool_calls": calls})
+    assert error.param == "messages"
+    assert str(error).startswith("messages[0].tool_calls")
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
@@ -166,15 +147,12 @@ def test_reasoning_has_two_names(name: str) -> None:
         assert rendered({"role": "assistant", "content": "a", name: "because"}, template=template) == "because"
 
 
-def test_the_last_message_is_continued() -> None:
+def test_the_last_message_is_continued_where_it_can_be() -> None:
     started = {"role": "assistant", "content": "Once upon "}
     assert rendered(HELLO, started, continue_final_message=True) == "^[user]hello[assistant]Once upon "
     assert rendered(HELLO, started, add_generation_prompt=False) == "^[user]hello[assistant]Once upon "
     closing = ChatTemplate("{% for m in messages %}<{{ m.content | trim }}/>{% endfor %}")
     assert rendered(HELLO, started, template=closing, continue_final_message=True) == "<hello/><Once upon"
-
-
-def test_what_cannot_be_continued() -> None:
     silent = ChatTemplate("{{ messages[0].content }}")
     started = {"role": "assistant", "content": "Once"}
     assert refused(HELLO, started, template=silent, continue_final_message=True).param == "continue_final_message"
@@ -188,27 +166,17 @@ def test_what_a_template_has_no_place_for_is_refused(name: str, value: Any) -> N
     plain = ChatTemplate("{{ messages[0].content }}")
     assert refused(template=plain, **{name: value}).param == name
     rendered(template=plain, **{name: []})
-
-
-@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tools", "documents"])
-def test_variables_do_not_replace_fields(name: str) -> None:
     error = refused(chat_template_kwargs={name: []})
-    assert error.param == "chat_template_kwargs"
+    assert error.param == "chat_template_kwargs", "variables do not replace fields"
     assert name in str(error)
 
 
-@pytest.mark.parametrize("effort", get_args(get_args(ReasoningEffort)[0]))
-def test_every_effort_of_openais_client_is_known(effort: str) -> None:
-    levels = ChatTemplate("{{ reasoning_effort }}")
-    assert rendered(template=levels, reasoning_effort=effort) == effort
-
-
 def test_an_effort_is_honoured_or_refused() -> None:
-    levels = ChatTemplate("{{ messages[0].content }}{{ reasoning_effort }}")
-    assert rendered(template=levels, reasoning_effort="low") == "hellolow"
+    levels, plain = ChatTemplate("{{ reasoning_effort }}"), ChatTemplate("{{ messages[0].content }}")
+    for effort in get_args(get_args(ReasoningEffort)[0]):
+        assert rendered(template=levels, reasoning_effort=effort) == effort
     assert rendered(reasoning_effort="none") == "^[user]hello[assistant]quiet"
     assert rendered(reasoning_effort="high") == rendered(), "this template knows thinking or none"
-    plain = ChatTemplate("{{ messages[0].content }}")
     assert rendered(template=plain, reasoning_effort="none") == rendered(template=plain)
 
 
@@ -221,6 +189,10 @@ def asked(has_parser: bool = True, **fields: Any) -> AskedTools:
 
 def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool(name) for name in names]}}
 
 
 def test_types_of_programs_are_types_of_schemas() -> None:
@@ -243,6 +215,9 @@ def test_which_tools_may_be_called() -> None:
     assert asked(tools=two, tool_choice=tool("b")) == AskedTools(both[1:], "named", 1)
     assert asked(tools=two, parallel_tool_calls=False).most_calls == 1
     assert asked(tools=two, parallel_tool_calls=True).most_calls is None
+    with pytest.raises(RequestError, match="--tool-call-parser"):
+        asked(False, tools=[tool("a")])
+    assert asked(False, tools=[tool("a")], tool_choice="required").choice == "required"
 
 
 @pytest.mark.parametrize(
@@ -252,6 +227,7 @@ def test_which_tools_may_be_called() -> None:
         ({"tool_choice": tool("a")}, "tool_choice"),
         ({"tools": [tool("a")], "tool_choice": tool("b")}, "tool_choice"),
         ({"tools": [tool("a"), tool("a")]}, "tools"),
+        ({"tools": [tool("a"), tool("a"), tool("b")], "tool_choice": allowed("auto", "b")}, "tools"),
         ({"tools": [tool("a")], "use_beam_search": True, "n": 2}, "tools"),
     ],
 )
@@ -261,11 +237,7 @@ def test_tools_that_cannot_be(fields: dict[str, Any], param: str) -> None:
     assert caught.value.param == param
 
 
-def allowed(mode: str, *names: str) -> dict[str, Any]:
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool(name) for name in names]}}
-
-
-def test_tools_beside_those_allowed_are_shown() -> None:
+def test_tools_beside_those_allowed_are_shown_and_unknown_ones_refused() -> None:
     tools, all_shown = [tool("a"), tool("b")], "^[user]hello(a)(b)[assistant]"
     assert rendered(tools=tools) == all_shown
     for mode in ("required", "auto"):
@@ -273,21 +245,10 @@ def test_tools_beside_those_allowed_are_shown() -> None:
         found = asked(tools=tools, tool_choice=allowed(mode, "b"))
         assert ([each.name for each in found.tools], found.choice, found.are_some) == (["b"], mode, True)
         assert not asked(tools=tools, tool_choice=allowed(mode, "a", "b")).are_some
-
-
-@pytest.mark.parametrize("mode", ["required", "auto"])
-def test_allowed_tools_are_checked_wherever_a_prompt_is_made(mode: str) -> None:
-    body = {"messages": [HELLO], "tools": [tool("a")], "tool_choice": allowed(mode, "a", "other")}
-    request = parse(json.dumps(body).encode(), TokenizeChatRequest)
+    body = {"messages": [HELLO], "tools": [tool("a")], "tool_choice": allowed("auto", "a", "other")}
     with pytest.raises(RequestError, match="no tool is called 'other'") as caught:
-        conversation_of(request, TEMPLATE.variables)
+        conversation_of(parse(json.dumps(body).encode(), TokenizeChatRequest), TEMPLATE.variables)
     assert caught.value.param == "tool_choice"
-
-
-def test_a_wrong_tool_is_named_by_its_place_among_all() -> None:
-    tools = [tool("a"), tool("a"), tool("b"), tool("b")]
-    with pytest.raises(RequestError, match=r"tools\[1\]: a second tool is called 'a'"):
-        asked(tools=tools, tool_choice=allowed("auto", "b"))
 
 
 IMAGE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
@@ -314,12 +275,6 @@ def test_a_part_of_another_apis_message_is_named_by_its_place_there() -> None:
         assert str(caught.value).startswith(f"{place}: only parts of type 'text' are supported, not 'image_url'")
 
 
-def test_calls_at_will_need_a_parser() -> None:
-    with pytest.raises(RequestError, match="--tool-call-parser"):
-        asked(False, tools=[tool("a")])
-    assert asked(False, tools=[tool("a")], tool_choice="required").choice == "required"
-
-
 # ---- templates of requests
 
 
@@ -335,60 +290,53 @@ def with_prompts(use: Callable[[ChatPrompts], Awaitable[None]], trusts: bool = T
     asyncio.run(asyncio.wait_for(run(), 100))
 
 
-def own(source: str, **fields: Any) -> ChatCompletionRequest:
-    return request_of(chat_template=source, **fields)
+async def why_not(prompts: ChatPrompts, source: str, **fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        await prompts.render(request_of(chat_template=source, **fields))
+    assert len(str(caught.value)) < 500
+    return caught.value
+
+
+HOSTILE = (
+    "{% if %}",
+    "{{ ''.__class__.__mro__ }}{{ undefined.attribute }}",
+    "{{ 'a' * 3000000000 }}",
+    "{{ raise_exception('no') }}",
+    "{% for i in range(100000) %}{{ 'x' * 100000 }}{% endfor %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ " + "(" * 20000 + "1" + ")" * 20000 + " }}",
+    "{{ 'x' * 9000000 }}",
+)
 
 
 def test_a_requests_own_template() -> None:
     async def use(prompts: ChatPrompts) -> None:
-        assert (await prompts.render(own("{{ bos_token }}{{ messages[0].content }}!"))).text == "^hello!"
-        text = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
-        assert (await prompts.render(own(text, tools=[WEATHER]))).text == "weather"
-        with pytest.raises(RequestError, match="no place") as caught:
-            await prompts.render(own("{{ messages }}", tools=[WEATHER]))
-        assert caught.value.param == "tools"
+        async def text_of(source: str, **fields: Any) -> str:
+            return (await prompts.render(request_of(chat_template=source, **fields))).text
+
+        names = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+        assert await text_of(names, tools=[WEATHER]) == "weather"
+        assert (await why_not(prompts, "{{ messages }}", tools=[WEATHER])).param == "tools"
+        for source in HOSTILE:
+            assert (await why_not(prompts, source)).param == "chat_template", source[:24]
+            assert await text_of("{{ bos_token }}{{ messages[0].content }}!") == "^hello!"
 
     with_prompts(use)
 
 
 def test_only_where_they_are_trusted() -> None:
     async def use(prompts: ChatPrompts) -> None:
-        with pytest.raises(RequestError, match="--trust-request-chat-template"):
-            await prompts.render(own("{{ messages[0].content }}"))
+        assert "--trust-request-chat-template" in str(await why_not(prompts, "{{ messages[0].content }}"))
         assert (await prompts.render(request_of())).text == "^[user]hello[assistant]"
 
     with_prompts(use, trusts=False)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% if %}",
-        "{{ ''.__class__.__mro__ }}{{ undefined.attribute }}",
-        "{{ 'a' * 3000000000 }}",
-        "{{ raise_exception('no') }}",
-        "{% for i in range(100000) %}{{ 'x' * 100000 }}{% endfor %}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ " + "(" * 20000 + "1" + ")" * 20000 + " }}",
-        "{{ 'x' * 9000000 }}",
-    ],
-    ids=lambda source: source[:24],
-)
-def test_hostile_templates_are_refused(source: str) -> None:
-    async def use(prompts: ChatPrompts) -> None:
-        with pytest.raises(RequestError) as caught:
-            await prompts.render(own(source))
-        assert caught.value.param == "chat_template"
-        assert len(str(caught.value)) < 500
-        assert (await prompts.render(own("{{ messages[0].content }}"))).text == "hello"
-
-    with_prompts(use)
-
-
 def test_a_template_that_does_not_end_is_ended() -> None:
-    async def use(prompts: ChatPrompts) -> None:
-        forever = "{% for a in range(99999) %}{% for b in range(99999) %}{{ b }}{% break %}{% endfor %}{% for c in "
-        with pytest.raises(RequestError, match="not ready after 1 s"):
-            await prompts.render(own(forever + "range(99999) %}{% if c %}{% endif %}{% endfor %}{% endfor %}"))
+    forever = "{% for a in range(99999) %}{% for b in range(99999) %}{{ b }}{% break %}{% endfor %}"
+    forever += "{% for c in range(99999) %}{% if c %}{% endif %}{% endfor %}{% endfor %}"
 
-    with_prompts(use, timeout_s=1.0)
+    async def use(prompts: ChatPrompts) -> None:
+        assert "not ready after 0.5 s" in str(await why_not(prompts, forever))
+
+    with_prompts(use, timeout_s=0.5)

@@ -32,14 +32,11 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
     ("route", "fields", "param"),
     [
         (RESPONSES, {"tool_choice": "required"}, "tool_choice"),
-        (RESPONSES, {"tool_choice": {"type": "function", "name": "look"}}, "tool_choice"),
         (RESPONSES, {"tool_choice": {"type": "function", "name": "see"}, "tools": [LOOK]}, "tool_choice"),
         (RESPONSES, {"tools": [LOOK, LOOK]}, "tools"),
         (RESPONSES, {"include": LOGPROBS, "top_logprobs": 21}, "top_logprobs"),
         (RESPONSES, {"logit_bias": {"5000": 1}}, "logit_bias"),
-        (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
         (RESPONSES, {"max_output_tokens": MAX_MODEL_LEN + 1}, "max_output_tokens"),
-        (RESPONSES, {"priority": 3}, "priority"),
         (RESPONSES, {"store": True}, "store"),
         (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice"),
         (MESSAGES, {"tool_choice": {"type": "tool", "name": "see"}, "tools": [TOOL]}, "tool_choice"),
@@ -47,7 +44,6 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         (MESSAGES, {"max_tokens": 0}, "max_tokens"),
         (MESSAGES, {"container": "c"}, "container"),
-        (MESSAGES, {"thread": {"id": "t"}}, "thread"),
         (MESSAGES, {"stop_sequences": [""]}, "stop_sequences"),
     ],
 )
@@ -63,13 +59,10 @@ def test_what_is_refused_is_not_counted(app: FastAPI, route: str, fields: dict[s
 def test_what_is_valid_is_counted(app: FastAPI, route: str) -> None:
     """Nobody serves the model here: a valid request to compute is a 503."""
     assert ask(app, "POST", route, [], GOOD[route]).status == 503
-    told = ask(app, "POST", COUNTS[route], [], GOOD[route])
+    told = ask(
+        app, "POST", COUNTS[route], [], {**GOOD[route], "max_tokens": None} if route == MESSAGES else GOOD[route]
+    )
     assert (told.status, told.json()["input_tokens"] > 0) == (200, True)
-
-
-def test_messages_are_counted_without_a_length(app: FastAPI) -> None:
-    counted = ask(app, "POST", COUNTS[MESSAGES], [], {"messages": GOOD[MESSAGES]["messages"]})
-    assert counted.json() == ask(app, "POST", COUNTS[MESSAGES], [], GOOD[MESSAGES]).json()
 
 
 @pytest.mark.parametrize("route", COUNTS)

@@ -55,7 +55,7 @@ def fault(work: Callable[[], object]) -> str:
 
 
 def test_public_keys_of_both_implementations_agree() -> None:
-    for private in (bytes(32), b"\xff" * 32, *(os.urandom(32) for _ in range(3))):
+    for private in (b"\xff" * 32, os.urandom(32)):
         with_openssl, with_libzmq = (
             subprocess.run(command, capture_output=True, check=True).stdout.strip()
             for command in (
@@ -107,20 +107,16 @@ def test_a_machines_part_gets_none_and_merge_says_what_to_copy(
     capsys.readouterr()
     assert cli.main(["merge", "--global-ranktable-list", *parts, "--save-dir", str(tmp_path / "home")]) == 0
     written = ["global_ranktable_merge.json", *NAMES]
-    assert capsys.readouterr().out.splitlines() == [
-        *(str(tmp_path / "home" / name) for name in written),
-        "copy global_ranktable_merge.json and cluster.secret to 10.0.0.1, 10.0.0.2, into one folder each, readable for "
-        "nobody else",
-        "copy scheduler.key and admin.token to 10.0.0.1 alone, into the same folder",
-    ]
+    *paths, everywhere, alone = capsys.readouterr().out.splitlines()
+    assert paths == [str(tmp_path / "home" / name) for name in written]
+    assert everywhere.startswith("copy global_ranktable_merge.json and cluster.secret to 10.0.0.1, 10.0.0.2")
+    assert alone.startswith("copy scheduler.key and admin.token to 10.0.0.1 alone")
 
 
 @pytest.mark.parametrize(
     ("options", "mode"),
     [
-        ([], 0o600),
         (["--file-mode", "0644"], 0o600),
-        (["--group", str(os.getgid())], 0o640),
         (["--group", str(os.getgid()), "--file-mode", "0644"], 0o640),
         (["--group", str(os.getgid()), "--file-mode", "0600"], 0o600),
     ],
@@ -199,10 +195,7 @@ def test_a_launch_without_them_says_the_way_out(tmp_path: Path, which: str, miss
         admin_token_of(place(folder, which), KeyFiles())
 
     said = fault(launch)
-    assert said.startswith(
-        f"{folder / missing}: no such file; `pd-ranktable gen` or `merge` writes it beside the global "
-    )
-    assert f"`pd-ranktable keys --save-dir {folder}`" in said
+    assert said.startswith(f"{folder / missing}: no such file; ")
     assert f"or name it with {flag} FILE" in said
     assert ("--derive-secret" in said) is (missing == "cluster.secret")
 
@@ -212,7 +205,6 @@ def test_a_launch_without_them_says_the_way_out(tmp_path: Path, which: str, miss
     [
         (None, 0, "No such file"),
         ("secret", 0o660, "others can; chmod 600"),
-        ("", 0o600, "secret: found '0 lines', expected exactly one; `pd-ranktable keys` writes a new set"),
         (f"secret {'0' * 64}\nsecret {'1' * 64}", 0o600, "secret: found '2 lines', expected exactly one"),
         ("\xfc", 0o600, "(file): found something else, expected letters, digits and signs"),
     ],
@@ -225,43 +217,33 @@ def test_a_bad_secret_file(tmp_path: Path, content: str | None, mode: int, said:
     message = fault(lambda: credentials_of(place(folder, "0"), KeyFiles(secret=str(file))))
     assert message.startswith(f"--secret-file {file}: ")
     assert said in message
-    assert "old secret" not in message
     assert "0" * 32 not in message
-
-
-def test_a_key_that_workers_do_not_pin(tmp_path: Path) -> None:
-    folder, another = gen(tmp_path / "one"), gen(tmp_path / "two")
-    files = KeyFiles(scheduler_key=str(another / "scheduler.key"))
-    said = fault(lambda: credentials_of(place(folder), files))
-    assert said.startswith(f"{another / 'scheduler.key'}: (file): found 'the key of another cluster'")
-    assert f"{folder / 'cluster.secret'} names" in said
+    files = KeyFiles(scheduler_key=str(gen(tmp_path / "two") / "scheduler.key"))
+    assert "(file): found 'the key of another cluster'" in fault(lambda: credentials_of(place(folder), files))
 
 
 @pytest.mark.parametrize(
     ("content", "mode", "said"),
     [
         (None, 0, "No such file"),
-        (b"0123456789abcdef", 0o644, "others can; chmod 600"),
-        (b"0123456789", 0o600, "at least 16 bytes"),
-        (b"0123456789 abcdef", 0o600, "without spaces"),
-        ("0123456789abcdef\u00fc".encode(), 0o600, "letters, digits and signs"),
+        ("0123456789abcdef\n", 0o600, ""),
+        ("0123456789abcdef", 0o644, "others can; chmod 600"),
+        ("0123456789", 0o600, "at least 16 bytes"),
+        ("0123456789 abcdef", 0o600, "without spaces"),
+        ("0123456789abcdef\u00fc", 0o600, "letters, digits and signs"),
     ],
 )
-def test_a_bad_token_file(tmp_path: Path, content: bytes | None, mode: int, said: str) -> None:
+def test_token_files(tmp_path: Path, content: str | None, mode: int, said: str) -> None:
     file = tmp_path / "token"
     if content is not None:
-        file.write_bytes(content)
+        file.write_text(content)
         file.chmod(mode)
+    if not said:
+        assert read_admin_token(str(file)) == "0123456789abcdef"
+        return
     message = fault(lambda: read_admin_token(str(file)))
     assert message.startswith(f"--admin-token-file {file}: ")
     assert said in message
-
-
-def test_a_good_token_file(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text("0123456789abcdef\n")
-    file.chmod(0o600)
-    assert read_admin_token(str(file)) == "0123456789abcdef"
 
 
 # ---- --derive-secret
@@ -294,10 +276,10 @@ def test_a_derived_secret_is_for_one_host(tmp_path: Path) -> None:
         here = find_place({"GLOBAL_RANK_TABLE_FILE_PATH": str(table), "RANK_TABLE_FILE_PATH": str(local)})
         said = fault(lambda here=here: credentials_of(here, DERIVED))  # type: ignore[misc]
         assert said.startswith(f"--derive-secret: {table} has several hosts (10.0.0.1, 10.0.0.2), and ")
-        assert "copy the cluster.secret that `pd-ranktable merge` writes to each of them" in said
 
 
-@pytest.mark.parametrize("changes", [{"secret": "file"}, {"scheduler_key": "file"}])
-def test_derived_and_read_do_not_mix(tmp_path: Path, changes: dict[str, str]) -> None:
-    said = fault(lambda: credentials_of(place(gen(tmp_path)), replace(DERIVED, **changes)))
-    assert said.endswith(" file: goes with a cluster.secret, not with --derive-secret; drop one")
+def test_derived_and_read_do_not_mix(tmp_path: Path) -> None:
+    here = place(gen(tmp_path))
+    for changes in ({"secret": "file"}, {"scheduler_key": "file"}):
+        said = fault(lambda changes=changes: credentials_of(here, replace(DERIVED, **changes)))  # type: ignore[misc]
+        assert "not with --derive-secret" in said

@@ -41,8 +41,6 @@ def test_gloo_does_not_leave_its_host(trusting: tuple[str, ...], refused_by: tup
         ("dist", {"p0": "FD00::1", "d0": "fd00:0::1"}, ()),
         ("curve", HOSTS, ()),
         ("nccl", HOSTS, ()),
-        ("hccl", HOSTS, ()),
-        ("nixl", HOSTS, ()),
     ],
 )
 def test_one_host_and_other_transports_are_untouched(
@@ -51,23 +49,8 @@ def test_one_host_and_other_transports_are_untouched(
     assert state(Net(1, 1, 0, 0, transport, hosts, trusting)) == f"up ({transport})"
 
 
-@pytest.mark.parametrize(
-    ("flags", "is_refused"),
-    [
-        ([], False),
-        (["--kv-transport=dist"], True),
-        (["--kv-transport=curve"], False),
-        (["--kv-transport=shm"], False),
-        (["--kv-transport=nixl"], False),
-        (["--kv-transport=dist", "--trust-network"], False),
-    ],
-)
 def test_a_worker_on_a_cpu_says_so_when_it_starts(
-    tmp_path: Path,
-    flags: list[str],
-    is_refused: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise a cluster would start whose links are all refused."""
     for address, role in (("10.0.0.1", "prefill"), ("10.0.0.2", "decode")):
@@ -78,13 +61,14 @@ def test_a_worker_on_a_cpu_says_so_when_it_starts(
     assert tables.main(["merge", "--global-ranktable-list", *parts, "--save-dir", str(tmp_path)]) == 0
     monkeypatch.setenv("GLOBAL_RANK_TABLE_FILE_PATH", str(tmp_path / "global_ranktable_merge.json"))
     monkeypatch.setenv("RANK_TABLE_FILE_PATH", str(tmp_path / "local_ranktable_10.0.0.2_0.json"))
-    fault = ["--kv-disk-cache=/x"] if not is_refused else []  # the next thing that a start checks would end it, too
     model = Path(cli.__file__).parents[1] / "models" / "tiny-chat"
-    argv = ["pd-cluster", "serve", f"--model={model}", "--device=cpu", *flags, *fault]
-    monkeypatch.setattr("sys.argv", [*argv, "--port=1", "--host=192.0.2.1"])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 1, said
-    assert (WHY.format("10.0.0.2", "10.0.0.1") in said) is is_refused, said
+    for flags, is_refused in (("dist", True), ("curve", False), ("dist --trust-network", False)):
+        fault = [] if is_refused else ["--kv-disk-cache=/x"]  # the next thing that a start checks would end it, too
+        argv = ["pd-cluster", "serve", f"--model={model}", "--device=cpu", f"--kv-transport={flags}", *fault]
+        monkeypatch.setattr("sys.argv", [*" ".join(argv).split(), "--port=1", "--host=192.0.2.1"])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr().err
+        assert ended.value.code == 1, said
+        assert (WHY.format("10.0.0.2", "10.0.0.1") in said) is is_refused, said

@@ -72,9 +72,8 @@ def test_the_tables_have_no_fault() -> None:
 
 def test_the_tables_are_what_the_readme_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    section = (
-        (DEPLOY / "README.md").read_text(encoding="utf-8").partition("\n### Addresses\n")[2].partition("\n### ")[0]
-    )
+    readme = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("\n### Addresses\n")[2].partition("\n### ")[0]
     lines = re.findall(r"^pd-ranktable (.*)$", section, re.MULTILINE)
     assert len(lines) == 5
     for line in lines:

@@ -29,10 +29,21 @@ def commands(pattern: str) -> list[list[str]]:
     return [shlex.split(match[1], comments=True) for match in found if match]
 
 
-def test_a_start_line_has_known_flags() -> None:
+def test_start_lines_have_known_flags_and_commands_exist() -> None:
     started = [parse_serve(argv) for argv in commands(r"sh \S*/PD_separate/start_servers\.sh")]
     assert [options["port"] for options in started] == [8088, 8089, 9000]
     assert {options["tensor_parallel_size"] for options in started} == {2}
+    import typer.main
+
+    from pd_cluster.commands import cli
+
+    group = typer.main.get_command(cli.app)
+    named = {argv[0] for argv in commands("pd-cluster")}
+    assert named == {"check", "instances"}
+    assert named <= set(group.commands)  # type: ignore[attr-defined]
+    check = group.commands["check"]  # type: ignore[attr-defined]
+    given = [argv[1:] for argv in commands("pd-cluster") if argv[0] == "check"]
+    assert [check.make_context("check", argv).params["network"] for argv in given if argv] == [True]
 
 
 def test_a_rank_table_line_is_taken(
@@ -56,20 +67,6 @@ def test_a_rank_table_line_is_taken(
     assert [argv[0] for argv in shown] == ["show", "check"]
     assert all(ranktable_cli.main(argv) == 0 for argv in shown)
     assert "ok: 1 scheduler, 1 prefill, 1 decode" in capsys.readouterr().out
-
-
-def test_every_command_of_pd_cluster_is_one() -> None:
-    import typer.main
-
-    from pd_cluster.commands import cli
-
-    group = typer.main.get_command(cli.app)
-    named = {argv[0] for argv in commands("pd-cluster")}
-    assert named == {"check", "instances"}
-    assert named <= set(group.commands)  # type: ignore[attr-defined]
-    check = group.commands["check"]  # type: ignore[attr-defined]
-    given = [argv[1:] for argv in commands("pd-cluster") if argv[0] == "check"]
-    assert [check.make_context("check", argv).params["network"] for argv in given if argv] == [True]
 
 
 def test_every_request_is_one() -> None:
@@ -125,12 +122,8 @@ def test_the_table_making_container_has_what_npu_smi_needs_and_no_card() -> None
     given = re.findall(r"--device=(\S+)", line)
     assert given == ["/dev/davinci_manager", "/dev/hisi_hdc"]
     mounted = {mount.partition(":")[0] for mount in re.findall(r"-v (/\S+)", line)}
-    assert mounted == {
-        "/usr/local/Ascend/driver",
-        "/usr/local/dcmi",
-        "/usr/local/sbin/npu-smi",
-        "/etc/hccn.conf",
-    }
+    local = "/usr/local"
+    assert mounted == {f"{local}/Ascend/driver", f"{local}/dcmi", f"{local}/sbin/npu-smi", "/etc/hccn.conf"}
     assert " --net=host " in line
 
 

@@ -64,11 +64,9 @@ def start(script: Path, shell: str = "sh", *flags: str, **env: str) -> dict[str,
     return dict(line.split("=", 1) for line in shown)
 
 
-@pytest.mark.parametrize("shell", ["sh", "dash", "bash"])
-@pytest.mark.parametrize("folder", ["ascend-toolkit", "cann"])
+@pytest.mark.parametrize(("shell", "folder"), [("sh", "ascend-toolkit"), ("bash", "cann")])
 def test_cann_is_sourced_where_it_is(script: Path, tmp_path: Path, shell: str, folder: str) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"there is no {shell}")
+
     root = tmp_path / "Ascend"
     home = install(root, folder)
     found = start(script, shell, "--port=1", ASCEND_ROOT=str(root))
@@ -95,7 +93,6 @@ def test_ascend_toolkit_home_names_the_toolkit(script: Path, tmp_path: Path, ins
 @pytest.mark.parametrize(
     ("flags", "env", "window"),
     [
-        ((), {}, ["30", "1"]),
         ((), {"USE_OPENAI": "1"}, ["30", "1"]),
         ((), {"USE_OPENAI": "0"}, ["", ""]),
         ((), {LASTING[0]: "0"}, ["0", ""]),

@@ -1,9 +1,6 @@
 """compose.yaml and its overrides for GPUs and NPUs: Compose's schema, its parser where it is, what they change."""
 
-import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +22,16 @@ def loaded(name: str) -> dict[str, Any]:
     return value
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_the_file_keeps_to_the_compose_specification_s_schema(name: str) -> None:
+def test_the_files_keep_to_the_compose_specification_s_schema() -> None:
     schemas = pytest.importorskip("check_jsonschema.builtin_schemas", reason="check-jsonschema is not installed")
     jsonschema = pytest.importorskip("jsonschema")
     schema = schemas.get_builtin_schema("vendor.compose-spec")
-    jsonschema.validate(loaded(name), schema)
-    broken = loaded(name)
+    validator = jsonschema.validators.validator_for(schema)(schema)
+    for name in FILES:
+        validator.validate(loaded(name))
+    broken = loaded(FILES[0])
     broken["services"]["prefill"]["comand"] = []
-    with pytest.raises(jsonschema.ValidationError, match="comand"):
-        jsonschema.validate(broken, schema)
+    assert not validator.is_valid(broken)
 
 
 def filled(name: str, **env: str) -> dict[str, Any]:
@@ -47,20 +44,6 @@ def filled(name: str, **env: str) -> dict[str, Any]:
     text = re.sub(r"\$\{(\w+):([-?])([^}]*)\}", fill, (DEPLOY / name).read_text(encoding="utf-8"))
     value: dict[str, Any] = yaml.safe_load(text)
     return value
-
-
-@pytest.mark.parametrize("names", [FILES[:1], FILES[:2], FILES[2:]])
-def test_compose_itself_reads_the_files(names: tuple[str, ...]) -> None:
-    docker = shutil.which("docker")
-    if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode:
-        pytest.skip("docker compose is not installed")
-    files = [argument for name in names for argument in ("-f", str(DEPLOY / name))]
-    command = [docker, "compose", *files, "config", "--format", "json"]
-    done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    services = yaml.safe_load(done.stdout)["services"]
-    kind = {FILES[0]: "cpu", FILES[1]: "cuda", FILES[2]: "npu"}[names[-1]]
-    assert {service["image"] for service in services.values()} == {f"pd-cluster:{kind}"}
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
@@ -77,9 +60,8 @@ def test_the_npus_file_is_on_the_host_s_network_with_the_tables_that_gen_makes(t
     """As deploy/README.md makes them; every service finds its own, and the scheduler the workers' ports."""
     cards = [f"--device-ip={card}=10.1.0.{card}" for card in (4, 12)]
     lists = ["--prefill-server-list", "4", "--decode-server-list", "12", "--api-server"]
-    assert (
-        cli.main(["gen", "--device", "npu", "--server-ip", "10.0.0.18", *lists, *cards, f"--save-dir={tmp_path}"]) == 0
-    )
+    given = ["gen", "--device", "npu", "--server-ip", "10.0.0.18", *lists, *cards, f"--save-dir={tmp_path}"]
+    assert cli.main(given) == 0
     services = filled("compose.npu.yaml", PREFILL_NPU="4", DECODE_NPU="12", TABLES_DIR=str(tmp_path))["services"]
     ports = {}
     for name, service in services.items():

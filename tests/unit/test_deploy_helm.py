@@ -26,15 +26,12 @@ from tests.support.manifests import CHART, KUSTOMIZE, built, check_schema
 ROOT = Path(__file__).resolve().parents[2]
 RENDER = ROOT / "tests" / "support" / "render_chart.py"
 TOP = "# Written from deploy/helm/pd-cluster by `python tests/unit/test_deploy_helm.py --fix`; change that.\n"
+CLUSTER = ("scheduler", "workers", "availability")
 MADE: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = {  # file -> values, templates
-    "base/pd-cluster.yaml": ((), {}, ("scheduler", "workers", "availability")),
-    "overlays/cuda/pd-cluster.yaml": (("values-cuda.yaml",), {}, ("scheduler", "workers", "availability")),
-    "overlays/npu/pd-cluster.yaml": (("values-npu.yaml",), {}, ("scheduler", "workers", "availability")),
-    "overlays/npu-cce/pd-cluster.yaml": (
-        ("values-npu.yaml", "values-npu-cce.yaml"),
-        {},
-        ("scheduler", "workers", "availability"),
-    ),
+    "base/pd-cluster.yaml": ((), {}, CLUSTER),
+    "overlays/cuda/pd-cluster.yaml": (("values-cuda.yaml",), {}, CLUSTER),
+    "overlays/npu/pd-cluster.yaml": (("values-npu.yaml",), {}, CLUSTER),
+    "overlays/npu-cce/pd-cluster.yaml": (("values-npu.yaml", "values-npu-cce.yaml"), {}, CLUSTER),
     "components/autoscaling/autoscaling.yaml": ((), {"autoscaling": {"enabled": True}}, ("autoscaling",)),
     "components/schedulers/schedulers.yaml": ((), {"scheduler": {"replicas": 2}}, ("schedulers",)),
     "components/monitoring/monitoring.yaml": ((), {"monitoring": {"enabled": True}}, ("monitoring",)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -35,22 +34,17 @@ def test_a_container_that_sees_just_its_own_cards_counts_them_from_0(name: str, 
     assert [bind(name, ["4", "5"], rank) for rank in (0, 1)] == [Device("cuda", 0), Device("cuda", 1)]
 
 
-def test_a_process_that_sees_others_cards_too_takes_its_own_by_number(visible: list[int]) -> None:
+def test_cards_are_taken_by_number_or_counted_from_0(visible: list[int]) -> None:
     visible[0] = 8
     assert [bind("cuda", ["5", "4"], rank).index for rank in (0, 1)] == [4, 5]
     visible[0] = 12
     assert bind("cuda", ["10", "9"], 0).index == 9  # by number, not by letters
-
-
-def test_cpu_is_taken_when_asked_for_or_when_there_is_nothing_else(visible: list[int]) -> None:
     assert bind("cpu", ["0"], 0) == CPU
     visible[0] = 0
     assert bind("auto", ["0"], 0) == CPU
     assert CPU.torch_name == "cpu"
     assert not CPU.is_accelerator
-
-
-def test_a_card_that_is_not_there_is_named_and_the_way_out(visible: list[int]) -> None:
+    visible[0] = 2
     with pytest.raises(ConfigError, match=r"rank 0 device_id 4, and 2 CUDA devices are visible.*correct its device_id"):
         bind("cuda", ["4"], 0)
     with pytest.raises(ConfigError, match="device_id a0: a CUDA device is named by its number"):
@@ -74,32 +68,22 @@ def test_npus_are_bound_by_the_same_rule(name: str, npus: list[int]) -> None:
     assert Device("npu", 3).dist_backend == "hccl"
 
 
-def test_a_machine_with_npus_does_not_fall_back_to_the_cpu(npus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_with_npus_does_not_fall_back(npus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "num_npu_devices", lambda: 0)
     monkeypatch.setattr(device, "_npu_problem", lambda: "torch-npu is not installed")
-    with pytest.raises(
-        ConfigError, match=r"--device auto: torch finds no NPU device here \(torch-npu is not installed"
-    ):
+    with pytest.raises(ConfigError, match=r"--device auto: torch finds no NPU .* \(torch-npu is not installed"):
         bind("auto", ["0"], 0)
     monkeypatch.setattr(device, "_npu_problem", str)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4")
     with pytest.raises(ConfigError, match=r"ASCEND_RT_VISIBLE_DEVICES=4: a container counts the cards .* from 0"):
         bind("auto", ["4"], 0)
 
-
-def test_a_card_that_another_process_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def set_device(index: int) -> None:
         raise RuntimeError(f"aclrtSetDevice failed for {index}\nmore")
 
     monkeypatch.setattr(device, "_module", lambda _: SimpleNamespace(set_device=set_device))
     with pytest.raises(ConfigError, match=r"npu:1 cannot be used: aclrtSetDevice failed for 1; does another process"):
         device.use(Device("npu", 1))
-
-
-def test_without_torch_npu_its_way_in_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"--device npu: .*torch-npu"):
-        bind("npu", ["0"], 0)
-    assert "torch_npu" not in sys.modules
 
 
 @pytest.mark.parametrize("name", ["tpu", "gpu", ""])

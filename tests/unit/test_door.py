@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from pd_cluster.api.front.front_door import GuardedProtocol
 from pd_cluster.api.front.server import bind, make_server
+from tests.support.until import until
 
 
 def test_a_connection_that_has_ended_leaves_nothing_for_the_collector() -> None:
@@ -35,15 +36,13 @@ def test_a_connection_that_has_ended_leaves_nothing_for_the_collector() -> None:
         server = make_server(app)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         try:
-            while not server.started:
-                await asyncio.sleep(0.001)
+            await until(lambda: server.started, 0.001)
             gc.collect()
             gc.disable()
             before = len(protocols())
             for _ in range(20):
                 await visit(listener.getsockname()[1])
-            while server.doorman.num_open:
-                await asyncio.sleep(0.001)
+            await until(lambda: not server.doorman.num_open, 0.001)
             await asyncio.sleep(0)
             assert len(protocols()) <= before + 1  # the event loop may still have the last one
         finally:

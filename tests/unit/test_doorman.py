@@ -7,14 +7,7 @@ from collections import Counter
 
 import pytest
 
-from pd_cluster.api.front.doorman import (
-    BODY_TIMEOUT_S,
-    HEAD_TIMEOUT_S,
-    NUM_SPARE_PER_HOST,
-    Doorman,
-    State,
-    Visit,
-)
+from pd_cluster.api.front.doorman import BODY_TIMEOUT_S, HEAD_TIMEOUT_S, NUM_SPARE_PER_HOST, Doorman, State, Visit
 from pd_cluster.api.front.refusals import PERIOD_S, RefusalLog
 from pd_cluster.errors import Overloaded, Unavailable
 from pd_cluster.settings.routing import ConnectionLimits
@@ -51,7 +44,7 @@ def enter(doorman: Doorman, address: str = "a", descriptor: int = 10) -> tuple[G
     return guest, visit
 
 
-def test_the_longest_idle_makes_room() -> None:
+def test_the_longest_idle_makes_room_and_nobody_when_all_are_busy() -> None:
     doorman = Doorman(ConnectionLimits(total=1, per_host=0), MANY)
     visits = [enter(doorman) for _ in range(1 + NUM_SPARE)]
     doorman.begin_request(visits[0][1], is_probe=False)
@@ -63,9 +56,6 @@ def test_the_longest_idle_makes_room() -> None:
         enter(doorman)
     assert [at for at, (guest, _) in enumerate(visits) if not guest.was_evicted] == [0, 1]
     assert doorman.num_open == 1 + NUM_SPARE
-
-
-def test_nobody_gets_in_when_all_are_busy() -> None:
     doorman = Doorman(ConnectionLimits(total=1, per_host=0), MANY)
     for _ in range(1 + NUM_SPARE):
         doorman.begin_request(enter(doorman)[1], is_probe=bool(doorman.num_busy))
@@ -73,7 +63,7 @@ def test_nobody_gets_in_when_all_are_busy() -> None:
     assert not doorman.make_room()
 
 
-def test_few_descriptors_are_for_probes_and_the_last_for_none() -> None:
+def test_descriptors_and_addresses_have_limits() -> None:
     doorman = Doorman(ConnectionLimits(num_kept_descriptors=28), 128)  # probes: 88 to 99
     low, high = enter(doorman, descriptor=87)[1], enter(doorman, descriptor=88)[1]
     doorman.begin_request(low, is_probe=False)
@@ -84,9 +74,6 @@ def test_few_descriptors_are_for_probes_and_the_last_for_none() -> None:
     doorman.end_request(high)
     assert doorman.admit(Guest(), "a", 100) is not None, "an idle one has made room"
     assert doorman.num_open == 2
-
-
-def test_an_address_has_its_own_limit() -> None:
     doorman = Doorman(ConnectionLimits(total=100, per_host=2), MANY)
     for _ in range(2):
         doorman.begin_request(enter(doorman, "hog")[1], is_probe=False)
@@ -100,6 +87,9 @@ def test_an_address_has_its_own_limit() -> None:
     assert doorman.num_open == 2 + NUM_SPARE_PER_HOST + 2
     for _ in range(5):  # connections without an address have no such limit
         doorman.begin_request(enter(doorman, "")[1], is_probe=False)
+    share = ConnectionLimits(total=10, per_host=6).share(4)
+    assert (share.total, share.per_host) == (2, 1), "processes share the whole"
+    assert ConnectionLimits(total=3, per_host=0).share(8) == ConnectionLimits(total=1, per_host=0)
 
 
 def test_deadlines_end_what_waits_for_its_client() -> None:
@@ -121,19 +111,13 @@ def test_deadlines_end_what_waits_for_its_client() -> None:
     assert blameless.num_expired == 2
 
 
-def test_processes_share_the_whole() -> None:
-    share = ConnectionLimits(total=10, per_host=6).share(4)
-    assert (share.total, share.per_host) == (2, 1)
-    assert ConnectionLimits(total=3, per_host=0).share(8) == ConnectionLimits(total=1, per_host=0)
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_visits_are_counted_right(seed: int) -> None:
     choose = random.Random(seed)
     limits = ConnectionLimits(total=6, per_host=4)
     doorman = Doorman(limits, MANY, Clock())
     present: list[tuple[Guest, Visit]] = []
-    for _ in range(3000):
+    for _ in range(1500):
         if choose.random() < 0.4:
             guest = Guest()
             visit = doorman.admit(guest, choose.choice("abc"), 10)
@@ -162,7 +146,7 @@ def test_random_visits_are_counted_right(seed: int) -> None:
         assert all(number <= limits.per_host for number in busy.values())
     for _, visit in present:
         doorman.left(visit)
-    assert (doorman.num_open, doorman.num_busy, doorman._hosts, doorman._idle) == (0, 0, {}, {})
+    assert (doorman.num_open, doorman.num_busy) == (0, 0)
 
 
 def test_refusals_are_told_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
@@ -170,10 +154,8 @@ def test_refusals_are_told_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -
     refusals = RefusalLog(clock)
     for _ in range(1000):
         refusals.note("10.0.0.1", "no Host")
-    assert [record.getMessage() for record in caplog.records] == ["turned away: 10.0.0.1: no Host"]
+    assert caplog.messages == ["turned away: 10.0.0.1: no Host"]
     clock.now_s += PERIOD_S
     refusals.tell()
     refusals.tell()
-    assert [record.getMessage() for record in caplog.records][1:] == [
-        "turned away: 10.0.0.1: no Host (999 since the last such line)"
-    ]
+    assert caplog.messages[1:] == ["turned away: 10.0.0.1: no Host (999 since the last such line)"]

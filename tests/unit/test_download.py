@@ -25,20 +25,16 @@ DOWNLOADS = Downloads((HOST,), (), 1000)
 @pytest.mark.parametrize(
     "address",
     [
-        *("127.0.0.1", "10.1.2.3", "192.168.0.1", "172.16.9.9", "169.254.169.254", "100.64.0.1", "0.0.0.0"),
-        *("224.0.0.1", "255.255.255.255", "240.0.0.1", "::1", "::", "fe80::1", "fe80::1%eth0", "fd00::1", "ff02::1"),
-        *("::ffff:127.0.0.1", "::ffff:8.8.8.8", "2002:7f00:1::", "64:ff9b::7f00:1", "2001:0:7f00:1::"),
-        *("fec0::2", "::127.0.0.1", "::ffff:0:127.0.0.1", "168.63.129.16", "192.0.0.192"),
+        *("127.0.0.1", "10.1.2.3", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1", "240.0.0.1", "::1", "::"),
+        *("fe80::1", "fe80::1%eth0", "fd00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:8.8.8.8", "2002:7f00:1::"),
+        *("64:ff9b::7f00:1", "2001:0:7f00:1::", "fec0::2", "::127.0.0.1", "::ffff:0:127.0.0.1", "168.63.129.16"),
+        "192.0.0.192",
         "8.8.4.4",  # of the cluster
     ],
 )
 def test_addresses_that_are_never_connected_to(address: str) -> None:
     assert not may_connect(address, ("8.8.4.4",))
-
-
-def test_public_addresses() -> None:
-    assert may_connect("8.8.8.8", ("8.8.4.4",))
-    assert may_connect("2606:4700::1111", ())
+    assert all(may_connect(each, ("8.8.4.4",)) for each in ("8.8.8.8", "2606:4700::1111"))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +44,6 @@ def test_public_addresses() -> None:
         ("http://127.0.0.1/a", "127.0.0.1: not among the hosts"),
         (f"http://{HOST}@127.0.0.1/a", "not a plain"),
         (f"http://127.0.0.1\\@{HOST}/a", "not a plain"),
-        (f"http://{HOST}\\.other/a", "not a plain"),
         (f"http://{HOST}/a b", "not a plain"),
         (f"http://{HOST}:x/", "not a plain"),
         (f"http://{HOST}:99999/", "not a plain"),
@@ -66,31 +61,19 @@ def test_urls_that_are_refused(url: str, said: str) -> None:
 
 def test_any_host_has_a_public_address_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert target_of("http://other.example/a", (ANY_HOST,)).host == "other.example"
-    for host, said in (
-        ("127.0.0.1", "not a public one"),
-        ("::1", "not a plain"),
-        ("[::1]", "not a public one"),
-        ("a.example", "not a public one"),
-    ):
-        resolve(monkeypatch, ["127.0.0.1"])
-        with pytest.raises(RequestError, match=said):
-            downloaded(f"http://{host}/a", Downloads((ANY_HOST,), (), 1000))
-
-
-def test_the_name_is_read_once() -> None:
     assert target_of(f"HTTPS://{HOST.upper()}./a?b=1#c", (HOST,)) == ("https", HOST, 443, "/a?b=1")
+    resolve(monkeypatch, ["127.0.0.1"])
+    for host in ("127.0.0.1", "[::1]", "a.example"):
+        with pytest.raises(RequestError, match="not a public one"):
+            downloaded(f"http://{host}/a", Downloads((ANY_HOST,), (), 1000))
 
 
 class Server(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         where = self.path.partition("?")[0]
-        if where.startswith("/to/"):
+        if where == "/again" or where.startswith("/to/"):
             self.send_response(302)
             self.send_header("Location", where.removeprefix("/to/"))
-            self.end_headers()
-        elif where == "/again":
-            self.send_response(302)
-            self.send_header("Location", "/again")
             self.end_headers()
         elif where == "/slow":
             self.send_response(200)
@@ -224,7 +207,7 @@ def test_the_address_that_was_checked_is_connected_to(monkeypatch: pytest.Monkey
     assert (asked, connected) == ([HOST], [("8.8.8.8", 443)])
 
 
-def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_below_the_root_alone_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, outside = tmp_path / "root", tmp_path / "outside"
     root.mkdir()
     (root / "a b").write_bytes(b"inside")
@@ -243,9 +226,6 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             fetched(f"file://{root}/link", places)
     with pytest.raises(RequestError, match="a video's file has at most 5 bytes"):
         fetched(f"file://{root}/a%20b", places, (), VIDEO._replace(max_nbytes=5))
-
-
-def test_other_places_are_off_by_default() -> None:
     for url, flag in (("file:///a", "--allowed-local-media-path"), ("https://a/b", "--allowed-media-domains")):
         with pytest.raises(RequestError, match=f"images come as data: URLs; send it so; the server's {flag} would"):
             fetched(url, Places())

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
 from pd_cluster.api.gate import drain as module
 from pd_cluster.api.gate.drain import Drain, DrainGate
-from tests.support.router_world import WAIT_S
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, WAIT_S))
 
 
 class Served:
@@ -37,20 +31,22 @@ class Served:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    async def ask(self, path: str = "/v1/completions", body: tuple[bytes, ...] = (b"{}",)) -> tuple[int, Any, Any]:
+    async def ask(
+        self, path: str = "/v1/completions", body: tuple[bytes, ...] = (b"{}",), comes: bool = True
+    ) -> tuple[int, Any, Any]:
         """Status, headers, body."""
         parts = [{"type": "http.request", "body": part, "more_body": True} for part in body]
         parts[-1]["more_body"] = False
         sent: list[Any] = []
 
         async def receive() -> Any:
-            return parts.pop(0)
+            return parts.pop(0) if comes else await asyncio.Event().wait()
 
         async def send(message: Any) -> None:
             sent.append(message)
 
         await self._gate({"type": "http", "method": "POST", "path": path}, receive, send)
-        assert not parts or sent[0]["status"] == 200, "a refused request's body is read"
+        assert not parts or not comes or sent[0]["status"] == 200, "a refused request's body is read"
         return sent[0]["status"], dict(sent[0]["headers"]), json.loads(sent[1]["body"])
 
 
@@ -69,9 +65,6 @@ async def test_what_runs_ends_and_what_comes_is_refused() -> None:
     await finishing
     assert (await running)[0] == 200
     assert served.num_ended_early == 0
-
-
-async def test_with_nothing_running_it_is_finished_at_once() -> None:
     served = Served()
     served.release.set()
     await served.ask()
@@ -95,25 +88,13 @@ async def test_what_runs_too_long_is_ended(why: str) -> None:
     assert (await running)[0] == 200
 
 
-async def test_a_request_that_cannot_be_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_does_not_come_or_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LAST_WORDS_S", 0.01)
     stuck = Drain(0.01, lambda: None)
     stuck.started()
     stuck.begin()
     await stuck.finish(asyncio.Event())
-
-
-async def test_a_refused_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REFUSED_BODY_S", 0.01)
-    sent: list[Any] = []
-    gate = Served()
-    gate.drain.begin()
-
-    async def receive() -> Any:
-        await asyncio.Event().wait()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    await gate._gate({"type": "http", "method": "POST", "path": "/v1/completions"}, receive, send)
-    assert sent[0]["status"] == 503
+    served = Served()
+    served.drain.begin()
+    assert (await served.ask(comes=False))[0] == 503

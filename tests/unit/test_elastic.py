@@ -17,6 +17,7 @@ from pd_cluster.errors import InstanceNotFound, Refused
 from pd_cluster.types import Order, Sampling
 from tests.support.elastic_world import ElasticWorld, busy, idle
 from tests.support.router_world import PROMPT, token
+from tests.support.until import until
 
 
 def pairs(world: ElasticWorld) -> set[str]:
@@ -69,7 +70,7 @@ def test_a_draining_instance_gets_no_requests_and_keeps_its_links(world: Elastic
     assert len(pairs(world)) == 4
 
 
-def test_what_the_load_still_shows_is_waited_for(world: ElasticWorld) -> None:
+def test_what_the_load_still_shows_is_waited_for_until_the_deadline(world: ElasticWorld) -> None:
     for shown in ("num_running", "num_waiting", "num_landing", "num_exporting", "num_held_blocks"):
         world["prefill-0"].load = wire.Load(**{shown: 1})
         world.elastic.change_role("prefill-0", "decode")
@@ -77,6 +78,13 @@ def test_what_the_load_still_shows_is_waited_for(world: ElasticWorld) -> None:
         assert world["prefill-0"].shown_state == "changing", shown
         world.elastic.change_role("prefill-0", "prefill")
         assert world["prefill-0"].shown_state == "ready"
+    world["decode-0"].load = wire.Load(num_held_blocks=7)
+    world.elastic.change_role("decode-0", "prefill", timeout_s=2.0)
+    world.elastic.tick()
+    assert world["decode-0"].role == "decode"
+    world.now_s = 2.0
+    world.elastic.tick()
+    assert world["decode-0"].role == "prefill"
 
 
 async def test_past_the_deadline_requests_go_on_elsewhere_and_it_is_no_death(world: ElasticWorld) -> None:
@@ -88,12 +96,10 @@ async def test_past_the_deadline_requests_go_on_elsewhere_and_it_is_no_death(wor
             tokens.append(item.token_id)  # noqa: PERF401 (the test watches it grow)
 
     reading = asyncio.ensure_future(read())
-    while not world.mailbox.of(wire.Submit):
-        await asyncio.sleep(0)
+    await until(lambda: world.mailbox.of(wire.Submit))
     request_id = world.mailbox.of(wire.Submit)[0][1].request_id
     world.router.on_outputs("to-prefill-0", wire.Outputs([token(request_id, 0, 11)]))
-    while not tokens:
-        await asyncio.sleep(0)
+    await until(lambda: tokens)
     (stream,) = world.router.streams.values()
     world.elastic.drain("decode-0", timeout_s=5.0)
     world.elastic.tick()
@@ -101,8 +107,7 @@ async def test_past_the_deadline_requests_go_on_elsewhere_and_it_is_no_death(wor
     world.now_s = 5.0
     world.elastic.tick()
     assert {conn for conn, _ in world.mailbox.of(wire.Abort)} == {"to-prefill-0", "to-decode-0"}
-    while len(world.mailbox.of(wire.Submit)) < 3:
-        await asyncio.sleep(0)
+    await until(lambda: len(world.mailbox.of(wire.Submit)) >= 3)
     conn, again = world.mailbox.of(wire.Submit)[-1]
     assert (conn, again.leg, again.resumed[0].output_token_ids) == ("to-decode-1", "hybrid", [11])
     assert (stream.deaths, stream.num_moves) == ([], 1)
@@ -129,8 +134,7 @@ async def test_a_request_outlives_any_number_of_drains(world: ElasticWorld) -> N
     serving = world.router.serve(Order(PROMPT, Sampling(max_tokens=100)))
     reading = asyncio.ensure_future(anext(serving))
     for at in range(20):
-        while len(world.mailbox.of(wire.Submit)) < 2 * (at + 1):
-            await asyncio.sleep(0)
+        await until(lambda at=at: len(world.mailbox.of(wire.Submit)) >= 2 * (at + 1))  # type: ignore[misc]
         name = world.mailbox.of(wire.Submit)[-1][0].removeprefix("to-")
         world.elastic.drain(name, timeout_s=0.0)
         world.elastic.tick()
@@ -138,16 +142,6 @@ async def test_a_request_outlives_any_number_of_drains(world: ElasticWorld) -> N
     assert not reading.done()
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
-
-
-def test_a_worker_that_never_says_it_is_empty_changes_after_the_deadline_all_the_same(world: ElasticWorld) -> None:
-    world["decode-0"].load = wire.Load(num_held_blocks=7)
-    world.elastic.change_role("decode-0", "prefill", timeout_s=2.0)
-    world.elastic.tick()
-    assert world["decode-0"].role == "decode"
-    world.now_s = 2.0
-    world.elastic.tick()
-    assert world["decode-0"].role == "prefill"
 
 
 # ---- roles
@@ -169,20 +163,21 @@ def test_a_role_changes_when_the_instance_is_empty_and_everybody_is_told(world: 
     assert pairs(world) == {"prefill-0 decode-0", "prefill-0 decode-1", "prefill-0 prefill-1"}
 
 
-def test_a_change_can_be_called_off(world: ElasticWorld) -> None:
+def test_a_change_can_be_called_off_and_leaves_a_drained_instance_drained(world: ElasticWorld) -> None:
     busy(world["prefill-1"])
     world.elastic.change_role("prefill-1", "decode")
     world.elastic.change_role("prefill-1", "prefill")
     idle(world["prefill-1"])
     world.elastic.tick()
     assert (world["prefill-1"].role, world["prefill-1"].shown_state) == ("prefill", "ready")
-
-
-def test_a_drained_instance_that_changes_stays_drained(world: ElasticWorld) -> None:
     world.elastic.drain("decode-1")
     world.elastic.change_role("decode-1", "prefill")
     world.elastic.tick()
     assert (world["decode-1"].role, world["decode-1"].shown_state) == ("prefill", "drained")
+    with pytest.raises(Refused, match="decode-0 is the last"):
+        world.elastic.change_role("decode-0", "prefill")
+    world["decode-0"].state = "unreachable"
+    world.elastic.drain("decode-0")  # it takes none anyway
 
 
 async def test_one_that_is_down_changes_at_once_and_comes_back_with_its_new_role(world: ElasticWorld) -> None:
@@ -213,14 +208,6 @@ def test_the_last_of_a_role_stays_unless_forced(command: str) -> None:
     assert not world["prefill-0"].takes_requests
     prefill, decode = least_loaded(world.membership.instances, RoutingRequest(Prompt(Order([1], Sampling()))))
     assert (prefill.name, prefill) == ("decode-0", decode), "one instance alone serves"
-
-
-def test_one_that_drains_is_no_other_one(world: ElasticWorld) -> None:
-    world.elastic.drain("decode-0")
-    with pytest.raises(Refused, match="decode-1 is the last"):
-        world.elastic.change_role("decode-1", "prefill")
-    world["decode-1"].state = "unreachable"
-    world.elastic.drain("decode-1")  # it takes none anyway
 
 
 # ---- leave and join

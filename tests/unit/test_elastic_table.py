@@ -15,7 +15,7 @@ from ranktable_tools.tables import Server, server_group
 from tests.support.elastic_world import ElasticWorld, busy, idle
 
 
-async def test_add_takes_host_and_devices_from_the_grown_table() -> None:
+async def test_instances_of_a_grown_table_join_and_others_leave() -> None:
     world = ElasticWorld()
     grown = ElasticWorld(num_prefill=3)
     world.place = grown.place
@@ -30,9 +30,6 @@ async def test_add_takes_host_and_devices_from_the_grown_table() -> None:
         await world.elastic.add("prefill-2", 3)
     with pytest.raises(InstanceNotFound, match="has no prefill-3; it has prefill-0, "):
         await world.elastic.add("prefill-3", 7004)
-
-
-async def test_a_reload_joins_and_leaves() -> None:
     world = ElasticWorld(num_prefill=2, num_decode=2)
     world.place = ElasticWorld(num_prefill=3, num_decode=1).place
     busy(world["decode-1"])
@@ -63,10 +60,7 @@ def changed(world: ElasticWorld, change: Callable[[list[Server]], list[Server]])
     [
         (lambda servers: servers[1:], "table.json makes prefill-1 prefill-0"),
         (lambda servers: servers[::-1], "table.json makes prefill-0 prefill-1"),
-        (
-            lambda servers: [servers[0], replace(servers[1], server_ip="127.0.0.2")],
-            "table.json has other devices for prefill-1; first `pd-cluster instances remove prefill-1`",
-        ),
+        (lambda servers: [servers[0], replace(servers[1], server_ip="127.0.0.2")], "has other devices for prefill-1"),
     ],
 )
 async def test_a_table_that_renames_is_refused_whole(change: Callable[[list[Server]], list[Server]], said: str) -> None:
@@ -79,12 +73,11 @@ async def test_a_table_that_renames_is_refused_whole(change: Callable[[list[Serv
             await ask()
         assert str(caught.value).endswith("; nothing has changed")
     assert world.membership.place is before
-    assert [(each.port, each.shown_state) for each in world.membership.instances] == [
-        (port, "ready") for port in (1, 2, 3, 4)
-    ]
+    found = [(each.port, each.shown_state) for each in world.membership.instances]
+    assert found == [(port, "ready") for port in (1, 2, 3, 4)]
 
 
-async def test_a_changed_table_needs_a_secret_of_its_own() -> None:
+async def test_a_changed_table_that_cannot_be_used_is_refused() -> None:
     world = ElasticWorld()
     assert await world.elastic.reload() == "nobody joins, nobody leaves"
     world.place = ElasticWorld(num_prefill=3).place
@@ -92,9 +85,6 @@ async def test_a_changed_table_needs_a_secret_of_its_own() -> None:
     with pytest.raises(Refused, match="do not use --derive-secret where the table may change; nothing has changed"):
         await world.elastic.add("prefill-2", 7002)
     assert len(world.names) == 4
-
-
-async def test_a_faulty_table_is_one_line() -> None:
     world = ElasticWorld()
 
     def read() -> Place:

@@ -31,6 +31,10 @@ class Blocks(set[bytes]):
         return each in self._hashes
 
 
+def peer(name: str) -> wire.PeerInfo:
+    return wire.PeerInfo(name=name, epoch=1, role="encode", host="h", control_port=1, public_key=b"")
+
+
 class Prefill:
     """The table of an image at P, with a tower and a scheduler that are only what the table asks of them."""
 
@@ -39,9 +43,8 @@ class Prefill:
         self.post, self.begun, self.here = RecordedMail(), list[str](), set[str]()
         self.tower = SimpleNamespace(kept={}, landed={}, dtype=torch.float32, shape_of=lambda image: SHAPE)
         self.cached: set[bytes] = set()
-        scheduler: Any = SimpleNamespace(
-            block_size=4, prompt_hashes=lambda request: [b"one", b"two"], blocks=Blocks(self.cached)
-        )
+        hashes = [b"one", b"two"]
+        scheduler: Any = SimpleNamespace(block_size=4, prompt_hashes=lambda request: hashes, blocks=Blocks(self.cached))
         limits: Any = SimpleNamespace(problem=lambda request, resumed: None)
         tower: Any = self.tower
         engine = Engine(lambda: tower, scheduler, limits, self._begin, self.here.__contains__)
@@ -53,10 +56,7 @@ class Prefill:
 
     def link(self, *names: str) -> None:
         """Brings links up; sockets that do not exist are reached."""
-        infos = [
-            wire.PeerInfo(name=name, epoch=1, role="encode", host="h", control_port=1, public_key=b"") for name in names
-        ]
-        self.encoders.set_peers(infos)
+        self.encoders.set_peers([peer(name) for name in names])
         for name in names:
             self.encoders.links.on_opened(f"to-{name}")
             self.encoders.read(f"to-{name}", wire.EncoderAnswer("", "no-such-socket"))
@@ -132,6 +132,8 @@ def test_a_failure_of_any_kind_lets_the_leg_begin(prefill: Prefill) -> None:
     ):
         assert not prefill.submit(f"r{at}", order_of(A), "encode-0")
         (ask,) = prefill.asked()
+        prefill.encoders.read("to-encode-1", wire.EncodeFailed(ask.item, "not mine"))
+        assert len(prefill.begun) == at, "an answer counts only over the link that was asked"
         fail(ask)
         assert prefill.begun[-1] == f"r{at}"
         assert not prefill.tower.landed
@@ -155,13 +157,6 @@ def test_a_busy_encoder_has_more_time_than_one_that_stands_still(prefill: Prefil
         assert ("r" in prefill.begun) == (at > 6)
 
 
-def test_an_answer_counts_only_over_the_link_that_was_asked(prefill: Prefill) -> None:
-    assert not prefill.submit("r", order_of(A), "encode-0")
-    (ask,) = prefill.asked()
-    prefill.encoders.read("to-encode-1", wire.EncodeFailed(ask.item, "not mine"))
-    assert prefill.begun == []
-
-
 def test_an_aborted_leg_is_forgotten_and_its_images_are_too(prefill: Prefill) -> None:
     assert not prefill.submit("r", order_of(A, B), "encode-0", "encode-0")
     assert not prefill.submit("q", order_of(B), "encode-0")
@@ -182,22 +177,15 @@ def test_a_legs_own_deadline_and_a_drain_end_its_wait(prefill: Prefill) -> None:
     assert prefill.begun == ["r", "q"]
 
 
-def test_only_so_many_tokens_are_asked_for_at_a_time(prefill: Prefill) -> None:
-    half = MOST_ASKED_TOKENS // 2
-    assert not prefill.submit("r", order_of(A, B, C, num_tokens=half), "encode-0", "encode-0", "encode-0")
-    assert [ask.key for ask in prefill.asked()] == [A, B]
-
-
-def test_a_larger_image_is_asked_for_alone(prefill: Prefill) -> None:
-    order = order_of(A, B, num_tokens=2 * MOST_ASKED_TOKENS)
-    assert not prefill.submit("r", order, "encode-0", "encode-0")
-    assert [ask.key for ask in prefill.asked()] == [A]
+@pytest.mark.parametrize(("num_tokens", "asked"), [(MOST_ASKED_TOKENS // 2, [A, B]), (2 * MOST_ASKED_TOKENS, [A])])
+def test_only_so_many_tokens_are_asked_for_at_a_time(prefill: Prefill, num_tokens: int, asked: list[bytes]) -> None:
+    assert not prefill.submit("r", order_of(A, B, C, num_tokens=num_tokens), *["encode-0"] * 3)
+    assert [ask.key for ask in prefill.asked()] == asked
 
 
 def test_a_refused_encoder_is_asked_for_nothing() -> None:
     prefill = Prefill()
-    info = wire.PeerInfo(name="encode-0", epoch=1, role="encode", host="h", control_port=1, public_key=b"")
-    prefill.encoders.set_peers([info])
+    prefill.encoders.set_peers([peer("encode-0")])
     prefill.encoders.links.on_opened("to-encode-0")
     (opening,) = prefill.post.take(wire.EncoderOpen)
     assert (opening.model_identity, opening.transports) == (OPENING.model_identity, ["shm", "dist", "curve"])

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +50,9 @@ class Encoder:
         self.num_loads += 1
         return self.tower
 
+    def close(self) -> None:
+        self.worker.close()
+
 
 def mail(body: wire.Body, conn: str = "p") -> Mail:
     return Mail(conn, "prefill-0@1", body)
@@ -68,29 +71,34 @@ def step(encoder: Encoder, *events: Event) -> None:
 
 
 @pytest.fixture
-def encoder() -> Any:
-    made = Encoder()
-    yield made
-    made.worker.close()
+def encoder() -> Iterator[Encoder]:
+    with contextlib.closing(Encoder()) as made:
+        yield made
 
 
-@pytest.fixture
-def small() -> Any:
-    made = Encoder(num_kept_tokens=SHAPE[1])
-    yield made
-    made.worker.close()
+IMAGE = Image(2, 2, b"pp")
+
+
+def image_of(item: int, key: bytes | None = None, image: Image = IMAGE) -> Mail:
+    return mail(wire.Encode(item, key or bytes([item]) * 32, image, 10.0))
+
+
+def failed(encoder: Encoder) -> list[tuple[int, str]]:
+    return [(each.item, each.reason) for each in encoder.post.take(wire.EncodeFailed)]
+
+
+def done(encoder: Encoder) -> list[int]:
+    return [each.item for each in encoder.post.take(wire.EncodeDone)]
 
 
 def test_an_image_is_computed_once_and_offered_each_time(encoder: Encoder) -> None:
-    ask = wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)
-    step(encoder, OPEN, mail(ask), mail(replace(ask, item=2)))
+    step(encoder, OPEN, image_of(1, A), image_of(2, A))
     (answer,) = encoder.post.take(wire.EncoderAnswer)
     one, other = encoder.post.take(wire.EncodeDone)
     assert (one.item, other.item, one.checksum) == (1, 2, other.checksum)
-    for done in (one, other):
-        found = fetch(answer.address, done.token, SHAPE, torch.float32, PLACE.checksum, done.checksum, 5)
+    for each in (one, other):
+        found = fetch(answer.address, each.token, SHAPE, torch.float32, PLACE.checksum, each.checksum, 5)
         assert torch.equal(found, FEATURES + 2)
-    step(encoder)
     assert encoder.tower.num_encoded == 1
     load = encoder.worker.load
     assert (load.num_encoded_images, load.num_encoded_hits) == (1, 1)
@@ -98,18 +106,15 @@ def test_an_image_is_computed_once_and_offered_each_time(encoder: Encoder) -> No
 
 
 def test_what_is_refused(encoder: Encoder) -> None:
-    ask = wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)
-    step(encoder, mail(ask))
+    step(encoder, image_of(1))
     assert encoder.post.sent == [], "nobody who has not opened is answered"
-    step(encoder, OPEN, mail(replace(ask, image=Image(3, 2, b"pp"))), mail(replace(ask, image=Image(2, 2))))
-    assert [each.reason for each in encoder.post.take(wire.EncodeFailed)] == ["too many rows", "it came without pixels"]
-    put(encoder, *(mail(replace(ask, item=at)) for at in range(MOST_WAITING + 1)))
+    step(encoder, OPEN, image_of(1, image=Image(3, 2, b"pp")), image_of(1, image=Image(2, 2)))
+    assert failed(encoder) == [(1, "too many rows"), (1, "it came without pixels")]
+    put(encoder, *(image_of(at, A) for at in range(MOST_WAITING + 1)))
     step(encoder, ConnClosed("p", "prefill-0@1", "gone"))
-    (full,) = encoder.post.take(wire.EncodeFailed)
-    assert full == wire.EncodeFailed(MOST_WAITING, f"{MOST_WAITING} images wait at the encoder")
+    assert failed(encoder) == [(MOST_WAITING, f"{MOST_WAITING} images wait at the encoder")]
     assert encoder.tower.num_encoded == 0
-    other = mail(replace(OPENING, model_identity="another"), "q")
-    step(encoder, other)
+    step(encoder, mail(replace(OPENING, model_identity="another"), "q"))
     assert "another model" in encoder.post.take(wire.EncoderAnswer)[-1].problem
 
 
@@ -124,8 +129,8 @@ def test_offers_end(encoder: Encoder) -> None:
         )
     ):
         kept = num_files()
-        step(encoder, mail(wire.Encode(at, bytes([at]) * 32, Image(2, 2, b"pp"), 10.0)))
-        assert len(encoder.post.take(wire.EncodeDone)) == 1
+        step(encoder, image_of(at))
+        assert done(encoder) == [at]
         assert num_files() == kept + 2, "one that is kept, and one that is offered"
         end()
         step(encoder)
@@ -141,30 +146,23 @@ def num_files() -> int:
     return found
 
 
-def test_the_store_is_bounded(encoder: Encoder) -> None:
-    small = Encoder(num_kept_tokens=2 * SHAPE[1])
-    try:
+def test_the_store_is_bounded_and_large_images_leave_it_alone() -> None:
+    with contextlib.closing(Encoder(num_kept_tokens=2 * SHAPE[1])) as small:
         before = num_files()
         step(small, OPEN)
         for at in (1, 2, 3, 2, 1):
-            step(small, mail(wire.Encode(at, bytes([at]) * 32, Image(2, 2, b"pp"), 10.0)))
+            step(small, image_of(at))
         assert small.tower.num_encoded == 4, "2 was kept, 1 was not"
         step(small, ConnClosed("p", "prefill-0@1", "gone"))
         assert num_files() == before + 2
-    finally:
-        small.worker.close()
     assert num_files() == before, "every file is closed"
-
-
-def test_an_image_larger_than_the_store_leaves_it_alone(small: Encoder) -> None:
-    encoder = small
-    large = torch.zeros(SHAPE[0], SHAPE[1] + 1, SHAPE[2])
-    step(encoder, OPEN, mail(wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)))
-    encoder.tower.encode = lambda image: large  # type: ignore[method-assign]
-    step(encoder, mail(wire.Encode(2, B, Image(2, 2, b"pp"), 10.0)))
-    assert [each.item for each in encoder.post.take(wire.EncodeDone)] == [1, 2]
-    step(encoder, mail(wire.Encode(3, A, Image(2, 2, b"pp"), 10.0)))
-    assert encoder.worker.load.num_encoded_hits == 1
+    with contextlib.closing(Encoder(num_kept_tokens=SHAPE[1])) as encoder:
+        step(encoder, OPEN, image_of(1, A))
+        large = torch.zeros(SHAPE[0], SHAPE[1] + 1, SHAPE[2])
+        encoder.tower.encode = lambda image: large  # type: ignore[method-assign]
+        step(encoder, image_of(2, B), image_of(3, A))
+        assert sorted(done(encoder)) == [1, 2, 3]
+        assert encoder.worker.load.num_encoded_hits == 1
 
 
 def test_an_image_that_cannot_be_computed_or_given_ends_no_encoder(
@@ -173,39 +171,35 @@ def test_an_image_that_cannot_be_computed_or_given_ends_no_encoder(
     def fail(error: Exception) -> Any:
         raise error
 
-    step(encoder, OPEN, mail(wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)))
+    step(encoder, OPEN, image_of(1, A))
     before = num_files()
     full = OSError(errno.EMFILE, "Too many open files")
     with monkeypatch.context() as patch:
         patch.setattr(Sealed, "twin", lambda sealed: fail(full))
-        step(encoder, *(mail(wire.Encode(2 + at, key, Image(2, 2, b"pp"), 10.0)) for at, key in enumerate((A, B))))
+        step(encoder, image_of(2, A), image_of(3, B))
         patch.setattr(encoder.tower, "encode", lambda image: fail(torch.OutOfMemoryError("no memory")))
-        step(encoder, mail(wire.Encode(4, B, Image(2, 2, b"pp"), 10.0)))
+        step(encoder, image_of(4, B))
         patch.setattr(encoder.tower, "encode", lambda image: fail(torch.AcceleratorError("the device is lost")))
         with pytest.raises(torch.AcceleratorError):
-            step(encoder, mail(wire.Encode(5, B, Image(2, 2, b"pp"), 10.0)))
+            step(encoder, image_of(5, B))
     assert num_files() == before
-    assert encoder.post.take(wire.EncodeFailed) == [
-        wire.EncodeFailed(2, "the encoder has no room: Too many open files"),
-        wire.EncodeFailed(3, "the encoder has no room: Too many open files"),
-        wire.EncodeFailed(4, "the encoder cannot compute it: no memory"),
-    ]
-    step(encoder, mail(wire.Encode(6, A, Image(2, 2, b"pp"), 10.0)))
-    assert [each.item for each in encoder.post.take(wire.EncodeDone)] == [1, 6]
+    no_room = "the encoder has no room: Too many open files"
+    assert failed(encoder) == [(2, no_room), (3, no_room), (4, "the encoder cannot compute it: no memory")]
+    step(encoder, image_of(6, A))
+    assert done(encoder) == [1, 6]
 
 
 def test_sleep_adapters_and_an_empty_store(encoder: Encoder) -> None:
-    step(encoder, ConnOpened("s", "scheduler@1", "scheduler"), OPEN)
     adapters = wire.WantedAdapters([wire.AdapterPlace("l" * 64, "/a")])
-    step(encoder, mail(wire.Encode(1, A, Image(2, 2, b"pp"), 10.0)))
+    step(encoder, SCHEDULER, OPEN, image_of(1, A))
     step(encoder, mail(adapters, "s"), mail(wire.ResetCache(), "s"))
     assert encoder.post.take(wire.AdapterStates) == [wire.AdapterStates(["l" * 64])]
     step(encoder, mail(wire.Sleep(2), "s"))
-    step(encoder, mail(wire.Encode(2, A, Image(2, 2, b"pp"), 10.0)))
-    assert encoder.post.take(wire.EncodeFailed)[0].reason == "the encoder sleeps"
+    step(encoder, image_of(2, A))
+    assert failed(encoder) == [(2, "the encoder sleeps")]
     step(encoder, mail(wire.Sleep(0), "s"))
-    step(encoder, mail(wire.Encode(3, A, Image(2, 2, b"pp"), 10.0)))
-    assert [each.item for each in encoder.post.take(wire.EncodeDone)] == [1, 3]
+    step(encoder, image_of(3, A))
+    assert done(encoder) == [1, 3]
     assert (encoder.worker.load.num_cache_resets, encoder.worker.load.num_encoded_hits) == (1, 0)
     assert encoder.num_loads == 1, "level 2 has dropped the tower"
 
@@ -213,10 +207,6 @@ def test_sleep_adapters_and_an_empty_store(encoder: Encoder) -> None:
 # ---- the end
 
 SCHEDULER = ConnOpened("s", "scheduler@1", "scheduler")
-
-
-def ask_for(item: int) -> Mail:
-    return mail(wire.Encode(item, bytes([item]) * 32, Image(2, 2, b"pp"), 10.0))
 
 
 def put(encoder: Encoder, *events: Event) -> None:
@@ -244,13 +234,13 @@ def test_an_image_that_crosses_the_word_of_a_drain_is_computed(encoder: Encoder)
                 assert (encoder.worker.load.is_draining, encoder.post.num_beats_at_once) == (True, 1)
             case 1:
                 encoder.now_s += CLOSES_AFTER_S / 2
-                put(encoder, ask_for(1))
+                put(encoder, image_of(1))
             case 3:
                 encoder.now_s += CLOSES_AFTER_S / 2
-                put(encoder, ask_for(2))
+                put(encoder, image_of(2))
             case 5:
                 received.extend(receive(encoder))  # nothing is left
-                put(encoder, ask_for(3))
+                put(encoder, image_of(3))
 
     encoder.worker.run(came_round)
     assert (received, encoder.tower.num_encoded) == ([1], 1)
@@ -264,11 +254,11 @@ def test_what_comes_during_the_last_image_before_an_encoder_closes_is_answered(e
     def compute(image: Image) -> torch.Tensor:
         said.append((encoder.worker.load.is_draining, encoder.post.num_beats_at_once))
         encoder.now_s += CLOSES_AFTER_S
-        put(encoder, ask_for(2))
+        put(encoder, image_of(2))
         return encode(image)
 
     encoder.tower.encode = compute  # type: ignore[method-assign]
-    put(encoder, SCHEDULER, OPEN, ask_for(1), StartDrain())
+    put(encoder, SCHEDULER, OPEN, image_of(1), StartDrain())
     left, received = iter(range(100)), list[int]()
 
     def came_round() -> None:

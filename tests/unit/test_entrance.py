@@ -16,6 +16,7 @@ from pd_cluster.errors import GenerationError, Overloaded, RequestAborted, Unava
 from pd_cluster.types import LegEnd, Sampling
 from tests.support.hall import RATE, fill
 from tests.support.router_world import World, token
+from tests.support.until import until
 
 
 @contextlib.asynccontextmanager
@@ -27,6 +28,20 @@ async def _full_world(**options: Any) -> AsyncGenerator[World, None]:
     yield world
 
 
+async def _until_sent(world: World, number: int) -> None:
+    await until(lambda: len(world.mailbox.of(wire.Submit)) >= number)
+
+
+async def _until_waiting(world: World) -> None:
+    await until(lambda: world.router.entrance.num_waiting >= 1)
+
+
+async def _given_up(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_a_request_is_sent_when_a_leg_ends() -> None:
     world = World(max_queue_s=0.0)
     prefill, decode = world.instances[0], world.instances[2]
@@ -35,17 +50,13 @@ async def test_a_request_is_sent_when_a_leg_ends() -> None:
     prefill.load = msgspec.structs.replace(prefill.load, prefill_tokens_per_s=0.01)
     begun = [await world.begin() for _ in range(2)]
     third = asyncio.ensure_future(anext(world.serve()))
-    while world.router.entrance.num_waiting < 1:
-        await asyncio.sleep(0)
+    await _until_waiting(world)
     assert len(world.mailbox.of(wire.Submit)) == 4
     request_id = begun[0][2]
     world.outputs(prefill.conn, token(request_id, 0), ended=LegEnd(request_id, 0))
-    while len(world.mailbox.of(wire.Submit)) < 6:
-        await asyncio.sleep(0)
+    await _until_sent(world, 6)
     assert decode.num_sequences == 3
-    for task in (third, *(first for _, first, _ in begun)):
-        task.cancel()
-    await asyncio.gather(third, *(first for _, first, _ in begun), return_exceptions=True)
+    await _given_up(third, *(first for _, first, _ in begun))
     for serving, _, _ in begun:
         await serving.aclose()
     await _home(world)
@@ -57,47 +68,20 @@ async def test_a_request_that_cannot_be_sent_does_not_keep_others_waiting() -> N
         async for _ in world.serve(Sampling(max_tokens=4, seed=1 << 70)):
             pass
     serving, first, _ = await world.begin()
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
+    await _given_up(first)
     await serving.aclose()
     await _home(world)
 
 
-async def test_what_comes_after_the_end_does_not_wait() -> None:
+async def test_nobody_waits_when_the_end_has_come() -> None:
     async with _full_world(max_queue_s=0.0) as world:
         world.router.end_all()
         with pytest.raises(Unavailable, match="the server is shutting down"):
             await anext(world.serve())
         assert world.mailbox.sent == []
-
-
-async def _home(world: World) -> None:
-    while world.router.num_streams:
-        await asyncio.sleep(0)
-    world.assert_home()
-    assert [instance.num_sequences for instance in world.instances] == [0] * 4
-    assert world.router.entrance.num_waiting == 0
-
-
-async def test_a_request_that_waits_for_its_turn_has_a_deadline() -> None:
-    async with _full_world(max_queue_s=0.0, request_timeout_s=0.01) as world:
-        with pytest.raises(GenerationError, match=r"the request has waited for its turn for 0\.01 s"):
-            await anext(world.serve())
-        assert world.mailbox.sent == []
-
-
-async def test_refusals_are_counted() -> None:
-    async with _full_world(max_queue_s=0.01) as world:
-        with pytest.raises(Overloaded):
-            await anext(world.serve())
-        assert world.router.stats.snapshot().counters["refused_queue"] == 1
-
-
-async def test_who_waits_is_told_when_all_instances_are_gone() -> None:
     async with _full_world(max_queue_s=0.0) as world:
         waiting = asyncio.ensure_future(anext(world.serve()))
-        while world.router.entrance.num_waiting < 1:
-            await asyncio.sleep(0)
+        await _until_waiting(world)
         for instance in world.instances:
             instance.state = "unreachable"
         world.membership.changed.set()
@@ -105,10 +89,29 @@ async def test_who_waits_is_told_when_all_instances_are_gone() -> None:
             await waiting
 
 
-async def test_what_it_waited_counts_for_a_promise() -> None:
-    async with _full_world(max_queue_s=0.0, goals=Goals(ttft_s=0.01)) as world:
-        with pytest.raises(Overloaded, match=r"it has waited for the 0\.01 s of --slo-ttft"):
+async def _home(world: World) -> None:
+    await until(lambda: not world.router.num_streams)
+    world.assert_home()
+    assert [instance.num_sequences for instance in world.instances] == [0] * 4
+    assert world.router.entrance.num_waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"max_queue_s": 0.0, "request_timeout_s": 0.01}, GenerationError, r"waited for its turn for 0\.01 s"),
+        ({"max_queue_s": 0.0, "goals": Goals(ttft_s=0.01)}, Overloaded, r"waited for the 0\.01 s of --slo-ttft"),
+        ({"max_queue_s": 0.01}, Overloaded, r"0\.01 s"),
+    ],
+)
+async def test_a_request_that_waits_too_long_is_refused(
+    options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    async with _full_world(**options) as world:
+        with pytest.raises(error, match=said):
             await anext(world.serve())
+        assert world.mailbox.sent == []
+        assert world.router.stats.snapshot().counters["refused_queue"] == (error is Overloaded)
 
 
 async def test_tokens_are_counted_for_the_client_that_got_them() -> None:
@@ -140,24 +143,14 @@ async def test_while_it_is_paused_requests_wait(max_queue_s: float | None) -> No
         await asyncio.sleep(0)
     assert len(world.mailbox.of(wire.Submit)) == 2
     await world.router.steer("open")
-    while len(world.mailbox.of(wire.Submit)) < 4:
-        await asyncio.sleep(0)
-    second.cancel()
-    await asyncio.gather(second, return_exceptions=True)
+    await _until_sent(world, 4)
+    await _given_up(second)
     await serving.aclose()
     await world.router.until_idle()
     await _home(world)
 
 
-async def test_a_pause_is_named_to_requests_that_wait_too_long() -> None:
-    world = World(max_queue_s=0.01)
-    await world.router.steer("paused")
-    with pytest.raises(Overloaded, match=r"paused by its operator: it has waited for the 0\.01 s"):
-        await anext(world.serve())
-    assert world.mailbox.sent == []
-
-
-async def test_named_requests_end_and_count_as_aborted() -> None:
+async def test_a_pause_holds_requests_or_ends_them() -> None:
     world = World(max_queue_s=0.0)
     named, first, _ = await world.begin(client_id="cmpl-a")
     other, second, request_id = await world.begin(client_id="cmpl-b")
@@ -171,6 +164,11 @@ async def test_named_requests_end_and_count_as_aborted() -> None:
     for serving in (named, other):
         await serving.aclose()
     await _home(world)
+    world = World(max_queue_s=0.01)
+    await world.router.steer("paused")
+    with pytest.raises(Overloaded, match=r"paused by its operator: it has waited for the 0\.01 s"):
+        await anext(world.serve())
+    assert world.mailbox.sent == []
 
 
 async def test_all_requests_end_those_that_wait_too() -> None:
@@ -178,8 +176,7 @@ async def test_all_requests_end_those_that_wait_too() -> None:
     _, first, _ = await world.begin()
     await world.router.steer("paused")
     waiting = asyncio.ensure_future(anext(world.serve()))
-    while world.router.entrance.num_waiting < 1:
-        await asyncio.sleep(0)
+    await _until_waiting(world)
     idle = asyncio.ensure_future(world.router.until_idle())
     await world.router.steer("paused", ())
     for task in (first, waiting):
@@ -188,7 +185,6 @@ async def test_all_requests_end_those_that_wait_too() -> None:
     await idle
     await world.router.steer("open")
     serving, task, _ = await world.begin()  # later ones are served as before
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await _given_up(task)
     await serving.aclose()
     await _home(world)

@@ -18,7 +18,7 @@ from pd_cluster import wire
 from pd_cluster.devices import device
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.devices.kinds import DeviceKind
-from pd_cluster.devices.streams import Marker, poll
+from pd_cluster.devices.streams import poll
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.device_copy import copy_blocks
 from pd_cluster.kv.memory import paired_runs
@@ -78,9 +78,6 @@ def exported(*changes: dict[str, Any], **change: Any) -> bytes:
         (exported(nbytes=1 << 62), "makes no sense"),
         (exported(handle=b"\x03e" + bytes(64)), "handle of 66 bytes, kind b'e'"),
         (exported(handle=b"\x03c" + bytes(63)), "handle of 65 bytes"),
-        (exported(handle=b"x" * 513), "makes no sense"),
-        (exported(handle="text"), "makes no sense"),
-        ((4).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1", "makes no sense"),
         ((2).to_bytes(4, "big") + b"\x91\x01", "makes no sense"),
         ((MAX_EXPORT_NBYTES + 1).to_bytes(4, "big"), "with 1025 bytes"),
         (exported({}, {}), "in 2 parts, not in 1"),
@@ -100,8 +97,6 @@ def test_what_does_not_fit_the_layout_is_not_mapped(
         (exported({}, {}, {}), "in 3 parts, not in 2"),
         (exported({}, {"nbytes": LAYOUT.block_nbytes}), "bytes in blocks of"),
         (exported({}, {"offset_nbytes": -1}), "makes no sense"),
-        (exported({}, {}, block_nbytes=LAYOUT.block_nbytes // 2), "bytes in blocks of"),
-        (exported({}, {"handle": b"x" * 513}), "makes no sense"),
         ((2 * MAX_EXPORT_NBYTES + 1).to_bytes(4, "big"), "with 2049 bytes"),
     ],
 )
@@ -123,24 +118,23 @@ def refuses(data: bytes, reason: str, kind: DeviceKind, monkeypatch: pytest.Monk
     server.close()
 
 
-class Recorded(MemfdMemory):
-    """Says yes to everything, and what it was asked."""
+def test_the_form_of_a_handle_of_an_npu_is_its_drivers_business(
+    gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped: list[tuple[bytes, int, tuple[int, ...]]] = []
 
-    def __init__(self) -> None:
-        self.mapped: list[tuple[bytes, int, tuple[int, ...]]] = []
-
-    def map(self, part: MemoryPart, dtype: torch.dtype, shape: tuple[int, ...], device: Device) -> torch.Tensor:
-        self.mapped.append((part.handle, part.offset_nbytes, shape))
+    def maps(
+        self: object, part: MemoryPart, dtype: torch.dtype, shape: tuple[int, ...], device: Device
+    ) -> torch.Tensor:
+        mapped.append((part.handle, part.offset_nbytes, shape))
         return torch.zeros(shape, dtype=dtype)
 
-
-def test_the_form_of_a_handle_of_an_npu_is_its_drivers_business(gpu: FakeModule) -> None:
+    monkeypatch.setattr(MemfdMemory, "map", maps)
     server = Server(exported({"handle": b"any", "offset_nbytes": 512}, {"handle": b"form" * 99}))
     receiver = make_receiver(server, kind="npu")
-    memory = receiver._memory = Recorded()
     receiver.open()
     shape = (2, NUM_BLOCKS + NUM_EXTRA_BLOCKS, LAYOUT.block_size, LAYOUT.num_kv_heads, LAYOUT.head_dim)
-    assert memory.mapped == [(b"any", 512, shape), (b"form" * 99, 0, shape)]
+    assert mapped == [(b"any", 512, shape), (b"form" * 99, 0, shape)]
     receiver.close()
     server.close()
 
@@ -183,11 +177,7 @@ def test_a_device_that_is_not_visible_is_named(gpu: FakeModule) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind", "group"),
-    [
-        ("PYTORCH_CUDA_ALLOC_CONF", "cuda", "nccl"),
-        ("PYTORCH_ALLOC_CONF", "cuda", "nccl"),
-        ("PYTORCH_NPU_ALLOC_CONF", "npu", "hccl"),
-    ],
+    [("PYTORCH_ALLOC_CONF", "cuda", "nccl"), ("PYTORCH_NPU_ALLOC_CONF", "npu", "hccl")],
 )
 def test_a_pool_that_may_grow_is_not_offered_and_the_next_transport_serves(
     name: str,
@@ -250,27 +240,19 @@ def test_pools_on_two_devices_are_not_local(gpu: FakeModule) -> None:
 # ---- which transports there are
 
 
-def test_each_device_has_its_transports(gpu: FakeModule) -> None:
+def test_each_device_has_its_transports(gpu: FakeModule, monkeypatch: pytest.MonkeyPatch) -> None:
     names: tuple[wire.TransportName, ...] = ("local", "ipc", "shm", "nccl", "hccl", "dist", "curve")
-    assert [name for name in names if not BY_NAME[name].why_not(CPU)] == ["local", "shm", "dist", "curve"]
-    assert [name for name in names if not BY_NAME[name].why_not(Device("cuda"))] == [
-        "local",
-        "ipc",
-        "nccl",
-        "dist",
-        "curve",
-    ]
-    assert [name for name in names if not BY_NAME[name].why_not(Device("npu"))] == [
-        "local",
-        "ipc",
-        "hccl",
-        "dist",
-        "curve",
-    ]
-    assert BY_NAME["hccl"].why_not(Device("cuda")) == "torch has no HCCL for cuda:0 here"
+    for kind, missing in (
+        (CPU, {"ipc", "nccl", "hccl"}),
+        (Device("cuda"), {"shm", "hccl"}),
+        (Device("npu"), {"shm", "nccl"}),
+    ):
+        assert {name for name in names if BY_NAME[name].why_not(kind)} == missing
     assert tuple(each.name for each in allowed("auto")) == names
     assert tuple(each.name for each in allowed("dist")) == ("nccl", "hccl", "dist")
     assert tuple(each.name for each in allowed("ipc")) == ("ipc",)
+    monkeypatch.setattr(device, "_npu_problem", lambda: "torch-npu is not installed")
+    assert BY_NAME["hccl"].why_not(Device("npu")) == "torch has no HCCL for npu:0 here"
 
 
 def test_a_choice_that_is_not_possible_here_is_named(gpu: FakeModule) -> None:
@@ -284,14 +266,8 @@ def test_what_one_side_offers_and_the_other_has_not_is_named(gpu: FakeModule) ->
     link = Link("ipc", devices=(0, None))
     refused = link.answers.get(timeout=WAIT_S)
     assert isinstance(refused, wire.LinkRefused)
-    assert refused.reason == "ipc: this instance's pool is in host memory"
-    assert not refused.retry
+    assert (refused.reason, refused.retry) == ("ipc: this instance's pool is in host memory", False)
     link.close()
-
-
-def test_hccl_needs_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_npu_problem", lambda: "torch-npu is not installed")
-    assert BY_NAME["hccl"].why_not(Device("npu")) == "torch has no HCCL for npu:0 here"
 
 
 # ---- copies of blocks
@@ -327,17 +303,3 @@ def test_the_kernel_copies_named_blocks_and_no_others() -> None:
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", KERNEL], env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_a_wait_with_an_end_asks_until_it_is_over() -> None:
-    class Event:
-        def __init__(self, num_questions: int) -> None:
-            self.left = num_questions
-
-        def query(self) -> bool:
-            self.left -= 1
-            return self.left <= 0
-
-    assert Marker(Event(5)).wait(WAIT_S)
-    assert not Marker(Event(1 << 30)).wait(0.01)
-    assert Marker(None).wait(0.0)

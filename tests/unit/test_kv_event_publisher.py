@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import zmq
 
+from pd_cluster.cluster.processes.ports import free_ports
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.event_log import EventBatch
 from pd_cluster.net import event_publisher as module
@@ -63,10 +64,10 @@ def context() -> Iterator[zmq.Context[Any]]:
     made.destroy(linger=0)
 
 
-def test_frames_are_numbered_and_lost_ones_come_again(
+def test_frames_are_numbered_and_lost_ones_come_again_as_far_as_they_are_kept(
     publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
 ) -> None:
-    made = publisher()
+    made, replays = publisher(buffer_steps=40), f"ipc://{tmp_path}/replay"
     reader = Reader(context, f"ipc://{tmp_path}/events")
     first = await_subscriber(made, reader)
     for number in range(first, first + 50):
@@ -74,21 +75,9 @@ def test_frames_are_numbered_and_lost_ones_come_again(
     got = [reader.next() for _ in range(50)]
     assert [each[0] for each in got if each is not None] == list(range(first, first + 50))
     assert all(each is not None and each[1].ts == each[0] and each[1].data_parallel_rank == 0 for each in got)
-    again = reader.past(f"ipc://{tmp_path}/replay", first + 20)  # as after a gap
-    assert again == got[20:]
-    assert reader.past(f"ipc://{tmp_path}/replay", first + 50) == []
-
-
-def test_only_the_last_batches_come_again(
-    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
-) -> None:
-    made = publisher(buffer_steps=3)
-    reader = Reader(context, f"ipc://{tmp_path}/events")
-    last = await_subscriber(made, reader)
-    for number in range(last, last + 5):
-        made.publish(batch(number))
-        assert reader.next()
-    assert [number for number, _ in reader.past(f"ipc://{tmp_path}/replay", 0)] == [last + 2, last + 3, last + 4]
+    assert reader.past(replays, first + 20) == got[20:]  # as after a gap
+    assert reader.past(replays, 0) == got[10:]
+    assert reader.past(replays, first + 50) == []
 
 
 def test_a_slow_subscriber_holds_nobody_and_finds_what_it_missed(
@@ -148,21 +137,13 @@ def test_a_subscriber_that_keeps_up_with_a_burst_misses_nothing(
 
 def test_the_engine_never_waits(publisher: Callable[..., EventPublisher], monkeypatch: pytest.MonkeyPatch) -> None:
     """The publisher's thread stands still: batches beyond the queue are counted, and their numbers are missing."""
-    gate, counts = threading.Event(), list[int]()
+    gate = threading.Event()
     monkeypatch.setattr(EventPublisher, "_send", lambda self, number, payload: gate.wait(10))
     made = publisher(max_queue_size=5)
-
-    class Queue(deque[Any]):
-        def __len__(self) -> int:
-            counts.append(made.num_published)
-            return super().__len__()
-
-    made._queue = Queue()
     for number in range(20):
         made.publish(batch(number))
     assert 20 - 5 - 1 <= made.num_dropped <= 15
     assert made.num_published == 20 - made.num_dropped
-    assert max(counts) <= made.num_published, "a count never goes down"
     gate.set()
 
 
@@ -238,17 +219,24 @@ def await_under_way(publisher: EventPublisher, num: int) -> None:
         time.sleep(0.005)  # for the publisher's thread
 
 
-def test_a_replay_ends_with_what_was_there_at_its_request(
-    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
-) -> None:
-    """However much is published while its reader is slow."""
-    made = publisher(hwm=10)
+@contextlib.contextmanager
+def asking_for_all(made: EventPublisher, context: zmq.Context[Any], tmp_path: Path) -> Iterator[zmq.Socket[Any]]:
+    """A reader with a short queue that asks for 110 batches."""
     for number in range(110):
         made.publish(batch(number, 4000))
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.RCVHWM, 10)
         socket.connect(f"ipc://{tmp_path}/replay")
         socket.send_multipart([b"", (0).to_bytes(8, "big")])
+        yield socket
+
+
+def test_a_replay_ends_with_what_was_there_at_its_request(
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    """However much is published while its reader is slow."""
+    made = publisher(hwm=10)
+    with asking_for_all(made, context, tmp_path) as socket:
         for number in (*range(110), -1):
             assert socket.poll(WAIT_MS)
             assert socket.recv_multipart()[2] == number.to_bytes(8, "big", signed=True)
@@ -256,19 +244,11 @@ def test_a_replay_ends_with_what_was_there_at_its_request(
 
 
 def test_a_request_too_many_gets_its_end_at_once(
-    publisher: Callable[..., EventPublisher],
-    context: zmq.Context[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_replays, "MOST_REPLAYS", 1)
     made, endpoint = publisher(hwm=10), f"ipc://{tmp_path}/replay"
-    for number in range(110):
-        made.publish(batch(number, 4000))
-    with context.socket(zmq.DEALER) as silent:
-        silent.setsockopt(zmq.RCVHWM, 10)
-        silent.connect(endpoint)
-        silent.send_multipart([b"", (0).to_bytes(8, "big")])
+    with asking_for_all(made, context, tmp_path) as silent:
         assert silent.poll(WAIT_MS)
         reader = Reader(context, f"ipc://{tmp_path}/events")
         assert reader.past(endpoint, 0) == []
@@ -278,43 +258,23 @@ def test_a_request_too_many_gets_its_end_at_once(
     assert [number for number, _ in reader.past(endpoint, 108)] == [108, 109]
 
 
-def test_strangers_get_nothing_over_the_network(
+def test_strangers_and_revoked_readers_get_nothing_over_the_network(
     publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
 ) -> None:
-    """An endpoint that is not this host's alone is a CURVE socket; a revoked reader is cut off."""
+    """An endpoint that is not this host's alone is a CURVE socket."""
     tmp_path.chmod(0o700)
-    names = ("worker", "router", "other")
-    keys = {name: new_keys(name) for name in names}
+    keys = {name: new_keys(name) for name in ("worker", "router", "stays", "other")}
     write_node_keys(tmp_path / "worker.key", keys["worker"])
-    trusted = tmp_path / "trusted.nodes"
-    nodes = [Node(name, [PublicPart(keys[name].public[0].hex())]) for name in names[:2]]
+    trusted, (port,) = tmp_path / "trusted.nodes", free_ports(1)
+    nodes = [Node(name, [PublicPart(each.public[0].hex())]) for name, each in keys.items() if name != "other"]
     write_public(trusted, TrustedNodes(1, nodes))
     credentials = Credentials(b"s" * 32, node_key_file=str(tmp_path / "worker.key"), trusted_nodes=str(trusted))
-    made = publisher(credentials, endpoint="tcp://*:*", replay_endpoint=None)
-    port = made._pub.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-    endpoint, server = f"tcp://127.0.0.1:{port}", keys["worker"].public[0]
-    router = Reader(context, endpoint, keys=(keys["router"].private[0], server))
-    strangers = [Reader(context, endpoint), Reader(context, endpoint, keys=(keys["other"].private[0], server))]
-    await_subscriber(made, router)
-    assert not any(each.socket.poll(0) for each in strangers)
-
-
-def test_a_revoked_reader_is_cut_off(
-    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path, free_port: int
-) -> None:
-    tmp_path.chmod(0o700)
-    keys = {name: new_keys(name) for name in ("worker", "router", "stays")}
-    write_node_keys(tmp_path / "worker.key", keys["worker"])
-    trusted = tmp_path / "trusted.nodes"
-    write_public(
-        trusted, TrustedNodes(1, [Node(name, [PublicPart(each.public[0].hex())]) for name, each in keys.items()])
+    made, endpoint = publisher(credentials, endpoint=f"tcp://*:{port}", replay_endpoint=None), f"tcp://127.0.0.1:{port}"
+    router, stays, other = (
+        Reader(context, endpoint, keys=(keys[name].private[0], keys["worker"].public[0]))
+        for name in ("router", "stays", "other")
     )
-    credentials = Credentials(b"s" * 32, node_key_file=str(tmp_path / "worker.key"), trusted_nodes=str(trusted))
-    made = publisher(credentials, endpoint=f"tcp://*:{free_port}", replay_endpoint=None)
-    router, stays = (
-        Reader(context, f"tcp://127.0.0.1:{free_port}", keys=(keys[name].private[0], keys["worker"].public[0]))
-        for name in ("router", "stays")
-    )
+    strangers = [Reader(context, endpoint), other]
     await_subscriber(made, router)
     before = made._pub
     write_public(trusted, revoking(read_trusted_nodes(trusted), "router", "", trusted, "2026-11-26T00:00:00Z"))
@@ -326,13 +286,7 @@ def test_a_revoked_reader_is_cut_off(
         pass
     await_subscriber(made, stays)
     assert router.next(0) is None
-
-
-@pytest.fixture
-def free_port() -> int:
-    from pd_cluster.cluster.processes.ports import free_ports
-
-    return free_ports(1)[0]
+    assert not any(each.socket.poll(0) for each in strangers)
 
 
 # ---- the setting
@@ -344,14 +298,10 @@ def free_port() -> int:
         ("{", "no JSON"),
         ("[]", "expected an object with enable_kv_cache_events, publisher, endpoint"),
         ({"endpont": "x"}, "'endpont': no field of it; did you mean endpoint?"),
-        ({"publisher": "kafka"}, "Invalid enum value 'kafka'"),
-        ({"hwm": 0}, "Expected `int` >= 1"),
         ({"endpoint": "tcp://indexer:5557"}, "expected tcp://ADDRESS:PORT with an address of this host"),
         ({"endpoint": "inproc://x"}, "subscribers connect, this process binds"),
-        ({"endpoint": "tcp://127.0.0.1:70000"}, "expected tcp://ADDRESS:PORT"),
         ({"replay_endpoint": "tcp://*:5557"}, "endpoint and replay_endpoint are the same"),
         ({"topic": "kv\ud800"}, "topic 'kv\\ud800': half of a surrogate pair"),
-        ({"endpoint": "ipc:///x\udfff"}, "endpoint 'ipc:///x\\udfff': half of a surrogate pair"),
     ],
 )
 def test_settings_with_faults(given: Any, told: str) -> None:
@@ -366,8 +316,6 @@ def test_settings_with_faults(given: Any, told: str) -> None:
     [
         ("tcp://*:5557", False),
         ("tcp://10.0.0.1:5557", False),
-        ("tcp://[::]:5557", False),
-        ("tcp://127.0.0.1:5557", True),
         ("tcp://localhost:5557", True),
         ("tcp://[::1]:5557", True),
         ("ipc:///run/pd/events", True),
@@ -389,6 +337,4 @@ def test_instances_of_a_host_have_endpoints_of_their_own() -> None:
     assert config.of_instance(0) == config
     assert config.of_instance(2).endpoints == ("tcp://127.0.0.1:5559", "ipc:///run/replay_2")
     assert EVENTS.read("kv_events_config", EVENTS.write(config)) == config
-    assert not KVEventsConfig().is_on
-    assert not KVEventsConfig(True, "null").is_on
-    assert KVEventsConfig(True).is_on
+    assert [each.is_on for each in (config, KVEventsConfig(), KVEventsConfig(True, "null"))] == [True, False, False]

@@ -1,6 +1,6 @@
 """docs/flags.md says what pd_cluster/settings and the signature of `pd-cluster serve` say; and they do it.
 
-`python tests/unit/test_flags.py --fix` rewrites the page.
+`python tests/unit/test_flags.py --fix` rewrites the page's tables.
 """
 
 import subprocess
@@ -26,23 +26,6 @@ from tests.support.serve_command import serve_command, settings_in
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "flags.md"
 
-TOP = """# Flags
-
-<!-- written by `python tests/unit/test_flags.py --fix` from pd_cluster/settings -->
-
-`scripts/start_servers.sh` and `pd-cluster serve` take vLLM's flags in three lists: honoured, accepted without effect
-(one warning each), refused with the reason. A flag in none of them is an error that names the nearest known one.
-Every instance takes every flag, so that one command line serves prefill, decode and scheduler.
-
-`--config FILE` reads flags from a YAML file (`max-model-len: 4096`); the command line goes before the file.
-`--flag=value` and `--flag value` mean the same, and so do `--max_model_len` and `--max-model-len`. As in vLLM,
-`--max-model-len` and `--max-num-batched-tokens` take `8k` (8,000) and `8K` (8,192), a switch that is off has a
-`--no-` form, and the members of a JSON object may be given one by one: `--limit-mm-per-prompt.image 2`.
-`--kv-cache-memory-bytes` is `--kv-cache-memory` in bytes (`4G`).
-
-`LLM` takes the same names as arguments (`max_model_len=`), with the same answers.
-"""
-
 
 def options() -> list[typer.core.TyperOption]:
     found = [each for each in serve_command().params if isinstance(each, typer.core.TyperOption)]
@@ -57,7 +40,7 @@ def spellings(option: typer.core.TyperOption) -> list[str]:
 
 HONOURED = [name for option in options() for name in option.opts]
 NAMED = [each for each in FOREIGN.values() if not each.is_prefix]
-IMAGES, THINKING = '{"image": 2, "video": 1}', '{"enable_thinking": false}'
+THINKING = '{"enable_thinking": false}'
 
 
 def page() -> str:
@@ -67,11 +50,11 @@ def page() -> str:
         ("Refused", ("flags", "why"), refused_rows()),
         ("Variables", ("vLLM's variable", "here"), variable_rows()),
     )
-    parts = [TOP]
+    parts = [PAGE.read_text(encoding="utf-8").partition("## Honoured")[0]]
     for title, head, rows in tables:
         lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
         parts.append("\n".join([f"## {title}\n", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines]) + "\n")
-    return "\n".join(parts)
+    return parts[0] + "\n".join(parts[1:])
 
 
 def honoured_rows() -> Iterator[tuple[str, str, str]]:
@@ -174,9 +157,7 @@ def test_no_error_shows_a_key() -> None:
         ["--api-keys", "sk-1"],
         ["--zzz", "--api-key=sk-1"],
     ):
-        with pytest.raises(ConfigError) as caught:
-            parse(*argv)
-        assert "sk-1" not in str(caught.value)
+        assert "sk-1" not in refused(*argv)
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,7 @@ from pd_cluster.gateway.certificate import Certificate
 from pd_cluster.gateway.choice import AllFull, Choice, NoneReady
 from pd_cluster.gateway.exchange import DESTINATION, NAMESPACE, SUBSET, SUBSET_NAMESPACE, Exchange
 from pd_cluster.gateway.messages import FULL_DUPLEX_STREAMED, OVERWRITE_OR_ADD
-from pd_cluster.gateway.messages_pb2 import (
-    HealthCheckRequest,
-    HealthCheckResponse,
-    ProcessingRequest,
-    ProcessingResponse,
-)
+from pd_cluster.gateway.messages_pb2 import HealthCheckRequest, ProcessingRequest, ProcessingResponse
 from pd_cluster.gateway.server import Listening, Picker
 from pd_cluster.gateway.watch import SchedulerWatch
 from tests.support.certificates import make_certificate
@@ -43,14 +38,10 @@ from tests.support.says_load import serve_load
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = json.loads((ROOT / "tests" / "data" / "envoy_messages.json").read_text(encoding="utf-8"))
 A, B, C = "10.0.0.1:9000", "10.0.0.2:9000", "[fd00::3]:9000"
-KINDS = {FieldDescriptor.TYPE_BOOL: "bool", FieldDescriptor.TYPE_BYTES: "bytes"} | {
-    FieldDescriptor.TYPE_INT32: "int32",
-    FieldDescriptor.TYPE_STRING: "string",
-}
-# ---- messages
-
-
 MESSAGES = messages_pb2.DESCRIPTOR.message_types_by_name
+KINDS = {getattr(FieldDescriptor, f"TYPE_{kind.upper()}"): kind for kind in ("bool", "bytes", "int32", "string")}
+
+# ---- messages
 
 
 @pytest.mark.parametrize("name", [name for name in MESSAGES if not name.startswith("HealthCheck")])
@@ -293,7 +284,7 @@ def checking(channel: Any, method: str = "Check") -> Any:
     return make(
         f"/grpc.health.v1.Health/{method}",
         request_serializer=HealthCheckRequest.SerializeToString,
-        response_deserializer=HealthCheckResponse.FromString,
+        response_deserializer=messages_pb2.HealthCheckResponse.FromString,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from PIL import Image as Pictures
 
 from pd_cluster.checkpoints.vision import VisionPart
@@ -162,6 +163,13 @@ def test_marks_belong_to_their_picture() -> None:
 TOKENS = {"added_tokens": [{"id": 40, "content": "[IMG_BREAK]"}, {"id": 41, "content": "[IMG_END]"}]}
 TOKENS["added_tokens"] += [{"id": 42, "content": "<img>"}, {"id": 43, "content": "</img>"}]
 CLIP = {"image_size": 336, "patch_size": 14, "model_type": "clip_vision_model"}
+GEMMA_TEXT = ("\n\n", "<start_of_image>", "", "<image_soft_token>", "", "<end_of_image>", "\n\n")
+WITHOUT_A_FONT = (
+    "preprocessor_config.json: draw_on_frames: times are drawn into frames with Roboto-Regular.ttf, which "
+    "the folder lacks; add that font, or set draw_on_frames to false"
+)
+VIDEOS = VideoRules(token_id=151344, start_id=151339, end_id=151340, min_pixels=12544, max_pixels=9633792)
+VIDEOS = structs.replace(VIDEOS, shares_area=True, stamps=Stamps.BEHIND, pad_id=151343)
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], ImageRules]] = {
     "llava": (
         {"image_token_index": 32000, "vision_config": CLIP},
@@ -181,53 +189,19 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], ImageRules]] = {
     "gemma3": (
         {"vision_config": {"image_size": 896, "patch_size": 14}},
         {"size": {"height": 896, "width": 896}, "resample": 2, "do_pan_and_scan": None},
-        SquareRules(
-            side=896,
-            num_each=256,
-            token_id=262144,
-            resample=BILINEAR,
-            text="<start_of_image>",
-            text_becomes=("\n\n", "<start_of_image>", "", "<image_soft_token>", "", "<end_of_image>", "\n\n"),
-            sees_whole=True,
-        ),
+        structs.replace(WHOLE, token_id=262144, text="<start_of_image>", text_becomes=GEMMA_TEXT, sees_whole=True),
     ),
     "ernie4_5_vl_moe": (
         {"image_token_id": 100295, "vision_config": {"patch_size": 14, "spatial_merge_size": 2}},
         {"size": {"shortest_edge": 3136, "longest_edge": 4842768}},
         GridRules(
-            14,
-            2,
-            3136,
-            4842768,
-            num_frames=1,
-            token_id=100295,
-            marks=(101304, 101305),
-            no_videos=(
-                "preprocessor_config.json: draw_on_frames: times are drawn into frames with Roboto-Regular.ttf, which "
-                "the folder lacks; add that font, or set draw_on_frames to false"
-            ),
+            *(14, 2, 3136, 4842768), num_frames=1, token_id=100295, marks=(101304, 101305), no_videos=WITHOUT_A_FONT
         ),
     ),
     "glm4v": (
         {"image_token_id": 151343, "vision_config": {"patch_size": 14}},
         {"size": {"shortest_edge": 12544, "longest_edge": 9633792}},
-        FrameRules(
-            14,
-            2,
-            12544,
-            9633792,
-            token_id=151343,
-            video=VideoRules(
-                token_id=151344,
-                start_id=151339,
-                end_id=151340,
-                min_pixels=12544,
-                max_pixels=9633792,
-                shares_area=True,
-                stamps=Stamps.BEHIND,
-                pad_id=151343,
-            ),
-        ),
+        FrameRules(14, 2, 12544, 9633792, token_id=151343, video=VIDEOS),
     ),
 }
 

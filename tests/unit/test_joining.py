@@ -11,12 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pd_cluster.cluster.members.joining import (
-    FIRST_BACKOFF_S,
-    LAST_BACKOFF_S,
-    MOST_CUT_ROUNDS,
-    JoinMailbox,
-)
+from pd_cluster.cluster.members.joining import FIRST_BACKOFF_S, LAST_BACKOFF_S, MOST_CUT_ROUNDS, JoinMailbox
 from pd_cluster.cluster.members.registrar import JoinPort
 from pd_cluster.cluster.processes.ports import free_ports
 from pd_cluster.errors import ConfigError

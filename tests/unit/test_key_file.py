@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.api import api_process
-from pd_cluster.cluster.processes import api_processes
-from pd_cluster.cluster.tenancy.key_file import MAX_NBYTES, KeyFile, digest_of, read_key_file, write_key_file
+from pd_cluster.cluster.tenancy.key_file import KeyFile, digest_of, read_key_file, write_key_file
 from pd_cluster.cluster.tenancy.key_store import KeyStore
 from pd_cluster.cluster.tenancy.rate_memory import RateMemory, tag_of
 from pd_cluster.commands import cli
@@ -249,10 +247,6 @@ def test_what_cannot_be_removed_or_listed(
 # ---- the scheduler's store
 
 
-def test_the_largest_file_fits_the_line_that_tells_processes_of_it() -> None:
-    assert min(api_processes.MAX_LINE_NBYTES, api_process.MAX_LINE_NBYTES) >= 2 * MAX_NBYTES
-
-
 def key_of(key: str, **fields: Any) -> ApiKey:
     return ApiKey(digest=digest_of(SALT, key.encode()), **{"id": key, "tenant": "team", **fields})
 
@@ -275,8 +269,7 @@ def test_keys_that_stay_keep_what_is_left(file: Path) -> None:
     store.memory.take(b, tag_of(store.keys.keys[1].digest), 0, 60)
     write_key_file(file, KeyFile(SALT, (key_of("c"), key_of("b", tokens_per_minute=50, requests_per_minute=5))))
     store.reload()
-    assert left(store, "b") == (5, 40)
-    assert left(store, "c") == (0, 0)
+    assert (left(store, "b"), left(store, "c")) == ((5, 40), (0, 0))
     assert store.memory.take(a, tag_of(key_of("a").digest)) is None
     file.write_text("{")
     before = store.keys

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -26,61 +27,29 @@ from tests.support.router_world import info_of, ready
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
-TOP = """# Metrics
-
-<!-- written by `python tests/unit/test_metrics_page.py --fix` from pd_cluster/api/admin/metric_tables.py -->
-
-`GET /metrics` at the public port is Prometheus' text format. Names that begin with `vllm:` are those that vLLM's
-dashboards query; each has the label `model_name`. With several API processes (`--api-workers`) every one of them
-answers with the counts of all, also of those that have ended: none shrinks before the scheduler itself starts again.
-They are up to a quarter of a second old then. One that has just begun answers 503 until it has heard of the others.
-
-Without API keys everybody may read them. With `--metrics-key KEY` they are read with `Authorization: Bearer KEY`, and
-with API keys alone by nobody: give a key of their own, which opens `/load`, too. In Prometheus' configuration:
-
-```yaml
-scrape_configs:
-  - job_name: pd-cluster
-    authorization: {credentials_file: /etc/prometheus/pd-cluster.key}
-    static_configs: [{targets: ["10.0.0.18:9000"]}]
-```
-
-`model_name` is the first `--served-model-name`; a model without one is named by its path's end.
-
-`GET /load` is `{"server_load": N}`: requests that all API processes together are answering now.
-"""
-OF_INSTANCES = """From its reports, with the label `instance_id`. An instance reports within 50 ms that a gauge has
-changed, that of KV blocks by a thousandth, and otherwise with each heartbeat; a step that is being computed counts once
-it has ended. Counters start again from 0 when their instance does. An instance that is not ready is left out."""
 OF_EACH: list[Any] = [
     *(*tables.INSTANCE_GAUGES, *tables.INSTANCE_PARTS, *tables.INSTANCE_COUNTERS),
     *tables.INSTANCE_HISTOGRAMS,
 ]
-OF_REQUESTS = """Counted by the API processes. `vllm:request_success_total` and `vllm:request_generation_tokens` count
-sequences, as vLLM does; the others count requests. The times of a request are added when all its sequences have ended;
-those of an aborted or failed request never are, as in vLLM (which counts no `abort` at all). A prompt that an instance
-computed and decoded by itself, as after a replay, has no queue and prefill time."""
-OF_TENANTS = """With the label `tenant`, if there are API keys: the key's tenant by `--api-key-file` or
-`--api-key-tenant`. At most 100 tenants have their name there, the first ones since the scheduler started; the rest,
-and keys without a tenant's name, are counted together as `other`. Requests that a drain refuses and routes that read no
-body do not count."""
-OF_CLUSTER = """Streams and processes: of all API processes. Instances: as the process that answers knows them."""
+SECTIONS: dict[str, list[Any]] = {
+    "Of each instance": OF_EACH,
+    "Of requests": [*tables.REQUEST_COUNTERS, *tables.HISTOGRAMS],
+    "Of each tenant": [*tables.TENANT_COUNTERS],
+    "Of the cluster": [*tables.CLUSTER_GAUGES, tables.ADAPTERS],
+}
 
 
 def page() -> str:
-    parts = [
-        TOP,
-        section("Of each instance", OF_INSTANCES, OF_EACH),
-        section("Of requests", OF_REQUESTS, [*tables.REQUEST_COUNTERS, *tables.HISTOGRAMS]),
-        section("Of each tenant", OF_TENANTS, list(tables.TENANT_COUNTERS)),
-        section("Of the cluster", OF_CLUSTER, [*tables.CLUSTER_GAUGES, tables.ADAPTERS]),
-    ]
-    return "\n".join(parts)
-
-
-def section(title: str, text: str, metrics: list[Any]) -> str:
-    rows = [f"| `{shown(each)}` | {kind(each)} | {each.text} |" for each in metrics]
-    return "\n".join([f"## {title}\n", text, "", "| name | kind | meaning |", "|---|---|---|", *rows]) + "\n"
+    """The page with the tables that the code has."""
+    head, *sections = re.split(r"(?m)^## ", PAGE.read_text(encoding="utf-8"))
+    parts = [head]
+    for title, metrics in SECTIONS.items():
+        (text,) = [each for each in sections if each.startswith(f"{title}\n")]
+        rows = [f"| `{shown(each)}` | {kind(each)} | {each.text} |" for each in metrics]
+        before = text.partition("| name |")[0]
+        end = "\n" if len(parts) < len(SECTIONS) else ""
+        parts.append("\n".join([f"## {before}| name | kind | meaning |", "|---|---|---|", *rows]) + "\n" + end)
+    return "".join(parts)
 
 
 def kind(each: Any) -> str:

@@ -122,6 +122,15 @@ def test_a_key_that_the_list_names_and_revokes_counts_nowhere(pair: Pair, under:
         pair.believe(unknown, *pair.keys.private)
 
 
+def test_a_key_whose_time_is_over_counts_no_more(pair: Pair) -> None:
+    keys = pair.believe()
+    write_public(pair.file, TrustedNodes(1, [Node("a", [PublicPart(keys[0].hex(), "2026-01-01T00:00:00Z")])]))
+    pair.own.read_again()
+    assert " of node a has expired at 2026-01-01T00:00:00Z" in pair.own.problem("a", keys)
+    with pytest.raises(ConfigError, match="has expired at"):
+        pair.believe()
+
+
 def test_while_a_node_is_rotated_the_keys_count_that_the_list_has(pair: Pair) -> None:
     both = new_keys("a", pair.keys)
     assert pair.believe(*both.private) == both.public[1:]

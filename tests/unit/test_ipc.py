@@ -238,7 +238,7 @@ def test_pools_on_two_devices_are_not_local(gpu: FakeModule) -> None:
 # ---- which transports there are
 
 
-def test_each_device_has_its_transports(gpu: FakeModule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_has_its_transports(gpu: FakeModule) -> None:
     names: tuple[wire.TransportName, ...] = ("local", "ipc", "shm", "nccl", "hccl", "dist", "curve")
     for kind, missing in (
         (CPU, {"ipc", "nccl", "hccl"}),
@@ -249,8 +249,6 @@ def test_each_device_has_its_transports(gpu: FakeModule, monkeypatch: pytest.Mon
     assert tuple(each.name for each in allowed("auto")) == names
     assert tuple(each.name for each in allowed("dist")) == ("nccl", "hccl", "dist")
     assert tuple(each.name for each in allowed("ipc")) == ("ipc",)
-    monkeypatch.setattr(device, "_npu_problem", lambda: "torch-npu is not installed")
-    assert BY_NAME["hccl"].why_not(Device("npu")) == "torch has no HCCL for npu:0 here"
 
 
 def test_a_choice_that_is_not_possible_here_is_named(gpu: FakeModule) -> None:
@@ -266,6 +264,11 @@ def test_what_one_side_offers_and_the_other_has_not_is_named(gpu: FakeModule) ->
     assert isinstance(refused, wire.LinkRefused)
     assert (refused.reason, refused.retry) == ("ipc: this instance's pool is in host memory", False)
     link.close()
+
+
+def test_hccl_needs_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_npu_problem", lambda: "torch-npu is not installed")
+    assert BY_NAME["hccl"].why_not(Device("npu")) == "torch has no HCCL for npu:0 here"
 
 
 # ---- copies of blocks

@@ -61,8 +61,8 @@ def test_a_missing_frame_ends_the_link() -> None:
 def test_a_header_that_does_not_decode_is_dropped() -> None:
     opener = Opener(KEY)
     odd = wire.encode_header(wire.KVEnd("transfer", 0, 0, [])).replace(b"transfer", b"\xff\xfe" * 4)
-    for data in (b"\xc1 nothing", odd):
-        assert opener.open(wire.KVFrame(0, data, KEY.mac(0, data))) is None
+    for at, data in enumerate((b"\xc1 nothing", odd)):
+        assert opener.open(wire.KVFrame(at, data, KEY.mac(at, data))) is None
     assert opener.dropped == {"not decodable": 2}
 
 

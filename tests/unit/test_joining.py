@@ -82,7 +82,7 @@ def must_give_up(seeker: Seeker, lost_s: float = 0.0) -> None:
     """At its deadline, and no sooner."""
     seeker.now_s = lost_s + TIMES.join_timeout_s
     seeker.joining.tick()
-    seeker.now_s += 0.1
+    seeker.now_s += 1.0
     with pytest.raises(
         ConfigError, match=r"no scheduler has admitted this worker within --join-timeout 60; .*, [ah]:1: "
     ):

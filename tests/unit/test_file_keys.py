@@ -75,8 +75,7 @@ async def test_a_key_that_went_while_its_body_came_gets_no_further(make: Make) -
     write_key_file(port.file, KeyFile(SALT, ()))
     port.store.reload()
     answer = await port.ask("k", "POST", "/v1/completions", **COMPLETION)
-    assert (answer.status, answer.num_received) == (401, 0)
-    assert not port.world.mailbox.sent
+    assert (answer.status, answer.num_received, port.world.mailbox.sent) == (401, 0, [])
 
 
 async def test_tenants_of_both_kinds_share_caches_by_name(make: Make) -> None:
@@ -97,6 +96,6 @@ async def test_metrics_have_no_key_in_them(make: Make) -> None:
     port = make(key_of("sk-secret"), metrics_key="mk")
     await port.ask("sk-secret", "POST", "/tokenize", prompt="a")
     metrics = (await port.ask("mk", "GET", "/metrics")).body
-    assert b'pd_cluster:tenant_requests_total{model_name="tiny",outcome="finished",tenant="team"} 1.0' in metrics
+    assert b'outcome="finished",tenant="team"} 1.0' in metrics
     assert b"secret" not in metrics
     assert (await port.ask("sk-secret", "GET", "/metrics")).status == 401

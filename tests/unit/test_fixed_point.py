@@ -116,7 +116,7 @@ def test_a_flat_row_is_weighed_once_and_hardly_sorted(outlier: float, monkeypatc
     assert sum(nums[1:]) < len(line) / 10
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-9, 1.0, 1e30])
+@pytest.mark.parametrize("temperature", [1e-30, 1.0, 1e30])
 @pytest.mark.parametrize("worst", [-1e-40, -1e-30, -1e30, -3e38, -np.inf])
 def test_extreme_logits_and_temperatures(temperature: float, worst: float) -> None:
     line = np.array([0.0, worst, worst / 2, 0.0, worst] * 30, dtype=np.float32)

@@ -40,17 +40,12 @@ def options_of(*argv: str) -> tuple[dict[str, object], list[str]]:
 
 
 def test_a_file_gives_flags(file: str) -> None:
+    wanted = {"model": "some/folder", "max_model_len": 4096, "api_workers": 2, "seed": None}
+    wanted |= {"enable_prefix_caching": False, "enable_force_include_usage": True, "enable_auto_tool_choice": False}
+    wanted |= {"override_generation_config": '{"temperature": 0.5}', "served_model_name": ["chat", "small"]}
     for argv in (["--config", file], [f"--config={file}"]):
         options, warnings = options_of(*argv)
-        assert options["model"] == "some/folder"
-        assert options["max_model_len"] == 4096
-        assert options["api_workers"] == 2
-        assert options["served_model_name"] == ["chat", "small"]
-        assert options["enable_prefix_caching"] is False
-        assert options["enable_force_include_usage"] is True
-        assert options["enable_auto_tool_choice"] is False
-        assert options["override_generation_config"] == '{"temperature": 0.5}'
-        assert options["seed"] is None
+        assert {name: options[name] for name in wanted} == wanted
         assert [each.partition(" ")[0] for each in warnings] == ["--compilation-config"]
 
 
@@ -59,10 +54,8 @@ def test_the_command_line_goes_before_the_file(file: str) -> None:
         *("--max_model_len", "8", "--config", file, "--served-model-name", "mine", "--enable-prefix-caching"),
         *("--api-workers=3",),
     )
-    assert options["max_model_len"] == 8
-    assert options["served_model_name"] == ["mine"]
-    assert options["enable_prefix_caching"] is True
-    assert options["api_workers"] == 3
+    wanted = {"max_model_len": 8, "served_model_name": ["mine"], "enable_prefix_caching": True, "api_workers": 3}
+    assert {name: options[name] for name in wanted} == wanted
     assert options["model"] == "some/folder"
 
 
@@ -93,15 +86,10 @@ def test_a_file_with_what_is_refused(tmp_path: Path, text: str) -> None:
         options_of("--config", str(path))
 
 
-def test_without_a_file_nothing_changes() -> None:
-    assert expanded(["--max_model_len", "8"], HONOURED) == ["--max-model-len=8"]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[1]", "expected a mapping"),
-        ("", "expected a mapping"),
         ("1: 2", "expected a mapping"),
         ("a: [", "is not YAML"),
         ("max-model-lenn: 4", "unknown flag --max-model-lenn; did you mean --max-model-len"),
@@ -116,15 +104,10 @@ def test_a_file_that_is_wrong(tmp_path: Path, text: str, message: str) -> None:
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("argv", [["--config"], ["--config", "--port"], ["--config=a", "--config=b"]])
+@pytest.mark.parametrize("argv", [["--config"], ["--config", "--port"], ["--config=a", "--config=b"], ["--config=/no"]])
 def test_not_one_file(argv: list[str]) -> None:
-    with pytest.raises(ConfigError, match="expected one file"):
+    with pytest.raises(ConfigError, match="cannot be read" if argv == ["--config=/no"] else "expected one file"):
         expanded(argv, HONOURED)
-
-
-def test_a_file_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        expanded(["--config", "/no/such.yaml"], HONOURED)
 
 
 def test_the_command_reads_it(tmp_path: Path) -> None:

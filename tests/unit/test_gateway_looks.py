@@ -156,39 +156,15 @@ async def test_addresses_with_a_scope_are_left_out(monkeypatch: pytest.MonkeyPat
 async def test_what_does_not_resolve_is_told_once_and_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str
 ) -> None:
+    def fails(*args: Any, **more: Any) -> Any:
+        raise socket.gaierror
+
     monkeypatch.setattr(socket, "getaddrinfo", fails)
-    watch = SchedulerWatch(Choice(), [(host, 9000)], 0.5, 5.0)
-    async with httpx.AsyncClient(trust_env=False) as client:
-        for _ in range(3):
-            await watch.look(client)
+    looked = Looked([(host, 9000)])
+    for _ in range(3):
+        assert await looked.endpoints() == []
     ours = [each.message for each in caplog.records if each.name.startswith("pd_cluster.")]
     assert ours == [f"{host}:9000: it does not resolve"]
-
-
-def fails(*args: Any, **more: Any) -> Any:
-    raise socket.gaierror
-
-
-async def test_only_a_name_without_addresses_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not again where that was in vain."""
-    waits: list[float] = []
-    wait = asyncio.wait
-
-    async def counted(tasks: Any, timeout: float) -> Any:
-        waits.append(timeout)
-        return await wait(tasks, timeout=timeout)
-
-    infos = [(0, 0, 0, "", ("10.0.0.1", 9000))]
-    monkeypatch.setattr(asyncio, "wait", counted)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: infos)
-    good, bad = Looked([("good", 9000)]), Looked([("bad", 9000)])
-    for _ in range(5):
-        assert await good.endpoints() == ["10.0.0.1:9000"]
-    assert len(waits) == 1
-    infos.clear()
-    for _ in range(5):
-        assert await bad.endpoints() == []
-    assert len(waits) == 2
 
 
 async def test_a_thread_that_cannot_begin_is_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,57 +34,51 @@ ENDLESS = Guide("json", '{"type": "integer", "multipleOf": 99999989}')
 
 
 def asked(kind: type[GenerationRequest] = CompletionRequest, **fields: Any) -> Any:
-    least: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if kind is ChatCompletionRequest else {}
-    body = {"prompt": "a", **fields} if kind is not ChatCompletionRequest else {**least, **fields}
-    return guide_of(parse(json.dumps(body).encode(), kind))
+    is_chat = kind is ChatCompletionRequest
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if is_chat else {"prompt": "a"}
+    return guide_of(parse(json.dumps({**prompt, **fields}).encode(), kind))
+
+
+COMPACT = {"type": "object", "x-guidance": {"whitespace_pattern": ""}}
+OUTPUTS: list[tuple[dict[str, Any], Guide]] = [  # of structured_outputs
+    ({"json": SCHEMA}, Guide("json", TEXT)),
+    ({"json": TEXT, "regex": None, "json_object": False}, Guide("json", TEXT)),
+    ({"regex": "a", "disable_fallback": True}, Guide("regex", "a")),
+    ({"choice": ["b", "a", "b"]}, Guide("choice", '["b","a"]')),
+    ({"grammar": 'start: "a"'}, Guide("grammar", 'start: "a"')),
+    ({"json_object": True}, Guide("json_object")),
+    ({"structural_tag": TAG}, Guide("structural_tag", json.dumps(TAG, separators=(",", ":")))),
+    ({"json_object": True, "disable_any_whitespace": True}, Guide("json", json.dumps(COMPACT, separators=(",", ":")))),
+]
+FORMATS: list[tuple[dict[str, Any], Guide | None]] = [  # of response_format
+    ({"type": "text"}, None),
+    ({"type": "json_object"}, Guide("json_object")),
+    ({"type": "json_object", "schema": SCHEMA}, Guide("json", TEXT)),
+    ({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}, Guide("json", TEXT)),
+    ({"type": "structural_tag", **TAG}, Guide("structural_tag", json.dumps(TAG, separators=(",", ":")))),
+]
+SPELLINGS: list[tuple[dict[str, Any], Guide | None]] = [
+    ({}, None),
+    ({"guided_json": SCHEMA}, Guide("json", TEXT)),
+    ({"guided_json": json.dumps(SCHEMA), "guided_decoding_backend": "auto"}, Guide("json", TEXT)),
+    ({"guided_regex": "a+"}, Guide("regex", "a+")),
+    ({"guided_choice": ["b", "a", "b"]}, Guide("choice", '["b","a"]')),
+    ({"guided_grammar": 'root ::= "a"'}, Guide("grammar", 'root ::= "a"')),
+    ({"guided_decoding_backend": "guidance"}, None),
+    *(({"structured_outputs": fields}, guide) for fields, guide in OUTPUTS),
+    *(({"response_format": fields}, guide) for fields, guide in FORMATS),
+    (
+        {"response_format": {"type": "json_object"}, "guided_whitespace_pattern": "[ ]?"},
+        Guide("json", '{"type":"object","x-guidance":{"whitespace_pattern":"[ ]?"}}'),
+    ),
+]
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest, GenerateRequest])
-@pytest.mark.parametrize(
-    ("fields", "guide"),
-    [
-        ({}, None),
-        ({"guided_json": SCHEMA}, Guide("json", TEXT)),
-        ({"guided_json": json.dumps(SCHEMA)}, Guide("json", TEXT)),
-        ({"guided_regex": "a+"}, Guide("regex", "a+")),
-        ({"guided_choice": ["b", "a", "b"]}, Guide("choice", '["b","a"]')),
-        ({"guided_grammar": 'root ::= "a"'}, Guide("grammar", 'root ::= "a"')),
-        ({"guided_json": SCHEMA, "guided_decoding_backend": "auto"}, Guide("json", TEXT)),
-        ({"guided_decoding_backend": "guidance"}, None),
-        ({"structured_outputs": {"json": SCHEMA}}, Guide("json", TEXT)),
-        ({"structured_outputs": {"json": TEXT, "regex": None, "json_object": False}}, Guide("json", TEXT)),
-        ({"structured_outputs": {"regex": "a", "disable_fallback": True}}, Guide("regex", "a")),
-        ({"structured_outputs": {"choice": ["a"]}}, Guide("choice", '["a"]')),
-        ({"structured_outputs": {"grammar": 'start: "a"'}}, Guide("grammar", 'start: "a"')),
-        ({"structured_outputs": {"json_object": True}}, Guide("json_object")),
-        (
-            {"structured_outputs": {"structural_tag": TAG}},
-            Guide("structural_tag", json.dumps(TAG, separators=(",", ":"))),
-        ),
-        ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, Guide("json_object")),
-        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, Guide("json", TEXT)),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
-            Guide("json", TEXT),
-        ),
-        (
-            {"response_format": {"type": "structural_tag", **TAG}},
-            Guide("structural_tag", json.dumps(TAG, separators=(",", ":"))),
-        ),
-        (
-            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
-            Guide("json", '{"type":"object","x-guidance":{"whitespace_pattern":""}}'),
-        ),
-        (
-            {"response_format": {"type": "json_object"}, "guided_whitespace_pattern": "[ ]?"},
-            Guide("json", '{"type":"object","x-guidance":{"whitespace_pattern":"[ ]?"}}'),
-        ),
-    ],
-)
-def test_every_spelling(kind: type[GenerationRequest], fields: dict[str, Any], guide: Guide | None) -> None:
-    found = asked(kind, **fields)
-    assert (found.guide if found else None) == guide
+def test_every_spelling(kind: type[GenerationRequest]) -> None:
+    for fields, guide in SPELLINGS:
+        found = asked(kind, **fields)
+        assert (found.guide if found else None) == guide, fields
 
 
 def test_compact_json_leaves_what_a_request_says() -> None:
@@ -108,16 +102,9 @@ def nested(depth: int) -> dict[str, Any]:
         ({"guided_json": "{"}, "guided_json", "no JSON"),
         ({"guided_json": json.dumps(nested(MAX_SCHEMA_DEPTH + 1))}, "guided_json", "more than 64 deep"),
         ({"guided_json": {"title": "x" * MAX_GUIDE_NUM_CHARS}}, "guided_json", "at most 262144"),
-        ({"guided_regex": "a" * (MAX_GUIDE_NUM_CHARS + 1)}, "guided_regex", "at most 262144"),
-        ({"guided_choice": [f"{i:08}" for i in range(30_000)]}, "guided_choice", "at most 262144"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex constrains the output too"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "structured_outputs.regex"),
         ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
-        (
-            {"structured_outputs": {"regex": "a", "disable_additional_properties": True}},
-            "structured_outputs",
-            "not supp",
-        ),
         (
             {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True, "whitespace_pattern": " "}},
             *("structured_outputs", "leaves no room"),
@@ -137,22 +124,17 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str, words: str)
     assert len(str(caught.value)) < 300
 
 
-def test_the_depth_allowed_is_allowed() -> None:
-    assert asked(guided_json=json.dumps(nested(MAX_SCHEMA_DEPTH))) is not None
-
-
 def test_the_flag_and_the_field_know_the_same_names() -> None:
-    refused = [name for name in (*GUIDED_BACKENDS, "mine") if _is_refused(name)]
-    assert refused == ["mine"]
+    def is_refused(backend: str) -> bool:
+        try:
+            asked(guided_decoding_backend=backend)
+            ServeOptions(guided_decoding_backend=backend).read(Assurances)
+        except (RequestError, ConfigError):
+            return True
+        return False
 
-
-def _is_refused(backend: str) -> bool:
-    try:
-        asked(guided_decoding_backend=backend)
-        ServeOptions(guided_decoding_backend=backend).read(Assurances)
-    except (RequestError, ConfigError):
-        return True
-    return False
+    assert [name for name in (*GUIDED_BACKENDS, "mine") if is_refused(name)] == ["mine"]
+    assert asked(guided_json=json.dumps(nested(MAX_SCHEMA_DEPTH))) is not None, "the depth allowed is allowed"
 
 
 # ---- the child
@@ -179,15 +161,17 @@ async def verdict(check: GuideCheck, guide: Guide) -> str:
     return ""
 
 
-def test_a_verdict_is_found_once() -> None:
+def test_a_verdict_is_found_once_and_a_child_that_broke_is_replaced() -> None:
     async def use(check: GuideCheck) -> None:
         good, bad = Guide("regex", "a+"), Guide("regex", "a(")
         assert await asyncio.gather(*(verdict(check, good) for _ in range(5))) == [""] * 5
-        assert "unclosed group" in await verdict(check, bad)
-        assert "unclosed group" in await verdict(check, bad)
+        for _ in range(2):
+            assert "unclosed group" in await verdict(check, bad)
         assert (check.num_checked, check.children.num_killed) == (2, 0)
         (child,) = check.children.idle  # one process did it all
-        assert child.process.returncode is None
+        os.kill(child.process.pid, signal.SIGKILL)
+        await child.process.wait()
+        assert await verdict(check, Guide("regex", "b")) == ""
 
     with_check(use)
 
@@ -196,13 +180,11 @@ def test_what_takes_too_long_is_killed_and_keeps_nobody_waiting() -> None:
     async def use(check: GuideCheck) -> None:
         await asyncio.gather(*(check.check(Guide("regex", name)) for name in ("warm", "up")))  # a process for each
         check.children.timeout_s = 1.0
-        start_s = time.monotonic()
         endless = asyncio.create_task(verdict(check, ENDLESS))
         await asyncio.sleep(0)
         assert await verdict(check, Guide("choice", '["yes", "no"]')) == ""
         assert not endless.done()
         assert "not ready after 1 s (--guided-timeout)" in await endless
-        assert time.monotonic() - start_s < 60
         assert check.children.num_killed == 1
         assert "not ready" in await verdict(check, ENDLESS)  # tried again: another guide may have been in its way
         assert check.num_checked == 5
@@ -222,17 +204,6 @@ def test_slow_guides_do_not_keep_quick_ones_waiting() -> None:
         while check.children.slow_turns.num_waiting < len(endless) - MAX_SLOW // 2:
             await asyncio.sleep(0.01)
         assert not any(task.done() for task in tasks), "the others wait for a place"
-
-    with_check(use)
-
-
-def test_a_child_that_broke_is_replaced_and_nobody_blamed() -> None:
-    async def use(check: GuideCheck) -> None:
-        await check.check(Guide("regex", "a"))
-        (child,) = check.children.idle
-        os.kill(child.process.pid, signal.SIGKILL)
-        await child.process.wait()
-        assert await verdict(check, Guide("regex", "b")) == ""
 
     with_check(use)
 
@@ -268,25 +239,21 @@ def test_hostile_guides_have_a_verdict_in_time() -> None:
         Guide("regex", "a{1000000}"),
         Guide("regex", "((a{1,100}){1,100}){1,100}"),
         Guide("regex", "(a|a)*(a|aa)+b{1,1000}"),
-        Guide("regex", "(.*a){200}.{500}b"),
         Guide("regex", "(" * 5000 + "a" + ")" * 5000),
         Guide("json", json.dumps({"enum": [f"v{i}" for i in range(100_000)]})),
         Guide("json", '{"$ref": "#"}'),
         Guide("json", json.dumps({"$defs": {"d0": {"type": "integer"}, **links}, "$ref": "#/$defs/d299"})),
-        Guide("json", json.dumps({"properties": {f"p{i}": {} for i in range(2000)}, "type": "object"})),
         Guide("json", json.dumps({"allOf": [{"pattern": f"^({'.' * i})*$"} for i in (3, 5, 7, 11, 13, 17, 19)]})),
         Guide("grammar", 'root ::= root root | "a"'),
-        Guide("grammar", "root ::= a\na ::= b\nb ::= a"),
         Guide("grammar", 'root ::= "a"{1000000}'),
         Guide("grammar", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000),
-        Guide("choice", json.dumps([f"choice {i}" for i in range(20_000)])),
     ]
 
     async def use(check: GuideCheck) -> None:
         verdicts = [await verdict(check, guide) for guide in hostile]
         assert check.num_checked == len(hostile)
         assert "too many expressions" in verdicts[0]
-        assert sum(bool(each) for each in verdicts) >= 8, verdicts
+        assert sum(bool(each) for each in verdicts) >= 6, verdicts
         assert all("\n" not in each and len(each) < 350 for each in verdicts)
         assert await verdict(check, Guide("regex", "a+")) == ""
 

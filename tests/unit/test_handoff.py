@@ -22,7 +22,6 @@ from tests.support.handoff_ahead import AheadWorld
 from tests.support.handoff_rest import RestingWorld
 from tests.support.handoff_world import World
 
-SEEDS = range(500)  # 2 of 100 at least noticed each of the deliberate faults that 6ae04940 has
 SLOW_SEEDS = range(1000, 101_000)
 
 
@@ -62,49 +61,26 @@ def explore_on_all_cores(seeds: range) -> Counter[str]:
         return sum(pool.map(explore, parts), Counter())
 
 
-ORDERS: list[tuple[type[World], range, int, tuple[str, ...]]] = [
-    (
-        World,
-        SEEDS,
-        25,
-        (
-            "P handed over",
-            "P died",
-            "P the link to decode is down",
-            "P decode did not take the transfer within 10 s",
-            "P decode did not finish the transfer within 30 s",
-            "P decode gave the transfer up",
-            "D finished",
-            "D aborted",
-            "D dropped",
-            "D died",
-            "D the link from prefill is down",
-            "D the transfer stood still for 30 s",
-            "D waits",
-            "D waits for a landing",
-        ),
-    ),
-    (
-        RestingWorld,
-        range(180),
-        8,
-        ("P handed over", "P died", "P the link to decode did not open", "D finished", "rests", "wakes"),
-    ),
-    (
-        AheadWorld,
-        SEEDS,
-        25,
-        ("P handed over", "P died", "P the link to decode is down", "D finished", "D aborted", "steps ahead"),
-    ),
+OF_BOTH = ("P handed over", "P died", "D finished")
+PLAIN = (
+    *("P the link to decode is down", "P decode did not take the transfer within 10 s"),
+    *("P decode did not finish the transfer within 30 s", "P decode gave the transfer up", "D aborted", "D dropped"),
+    *("D died", "D the link from prefill is down", "D the transfer stood still for 30 s", "D waits"),
+    "D waits for a landing",
+)
+ORDERS: list[tuple[type[World], int, tuple[str, ...]]] = [
+    (World, 200, PLAIN),  # 2 of 100 at least noticed each of the deliberate faults that 6ae04940 has
+    (RestingWorld, 90, ("P the link to decode did not open", "rests", "wakes")),
+    (AheadWorld, 200, ("P the link to decode is down", "D aborted", "steps ahead")),
 ]
 
 
-@pytest.mark.parametrize(("world_of", "seeds", "least", "outcomes"), ORDERS, ids=["plain", "links rest", "steps ahead"])
-def test_random_orders_of_events(world_of: type[World], seeds: range, least: int, outcomes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("world_of", "num_seeds", "outcomes"), ORDERS, ids=["plain", "links rest", "steps ahead"])
+def test_random_orders_of_events(world_of: type[World], num_seeds: int, outcomes: tuple[str, ...]) -> None:
     """Also where a link rests until its next transfer, and where steps are launched ahead of the host."""
-    seen = explore(seeds, world_of)
-    for outcome in outcomes:
-        assert seen[outcome] > least, f"{outcome!r} was hardly seen: {seen}"
+    seen = explore(range(num_seeds), world_of)
+    for outcome in (*OF_BOTH, *outcomes):
+        assert seen[outcome] > num_seeds // 25, f"{outcome!r} was hardly seen: {seen}"
 
 
 @pytest.mark.slow
@@ -135,11 +111,9 @@ class Recorder:
     def precision(self, conn: str) -> str:
         return "int8"
 
-    def ship(self, conn: str, transfer_id: str, index: int, piece: wire.KVPiece) -> None: ...
-    def ship_end(self, conn: str, end: wire.KVEnd) -> None: ...
-    def drop(self, conn: str, transfer_id: str) -> None: ...
-    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None: ...
-    def forget(self, conn: str, transfer_id: str) -> None: ...
+    def ship(self, *_: object) -> None: ...
+
+    ship_end = drop = begin = forget = ship
 
     def progress_s(self, conn: str) -> float:
         return 0.0
@@ -159,7 +133,7 @@ def make_request(leg: Leg, sampling: Sampling | None = None) -> Request:
     return Request("r", Order([1] * 8, sampling or Sampling(max_tokens=4)), leg=leg, transfer_id="t", peer="decode")
 
 
-@pytest.mark.parametrize("first_token", [-(2**62), -1, 3, 9, 12, 2**62])
+@pytest.mark.parametrize("first_token", [-1, 3, 9, 2**62])
 def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> None:
     world = Recorder()
     scheduler = StepScheduler(BlockPool(8), 4, 4, 16)
@@ -197,7 +171,6 @@ def landing(sampling: Sampling | None = None, clock: Callable[[], float] = lambd
         [TokenOutput("r", 1, 0, 0, 5)],
         [TokenOutput("r", 0, 0, 1, 5)],
         [TokenOutput("r", 0, 0, 0, 100)],
-        [TokenOutput("r", 0, 0, 0, -1)],
         [TokenOutput("r", 0, 0, 0, 5, "stop")],
     ],
 )
@@ -248,22 +221,14 @@ def test_blocks_in_quarantine_are_counted_and_bounded() -> None:
     imports.check_quarantine(0)
 
 
-def test_candidates_of_a_beam_search_are_checked() -> None:
+@pytest.mark.parametrize(("name", "is_right"), [("other", False), ("r", True)])
+def test_candidates_of_a_beam_search_are_checked(name: str, is_right: bool) -> None:
     """Those of another request end the transfer; the right ones become beams, which hold the prompt together."""
-    for name, is_right in (("other", False), ("r", True)):
-        imports, world = landing(Sampling(max_tokens=4, n=2, beam_width=2, temperature=0.0))
-        imports.on_landed("t", [TokenOutput(name, 0, at, 0, 5 + at, score=-1.0 - at) for at in range(3)])
-        imports.on_confirmed("c", wire.Confirmed("t", True))
-        assert world.ended == ([] if is_right else ["the first-token outputs do not belong to this request"])
-        assert [beam.output_token_ids for beam in world.sequences] == ([[5], [6]] if is_right else [])
-        assert len({tuple(beam.block_table) for beam in world.sequences}) == (1 if is_right else 0)
-
-
-def test_what_lands_is_known_by_the_precision_of_its_link() -> None:
-    imports, world = landing()
-    imports.on_landed("t", [TokenOutput("r", 0, 0, 0, 5)])
-    imports.on_confirmed("c", wire.Confirmed("t", True))
-    assert [request.kv_precision for request in world.joined] == ["int8"]
+    imports, world = landing(Sampling(max_tokens=4, n=2, beam_width=2, temperature=0.0))
+    land(imports, *(TokenOutput(name, 0, at, 0, 5 + at, score=-1.0 - at) for at in range(3)))
+    assert world.ended == ([] if is_right else ["the first-token outputs do not belong to this request"])
+    assert [beam.output_token_ids for beam in world.sequences] == ([[5], [6]] if is_right else [])
+    assert len({tuple(beam.block_table) for beam in world.sequences}) == (1 if is_right else 0)
 
 
 def test_an_offer_of_another_instance_than_the_one_expected_is_ignored() -> None:
@@ -276,13 +241,17 @@ def test_an_offer_of_another_instance_than_the_one_expected_is_ignored() -> None
     assert world.sent == [wire.Credit("t", 0)]
 
 
-def test_a_transfer_is_not_submitted_twice() -> None:
+def test_a_transfer_is_not_submitted_twice_and_known_by_the_precision_of_its_link() -> None:
     imports, world = landing()
     imports.submit(make_request("decode"))
     assert world.ended == ["transfer t is under way for another request"]
-    imports.on_landed("t", [TokenOutput("r", 0, 0, 0, 5)])
+    land(imports, TokenOutput("r", 0, 0, 0, 5))
+    assert [request.kv_precision for request in world.joined] == ["int8"]
+
+
+def land(imports: Imports, *tokens: TokenOutput) -> None:
+    imports.on_landed("t", [*tokens])
     imports.on_confirmed("c", wire.Confirmed("t", True))
-    assert len(world.joined) == 1
 
 
 def test_an_offer_of_another_length_is_refused() -> None:

@@ -24,8 +24,8 @@ print("came back")
 """
 
 
-def run(limit_s: float, sleep_us: int) -> subprocess.CompletedProcess[str]:
-    script = HANGS.format(limit_s=limit_s, sleep_us=sleep_us)
+def run(limit_s: float, sleep_us: int, first: str = "") -> subprocess.CompletedProcess[str]:
+    script = first + HANGS.format(limit_s=limit_s, sleep_us=sleep_us)
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
 
 
@@ -38,9 +38,8 @@ def test_the_process_ends_and_tells_where_it_was() -> None:
 
 def test_who_waits_for_a_lost_rank_ends() -> None:
     """This holds without a limit on steps, too."""
-    script = HANGS.format(limit_s=0, sleep_us=(DEADLINE_S - 1) * 1_000_000)
-    script = script.replace("def a_step", "from pd_cluster.engine.hang import end_within\nend_within(0.2)\ndef a_step")
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
+    first = "from pd_cluster.engine.hang import end_within\nend_within(0.2)\n"
+    ended = run(0, (DEADLINE_S - 1) * 1_000_000, first)
     assert (ended.returncode, ended.stdout) == (1, "")
 
 

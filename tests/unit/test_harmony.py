@@ -19,39 +19,28 @@ from tests.unit.test_tool_guides_families import BOOKER
 NEXT, THOUGHT = "<|start|>assistant", "<|channel|>analysis<|message|>"
 FINAL, TO_F = "<|channel|>final<|message|>", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 OPEN = "<|start|>assistant"
-CASES: list[tuple[str, str, list[Part]]] = [
+CASES: list[tuple[str, list[Part]]] = [  # behind OPEN
+    (f"{THOUGHT}I see.<|end|>{NEXT}{FINAL}Hi <b> there<|return|>", [Reasoning("I see."), Content("Hi <b> there")]),
+    (f"{FINAL}Hi", [Content("Hi")]),
     (
-        OPEN,
-        f"{THOUGHT}I see.<|end|>{NEXT}{FINAL}Hi <b> there<|return|>",
-        [Reasoning("I see."), Content("Hi <b> there")],
-    ),
-    (OPEN, f"{FINAL}Hi", [Content("Hi")]),
-    (
-        OPEN,
         f'{THOUGHT}One.\n<|end|>{NEXT}{THOUGHT}Two.<|end|>{NEXT}{TO_F}{{"a": "<|end|>"}}<|call|>',
         [Reasoning("One.\nTwo."), *call(0, "f", '{"a": "<|end|>"}')],
     ),
     (
-        OPEN,
         f" to=functions.f<|channel|>commentary json<|message|>{{}}<|call|>{NEXT}{TO_F}<|call|>",
         [*call(0, "f"), *call(1, "f")],
     ),
     (
-        OPEN,
         f'<|channel|>commentary<|message|>I look.<|end|>{NEXT}{TO_F}{{"a": 1}} ',
         [Content("I look."), *call(0, "f", '{"a": 1}')],
     ),
-    (OPEN, f"{TO_F}{{oops}}<|call|>", call(0, "f", "{oops}")),
-    (OPEN, f"{TO_F}<|end|>", call(0, "f")),
-    (
-        OPEN,
-        "<|channel|>analysis to=python<|message|>1+1<|end|><|start|>assistant<|channel|>final<|message|>2",
-        [Reasoning("1+1"), Content("2")],
-    ),
-    (OPEN, "Hello", [Content("Hello")]),
-    (OPEN, "to=5", [Content("to=5")]),
-    (OPEN, "<|channel|>ana", []),
-    (OPEN, f"{FINAL}a<|end|>{NEXT}{FINAL}b", [Content("a\nb")]),
+    (f"{TO_F}{{oops}}<|call|>", call(0, "f", "{oops}")),
+    (f"<|channel|>analysis to=python<|message|>1+1<|end|>{NEXT}{FINAL}2", [Reasoning("1+1"), Content("2")]),
+    ("to=5", [Content("to=5")]),
+    ("<|channel|>ana", []),
+    (f"{FINAL}a<|end|>{NEXT}{FINAL}b", [Content("a\nb")]),
+]
+BEGUN: list[tuple[str, str, list[Part]]] = [
     (f"{OPEN}{THOUGHT}", f"So<|end|>{NEXT}{FINAL}Hi", [Reasoning("So"), Content("Hi")]),
     (f"{OPEN}{FINAL}", "Hi", [Content("Hi")]),
 ]
@@ -69,7 +58,7 @@ def read(pieces: list[str], choice: ToolChoice = "auto", prompt_end: str = OPEN,
     return joined([*parts, *reader.finish()])
 
 
-@pytest.mark.parametrize(("prompt_end", "text", "parts"), CASES)
+@pytest.mark.parametrize(("prompt_end", "text", "parts"), [*((OPEN, *each) for each in CASES), *BEGUN])
 def test_replies_of_the_card(prompt_end: str, text: str, parts: list[Part]) -> None:
     rng = random.Random(text)
     assert read([text], prompt_end=prompt_end) == parts
@@ -89,7 +78,7 @@ def test_how_random_text_is_cut_changes_nothing() -> None:
         "to=",
     ]
     bits += [THOUGHT, FINAL, TO_F, NEXT, "{", "}", '"a"', "x", " ", "\n", "é", "y" * 600]
-    for _ in range(600):
+    for _ in range(300):
         text = "".join(rng.choices(bits, k=rng.randint(1, 14)))
         most, end = rng.choice([None, 1]), rng.choice([OPEN, OPEN + THOUGHT, OPEN + FINAL])
         whole = read([text], most=most, prompt_end=end)
@@ -97,11 +86,8 @@ def test_how_random_text_is_cut_changes_nothing() -> None:
         assert read(cut(text, rng), most=most, prompt_end=end) == whole, text
 
 
-def test_without_tools_a_call_is_content() -> None:
-    assert read([f'{TO_F}{{"a": 1}}<|call|>'], "none") == [Content('{"a": 1}')]
-
-
 def test_parts_come_as_they_are_written() -> None:
+    assert read([f'{TO_F}{{"a": 1}}<|call|>'], "none") == [Content('{"a": 1}')], "without tools a call is content"
     reader = harmony().reader("auto", OPEN)
     assert reader.feed(f"{THOUGHT}I s") == [Reasoning("I s")]
     assert reader.feed("ee<|en") == [Reasoning("ee")]
@@ -114,10 +100,7 @@ def test_calls_and_reasoning_are_one_format() -> None:
         with pytest.raises(ConfigError, match="are one format; name it for both"):
             ReplyFormat(tools, reasoning)
     ReplyFormat("", "openai_gptoss")
-
-
-def test_marks_of_turns_are_plain_text_in_histories() -> None:
-    assert not harmony().history_marks
+    assert not harmony().history_marks, "marks of turns are plain text in histories"
     assert not harmony().markers & ReplyFormat().history_marks
 
 
@@ -150,11 +133,11 @@ def test_strict_calls_in_free_replies_fit(world: World) -> None:
     guide = harmony().guide(TOOLS, "auto", OPEN)
     assert guide is not None
     num_calls = 0
-    for seed in range(160):
+    for seed in range(100):
         parts = read([world.walk(guide, random.Random(seed), GOALS)])
         must_fit(calls_of(parts), TOOLS)
         num_calls += len(calls_of(parts))
-    assert num_calls >= 4
+    assert num_calls >= 2
     for text in (f"{FINAL}Hi [x]", f"{THOUGHT}So.<|end|>{NEXT}<|channel|>commentary<|message|>I<|end|>{NEXT}{FINAL}Hi"):
         assert world.verdict(guide, text) == "whole"
 

@@ -18,7 +18,7 @@ from pd_cluster import wire
 from pd_cluster.devices import device
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.devices.kinds import DeviceKind
-from pd_cluster.devices.streams import Marker, poll
+from pd_cluster.devices.streams import poll
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.device_copy import copy_blocks
 from pd_cluster.kv.memory import paired_runs
@@ -78,9 +78,6 @@ def exported(*changes: dict[str, Any], **change: Any) -> bytes:
         (exported(nbytes=1 << 62), "makes no sense"),
         (exported(handle=b"\x03e" + bytes(64)), "handle of 66 bytes, kind b'e'"),
         (exported(handle=b"\x03c" + bytes(63)), "handle of 65 bytes"),
-        (exported(handle=b"x" * 513), "makes no sense"),
-        (exported(handle="text"), "makes no sense"),
-        ((4).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1", "makes no sense"),
         ((2).to_bytes(4, "big") + b"\x91\x01", "makes no sense"),
         ((MAX_EXPORT_NBYTES + 1).to_bytes(4, "big"), "with 1025 bytes"),
         (exported({}, {}), "in 2 parts, not in 1"),
@@ -100,8 +97,6 @@ def test_what_does_not_fit_the_layout_is_not_mapped(
         (exported({}, {}, {}), "in 3 parts, not in 2"),
         (exported({}, {"nbytes": LAYOUT.block_nbytes}), "bytes in blocks of"),
         (exported({}, {"offset_nbytes": -1}), "makes no sense"),
-        (exported({}, {}, block_nbytes=LAYOUT.block_nbytes // 2), "bytes in blocks of"),
-        (exported({}, {"handle": b"x" * 513}), "makes no sense"),
         ((2 * MAX_EXPORT_NBYTES + 1).to_bytes(4, "big"), "with 2049 bytes"),
     ],
 )
@@ -123,37 +118,34 @@ def refuses(data: bytes, reason: str, kind: DeviceKind, monkeypatch: pytest.Monk
     server.close()
 
 
-class Recorded(MemfdMemory):
-    """Says yes to everything, and what it was asked."""
+def test_the_form_of_a_handle_of_an_npu_is_its_drivers_business(
+    gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped: list[tuple[bytes, int, tuple[int, ...]]] = []
 
-    def __init__(self) -> None:
-        self.mapped: list[tuple[bytes, int, tuple[int, ...]]] = []
-
-    def map(self, part: MemoryPart, dtype: torch.dtype, shape: tuple[int, ...], device: Device) -> torch.Tensor:
-        self.mapped.append((part.handle, part.offset_nbytes, shape))
+    def maps(
+        self: object, part: MemoryPart, dtype: torch.dtype, shape: tuple[int, ...], device: Device
+    ) -> torch.Tensor:
+        mapped.append((part.handle, part.offset_nbytes, shape))
         return torch.zeros(shape, dtype=dtype)
 
-
-def test_the_form_of_a_handle_of_an_npu_is_its_drivers_business(gpu: FakeModule) -> None:
+    monkeypatch.setattr(MemfdMemory, "map", maps)
     server = Server(exported({"handle": b"any", "offset_nbytes": 512}, {"handle": b"form" * 99}))
     receiver = make_receiver(server, kind="npu")
-    memory = receiver._memory = Recorded()
     receiver.open()
     shape = (2, NUM_BLOCKS + NUM_EXTRA_BLOCKS, LAYOUT.block_size, LAYOUT.num_kv_heads, LAYOUT.head_dim)
-    assert memory.mapped == [(b"any", 512, shape), (b"form" * 99, 0, shape)]
+    assert mapped == [(b"any", 512, shape), (b"form" * 99, 0, shape)]
     receiver.close()
     server.close()
 
 
 def test_a_server_that_hangs_up_is_tried_again(gpu: FakeModule) -> None:
     server = Server((9).to_bytes(4, "big") + b"half")
-    receiver = make_receiver(server)
     closing = threading.Timer(0.05, server.close)
     closing.start()
     with pytest.raises(LinkError, match="hung up") as caught:
-        receiver.open()
+        make_receiver(server).open()
     assert caught.value.retry
-    receiver.close()
     closing.join(WAIT_S)
 
 
@@ -176,18 +168,14 @@ def test_a_device_that_is_not_visible_is_named(gpu: FakeModule) -> None:
         make_receiver(server, uuid="GPU-7").open()
     gpu.peers_can_read = False
     make_receiver(server).open()  # the same device
-    with pytest.raises(LinkError, match="cuda:0 cannot read the prefill instance's device GPU-1"):
+    with pytest.raises(LinkError, match="cannot read the prefill instance's device GPU-1"):
         make_receiver(server, uuid="GPU-1").open()
     server.close()
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "group"),
-    [
-        ("PYTORCH_CUDA_ALLOC_CONF", "cuda", "nccl"),
-        ("PYTORCH_ALLOC_CONF", "cuda", "nccl"),
-        ("PYTORCH_NPU_ALLOC_CONF", "npu", "hccl"),
-    ],
+    [("PYTORCH_ALLOC_CONF", "cuda", "nccl"), ("PYTORCH_NPU_ALLOC_CONF", "npu", "hccl")],
 )
 def test_a_pool_that_may_grow_is_not_offered_and_the_next_transport_serves(
     name: str,
@@ -252,22 +240,12 @@ def test_pools_on_two_devices_are_not_local(gpu: FakeModule) -> None:
 
 def test_each_device_has_its_transports(gpu: FakeModule) -> None:
     names: tuple[wire.TransportName, ...] = ("local", "ipc", "shm", "nccl", "hccl", "dist", "curve")
-    assert [name for name in names if not BY_NAME[name].why_not(CPU)] == ["local", "shm", "dist", "curve"]
-    assert [name for name in names if not BY_NAME[name].why_not(Device("cuda"))] == [
-        "local",
-        "ipc",
-        "nccl",
-        "dist",
-        "curve",
-    ]
-    assert [name for name in names if not BY_NAME[name].why_not(Device("npu"))] == [
-        "local",
-        "ipc",
-        "hccl",
-        "dist",
-        "curve",
-    ]
-    assert BY_NAME["hccl"].why_not(Device("cuda")) == "torch has no HCCL for cuda:0 here"
+    for kind, missing in (
+        (CPU, {"ipc", "nccl", "hccl"}),
+        (Device("cuda"), {"shm", "hccl"}),
+        (Device("npu"), {"shm", "nccl"}),
+    ):
+        assert {name for name in names if BY_NAME[name].why_not(kind)} == missing
     assert tuple(each.name for each in allowed("auto")) == names
     assert tuple(each.name for each in allowed("dist")) == ("nccl", "hccl", "dist")
     assert tuple(each.name for each in allowed("ipc")) == ("ipc",)
@@ -284,8 +262,7 @@ def test_what_one_side_offers_and_the_other_has_not_is_named(gpu: FakeModule) ->
     link = Link("ipc", devices=(0, None))
     refused = link.answers.get(timeout=WAIT_S)
     assert isinstance(refused, wire.LinkRefused)
-    assert refused.reason == "ipc: this instance's pool is in host memory"
-    assert not refused.retry
+    assert (refused.reason, refused.retry) == ("ipc: this instance's pool is in host memory", False)
     link.close()
 
 
@@ -302,8 +279,7 @@ def test_hccl_needs_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_are_copied_whatever_their_order(nbytes: int, first: int) -> None:
     numbers = torch.randint(0, 255, (20, 3, nbytes), dtype=torch.uint8)
     for ids, into in (([1, 2, 3], [4, 5, 6]), ([9, 2, 7, 3, 11, 0], [0, 1, 5, 4, 3, 19]), ([5], [5])):
-        target = torch.zeros_like(numbers)
-        expected = target.clone()
+        target, expected = torch.zeros(2, *numbers.shape, dtype=torch.uint8)
         expected[into, first:] = numbers[ids, first:]
         copy_blocks(numbers[:, first:], target[:, first:], ids, into, paired_runs(ids, into))
         assert torch.equal(target, expected)
@@ -327,17 +303,3 @@ def test_the_kernel_copies_named_blocks_and_no_others() -> None:
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", KERNEL], env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_a_wait_with_an_end_asks_until_it_is_over() -> None:
-    class Event:
-        def __init__(self, num_questions: int) -> None:
-            self.left = num_questions
-
-        def query(self) -> bool:
-            self.left -= 1
-            return self.left <= 0
-
-    assert Marker(Event(5)).wait(WAIT_S)
-    assert not Marker(Event(1 << 30)).wait(0.01)
-    assert Marker(None).wait(0.0)

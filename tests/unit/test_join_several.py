@@ -60,24 +60,21 @@ class Admitting(Two):
 
 
 async def admitting(folder: Path) -> Admitting:
+    """Both know of the worker that the owner has admitted."""
     two = await Admitting.begun(folder)
+    await two.look()
+    assert two.join(0) == ADMITTED
     await two.look()
     return two
 
 
 async def test_the_owner_admits_a_worker_and_the_other_learns_of_it(tmp_path: Path) -> None:
     two = await admitting(tmp_path)
-    assert two.join(1) == ELSEWHERE
-    assert "d" not in two.names(1)
-    assert two.join(0) == ADMITTED
-    await two.look()
+    assert two.join(1, "c2", "e@1", port=8001) == ELSEWHERE
+    assert "e" not in two.names(1)
     followed = two.found(1)
-    assert (followed.joined_as, followed.role, followed.host, followed.port) == (
-        "decode",
-        "decode",
-        JOIN.host,
-        8000,
-    )
+    assert (followed.joined_as, followed.role, followed.port) == ("decode", "decode", 8000)
+    assert followed.host == JOIN.host
     assert two.names(1) == two.names(0)
     two.registrars[1].tick()
     assert "d" in two.names(1), "only the owner forgets a worker"
@@ -90,7 +87,6 @@ async def test_the_owner_admits_a_worker_and_the_other_learns_of_it(tmp_path: Pa
 
 async def test_the_next_owner_takes_the_registrations_over_with_what_was_wished(tmp_path: Path) -> None:
     two = await admitting(tmp_path)
-    assert two.join(0) == ADMITTED
     two.is_reached(0)
     two.one.world.elastic.change_role("d", "prefill", force=True)
     two.one.world.now_s += 0.5
@@ -111,8 +107,6 @@ async def test_the_next_owner_takes_the_registrations_over_with_what_was_wished(
 
 async def test_a_worker_that_dies_with_the_owner_is_forgotten_in_time(tmp_path: Path) -> None:
     two = await admitting(tmp_path)
-    assert two.join(0) == ADMITTED
-    await two.look()
     assert two.found(1).state == "unreachable"
     two.now_s += 6.0  # it does not wait for that worker any longer
     await two.fail_over()
@@ -127,8 +121,6 @@ async def test_a_worker_that_dies_with_the_owner_is_forgotten_in_time(tmp_path: 
 
 async def test_one_that_serves_and_does_not_register_again_stays(tmp_path: Path) -> None:
     two = await admitting(tmp_path)
-    assert two.join(0) == ADMITTED
-    await two.look()
     two.is_reached(1)
     await two.fail_over()
     two.registrars[1].tick()
@@ -140,8 +132,6 @@ async def test_one_that_serves_and_does_not_register_again_stays(tmp_path: Path)
 
 async def test_an_owner_that_stood_still_sends_its_workers_on_and_admits_nobody(tmp_path: Path) -> None:
     two = await admitting(tmp_path)
-    assert two.join(0) == ADMITTED
-    await two.look()
     two.now_s += LEASE_S  # it stands still
     assert two.join(0, "c2", "e@1", port=8001) == ELSEWHERE, "no look was needed: its lease is over"
     assert two.sent(0)[-2] == ("c1", ELSEWHERE)
@@ -152,8 +142,6 @@ async def test_an_owner_that_stood_still_sends_its_workers_on_and_admits_nobody(
 
 async def test_an_owner_that_comes_back_as_the_owner_begins_anew(tmp_path: Path) -> None:
     two = await admitting(tmp_path)
-    assert two.join(0) == ADMITTED
-    await two.look()
     two.is_reached(0)
     two.now_s += LEASE_S
     await two.one.look()  # before the other has looked
@@ -166,8 +154,6 @@ async def test_an_owner_that_comes_back_as_the_owner_begins_anew(tmp_path: Path)
 
 async def test_a_name_at_another_port_is_another_worker(tmp_path: Path) -> None:
     two = await admitting(tmp_path)
-    assert two.join(0) == ADMITTED
-    await two.look()
     before = two.found(1)
     two.registrars[0].on_closed("c1")
     two.registrars[0].tick()
@@ -207,7 +193,9 @@ def answer_elsewhere(seeker: Seeker, *hosts: str) -> str:
 
 @pytest.mark.parametrize("order", [("10.0.0.1", "10.0.0.2", "10.0.0.3"), ("10.0.0.3", "10.0.0.1", "10.0.0.2")])
 def test_it_asks_all_schedulers_of_a_name_before_it_waits(order: tuple[str, ...]) -> None:
-    seeker = Seeker((("pd-join", 9002),))
+    listed, seeker = Seeker((("a", 1), ("b", 2))), Seeker((("pd-join", 9002),))
+    assert [answer_elsewhere(listed, listed.joining.address[0]) for _ in range(2)] == ["a", "b"]
+    assert not listed.joining.is_due
     asked = []
     for _ in range(3):
         assert seeker.joining.is_due
@@ -217,12 +205,6 @@ def test_it_asks_all_schedulers_of_a_name_before_it_waits(order: tuple[str, ...]
     assert not seeker.joining.is_due
     seeker.now_s += FIRST_BACKOFF_S
     assert seeker.joining.is_due
-
-
-def test_it_asks_all_of_a_list_before_it_waits() -> None:
-    seeker = Seeker((("a", 1), ("b", 2)))
-    assert [answer_elsewhere(seeker, seeker.joining.address[0]) for _ in range(2)] == ["a", "b"]
-    assert not seeker.joining.is_due
 
 
 def test_a_registered_one_that_is_sent_on_seeks_the_owner() -> None:

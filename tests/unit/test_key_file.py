@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.api import api_process
-from pd_cluster.cluster.processes import api_processes
-from pd_cluster.cluster.tenancy.key_file import MAX_NBYTES, KeyFile, digest_of, read_key_file, write_key_file
+from pd_cluster.cluster.tenancy.key_file import KeyFile, digest_of, read_key_file, write_key_file
 from pd_cluster.cluster.tenancy.key_store import KeyStore
 from pd_cluster.cluster.tenancy.rate_memory import RateMemory, tag_of
 from pd_cluster.commands import cli
@@ -77,24 +75,19 @@ def test_what_a_file_says(file: Path) -> None:
         ({"tokens_per_minute": "many"}, "keys[1] (id 'second'): tokens_per_minute: 'many': expected a whole number"),
         ({"tokens_per_minute": 0}, "tokens_per_minute: 0: expected a whole number in 1 to 100000000; leave it out"),
         ({"requests_per_minute": True}, "requests_per_minute: True: expected a whole number"),
-        ({"requests_per_minute": 1.5}, "requests_per_minute: 1.5: expected a whole number"),
         ({"requests_per_minute": 10**9}, "requests_per_minute: 1000000000: expected a whole number"),
-        ({"requests_per_minute": None}, "requests_per_minute: None: expected a whole number"),
         ({"models": "tiny"}, "models: 'tiny': expected a list of served names"),
         ({"models": []}, "models: []: expected a list"),
         ({"models": ["a", "a"]}, "models: ['a', 'a']: expected a list of served names, each once"),
         ({"models": ["\ud800"]}, r"models: ['\ud800']: expected a list of served names"),
         ({"tenant": "a b"}, "tenant: 'a b': expected 1 to 64 letters, digits and . _ -"),
         ({"tenant": "other"}, "tenant: 'other': expected 1 to 64 letters"),
-        ({"id": ""}, "id: '': expected 1 to 64 letters"),
         ({"id": "first"}, "keys[1] (id 'first'): id: keys[0] has it, too; give one of them another"),
         ({"hash": ENTRY["hash"]}, "keys[1] (id 'second'): hash: keys[0] (id 'first') has it, too"),
         ({"hash": "xyz"}, "hash: something else: expected 64 hexadecimal digits; `pd-cluster keys new"),
         ({"expires": "soon"}, "expires: 'soon': expected a date or a time with its zone, such as 2027-01-31"),
         ({"expires": "2027-01-31T12:00:00"}, "expires: '2027-01-31T12:00:00': expected"),
-        ({"expires": 5}, "expires: 5: expected"),
         ({"expires": "0001-01-01T00:00:00+01:00"}, "expires: '0001-01-01T00:00:00+01:00': expected"),
-        ({"expires": "9999-12-31T23:59:59-01:00"}, "expires: '9999-12-31T23:59:59-01:00': expected"),
     ],
 )
 def test_a_fault_is_one_line_that_names_it(file: Path, entry: dict[str, Any], said: str) -> None:
@@ -106,19 +99,17 @@ def test_a_fault_is_one_line_that_names_it(file: Path, entry: dict[str, Any], sa
     assert ENTRY["hash"] not in line
 
 
-@pytest.mark.parametrize("name", ["id", "hash", "tenant"])
-def test_what_an_entry_must_say(file: Path, name: str) -> None:
-    write(file, {field: value for field, value in ENTRY.items() if field != name})
-    assert f"{name}: missing; expected" in fault(lambda: read_key_file(file))
+def test_what_an_entry_must_say(file: Path) -> None:
+    for name in ("id", "hash", "tenant"):
+        write(file, {field: value for field, value in ENTRY.items() if field != name})
+        assert f"{name}: missing; expected" in fault(lambda: read_key_file(file))
 
 
 @pytest.mark.parametrize(
     ("top", "said"),
     [
         ({"scheme": "sha1"}, "scheme: 'sha1': expected 'hmac-sha256'"),
-        ({"scheme": ...}, "scheme: missing"),
         ({"salt": "5a"}, "salt: something else; expected 64 hexadecimal digits"),
-        ({"salt": ...}, "salt: missing"),
         ({"keys": {}}, "keys: something else; expected a list"),
         ({"keys": ["pdc-1"]}, "keys[0]: something else; expected an object with id, hash"),
         ({"version": 2}, "'version': no field of it; there are scheme, salt, keys"),
@@ -146,17 +137,16 @@ def test_what_is_no_such_file(file: Path, text: str, said: str) -> None:
     assert fault(lambda: read_key_file(file)).startswith(f"{file}: {said}")
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602])
+@pytest.mark.parametrize("mode", [0o604, 0o620])
 def test_a_file_that_others_can_use_is_refused(file: Path, mode: int) -> None:
     line = fault(lambda: read_key_file(write(file, ENTRY, mode=mode)))
     assert line == f"{file}: mode {mode:04o}, so others can use it; expected 0600: chmod 600 {file}"
 
 
 def test_what_is_not_there_and_what_is_no_file(file: Path) -> None:
-    assert "no such file; `pd-cluster keys new" in fault(lambda: read_key_file(file))
-    assert "no file but a folder" in fault(lambda: read_key_file(file.parent))
-    os.mkfifo(file, 0o600)
-    assert "no file but a folder, a pipe" in fault(lambda: read_key_file(file))
+    os.mkfifo(pipe := file.parent / "pipe", 0o600)
+    for path, told in ((file, "no such file"), (file.parent, "no file but a folder"), (pipe, "no file but a folder")):
+        assert told in fault(lambda path=path: read_key_file(path))  # type: ignore[misc]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
@@ -188,15 +178,10 @@ def test_a_key_is_shown_once_and_kept_as_a_hash(file: Path, capsys: pytest.Captu
     made = ["new", f"--file={file}", "--tenant=team-a", "--id=first", "--model=tiny", "--model=org/tiny"]
     assert keys(*made, *limits) == 0
     out, err = capsys.readouterr()
-    key = out.strip()
+    key, text, found = out.strip(), file.read_text(), read_key_file(file)
     assert re.fullmatch(r"pdc-[A-Za-z0-9_-]{43}", key)
-    assert key not in err
-    assert "SIGHUP" in err
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    text = file.read_text()
-    assert key not in text
-    assert key.removeprefix("pdc-") not in text
-    found = read_key_file(file)
+    assert key.removeprefix("pdc-") not in text + err
     (first,) = found.keys
     assert first.digest == digest_of(found.salt, key.encode())
     assert keys("new", f"--file={file}", "--tenant=team-b") == 0
@@ -207,8 +192,7 @@ def test_a_key_is_shown_once_and_kept_as_a_hash(file: Path, capsys: pytest.Captu
     listed = capsys.readouterr().out
     for shown in ("first", "team-a", "tiny, org/tiny", "60", "90,000", "2099-01-31T00:00:00Z", "team-b", "no limit"):
         assert shown in listed
-    assert not any(each.digest[:8] in listed for each in again.keys)
-    assert found.salt[:8] not in listed
+    assert not any(secret[:8] in listed for secret in (found.salt, *(each.digest for each in again.keys)))
     assert keys("remove", f"--file={file}", "first") == 0
     assert [each.tenant for each in read_key_file(file).keys] == ["team-b"]
 
@@ -218,9 +202,7 @@ def test_a_key_is_shown_once_and_kept_as_a_hash(file: Path, capsys: pytest.Captu
     [
         (["--id=first"], "--id 'first': {file} has it already; give another, or remove that one first"),
         (["--id=a b"], "--id 'a b': expected 1 to 64 letters"),
-        (["--tenant=other"], "--tenant 'other': expected 1 to 64 letters"),
         (["--tokens-per-minute=0"], "--tokens-per-minute 0: expected a whole number"),
-        (["--expires=tomorrow"], "--expires 'tomorrow': expected a date"),
         (["--expires=2020-01-01"], "--expires '2020-01-01': is over already"),
         (["--model=a", "--model=a"], "--model ['a', 'a']: expected a list of served names, each once"),
     ],
@@ -238,10 +220,7 @@ def test_a_key_that_cannot_be_made(
 
 def test_a_link_to_a_file_stays_and_its_file_changes(file: Path) -> None:
     write(file, ENTRY)
-    folder = file.parent / "links"
-    folder.mkdir()
-    link = folder / "keys.json"
-    link.symlink_to(file)
+    (link := file.parent / "link").symlink_to(file)
     assert keys("remove", f"--file={link}", "first") == 0
     assert not read_key_file(file).keys, "a removed key is out, whichever name the scheduler has for the file"
     assert keys("new", f"--file={link}", "--tenant=a") == 0
@@ -249,21 +228,23 @@ def test_a_link_to_a_file_stays_and_its_file_changes(file: Path) -> None:
     assert link.is_symlink()
 
 
-def test_what_cannot_be_removed_or_listed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "name", "more", "said"),
+    [
+        ("remove", "keys.json", "second", "has no key 'second'; there is first"),
+        ("list", "none", "", "no such file"),
+        ("new", "no/keys.json", "--tenant=a", "make its folder first"),
+    ],
+)
+def test_what_cannot_be_removed_or_listed(
+    file: Path, command: str, name: str, more: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(file, ENTRY)
-    assert keys("remove", f"--file={file}", "second") == 1
-    assert capsys.readouterr().err == f"pd-cluster: {file}: has no key 'second'; there is first\n"
-    assert keys("list", f"--file={file.parent / 'none'}") == 1
-    assert "no such file" in capsys.readouterr().err
-    assert keys("new", f"--file={file.parent / 'no' / 'keys.json'}", "--tenant=a") == 1
-    assert "make its folder first" in capsys.readouterr().err
+    assert keys(command, f"--file={file.parent / name}", *more.split()) == 1
+    assert said in capsys.readouterr().err
 
 
 # ---- the scheduler's store
-
-
-def test_the_largest_file_fits_the_line_that_tells_processes_of_it() -> None:
-    assert min(api_processes.MAX_LINE_NBYTES, api_process.MAX_LINE_NBYTES) >= 2 * MAX_NBYTES
 
 
 def key_of(key: str, **fields: Any) -> ApiKey:
@@ -288,8 +269,7 @@ def test_keys_that_stay_keep_what_is_left(file: Path) -> None:
     store.memory.take(b, tag_of(store.keys.keys[1].digest), 0, 60)
     write_key_file(file, KeyFile(SALT, (key_of("c"), key_of("b", tokens_per_minute=50, requests_per_minute=5))))
     store.reload()
-    assert left(store, "b") == (5, 40)
-    assert left(store, "c") == (0, 0)
+    assert (left(store, "b"), left(store, "c")) == ((5, 40), (0, 0))
     assert store.memory.take(a, tag_of(key_of("a").digest)) is None
     file.write_text("{")
     before = store.keys

@@ -50,23 +50,14 @@ async def test_requests_are_counted_before_their_bodies_are_read(make: Make) -> 
         answer = await port.ask("k", "POST", path, prompt="a")
         assert (answer.status, answer.headers["retry-after"], answer.num_received) == (429, "30", 0)
         assert rates(answer, "requests") == ("2", "0", "1m0s")
-        error = answer.json()["error"]
-        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-        assert error["message"] == "the API key 'k' has 2 requests a minute, and 0 left; try again in 30 s"
+        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
     assert (await port.ask("other", "POST", "/tokenize", prompt="a")).status == 200
-    port.now_ns += 29 * SECOND_NS
-    answer = await port.ask("k", "POST", "/tokenize", prompt="a")
-    assert (answer.status, answer.headers["retry-after"]) == (429, "1")
-    port.now_ns += SECOND_NS
-    assert (await port.ask("k", "POST", "/tokenize", prompt="a")).status == 200
-    assert port.counted("limited") == {"team": 5}
-    assert port.counted("limited_by_requests") == {"team": 5}
+    for wait_s, status in ((29, 429), (1, 200)):
+        port.now_ns += wait_s * SECOND_NS
+        assert (await port.ask("k", "POST", "/tokenize", prompt="a")).status == status
+    assert port.counted("limited") == port.counted("limited_by_requests") == {"team": 5}
     assert port.counted("finished") == {"team": 3, "b": 1}
-
-
-def test_headers_are_exposed_to_pages() -> None:
     assert set(RATE_HEADERS) < set(EXPOSED_HEADERS)
-    assert len(RATE_HEADERS) == 6
 
 
 async def test_a_key_without_limits_has_no_headers_of_limits(make: Make) -> None:
@@ -152,16 +143,14 @@ async def test_however_it_ends(make: Make, end: str, status: int, outcome: str, 
 
 async def test_a_request_larger_than_the_bucket_is_told_so(make: Make) -> None:
     port = make(key_of("k", tokens_per_minute=50))
-    for fields in ({"max_tokens": 48}, {"n": 5}, {"prompt": [PROMPT] * 4}, {"best_of": 6, "n": 1}):
+    beams = {"use_beam_search": True, "best_of": 5, "n": 1, "temperature": 0}
+    for fields in ({"max_tokens": 48}, {"n": 5}, {"prompt": [PROMPT] * 4}, {"best_of": 6, "n": 1}, beams):
         answer = await port.ask("k", "POST", "/v1/completions", **{**COMPLETION, **fields})
         error = answer.json()["error"]
         assert (answer.status, error["code"], error["param"]) == (400, "larger_than_rate_limit", "max_tokens")
-        assert "'k' has 50 a minute: it can never be served" in error["message"]
         assert "retry-after" not in answer.headers
         assert rates(answer, "tokens") == ("50", "50", "0s")
-    fields = {"use_beam_search": True, "best_of": 5, "n": 1, "temperature": 0}
-    answer = await port.ask("k", "POST", "/v1/completions", **{**COMPLETION, **fields})
-    assert "are 53 tokens" in answer.json()["error"]["message"], "all beams count"
+    assert "are 53 tokens" in error["message"], "all beams count"
     assert not port.world.mailbox.sent
 
 
@@ -190,7 +179,7 @@ async def test_who_lacks_tokens_waits_for_a_request_too(make: Make) -> None:
     assert rates(answer, "tokens") == ("60", "5", "55s")
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 async def test_after_retry_after_the_same_request_is_let_in(make: Make, seed: int) -> None:
     """It is the only client, and any limit may have refused it.
 
@@ -222,12 +211,10 @@ async def test_the_plain_api_has_the_same_limits(make: Make) -> None:
     request_id = await port.submitted()
     (num_left,) = {20 - 10 - len(body.order.prompt_token_ids) for _, body in port.world.mailbox.of(wire.Submit)}
     assert port.left("k") == (0, num_left)
-    refused = await port.ask("k", "POST", "/generate", **fields)
-    assert refused.status == 429
+    assert (await port.ask("k", "POST", "/generate", **fields)).status == 429
     port.answer(request_id, 2)
     answer = await asking
-    assert answer.status == 200
-    assert answer.headers["x-ratelimit-remaining-tokens"] == str(num_left + 8)
+    assert (answer.status, answer.headers["x-ratelimit-remaining-tokens"]) == (200, str(num_left + 8))
     assert (await port.ask("no", "POST", "/generate", **fields)).status == 404
 
 

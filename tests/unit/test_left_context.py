@@ -16,7 +16,7 @@ from tests.support.text_services import completion, services_in, whole
 from tests.support.tokenizer_kinds import FIRST_BYTE, KINDS
 
 TEXTS = ("日本語", "😀😀 x", "é", "\ufffd", "a\ufffd\ufffd ")
-NUM_CASES = 200
+NUM_CASES = 100
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -6,23 +6,23 @@ import contextlib
 import os
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.in_links import InLinks
 from pd_cluster.engine.handover.links import LocalLanes, PeerProgress, Side
-from pd_cluster.errors import LinkError, TransferFailed
+from pd_cluster.errors import LinkError
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.numerics import Numerics
 from pd_cluster.transport.base import PostKey
 from pd_cluster.transport.dist import NUM_UNDER_WAY, DistReceiver, DistSender
-from pd_cluster.transport.events import Drained, Landed, LinkFailed
+from pd_cluster.transport.events import Drained, Landed
 from pd_cluster.transport.factory import Transports
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
 from pd_cluster.transport.local import LocalReceiver
@@ -45,17 +45,13 @@ from tests.support.transports import (
     random_pool,
 )
 
+OPENED = wire.LinkOpen(
+    "l", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [wire.LaneOffer(offers=[], probe_seed=0)]
+)
+
 
 def make_sender(connect_s: float, post: PostKey = lambda key, value: None) -> DistSender:
     return DistSender(random_pool(1), CHECKSUM, False, "127.0.0.1", connect_s, WAIT_S, post)
-
-
-def make_ends(transfer_s: float) -> tuple[DistSender, DistReceiver]:
-    pool = random_pool(2)
-    return connected(
-        lambda post: make_sender(WAIT_S, post),
-        lambda offer, post: DistReceiver(offer, pool, LAYOUT, CHECKSUM, False, "127.0.0.1", WAIT_S, transfer_s, post),
-    )
 
 
 def test_a_peer_that_does_not_join_keeps_no_other_link_waiting() -> None:
@@ -76,9 +72,7 @@ def test_a_peer_that_does_not_join_keeps_no_other_link_waiting() -> None:
 
 def test_a_probe_that_is_announced_and_does_not_come_stops_no_other_probe() -> None:
     """It is waited for without the lock that all links' probes share."""
-    target = random_pool(2)
-    config = make_config("dist")
-    p, d = Transports(config, random_pool(1)), Transports(config, target)
+    target, healthy, config = random_pool(2), random_pool(3), make_config("dist")
     answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
 
     def to_receiver(body: wire.Body) -> None:
@@ -91,22 +85,19 @@ def test_a_probe_that_is_announced_and_does_not_come_stops_no_other_probe() -> N
         else:
             answers.put(body)
 
-    send = p.send_thread("a", KEY, to_receiver, lambda event: None)
-    lane = wire.LaneOffer(offers=send.offers, probe_seed=1)
-    opened = wire.LinkOpen("a", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [lane])
-    stalled = d.receive_thread("a", opened, KEY, to_sender, lambda event: None)
+    send = Transports(config, random_pool(1)).send_thread("a", KEY, to_receiver, lambda event: None)
+    opened = msgspec.structs.replace(OPENED, link_id="a", lanes=[wire.LaneOffer(offers=send.offers, probe_seed=1)])
+    stalled = Transports(config, target).receive_thread("a", opened, KEY, to_sender, lambda event: None)
     stalled.start()
     assert isinstance(answers.get(timeout=WAIT_S), wire.LinkAnswer)
     joined = threading.Thread(target=send._senders["dist"].open, args=(LAYOUT,))
     joined.start()
     joined.join(WAIT_S)
-    piece = wire.KVPiece(0, 4, 0, 2, [NUM_BLOCKS + 1])
-    stalled.put(Sealer(KEY).seal(wire.KVProbe("dist", wire.KVChunk("", 0, piece, LAYOUT.block_nbytes, 0))))
-    healthy = random_pool(3)
+    chunk = wire.KVChunk("", 0, wire.KVPiece(0, 4, 0, 2, [NUM_BLOCKS + 1]), LAYOUT.block_nbytes, 0)
+    stalled.put(Sealer(KEY).seal(wire.KVProbe("dist", chunk)))
     receiver = LocalReceiver(PoolAddress("").offer("local"), target, LAYOUT, CHECKSUM)
     receiver._source = lambda: healthy.memory  # type: ignore[method-assign]
     receiver.open()
-    chunk = wire.KVChunk("", 0, piece, LAYOUT.block_nbytes, 0)
     assert Probe(target, LAYOUT, healthy.probe_seed).problem(receiver, 0, chunk, 1.0) == ""
     refused = answers.get(timeout=WAIT_S)
     assert isinstance(refused, wire.LinkRefused), "the stalled one gives up within the connect timeout"
@@ -114,25 +105,17 @@ def test_a_probe_that_is_announced_and_does_not_come_stops_no_other_probe() -> N
 
 
 def test_a_payload_that_does_not_come_ends_the_link_in_time() -> None:
-    sender, receiver = make_ends(transfer_s=0.3)
+    pool = random_pool(2)
+    sender, receiver = connected(
+        lambda post: make_sender(WAIT_S, post),
+        lambda offer, post: DistReceiver(offer, pool, LAYOUT, CHECKSUM, False, "127.0.0.1", WAIT_S, 0.3, post),
+    )
     opening = threading.Thread(target=sender.open, args=(LAYOUT,))
     opening.start()
     receiver.open()
     opening.join(WAIT_S)
     with pytest.raises(LinkError, match="receiving KV cache failed"):
         receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), LAYOUT.block_nbytes, 0), [1])
-
-
-def test_a_payload_of_another_length_than_its_piece_is_refused() -> None:
-    pair = Pair("dist")
-    prepared = pair.sender.prepare(blocks([1, 2]))
-    pair.sender.send(0, prepared)
-    chunk = wire.KVChunk("t", 0, blocks([1]), prepared.nbytes, 0)
-    with pytest.raises(TransferFailed, match=f"{prepared.nbytes} bytes came for {LAYOUT.block_nbytes}"):
-        pair.receiver.receive(0, chunk, [1])
-    pair.move_after(1, blocks([3]), [4])
-    assert torch.equal(pair.target.data[4], pair.source.data[3])
-    pair.close()
 
 
 def test_transports_that_were_not_chosen_are_closed() -> None:
@@ -198,45 +181,14 @@ def test_a_pool_is_not_handed_to_another_user(monkeypatch: pytest.MonkeyPatch) -
     server = PoolServer(random_pool(1))
     offer = PoolAddress(server.name).offer("shm")
     receiver = ShmReceiver(offer, random_pool(2), LAYOUT, NUM_BLOCKS, CHECKSUM, WAIT_S)
-    uids = iter([None, 12345])  # D's view of P, then P's view of D
-    monkeypatch.setattr("pd_cluster.transport.unix.peer_uid", lambda peer: uid_of(next(uids)))
+    uids = iter([os.getuid(), 12345])  # D's view of P, then P's view of D
+    monkeypatch.setattr("pd_cluster.transport.unix.peer_uid", lambda peer: next(uids))
     with pytest.raises(LinkError, match="another user"):
         receiver.open()
     server.close()
 
 
-def uid_of(told: int | None) -> int:
-    return os.getuid() if told is None else told
-
-
 # ---- the receiving thread
-
-
-def test_text_that_is_not_utf_8_is_dropped() -> None:
-    data = wire.encode_header(wire.KVEnd("transfer", 0, 0, [])).replace(
-        b"transfer", b"\xff\xfe\xff\xfe\xff\xfe\xff\xfe"
-    )
-    opener = Opener(KEY)
-    assert opener.open(wire.KVFrame(0, data, KEY.mac(0, data))) is None
-    assert opener.dropped == {"not decodable": 1}
-
-
-def test_a_surprise_while_looking_ahead_fails_the_link_and_drains_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = Link("local")
-    link.await_ready()
-
-    def surprise(self: LocalReceiver, sequence: int, chunk: wire.KVChunk) -> None:
-        raise RuntimeError("no memory for staging")
-
-    monkeypatch.setattr(LocalReceiver, "expect", surprise)
-    link.transfer([1, 2], [7, 8])
-    failed = link.events.get(timeout=WAIT_S)
-    assert isinstance(failed, LinkFailed)
-    assert "no memory for staging" in failed.reason
-    link.receive.forget("t")
-    while (event := link.events.get(timeout=WAIT_S)) != Drained("t"):
-        assert isinstance(event, LinkFailed)
-    link.close()
 
 
 def test_what_came_before_a_missing_frame_still_counts() -> None:
@@ -250,8 +202,7 @@ def test_what_came_before_a_missing_frame_still_counts() -> None:
 
 
 def test_frames_that_are_dropped_buy_no_time() -> None:
-    incoming = Incoming(Opener(KEY))
-    stranger = Sealer(LinkKey.derive(b"other", "link", "p", "d"))
+    incoming, stranger = Incoming(Opener(KEY)), Sealer(LinkKey.derive(b"other", "link", "p", "d"))
     stop = threading.Event()
 
     def flood() -> None:
@@ -260,12 +211,10 @@ def test_frames_that_are_dropped_buy_no_time() -> None:
 
     flooding = threading.Thread(target=flood)
     flooding.start()
-    started_s = time.monotonic()
     with pytest.raises(queue.Empty):
-        incoming.next(None, 0.3)
+        incoming.next(None, 0.2)
     stop.set()
     flooding.join(WAIT_S)
-    assert time.monotonic() - started_s < WAIT_S
 
 
 class Post(RecordedMail):
@@ -277,11 +226,6 @@ class Post(RecordedMail):
 
     def send(self, conn: str, body: wire.Body) -> None:
         self.queue.put(body)
-
-
-OPENED = wire.LinkOpen(
-    "l", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [wire.LaneOffer(offers=[], probe_seed=0)]
-)
 
 
 class OneLane:

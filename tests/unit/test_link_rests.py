@@ -2,142 +2,93 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from typing import Any, cast
 
+import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.in_links import InLinks
 from pd_cluster.engine.handover.links import PeerProgress, Side
 from pd_cluster.engine.handover.out_links import OutLinks
 from pd_cluster.engine.handover.pairs import LinkPlaces, Rests
-from pd_cluster.kv.layout import KVLayout, Lane, keys_and_values
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.events import Report
-from pd_cluster.types import Note
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, planes=keys_and_values(8), block_size=4, dtype="float32")
 TIMES = Timeouts(connect_timeout_s=5, transfer_timeout_s=30)
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+def p_of(conn: str) -> str:
+    return conn.split(">")[0]
 
 
-@dataclass
-class SendEnd:
-    """P's end of a lane; `net.pairs` counts the open ones."""
+def d_of(conn: str) -> str:
+    return conn.split(">")[1].split("#")[0]
 
-    net: Net
-    conn: str
-    offers: list[wire.TransportOffer] = field(default_factory=list)
-    max_payload_nbytes: int = 1
-    sent_nbytes: int = 0
-    probe_seed: int = 0
-    is_pair: bool = False
 
-    def open(self, transport: str, own: KVLayout, peer: KVLayout) -> None:
+def side(name: str) -> Side:
+    return Side(f"{name}@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions())
+
+
+def ignored(self: object, *_: object) -> None: ...
+
+
+class End:
+    """One end of a lane; the net counts the open pairs."""
+
+    max_payload_nbytes, sent_nbytes, received_nbytes, num_dropped, probe_seed, precision = 1, 0, 0, 0, 0, ""
+    meet = settle = probe = ship = ship_end = drop = put = begin = forget = ignored
+
+    def __init__(self, net: Net, conn: str, holder: str, opened: wire.LinkOpen | None = None) -> None:
+        self._net, self._conn, self._opened, self._pairs = net, conn, opened, net.pairs[holder]
+        self.offers = [wire.TransportOffer(transport=net.transport)]
+        self.is_pair = False
+
+    def open(self, transport: str, *_: object) -> None:
+        """At P."""
         self.is_pair = transport == "dist"
-        self.net.open_p[self.conn.split(">")[0]].update({self.conn} if self.is_pair else ())
-        self.net.check()
-
-    def meet(self, value: wire.LinkValue) -> None: ...
-    def settle(self) -> None: ...
-    def probe(self) -> None: ...
-    def ship(self, transfer_id: str, index: int, piece: wire.KVPiece) -> None: ...
-    def ship_end(self, end: wire.KVEnd) -> None: ...
-    def drop(self, transfer_id: str) -> None: ...
-
-    def close(self) -> None:
-        self.net.open_p[self.conn.split(">")[0]].discard(self.conn)
-
-
-@dataclass
-class ReceiveEnd:
-    net: Net
-    conn: str
-    opened: wire.LinkOpen
-    received_nbytes: int = 0
-    num_dropped: int = 0
-    precision: str = ""
+        self._pairs.update({self._conn} if self.is_pair else ())
+        self._net.check()
 
     def start(self) -> None:
-        d, transport = self.conn.split(">")[1].split("#")[0], self.opened.lanes[0].offers[0].transport
-        if transport == "dist":
-            self.net.open_d[d].add(self.conn)
-            self.net.check()
-        reply = self.net.to_p(self.conn)
-        reply(wire.LinkAnswer(self.opened.link_id, transport, LAYOUT.to_info()))
-        if self.net.works:
-            reply(wire.LinkReady(self.opened.link_id, transport))
-        else:
-            reply(wire.LinkRefused(self.opened.link_id, "the pair does not open", True))
-
-    def put(self, frame: wire.KVFrame) -> None: ...
-    def meet(self, value: wire.LinkValue) -> None: ...
-    def begin(self, *_: object) -> None: ...
-    def forget(self, transfer_id: str) -> None: ...
+        """At D."""
+        assert self._opened is not None
+        link_id, transport = self._opened.link_id, self._opened.lanes[0].offers[0].transport
+        self.open(transport)
+        refused = wire.LinkRefused(link_id, "the pair does not open", True)
+        for body in (
+            wire.LinkAnswer(link_id, transport, LAYOUT.to_info()),
+            wire.LinkReady(link_id, transport) if self._net.works else refused,
+        ):
+            self._net.mail.append((self._conn, True, body))
 
     def close(self) -> None:
-        self.net.open_d[self.conn.split(">")[1].split("#")[0]].discard(self.conn)
+        self._pairs.discard(self._conn)
 
 
 class Net:
-    """Prefill and decode instances whose messages arrive in order.
+    """Prefill and decode instances whose messages arrive in order."""
 
-    `hosts`: by instance, of those that the scheduler has named; `trusting`: the instances with --trust-network.
-    """
-
-    def __init__(
-        self,
-        num_p: int,
-        num_d: int,
-        most_p: int,
-        most_d: int,
-        transport: str = "dist",
-        hosts: Mapping[str, str] | None = None,
-        trusting: Collection[str] = (),
-    ) -> None:
-        self._hosts, self._trusting = hosts or {}, trusting
-        self.clock = Clock()
-        self.transport, self.works = transport, True
-        self.most_p, self.most_d = most_p, most_d
+    def __init__(self, num_p: int, num_d: int, most_p: int, most_d: int, transport: str = "dist") -> None:
+        self.now_s, self.transport, self.works = 0.0, transport, True
+        self.most = {"p": most_p, "d": most_d}
         self.mail: deque[tuple[str, bool, wire.Body]] = deque()  # connection, to P, body
         self.live: set[str] = set()
+        self.pairs: dict[str, set[str]] = defaultdict(set)  # by instance
         self.num_conns = 0
-        self.p = {f"p{at}": PEnd(self, f"p{at}") for at in range(num_p)}
-        self.open_p: dict[str, set[str]] = {name: set() for name in self.p}
         self.d = {f"d{at}": DEnd(self, f"d{at}") for at in range(num_d)}
-        self.open_d: dict[str, set[str]] = {name: set() for name in self.d}
-        self.num_opened = 0
+        self.p = {f"p{at}": PEnd(self, f"p{at}") for at in range(num_p)}
         for p in self.p.values():
             p.set_peers(list(self.d))
 
-    def crossing(self, name: str) -> Crossing:
-        made = Crossing(f"{name}@1", name in self._trusting)
-        made.hear(
-            [
-                wire.PeerInfo(name=each, epoch=1, role="decode", host=host, control_port=1, public_key=b"")
-                for each, host in self._hosts.items()
-            ]
-        )
-        return made
-
-    def to_p(self, conn: str):  # type: ignore[no-untyped-def]
-        return lambda body: self.mail.append((conn, True, body))
-
     def check(self) -> None:
-        for most, places in ((self.most_p, self.open_p), (self.most_d, self.open_d)):
-            for name, conns in places.items():
-                assert not most or len(conns) <= most, f"{name} has {len(conns)} pairs open"
-        self.num_opened += 1
+        for name, conns in self.pairs.items():
+            most = self.most[name[0]]
+            assert not most or len(conns) <= most, f"{name} has {len(conns)} pairs open"
 
     def run(self, ticks: int = 6) -> None:
         for _ in range(ticks):
@@ -146,8 +97,8 @@ class Net:
             while self.mail:
                 conn, to_p, body = self.mail.popleft()
                 if conn in self.live:
-                    (self.p[conn.split(">")[0]] if to_p else self.d[conn.split(">")[1].split("#")[0]]).read(conn, body)
-            self.clock.now_s += 0.1
+                    (self.p[p_of(conn)] if to_p else self.d[d_of(conn)]).read(conn, body)
+            self.now_s += 0.1
 
     def states(self, p: str) -> dict[str, str]:
         return {peer.split("@")[0]: str(state) for peer, state in self.p[p].links.states().items()}
@@ -158,59 +109,42 @@ class Net:
 
 
 class PEnd:
+    beat = beat_soon = ignored
+
     def __init__(self, net: Net, name: str) -> None:
         self.net, self.name = net, name
-        self.busy: dict[str, int] = {}
+        self.busy: Counter[str] = Counter()
         self.woken: list[str] = []
         self.lost: list[tuple[str, str]] = []
-        side = Side(f"{name}@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions(), net.crossing(name))
         rests = Rests(
-            net.most_p,
-            uses=lambda conn: self.busy.get(conn, 0) > 0,
-            woken=self._woken,
-            lost=lambda peer, reason: self.lost.append((peer, reason)),
+            net.most["p"], lambda conn: self.busy[conn] > 0, self._woken, lambda *lost: self.lost.append(lost)
         )
-        self.links = OutLinks(
-            side,
-            self,
-            self,  # type: ignore[arg-type]
-            lambda event: None,
-            lambda conn, reason: None,
-            PeerProgress(net.clock),
-            net.clock,
-            TIMES,
-            rests=rests,
-        )
+        own, progress = cast(Any, self), PeerProgress(lambda: net.now_s)
+        self.links = OutLinks(side(name), own, own, ignored, ignored, progress, lambda: net.now_s, TIMES, rests=rests)
 
     def _woken(self, peer: str, conn: str) -> None:
         self.woken.append(peer)
-        self.busy[conn] = self.busy.get(conn, 0) + 1
+        self.busy[conn] += 1
 
     def admit(self, d: str) -> str:
         conn = self.links.link_to(f"{d}@1")
-        if conn is not None:
-            self.busy[conn] = self.busy.get(conn, 0) + 1
-            self.links.ship(conn, "t", 0, wire.KVPiece(0, 4, 0, 1, [0]))
-            return "offered"
-        return "awaits" if self.links.awaken(f"{d}@1") else "no link"
+        if conn is None:
+            return "awaits" if self.links.awaken(f"{d}@1") else "no link"
+        self.busy[conn] += 1
+        self.links.ship(conn, "t", 0, wire.KVPiece(0, 4, 0, 1, [0]))
+        return "offered"
 
     def end(self) -> None:
         self.busy.clear()
 
     def set_peers(self, names: list[str]) -> None:
-        self.links.set_peers(
-            [
-                wire.PeerInfo(name=each, epoch=1, role="decode", host="h", control_port=1, public_key=b"", tp_size=1)
-                for each in names
-            ]
-        )
+        info = wire.PeerInfo(name="", epoch=1, role="decode", host="h", control_port=1, public_key=b"", tp_size=1)
+        self.links.set_peers([msgspec.structs.replace(info, name=each) for each in names])
 
-    def send_end(
-        self, conn: str, link_id: str, peer: str, index: int, lane: Lane, report: Report, note: Note
-    ) -> SendEnd:
-        return SendEnd(self.net, conn, [wire.TransportOffer(transport=self.net.transport)])
+    def send_end(self, conn: str, *_: object) -> End:
+        return End(self.net, conn, self.name)
 
-    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
+    def connect(self, name: str, *_: object) -> str:
         self.net.num_conns += 1
         conn = f"{self.name}>{name}#{self.net.num_conns}"
         self.net.live.add(conn)
@@ -219,51 +153,34 @@ class PEnd:
 
     def disconnect(self, conn: str) -> None:
         self.net.live.discard(conn)
-        d = self.net.d[conn.split(">")[1].split("#")[0]]
-        d.links.on_down(conn, "ended")
+        self.net.d[d_of(conn)].links.on_down(conn, "ended")
 
     def send(self, conn: str, body: wire.Body) -> None:
         self.net.mail.append((conn, False, body))
 
-    def beat(self) -> None: ...
-    def beat_soon(self) -> None: ...
-
     def read(self, conn: str, body: wire.Body) -> None:
-        match body:
-            case wire.Heartbeat():  # here it stands for the connection that opens
-                self.links.on_opened(conn)
-            case wire.LinkAnswer():
-                self.links.on_answer(conn, body)
-            case wire.LinkReady():
-                self.links.on_ready(conn, body)
-            case wire.LinkRest():
-                self.links.on_rest(conn, body)
-            case wire.LinkYield():
-                self.links.on_yield(conn, body)
-            case wire.LinkQueued():
-                self.links.on_queued(conn, body)
-            case wire.LinkRefused():
-                self.links.on_refused(conn, body)
+        links = self.links
+        if isinstance(body, wire.Heartbeat):  # here it stands for the connection that opens
+            return links.on_opened(conn)
+        hear: dict[type[wire.Body], Callable[[str, Any], None]] = {
+            wire.LinkAnswer: links.on_answer,
+            wire.LinkReady: links.on_ready,
+            wire.LinkRest: links.on_rest,
+            wire.LinkYield: links.on_yield,
+            wire.LinkQueued: links.on_queued,
+            wire.LinkRefused: links.on_refused,
+        }
+        return hear[type(body)](conn, body)
 
 
 class DEnd:
     def __init__(self, net: Net, name: str) -> None:
-        self.net, self.places = net, LinkPlaces(net.most_d)
-        side = Side(f"{name}@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions(), net.crossing(name))
-        self.links = InLinks(
-            side,
-            self,  # type: ignore[arg-type]
-            self,  # type: ignore[arg-type]
-            lambda event: None,
-            lambda conn, reason: None,
-            PeerProgress(net.clock),
-            places=self.places,
-        )
+        self.net, self.name, self.places = net, name, LinkPlaces(net.most["d"])
+        own, progress = cast(Any, self), PeerProgress(lambda: net.now_s)
+        self.links = InLinks(side(name), own, own, ignored, ignored, progress, places=self.places)
 
-    def receive_end(
-        self, conn: str, peer: str, opened: wire.LinkOpen, index: int, report: Report, note: Note
-    ) -> ReceiveEnd:
-        return ReceiveEnd(self.net, conn, opened)
+    def receive_end(self, conn: str, peer: str, opened: wire.LinkOpen, *_: object) -> End:
+        return End(self.net, conn, self.name, opened)
 
     def needs_pair(self, opened: wire.LinkOpen) -> bool:
         return opened.lanes[0].offers[0].transport == "dist"
@@ -272,11 +189,18 @@ class DEnd:
         self.net.mail.append((conn, True, body))
 
     def read(self, conn: str, body: wire.Body) -> None:
-        match body:
-            case wire.LinkOpen():
-                self.links.on_open(conn, f"{conn.split('>')[0]}@1", body, True)
-            case wire.LinkRest():
-                self.links.on_rest(conn, body)
+        if isinstance(body, wire.LinkOpen):
+            self.links.on_open(conn, f"{p_of(conn)}@1", body, True)
+        elif isinstance(body, wire.LinkRest):
+            self.links.on_rest(conn, body)
+
+
+def resting_and_open(net: Net) -> tuple[str, str]:
+    """P's one link that rests, and the other."""
+    net.run()
+    (resting,) = [name for name, state in net.states("p0").items() if state == "resting"]
+    (other,) = {"d0", "d1"} - {resting}
+    return resting, other
 
 
 def test_links_beyond_the_limit_rest_and_are_routed() -> None:
@@ -292,7 +216,7 @@ def test_a_transfer_wakes_its_link_and_the_least_recently_used_one_rests() -> No
     net.run()
     assert [net.hand_over("p0", name) for name in ("d0", "d1", "d2")] == ["offered", "offered", "awaits"]
     net.p["p0"].end()
-    net.clock.now_s += 1
+    net.now_s += 1
     assert net.hand_over("p0", "d0") == "offered"  # now d1 was used least recently
     net.p["p0"].end()
     net.run()
@@ -327,7 +251,7 @@ def test_the_decode_instance_has_a_limit_of_its_own() -> None:
     assert sorted(net.states(f"p{at}")["d0"] for at in range(4)) == ["resting", "resting", "up (dist)", "up (dist)"]
 
 
-@pytest.mark.parametrize(("most_p", "most_d"), [(1, 1), (1, 2), (2, 1), (3, 2), (0, 1), (1, 0)])
+@pytest.mark.parametrize(("most_p", "most_d"), [(1, 1), (1, 2), (3, 2), (0, 1)])
 def test_every_pair_gets_its_turn(most_p: int, most_d: int) -> None:
     """Limits of both kinds together: no place waits for a place."""
     net = Net(3, 3, most_p, most_d)
@@ -348,33 +272,23 @@ def test_links_that_need_no_pair_never_rest() -> None:
     assert {state for p in net.p for state in net.states(p).values()} == {"up (shm)"}
 
 
-def test_without_a_limit_all_are_open() -> None:
-    net = Net(2, 3, 0, 0)
-    net.run()
-    assert {state for p in net.p for state in net.states(p).values()} == {"up (dist)"}
-
-
 def test_a_pair_that_fails_to_wake_is_proven_before_it_is_routed_again() -> None:
     net = Net(1, 2, 1, 0)
-    net.run()
-    (resting,) = [name for name, state in net.states("p0").items() if state == "resting"]
+    resting, _ = resting_and_open(net)
     assert net.hand_over("p0", resting) == "awaits"
     net.works = False
     net.run()
     assert net.p["p0"].lost == [(f"{resting}@1", "the pair does not open")]
     assert net.states("p0")[resting].startswith("waiting"), "it is not routed"
     net.works = True
-    net.clock.now_s += 10
+    net.now_s += 10
     net.run(20)
     assert net.states("p0")[resting] == "up (dist)", "it was proven, although nothing waits for it"
 
 
 def test_a_decode_instance_that_leaves_while_its_link_wakes_holds_no_place() -> None:
     net = Net(1, 2, 1, 0)
-    net.run()
-    p = net.p["p0"]
-    (resting,) = [name for name, state in net.states("p0").items() if state == "resting"]
-    (other,) = {"d0", "d1"} - {resting}
+    (resting, other), p = resting_and_open(net), net.p["p0"]
     assert net.hand_over("p0", resting) == "awaits"
     p.links.tick()  # the open link begins to rest
     p.links.tick()
@@ -388,16 +302,13 @@ def test_a_decode_instance_that_leaves_while_its_link_wakes_holds_no_place() -> 
 
 def test_a_decode_instance_that_never_confirms_the_rest_does_not_keep_the_place() -> None:
     net = Net(1, 2, 1, 0)
-    net.run()
-    p = net.p["p0"]
-    (resting,) = [name for name, state in net.states("p0").items() if state == "resting"]
-    (open_,) = {"d0", "d1"} - {resting}
+    (resting, open_), p = resting_and_open(net), net.p["p0"]
     net.d[open_].read = lambda conn, body: None  # type: ignore[method-assign]  # it is stopped
     assert net.hand_over("p0", resting) == "awaits"
     net.run()
     assert p.woken == [f"{resting}@1"], "the place is free at once"
     assert net.states("p0")[open_] == "resting"
-    net.clock.now_s += TIMES.connect_timeout_s
+    net.now_s += TIMES.connect_timeout_s
     net.run()
     assert not any(conn.split(">")[1].startswith(open_) for conn in net.live), "the connection is given up"
 

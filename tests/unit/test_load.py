@@ -66,12 +66,14 @@ class Exporting:
         self.exports.computed(self.request, [TokenOutput("r", 0, 0, 0, 5)])
 
 
-def test_a_transfer_that_is_confirmed_counts_as_handed_over() -> None:
-    world = Exporting()
+def test_a_transfer_that_is_confirmed_counts_as_handed_over_and_an_aborted_one_is_no_failure() -> None:
+    world, aborted = Exporting(), Exporting()
     world.hand_over()
     assert world.exports.held.take("c", "r")
     world.exports.on_handed_over("c", "r")
     assert (world.ended, world.counts()) == ([None], (1, 0, 0, 0))
+    aborted.exports.abort(aborted.request)
+    assert (aborted.ended, aborted.counts()) == ([], (0, 0, 0, 0))
 
 
 @pytest.mark.parametrize(("is_credited", "counts"), [(False, (0, 1, 1, 0)), (True, (0, 1, 0, 1))])
@@ -83,12 +85,6 @@ def test_an_expired_lease_counts_by_what_it_waited_for(is_credited: bool, counts
     world.exports.expire()
     assert len(world.ended) == 1
     assert world.counts() == counts
-
-
-def test_an_aborted_transfer_is_no_failure() -> None:
-    world = Exporting()
-    world.exports.abort(world.request)
-    assert (world.ended, world.counts()) == ([], (0, 0, 0, 0))
 
 
 def test_a_landing_that_stands_still_counts_as_expired() -> None:

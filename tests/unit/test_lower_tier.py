@@ -101,7 +101,7 @@ class Ranks:
 @pytest.mark.parametrize("kind", ["disk", "shared"])
 def test_ranks_in_any_order_never_show_a_wrong_block(kind: LowerKind) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(60):
+    for seed in range(30):
         rng = random.Random(seed)
         world = Ranks(seed, kind, rng.choice([1, 2, 3]), rng.choice([2, 5, 12]), rng.choice([3, 8]) * (kind == "disk"))
         contents = [bytes([each]) * 32 for each in range(20)]
@@ -142,7 +142,7 @@ def test_ranks_in_any_order_never_show_a_wrong_block(kind: LowerKind) -> None:
         if kind == "disk":
             assert len(world.tier) <= 8
         seen += world.seen
-    assert min(seen[f"{kind_of} {how}"] for kind_of in ("Write", "Fetch") for how in ("works", "fails")) > 10, seen
+    assert min(seen[f"{kind_of} {how}"] for kind_of in ("Write", "Fetch") for how in ("works", "fails")) > 5, seen
 
 
 def test_a_content_counts_where_every_rank_has_it() -> None:
@@ -164,20 +164,19 @@ def test_writing_is_bounded_and_drops_the_oldest() -> None:
     world = Ranks(1, "disk", 1, 4, 100)
     for each in range(30):
         world.store(bytes([each]) * 32)
-    writes = [order for order in world.queues[0] if isinstance(order, Write)]
-    assert len(writes) == 2, "half of the slots"
+    assert sum(isinstance(order, Write) for order in world.queues[0]) == 2, "half of the slots"
     assert world.tier.counts.num_dropped > 0
 
 
 def test_settings_that_cannot_work_are_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ConfigError, match="--kv-disk-cache: blocks go through host memory; give --kv-host-cache"):
-        check_tiers(HandoverSettings(kv_disk_cache="/tmp/x"), 0.0)
-    with pytest.raises(ConfigError, match=r"--kv-shared-cache: expected redis://.*other stores, such as S3"):
-        check_tiers(HandoverSettings(kv_shared_cache="s3://bucket"), 1.0)
-    with pytest.raises(ConfigError, match="--kv-disk-cache-size: there are no files to bound"):
-        check_tiers(HandoverSettings(kv_disk_cache_size_gib=3.0), 1.0)
-    with pytest.raises(ConfigError, match="--kv-cache-key-file: nothing is encrypted with it"):
-        check_tiers(HandoverSettings(kv_cache_key_file="/tmp/x"), 1.0)
+    for settings, host_gib, told in (
+        (HandoverSettings(kv_disk_cache="/tmp/x"), 0.0, "--kv-disk-cache: blocks go through host memory"),
+        (HandoverSettings(kv_shared_cache="s3://bucket"), 1.0, "--kv-shared-cache: expected redis://"),
+        (HandoverSettings(kv_disk_cache_size_gib=3.0), 1.0, "--kv-disk-cache-size: there are no files to bound"),
+        (HandoverSettings(kv_cache_key_file="/tmp/x"), 1.0, "--kv-cache-key-file: nothing is encrypted with it"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            check_tiers(settings, host_gib)
     file = tmp_path / "key"
     file.write_text("short\n")
     file.chmod(0o600)
@@ -277,11 +276,10 @@ class SlowStore:
         self.began.set()
         return self.may.wait(60.0)
 
-    def num_leading(self, contents: list[bytes]) -> int:
+    def num_leading(self, contents: list[bytes], into: object = None) -> int:
         return len(contents)
 
-    def get_leading(self, contents: list[bytes], into: list[memoryview]) -> int:
-        return len(contents)
+    get_leading = num_leading
 
     def discard(self, contents: list[bytes]) -> None:
         self.discarded.set()
@@ -324,18 +322,14 @@ def test_the_thread_outlives_a_device_and_a_listener_that_fail() -> None:
     thread = TierThread("disk", 0, SlowStore(), lambda slot: memoryview(b""), hear)
     thread.submit([Fetch(0, [b"a"], [0])], Broken(None))
     thread.submit([Look(1, [b"a"]), Look(2, [b"a"])], REACHED)
-    assert [heard.get(timeout=60.0) for _ in range(3)] == [
-        TierDone("disk", 0, 0, UNKNOWN),
-        TierDone("disk", 1, 0, 1),
-        TierDone("disk", 2, 0, 1),
-    ]
+    nums = [UNKNOWN, 1, 1]
+    assert [heard.get(timeout=60.0) for _ in nums] == [TierDone("disk", at, 0, num) for at, num in enumerate(nums)]
     thread.settle()
     thread.close(60.0)
 
 
 def test_an_address_that_is_none_is_refused_without_repeating_it() -> None:
     shared_store, seal = pytest.importorskip("pd_cluster.kv.shared_store"), pytest.importorskip("pd_cluster.kv.seal")
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match="escape special characters in the password") as error:
         shared_store.SharedStore("redis://user:se/cret@host:6379/0", seal.Seal([b"s" * 32], b"", 8))
-    assert "escape special characters in the password" in str(error.value)
     assert "cret" not in str(error.value)

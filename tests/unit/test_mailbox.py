@@ -57,33 +57,32 @@ def box() -> Iterator[Callable[..., Box]]:
         each.mailbox.close()
 
 
-def test_mail_goes_both_ways(box: Callable[..., Box]) -> None:
-    server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
+@pytest.fixture
+def pair(box: Callable[..., Box]) -> tuple[Box, Box, str, str]:
+    """A worker that listens, a scheduler that is connected to it, and the connection as each of them names it."""
+    server, client = box("decode-0", 7, listen=True), box("scheduler", 8)
     conn = client.connect_to(server)
-    client.mailbox.send(conn, wire.Offer("t", 3))  # before it is open: kept
     assert client.wait("opened")[1:3] == (conn, "decode-0@7")
     _, back, peer, kind = server.wait("opened")
-    assert (peer, kind) == ("prefill-0@8", "scheduler")
-    assert server.wait("message")[2] == wire.Offer("t", 3)
+    assert (peer, kind) == ("scheduler@8", "scheduler")
+    return server, client, conn, back
+
+
+def test_mail_goes_both_ways_in_order(box: Callable[..., Box]) -> None:
+    server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
+    conn = client.connect_to(server)
+    for number in range(500):
+        client.mailbox.send(conn, wire.Offer("t", number))  # before it is open: kept
+    back = server.wait("opened")[1]
+    assert [server.wait("message")[2] for _ in range(500)] == [wire.Offer("t", number) for number in range(500)]
     server.mailbox.send(back, wire.Credit("t"))
     assert client.wait("message")[2] == wire.Credit("t")
     assert client.beats.get(timeout=WAIT_S).load == wire.Load(num_blocks=5)
 
 
-def test_mail_comes_in_order(box: Callable[..., Box]) -> None:
-    server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    conn = client.connect_to(server)
-    for number in range(500):
-        client.mailbox.send(conn, wire.Offer("t", number))
-    assert [server.wait("message")[2].num_tokens for _ in range(500)] == list(range(500))
-
-
-def test_the_last_words_before_the_end_are_heard(box: Callable[..., Box]) -> None:
+def test_the_last_words_before_the_end_are_heard(pair: tuple[Box, Box, str, str]) -> None:
     """A drained worker's last tokens: otherwise their request would be computed again elsewhere."""
-    server, client = box("decode-0", 7, listen=True), box("scheduler", 8)
-    client.connect_to(server)
-    client.wait("opened")
-    back = server.wait("opened")[1]
+    server, client, _, back = pair
     for number in range(200):
         server.mailbox.send(back, wire.Cancel(f"{number}", "x" * 100_000))
     assert server.mailbox.await_heard(WAIT_S)
@@ -91,11 +90,8 @@ def test_the_last_words_before_the_end_are_heard(box: Callable[..., Box]) -> Non
     assert [client.wait("message")[2].transfer_id for _ in range(200)] == [f"{number}" for number in range(200)]
 
 
-def test_nobody_waits_for_a_peer_that_reads_nothing_or_is_gone(box: Callable[..., Box]) -> None:
-    server, client = box("decode-0", 7, listen=True), box("scheduler", 8)
-    client.connect_to(server)
-    client.wait("opened")
-    back = server.wait("opened")[1]
+def test_nobody_waits_for_a_peer_that_reads_nothing_or_is_gone(pair: tuple[Box, Box, str, str]) -> None:
+    server, client, _, back = pair
     assert server.mailbox.await_heard(WAIT_S), "nothing was sent"
     held = threading.Event()
     client.on_message = lambda *_: held.wait(WAIT_S)  # type: ignore[method-assign, assignment]
@@ -165,30 +161,10 @@ def test_a_worker_is_taken_for_nobody_else(
     assert server.wait("message")[2] == wire.Offer("after", 1)
 
 
-def test_a_frame_over_another_key_is_not_the_connections(
-    box: Callable[..., Box], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client chooses its identity, and may take one over that has become free: its key is what it is heard by."""
-    server, scheduler = box("decode-0", 7, listen=True), box("scheduler", 1)
-    told = scheduler.connect_to(server)
-    assert scheduler.wait("opened")[1] == told
-
-    def received(router: Any) -> tuple[bytes, bytes, list[bytes]]:
-        identity, key, frames = receive(router)
-        return identity, OTHER_KEY if b"forged" in frames[0] else key, frames
-
-    monkeypatch.setattr(module, "receive", received)
-    scheduler.mailbox.send(told, wire.Offer("forged", 1))
-    scheduler.mailbox.send(told, wire.Offer("own", 1))
-    assert server.wait("message")[2] == wire.Offer("own", 1)
-
-
 def test_nobody_listens(box: Callable[..., Box]) -> None:
-    client = box("prefill-0", 8)
-    gone = box("decode-0", 7, listen=True)
+    client, gone = box("prefill-0", 8), box("decode-0", 7, listen=True)
     gone.mailbox.close()
-    conn = client.connect_to(gone)
-    assert client.wait("closed")[1] == conn
+    assert client.connect_to(gone) == client.wait("closed")[1]
 
 
 def test_the_other_end_stands_still_while_the_connection_opens(
@@ -202,22 +178,10 @@ def test_the_other_end_stands_still_while_the_connection_opens(
         assert client.wait("closed")[1:] == (conn, NO_HANDSHAKE)
 
 
-def test_end_of_file_is_noticed_at_once(box: Callable[..., Box]) -> None:
-    server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    conn = client.connect_to(server)
-    client.wait("opened")
+def test_end_of_file_is_noticed_at_once(pair: tuple[Box, Box, str, str]) -> None:
+    server, client, conn, _ = pair
     server.mailbox.close()
     assert client.wait("closed")[1:] == (conn, "the connection was closed")
-
-
-def test_silence_is_noticed_by_the_side_that_was_connected_to(box: Callable[..., Box]) -> None:
-    server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    client.connect_to(server)
-    conn = server.wait("opened")[1]
-    client.mailbox.close()
-    closed = server.wait("closed")
-    assert closed[1] == conn
-    assert "nothing heard" in closed[2] or "closed" in closed[2]
 
 
 def test_a_heartbeat_finds_connections_that_the_other_end_has_closed(box: Callable[..., Box]) -> None:
@@ -236,28 +200,22 @@ def test_a_heartbeat_finds_connections_that_the_other_end_has_closed(box: Callab
     assert found == ("closed", conn, "the connection was closed")
 
 
-def test_who_speaks_over_a_connection_that_was_given_up_is_told(box: Callable[..., Box]) -> None:
+def test_who_speaks_over_a_connection_that_was_given_up_is_told(pair: tuple[Box, Box, str, str]) -> None:
     """This happens after a pause that only one side noticed: the other side does not wait for silence."""
-    server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    conn = client.connect_to(server)
-    server.mailbox.disconnect(server.wait("opened")[1])
+    server, client, conn, back = pair
+    server.mailbox.disconnect(back)
     assert client.wait("closed")[1:] == (conn, "the other end has given the connection up")
 
 
-def test_after_a_long_pause_all_connections_are_lost(box: Callable[..., Box]) -> None:
+def test_after_a_long_pause_all_connections_are_lost(pair: tuple[Box, Box, str, str]) -> None:
     """The others have given this process up meanwhile; it must not believe in anything that it held before."""
-    server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    conn = client.connect_to(server)
-    client.wait("opened")
+    _, client, conn, _ = pair
     client.ahead_s = 100
-    _, closed, reason = client.wait("closed")
-    assert closed == conn
-    assert reason == wire.PAUSED
+    assert client.wait("closed")[1:] == (conn, wire.PAUSED)
 
 
-def test_a_heartbeat_can_be_sent_at_once(box: Callable[..., Box]) -> None:
-    server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    client.connect_to(server)
+def test_a_heartbeat_can_be_sent_at_once(pair: tuple[Box, Box, str, str]) -> None:
+    server, client, _, _ = pair
     client.beats.get(timeout=WAIT_S)
     for _ in range(50):
         server.mailbox.beat()
@@ -301,53 +259,46 @@ def test_workers_are_not_told_of_what_schedulers_show(box: Callable[..., Box]) -
 @pytest.mark.parametrize(
     "garbage", [[b"\xc1garbage"], [100_000 * b"\x91"], [b"a", b"b"]], ids=["invalid", "nested", "two frames"]
 )
-def test_garbage_does_not_harm(box: Callable[..., Box], garbage: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    conn = client.connect_to(server)
-    client.wait("opened")
+def test_garbage_and_frames_over_another_key_do_not_harm(
+    pair: tuple[Box, Box, str, str], garbage: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client chooses its identity, and may take one over that has become free: its key is what it is heard by."""
+    server, client, conn, _ = pair
 
     def received(router: Any) -> tuple[bytes, bytes, list[bytes]]:
         identity, key, frames = receive(router)
+        key = OTHER_KEY if b"forged" in frames[0] else key
         return identity, key, garbage if b"garbage" in frames[0] else frames
 
     monkeypatch.setattr(module, "receive", received)
-    client.mailbox.send(conn, wire.Offer("garbage", 1))
-    client.mailbox.send(conn, wire.Offer("after", 1))
-    assert server.wait("message")[2].transfer_id == "after"
+    for name in ("garbage", "forged", "own"):
+        client.mailbox.send(conn, wire.Offer(name, 1))
+    assert server.wait("message")[2].transfer_id == "own"
 
 
 def test_a_taken_port_range_is_a_clear_error(box: Callable[..., Box]) -> None:
     server = box("decode-0", 7, listen=True)
-    other = box("prefill-0", 8)
     with pytest.raises(ConfigError, match="--kv-port-range"):
-        other.mailbox.bind("127.0.0.1", PortRange(server.port, server.port))
+        box("prefill-0", 8).mailbox.bind("127.0.0.1", PortRange(server.port, server.port))
 
 
-def test_closed_it_holds_nothing_and_takes_no_orders(box: Callable[..., Box]) -> None:
+def test_closed_or_given_up_it_holds_nothing_and_takes_no_orders(box: Callable[..., Box]) -> None:
     before = held()
     worker, scheduler = box("w", 1, listen=True), box("s", 2)
-    opened = [scheduler.connect_to(worker) for _ in range(2)]
-    for _ in opened:
-        scheduler.wait("opened")
-    scheduler.mailbox.disconnect(opened[0])
-    for each in (worker, scheduler):
-        each.mailbox.close()
-        each.mailbox.close()
-        each.mailbox.send(opened[1], wire.Abort("r", 1))
-    assert more_than(before) == Counter()
-
-
-def test_a_connection_that_is_given_up_holds_nothing(box: Callable[..., Box]) -> None:
-    worker, scheduler = box("w", 1, listen=True), box("s", 2)
-    scheduler.connect_to(worker)
+    first = scheduler.connect_to(worker)
     scheduler.wait("opened")
     gc.disable()
     try:
-        before = held()
+        connected = held()
         for _ in range(5):
             conn = scheduler.connect_to(worker)
             scheduler.wait("opened")
             scheduler.mailbox.disconnect(conn)
-        assert more_than(before) == Counter()
+        assert more_than(connected) == Counter()
     finally:
         gc.enable()
+    for each in (worker, scheduler):
+        each.mailbox.close()
+        each.mailbox.close()
+        each.mailbox.send(first, wire.Abort("r", 1))
+    assert more_than(before) == Counter()

@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -102,20 +102,20 @@ class SlowMail(Link):
     go: threading.Event
 
     def _to_sender(self, body: wire.Body) -> None:
-        if isinstance(body, wire.LinkValue):
-            threading.Thread(target=self._later, args=(super()._to_sender, body), daemon=True).start()
-        else:
-            super()._to_sender(body)
+        self._later(super()._to_sender, body)
 
     def _to_receiver(self, body: wire.Body) -> None:
-        if isinstance(body, wire.LinkValue):
-            threading.Thread(target=self._later, args=(super()._to_receiver, body), daemon=True).start()
-        else:
-            super()._to_receiver(body)
+        self._later(super()._to_receiver, body)
 
-    def _later(self, deliver: object, body: wire.LinkValue) -> None:
+    def _later(self, deliver: Callable[[wire.Body], None], body: wire.Body) -> None:
+        if isinstance(body, wire.LinkValue):
+            threading.Thread(target=self._once_it_may, args=(deliver, body), daemon=True).start()
+        else:
+            deliver(body)
+
+    def _once_it_may(self, deliver: Callable[[wire.Body], None], body: wire.Body) -> None:
         assert self.go.wait(WAIT_S)
-        deliver(body)  # type: ignore[operator]
+        deliver(body)
 
 
 def test_a_stranger_who_guesses_gloos_numbers_gets_no_link_and_no_block() -> None:
@@ -126,12 +126,9 @@ def test_a_stranger_who_guesses_gloos_numbers_gets_no_link_and_no_block() -> Non
     assert isinstance(link.answers.get(timeout=WAIT_S), wire.LinkAnswer)
     assert poll(lambda: len(listening_ports() - before) == 2, WAIT_S), "both ends' listeners"
     ports = listening_ports() - before
-    strangers = []
-    for port in ports:
-        for number in range(16):
-            stranger = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
-            stranger.sendall(struct.pack("<q", number))
-            strangers.append(stranger)
+    strangers = [socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) for port in ports for _ in range(16)]
+    for number, stranger in enumerate(strangers):
+        stranger.sendall(struct.pack("<q", number % 16))
     SlowMail.go.set()
     told = link.answers.get(timeout=WAIT_S)
     assert isinstance(told, wire.LinkRefused)

@@ -17,7 +17,6 @@ from pd_cluster.transport.nixl_agent import Agent, Ranges, ReadBuffers, ReadStat
 from pd_cluster.transport.nixl_network import devices_at, interface_of
 from pd_cluster.transport.nixl_offer import AgentOffer, Places, cut, places_of
 
-LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, planes=keys_and_values(128), block_size=16, dtype="float16")
 NAME = "a" * 32
 
 
@@ -25,30 +24,23 @@ def bytes_of(places: Places) -> list[int]:
     return [at for offset, nbytes in places for at in range(offset, offset + nbytes)]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_places_of_a_piece_are_its_bytes_in_order(seed: int) -> None:
-    rng = random.Random(seed)
+def test_places_of_a_piece_are_its_bytes_in_order() -> None:
     small = KVLayout(num_layers=4, num_kv_heads=1, planes=keys_and_values(2), block_size=2, dtype="float16")
-    first = rng.randrange(4)
-    piece = wire.KVPiece(0, 12, first, rng.randint(1, 4 - first), [])
-    source, target = ([rng.randrange(9) for _ in range(6)], rng.sample(range(20), 6))
-    found = [places_of(small, piece, blocks) for blocks in (source, target)]
     layer = small.block_nbytes // 4
-    for blocks, places in zip((source, target), found, strict=True):
-        expected = [
-            block * small.block_nbytes + piece.first_layer * layer + at
-            for block in blocks
-            for at in range(piece.num_layers * layer)
-        ]
-        assert bytes_of(places) == expected
-    pairs = cut(*found)
-    assert [bytes_of(each) for each in pairs] == [bytes_of(each) for each in found]
-    assert [nbytes for _, nbytes in pairs[0]] == [nbytes for _, nbytes in pairs[1]]
-
-
-def test_consecutive_whole_blocks_are_one_range() -> None:
-    piece = wire.KVPiece(0, 48, 0, 4, [])
-    assert places_of(LAYOUT, piece, [5, 6, 7]) == [(5 * LAYOUT.block_nbytes, 3 * LAYOUT.block_nbytes)]
+    for seed in range(5):
+        rng = random.Random(seed)
+        first = rng.randrange(4)
+        piece = wire.KVPiece(0, 12, first, rng.randint(1, 4 - first), [])
+        both = ([rng.randrange(9) for _ in range(6)], rng.sample(range(20), 6))
+        found = [places_of(small, piece, blocks) for blocks in both]
+        for blocks, places in zip(both, found, strict=True):
+            starts = [block * small.block_nbytes + first * layer for block in blocks]
+            assert bytes_of(places) == [start + at for start in starts for at in range(piece.num_layers * layer)]
+        pairs = cut(*found)
+        assert [bytes_of(each) for each in pairs] == [bytes_of(each) for each in found]
+        assert [nbytes for _, nbytes in pairs[0]] == [nbytes for _, nbytes in pairs[1]]
+    whole = wire.KVPiece(0, 6, 0, 4, [])
+    assert places_of(small, whole, [5, 6, 7]) == [(5 * small.block_nbytes, 3 * small.block_nbytes)], "one range"
 
 
 class FakeNixl:
@@ -59,6 +51,11 @@ class FakeNixl:
         self.removed: list[str] = []
         self.posting: Exception | None = None
         self.is_gone = False
+
+    def register_memory(self, *_: Any) -> None: ...
+
+    def get_agent_metadata(self) -> bytes:
+        return b"own"
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
         return metadata[:32]
@@ -95,14 +92,9 @@ def disconnected() -> Exception:
 
 def make_agent(monkeypatch: pytest.MonkeyPatch) -> tuple[Agent, FakeNixl]:
     fake = FakeNixl()
-    agent = Agent.__new__(Agent)
-    made: dict[str, Any] = {"register_memory": lambda *_: None, "get_agent_metadata": lambda: b"own"}
-    for name, value in made.items():
-        setattr(fake, name, value)
     monkeypatch.setattr(nixl_agent, "make_agent", lambda name: fake)
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    agent.__init__("127.0.0.1", [], ReadBuffers(16, False))  # type: ignore[misc]
-    return agent, fake
+    return Agent("127.0.0.1", [], ReadBuffers(16, False)), fake
 
 
 def read(agent: Agent, peer: RemoteAgent) -> Any:
@@ -178,17 +170,8 @@ def test_buffers_are_taken_once_and_run_out_by_name() -> None:
     [{"kind": "FILE"}, {"agent": "x"}, {"metadata": bytes(4000)}, {"pool": -1}, {"num_buffers": 0}, {"lane": b""}],
 )
 def test_an_offer_is_bounded(change: dict[str, Any]) -> None:
-    good = AgentOffer(
-        agent=NAME,
-        metadata=b"m",
-        kind="DRAM",
-        device=0,
-        pool=1,
-        buffers=1,
-        num_buffers=1,
-        buffer_nbytes=1,
-        lane=bytes(16),
-    )
+    fields = {"agent": NAME, "metadata": b"m", "kind": "DRAM", "device": 0, "pool": 1, "buffers": 1, "num_buffers": 1}
+    good = AgentOffer(**fields, buffer_nbytes=1, lane=bytes(16))  # type: ignore[arg-type]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(good), type=AgentOffer) == good
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.structs.replace(good, **change)), type=AgentOffer)

@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -123,6 +122,15 @@ def test_a_key_that_the_list_names_and_revokes_counts_nowhere(pair: Pair, under:
         pair.believe(unknown, *pair.keys.private)
 
 
+def test_a_key_whose_time_is_over_counts_no_more(pair: Pair) -> None:
+    keys = pair.believe()
+    write_public(pair.file, TrustedNodes(1, [Node("a", [PublicPart(keys[0].hex(), "2026-01-01T00:00:00Z")])]))
+    pair.own.read_again()
+    assert " of node a has expired at 2026-01-01T00:00:00Z" in pair.own.problem("a", keys)
+    with pytest.raises(ConfigError, match="has expired at"):
+        pair.believe()
+
+
 def test_while_a_node_is_rotated_the_keys_count_that_the_list_has(pair: Pair) -> None:
     both = new_keys("a", pair.keys)
     assert pair.believe(*both.private) == both.public[1:]
@@ -153,14 +161,6 @@ def test_no_secret_is_computed_with_keys_that_the_list_lacks(pair: Pair, monkeyp
     with pytest.raises(ConfigError, match="has not its key"):
         pair.own.believe("a", (*shown[0], *shown[1]), PEER, pair.line.public, "client")
     assert asked == [pair.keys.public[0]]
-
-
-def test_a_node_s_public_keys_are_computed_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bytes] = []
-    monkeypatch.setattr(node_files, "public_key", lambda private: asked.append(private) or b"p" * 32)
-    keys = read_node_keys(pair.key_file)
-    assert keys.public == keys.public == (b"p" * 32,)
-    assert asked == list(keys.private)
 
 
 def test_peers_that_come_again_and_again_do_not_fill_the_log(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
@@ -197,56 +197,45 @@ def test_peers_that_come_again_and_again_do_not_fill_the_log(pair: Pair, caplog:
 # ---- files
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, number: int, only: Path) -> Callable[[], None]:
-    """Lets every opening of this file fail; returns what ends that."""
-    opened = os.open
-
-    def fails(path: str, flags: int, *more: Any, **options: Any) -> int:
-        if Path(path) == only:
-            raise OSError(number, os.strerror(number))
-        return opened(path, flags, *more, **options)
-
-    monkeypatch.setattr(os, "open", fails)
-    return lambda: monkeypatch.setattr(os, "open", opened)
-
-
 def test_a_revocation_that_could_not_be_read_at_first_is_read_later(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys = pair.believe()
+    keys, opened = pair.believe(), os.open
+
+    def fails(path: str, flags: int, *more: Any, **options: Any) -> int:
+        if Path(path) == pair.file:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, flags, *more, **options)
+
     pair.revoke()
     with caplog.at_level(logging.ERROR, logger=nodes_module.__name__):
-        heal = failing(monkeypatch, errno.EMFILE, pair.file)
+        monkeypatch.setattr(os, "open", fails)
         for _ in range(3):
             pair.own.read_again()
         assert pair.own.problem("a", keys) == ""
         (line,) = [each.getMessage() for each in caplog.records]
         assert line == f"nothing has changed: {pair.file}: cannot be read: Too many open files"
-        heal()
+        monkeypatch.setattr(os, "open", opened)
+        pair.key_file.write_text("node a\n")  # a fault of this file keeps no revocation away
         pair.own.read_again()
     assert " of node a was revoked at " in pair.own.problem("a", keys)
-    assert len(caplog.records) == 1
+    assert [f"{pair.key_file}: " in each.getMessage() for each in caplog.records] == [False, True]
 
 
-def test_a_fault_of_the_key_file_keeps_no_revocation_away(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    keys = pair.believe()
-    pair.key_file.write_text("node a\n")
-    pair.revoke()
-    with caplog.at_level(logging.ERROR, logger=nodes_module.__name__):
-        pair.own.read_again()
-    assert f"nothing has changed: {pair.key_file}: " in caplog.text
-    assert " of node a was revoked at " in pair.own.problem("a", keys)
-
-
-def test_a_fault_that_returns_is_told_again(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        good = pair.file.read_text()
+def test_a_list_with_a_fault_changes_nothing_and_is_told_each_time_that_it_returns(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, good = pair.believe(), pair.file.read_text()
+    for number, text in enumerate(("{", good[: len(good) // 2], "", '{"version": 2}')):
         with caplog.at_level(logging.ERROR, logger=nodes_module.__name__):
-            pair.file.write_text("{")
+            pair.file.write_text(text)
+            if not text:
+                pair.file.unlink()
             pair.own.read_again()
-        pair.file.write_text(good)
+        assert pair.own.problem("a", keys) == ""
+        write_public(pair.file, TrustedNodes(1, [Node("a", [PublicPart(pair.keys.public[0].hex())])]))
         pair.own.read_again()
-    assert len(caplog.records) == 2
+        assert len(caplog.records) == number + 1
 
 
 def test_a_stamp_shows_changes_that_leave_the_time_of_the_content(pair: Pair) -> None:

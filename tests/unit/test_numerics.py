@@ -26,25 +26,19 @@ def test_positions_are_overridden_by_either_name_in_either_form(name: str, spell
         assert RopeScaling.of(overridden(config, given)).kind == "dynamic"
 
 
-def test_a_base_goes_where_the_config_has_it() -> None:
-    assert overridden(OLD, {"rope_theta": 9})["rope_theta"] == 9
-    assert overridden(OLD, {"rope_theta": 9})["rope_scaling"] == LINEAR
+def test_a_base_goes_where_the_config_has_it_and_stays_where_none_is_given() -> None:
+    assert overridden(OLD, {"rope_theta": 9}) == {**OLD, "rope_theta": 9}
     assert overridden(NEW, {"rope_theta": 9})["rope_parameters"] == {"rope_theta": 9, **LINEAR}
     assert overridden({}, {"rope_theta": 9}) == {"rope_theta": 9, "rope_scaling": None}
-
-
-@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
-def test_none_leaves_the_base(name: str) -> None:
-    assert overridden(OLD, {name: None}) == {**OLD, "rope_scaling": None}
-    assert overridden(NEW, {name: None})["rope_parameters"] == {"rope_theta": 7.0, "rope_type": "default"}
+    for name in ("rope_scaling", "rope_parameters"):
+        assert overridden(OLD, {name: None}) == {**OLD, "rope_scaling": None}
+        assert overridden(NEW, {name: None})["rope_parameters"] == {"rope_theta": 7.0, "rope_type": "default"}
 
 
 def test_without_a_factor_the_base_follows_the_length_alone() -> None:
-    assert overridden({}, {"rope_scaling": {"rope_type": "dynamic"}})["rope_scaling"] == {
-        "rope_type": "dynamic",
-        "factor": 1.0,
-    }
-    assert overridden(OLD, {"rope_scaling": {"rope_type": "dynamic"}})["rope_scaling"]["factor"] == 4.0
+    given = {"rope_scaling": {"rope_type": "dynamic"}}
+    assert overridden({}, given)["rope_scaling"] == {"rope_type": "dynamic", "factor": 1.0}
+    assert overridden(OLD, given)["rope_scaling"]["factor"] == 4.0
 
 
 @pytest.mark.parametrize("overrides", [{"rope_theta": 9}, {"rope_scaling": LINEAR}, {"rope_parameters": LINEAR}])

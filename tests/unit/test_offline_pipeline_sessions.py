@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +12,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.messages import GenOut
 from tests.support.lmdeploy_engine import ANSWER, NUM_TOKENS, Make, engines, steps_of, turn
 
-
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    with engines(tmp_path, monkeypatch) as make:
-        yield make
+make = pytest.fixture(engines)
 
 
 def test_generate_gives_its_steps_to_the_callers_own_event_loop(make: Make) -> None:
@@ -46,45 +40,34 @@ def test_a_session_of_texts_goes_on_from_its_tokens(make: Make) -> None:
     assert offline.prompts[1] == f"one{ANSWER} two"
     with pytest.raises(RequestError, match="session 5 began without a chat template"):
         turn(engine, "three", 5, sequence_start=False)
+    for session_id in (None, 1.5, "a", True):
+        with pytest.raises(RequestError, match=r"^session_id: .* must be a whole number"):
+            turn(engine, "hi", session_id)
 
 
-@pytest.mark.parametrize(
-    ("messages", "options"),
-    [
-        ([{"role": "", "content": "x"}], {"sequence_start": False}),
-        ([{"role": "", "content": "x"}], {"sequence_start": True}),
-        ("x", {"sequence_start": True, "step": 3}),
-        ("x", {"sequence_start": False, "do_preprocess": False}),
-        ([{"role": "", "content": "x"}], {"sequence_start": False, "step": 36}),
-    ],
-)
-def test_a_turn_that_is_refused_leaves_the_session_as_it_was(
-    make: Make, messages: Any, options: dict[str, Any]
-) -> None:
+def test_a_turn_that_is_refused_leaves_the_session_as_it_was(make: Make) -> None:
     engine, offline = make()
-    turn(engine, "one", 5, sequence_end=False)
-    second = turn(engine, "two", 5, sequence_start=False, sequence_end=False)
-    with pytest.raises(RequestError):
-        turn(engine, messages, 5, **options)
-    turn(engine, "three", 5, sequence_start=False)
-    assert second.history_token_len == 36
-    talk = f"<|user|>one<|assistant|>{ANSWER}<|user|>two<|assistant|>{ANSWER}<|user|>three<|assistant|>"
-    assert offline.prompts[-1] == talk
-
-
-def test_a_session_that_was_refused_at_its_start_is_none(make: Make) -> None:
-    engine, _ = make()
+    wrong = [{"role": "", "content": "x"}]
     with pytest.raises(RequestError, match=r"^messages.0.role: ''"):
-        turn(engine, [{"role": "", "content": "x"}], 5, sequence_end=False)
+        turn(engine, wrong, 5, sequence_end=False)
     with pytest.raises(RequestError, match="there is no session 5"):
         turn(engine, "two", 5, sequence_start=False)
-
-
-@pytest.mark.parametrize("session_id", [None, [], 1.5, "a", True])
-def test_a_session_id_is_a_whole_number(make: Make, session_id: Any) -> None:
-    engine, _ = make()
-    with pytest.raises(RequestError, match=r"^session_id: .* must be a whole number"):
-        turn(engine, "hi", session_id)
+    turn(engine, "one", 5, sequence_end=False)
+    second = turn(engine, "two", 5, sequence_start=False, sequence_end=False)
+    assert second.history_token_len == 36
+    refused: list[tuple[Any, dict[str, Any]]] = [
+        (wrong, {"sequence_start": False}),
+        (wrong, {"sequence_start": True}),
+        ("x", {"sequence_start": True, "step": 3}),
+        ("x", {"sequence_start": False, "do_preprocess": False}),
+        (wrong, {"sequence_start": False, "step": 36}),
+    ]
+    for messages, options in refused:
+        with pytest.raises(RequestError):
+            turn(engine, messages, 5, **options)
+    turn(engine, "three", 5, sequence_start=False)
+    talk = f"<|user|>one<|assistant|>{ANSWER}<|user|>two<|assistant|>{ANSWER}<|user|>three<|assistant|>"
+    assert offline.prompts[-1] == talk
 
 
 @pytest.mark.parametrize("how", ["stop_session", "generate", "get_generator"])

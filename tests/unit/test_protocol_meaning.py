@@ -55,12 +55,12 @@ def test_fields_that_go_together(kind: type[GenerationRequest]) -> None:
     parsed(kind, top_logprobs=0)
 
 
-@pytest.mark.parametrize(
-    ("fields", "number"),
-    [({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 4}, 4)],
-)
-def test_chats_logprobs_are_a_switch_and_a_number(fields: dict[str, Any], number: int | None) -> None:
-    assert parsed(ChatCompletionRequest, **fields).sampling(1, 1, {}).logprobs == number
+def test_chats_logprobs_are_a_switch_and_a_number() -> None:
+    for fields, number in (
+        *(({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0)),
+        ({"logprobs": True, "top_logprobs": 4}, 4),
+    ):
+        assert parsed(ChatCompletionRequest, **fields).sampling(1, 1, {}).logprobs == number
     refused(json.dumps({"messages": HELLO, "logprobs": 3}).encode(), ChatCompletionRequest)
 
 
@@ -83,16 +83,8 @@ def test_beams_are_n_answers_of_a_width() -> None:
     """The model's defaults for sampling do not count; a repetition penalty does."""
     defaults: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
     given = parsed(use_beam_search=True, n=2, best_of=4, length_penalty=0, early_stopping="never", temperature=1e-9)
-    beams = Sampling(
-        n=2,
-        beam_width=4,
-        max_tokens=7,
-        temperature=0.0,
-        seed=5,
-        repetition_penalty=1.1,
-        length_penalty=0.0,
-        early_stopping="never",
-    )
+    settings: dict[str, Any] = {"n": 2, "beam_width": 4, "length_penalty": 0.0, "early_stopping": "never"}
+    beams = Sampling(max_tokens=7, temperature=0.0, seed=5, repetition_penalty=1.1, **settings)
     assert given.sampling(7, 5, defaults) == beams
     assert parsed(use_beam_search=True, n=3).sampling(7, 5, {}).num_sequences == 3
     assert parsed(use_beam_search=True, best_of=3, stream=True).beam_width == 3
@@ -118,52 +110,33 @@ def test_sampling_takes_the_request_then_the_model_then_nothing() -> None:
     numbers: dict[str, Any] = {"temperature": 0.1, "top_p": 0.5, "top_k": 3, "min_p": 0.2, "repetition_penalty": 1.2}
     others: dict[str, Any] = {"presence_penalty": -0.5, "frequency_penalty": 2.0, "seed": -4, "ignore_eos": True}
     more: dict[str, Any] = {"n": 3, "min_tokens": 2, "logprobs": 4, "prompt_logprobs": 0}
-    given = parsed(
-        **numbers,
-        **others,
-        **more,
-        stop_token_ids=[5, 6],
-        allowed_token_ids=[9, 3, 9],
-        logit_bias={"7": -3, "0": 1.5},
-    )
-    assert given.sampling(7, 9, model) == Sampling(
-        max_tokens=7,
-        **numbers,
-        **others,
-        **more,
-        stop_token_ids=(5, 6),
-        allowed_token_ids=(3, 9),
-        logit_bias=((0, 1.5), (7, -3.0)),
-    )
+    plain = {**numbers, **others, **more}
+    given = parsed(**plain, stop_token_ids=[5, 6], allowed_token_ids=[9, 3, 9], logit_bias={"7": -3, "0": 1.5})
+    listed: dict[str, Any] = {"stop_token_ids": (5, 6), "allowed_token_ids": (3, 9)}
+    expected = Sampling(max_tokens=7, **plain, **listed, logit_bias=((0, 1.5), (7, -3.0)))
+    assert given.sampling(7, 9, model) == expected
     assert parsed().sampling(7, 9, model) == Sampling(max_tokens=7, seed=9, **model)
 
 
-@pytest.mark.parametrize("temperature", [0, 0.0, 1e-6, 1e-320])
-def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
+def test_next_to_no_temperature_is_greedy() -> None:
     """In float32, 1e-320 is 0: dividing logits by it makes no distribution."""
-    assert parsed(temperature=temperature).sampling(1, 1, {}).greedy
+    assert all(parsed(temperature=each).sampling(1, 1, {}).greedy for each in (0, 0.0, 1e-6, 1e-320))
 
 
 def test_stop_strings_are_one_or_some() -> None:
     assert parsed(stop="a").stops == ["a"]
-    assert parsed(stop=["a"] * MAX_STOP_STRINGS).stops == ["a"] * MAX_STOP_STRINGS
-
-
-@pytest.mark.parametrize("stop", ["", ["a", ""], ["a"] * (MAX_STOP_STRINGS + 1)])
-def test_stop_strings_that_make_no_sense(stop: Any) -> None:
-    with pytest.raises(RequestError) as caught:
-        _ = parsed(stop=stop).stops
-    assert caught.value.param == "stop"
+    longest = ["x" * 1024] * MAX_STOP_STRINGS
+    assert parsed(stop=longest).stops == longest
+    assert "1025 characters" in str(refused(json.dumps({"prompt": "a", "stop": ["b", "x" * 1025]}).encode()))
+    for stop in ("", ["a", ""], ["a"] * (MAX_STOP_STRINGS + 1)):
+        with pytest.raises(RequestError) as caught:
+            _ = parsed(stop=stop).stops
+        assert caught.value.param == "stop"
 
 
 def test_max_completion_tokens_comes_first() -> None:
     assert parsed(ChatCompletionRequest, max_tokens=5, max_completion_tokens=6).wanted_tokens == 6
     assert parsed(ChatCompletionRequest, max_tokens=5).wanted_tokens == 5
-
-
-def test_include_usage() -> None:
-    assert parsed(stream=True, stream_options={"include_usage": True}).include_usage
-    assert not parsed(stream=True, stream_options={"include_usage": False}).include_usage
 
 
 def test_text_parts_are_joined_and_other_keys_kept() -> None:
@@ -172,45 +145,29 @@ def test_text_parts_are_joined_and_other_keys_kept() -> None:
     assert message.to_template(0) == {"role": "user", "content": "a\nb", "name": "x"}
 
 
-@pytest.mark.parametrize("given", [{"content": None}, {}])
-def test_a_message_without_content(given: dict[str, Any]) -> None:
+def test_a_message_without_content() -> None:
     """It is None if there are calls, which templates check; otherwise it is an empty text."""
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    for more, content in ({}, ""), ({"tool_calls": []}, ""), ({"tool_calls": calls}, None):
-        (message,) = parsed(ChatCompletionRequest, messages=[{"role": "assistant", **given, **more}]).messages
-        assert message.to_template(0) == {"role": "assistant", "content": content, **more}
+    for given in ({"content": None}, {}):
+        for more, content in ({}, ""), ({"tool_calls": []}, ""), ({"tool_calls": calls}, None):
+            (message,) = parsed(ChatCompletionRequest, messages=[{"role": "assistant", **given, **more}]).messages
+            assert message.to_template(0) == {"role": "assistant", "content": content, **more}
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind in MINIMAL for name in kind.model_fields if name not in MINIMAL[kind]]
-)
-def test_null_is_as_if_not_given(kind: type[GenerationRequest], name: str) -> None:
+@kinds
+def test_null_is_as_if_not_given(kind: type[GenerationRequest]) -> None:
     """One field is an exception."""
-    plain, null = parsed(kind), parsed(kind, **{name: None})
-    assert getattr(null, name) in (None, getattr(plain, name))
-    assert null.sampling(16, 5, {}) == plain.sampling(16, 5, {})
-    assert (null.wants_all_room, plain.wants_all_room) == (name == "max_tokens", False)
-
-
-def test_options_of_a_stream_are_for_streams() -> None:
-    for kind in (b'"prompt": "a"', b'"prompt": "a", "stream": false'):
-        assert refused(b'{"stream_options": {"include_usage": false}, ' + kind + b"}").param == "stream_options"
-
-
-@pytest.mark.parametrize("length", [1024, 1025])
-def test_the_longest_stop_string(length: int) -> None:
-    body = json.dumps({"prompt": "a", "stop": ["b", "x" * length]}).encode()
-    if length <= 1024:
-        assert parse(body, CompletionRequest).stops[1] == "x" * length
-    else:
-        assert "1025 characters" in str(refused(body))
+    plain = parsed(kind)
+    for name in kind.model_fields.keys() - MINIMAL[kind].keys():
+        null = parsed(kind, **{name: None})
+        assert getattr(null, name) in (None, getattr(plain, name)), name
+        assert null.sampling(16, 5, {}) == plain.sampling(16, 5, {}), name
+        assert (null.wants_all_room, plain.wants_all_room) == (name == "max_tokens", False)
 
 
 def test_a_seed_of_minus_one_is_none() -> None:
-    assert [parsed(CompletionRequest, seed=seed).sampling(1, 5, {}).seed for seed in (-1, None, 0, 7, -2)] == [
-        *(5, 5, 0),
-        *(7, -2),
-    ]
+    given = (-1, None, 0, 7, -2)
+    assert [parsed(CompletionRequest, seed=seed).sampling(1, 5, {}).seed for seed in given] == [5, 5, 0, 7, -2]
 
 
 def test_options_of_a_stream() -> None:
@@ -222,19 +179,28 @@ def test_options_of_a_stream() -> None:
     assert wanted(include_usage=True) == (True, False)
     assert wanted(include_usage=None) == wanted(include_usage=False, continuous_usage_stats=True) == (False, False)
     assert wanted(include_usage=True, continuous_usage_stats=True) == (True, True)
+    for kind in (b'"prompt": "a"', b'"prompt": "a", "stream": false'):
+        assert refused(b'{"stream_options": {"include_usage": false}, ' + kind + b"}").param == "stream_options"
     chat = {"messages": [{"role": "user", "content": "a"}], "stream": True, "stream_options": {}}
     assert parse(json.dumps(chat).encode(), ChatCompletionRequest).include_usage, "as in vLLM"
     assert refused(b'{"prompt": "a", "stream_options": {}}', GenerateRequest).param == "stream_options"
 
 
-@pytest.mark.parametrize(
-    "part",
-    [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {"type": "file"}, {"text": "a"}, {}],
-)
-def test_other_parts_are_refused_with_their_place(part: dict[str, Any]) -> None:
-    messages = [*HELLO, {"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
-    with pytest.raises(RequestError, match=r"messages\[1\]\.content\[1\]: only parts of type 'text'"):
-        parsed(ChatCompletionRequest, messages=messages).messages[1].to_template(1)
+def test_other_parts_are_refused_with_their_place() -> None:
+    image = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
+    for part in (image, {"type": "file"}, {"text": "a"}, {}):
+        messages = [*HELLO, {"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
+        with pytest.raises(RequestError, match=r"messages\[1\]\.content\[1\]: only parts of type 'text'"):
+            parsed(ChatCompletionRequest, messages=messages).messages[1].to_template(1)
+    for part, said in (
+        ({"type": "text"}, r"\.text: must be a string"),
+        ({"type": "refusal", "text": "a"}, r"\.refusal: must be a string"),
+        ({"type": "image_url", "image_url": {"detail": "low"}}, ': must have {"image_url": {"url": …}}'),
+        ({"type": "video_url", "video_url": 5}, ': must have {"video_url": {"url": …}}'),
+    ):
+        message = parsed(ChatCompletionRequest, messages=[{"role": "user", "content": [part]}]).messages[0]
+        with pytest.raises(RequestError, match=rf"^messages\[0\]\.content\[0\]{said}$"):
+            message.to_template(0, True)
 
 
 def test_deep_keys_of_a_message_reach_the_template_as_they_are() -> None:
@@ -243,17 +209,3 @@ def test_deep_keys_of_a_message_reach_the_template_as_they_are() -> None:
         deep = [deep]
     (message,) = parsed(ChatCompletionRequest, messages=[{**HELLO[0], "junk": deep}]).messages
     assert message.to_template(0)["junk"] == deep
-
-
-@pytest.mark.parametrize(
-    ("part", "said"),
-    [
-        ({"type": "text"}, r"\.text: must be a string"),
-        ({"type": "refusal", "text": "a"}, r"\.refusal: must be a string"),
-        ({"type": "image_url", "image_url": {"detail": "low"}}, ': must have {"image_url": {"url": …}}'),
-        ({"type": "video_url", "video_url": 5}, ': must have {"video_url": {"url": …}}'),
-    ],
-)
-def test_parts_of_a_known_type_are_told_what_they_lack(part: dict[str, Any], said: str) -> None:
-    with pytest.raises(RequestError, match=rf"^messages\[0\]\.content\[0\]{said}$"):
-        parsed(ChatCompletionRequest, messages=[{"role": "user", "content": [part]}]).messages[0].to_template(0, True)

@@ -66,6 +66,9 @@ def lead_of(runner: Runner) -> tuple[LeadRunner, list[to.Step]]:
 def test_followers_are_told_of_every_step_that_is_launched() -> None:
     runner = Runner()
     lead, told = lead_of(runner)
+    for runner.may_launch in (False, True):
+        assert lead.can_launch([]) == runner.may_launch, "what its device can choose"
+    assert (lead.progress, told) == (to.Reached(0, ALL_LAYERS), [])
     assert lead.goes_ahead
     assert lead.launch([]) == "tokens"  # type: ignore[comparison-overlap]
     assert lead.progress == to.Reached(1, ALL_LAYERS)
@@ -75,16 +78,6 @@ def test_followers_are_told_of_every_step_that_is_launched() -> None:
     assert [(step.is_ahead, step.by_layers) for step in told] == [(False, False), (True, False)]
     assert np.frombuffer(told[0].input_ids, np.int64).tolist() == [7]
     assert np.frombuffer(told[1].rows, np.int64).tolist() == [1, 5, 2, 1]
-
-
-@pytest.mark.parametrize("may_launch", [False, True])
-def test_rank_0_launches_what_its_device_can_choose(may_launch: bool) -> None:
-    runner = Runner()
-    runner.may_launch = may_launch
-    lead, told = lead_of(runner)
-    assert lead.can_launch([]) == may_launch
-    assert not told
-    assert lead.progress == to.Reached(0, ALL_LAYERS)
 
 
 # ---- a follower's ends of lanes
@@ -131,12 +124,15 @@ def test_blocks_are_landed_in_when_what_still_writes_to_them_was_launched_here()
     host.handle(to.CloseReceive(*AT))
     host.handle(to.Forget(*AT, "u"))
     host.handle(to.Value("another", 1, wire.LinkValue("dist", "k", b"")))  # an end that is not here
-    assert end.done == ["start"]
+    host.handle(
+        to.Value(*AT, wire.LinkValue("dist", "0/0", b"address"))
+    )  # what two ranks agree about waits for no step
+    assert end.done == ["start", "met 0/0"]
     host.reached(to.Reached(2, 1))
-    assert end.done == ["start"]
+    assert end.done == ["start", "met 0/0"]
     assert not sent
     host.reached(to.Reached(2, ALL_LAYERS))
-    assert end.done == ["start", "begin t", "frame 0", "forget t", "close"]
+    assert end.done == ["start", "met 0/0", "begin t", "frame 0", "forget t", "close"]
     assert [message.event for message in sent] == [Drained("u")]
 
 
@@ -156,27 +152,17 @@ def test_who_has_lost_a_rank_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -
     assert ends == [6.0]
 
 
-@pytest.mark.parametrize(("step_limit_s", "ends_at_s"), [(600.0, 106.0), (4.0, 104.0)])
-def test_a_last_deadline_is_not_put_off(step_limit_s: float, ends_at_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_deadline_is_not_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier deadline is not put off, either."""
     armed: list[float] = [math.inf]
-    now_s = 100.0
-    monkeypatch.setattr(hang, "_alarm", alarm := hang._Alarm())
-    monkeypatch.setattr(hang.faulthandler, "dump_traceback_later", lambda s, exit: armed.append(now_s + s))
-    came_round = hang.ends_when_hung(step_limit_s, lambda: now_s)
-    came_round()
-    alarm.make_final(now_s, 6.0)
-    now_s += 3
-    came_round()
-    assert armed[-1] == ends_at_s
-
-
-def test_what_two_ranks_agree_about_waits_for_no_step() -> None:
-    """The end of the lane waits for it in the middle of opening, whatever is still to be landed for other links."""
-    end = Receiving()
-    host = LaneHost(SimpleNamespace(receive_end=lambda *_: end), LAYOUT, lambda message: None)  # type: ignore[arg-type]
-    opened: Any = None
-    host.handle(to.OpenReceive(*AT, "p", opened))
-    host.handle(to.Begin(*AT, "t", [3], 0, 4, to.Reached(2, ALL_LAYERS)))
-    host.handle(to.Value(*AT, wire.LinkValue("dist", "0/0", b"address")))
-    assert end.done == ["met 0/0"]
+    clock = [100.0]
+    monkeypatch.setattr(hang.faulthandler, "dump_traceback_later", lambda s, exit: armed.append(clock[0] + s))
+    for step_limit_s, ends_at_s in ((600.0, 106.0), (4.0, 104.0)):
+        clock[0] = 100.0
+        monkeypatch.setattr(hang, "_alarm", alarm := hang._Alarm())
+        came_round = hang.ends_when_hung(step_limit_s, lambda: clock[0])
+        came_round()
+        alarm.make_final(clock[0], 6.0)
+        clock[0] += 3
+        came_round()
+        assert armed[-1] == ends_at_s

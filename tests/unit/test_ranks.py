@@ -31,12 +31,10 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block
 @contextmanager
 def channel_pair(timeout_s: float = WAIT_S) -> Iterator[tuple[Channel, Channel]]:
     ours, theirs = socket.socketpair()
-    pair = (
-        Channel(ours.detach(), to.FromFollower, timeout_s),
-        Channel(theirs.detach(), to.ToFollower, timeout_s),
-    )
+    ends = ((ours, to.FromFollower), (theirs, to.ToFollower))
+    pair = tuple(Channel(end.detach(), kind, timeout_s) for end, kind in ends)
     try:
-        yield pair
+        yield pair  # type: ignore[misc]
     finally:
         for end in pair:
             end.close()
@@ -78,18 +76,14 @@ def test_what_a_message_raises_is_kept() -> None:
 # ---- who is lost
 
 
-def test_a_follower_that_does_not_answer_is_lost() -> None:
-    """This holds when nothing is computed, too; the other follower answers, and stays."""
+def test_a_follower_that_does_not_answer_or_whose_socket_ends_is_lost() -> None:
+    """This holds when nothing is computed, too; the other follower answers, and stays until its end."""
     with channel_pair() as (silent, _), channel_pair() as (lead, follower):
         follower.start("follower", lambda message: follower.send(to.Pong()), lambda: None)
         lost: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         Watch([silent, lead], lambda message: None, lambda rank, why: lost.put((rank, why)), 0.5).start()
         assert lost.get(timeout=WAIT_S) == (1, "has not answered for 0.5 s")
-
-
-def test_a_follower_whose_socket_ends_is_lost() -> None:
     with channel_pair() as (lead, follower):
-        lost: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         Watch([lead], lambda message: None, lambda rank, why: lost.put((rank, why)), WAIT_S).start()
         follower.close()
         assert lost.get(timeout=WAIT_S) == (1, "is gone")
@@ -132,23 +126,17 @@ class World:
         self.ends = [End([]), End(None)]  # the second is on another rank, which has not told what it offers
         side = Side("prefill-0@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions())
         ends = iter(self.ends)
-        self.links = OutLinks(
-            side,
-            SimpleNamespace(
-                connect=lambda *_: "c", disconnect=lambda _: None, send=lambda _, body: self.sent.append(body)
-            ),  # type: ignore[arg-type]
-            SimpleNamespace(send_end=lambda *_: next(ends)),  # type: ignore[arg-type]
-            lambda event: None,
-            lambda conn, reason: None,
-            PeerProgress(lambda: 0.0),
-            lambda: 0.0,
-            Timeouts(),
-        )
-        info = wire.PeerInfo(
-            name="decode-0", epoch=2, role="decode", host="h", control_port=1, public_key=b"", tp_size=2
-        )
-        self.links.set_peers([info])
+        conns: Any = SimpleNamespace(connect=lambda *_: "c", disconnect=lambda _: None, send=self.send)
+        lanes: Any = SimpleNamespace(send_end=lambda *_: next(ends))
+        ignored: Any = lambda *_: None  # noqa: E731
+        progress = PeerProgress(lambda: 0.0)
+        self.links = OutLinks(side, conns, lanes, ignored, ignored, progress, lambda: 0.0, Timeouts())
+        about: dict[str, Any] = {"host": "h", "control_port": 1, "public_key": b"", "tp_size": 2}
+        self.links.set_peers([wire.PeerInfo(name="decode-0", epoch=2, role="decode", **about)])
         self.links.on_opened("c")
+
+    def send(self, conn: str, body: wire.Body) -> None:
+        self.sent.append(body)
 
     @property
     def state(self) -> str:
@@ -163,17 +151,12 @@ class World:
         return opened.link_id
 
 
-def test_a_link_is_announced_when_every_rank_has_its_end() -> None:
-    world = World()
-    assert world.sent == []
-    world.announce()
-    world.links.on_offered("c")
-    assert len(world.sent) == 1
-
-
 def test_a_link_is_up_when_all_of_its_lanes_are() -> None:
     world = World()
+    assert world.sent == [], "a link is announced when every rank has its end, once"
     link_id = world.announce()
+    world.links.on_offered("c")
+    assert len(world.sent) == 1
     world.links.on_ready("c", wire.LinkReady(link_id, "shm", "", 0))
     assert world.state == "opening"
     world.links.on_ready("c", wire.LinkReady(link_id, "dist", "", 7))  # no such lane
@@ -192,13 +175,13 @@ def test_lanes_of_unequal_precision_are_tried_again() -> None:
     assert all(end.is_closed for end in world.ends)
 
 
-@pytest.mark.parametrize(("tp_size", "tp_rank"), [(2, 0), (4, 1), (1, 0)])
-def test_an_answer_from_another_rank_is_refused(tp_size: int, tp_rank: int) -> None:
-    world = World()
-    link_id = world.announce()
-    layout = dataclasses.replace(LAYOUT, tp_size=tp_size, tp_rank=tp_rank)
-    world.links.on_answer("c", wire.LinkAnswer(link_id, "shm", layout.to_info(), 1))
-    assert world.state == f"refused: rank {tp_rank} of {tp_size} of decode-0 answered for rank 1 of 2"
+def test_an_answer_from_another_rank_is_refused() -> None:
+    for tp_size, tp_rank in ((2, 0), (4, 1)):
+        world = World()
+        link_id = world.announce()
+        layout = dataclasses.replace(LAYOUT, tp_size=tp_size, tp_rank=tp_rank)
+        world.links.on_answer("c", wire.LinkAnswer(link_id, "shm", layout.to_info(), 1))
+        assert world.state == f"refused: rank {tp_rank} of {tp_size} of decode-0 answered for rank 1 of 2"
 
 
 class Closes(int):

@@ -1,6 +1,5 @@
 """Several machines' global tables into one."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,7 @@ def test_groups_keep_their_order_and_instances_the_files(tmp_path: Path) -> None
     table = merge([c, a, b])
     assert [group.group_id for group in table.server_group_list] == ["0", "1", "2"]
     assert [group.server_count for group in table.server_group_list] == ["1", "3", "1"]
-    assert [server.server_ip for server in table.instances] == [
-        "10.0.0.3",
-        "10.0.0.1",
-        "10.0.0.1",
-        "10.0.0.2",
-    ]
+    assert [server.server_ip[-1] for server in table.instances] == ["3", "1", "1", "2"]
 
 
 def test_two_containers_of_one_host_may_be_merged(tmp_path: Path) -> None:
@@ -50,14 +44,10 @@ def test_a_device_in_two_files_is_refused(tmp_path: Path) -> None:
     assert f"{a} server_group_list[2].server_list[0].device[0]" in str(error)
 
 
-def test_two_machines_that_both_call_themselves_localhost(tmp_path: Path) -> None:
+def test_localhost_is_no_name_among_several_machines(tmp_path: Path) -> None:
     a = machine(tmp_path / "a", "localhost", api_server=True)
-    b = machine(tmp_path / "b", "127.0.0.1")
-    assert "--server-ip" in str(refusal(a, b))
-
-
-def test_localhost_beside_another_host_is_refused(tmp_path: Path) -> None:
-    error = refusal(machine(tmp_path, "localhost", api_server=True), machine(tmp_path, "10.0.0.2"))
+    assert "--server-ip" in str(refusal(a, machine(tmp_path / "b", "127.0.0.1")))
+    error = refusal(a, machine(tmp_path, "10.0.0.2"))
     assert error.field == "server_group_list[0].server_list[0].server_ip"
 
 
@@ -81,21 +71,9 @@ def test_schedulers_are_counted_over_all_files(tmp_path: Path) -> None:
     assert str(c) in two.expected
 
 
-def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
-    a = machine(tmp_path, api_server=True)
-    assert refusal(a, tmp_path / "." / a.name).value == "given twice"
-
-
 def test_a_wrong_file_is_named(tmp_path: Path) -> None:
     a = machine(tmp_path, api_server=True)
-    value = json.loads(a.read_text())
-    value["server_group_list"][1]["server_count"] = "2"
+    assert refusal(a, tmp_path / "." / a.name).value == "given twice"
     wrong = tmp_path / "wrong.json"
-    wrong.write_text(json.dumps(value))
+    wrong.write_text(a.read_text().replace('"server_count": "1"', '"server_count": "2"'))
     assert refusal(a, wrong).file == str(wrong)
-
-
-def test_versions_1_0_and_1_2_make_1_2(tmp_path: Path) -> None:
-    a, b = machine(tmp_path, "10.0.0.1", api_server=True), machine(tmp_path, "10.0.0.2")
-    b.write_text(b.read_text().replace('"1.0"', '"1.2"'))
-    assert merge([a, b]).version == "1.2"

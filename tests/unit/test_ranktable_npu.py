@@ -18,20 +18,16 @@ GLOBAL = "global_ranktable_10.0.0.18.json"
 
 
 class Machine:
-    """Its programs are first on PATH, its /etc/hccn.conf is the only one."""
+    """Writes tables of a machine that `start` makes of a recorded session."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self._patch = monkeypatch
 
     def start(self, session: str, conf: str = "", programs: tuple[str, ...] = ("npu-smi", "hccn_tool")) -> None:
-        file = self.folder / "hccn.conf"
+        npu_machine.start(self.folder, self._patch, session, programs)
         if conf:
-            file.write_text((npu_machine.DATA / conf).read_text("utf-8"))
-        self._patch.setenv("PATH", str(npu_machine.install(self.folder, session, programs)))
-        self._patch.setattr(npu, "HCCN_CONF", file)
-        self._patch.setattr(npu, "_HCCN_TOOL", str(self.folder / "no" / "hccn_tool"))
-        self._patch.setattr(npu, "_NPU_SMI", str(self.folder / "no" / "npu-smi"))
+            (self.folder / "hccn.conf").write_text((npu_machine.DATA / conf).read_text("utf-8"))
 
     def gen(self, *more: str, code: int = 0) -> Path:
         assert cli.main([*GEN, *(more or LISTS), "--save-dir", str(self.folder)]) == code
@@ -59,19 +55,15 @@ def test_recorded_lists_and_maps() -> None:
     assert npu.parse_npu_smi_count("NPU ID : 4") is None
 
 
-@pytest.mark.parametrize(
-    ("text", "sdid"),
-    [
+def test_a_place_in_a_super_pod() -> None:
+    for text, sdid in (
         (answer("a3", "npu-smi info -t spod-info -i 2 -c 1"), str((4 << 22) | (2 << 18) | (1 << 16) | 5)),
         ("\tSDID                           : 0\n\tSuper Pod Size : 384\n", "0"),
         (answer("a2", "npu-smi info -t spod-info -i 0 -c 0"), None),
         ("\tSDID                           : 4294967295\n", None),
         ("\tSDID                           : NA\n\tServer Index : 4\n", None),
-        ("", None),
-    ],
-)
-def test_a_place_in_a_super_pod(text: str, sdid: str | None) -> None:
-    assert npu.parse_spod_info(text) == sdid
+    ):
+        assert npu.parse_spod_info(text) == sdid
 
 
 def test_hccn_conf_of_both_families() -> None:
@@ -83,18 +75,14 @@ def test_hccn_conf_of_both_families() -> None:
     assert npu.parse_hccn_conf(both) == {0: "192.0.2.1", 1: "2001:db8::2"}
 
 
-def test_an_a2_machine(machine: Machine) -> None:
+@pytest.mark.parametrize(("name", "prefix"), [("a2", "192.0.2.2"), ("a2_ipv6", "2001:db8:a2::2")])
+def test_an_a2_machine(machine: Machine, name: str, prefix: str) -> None:
     """Its chips' own addresses, not those of the vNICs; version 1.0 without a word of super pods."""
-    machine.start(recorded("a2"))
-    assert machine.devices() == [(str(i), f"192.0.2.{20 + i}", None) for i in (4, 5, 6, 7)]
+    machine.start(recorded(name))
+    assert machine.devices() == [(str(i), f"{prefix}{i}", None) for i in (4, 5, 6, 7)]
     for file in machine.folder.glob("*_ranktable_*.json"):
         assert json.loads(file.read_text())["version"] == "1.0"
         assert "super" not in file.read_text()
-
-
-def test_an_a2_machine_with_ipv6_alone(machine: Machine) -> None:
-    machine.start(recorded("a2_ipv6"))
-    assert machine.devices() == [(str(i), f"2001:db8:a2::{20 + i}", None) for i in (4, 5, 6, 7)]
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("a2", "192.0.2.2"), ("a2_ipv6", "2001:db8:a2::2"), ("a3", "192.0.2.12")])
@@ -131,11 +119,8 @@ def test_a_super_device_id_survives_gen_merge_load_show(machine: Machine, capsys
     table = load_global(merged)
     assert table.version == "1.2"  # the higher of the two: 1.2 only adds a field that a device may have
     assert [d.super_device_id for d in table.prefill[0].device] == ["17301508", "17367045"]
-    assert {locate(table, load_local(file)) for file in local_tables} == {
-        ("scheduler", 0),
-        ("prefill", 0),
-        ("decode", 1),
-    }
+    located = {locate(table, load_local(file)) for file in local_tables}
+    assert located == {("scheduler", 0), ("prefill", 0), ("decode", 1)}
     assert check(merged, local_tables) == []
     capsys.readouterr()
     assert cli.main(["show", str(merged)]) == 0
@@ -145,14 +130,12 @@ def test_a_super_device_id_survives_gen_merge_load_show(machine: Machine, capsys
     assert shown[4].split()[-1] == "7"
 
 
-def test_addresses_by_hand_keep_the_super_device_ids(machine: Machine) -> None:
+def test_with_one_of_the_programs_alone(machine: Machine) -> None:
+    """Addresses by hand keep the super device ids. A container without npu-smi has as good a table as is known."""
     machine.start(recorded("a3"), programs=("npu-smi",))
     devices = machine.devices("--prefill-server-list", "0", "--device-ip", "0=203.0.113.99")
     assert devices == [("0", "203.0.113.99", "16777216")]
-
-
-def test_nothing_but_hccn_tool(machine: Machine) -> None:
-    """A container without npu-smi: the table is as good as what is known."""
+    (machine.folder / "bin" / "npu-smi").unlink()
     machine.start(recorded("a3"), programs=("hccn_tool",))
     assert machine.devices("--prefill-server-list", "4") == [("4", "192.0.2.124", None)]
 
@@ -164,26 +147,21 @@ def test_without_any_address_the_way_out_is_said(
     machine.start(recorded("a2"), programs=programs)
     machine.gen(code=1)
     error = capsys.readouterr().err
-    assert "mount /etc/hccn.conf and hccn_tool into the container, or say --device-ip 4=ADDRESS" in error.replace(
-        str(machine.folder), "/etc"
-    )
+    assert f"mount {machine.folder}/hccn.conf and hccn_tool into the container, or say --device-ip 4=ADDRESS" in error
     seen = "npu-smi sees 0, 1, 2, 3, 4, 5, 6, 7 on 8 cards" if programs else "npu-smi sees no device"
     assert seen in error
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("a2", "8"), ("a3", "16")])
-def test_a_device_that_is_not_there(
-    machine: Machine, capsys: pytest.CaptureFixture[str], name: str, wanted: str
-) -> None:
+def test_a_device_that_is_not_there(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     """Though hccn.conf, which a container gets of its host, has its address."""
-    machine.start(recorded(name), f"{name}_hccn.conf")
+    machine.start(recorded("a3"), "a3_hccn.conf")
     with machine.folder.joinpath("hccn.conf").open("a") as conf:
-        conf.write(f"address_{wanted}=192.0.2.250\n")
-    machine.gen("--prefill-server-list", "0", wanted, code=1)
+        conf.write("address_16=192.0.2.250\n")
+    machine.gen("--prefill-server-list", "0", "16", code=1)
+    there = ", ".join(map(str, range(16)))
     error = capsys.readouterr().err
-    there = ", ".join(map(str, range(int(wanted))))
-    assert f"NPU {wanted}: found nothing, expected a device that is there and up (npu-smi sees {there} on 8" in error
+    assert f"NPU 16: found nothing, expected a device that is there and up (npu-smi sees {there} on 8" in error
 
 
 def test_chips_that_are_down_are_not_there(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

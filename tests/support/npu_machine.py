@@ -10,6 +10,7 @@ import pytest
 
 from ranktable_tools import npu
 
+CAT = shutil.which("cat")
 DATA = Path(__file__).parents[1] / "data" / "npu"
 
 
@@ -52,7 +53,7 @@ def install(folder: Path, session: str, programs: tuple[str, ...] = ("npu-smi", 
             answer_file = bin_folder / f"{name}.{at}"
             answer_file.write_text(text if text.endswith("\n") else f"{text}\n", "utf-8")
             status = int(code.strip().rstrip("]") or 0)
-            cases.append(f"{shlex.quote(command)}) {shutil.which('cat')} {answer_file}; exit {status};;")
+            cases.append(f"{shlex.quote(command)}) {CAT} {answer_file}; exit {status};;")
         file = bin_folder / name
         file.write_text("\n".join(["#!/bin/sh", 'case "$*" in', *cases, "esac", "exit 1", ""]), "utf-8")
         file.chmod(0o755)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pd_cluster import LLM
-from pd_cluster.errors import ConfigError, ModelError, called
+from pd_cluster.errors import ConfigError
 from pd_cluster.offline.arguments import HERE, OTHERS, config_of
 from pd_cluster.settings.engine import SHIPPED_MODEL
 from pd_cluster.settings.foreign_flags import FOREIGN
@@ -190,32 +189,3 @@ def test_worker_processes_get_their_own_flags(make: MakeLLM, caplog: pytest.LogC
     assert offline.config.engine.tensor_parallel_size == 2
     assert offline.config.arguments == ("--kv-transport", "dist", "--no-kv-checksum", "--dead-after", "4.0")
     assert warnings_of(caplog) == []
-
-
-@pytest.mark.parametrize("dtype_on_disk", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_float32_is_not_made_float16_and_says_so(
-    make: MakeLLM, caplog: pytest.LogCaptureFixture, dtype_on_disk: str, dtype: str
-) -> None:
-    _, offline = make(dtype_on_disk=dtype_on_disk, dtype=dtype)
-    assert offline.config.engine.dtype == dtype
-    said = ['dtype "auto": the checkpoint is float32 and stays so; say dtype="float16" to have that']
-    assert warnings_of(caplog) == (said if (dtype, dtype_on_disk) == ("auto", "float32") else [])
-
-
-def test_an_error_of_the_engines_names_the_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: object) -> None:
-        raise ModelError(f"{called('model')} /nowhere: no such folder")
-
-    monkeypatch.setattr("pd_cluster.offline.llm.Offline", fail)
-    with pytest.raises(ModelError, match=r"^model /nowhere: no such folder$"):
-        LLM("/nowhere")
-
-
-def test_closing(make: MakeLLM) -> None:
-    llm, offline = make()
-    with llm as entered:
-        assert entered is llm
-        assert not offline.is_closed
-    assert offline.is_closed
-    llm.close()

@@ -96,12 +96,3 @@ def test_wrong_input_is_refused_before_any_work(make: Make) -> None:
     with pytest.raises(ConfigError, match="Call: request_output_length is unknown; did you mean request_output_len"):
         engine("hi", request_output_length=3)
     assert offline.prompts == []
-
-
-def test_leaving_a_stream_ends_its_work(make: Make) -> None:
-    engine, offline = make()
-    offline.router.holds = True
-    stream = engine.stream_infer("hi")
-    assert next(iter(stream)).text == ANSWER[0]
-    stream.close()  # type: ignore[attr-defined]
-    assert offline.router.was_closed

@@ -122,22 +122,18 @@ def test_blocks_on_the_host_are_room_to_swap_to() -> None:
     assert engine.swap_space_gib == 4 * block_nbytes / 2**30
 
 
-@pytest.mark.parametrize(
-    ("config", "told"),
-    [
+def test_what_cannot_matter_is_told() -> None:
+    for config, told in (
         (PytorchEngineConfig(prefill_interval=4), "prefill_interval=4"),
         (turbomind.EngineConfig(use_context_fmha=0), "use_context_fmha=0"),
         (TurbomindEngineConfig(model_format="llama"), "model_format='llama'"),
-    ],
-)
-def test_what_cannot_matter_is_told(config: Any, told: str) -> None:
-    (remark,) = engine_of("/models/x", config).remarks
-    assert remark.startswith(f"{told} (")
+    ):
+        (remark,) = engine_of("/models/x", config).remarks
+        assert remark.startswith(f"{told} (")
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_what_is_not_here_is_refused_by_name() -> None:
+    wrong: list[tuple[Any, str]] = [
         (turbomind.EngineConfig(quant_policy=17), "EngineConfig.quant_policy 17: "),
         (turbomind.EngineConfig(kv_bits=2), "kv_bits 2: "),
         (TurbomindEngineConfig(model_format="int4"), "model_format 'int4': "),
@@ -145,26 +141,22 @@ def test_what_cannot_matter_is_told(config: Any, told: str) -> None:
         (TurbomindEngineConfig(use_logn_attn=None), "use_logn_attn None: "),
         (PytorchEngineConfig(adapters={"a": 5}), "PytorchEngineConfig.adapters "),
         (PytorchEngineConfig(eviction_type="swap"), "eviction_type 'swap': "),
-        (PytorchEngineConfig(max_batch_size="8"), "max_batch_size '8': "),
+        (PytorchEngineConfig(max_batch_size="8"), "max_batch_size '8': "),  # type: ignore[arg-type]
         (TurbomindEngineConfig(cache_max_entry_count=1.5), "cache_max_entry_count 1.5: "),
-    ],
-)
-def test_what_is_not_here_is_refused_by_name(config: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        engine_of("/models/x", config)
+    ]
+    for config, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            engine_of("/models/x", config)
 
 
-@pytest.mark.parametrize(
-    ("config", "overrides"),
-    [
+def test_fields_of_positions_replace_config_json_s() -> None:
+    for config, overrides in (
         (TurbomindEngineConfig(), {}),
         (TurbomindEngineConfig(rope_scaling_factor=2), {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
         (turbomind.EngineConfig(use_dynamic_ntk=True), {"rope_scaling": {"rope_type": "dynamic"}}),
         (turbomind.EngineConfig(use_logn_attn=True), {"use_logn_attn": True}),
-    ],
-)
-def test_fields_of_positions_replace_config_json_s(config: Any, overrides: dict[str, Any]) -> None:
-    assert engine_of("/models/x", config).config.hf_overrides == overrides
+    ):
+        assert engine_of("/models/x", config).config.hf_overrides == overrides
 
 
 def test_a_hub_s_revision_and_where_it_is_kept() -> None:
@@ -207,51 +199,37 @@ def test_a_field_of_generation_becomes_the_apis(
     assert {name: getattr(request, name) for name in expected} == expected
 
 
-def test_sampling_with_top_k_one_says_that_it_is_none(tokenizer: Tokenizer) -> None:
+def test_a_stop_word_that_is_a_special_token_ends_the_answer_by_its_id() -> None:
+    tokenizer = Tokenizer(SHIPPED_MODEL)
+    start, end = "<|im_start|>", "<|im_end|>"
+    asked = GenerationConfig(stop_words=[end, "stop"])
+    request = request_of(asked, tokenizer, (start, "there"))
+    assert request.stop == ["stop", "there"]
+    assert request.stop_token_ids == [*tokenizer.encode(end, False), *tokenizer.encode(start, False)]
+    # ignore_eos goes beyond the ends of answers that a template knows
+    assert request_of(dataclasses.replace(asked, ignore_eos=True), tokenizer, (start, "there")).stop == ["stop"]
     with pytest.warns(UserWarning, match="do_sample=True changes nothing with top_k 1"):
         assert request_of(GenerationConfig(do_sample=True), tokenizer).temperature == 0.0
 
 
-def test_a_stop_word_that_is_a_special_token_ends_the_answer_by_its_id() -> None:
-    tokenizer = Tokenizer(SHIPPED_MODEL)
-    request = request_of(GenerationConfig(stop_words=["<|im_end|>", "stop"]), tokenizer, ("<|im_start|>",))
-    assert request.stop == ["stop"]
-    assert request.stop_token_ids == [
-        *tokenizer.encode("<|im_end|>", False),
-        *tokenizer.encode("<|im_start|>", False),
-    ]
-
-
-def test_ignore_eos_goes_beyond_the_ends_of_answers_that_a_template_knows(tokenizer: Tokenizer) -> None:
-    asked = GenerationConfig(stop_words=["x"])
-    assert request_of(asked, tokenizer, ("there",)).stop == ["x", "there"]
-    assert request_of(dataclasses.replace(asked, ignore_eos=True), tokenizer, ("there",)).stop == ["x"]
-
-
-@pytest.mark.parametrize(
-    ("given", "param"),
-    [
+def test_a_wrong_value_is_refused_under_its_name_here(tokenizer: Tokenizer) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"top_p": 1.5}, "top_p"),
         ({"temperature": math.nan, "top_k": 5}, "temperature"),
         ({"response_format": "json"}, "response_format"),
         ({"stop_words": [""]}, "stop_words"),
         ({"bad_token_ids": [-1]}, "bad_token_ids"),
         ({"min_new_tokens": -1}, "min_new_tokens"),
-    ],
-)
-def test_a_wrong_value_is_refused_under_its_name_here(tokenizer: Tokenizer, given: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError, match=f"^{param}: ") as caught:
-        request_of(GenerationConfig(**given), tokenizer)
-    assert caught.value.param == param
+    ]
+    for given, param in wrong:
+        with pytest.raises(RequestError, match=f"^{param}: ") as caught:
+            request_of(GenerationConfig(**given), tokenizer)
+        assert caught.value.param == param
 
 
 # ---- chat templates
 
-TALK = [
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": "b"},
-    {"role": "user", "content": "c"},
-]
+TALK = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
 SYSTEM = {"role": "system", "content": "s"}
 
 
@@ -261,37 +239,22 @@ def rendered(config: ChatTemplateConfig, messages: list[dict[str, Any]]) -> str:
     return template.render(messages)
 
 
-@pytest.mark.parametrize(
-    ("name", "plain", "with_system"),
-    [
-        (
-            "llama2",
-            "[INST] a [/INST] b</s><s>[INST] c [/INST] ",
-            "[INST] <<SYS>>\ns\n<</SYS>>\n\na [/INST] b</s><s>[INST] c [/INST] ",
-        ),
-        (
-            "internlm-chat-7b",
-            "<|User|>:a\n<|Bot|>:b<eoa>\n<|User|>:c\n<|Bot|>:",
-            "<|System|>:s\n<|User|>:a\n<|Bot|>:b<eoa>\n<|User|>:c\n<|Bot|>:",
-        ),
-        (
-            "vicuna",
-            "USER: a ASSISTANT: b</s>USER: c ASSISTANT: ",
-            "s USER: a ASSISTANT: b</s>USER: c ASSISTANT: ",
-        ),
-    ],
-)
-def test_a_built_in_template(name: str, plain: str, with_system: str) -> None:
-    assert rendered(ChatTemplateConfig(name), TALK) == plain
-    assert rendered(ChatTemplateConfig(name), [SYSTEM, *TALK]) == with_system
-
-
-def test_chatml_is_as_the_shipped_models_own_template() -> None:
+def test_a_built_in_template() -> None:
+    for name, system, plain in (
+        ("llama2", "[INST] <<SYS>>\ns\n<</SYS>>\n\n", "[INST] a [/INST] b</s><s>[INST] c [/INST] "),
+        ("internlm-chat-7b", "<|System|>:s\n", "<|User|>:a\n<|Bot|>:b<eoa>\n<|User|>:c\n<|Bot|>:"),
+        ("vicuna", "s ", "USER: a ASSISTANT: b</s>USER: c ASSISTANT: "),
+    ):
+        assert rendered(ChatTemplateConfig(name), TALK) == plain
+        first = plain.removeprefix("[INST] ") if name == "llama2" else plain
+        assert rendered(ChatTemplateConfig(name), [SYSTEM, *TALK]) == system + first
     own = Tokenizer(SHIPPED_MODEL).template
     assert own is not None
     for name in ("chatml", "internlm2-chat-7b", "yi"):
         for talk in (TALK, [SYSTEM, *TALK]):
             assert rendered(ChatTemplateConfig(name), talk) == own.render(talk)
+    for way in (way_of(ChatTemplateConfig(name)) for name in BUILT_IN):
+        assert way.is_plain or isinstance(way.template, ChatTemplate)
 
 
 def test_qwens_system_prompt_is_there_unless_another_is_given() -> None:
@@ -313,12 +276,9 @@ def test_marks_by_themselves_make_a_template() -> None:
             rendered(config, [{"role": "tool", "content": "x"}])
 
 
-def test_completion_takes_texts_as_they_are() -> None:
+def test_plain_ways_and_stop_words_of_a_template() -> None:
     assert way_of(ChatTemplateConfig("base")).is_plain
     assert way_of(ChatTemplateConfig("llama2", capability="completion")).is_plain
-
-
-def test_stop_words_of_a_template() -> None:
     assert way_of(ChatTemplateConfig("internlm-chat-7b")).stop_words == ("<eoa>",)
     assert way_of(ChatTemplateConfig("internlm-chat-7b", stop_words=["x"])).stop_words == ("x",)
 
@@ -331,11 +291,6 @@ def test_a_wrong_template_is_refused_by_name() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             way_of(ChatTemplateConfig(**fields))  # type: ignore[arg-type]
-
-
-def test_every_built_in_template_compiles() -> None:
-    for way in (way_of(ChatTemplateConfig(name)) for name in BUILT_IN):
-        assert way.is_plain or isinstance(way.template, ChatTemplate)
 
 
 def test_an_error_of_the_engine_s_has_the_fields_names() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pd_cluster.parsers.reply import ReplyFormat, Tool, ToolChoice
-from tests.unit.test_parsers import call, joined
+from pd_cluster.parsers.reply import ReplyFormat, Tool
+from tests.unit.test_parsers import call
+from tests.unit.test_parsers import read as read_parts
 
 WEATHER = Tool(
     "f",
@@ -226,12 +228,7 @@ CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
 }
 
 
-def read(
-    form: ReplyFormat, pieces: list[str], choice: ToolChoice = "auto", prompt_end: str = "", most: int | None = None
-) -> list[Part]:
-    reader = form.reader(choice, prompt_end, most, TOOLS)
-    parts = [part for piece in pieces for part in reader.feed(piece)]
-    return joined([*parts, *reader.finish()])
+read = partial(read_parts, tools=TOOLS)
 
 
 def cut(text: str, rng: random.Random) -> list[str]:
@@ -252,7 +249,7 @@ def test_calls_of_the_cards(parser: str) -> None:
             assert read(form, cut(text, rng)) == whole, text
         assert read(form, [text], "none") == [Content(text)]
         if parts is not None and CallBegin(1, "g") in parts:  # one beyond the limit leaves no trace
-            less = read(form, list(text), most=1)
+            less = read(form, list(text), most_calls=1)
             assert {part.index for part in less if isinstance(part, CallBegin | CallArguments)} == {0}
 
 
@@ -266,9 +263,9 @@ def test_how_random_text_is_cut_changes_nothing(parser: str) -> None:
     for _ in range(150):
         text = "".join(rng.choices(bits, k=rng.randint(1, 14)))
         most = rng.choice([None, 1])
-        whole = read(form, [text], most=most)
-        assert read(form, list(text), most=most) == whole, text
-        assert read(form, cut(text, rng), most=most) == whole, text
+        whole = read(form, [text], most_calls=most)
+        assert read(form, list(text), most_calls=most) == whole, text
+        assert read(form, cut(text, rng), most_calls=most) == whole, text
 
 
 @pytest.mark.parametrize(("text", "arguments"), TORN)
@@ -337,8 +334,10 @@ def test_calls_of_every_markup_end_reasoning_that_is_never_closed(parser: str) -
     assert parts is not None
     at = 0 if parser == "minimax_m2" else 1
     before = "".join(part[-1] for part in parts[:at])
-    for pieces in ([f"<think>so {text}"], [f"so {text}", "</think>"], list(f"<think>so {text}")):
-        assert read(ReplyFormat(parser, "deepseek_r1"), pieces) == [Reasoning(f"so {before}".strip()), *parts[at:]]
+    form = ReplyFormat(parser, "deepseek_r1")
+    for pieces in ([f"<think>so {text}"], [f"so {text}"], list(f"<think>so {text}")):
+        assert read(form, pieces) == [Reasoning(f"so {before}".strip()), *parts[at:]]
+        assert read(form, [*pieces, "</think>", "Hi"]) == [Reasoning(f"so {text}".strip()), Content("Hi")]
 
 
 def test_calls_within_an_answer() -> None:

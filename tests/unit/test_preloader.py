@@ -162,15 +162,16 @@ def test_nothing_outlives_a_killed_starter() -> None:
 # ---- what the preloader does not do
 
 
-def test_another_environment_is_refused_by_name(preloader: Preloader) -> None:
+def test_another_environment_is_refused_by_name(preloader: Preloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that was started by a worker in a network namespace of its own must be in it, too."""
     with pytest.raises(NotForked, match=r"its environment is not the preloader's: MALLOC_ARENA_MAX, OMP_NUM_THREADS"):
         Rank(preloader, MALLOC_ARENA_MAX="1", OMP_NUM_THREADS="17")
     with Rank(preloader, PD_CLUSTER_ANYTHING="1", NODE_PORTS="1,2"):
         pass
-
-
-def test_other_surroundings_are_refused_by_name(preloader: Preloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that was started by a worker in a network namespace of its own must be in it."""
+    num_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(NotForked, match="what it needs cannot be told"):
+        preloader.ask({"A": "\udcff"}, [0])
+    assert len(os.listdir("/proc/self/fd")) == num_files
     found = preloading.surroundings()
     assert "net:" in found["net namespace"]
     monkeypatch.setattr(preloading, "surroundings", lambda: {**found, "net namespace": "net:[1]", "niceness": "-20"})
@@ -194,13 +195,6 @@ def test_bad_requests_are_refused_and_disturb_nobody(preloader: Preloader) -> No
             assert b"Refused" in ours.recv(preloading.MAX_NBYTES)
     with Rank(preloader):
         pass
-
-
-def test_an_environment_that_cannot_be_told_is_no_fork(preloader: Preloader) -> None:
-    num_files = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(NotForked, match="what it needs cannot be told"):
-        preloader.ask({"A": "\udcff"}, [0])
-    assert len(os.listdir("/proc/self/fd")) == num_files
 
 
 def test_one_that_nobody_waits_for_any_more_is_ended(preloader: Preloader) -> None:
@@ -262,14 +256,11 @@ def nothing_of_whoever_asks_waits_in(own: Preloader) -> None:
 # ---- where there is none
 
 
-def test_a_number_that_is_no_preloader_s_is_none() -> None:
-    with socket.socket() as other:
+def test_drivers_and_old_kernels_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:  # numbers that are no preloader's
         for value in ("x", "100000", str(other.fileno())):
             assert Preloader.inherited({preloading.VARIABLE: value}) is None
     assert Preloader.inherited({}) is None
-
-
-def test_drivers_and_old_kernels_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for device, files, is_safe in (
         *(("cpu", ["/"], True), ("auto", [], True), ("auto", ["/"], False), ("cuda", [], False), ("npu", [], False)),
     ):

@@ -88,39 +88,17 @@ async def test_of_several_sequences_those_that_have_not_ended_go_on(world: World
     world.assert_home()
 
 
-async def test_a_fault_of_the_pair_avoids_the_pair(world: World) -> None:
-    serving, first, rid = await world.begin()
-    world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "the link is down", is_fault=True))
-    submits = await next_attempt(world, 1)
-    assert set(submits) != {"to-prefill-0", "to-decode-0"}
-    await world.leave(serving, first)
-
-
-async def test_without_any_prefill_instance_decode_instances_prefill(world: World) -> None:
-    for name in ("prefill-0", "prefill-1"):
-        world.lose(name)
-    serving = world.serve()
-    first = asyncio.ensure_future(anext(serving))
-    ((conn, submit),) = (await next_attempt(world, 0)).items()
-    assert (conn, submit.leg) == ("to-decode-0", "hybrid")
-    world.outputs(conn, token(submit.request_id, 0, 3, "length"))
-    assert (await first).token_id == 3
-    assert await rest_of(serving) == []
-    world.assert_home()
-
-
-@pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
-async def test_how_many_deaths_a_request_may_meet(apart: bool) -> None:
+async def test_how_many_deaths_a_request_may_meet() -> None:
     """Two in succession may be its own doing. Two at the same moment make it rather a victim; three are too many."""
-    most = 2 if apart else 3
-    world = World(replay=ReplayLimits(together_s=-1.0 if apart else 60.0))
-    serving, first, _ = await world.begin()
-    for attempt in range(most):
-        *_, conn = await next_attempt(world, attempt)
-        world.lose(conn.removeprefix("to-"))
-    with pytest.raises(InstanceLost, match=rf"was lost .* number {most} of the instances"):
-        await first
-    await world.leave(serving)
+    for most, together_s in ((2, -1.0), (3, 60.0)):
+        world = World(replay=ReplayLimits(together_s=together_s))
+        serving, first, _ = await world.begin()
+        for attempt in range(most):
+            *_, conn = await next_attempt(world, attempt)
+            world.lose(conn.removeprefix("to-"))
+        with pytest.raises(InstanceLost, match=rf"was lost .* number {most} of the instances"):
+            await first
+        await world.leave(serving)
 
 
 @pytest.mark.parametrize("is_same_life", [True, False], ids=["it had paused", "it had died"])
@@ -219,8 +197,9 @@ async def test_how_often_it_is_tried_again() -> None:
         world = World(replay=ReplayLimits(max_attempts=max_attempts))
         serving, first, rid = await world.begin()
         for attempt in range(max_attempts + 1):
-            conn = next(iter(await next_attempt(world, attempt)))
+            conn, *others = await next_attempt(world, attempt)
             assert not first.done()
+            assert attempt != 1 or {conn, *others} != {"to-prefill-0", "to-decode-0"}, "another pair"
             world.outputs(conn, ended=LegEnd(rid, attempt, "the link is down", is_fault=True))
         with pytest.raises(GenerationError, match="the link is down"):
             await first

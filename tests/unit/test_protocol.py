@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import RequestError
+from pd_cluster.service.limits import truncated
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.parse import parse
 from pd_cluster.service.schema.protocol import (
@@ -15,13 +16,15 @@ from pd_cluster.service.schema.protocol import (
     MAX_BAD_WORDS,
     MAX_SALT_NUM_CHARS,
     MAX_SEQUENCES,
+    MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     NOT_YET,
     CompletionRequest,
+    GenerateRequest,
     GenerationRequest,
 )
 from pd_cluster.types import Sampling
-from tests.support.parsing import MINIMAL, kinds, parsed, refused
+from tests.support.parsing import HELLO, MINIMAL, kinds, parsed, refused
 
 
 @kinds
@@ -152,3 +155,196 @@ def test_all_wrong_keys_are_named() -> None:
     assert caught.value.param == "logit_bias"
     assert str(caught.value).startswith("logit_bias: 'x', '-3' are no token ids; ")
     assert str(caught.value).endswith("; 400, 9999999999 are not in the vocabulary; ids are 0 to 399")
+
+
+# ---- requests from clients: fields that do or do not go together, and what becomes of them
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"n": 2, "best_of": 3, "stream": True}, "best_of"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": True, "n": 1}, "n"),
+        ({"use_beam_search": True, "n": 1, "best_of": 1}, "best_of"),
+        ({"use_beam_search": True, "n": 2, "temperature": 0.7}, "temperature"),
+        ({"use_beam_search": True, "n": 2, "top_p": 0.5}, "top_p"),
+        ({"use_beam_search": True, "n": 2, "top_k": 1}, "top_k"),
+        ({"use_beam_search": True, "n": 2, "min_p": 0.5}, "min_p"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"use_beam_search": False, "early_stopping": "never"}, "early_stopping"),
+    ],
+)
+def test_fields_that_contradict_each_other(kind: type[GenerationRequest], fields: dict[str, Any], param: str) -> None:
+    error = refused(json.dumps({**MINIMAL[kind], **fields}).encode(), kind)
+    assert error.param == param
+    assert str(error).startswith(f"{param}: {fields[param]} ")
+
+
+@kinds
+def test_fields_that_go_together(kind: type[GenerationRequest]) -> None:
+    parsed(kind, n=2, best_of=2, stream=True)
+    parsed(kind, n=2, best_of=3)
+    parsed(kind, prompt_logprobs=3)
+    parsed(kind, top_logprobs=0)
+
+
+def test_chats_logprobs_are_a_switch_and_a_number() -> None:
+    for fields, number in (
+        *(({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0)),
+        ({"logprobs": True, "top_logprobs": 4}, 4),
+    ):
+        assert parsed(ChatCompletionRequest, **fields).sampling(1, 1, {}).logprobs == number
+    refused(json.dumps({"messages": HELLO, "logprobs": 3}).encode(), ChatCompletionRequest)
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, GenerateRequest])
+def test_other_logprobs_are_a_number(kind: type[GenerationRequest]) -> None:
+    for number in (None, 0, 4, -1):
+        assert parsed(kind, logprobs=number).sampling(1, 1, {}).logprobs == number
+    for wrong in (True, False, -2, "one", 1.5):
+        assert refused(json.dumps({**MINIMAL[kind], "logprobs": wrong}).encode(), kind).param == "logprobs"
+
+
+def test_echo_shows_the_prompts_logprobs_too() -> None:
+    assert parsed(logprobs=3).sampling(1, 1, {}).prompt_logprobs is None
+    assert parsed(logprobs=3, echo=True).sampling(1, 1, {}).prompt_logprobs == 3
+    assert parsed(logprobs=3, echo=True, prompt_logprobs=1).sampling(1, 1, {}).prompt_logprobs == 1
+    assert parsed(echo=True).sampling(1, 1, {}).prompt_logprobs is None
+
+
+def test_beams_are_n_answers_of_a_width() -> None:
+    """The model's defaults for sampling do not count; a repetition penalty does."""
+    defaults: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    given = parsed(use_beam_search=True, n=2, best_of=4, length_penalty=0, early_stopping="never", temperature=1e-9)
+    settings: dict[str, Any] = {"n": 2, "beam_width": 4, "length_penalty": 0.0, "early_stopping": "never"}
+    beams = Sampling(max_tokens=7, temperature=0.0, seed=5, repetition_penalty=1.1, **settings)
+    assert given.sampling(7, 5, defaults) == beams
+    assert parsed(use_beam_search=True, n=3).sampling(7, 5, {}).num_sequences == 3
+    assert parsed(use_beam_search=True, best_of=3, stream=True).beam_width == 3
+    assert parsed(use_beam_search=False, n=3, length_penalty=1, early_stopping=False).beam_width == 0
+
+
+def test_ranking_needs_logprobs() -> None:
+    assert parsed(n=2, best_of=3).sampling(1, 1, {}).logprobs == 0
+    assert parsed(n=2, best_of=3, logprobs=2).sampling(1, 1, {}).logprobs == 2
+    assert parsed(n=3, best_of=3).sampling(1, 1, {}).logprobs is None
+    assert (parsed(n=2, best_of=3).sampling(1, 1, {}).n, parsed(n=2).sampling(1, 1, {}).n) == (3, 2)
+
+
+def test_the_first_tokens_are_kept_where_the_right_side_is_cut() -> None:
+    ids = list(range(50))
+    for side, kept in (("right", ids[:7]), ("left", ids[-7:]), (None, ids[-7:])):
+        request = parsed(truncate_prompt_tokens=7, truncation_side=side)
+        assert truncated(request, ids, 100, 16) == kept
+
+
+def test_sampling_takes_the_request_then_the_model_then_nothing() -> None:
+    model: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    numbers: dict[str, Any] = {"temperature": 0.1, "top_p": 0.5, "top_k": 3, "min_p": 0.2, "repetition_penalty": 1.2}
+    others: dict[str, Any] = {"presence_penalty": -0.5, "frequency_penalty": 2.0, "seed": -4, "ignore_eos": True}
+    more: dict[str, Any] = {"n": 3, "min_tokens": 2, "logprobs": 4, "prompt_logprobs": 0}
+    plain = {**numbers, **others, **more}
+    given = parsed(**plain, stop_token_ids=[5, 6], allowed_token_ids=[9, 3, 9], logit_bias={"7": -3, "0": 1.5})
+    listed: dict[str, Any] = {"stop_token_ids": (5, 6), "allowed_token_ids": (3, 9)}
+    expected = Sampling(max_tokens=7, **plain, **listed, logit_bias=((0, 1.5), (7, -3.0)))
+    assert given.sampling(7, 9, model) == expected
+    assert parsed().sampling(7, 9, model) == Sampling(max_tokens=7, seed=9, **model)
+
+
+def test_next_to_no_temperature_is_greedy() -> None:
+    """In float32, 1e-320 is 0: dividing logits by it makes no distribution."""
+    assert all(parsed(temperature=each).sampling(1, 1, {}).greedy for each in (0, 0.0, 1e-6, 1e-320))
+
+
+def test_stop_strings_are_one_or_some() -> None:
+    assert parsed(stop="a").stops == ["a"]
+    longest = ["x" * 1024] * MAX_STOP_STRINGS
+    assert parsed(stop=longest).stops == longest
+    assert "1025 characters" in str(refused(json.dumps({"prompt": "a", "stop": ["b", "x" * 1025]}).encode()))
+    for stop in ("", ["a", ""], ["a"] * (MAX_STOP_STRINGS + 1)):
+        with pytest.raises(RequestError) as caught:
+            _ = parsed(stop=stop).stops
+        assert caught.value.param == "stop"
+
+
+def test_max_completion_tokens_comes_first() -> None:
+    assert parsed(ChatCompletionRequest, max_tokens=5, max_completion_tokens=6).wanted_tokens == 6
+    assert parsed(ChatCompletionRequest, max_tokens=5).wanted_tokens == 5
+
+
+def test_text_parts_are_joined_and_other_keys_kept() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
+    (message,) = parsed(ChatCompletionRequest, messages=[{"role": "user", "content": parts, "name": "x"}]).messages
+    assert message.to_template(0) == {"role": "user", "content": "a\nb", "name": "x"}
+
+
+def test_a_message_without_content() -> None:
+    """It is None if there are calls, which templates check; otherwise it is an empty text."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    for given in ({"content": None}, {}):
+        for more, content in ({}, ""), ({"tool_calls": []}, ""), ({"tool_calls": calls}, None):
+            (message,) = parsed(ChatCompletionRequest, messages=[{"role": "assistant", **given, **more}]).messages
+            assert message.to_template(0) == {"role": "assistant", "content": content, **more}
+
+
+@kinds
+def test_null_is_as_if_not_given(kind: type[GenerationRequest]) -> None:
+    """One field is an exception."""
+    plain = parsed(kind)
+    for name in kind.model_fields.keys() - MINIMAL[kind].keys():
+        null = parsed(kind, **{name: None})
+        assert getattr(null, name) in (None, getattr(plain, name)), name
+        assert null.sampling(16, 5, {}) == plain.sampling(16, 5, {}), name
+        assert (null.wants_all_room, plain.wants_all_room) == (name == "max_tokens", False)
+
+
+def test_a_seed_of_minus_one_is_none() -> None:
+    given = (-1, None, 0, 7, -2)
+    assert [parsed(CompletionRequest, seed=seed).sampling(1, 5, {}).seed for seed in given] == [5, 5, 0, 7, -2]
+
+
+def test_options_of_a_stream() -> None:
+    def wanted(**options: Any) -> tuple[bool, bool]:
+        request = parsed(CompletionRequest, stream=True, stream_options=options)
+        return request.include_usage, request.include_usage_so_far
+
+    assert wanted() == wanted(continuous_usage_stats=True) == (False, False)
+    assert wanted(include_usage=True) == (True, False)
+    assert wanted(include_usage=None) == wanted(include_usage=False, continuous_usage_stats=True) == (False, False)
+    assert wanted(include_usage=True, continuous_usage_stats=True) == (True, True)
+    for kind in (b'"prompt": "a"', b'"prompt": "a", "stream": false'):
+        assert refused(b'{"stream_options": {"include_usage": false}, ' + kind + b"}").param == "stream_options"
+    chat = {"messages": [{"role": "user", "content": "a"}], "stream": True, "stream_options": {}}
+    assert parse(json.dumps(chat).encode(), ChatCompletionRequest).include_usage, "as in vLLM"
+    assert refused(b'{"prompt": "a", "stream_options": {}}', GenerateRequest).param == "stream_options"
+
+
+def test_other_parts_are_refused_with_their_place() -> None:
+    image = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
+    for part in (image, {"type": "file"}, {"text": "a"}, {}):
+        messages = [*HELLO, {"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
+        with pytest.raises(RequestError, match=r"messages\[1\]\.content\[1\]: only parts of type 'text'"):
+            parsed(ChatCompletionRequest, messages=messages).messages[1].to_template(1)
+    for part, said in (
+        ({"type": "text"}, r"\.text: must be a string"),
+        ({"type": "refusal", "text": "a"}, r"\.refusal: must be a string"),
+        ({"type": "image_url", "image_url": {"detail": "low"}}, ': must have {"image_url": {"url": …}}'),
+        ({"type": "video_url", "video_url": 5}, ': must have {"video_url": {"url": …}}'),
+    ):
+        message = parsed(ChatCompletionRequest, messages=[{"role": "user", "content": [part]}]).messages[0]
+        with pytest.raises(RequestError, match=rf"^messages\[0\]\.content\[0\]{said}$"):
+            message.to_template(0, True)
+
+
+def test_deep_keys_of_a_message_reach_the_template_as_they_are() -> None:
+    deep: list[Any] = []
+    for _ in range(60):
+        deep = [deep]
+    (message,) = parsed(ChatCompletionRequest, messages=[{**HELLO[0], "junk": deep}]).messages
+    assert message.to_template(0)["junk"] == deep

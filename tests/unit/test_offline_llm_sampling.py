@@ -83,11 +83,6 @@ def test_a_wrong_value_is_refused_before_any_work(make: MakeLLM, is_chat: bool) 
     assert offline.router.requests == []
 
 
-def test_a_name_that_is_none_is_an_error() -> None:
-    with pytest.raises(TypeError, match="max_token"):
-        SamplingParams(max_token=5)  # type: ignore[call-arg]
-
-
 # ---- max_tokens: the output's, or prompt and output together
 
 
@@ -171,3 +166,5 @@ def test_two_guides_are_one_too_many(make: MakeLLM) -> None:
         with pytest.raises(RequestError, match="give one of the two"):
             llm.generate("x", SamplingParams(guided_decoding=guided), guided_options_request={"regex": "b"})
     assert offline.router.requests == []
+    with pytest.raises(TypeError, match="max_token"):
+        SamplingParams(max_token=5)  # type: ignore[call-arg]

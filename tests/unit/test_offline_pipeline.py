@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 import typing
 from typing import Any
 
@@ -20,7 +19,7 @@ from pd_cluster.offline.session import OfflineConfig
 from pd_cluster.pytorch import EngineConfig as PytorchConfig
 from pd_cluster.turbomind import EngineConfig as TurbomindConfig
 from tests.support.checkpoints import EOS_ID
-from tests.support.lmdeploy_engine import ANSWER, NUM_TOKENS, Make, engines, steps_of, turn
+from tests.support.lmdeploy_engine import ANSWER, Make, engines, steps_of, turn
 from tests.support.playback_offline import PlaybackOffline
 
 TALK = [{"role": "user", "content": "hi"}]
@@ -110,24 +109,6 @@ def test_wrong_input_is_refused_before_any_work(make: Make) -> None:
 
 
 # ---- lMDeploy's sessions over an engine that plays back its answer: turns, steps, and how they end
-
-
-def test_generate_gives_its_steps_to_the_callers_own_event_loop(make: Make) -> None:
-    engine, _ = make()
-    threads = []
-
-    async def read() -> list[GenOut]:
-        found = []
-        async for out in engine.generate("hi", 1):
-            threads.append(threading.current_thread())
-            found.append(out)
-        return found
-
-    found = asyncio.run(read())
-    assert "".join(out.response for out in found) == ANSWER
-    assert [out.generate_token_len for out in found][-1] == NUM_TOKENS
-    assert found[-1].finish_reason == "stop"
-    assert set(threads) == {threading.main_thread()}
 
 
 def test_a_session_of_texts_goes_on_from_its_tokens(make: Make) -> None:
@@ -254,12 +235,6 @@ def test_what_has_no_effect_is_told_in_one_warning(make: Make) -> None:
     assert len(caught) == 1
 
 
-def test_marks_without_a_name_take_the_place_of_those_that_model_name_has(make: Make) -> None:
-    engine, offline = make(model_name="internlm-chat-7b", chat_template_config=ChatTemplateConfig(meta_instruction="s"))
-    engine("hi")
-    assert offline.prompts == ["<|System|>:s\n<|User|>:hi\n<|Bot|>:"]
-
-
 def test_what_the_engine_refuses_is_called_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(config: OfflineConfig) -> PlaybackOffline:
         raise ConfigError(f"{called('device')} cuda: not here; use {called('device')} cpu, {called('max_model_len')} 9")
@@ -269,13 +244,16 @@ def test_what_the_engine_refuses_is_called_as_it_was_given(monkeypatch: pytest.M
         pipeline("/models/x")
 
 
-def test_a_folder_without_a_template_takes_texts_as_they_are(make: Make) -> None:
+def test_templates_of_a_folder_and_of_a_model_name(make: Make) -> None:
     with pytest.warns(UserWarning, match="the model folder has no chat template"):
         engine, offline = make(has_template=False)
     engine("hi")
     assert offline.prompts == ["hi"]
     with pytest.raises(RequestError, match="a conversation needs a chat template, and there is none"):
         engine([{"role": "user", "content": "hi"}])
+    engine, offline = make(model_name="internlm-chat-7b", chat_template_config=ChatTemplateConfig(meta_instruction="s"))
+    engine("hi")
+    assert offline.prompts == ["<|System|>:s\n<|User|>:hi\n<|Bot|>:"]
 
 
 def test_which_model_is_served_and_how_it_is_read(make: Make) -> None:

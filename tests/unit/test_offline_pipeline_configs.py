@@ -115,11 +115,14 @@ def test_a_field_becomes_the_engines(config: Any, expected: dict[str, Any]) -> N
     assert engine.remarks == []
 
 
-def test_blocks_on_the_host_are_room_to_swap_to() -> None:
+def test_blocks_and_folders_of_the_engine() -> None:
     config = PytorchEngineConfig(eviction_type="copy", num_cpu_blocks=4)
     engine = engine_of(str(SHIPPED_MODEL), config).config
     block_nbytes = 2 * 4 * 4 * 32 * 64 * 4  # keys and values, layers, heads, head_dim, tokens, float32
     assert engine.swap_space_gib == 4 * block_nbytes / 2**30
+    for config in (PytorchEngineConfig, TurbomindEngineConfig):
+        engine = engine_of("a/b", config(revision="v2", download_dir="/x")).config
+        assert (engine.model, engine.revision, engine.download_dir) == ("a/b", "v2", "/x")
 
 
 def test_what_cannot_matter_is_told() -> None:
@@ -157,12 +160,6 @@ def test_fields_of_positions_replace_config_json_s() -> None:
         (turbomind.EngineConfig(use_logn_attn=True), {"use_logn_attn": True}),
     ):
         assert engine_of("/models/x", config).config.hf_overrides == overrides
-
-
-def test_a_hub_s_revision_and_where_it_is_kept() -> None:
-    for config in (PytorchEngineConfig, TurbomindEngineConfig):
-        engine = engine_of("a/b", config(revision="v2", download_dir="/x")).config
-        assert (engine.model, engine.revision, engine.download_dir) == ("a/b", "v2", "/x")
 
 
 # ---- generation
@@ -257,15 +254,16 @@ def test_a_built_in_template() -> None:
         assert way.is_plain or isinstance(way.template, ChatTemplate)
 
 
-def test_qwens_system_prompt_is_there_unless_another_is_given() -> None:
+def test_given_prompts_and_marks_take_the_place_of_the_built_in_ones() -> None:
     start = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\na"
     assert rendered(ChatTemplateConfig("qwen-7b"), TALK).startswith(start)
     assert rendered(ChatTemplateConfig("qwen-7b"), [SYSTEM, *TALK]).startswith("<|im_start|>system\ns<|im_end|>")
-
-
-def test_given_marks_take_the_place_of_the_built_in_ones() -> None:
     config = ChatTemplateConfig("internlm-chat-7b", meta_instruction='Be {{ kind }} "now" \\ 书.', eoh="!\n")
     assert rendered(config, TALK[:1]) == '<|System|>:Be {{ kind }} "now" \\ 书.\n<|User|>:a!\n<|Bot|>:'
+    assert way_of(ChatTemplateConfig("base")).is_plain
+    assert way_of(ChatTemplateConfig("llama2", capability="completion")).is_plain
+    assert way_of(ChatTemplateConfig("internlm-chat-7b")).stop_words == ("<eoa>",)
+    assert way_of(ChatTemplateConfig("internlm-chat-7b", stop_words=["x"])).stop_words == ("x",)
 
 
 def test_marks_by_themselves_make_a_template() -> None:
@@ -274,13 +272,6 @@ def test_marks_by_themselves_make_a_template() -> None:
         assert rendered(config, TALK) == "Q:a;A:b.\nQ:c;A:"
         with pytest.raises(RequestError, match="the role tool has no place in it"):
             rendered(config, [{"role": "tool", "content": "x"}])
-
-
-def test_plain_ways_and_stop_words_of_a_template() -> None:
-    assert way_of(ChatTemplateConfig("base")).is_plain
-    assert way_of(ChatTemplateConfig("llama2", capability="completion")).is_plain
-    assert way_of(ChatTemplateConfig("internlm-chat-7b")).stop_words == ("<eoa>",)
-    assert way_of(ChatTemplateConfig("internlm-chat-7b", stop_words=["x"])).stop_words == ("x",)
 
 
 def test_a_wrong_template_is_refused_by_name() -> None:

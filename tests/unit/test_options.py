@@ -98,25 +98,31 @@ def test_keys_have_tenants_in_their_order() -> None:
     assert options("--api-key=sk-a", "--shared-prefix-cache").http({}).shares_prefix_cache
 
 
-def test_keys_are_not_shown_with_the_options() -> None:
-    assert "sk-secret" not in repr(options("--api-key=sk-secret"))
-    assert "sk-secret" not in repr(Launch(api_keys=["sk-secret"], metrics_key="sk-secret"))
-
-
-def test_a_started_cluster_has_its_keys_on_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_on_no_command_line_and_at_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     *workers, scheduler = plan_cluster(Launch(api_keys=["sk-a", "sk-b"], metrics_key="sk-m"), tmp_path)
     assert not any("sk-" in part for member in (*workers, scheduler) for part in member.command)
     assert not any("sk-" in value for member in workers for value in member.env.values())
     monkeypatch.setenv(KEYS_VARIABLE, scheduler.env[KEYS_VARIABLE])
     assert options().http({}).api_keys == ("sk-a", "sk-b")
+    assert "sk-secret" not in repr(options("--api-key=sk-secret"))
+    assert "sk-secret" not in repr(Launch(api_keys=["sk-secret"], metrics_key="sk-secret"))
+    for name in SECRET_VARIABLES:
+        monkeypatch.setenv(name, "sk-1")
+    assert "sk-1" not in without_keys(os.environ).values()
+    assert "sk-1" not in environment(1, os.environ).values()
 
 
-def test_cors_is_closed_where_there_are_keys() -> None:
+def test_cors_is_closed_where_there_are_keys_and_has_json_lists() -> None:
     assert options().http({}).allowed_origins == ("*",)
     assert options("--api-key=sk-1").http({}).allowed_origins == ()
     assert options().http({"VLLM_API_KEY": "sk-1"}).allowed_origins == ()
     given = """--allowed-origins=["*"]"""
     assert options("--api-key=sk-1", given).http({}).allowed_origins == ("*",)
+    argv = ['--allowed-origins=["https://a.example", "http://localhost:3000"]', "--allow-credentials"]
+    http = options(*argv, "--allowed-methods", '["GET"]', "--allowed-headers", "[]").http({})
+    assert http.allowed_origins == ("https://a.example", "http://localhost:3000")
+    assert (http.allowed_methods, http.allowed_headers, http.allow_credentials) == (("GET",), (), True)
+    assert options("--allowed-origins=[]").http({}).allowed_origins == ()
 
 
 def test_names_of_the_admin_port() -> None:
@@ -124,21 +130,6 @@ def test_names_of_the_admin_port() -> None:
     assert given.read(AdminSettings).admin_hosts == {"pd.example", "10.0.0.5", "[fd00::5]"}
     with pytest.raises(ConfigError, match="--admin-allowed-hosts 'pd:9001': expected names without a port"):
         options("--admin-allowed-hosts=pd:9001").read(AdminSettings)
-
-
-def test_workers_get_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in SECRET_VARIABLES:
-        monkeypatch.setenv(name, "sk-1")
-    assert "sk-1" not in without_keys(os.environ).values()
-    assert "sk-1" not in environment(1, os.environ).values()
-
-
-def test_cors_as_json_lists() -> None:
-    argv = ['--allowed-origins=["https://a.example", "http://localhost:3000"]', "--allow-credentials"]
-    http = options(*argv, "--allowed-methods", '["GET"]', "--allowed-headers", "[]").http({})
-    assert http.allowed_origins == ("https://a.example", "http://localhost:3000")
-    assert (http.allowed_methods, http.allowed_headers, http.allow_credentials) == (("GET",), (), True)
-    assert options("--allowed-origins=[]").http({}).allowed_origins == ()
 
 
 @pytest.mark.parametrize("flag", ["--allowed-origins", "--allowed-methods", "--allowed-headers"])
@@ -209,9 +200,6 @@ def test_a_template_of_a_file(tmp_path: Path) -> None:
     assert chat_of(f"--chat-template={file}").template == SOURCE
     # workers get the same flags, and their hosts need not have the file
     assert options("--model=m", f"--chat-template={tmp_path / 'nothing'}").engine().block_size is None
-
-
-def test_a_template_that_cannot_be_read(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.jinja"
     wrong.write_bytes(b"\xff\xfe{{ }}")
     for path in (tmp_path / "nothing.jinja", tmp_path, wrong):

@@ -9,27 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from pd_cluster import wire
+from pd_cluster import types, wire
 from pd_cluster.engine.legs import request_of
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope, chain_hashes
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import (
-    OWN,
-    Image,
-    LegEnd,
-    Order,
-    Request,
-    Resumed,
-    RopePositions,
-    Sampling,
-    Span,
-    TokenOutput,
-    resume,
-    sibling,
-)
+from pd_cluster.types import OWN, Image, LegEnd, Order, Request, Resumed, RopePositions, Sampling, Span, TokenOutput
 from tests.support.router_world import PROMPT, World, rest_of, token
 from tests.support.toy_model import ToyRunner
 
@@ -108,7 +95,7 @@ def test_every_sequence_of_an_engine_has_the_whole_order(sampling: Sampling, num
 
 def test_a_resumed_sequence_has_the_whole_order() -> None:
     order = Order([1, 2], Sampling(n=2), **odd_fields())  # type: ignore[arg-type]
-    request = resume(request_of(submit_of(order), "client", 3.0), Resumed(1, [9]))
+    request = types.resume(request_of(submit_of(order), "client", 3.0), Resumed(1, [9]))
     assert (request.order, request.index, request.output_token_ids, request.arrival_s) == (order, 1, [9], 3.0)
 
 
@@ -118,7 +105,7 @@ def test_siblings_share_what_is_the_requests_and_nothing_that_changes_with_one_o
     parent = Request("r", order, attempt=2, arrival_s=3.0, leg="decode", transfer_id="t", peer="p", client="c")
     parent.kv_precision, parent.num_cached_tokens = "int8", 1
     parent.prompt_logprobs.append(None)
-    child = sibling(parent, index=1)
+    child = types.sibling(parent, index=1)
     own = {each.name for each in fields(Request) if each.metadata == OWN}
     of_order = {each.name for each in fields(Request) if not each.init}
     shared = {"request_id", "order", "attempt", "arrival_s", "leg", "transfer_id", "peer", "client"}

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from pd_cluster.cluster.overview.history import DURATIONS, RATES, WINDOW_S, History, quantile
+from pd_cluster.cluster.overview.history import RATES, WINDOW_S, History, quantile
 from pd_cluster.cluster.overview.marks import EventMarks
 from pd_cluster.cluster.overview.problems import problems_of
 from pd_cluster.cluster.overview.tiers import tiers_of
 from pd_cluster.cluster.overview.watch import Overview
 from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Histogram, Outcome, RequestStats
-from pd_cluster.reports import Buckets, Busy
+from pd_cluster.reports import Busy
 from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.wire import Load
 from tests.support.elastic_world import ElasticWorld
@@ -41,21 +41,6 @@ def test_quantiles_lie_in_the_bucket_of_the_true_one() -> None:
             assert abs(bisect.bisect_left(bounds, found) - bisect.bisect_left(bounds, true)) <= 1
     assert quantile(bounds, [0] * (len(bounds) + 1), 0.5) is None
     assert quantile(bounds, [0] * len(bounds) + [3], 0.5) == bounds[-1]
-
-
-def test_short_times_are_told_apart() -> None:
-    """A median is that of its bucket, which is at most 2.5 times as long as the one before."""
-    none = RequestStats(lambda: 0.0).snapshot()
-    for name in ("ttft", "tpot", "itl"):
-        for true_s in (0.0007, 0.0055):
-            history, source = History(), DURATIONS[name]
-            history.note(1000.0, 0.0, none, 0, 0)
-            histogram = Histogram(BOUNDS[source])
-            for _ in range(9):
-                histogram.observe(true_s)
-            found = none.histograms | {source: Buckets(histogram.counts, 0)}
-            history.note(1001.0, 1.0, msgspec.structs.replace(none, histograms=found), 0, 0)
-            assert true_s / 2.5 < history.samples()[0][f"{name}_p50_s"] < true_s * 2.5
 
 
 def test_rates_are_of_one_second_and_percentiles_of_a_window() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.block_major import HostBlocks
 from pd_cluster.kv.layout import KVLayout, Route, check_pair, keys_and_values
 from pd_cluster.kv.memory import runs
 from pd_cluster.kv.pack import pack, unpack
@@ -42,10 +41,9 @@ def random_pool(layout: KVLayout, seed: int) -> KVPool:
     return pool
 
 
-def token(pool: KVPool, table: list[int], position: int, layer: int) -> torch.Tensor:
+def token(data: torch.Tensor, block_size: int, table: list[int], position: int, layer: int) -> torch.Tensor:
     """[2, heads, head_dim]"""
-    size = pool.layout.block_size
-    return pool.data[table[position // size], layer, :, position % size]
+    return data[table[position // block_size], layer, :, position % block_size]
 
 
 def random_piece(
@@ -85,19 +83,12 @@ def test_a_piece_arrives_and_nothing_else_changes(
         first = piece.first_token // ours.block_size * ours.block_size
         for position in range(piece.first_token, piece.stop_token):
             for layer in range(piece.first_layer, piece.stop_layer):
-                sent = token(a, piece.block_ids, position - first, layer)
+                sent = token(a.data, ours.block_size, piece.block_ids, position - first, layer)
                 expected = convert(convert(sent, ours.dtype, route.wire_dtype), route.wire_dtype, theirs.dtype)
-                assert torch.equal(token(b, table, position, layer), expected)
-                token(before_pool(b, before), table, position, layer).copy_(token(b, table, position, layer))
+                assert torch.equal(token(b.data, size, table, position, layer), expected)
+                token(before, size, table, position, layer).copy_(expected)
         if not route.is_verbatim:  # whole blocks travel, with what is behind the last token
             assert torch.equal(before, b.data), "something beside the piece was written"
-
-
-def before_pool(pool: KVPool, data: torch.Tensor) -> KVPool:
-    """The same pool with other data."""
-    shadow = object.__new__(KVPool)
-    shadow.layout, shadow.memory = pool.layout, HostBlocks(pool.layout, [data])
-    return shadow
 
 
 def test_what_travels_is_the_narrower_dtype() -> None:
@@ -109,10 +100,13 @@ def test_what_travels_is_the_narrower_dtype() -> None:
     assert Route(LAYOUT, dataclasses.replace(LAYOUT, dtype="bfloat16")).precision == "float32"
 
 
-def test_whole_layers_of_consecutive_blocks_are_not_copied() -> None:
+def test_runs_of_blocks_are_not_copied() -> None:
     pool = random_pool(LAYOUT, 1)
     payload = pack(pool.memory, KVPiece(0, 12, 0, 3, [4, 5, 6]), Route(LAYOUT, LAYOUT))
     assert payload.data_ptr() == pool.data[4].data_ptr()
+    assert runs([3, 4, 5, 9]) == [(3, 3), (9, 1)]
+    assert runs([]) == []
+    assert runs([2, 1]) == [(2, 1), (1, 1)]
 
 
 def test_the_probe_is_the_same_number_in_every_dtype() -> None:
@@ -120,12 +114,6 @@ def test_the_probe_is_the_same_number_in_every_dtype() -> None:
     for dtype in ("float32", "float16", "bfloat16"):
         assert torch.equal(probe_content(dataclasses.replace(LAYOUT, dtype=dtype), 5).float(), exact)
     assert not torch.equal(probe_content(LAYOUT, 6), exact)
-
-
-def test_runs() -> None:
-    assert runs([3, 4, 5, 9]) == [(3, 3), (9, 1)]
-    assert runs([]) == []
-    assert runs([2, 1]) == [(2, 1), (1, 1)]
 
 
 def test_pairs_that_cannot_work_are_refused_by_name() -> None:

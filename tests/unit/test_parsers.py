@@ -347,21 +347,15 @@ def test_a_call_ends_reasoning_that_is_never_closed(parser: str, text: str, part
 # ---- special cases of formats
 
 
-def test_markers_are_those_of_the_two_parsers() -> None:
+def test_markers_and_ids_are_those_of_the_formats() -> None:
     assert ReplyFormat().markers == frozenset()
     assert ReplyFormat("hermes", "qwen3").markers == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
-
-
-def test_ids_of_calls_are_new_and_of_the_models_own_shape() -> None:
     for parser, shape in (("", "call_[0-9a-f]{24}"), ("hermes", "call_[0-9a-f]{24}"), ("mistral", "[a-zA-Z0-9]{9}")):
         ids = {ReplyFormat(parser).call_id("f", at) for at in range(100)}
         assert len(ids) == 100
         assert all(re.fullmatch(shape, each) for each in ids)
     kimi = ReplyFormat("kimi_k2")  # its template writes nothing else of them
     assert [kimi.call_id("f", 0), kimi.call_id("g-x.y", 12)] == ["functions.f:0", "functions.g-x.y:12"]
-
-
-def test_a_folder_may_name_its_parser() -> None:
     for config, parser in (({"tool_call_parser": "hermes"}, "hermes"), ({}, ""), ({"tool_call_parser": "unknown"}, "")):
         assert own_tool_parser(config) == parser
     assert own_tool_parser({"tool_call_parser": 1}) == ""

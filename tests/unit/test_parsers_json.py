@@ -98,16 +98,10 @@ NO_JSON = [
 ]
 
 
-def test_what_is_no_json() -> None:
+def test_what_is_json_and_what_is_none() -> None:
     assert [text for text in NO_JSON if scanned(iter(text))[0]] == []
-
-
-def test_strings_of_models_may_hold_anything() -> None:
     for text in ('["a\nb\tc"]', r'["it\'s \d"]', r'["\u12"]', r'["\\"]'):
         assert scanned(iter(text))[:2] == (True, text)
-
-
-def test_nesting_is_bounded() -> None:
     for opening, closing in (("[", "]"), ('{"a":', "}")):
         for depth in (MAX_DEPTH, MAX_DEPTH + 1, 100_000):
             text = opening * depth + "1" + closing * depth

@@ -7,14 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from pd_cluster.engine.handover.tails import Tails
-from pd_cluster.engine.step.patience import (
-    MOST_COMING,
-    MOST_LANDING_S,
-    MOST_LANDING_SHARE,
-    MOST_WAIT_S,
-    LandingWait,
-    Patience,
-)
+from pd_cluster.engine.step import patience
+from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault
@@ -48,22 +42,19 @@ class World:
 
 
 def test_a_step_waits_while_many_more_are_on_their_way() -> None:
-    for num_running, num_coming in ((1, MOST_COMING + 1), (4, 4 * MOST_COMING + 1), (1, 50)):
+    for num_running, num_coming in ((1, patience.MOST_COMING + 1), (4, 4 * patience.MOST_COMING + 1), (1, 50)):
         world = World(num_running, num_coming)
         assert world.patience.waits
-        world.coming.num = MOST_COMING * num_running
+        world.coming.num = patience.MOST_COMING * num_running
         assert not world.patience.waits
     assert not World(0, 50).patience.waits, "nobody waits where nobody runs"
 
 
-def test_one_who_is_read_along_ends_the_wait() -> None:
+def test_one_who_is_read_along_and_prompts_to_compute_here_end_the_wait() -> None:
     world = World(3, 50)
     assert world.patience.waits
     world.land("streamed", batch="")
     assert not world.patience.waits
-
-
-def test_prompts_to_compute_here_end_the_wait() -> None:
     world = World(3, 50)
     world.scheduler.add(Request("resumed", Order([1, 2, 3], Sampling(max_tokens=4), batch="a")))
     assert not world.patience.waits
@@ -74,7 +65,7 @@ def test_prompts_to_compute_here_end_the_wait() -> None:
 
 def test_the_wait_has_an_end() -> None:
     world = World(3, 50)
-    world.now_s += MOST_WAIT_S
+    world.now_s += patience.MOST_WAIT_S
     assert world.patience.waits
     world.now_s += 0.01
     assert not world.patience.waits
@@ -107,9 +98,9 @@ def test_a_step_waits_a_moment_for_what_is_about_to_join() -> None:
     assert world.left_s(0.04) == 0
     world.imminent_s = 0.0
     assert world.left_s(0.0) == 0, "no step waits before one has been measured"
-    assert world.left_s(0.04) == pytest.approx(0.04 * MOST_LANDING_SHARE)
+    assert world.left_s(0.04) == pytest.approx(0.04 * patience.MOST_LANDING_SHARE)
     world.now_s += 0.004
-    assert world.left_s(0.04) == pytest.approx(0.04 * MOST_LANDING_SHARE - 0.004)
+    assert world.left_s(0.04) == pytest.approx(0.04 * patience.MOST_LANDING_SHARE - 0.004)
     world.imminent_s = None  # it has joined
     assert world.left_s(0.04) == 0
     world = Waiting(0.003)
@@ -120,12 +111,12 @@ def test_a_step_waits_a_moment_for_what_is_about_to_join() -> None:
 def test_a_late_one_is_not_waited_for_again() -> None:
     """Otherwise an instance that stands still there would slow every step of this one."""
     world = Waiting(0.0)
-    assert world.left_s(9.0) == pytest.approx(MOST_LANDING_S)
-    world.now_s += MOST_LANDING_S
+    assert world.left_s(9.0) == pytest.approx(patience.MOST_LANDING_S)
+    world.now_s += patience.MOST_LANDING_S
     assert world.left_s(9.0) == 0
     assert world.imminent_s is None
     world.imminent_s = 0.0  # another one
-    assert world.left_s(9.0) == pytest.approx(MOST_LANDING_S)
+    assert world.left_s(9.0) == pytest.approx(patience.MOST_LANDING_S)
 
 
 def test_no_step_waits_in_vain() -> None:
@@ -133,7 +124,7 @@ def test_no_step_waits_in_vain() -> None:
     world = Waiting(0.012)
     assert world.left_s(0.04) == 0
     world.imminent_s = 0.008
-    assert world.left_s(0.04) == pytest.approx(0.04 * MOST_LANDING_SHARE)
+    assert world.left_s(0.04) == pytest.approx(0.04 * patience.MOST_LANDING_SHARE)
     world.now_s += 0.009
     world.imminent_s = 0.0  # overdue
     assert world.left_s(0.04) == pytest.approx(0.001)

@@ -10,16 +10,7 @@ import pytest
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.prefixes import Prompt
 from pd_cluster.cluster.routing import policy as routing
-from pd_cluster.cluster.routing.policy import (
-    ADAPTER_TOKENS,
-    MAX_LOCAL_TOKENS,
-    POLICIES,
-    WAKE_SLACK_TOKENS,
-    RoutingRequest,
-    alone,
-    awaits_pair,
-    least_loaded,
-)
+from pd_cluster.cluster.routing.policy import RoutingRequest, least_loaded
 from pd_cluster.errors import Unavailable
 from pd_cluster.reports import InstanceState
 from pd_cluster.types import LinkState, Order, Role, Sampling
@@ -52,27 +43,6 @@ def why_not(*instances: Instance) -> str:
     return str(caught.value)
 
 
-def cluster(*tokens: int) -> list[Instance]:
-    """Two instances of each role, all linked, with these loads."""
-    p0, p1, d0, d1 = instances = [instance(name, tokens=load) for name, load in zip(NAMES, tokens, strict=True)]
-    for prefill in (p0, p1):
-        link(prefill, d0, d1)
-    return instances
-
-
-def test_the_least_loaded_of_each_role() -> None:
-    assert chosen(*cluster(5, 4, 9, 10)) == "prefill-1 decode-0"
-    assert chosen(*cluster(0, 0, 0, 0)) == "prefill-0 decode-0", "ties go to the table's order"
-
-
-def test_decode_s_load_comes_before_prefill_s() -> None:
-    p0, p1 = instance("prefill-0"), instance("prefill-1", tokens=1000)
-    d0, d1 = instance("decode-0", tokens=2), instance("decode-1", tokens=1)
-    link(p0, d0)
-    link(p1, d1)
-    assert chosen(p0, p1, d0, d1) == "prefill-1 decode-1"
-
-
 def test_only_ready_instances_serve() -> None:
     states: list[InstanceState] = ["unreachable", "loading", "connecting", "failed"]
     for state in states:
@@ -91,24 +61,28 @@ def test_only_ready_instances_serve() -> None:
 @pytest.mark.parametrize("policy", ["least-loaded", "prefix-aware", "predicted-ttft"])
 def test_an_adapter_in_memory_attracts_its_requests(policy: str) -> None:
     """Until as many tokens are ahead there as reading it again counts for; requests of the model go elsewhere."""
-    p0, p1, d0, d1 = cluster(0, 0, 0, 0)
+    p0, p1, d0, d1 = (instance(name) for name in NAMES)
+    for prefill in (p0, p1):
+        link(prefill, d0, d1)
     adapter, other = "ab" * 32, "cd" * 32
     for each, present in ((p0, other), (p1, adapter), (d0, adapter), (d1, other)):
         each.load = msgspec.structs.replace(each.load, adapters=(short_name(present),))
 
     def chosen_for(digest: str) -> str:
-        prompt = Prompt(Order([1] * (MAX_LOCAL_TOKENS + 1), Sampling()))  # a decode instance leaves it to others
+        prompt = Prompt(
+            Order([1] * (routing.MAX_LOCAL_TOKENS + 1), Sampling())
+        )  # a decode instance leaves it to others
         ask = RoutingRequest(prompt, adapter=digest)
-        return " ".join(each.name for each in POLICIES[policy]((p0, p1, d0, d1), ask))
+        return " ".join(each.name for each in routing.POLICIES[policy]((p0, p1, d0, d1), ask))
 
     assert chosen_for("") == "prefill-0 decode-0"
     assert chosen_for(adapter) == "prefill-1 decode-0"
     assert chosen_for(other) == "prefill-0 decode-1"
     for each in (p1, d0):
-        each.outstanding_tokens = ADAPTER_TOKENS - 1
+        each.outstanding_tokens = routing.ADAPTER_TOKENS - 1
     assert chosen_for(adapter) == "prefill-1 decode-0"
     for each in (p1, d0):
-        each.outstanding_tokens = ADAPTER_TOKENS + 1
+        each.outstanding_tokens = routing.ADAPTER_TOKENS + 1
     assert chosen_for(adapter) == "prefill-0 decode-1"
     for each in (p0, p1, d0, d1):  # none limits its memory: all have it
         each.load = msgspec.structs.replace(each.load, adapters=None)
@@ -156,26 +130,26 @@ def test_what_an_instance_was_before_does_not_count() -> None:
     assert not routing.is_served((encoder,))
     assert why_not(encoder) == "there is no prefill and no decode instance"
     link(p0, d1)
-    assert alone((p0, d0, d1))[0] is d1, "one that others can reach comes first"
+    assert routing.alone((p0, d0, d1))[0] is d1, "one that others can reach comes first"
 
 
 def test_the_first_pair_is_awaited_for_a_moment() -> None:
     """One instance is here; the other is on its way, or its link is; but not for ever, and not for the dead."""
     p0, d0 = instance("prefill-0", "loading"), instance("decode-0")
     d0.ready_s = 100.0
-    assert awaits_pair((p0, d0), 103.0, 3.5)
-    assert not awaits_pair((p0, d0), 103.5, 3.5), "it may load for an hour, or die again and again"
+    assert routing.awaits_pair((p0, d0), 103.0, 3.5)
+    assert not routing.awaits_pair((p0, d0), 103.5, 3.5), "it may load for an hour, or die again and again"
     p0.state, p0.reason = "unreachable", ""
-    assert awaits_pair((p0, d0), 103.0, 3.5), "it has not been asked yet"
+    assert routing.awaits_pair((p0, d0), 103.0, 3.5), "it has not been asked yet"
     p0.reason = "nobody answers"
-    assert not awaits_pair((p0, d0), 100.0, 3.5)
+    assert not routing.awaits_pair((p0, d0), 100.0, 3.5)
     p0.state, p0.reason, p0.ready_s = "ready", "", 101.0
-    assert awaits_pair((p0, d0), 103.0, 3.5)
+    assert routing.awaits_pair((p0, d0), 103.0, 3.5)
     link(p0, d0, state="refused: x")
-    assert not awaits_pair((p0, d0), 103.0, 3.5)
+    assert not routing.awaits_pair((p0, d0), 103.0, 3.5)
     link(p0, d0)
-    assert not awaits_pair((p0, d0), 103.0, 3.5)
-    assert not awaits_pair((), 0.0, 3.5)
+    assert not routing.awaits_pair((p0, d0), 103.0, 3.5)
+    assert not routing.awaits_pair((), 0.0, 3.5)
 
 
 def test_links_to_the_dead_are_not_reported() -> None:
@@ -188,9 +162,9 @@ def test_a_link_at_rest_is_opened_only_for_a_considerable_gain() -> None:
     p0, d0, d1 = (instance(name) for name in ("prefill-0", "decode-0", "decode-1"))
     link(p0, d0, state="up (hccl)")
     link(p0, d1, state="resting")
-    d0.outstanding_tokens = WAKE_SLACK_TOKENS - 1
+    d0.outstanding_tokens = routing.WAKE_SLACK_TOKENS - 1
     assert chosen(p0, d0, d1) == "prefill-0 decode-0"
-    d0.outstanding_tokens = WAKE_SLACK_TOKENS
+    d0.outstanding_tokens = routing.WAKE_SLACK_TOKENS
     assert chosen(p0, d0, d1) == "prefill-0 decode-1"
     link(p0, d0, state="resting")
     d0.outstanding_tokens, d1.outstanding_tokens = 0, 1

@@ -278,9 +278,6 @@ def test_wrong_parameters_are_named() -> None:
     for params, problem in wrong:
         with pytest.raises(RequestError, match=problem):
             paired_pooling(params, 2)
-
-
-def test_parameters_that_mean_the_same() -> None:
     given = [PoolingParams(), PoolingParams(normalize=False), PoolingParams(use_activation=False)]
     assert [each.normalizes for each in paired_pooling(given, 3)] == [True, False, False]
     check_task("pooling_task", "embed")

@@ -99,13 +99,10 @@ def test_cards_with_and_without_tls() -> None:
     assert same.line == "TLS: NPU 4, NPU 5: on; the other hosts' cards must be the same"
 
 
-def test_an_address_that_the_table_does_not_have() -> None:
+def test_addresses_of_cards() -> None:
     text = answer("a2_network", "hccn_tool -i 5 -ip -g")
     assert hccn.judge_address(A2[0], text).text == "is 192.0.2.25; device_ip is 192.0.2.24"
     assert "has none ('no ip was preset')" in hccn.judge_address(A2[0], "no ip was preset\n").line
-
-
-def test_ipv6_has_options_of_its_own() -> None:
     near, far = (replace(card, address=f"2001:db8::{card.device_id}") for card in (A2[0], FAR))
     assert near.address_query == ("-ip", "-inet6")
     assert near.ping(far) == ("-ping", "-inet6", "-g", "ipv6_address", "2001:db8::6")

@@ -39,12 +39,6 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert PromptFolder.read(other).digest != soft.digest
 
 
-def test_names_of_other_variants() -> None:
-    assert num_virtual_tokens("") == num_virtual_tokens("ab" * 32) == num_virtual_tokens("prompt-0-" + "ab" * 32) == 0
-    assert num_virtual_tokens("prompt-x-y") == num_virtual_tokens("-1-") == 0
-    assert lora_of("ab" * 32) == "ab" * 32
-
-
 def test_either_kind_by_its_config(tmp_path: Path) -> None:
     assert isinstance(read_adapter(write(tmp_path / "a"), 16), PromptFolder)
     lora = write_lora(tmp_path / "b")
@@ -100,8 +94,11 @@ def test_folders_that_are_refused(tmp_path: Path, spoil: Callable[[Path], Any], 
         PromptFolder.read(folder)
 
 
-def test_the_limit_of_virtual_tokens(tmp_path: Path) -> None:
+def test_limits_and_names_of_virtual_tokens(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     assert PromptFolder.read(folder, 4).num_tokens == 4
     with pytest.raises(ModelError, match="num_virtual_tokens 4 is above --max-prompt-adapter-token 3; raise that"):
         PromptFolder.read(folder, 3)
+    assert num_virtual_tokens("") == num_virtual_tokens("ab" * 32) == num_virtual_tokens("prompt-0-" + "ab" * 32) == 0
+    assert num_virtual_tokens("prompt-x-y") == num_virtual_tokens("-1-") == 0
+    assert lora_of("ab" * 32) == "ab" * 32

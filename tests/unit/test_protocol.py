@@ -9,20 +9,10 @@ import pytest
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.limits import truncated
+from pd_cluster.service.schema import protocol
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.parse import parse
-from pd_cluster.service.schema.protocol import (
-    MAX_BAD_WORD_NUM_CHARS,
-    MAX_BAD_WORDS,
-    MAX_SALT_NUM_CHARS,
-    MAX_SEQUENCES,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    NOT_YET,
-    CompletionRequest,
-    GenerateRequest,
-    GenerationRequest,
-)
+from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest, GenerationRequest
 from pd_cluster.types import Sampling
 from tests.support.parsing import HELLO, MINIMAL, kinds, parsed, refused
 
@@ -59,15 +49,15 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "top_k": (-2, 0.5, 10**30),
     "seed": ("x", 2**64, -(2**63) - 1),
     "stop": (1, [1], {"a": 1}),
-    "stop_token_ids": (1, ["a"], [-1], [10**30], [1] * (MAX_STOP_TOKEN_IDS + 1)),
+    "stop_token_ids": (1, ["a"], [-1], [10**30], [1] * (protocol.MAX_STOP_TOKEN_IDS + 1)),
     "ignore_eos": ("yes", 1),
     "skip_special_tokens": (0,),
     "stream": ("true",),
     "stream_options": (1, {"include_usage": "yes"}),
     "user": (3,),
     "return_token_ids": (2,),
-    "n": (0, MAX_SEQUENCES + 1, True, 1.5, "2.5"),
-    "best_of": (0, MAX_SEQUENCES + 1, False),
+    "n": (0, protocol.MAX_SEQUENCES + 1, True, 1.5, "2.5"),
+    "best_of": (0, protocol.MAX_SEQUENCES + 1, False),
     "presence_penalty": (-2.01, 2.01, "one", True),
     "frequency_penalty": (-2.01, 2.01),
     "repetition_penalty": (0, -1, 2.01, "one"),
@@ -82,12 +72,14 @@ WRONG: dict[str, tuple[Any, ...]] = {
         *([], 3, {"5": "x"}, {"5": 100.5}, {"5": -101}, {"5": None}, {"5": True}),
         *({key: 1} for key in ("", "x", "-1", "1.0", "05", " 5", "5 ", "\u0665", "9" * 11)),
     ),
-    "bad_words": ("a", [1], ["a", ""], ["a"] * (MAX_BAD_WORDS + 1), ["a" * (MAX_BAD_WORD_NUM_CHARS + 1)]),
+    "bad_words": (
+        *("a", [1], ["a", ""], ["a"] * (protocol.MAX_BAD_WORDS + 1), ["a" * (protocol.MAX_BAD_WORD_NUM_CHARS + 1)]),
+    ),
     "allowed_token_ids": ([], 5, ["a"], [-1], [2**31], [1.5], [True]),
     "prompt_logprobs": (-2, True, "one", 1.5),
     "include_stop_str_in_output": ("yes",),
     "return_tokens_as_token_ids": (1,),
-    "cache_salt": ("", 5, "x" * (MAX_SALT_NUM_CHARS + 1)),
+    "cache_salt": ("", 5, "x" * (protocol.MAX_SALT_NUM_CHARS + 1)),
     "truncate_prompt_tokens": (0, -2, 1.5, "five", True),
     "guided_json": (5, True, ["a"]),
     "guided_choice": ("a", [1]),
@@ -125,9 +117,9 @@ def test_a_required_field_is_named(kind: type[GenerationRequest]) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("name", NOT_YET)
+@pytest.mark.parametrize("name", protocol.NOT_YET)
 def test_not_yet_is_refused_by_name_and_neutral_values_pass(kind: type[GenerationRequest], name: str) -> None:
-    for neutral in (None, *NOT_YET[name]):
+    for neutral in (None, *protocol.NOT_YET[name]):
         parsed(kind, **{name: neutral})
     error = refused(json.dumps({**MINIMAL[kind], name: ["something", {"else": 1}]}).encode(), kind)
     assert error.param == name
@@ -142,13 +134,10 @@ def test_numbers_are_finite() -> None:
         refused(f'{{"prompt": "a", "logit_bias": {{"5": {value}}}}}'.encode())
 
 
-def test_a_refusal_has_field_and_value() -> None:
+def test_a_refusal_has_field_and_value_and_all_wrong_keys() -> None:
     assert str(refused(b'{"prompt": "a", "min_p": 1.5}')) == "min_p: 1.5: Input should be less than or equal to 1"
     assert len(str(refused(json.dumps({"prompt": "a", "logit_bias": {"x" * 9999: 1}}).encode()))) < 150
     assert len(str(refused(json.dumps({"prompt": "a", "logit_bias": {"x" * 9999: "y" * 9999}}).encode()))) < 150
-
-
-def test_all_wrong_keys_are_named() -> None:
     body = json.dumps({"prompt": "a", "logit_bias": {"x": 1, "5": 1, "400": 2, "-3": 2, "399": 1, "9999999999": 1}})
     with pytest.raises(RequestError) as caught:
         parse(body.encode(), CompletionRequest, vocab_size=400)
@@ -194,28 +183,26 @@ def test_fields_that_go_together(kind: type[GenerationRequest]) -> None:
     parsed(kind, top_logprobs=0)
 
 
-def test_chats_logprobs_are_a_switch_and_a_number() -> None:
+def test_logprobs_of_every_kind_of_request() -> None:
     for fields, number in (
         *(({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0)),
         ({"logprobs": True, "top_logprobs": 4}, 4),
     ):
         assert parsed(ChatCompletionRequest, **fields).sampling(1, 1, {}).logprobs == number
     refused(json.dumps({"messages": HELLO, "logprobs": 3}).encode(), ChatCompletionRequest)
-
-
-@pytest.mark.parametrize("kind", [CompletionRequest, GenerateRequest])
-def test_other_logprobs_are_a_number(kind: type[GenerationRequest]) -> None:
-    for number in (None, 0, 4, -1):
-        assert parsed(kind, logprobs=number).sampling(1, 1, {}).logprobs == number
-    for wrong in (True, False, -2, "one", 1.5):
-        assert refused(json.dumps({**MINIMAL[kind], "logprobs": wrong}).encode(), kind).param == "logprobs"
-
-
-def test_echo_shows_the_prompts_logprobs_too() -> None:
+    for kind in (CompletionRequest, GenerateRequest):
+        for number in (None, 0, 4, -1):
+            assert parsed(kind, logprobs=number).sampling(1, 1, {}).logprobs == number
+        for wrong in (True, False, -2, "one", 1.5):
+            assert refused(json.dumps({**MINIMAL[kind], "logprobs": wrong}).encode(), kind).param == "logprobs"
     assert parsed(logprobs=3).sampling(1, 1, {}).prompt_logprobs is None
     assert parsed(logprobs=3, echo=True).sampling(1, 1, {}).prompt_logprobs == 3
     assert parsed(logprobs=3, echo=True, prompt_logprobs=1).sampling(1, 1, {}).prompt_logprobs == 1
     assert parsed(echo=True).sampling(1, 1, {}).prompt_logprobs is None
+    assert parsed(n=2, best_of=3).sampling(1, 1, {}).logprobs == 0
+    assert parsed(n=2, best_of=3, logprobs=2).sampling(1, 1, {}).logprobs == 2
+    assert parsed(n=3, best_of=3).sampling(1, 1, {}).logprobs is None
+    assert (parsed(n=2, best_of=3).sampling(1, 1, {}).n, parsed(n=2).sampling(1, 1, {}).n) == (3, 2)
 
 
 def test_beams_are_n_answers_of_a_width() -> None:
@@ -228,13 +215,6 @@ def test_beams_are_n_answers_of_a_width() -> None:
     assert parsed(use_beam_search=True, n=3).sampling(7, 5, {}).num_sequences == 3
     assert parsed(use_beam_search=True, best_of=3, stream=True).beam_width == 3
     assert parsed(use_beam_search=False, n=3, length_penalty=1, early_stopping=False).beam_width == 0
-
-
-def test_ranking_needs_logprobs() -> None:
-    assert parsed(n=2, best_of=3).sampling(1, 1, {}).logprobs == 0
-    assert parsed(n=2, best_of=3, logprobs=2).sampling(1, 1, {}).logprobs == 2
-    assert parsed(n=3, best_of=3).sampling(1, 1, {}).logprobs is None
-    assert (parsed(n=2, best_of=3).sampling(1, 1, {}).n, parsed(n=2).sampling(1, 1, {}).n) == (3, 2)
 
 
 def test_the_first_tokens_are_kept_where_the_right_side_is_cut() -> None:
@@ -257,40 +237,41 @@ def test_sampling_takes_the_request_then_the_model_then_nothing() -> None:
     assert parsed().sampling(7, 9, model) == Sampling(max_tokens=7, seed=9, **model)
 
 
-def test_next_to_no_temperature_is_greedy() -> None:
+def test_values_that_stand_for_others() -> None:
     """In float32, 1e-320 is 0: dividing logits by it makes no distribution."""
     assert all(parsed(temperature=each).sampling(1, 1, {}).greedy for each in (0, 0.0, 1e-6, 1e-320))
+    assert parsed(ChatCompletionRequest, max_tokens=5, max_completion_tokens=6).wanted_tokens == 6
+    assert parsed(ChatCompletionRequest, max_tokens=5).wanted_tokens == 5
+    given = (-1, None, 0, 7, -2)
+    assert [parsed(CompletionRequest, seed=seed).sampling(1, 5, {}).seed for seed in given] == [5, 5, 0, 7, -2]
 
 
 def test_stop_strings_are_one_or_some() -> None:
     assert parsed(stop="a").stops == ["a"]
-    longest = ["x" * 1024] * MAX_STOP_STRINGS
+    longest = ["x" * 1024] * protocol.MAX_STOP_STRINGS
     assert parsed(stop=longest).stops == longest
     assert "1025 characters" in str(refused(json.dumps({"prompt": "a", "stop": ["b", "x" * 1025]}).encode()))
-    for stop in ("", ["a", ""], ["a"] * (MAX_STOP_STRINGS + 1)):
+    for stop in ("", ["a", ""], ["a"] * (protocol.MAX_STOP_STRINGS + 1)):
         with pytest.raises(RequestError) as caught:
             _ = parsed(stop=stop).stops
         assert caught.value.param == "stop"
 
 
-def test_max_completion_tokens_comes_first() -> None:
-    assert parsed(ChatCompletionRequest, max_tokens=5, max_completion_tokens=6).wanted_tokens == 6
-    assert parsed(ChatCompletionRequest, max_tokens=5).wanted_tokens == 5
-
-
-def test_text_parts_are_joined_and_other_keys_kept() -> None:
+def test_messages_reach_the_template() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
     (message,) = parsed(ChatCompletionRequest, messages=[{"role": "user", "content": parts, "name": "x"}]).messages
     assert message.to_template(0) == {"role": "user", "content": "a\nb", "name": "x"}
-
-
-def test_a_message_without_content() -> None:
-    """It is None if there are calls, which templates check; otherwise it is an empty text."""
+    # it is None if there are calls, which templates check; otherwise it is an empty text
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     for given in ({"content": None}, {}):
         for more, content in ({}, ""), ({"tool_calls": []}, ""), ({"tool_calls": calls}, None):
             (message,) = parsed(ChatCompletionRequest, messages=[{"role": "assistant", **given, **more}]).messages
             assert message.to_template(0) == {"role": "assistant", "content": content, **more}
+    deep: list[Any] = []
+    for _ in range(60):
+        deep = [deep]
+    (message,) = parsed(ChatCompletionRequest, messages=[{**HELLO[0], "junk": deep}]).messages
+    assert message.to_template(0)["junk"] == deep
 
 
 @kinds
@@ -302,11 +283,6 @@ def test_null_is_as_if_not_given(kind: type[GenerationRequest]) -> None:
         assert getattr(null, name) in (None, getattr(plain, name)), name
         assert null.sampling(16, 5, {}) == plain.sampling(16, 5, {}), name
         assert (null.wants_all_room, plain.wants_all_room) == (name == "max_tokens", False)
-
-
-def test_a_seed_of_minus_one_is_none() -> None:
-    given = (-1, None, 0, 7, -2)
-    assert [parsed(CompletionRequest, seed=seed).sampling(1, 5, {}).seed for seed in given] == [5, 5, 0, 7, -2]
 
 
 def test_options_of_a_stream() -> None:
@@ -340,11 +316,3 @@ def test_other_parts_are_refused_with_their_place() -> None:
         message = parsed(ChatCompletionRequest, messages=[{"role": "user", "content": [part]}]).messages[0]
         with pytest.raises(RequestError, match=rf"^messages\[0\]\.content\[0\]{said}$"):
             message.to_template(0, True)
-
-
-def test_deep_keys_of_a_message_reach_the_template_as_they_are() -> None:
-    deep: list[Any] = []
-    for _ in range(60):
-        deep = [deep]
-    (message,) = parsed(ChatCompletionRequest, messages=[{**HELLO[0], "junk": deep}]).messages
-    assert message.to_template(0)["junk"] == deep

@@ -55,9 +55,6 @@ def test_a_model_by_each_of_its_names(asked: Ask) -> None:
     listed = asked("GET", "/v1/models").json()
     assert listed["data"] == [models[name] for name in NAMES]
     assert asked("GET", "/v1/models/").json() == listed
-
-
-def test_a_model_that_is_not_here(asked: Ask) -> None:
     answer = asked("GET", "/v1/models/gpt-4o")
     assert error_of(answer) == (404, "invalid_request_error", "model", "model_not_found")
     assert "tiny, org/tiny" in answer.json()["error"]["message"]
@@ -88,9 +85,6 @@ def test_a_conversation_as_its_template_writes_it(asked: Ask) -> None:
     assert set(answer) == {"count", "max_model_len", "tokens"}
     shorter = post(asked, "/tokenize", messages=messages, add_generation_prompt=False).json()
     assert shorter["count"] < answer["count"]
-
-
-def test_a_text_that_is_too_long_to_generate_from_is_counted(asked: Ask) -> None:
     text = "a" * 5 * MAX_MODEL_LEN
     answer = post(asked, "/tokenize", prompt=text, add_special_tokens=False).json()
     assert answer["tokens"] == RUST.encode(text, add_special_tokens=False).ids
@@ -131,13 +125,10 @@ def test_the_tokenizer_is_shown_where_the_operator_says_so(asked: Ask, tmp_path:
 # ---- probes and the like
 
 
-def test_head_is_get_without_a_body_for_the_server_to_send(asked: Ask) -> None:
+def test_head_is_get_without_a_body_and_ping_is_health(asked: Ask) -> None:
     for path in ("/health", "/ping", "/live", "/metrics", "/version", "/v1/models", "/v1/models/tiny"):
         get, head = asked("GET", path), asked("HEAD", path)
         assert (head.status, head.headers["content-type"]) == (get.status, get.headers["content-type"]), path
-
-
-def test_ping_is_health(asked: Ask) -> None:
     health = asked("GET", "/health")
     assert (health.status, health.json()["status"]) == (503, "unavailable")
     assert asked("GET", "/ping").body == asked("POST", "/ping").body == health.body
@@ -179,7 +170,7 @@ def test_a_wrong_method_is_told_the_right_ones(asked: Ask) -> None:
 # ---- the document's page
 
 
-def test_the_page_asks_nobody_else(asked: Ask) -> None:
+def test_the_page_asks_nobody_else_and_can_be_left_out(asked: Ask, tmp_path: Path) -> None:
     page = asked("GET", "/docs").body.decode()
     assert not re.findall(r"(?:https?:)?//[^\s/]", re.sub(r"<!--.*?-->", "", page))
     files = re.findall(r'(?:src|href)="([^"]+)"', page)
@@ -189,9 +180,6 @@ def test_the_page_asks_nobody_else(asked: Ask) -> None:
         assert (answer.status, len(answer.body) > 1000) == (200, True), file
     assert asked("GET", "/openapi.json").json()["openapi"].startswith("3.1")
     assert asked("GET", "/redoc").status == 404
-
-
-def test_the_page_can_be_left_out(tmp_path: Path) -> None:
     app, _ = make_app(tmp_path, HttpConfig(has_docs=False))
     for path in ("/docs", "/openapi.json", "/redoc", "/static-offline-docs/swagger-ui.css"):
         assert ask(app, "GET", path).status == 404, path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -69,12 +71,9 @@ def test_packed_words_with_a_short_last_group() -> None:
     assert torch.equal(found[0], torch.tensor([1.0] * 32 + [2.0] * 16))
 
 
-def test_the_tensors_count_where_a_layer_has_groups_of_its_own_size() -> None:
+def test_groups_of_a_size_of_their_own_and_an_order_of_zeros() -> None:
     found = numbers("gptq", gptq(128, 4), group_size=128)
     assert torch.equal(found[0], torch.arange(1.0, 5.0).repeat_interleave(32))
-
-
-def test_an_order_of_zeros_is_the_natural_one() -> None:
     natural = torch.arange(64, dtype=torch.int32) // 16
     found = [numbers("gptq", gptq(64, 4, g_idx=order)) for order in (natural, torch.zeros_like(natural))]
     assert torch.equal(*found)
@@ -204,22 +203,18 @@ def test_static_activations_have_their_tensors() -> None:
                 numbers("compressed-tensors", left, config_groups={"group_0": group})
 
 
-@pytest.mark.parametrize(
-    ("found", "name"),
-    [
+def test_what_rounds_activations_is_in_the_numerics() -> None:
+    """Versions with a scale for each rank's part of a row do not have this name, so they are refused."""
+    slim = Quantization("msmodelslim", "", has_int8_activations=True)
+    for found, name in (
         (Quantization("", "", at_load="int8_wo"), "int8_wo"),
         (Quantization("", "", at_load="w4a8"), f"w4a8, {WHOLE_ROWS}"),
         (Quantization("smooth_quant", "", has_int8_activations=True), WHOLE_ROWS),
         (Quantization("compressed-tensors", "", is_w4a8=True), WHOLE_ROWS),
-        (Quantization("msmodelslim", "", has_int8_activations=True, types={"w": "W8A16"}), ""),
-        (Quantization("msmodelslim", "", has_int8_activations=True, types={"w": "FLOAT", "v": "W8A8"}), WHOLE_ROWS),
-    ],
-)
-def test_what_rounds_activations_is_in_the_numerics(found: Quantization, name: str) -> None:
-    """Versions with a scale for each rank's part of a row do not have this name, so they are refused."""
-    assert found.numerics_name(is_on_cpu=False) == name
-    differs = Numerics(quantization=name).difference(Numerics(quantization=found.at_load))
-    assert (differs is None) == (WHOLE_ROWS not in name)
-    assert found.numerics_name(is_on_cpu=True) in (name, ", ".join(filter(None, (name, LONG_SPANS))))
-    if differs is not None:
-        assert differs == (CODES_WAY, name, found.at_load or "none")
+        (replace(slim, types={"w": "W8A16"}), ""),
+        (replace(slim, types={"w": "FLOAT", "v": "W8A8"}), WHOLE_ROWS),
+    ):
+        assert found.numerics_name(is_on_cpu=False) == name
+        differs = Numerics(quantization=name).difference(Numerics(quantization=found.at_load))
+        assert differs == ((CODES_WAY, name, found.at_load or "none") if WHOLE_ROWS in name else None)
+        assert found.numerics_name(is_on_cpu=True) in (name, ", ".join(filter(None, (name, LONG_SPANS))))

@@ -41,14 +41,6 @@ def test_instances_are_separated_by_spaces(tmp_path: Path, monkeypatch: pytest.M
     assert [len(server.device) for server in table.instances] == [2, 2, 1, 1]
 
 
-def test_addresses_by_hand(tmp_path: Path) -> None:
-    given = ["--device", "npu", "--server-ip", "10.0.0.18", "--save-dir", str(tmp_path)]
-    ips = [f"--device-ip={i}=10.0.0.{i + 20}" for i in (4, 5, 6, 7)]
-    assert cli.main(["gen", *GEN, *given, *ips]) == 0
-    table = load_global(tmp_path / "global_ranktable_10.0.0.18.json")
-    assert [d.device_ip for d in table.decode[0].device] == ["10.0.0.26", "10.0.0.27"]
-
-
 def test_merge_check_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = (str(tmp_path / f"global_ranktable_10.0.0.{host}.json") for host in (18, 19))
     cli.main(["gen", "--prefill-server-list", "4,5", "--api-server", *CPU, "--save-dir", str(tmp_path)])

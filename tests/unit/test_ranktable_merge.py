@@ -33,10 +33,14 @@ def test_groups_keep_their_order_and_instances_the_files(tmp_path: Path) -> None
     assert [server.server_ip[-1] for server in table.instances] == ["3", "1", "1", "2"]
 
 
-def test_two_containers_of_one_host_may_be_merged(tmp_path: Path) -> None:
+def test_containers_of_one_host_may_be_merged_and_addresses_are_of_one(tmp_path: Path) -> None:
     a = machine(tmp_path / "a", decode=[], api_server=True)
     b = machine(tmp_path / "b", prefill=[])
     assert len(merge([a, b]).instances) == 2
+    ips = {0: "29.0.0.1", 1: "29.0.0.2"}
+    a = machine(tmp_path, "10.0.0.1", api_server=True, device_ips=ips)
+    b = machine(tmp_path, "10.0.0.2", device_ips=ips)
+    assert refusal(a, b).field == "server_group_list[1].server_list[0].device[0].device_ip"
 
 
 def test_a_device_in_two_files_is_refused(tmp_path: Path) -> None:
@@ -52,13 +56,6 @@ def test_localhost_is_no_name_among_several_machines(tmp_path: Path) -> None:
     assert "--server-ip" in str(refusal(a, machine(tmp_path / "b", "127.0.0.1")))
     error = refusal(a, machine(tmp_path, "10.0.0.2"))
     assert error.field == "server_group_list[0].server_list[0].server_ip"
-
-
-def test_a_device_address_on_two_hosts_is_refused(tmp_path: Path) -> None:
-    ips = {0: "29.0.0.1", 1: "29.0.0.2"}
-    a = machine(tmp_path, "10.0.0.1", api_server=True, device_ips=ips)
-    b = machine(tmp_path, "10.0.0.2", device_ips=ips)
-    assert refusal(a, b).field == "server_group_list[1].server_list[0].device[0].device_ip"
 
 
 def test_schedulers_are_counted_over_all_files(tmp_path: Path) -> None:

@@ -81,13 +81,10 @@ def test_either_spelling_of_the_file_name_is_read(tmp_path: Path) -> None:
     assert local.file == str(tmp_path / "local_ranktable_10.0.0.18_67.json")
 
 
-def test_devices_come_in_order_of_rank() -> None:
+def test_devices_come_in_order_of_rank_and_keep_super_device_id() -> None:
     value = document()
     value["server_group_list"][1]["server_list"][0]["device"].reverse()
     assert parse_global(value, "g.json") == parse_global(document(), "g.json")
-
-
-def test_version_1_2_keeps_super_device_id() -> None:
     value = document()
     value["version"] = "1.2"
     value["server_group_list"][1]["server_list"][0]["device"][0]["super_device_id"] = "4294967295"

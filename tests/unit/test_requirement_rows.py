@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -87,18 +88,9 @@ def test_the_documents_start_line(tmp_path: Path) -> None:
 
 def test_gen_finds_this_machines_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one from which the default route sends."""
-
-    class Routed:
-        def __init__(self, *_: object) -> None: ...
-        def __enter__(self) -> Routed:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-        def connect(self, address: object) -> None: ...
-        def getsockname(self) -> tuple[str, int]:
-            return "10.0.0.18", 4711
-
-    monkeypatch.setattr(socket, "socket", Routed)
+    routed = MagicMock()
+    routed.return_value.__enter__.return_value.getsockname.return_value = ("10.0.0.18", 4711)
+    monkeypatch.setattr(socket, "socket", routed)
     monkeypatch.chdir(tmp_path)
     assert ranktable_cli.reference_main([*GEN.split(), "--device", "cpu"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {

@@ -136,15 +136,12 @@ def test_a_link_in_a_files_or_the_folders_place_is_not_followed(tmp_path: Path) 
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_full_disk_keeps_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_nothing_and_a_removed_text_is_gone(tmp_path: Path) -> None:
     store = made(tmp_path)
     with full_disk():
         assert not store.keep("a", kept(1, MIB))
     assert ids(tmp_path) == []
     assert store.keep("a", kept(1))
-
-
-def test_a_removed_text_is_not_left_in_the_file(tmp_path: Path) -> None:
     store = made(tmp_path)
     store.keep("a", Kept({"id": id_of(1), "output": []}, [{"said": "a secret of a tenant"}]))
     store.remove("a", id_of(1))

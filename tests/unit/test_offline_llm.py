@@ -218,7 +218,7 @@ def test_a_wrong_chat_is_an_error_before_any_work(make: MakeLLM) -> None:
         ({"messages": [USER], "tools": tools}, 'tools: tool_choice "auto" '),
     ):
         with pytest.raises(RequestError) as caught:
-            llm.chat(**arguments)  # type: ignore[arg-type]
+            llm.chat(**arguments)
         assert str(caught.value).startswith(error)
     assert offline.router.requests == []
 

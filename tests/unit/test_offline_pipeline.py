@@ -43,7 +43,8 @@ def test_control_tokens_in_messages_are_text(make: Make, arguments: dict[str, An
 def test_a_call_without_gen_config_has_its_own_defaults(make: Make) -> None:
     engine, offline = make()
     turn(engine, "hi", 1)
-    for call in (engine, engine.batch_infer, engine.stream_infer):
+    calls: list[Any] = [engine, engine.batch_infer, engine.stream_infer]
+    for call in calls:
         list(call(["hi"]))
     assert len(offline.router.requests) == 4
     for sampling in offline.router.requests:
@@ -100,9 +101,10 @@ def test_wrong_input_is_refused_before_any_work(make: Make) -> None:
     for prompts, options, message in wrong:
         with pytest.raises(RequestError, match=message):
             engine(prompts, **options)
-    for given in ("vicuna", {}):
+    other_types: list[Any] = ["vicuna", {}]
+    for given in other_types:
         with pytest.raises(ConfigError, match=r"^chat_template_config .*: expected a ChatTemplateConfig"):
-            engine("hi", chat_template_config=given)  # type: ignore[arg-type]
+            engine("hi", chat_template_config=given)
     with pytest.raises(ConfigError, match="Call: request_output_length is unknown; did you mean request_output_len"):
         engine("hi", request_output_length=3)
     assert offline.prompts == []

@@ -63,7 +63,8 @@ def test_documented_fields_come_first_with_their_defaults(kind: Any, documented:
 
 
 def test_an_unknown_field_names_the_nearest_one() -> None:
-    for kind in (pytorch.EngineConfig, GenerationConfig, ChatTemplateConfig):
+    kinds: list[Any] = [pytorch.EngineConfig, GenerationConfig, ChatTemplateConfig]
+    for kind in kinds:
         known = dataclasses.fields(kind)[2].name
         with pytest.raises(ConfigError, match=f"{known}x is unknown; did you mean {known}?"):
             kind(**{f"{known}x": 1})
@@ -120,8 +121,8 @@ def test_blocks_and_folders_of_the_engine() -> None:
     engine = engine_of(str(SHIPPED_MODEL), config).config
     block_nbytes = 2 * 4 * 4 * 32 * 64 * 4  # keys and values, layers, heads, head_dim, tokens, float32
     assert engine.swap_space_gib == 4 * block_nbytes / 2**30
-    for config in (PytorchEngineConfig, TurbomindEngineConfig):
-        engine = engine_of("a/b", config(revision="v2", download_dir="/x")).config
+    for kind in (PytorchEngineConfig, TurbomindEngineConfig):
+        engine = engine_of("a/b", kind(revision="v2", download_dir="/x")).config
         assert (engine.model, engine.revision, engine.download_dir) == ("a/b", "v2", "/x")
 
 
@@ -141,8 +142,8 @@ def test_what_is_not_here_is_refused_by_name() -> None:
         (turbomind.EngineConfig(kv_bits=2), "kv_bits 2: "),
         (TurbomindEngineConfig(model_format="int4"), "model_format 'int4': "),
         (turbomind.EngineConfig(kv_bits=4, quant_policy=8), "EngineConfig.kv_bits 4: only with quant_policy=4"),
-        (TurbomindEngineConfig(use_logn_attn=None), "use_logn_attn None: "),
-        (PytorchEngineConfig(adapters={"a": 5}), "PytorchEngineConfig.adapters "),
+        (TurbomindEngineConfig(use_logn_attn=None), "use_logn_attn None: "),  # type: ignore[arg-type]
+        (PytorchEngineConfig(adapters={"a": 5}), "PytorchEngineConfig.adapters "),  # type: ignore[dict-item]
         (PytorchEngineConfig(eviction_type="swap"), "eviction_type 'swap': "),
         (PytorchEngineConfig(max_batch_size="8"), "max_batch_size '8': "),  # type: ignore[arg-type]
         (TurbomindEngineConfig(cache_max_entry_count=1.5), "cache_max_entry_count 1.5: "),
@@ -268,7 +269,7 @@ def test_given_prompts_and_marks_take_the_place_of_the_built_in_ones() -> None:
 
 def test_marks_by_themselves_make_a_template() -> None:
     for separator in ("separator", "stop_word_suffix"):
-        config = ChatTemplateConfig(user="Q:", eoh=";", assistant="A:", eoa=".", **{separator: "\n"})
+        config = ChatTemplateConfig(user="Q:", eoh=";", assistant="A:", eoa=".", **{separator: "\n"})  # type: ignore[arg-type]
         assert rendered(config, TALK) == "Q:a;A:b.\nQ:c;A:"
         with pytest.raises(RequestError, match="the role tool has no place in it"):
             rendered(config, [{"role": "tool", "content": "x"}])
@@ -281,7 +282,7 @@ def test_a_wrong_template_is_refused_by_name() -> None:
         ({"model_name": "base", "stop_words": [5]}, r"stop_words \[5\]: "),
     ):
         with pytest.raises(ConfigError, match=message):
-            way_of(ChatTemplateConfig(**fields))  # type: ignore[arg-type]
+            way_of(ChatTemplateConfig(**fields))
 
 
 def test_an_error_of_the_engine_s_has_the_fields_names() -> None:

@@ -45,7 +45,7 @@ def submit_of(order: Order) -> wire.Submit:
 
 async def test_every_attempt_is_told_the_whole_order() -> None:
     world = World()
-    order = Order(PROMPT, Sampling(max_tokens=4), **odd_fields())  # type: ignore[arg-type]
+    order = Order(PROMPT, Sampling(max_tokens=4), **odd_fields())
     serving, first, rid = await world.begin(order.sampling, **odd_fields())
     world.lose("prefill-0")  # before the first token
     while len(world.mailbox.of(wire.Submit)) < 4:
@@ -75,7 +75,7 @@ async def test_every_attempt_is_told_the_whole_order() -> None:
     ids=["n", "beams"],
 )
 def test_every_sequence_of_an_engine_has_the_whole_order(sampling: Sampling, num_swap_blocks: int) -> None:
-    orders = [Order([at, 5, 6, 7, 8], sampling, **odd_fields()) for at in (1, 2)]  # type: ignore[arg-type]
+    orders = [Order([at, 5, 6, 7, 8], sampling, **odd_fields()) for at in (1, 2)]
     scheduler = StepScheduler(BlockPool(12), 4, 8, 16, SCOPE, BlockPool(num_swap_blocks))
     core = EngineCore(ToyRunner(12, 4, num_swap_blocks), scheduler)
     wanted = {}
@@ -94,7 +94,7 @@ def test_every_sequence_of_an_engine_has_the_whole_order(sampling: Sampling, num
 
 
 def test_a_resumed_sequence_has_the_whole_order() -> None:
-    order = Order([1, 2], Sampling(n=2), **odd_fields())  # type: ignore[arg-type]
+    order = Order([1, 2], Sampling(n=2), **odd_fields())
     request = types.resume(request_of(submit_of(order), "client", 3.0), Resumed(1, [9]))
     assert (request.order, request.index, request.output_token_ids, request.arrival_s) == (order, 1, [9], 3.0)
 

@@ -123,11 +123,12 @@ def test_pairs_that_cannot_work_are_refused_by_name() -> None:
         with pytest.raises(LinkError, match=name) as caught:
             check_pair(LAYOUT, theirs)
         assert not caught.value.retry
+    change: dict[str, Any]
     for change in ({}, {"block_size": 8}, {"dtype": "float16"}):
-        check_pair(LAYOUT, dataclasses.replace(LAYOUT, **change))  # type: ignore[arg-type]
+        check_pair(LAYOUT, dataclasses.replace(LAYOUT, **change))
     for change in ({"block_size": 0}, {"block_size": -4}, {"block_size": 1 << 40}, {"dtype": "int3"}):
         with pytest.raises(LinkError, match="makes no sense"):
-            check_pair(dataclasses.replace(LAYOUT, **change), LAYOUT)  # type: ignore[arg-type]
+            check_pair(dataclasses.replace(LAYOUT, **change), LAYOUT)
 
 
 def test_head_ranges_cover_all_heads() -> None:

@@ -32,7 +32,7 @@ TOOLS = (WEATHER, Tool("g", {}))
 
 SEP, BEGIN, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 ALL_BEGIN, ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-V3 = [
+V3: list[tuple[str, list[Part] | None]] = [
     (
         f'{ALL_BEGIN}{BEGIN}function{SEP}f\n```json\n{{"a": 1}}\n```{END}\n{BEGIN}function{SEP}g\n```json\n{{}}\n```'
         f"{END}{ALL_END}",
@@ -42,7 +42,7 @@ V3 = [
     (f"{ALL_BEGIN}no call", [Content(f"{ALL_BEGIN}no call")]),
     (f"{ALL_BEGIN}{BEGIN}function{SEP}f", None),
 ]
-V31 = [
+V31: list[tuple[str, list[Part] | None]] = [
     (
         f'Well.{ALL_BEGIN}{BEGIN}f{SEP}{{"a": "</x>"}}{END}{BEGIN}g{SEP}{{}}{END}{ALL_END}',
         [Content("Well."), *call(0, "f", '{"a": "</x>"}'), *call(1, "g")],
@@ -52,7 +52,7 @@ V31 = [
     (f"{BEGIN}f g{SEP}{{}}", [Content(f"{BEGIN}f g{SEP}{{}}")]),
 ]
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-KIMI = [
+KIMI: list[tuple[str, list[Part] | None]] = [
     (
         f"I look.{SECTION}<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
         f'{{"a": [1]}}<|tool_call_end|><|tool_call_begin|>functions.g-x.y:12<|tool_call_argument_begin|>{{}}'
@@ -67,7 +67,7 @@ KIMI = [
     ),
     (f"{SECTION}<|tool_call_begin|>functions.f:0", [Content(f"{SECTION}<|tool_call_begin|>functions.f:0")]),
 ]
-QWEN = [
+QWEN: list[tuple[str, list[Part] | None]] = [
     (
         'Yes.\n<tool_call>\n<function=f>\n<parameter=city>\nNew "York"\n\nUS\n</parameter>\n<parameter=days>\n3\n'
         "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
@@ -124,12 +124,12 @@ QWEN = [
     ("<function=a b>", [Content("<function=a b>")]),
     ("<function=", [Content("<function=")]),
 ]
-SEED = [
+SEED: list[tuple[str, list[Part] | None]] = [
     (text.replace("tool_call>", "seed:tool_call>").replace("</seed:", "</seed:"), parts)
     for text, parts in QWEN
     if parts is not None and "tool_call>" in text and parts[0] != Content("<tool_call>hello</tool_call>")
 ]
-GLM = [
+GLM: list[tuple[str, list[Part] | None]] = [
     (
         "Hm.<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Köln & Bonn\n</arg_value>\n<arg_key>days</arg_key>\n"
         "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>g</tool_call>",
@@ -150,7 +150,7 @@ GLM = [
     ("<tool_call>f\n<arg_key>ci", call(0, "f", '{"ci')),
     ("<tool_call>\n{}</tool_call>", [Content("<tool_call>\n{}</tool_call>")]),
 ]
-MINIMAX = [
+MINIMAX: list[tuple[str, list[Part] | None]] = [
     (
         '<minimax:tool_call>\n<invoke name="f">\n<parameter name="city">San "F"</parameter>\n<parameter name="list">[1]'
         '</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>\n',
@@ -178,7 +178,7 @@ PYTHONIC: list[tuple[str, list[Part] | None]] = [
     (f"\n{LISTED} so", [*LISTED_PARTS, Content(" so")]),
     ("[ f ( city = 'a, (b)]\\'' , days=(1, 2), ) ]", call(0, "f", '{"city": "a, (b)]\'", "days": [1, 2]}')),
     ("[f(city='\\ud800')]", call(0, "f", '{"city": "\ufffd"}')),
-    *((text, [Content(text)]) for text in ("[1, 2]", "[f](http://x)", "[f(x)]", "[f(", "So [g()]")),
+    *((text, list[Part]([Content(text)])) for text in ("[1, 2]", "[f](http://x)", "[f(x)]", "[f(", "So [g()]")),
 ]
 TORN = [
     ("[f(city='Ber", """{"city": 'Ber"""),

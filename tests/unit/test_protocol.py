@@ -99,15 +99,17 @@ def test_a_wrong_value_is_refused_by_name(kind: type[GenerationRequest], name: s
 def test_prompts_of_every_form_and_of_none() -> None:
     for prompt in ("a", "", [1, 2], ["a"], ["a", "b"], [[1], [2]], []):
         assert parsed(prompt=prompt).prompt == prompt
-    for prompt in (None, 1, 1.5, {}, True, [1.5], ["a", 1], [[1, "a"]], [True], [[[1]]], [None]):
-        assert refused(json.dumps({"prompt": prompt}).encode()).param == "prompt"
+    wrong: list[Any] = [None, 1, 1.5, {}, True, [1.5], ["a", 1], [[1, "a"]], [True], [[[1]]], [None]]
+    for each in wrong:
+        assert refused(json.dumps({"prompt": each}).encode()).param == "prompt"
 
 
 def test_wrong_messages() -> None:
-    for messages in (
+    wrong: list[Any] = [
         *(None, "hello", [], [1], [{}], [{"content": "no role"}], [{"role": "", "content": "x"}]),
         *([{"role": "user", "content": 3}], [{"role": "user", "content": [5]}], {"role": "user", "content": "x"}),
-    ):
+    ]
+    for messages in wrong:
         assert refused(json.dumps({"messages": messages}).encode(), ChatCompletionRequest).param == "messages"
 
 
@@ -303,6 +305,7 @@ def test_options_of_a_stream() -> None:
 
 def test_other_parts_are_refused_with_their_place() -> None:
     image = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
+    part: dict[str, Any]
     for part in (image, {"type": "file"}, {"text": "a"}, {}):
         messages = [*HELLO, {"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
         with pytest.raises(RequestError, match=r"messages\[1\]\.content\[1\]: only parts of type 'text'"):

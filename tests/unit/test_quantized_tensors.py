@@ -75,8 +75,8 @@ def test_groups_of_a_size_of_their_own_and_an_order_of_zeros() -> None:
     found = numbers("gptq", gptq(128, 4), group_size=128)
     assert torch.equal(found[0], torch.arange(1.0, 5.0).repeat_interleave(32))
     natural = torch.arange(64, dtype=torch.int32) // 16
-    found = [numbers("gptq", gptq(64, 4, g_idx=order)) for order in (natural, torch.zeros_like(natural))]
-    assert torch.equal(*found)
+    orders = (natural, torch.zeros_like(natural))
+    assert torch.equal(*(numbers("gptq", gptq(64, 4, g_idx=order)) for order in orders))
 
 
 def test_zero_points_of_auto_round() -> None:

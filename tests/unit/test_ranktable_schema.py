@@ -189,11 +189,12 @@ def test_a_controller_in_the_place_of_prefill() -> None:
 def test_local_tables() -> None:
     assert "a global rank table" in str(local_refusal(document()))
     servers = document_local()["server_list"]
-    for field, wrong in (
+    wrong_values: list[tuple[str, object]] = [
         *(("version", "2.0"), ("version", 1.0), ("status", "initializing"), ("group_id", "1"), ("group_id", "2")),
         *(("server_count", "2"), ("server_count", 1), ("server_list", []), ("server_list", servers * 2)),
         *(("server_list[0].device", nothing) for nothing in ({}, None, "", 0)),
-    ):
+    ]
+    for field, wrong in wrong_values:
         value = document_local()
         put(value, field, wrong)
         assert local_refusal(value).field == field

@@ -52,70 +52,47 @@ def call(index: int, name: str, arguments: str = "{}") -> list[Part]:
 
 # ---- tool calls, format by format
 
+Case = tuple[str, list[Part]]
+F, G = '{"name":"f","arguments":{}}', '{"name":"g","arguments":{}}'
 BOTH = [*call(0, "f"), *call(1, "g")]
-HERMES = [
+
+
+def tagged(*texts: str) -> str:
+    return "\n".join(f"<tool_call>{text}</tool_call>" for text in texts)
+
+
+def plain(*texts: str) -> list[Case]:
+    """Texts without a call."""
+    return [(text, [Content(text)]) for text in texts]
+
+
+HERMES: list[Case] = [
     ("", []),
-    (" \n", [Content(" \n")]),
-    ('<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>', call(0, "f", '{"a": [1]}')),
-    (
-        'Yes.\n<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"name":"g","arguments":{}}</tool_call>\n',
-        [Content("Yes.\n"), *call(0, "f"), *call(1, "g")],
-    ),
-    (
-        '<tool_call>{"name":"f","arguments":{}}</tool_call>\n so \n<tool_call>{"name":"g","arguments":{}}</tool_call>.',
-        [*call(0, "f"), Content("\n so \n"), *call(1, "g"), Content(".")],
-    ),
-    (
-        '<tool_call>{"name":"f","arguments":{"a":"}</tool_call>\\"{"}}</tool_call>.',
-        [*call(0, "f", '{"a":"}</tool_call>\\"{"}'), Content(".")],
-    ),
-    (
-        '<tool_call>{"id":[{}],"name":"\\u00e9","parameters": {"a" : 1 } , "x":1}</tool_call>',
-        call(0, "é", '{"a" : 1 }'),
-    ),
-    (
-        '<tool_call>{"name":"f","arguments":" {\\"a\\": \\"\\\\n\\ud83d\\ude00\\"}"}</tool_call>',
-        call(0, "f", '{"a": "\\n😀"}'),
-    ),
-    ('<tool_call>{"name":"f"}</tool_call>', call(0, "f")),
+    (tagged('\n{"name": "f", "arguments": {"a": [1]}}\n'), call(0, "f", '{"a": [1]}')),
+    (f"Yes.\n{tagged(F, G)}\n", [Content("Yes.\n"), *BOTH]),
+    (f"{tagged(F)}\n so \n{tagged(G)}.", [*call(0, "f"), Content("\n so \n"), *call(1, "g"), Content(".")]),
+    (tagged(F.replace("{}", '{"a":"}</tool_call>\\"{"}')), call(0, "f", '{"a":"}</tool_call>\\"{"}')),
+    (tagged('{"id":[{}],"name":"\\u00e9","parameters": {"a" : 1 } , "x":1}'), call(0, "é", '{"a" : 1 }')),
+    (tagged(F.replace("{}", '" {\\"a\\": \\"\\\\n\\ud83d\\ude00\\"}"')), call(0, "f", '{"a": "\\n😀"}')),
+    (tagged('{"name":"f"}'), call(0, "f")),
     # not quite a call
-    ('<tool_call>{"name":"f","arguments":{"a":1}</tool_call>ok', [*call(0, "f", '{"a":1}'), Content("ok")]),
-    ('<tool_call>{"name":"f","arguments":{"a":1}}}</tool_call>ok', [*call(0, "f", '{"a":1}'), Content("ok")]),
-    ('<tool_call>{"name":"f","arguments":{a}}</tool_call>ok', [*call(0, "f", "{a}}"), Content("ok")]),
-    ('<tool_call>{"name":"f","arguments":{}}<tool_call>{"name":"g","arguments":{}}', [*call(0, "f"), *call(1, "g")]),
-    ('<tool_call><tool_call>{"name":"f","arguments":{}}', [Content("<tool_call>"), *call(0, "f")]),
-    ('<tool_call>{"name":"f","arguments":{}}\nI asked.', [*call(0, "f"), Content("\nI asked.")]),
-    ('<tool_call>{"name":"f","arguments":{}} so</tool_call>.', [*call(0, "f"), Content(" so.")]),
-    *(
-        (f'<tool_call>{before}{{"name":"f","arguments":{{}}}}{between}{{"name":"g","arguments":{{}}}}{after}', BOTH)
-        for before, between, after in (("", "\n", "</tool_call>"), ("[", ",", "]</tool_call>"), ("", "}, ", "\n"))
-    ),
-    ('<tool_call>{"name":"f","arguments":{}}, {"a":1}</tool_call>', [*call(0, "f"), Content(', {"a":1}')]),
-    (
-        '<tool_call>{"name":"f","arguments":{"a" <tool_call>{"name":"g","arguments":{}}</tool_call>',
-        [*call(0, "f", '{"a" '), *call(1, "g")],
-    ),
-    (
-        '<tool_call>{"name": "f", "argu<tool_call>{"name":"g","arguments":{}}</tool_call>',
-        [Content('<tool_call>{"name": "f", "argu'), *call(0, "g")],
-    ),
+    (tagged(F.replace("{}}", '{"a":1}')) + "ok", [*call(0, "f", '{"a":1}'), Content("ok")]),
+    (tagged(F.replace("{}}", '{"a":1}}}')) + "ok", [*call(0, "f", '{"a":1}'), Content("ok")]),
+    (f"{tagged(F.replace('{}', '{a}'))}ok", [*call(0, "f", "{a}}"), Content("ok")]),
+    (f"<tool_call>{F}<tool_call>{G}", BOTH),
+    (f"<tool_call><tool_call>{F}", [Content("<tool_call>"), *call(0, "f")]),
+    (f"<tool_call>{F}\nI asked.", [*call(0, "f"), Content("\nI asked.")]),
+    (f"{tagged(F + ' so')}.", [*call(0, "f"), Content(" so.")]),
+    *((text, BOTH) for text in (tagged(f"{F}\n{G}"), tagged(f"[{F},{G}]"), f"<tool_call>{F}}}, {G}\n")),
+    (tagged(F + ', {"a":1}'), [*call(0, "f"), Content(', {"a":1}')]),
+    ("<tool_call>" + F.replace("{}}", '{"a" ') + tagged(G), [*call(0, "f", '{"a" '), *call(1, "g")]),
+    (f'<tool_call>{{"name": "f", "argu{tagged(G)}', [Content('<tool_call>{"name": "f", "argu'), *call(0, "g")]),
     ("So.\n<tool_call>\n</tool_call>", [Content("So.\n")]),
-    *(
-        (text, [Content(text)])
-        for text in (
-            "<tool_call>hello</tool_call>",
-            "a <tool_cal b",
-            '<tool_call>\n{"na',
-            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-            '<tool_call>{"name": "f", "arguments": "a {"}</tool_call>',
-            '<tool_call>{"name": "", "arguments": {}}</tool_call>',
-            '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
-            '<tool_call>{"arguments": {"a": 1}}</tool_call>',
-            '<tool_call>{"arguments": {oops}, "name": "f"}</tool_call>',
-        )
-    ),
+    *plain(" \n", tagged("hello"), "a <tool_cal b", '<tool_call>\n{"na', tagged('{"arguments": {oops}, "name": "f"}')),
+    *plain(*(tagged(F.replace("{}", wrong)) for wrong in ("[1]", '"a {"'))),
+    *plain(*(tagged(F.replace('"f"', wrong)) for wrong in ('""', "5")), tagged('{"arguments": {"a": 1}}')),
 ]
-LLAMA3 = [
+LLAMA3: list[Case] = [
     ('{"name": "f", "parameters": {"a": 1}}', call(0, "f", '{"a": 1}')),
     ('\n<|python_tag|> {"name": "f", "arguments": {}}\n', call(0, "f")),
     ('{"type":"function","name":"f","parameters":{}}; {"name":"g","parameters":{}} ;\n', BOTH),
@@ -125,45 +102,23 @@ LLAMA3 = [
     ('{"name":"f","parameters":{"a":tru}} ; x', call(0, "f", '{"a":tru}} ; x')),
     ('So {: {"name": "f", "parameters": {}} done', [Content("So {: "), *call(0, "f"), Content(" done")]),
     ('So.<|python_tag|>{"name":"f","parameters":{}}', [Content("So."), *call(0, "f")]),
-    *(
-        (text, [Content(text)])
-        for text in (
-            "Hello {",
-            '{"name": "Bob"}',
-            '{"name": "Bob", "parameters": 3}',
-            '{"answer": [1, 2]}\n',
-            "<|python_tag|>print(1)",
-            " ; x",
-            "{",
-        )
-    ),
+    *plain("Hello {", '{"name": "Bob"}', '{"name": "Bob", "parameters": 3}', '{"answer": [1, 2]}\n', " ; x", "{"),
+    *plain("<|python_tag|>print(1)"),
 ]
-MISTRAL = [
+MISTRAL: list[Case] = [
     ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', call(0, "f", '{"a": 1}')),
-    (
-        'Well.[TOOL_CALLS][{"arguments":{},"name":"f"}, {"name":"g","arguments":{}}]\n',
-        [Content("Well."), *BOTH],
-    ),
+    (f'Well.[TOOL_CALLS][{{"arguments":{{}},"name":"f"}}, {G}]\n', [Content("Well."), *BOTH]),
     ('[TOOL_CALLS]f{"a": 1}', call(0, "f", '{"a": 1}')),
     ('[TOOL_CALLS]f.x-1[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS] {}', [*call(0, "f.x-1", '{"a": 1}'), *call(1, "g")]),
     ("[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{}", call(0, "f")),
-    ('[TOOL_CALLS][{"name":"f","arguments":{}}] so', [*call(0, "f"), Content(" so")]),
-    ('[TOOL_CALLS][{"name":"f","arguments":{}}, oops]', [*call(0, "f"), Content(", oops]")]),
+    (f"[TOOL_CALLS][{F}] so", [*call(0, "f"), Content(" so")]),
+    (f"[TOOL_CALLS][{F}, oops]", [*call(0, "f"), Content(", oops]")]),
     ("[TOOL_CALLS]f{oops}[TOOL_CALLS]g{}", [*call(0, "f", "{oops}"), *call(1, "g")]),
     ('[TOOL_CALLS][{"name":"f","arguments":{oops', call(0, "f", "{oops")),
-    ('[TOOL_CALLS]{"name":"f","arguments":{}}', call(0, "f")),
-    ('[TOOL_CALLS] {"name":"f","arguments":{}}, {"name":"g","arguments":{}} so', [*BOTH, Content(" so")]),
+    (f"[TOOL_CALLS]{F}", call(0, "f")),
+    (f"[TOOL_CALLS] {F}, {G} so", [*BOTH, Content(" so")]),
     ("Hm.[TOOL_CALLS][ ] so", [Content("Hm. so")]),
-    *(
-        (text, [Content(text)])
-        for text in (
-            "[TOOL_CALLS]",
-            "[TOOL_CALLS] so I",
-            "[TOOL_CALLS]f g{}",
-            "a [TOOL_",
-            "[TOOL_CALLS]{}",
-        )
-    ),
+    *plain("[TOOL_CALLS]", "[TOOL_CALLS] so I", "[TOOL_CALLS]f g{}", "a [TOOL_", "[TOOL_CALLS]{}"),
 ]
 CASES = [
     (parser, text, parts)
@@ -201,13 +156,9 @@ def test_without_tools_everything_is_content(parser: str) -> None:
 
 def test_calls_beyond_the_limit_leave_no_trace() -> None:
     for parser, text, after in (
-        (
-            "hermes",
-            "a" + "\n".join(f'<tool_call>{{"name":"{f}","arguments":{{}}}}</tool_call>' for f in "fg") + "b",
-            [Content("b")],
-        ),
+        ("hermes", f"a{tagged(F, G)}b", [Content("b")]),
         ("llama3_json", '{"name":"f","parameters":{}}; {"name":"g","parameters":{}}', []),
-        ("mistral", 'a[TOOL_CALLS][{"name":"f","arguments":{}},{"name":"g","arguments":{}}]', []),
+        ("mistral", f"a[TOOL_CALLS][{F},{G}]", []),
         ("mistral", "a[TOOL_CALLS]f{}[TOOL_CALLS]g{}", []),
     ):
         before = [Content("a")] if text.startswith("a") else []

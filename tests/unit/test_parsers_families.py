@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import partial
 
@@ -30,19 +31,27 @@ WEATHER = Tool(
 )
 TOOLS = (WEATHER, Tool("g", {}))
 
+Cases = list[tuple[str, list[Part] | None]]
+
+
+def plain(*texts: str) -> Cases:
+    """Texts without a call."""
+    return [(text, [Content(text)]) for text in texts]
+
+
 SEP, BEGIN, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 ALL_BEGIN, ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-V3: list[tuple[str, list[Part] | None]] = [
+V3_CALL = BEGIN + "function" + SEP + "{}\n```json\n{}\n```" + END
+V3: Cases = [
     (
-        f'{ALL_BEGIN}{BEGIN}function{SEP}f\n```json\n{{"a": 1}}\n```{END}\n{BEGIN}function{SEP}g\n```json\n{{}}\n```'
-        f"{END}{ALL_END}",
+        ALL_BEGIN + V3_CALL.format("f", '{"a": 1}') + "\n" + V3_CALL.format("g", "{}") + ALL_END,
         [*call(0, "f", '{"a": 1}'), *call(1, "g")],
     ),
-    (f"So.{ALL_BEGIN}{BEGIN}function{SEP}f\n```json\n{{oops}}\n```{END}{ALL_END}", None),
-    (f"{ALL_BEGIN}no call", [Content(f"{ALL_BEGIN}no call")]),
+    (f"So.{ALL_BEGIN}{V3_CALL.format('f', '{oops}')}{ALL_END}", None),
+    *plain(f"{ALL_BEGIN}no call"),
     (f"{ALL_BEGIN}{BEGIN}function{SEP}f", None),
 ]
-V31: list[tuple[str, list[Part] | None]] = [
+V31: Cases = [
     (
         f'Well.{ALL_BEGIN}{BEGIN}f{SEP}{{"a": "</x>"}}{END}{BEGIN}g{SEP}{{}}{END}{ALL_END}',
         [Content("Well."), *call(0, "f", '{"a": "</x>"}'), *call(1, "g")],
@@ -52,84 +61,79 @@ V31: list[tuple[str, list[Part] | None]] = [
     (f"{BEGIN}f g{SEP}{{}}", [Content(f"{BEGIN}f g{SEP}{{}}")]),
 ]
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-KIMI: list[tuple[str, list[Part] | None]] = [
+KIMI_CALL = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}"
+KIMI: Cases = [
     (
-        f"I look.{SECTION}<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
-        f'{{"a": [1]}}<|tool_call_end|><|tool_call_begin|>functions.g-x.y:12<|tool_call_argument_begin|>{{}}'
-        f"<|tool_call_end|>{SECTION_END}",
+        f"I look.{SECTION}"
+        + "<|tool_call_end|>".join(
+            [KIMI_CALL.format("f:0", '{"a": [1]}'), KIMI_CALL.format("g-x.y:12", "{}"), SECTION_END]
+        ),
         [Content("I look."), *call(0, "f", '{"a": [1]}'), *call(1, "g-x.y")],
     ),
     (f"{SECTION}{SECTION_END} so", [Content(" so")]),
     (
-        f"{SECTION}<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{{}} so <|tool_call_begin|>functions.g:1"
-        f"<|tool_call_argument_begin|>{{oops{SECTION_END}.",
+        f"{SECTION}{KIMI_CALL.format('f:0', '{} so ')}{KIMI_CALL.format('g:1', '{oops')}{SECTION_END}.",
         [*call(0, "f"), Content(" so "), *call(1, "g", "{oops"), Content(".")],
     ),
-    (f"{SECTION}<|tool_call_begin|>functions.f:0", [Content(f"{SECTION}<|tool_call_begin|>functions.f:0")]),
+    *plain(f"{SECTION}<|tool_call_begin|>functions.f:0"),
 ]
-QWEN: list[tuple[str, list[Part] | None]] = [
+
+
+def function(name: str, **parameters: str) -> str:
+    inner = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in parameters.items())
+    return f"<function={name}>\n{inner}</function>"
+
+
+def tagged(*functions: str) -> str:
+    return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in functions)
+
+
+TYPES = {"city": "12", "flag": "True", "any": "12", "list": "[1, {}]", "free": '{"a": 1}', "other": "abc"}
+TAGS = "<parameter=x>\n<tool> </function>.<function=y>"
+QWEN: Cases = [
     (
-        'Yes.\n<tool_call>\n<function=f>\n<parameter=city>\nNew "York"\n\nUS\n</parameter>\n<parameter=days>\n3\n'
-        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        "Yes.\n" + tagged(function("f", city='New "York"\n\nUS', days="3"), function("g")),
         [Content("Yes.\n"), *call(0, "f", '{"city": "New \\"York\\"\\n\\nUS", "days": 3}'), *call(1, "g")],
     ),
     (  # types: a number as a text stays a text, and the words of Python are understood
-        "<tool_call>\n<function=f>\n<parameter=city>\n12\n</parameter>\n<parameter=flag>\nTrue\n</parameter>\n"
-        '<parameter=any>\n12\n</parameter>\n<parameter=list>\n[1, {}]\n</parameter>\n<parameter=free>\n{"a": 1}\n'
-        "</parameter>\n<parameter=other>\nabc\n</parameter>\n</function>\n</tool_call>",
+        tagged(function("f", **TYPES)),
         call(0, "f", '{"city": "12", "flag": true, "any": "12", "list": [1, {}], "free": {"a": 1}, "other": "abc"}'),
     ),
-    (
-        "<function=f>\n<parameter=days>\nmany\n</parameter>\n</function>.",
-        [*call(0, "f", '{"days": "many"}'), Content(".")],
-    ),
+    (f"{function('f', days='many')}.", [*call(0, "f", '{"days": "many"}'), Content(".")]),
     ("<tool_call>\n<function=f>\n<parameter=city>\nBer\nlin", call(0, "f", '{"city": "Ber\\nlin')),
     ("<tool_call>\n<function=f>\n<parameter=days>\n12", call(0, "f", '{"days": 12')),
     ("<tool_call>\n<function=f>\n</tool_call>so", [*call(0, "f"), Content("so")]),
-    ("<tool_call>hello</tool_call>", [Content("<tool_call>hello</tool_call>")]),
+    *plain("<tool_call>hello</tool_call>", "<function=a b>", "<function="),
     ("<tool_call>\n\n</tool_call> so", [Content(" so")]),
     (  # end markers that are missing: of values, of calls, of both
         "<tool_call>\n<function=f>\n<parameter=days>\n3\n</tool_call>\n<tool_call>\n<function=f>\n<parameter=city>\n"
-        "Bonn\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        f"Bonn\n{tagged(function('g'))}",
         [*call(0, "f", '{"days": 3}'), *call(1, "f", '{"city": "Bonn"}'), *call(2, "g")],
     ),
     (  # two calls between one pair of markers, and text where none belongs
-        "<tool_call>\n<function=f>\nso\n<parameter=days>\n3\n</parameter>\n</function>\nand\n<function=g>\n"
-        "</function>\n</tool_call>",
+        tagged(function("f", days="3").replace("f>", "f>\nso") + "\nand\n" + function("g")),
         [
             *(CallBegin(0, "f"), CallArguments(0, "{"), Content("so\n"), CallArguments(0, '"days": 3}')),
             *(Content("\nand\n"), *call(1, "g")),
         ],
     ),
-    (  # tags that are text of a value
-        "<tool_call>\n<function=f>\n<parameter=city>\n<parameter=x>\n<tool> </function>.<function=y>\n"
-        "</parameter>\n</function>\n</tool_call>",
-        call(0, "f", '{"city": "<parameter=x>\\n<tool> </function>.<function=y>"}'),
-    ),
+    (tagged(function("f", city=TAGS)), call(0, "f", f'{{"city": {json.dumps(TAGS)}}}')),  # that are text of a value
     *(  # other spellings of values that the schema wants
         (f"<tool_call><function=f><parameter={key}>{text}</parameter></function></tool_call>", call(0, "f", shown))
         for key, text, shown in (
-            ("flag", "TRUE", '{"flag": true}'),
-            ("flag", "yes", '{"flag": "yes"}'),
-            ("days", "+3", '{"days": 3}'),
-            ("days", '"3"', '{"days": 3}'),
-            ("share", ".5", '{"share": 0.5}'),
-            ("share", "-.5e1", '{"share": -5.0}'),
-            ("list", "['a', True]", '{"list": ["a", true]}'),
-            ("city", ".5", '{"city": ".5"}'),
-            ("any", "TRUE", '{"any": "TRUE"}'),
-            ("free", ".5", '{"free": ".5"}'),
+            *(("flag", "TRUE", '{"flag": true}'), ("flag", "yes", '{"flag": "yes"}'), ("days", "+3", '{"days": 3}')),
+            *(("days", '"3"', '{"days": 3}'), ("share", ".5", '{"share": 0.5}'), ("share", "-.5e1", '{"share": -5.0}')),
+            *(("list", "['a', True]", '{"list": ["a", true]}'), ("city", ".5", '{"city": ".5"}')),
+            *(("any", "TRUE", '{"any": "TRUE"}'), ("free", ".5", '{"free": ".5"}')),
         )
     ),
-    ("<function=a b>", [Content("<function=a b>")]),
-    ("<function=", [Content("<function=")]),
 ]
-SEED: list[tuple[str, list[Part] | None]] = [
+SEED: Cases = [
     (text.replace("tool_call>", "seed:tool_call>").replace("</seed:", "</seed:"), parts)
     for text, parts in QWEN
     if parts is not None and "tool_call>" in text and parts[0] != Content("<tool_call>hello</tool_call>")
 ]
-GLM: list[tuple[str, list[Part] | None]] = [
+GLM: Cases = [
     (
         "Hm.<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Köln & Bonn\n</arg_value>\n<arg_key>days</arg_key>\n"
         "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>g</tool_call>",
@@ -150,7 +154,7 @@ GLM: list[tuple[str, list[Part] | None]] = [
     ("<tool_call>f\n<arg_key>ci", call(0, "f", '{"ci')),
     ("<tool_call>\n{}</tool_call>", [Content("<tool_call>\n{}</tool_call>")]),
 ]
-MINIMAX: list[tuple[str, list[Part] | None]] = [
+MINIMAX: Cases = [
     (
         '<minimax:tool_call>\n<invoke name="f">\n<parameter name="city">San "F"</parameter>\n<parameter name="list">[1]'
         '</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>\n',
@@ -170,7 +174,7 @@ LISTED_ARGUMENTS = (
     '{"city": "New \\"York\\"", "days": -2, "flag": true, "list": [1, {"a": null}], "free": {"b": "\\u00e9"}}'
 )
 LISTED_PARTS = [*call(0, "f", LISTED_ARGUMENTS), *call(1, "g")]
-PYTHONIC: list[tuple[str, list[Part] | None]] = [
+PYTHONIC: Cases = [
     (
         "[f(city='a', days=-2, flag=True), g()]",
         [*call(0, "f", '{"city": "a", "days": -2, "flag": true}'), *call(1, "g")],
@@ -178,7 +182,7 @@ PYTHONIC: list[tuple[str, list[Part] | None]] = [
     (f"\n{LISTED} so", [*LISTED_PARTS, Content(" so")]),
     ("[ f ( city = 'a, (b)]\\'' , days=(1, 2), ) ]", call(0, "f", '{"city": "a, (b)]\'", "days": [1, 2]}')),
     ("[f(city='\\ud800')]", call(0, "f", '{"city": "\ufffd"}')),
-    *((text, list[Part]([Content(text)])) for text in ("[1, 2]", "[f](http://x)", "[f(x)]", "[f(", "So [g()]")),
+    *plain("[1, 2]", "[f](http://x)", "[f(x)]", "[f(", "So [g()]"),
 ]
 TORN = [
     ("[f(city='Ber", """{"city": 'Ber"""),
@@ -188,7 +192,7 @@ TORN = [
     ("[f(days=1, 2)]", '{"days": 1, 2)]'),
     (f"[f(days={'[' * 500}", f'{{"days": {"[" * 500}'),
 ]
-CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
+CASES: dict[str, Cases] = {
     "deepseek_v3": V3,
     "deepseek_v31": V31,
     "glm45": GLM,

@@ -51,6 +51,11 @@ class FakeOffline:
 MakeLLM = Callable[..., tuple[LLM, FakeOffline]]
 
 
+def same(**fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Given and expected: fields whose names and values the engine has as they are given."""
+    return fields, fields
+
+
 def fake_llms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLLM]:
     """A fixture: yields `make(text, **arguments)`, which makes an LLM that says that text."""
     made: list[FakeOffline] = []

@@ -15,7 +15,7 @@ from pd_cluster.settings.engine import SHIPPED_MODEL
 from pd_cluster.settings.foreign_flags import FOREIGN
 from pd_cluster.settings.options import ServeOptions, settings
 from pd_cluster.settings.setting import Scope
-from tests.support.offline import MakeLLM, fake_llms
+from tests.support.offline import MakeLLM, fake_llms, same
 
 make = pytest.fixture(fake_llms)
 
@@ -73,30 +73,19 @@ def test_several_ranks_alone_are_worker_processes(make: MakeLLM, caplog: pytest.
             {"swap_space": 1.5, "num_gpu_blocks_override": 640, "kv_offloading_size": 2, "block_size": 64},
             {"swap_space_gib": 1.5, "num_blocks": 640, "kv_host_cache_gib": 2, "block_size": 64},
         ),
-        (
-            {"max_num_seqs": 31, "max_num_batched_tokens": 512, "enable_prefix_caching": False, "dtype": "float16"},
-            {"max_num_seqs": 31, "max_num_batched_tokens": 512, "enable_prefix_caching": False, "dtype": "float16"},
-        ),
-        (
-            {"preemption_mode": "swap", "growth_tokens": 9, "quantization": "awq"},
-            {"preemption_mode": "swap", "growth_tokens": 9, "quantization": "awq"},
-        ),
+        same(max_num_seqs=31, max_num_batched_tokens=512, enable_prefix_caching=False, dtype="float16", device="cpu"),
+        same(preemption_mode="swap", growth_tokens=9, quantization="awq", gpu_memory_utilization=0.3, seed=5),
+        same(kv_cache_dtype="int8", num_blocks=640, kv_cache_memory_gib=0.5, max_model_len=77),
         ({"device_memory_utilization": 0.25, "num_blocks": 9}, {"gpu_memory_utilization": 0.25, "num_blocks": 9}),
-        ({"gpu_memory_utilization": 0.3, "seed": 5}, {"gpu_memory_utilization": 0.3, "seed": 5}),
-        ({"kv_cache_dtype": "int8", "device": "cpu"}, {"kv_cache_dtype": "int8", "device": "cpu"}),
-        ({"kv_cache_memory": 0.5, "max_model_len": 77}, {"kv_cache_memory_gib": 0.5, "max_model_len": 77}),
-        ({"kv_cache_memory_gib": 0.5, "swap_space": 0}, {"kv_cache_memory_gib": 0.5, "swap_space_gib": 0}),
+        ({"kv_cache_memory": 0.5}, {"kv_cache_memory_gib": 0.5}),
+        ({"swap_space": 0}, {"swap_space_gib": 0}),
         # values as vLLM has them
-        (
-            {"kv_cache_memory_bytes": 3 << 29, "max_model_len": "1k"},
-            {"kv_cache_memory_gib": 1.5, "max_model_len": 1000},
-        ),
-        ({"kv_cache_memory_bytes": "512M", "max_model_len": "1K"}, {"kv_cache_memory_gib": 0.5, "max_model_len": 1024}),
-        (
-            {"max_model_len": -1, "max_num_batched_tokens": "2K"},
-            {"max_model_len": None, "max_num_batched_tokens": 2048},
-        ),
-        ({"max_model_len": "auto", "max_cudagraph_capture_size": 64}, {"max_model_len": None, "graph_sizes": (64,)}),
+        ({"kv_cache_memory_bytes": 3 << 29}, {"kv_cache_memory_gib": 1.5}),
+        ({"kv_cache_memory_bytes": "512M"}, {"kv_cache_memory_gib": 0.5}),
+        *(({"max_model_len": given}, {"max_model_len": n}) for given, n in (("1k", 1000), ("1K", 1024), (-1, None))),
+        ({"max_model_len": "auto"}, {"max_model_len": None}),
+        ({"max_num_batched_tokens": "2K"}, {"max_num_batched_tokens": 2048}),
+        ({"max_cudagraph_capture_size": 64}, {"graph_sizes": (64,)}),
         # what asks for nothing
         ({"enforce_eager": True, "load_format": "safetensors", "quantization": None, "enable_lora": False}, {}),
         ({"speculative_config": None, "kv_transfer_config": {}, "logits_processors": [], "runner": "auto"}, {}),

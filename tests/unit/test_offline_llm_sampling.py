@@ -11,7 +11,7 @@ import pytest
 from pd_cluster import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from pd_cluster.errors import RequestError
 from pd_cluster.types import Guide
-from tests.support.offline import LIMIT, MakeLLM, fake_llms
+from tests.support.offline import LIMIT, MakeLLM, fake_llms, same
 
 SCHEMA = {"type": "object"}
 
@@ -23,16 +23,10 @@ make = pytest.fixture(fake_llms)
 def test_a_field_reaches_the_engine(make: MakeLLM, is_chat: bool) -> None:
     llm, offline = make("abc")
     ask: Callable[..., Any] = llm.chat if is_chat else llm.generate
-    same: dict[str, Any] = dict(
-        [
-            *(("presence_penalty", 0.5), ("frequency_penalty", -0.5), ("repetition_penalty", 1.2), ("top_p", 0.9)),
-            *(("top_k", 7), ("min_p", 0.1), ("temperature", 0.3), ("max_tokens", 30), ("min_tokens", 3), ("seed", 5)),
-            ("stop_token_ids", (9, 8)),
-        ]
-    )
     others: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (same, same),
-        ({"ignore_eos": True}, {"ignore_eos": True}),
+        same(presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.2, top_p=0.9, top_k=7, min_p=0.1),
+        same(temperature=0.3, max_tokens=30, min_tokens=3, seed=5, stop_token_ids=(9, 8)),
+        same(ignore_eos=True),
         ({"logit_bias": {5: -100}}, {"logit_bias": ((5, -100.0),)}),
         ({"allowed_token_ids": [5, 4]}, {"allowed_token_ids": (4, 5)}),
         (

@@ -142,18 +142,25 @@ def test_how_it_ended_is_told(preloader: Preloader) -> None:
         assert rank.code() == 1, "as a rank that was started by command line"
 
 
+STARTER = """
+import os, signal, socket
+from pd_cluster.cluster.processes.rank_process import environment
+from pd_cluster.engine.start.preloader import Preloader
+env = environment(1, os.environ)
+preloader = Preloader.start(env, "")
+ours, theirs = socket.socketpair()
+fork = preloader.ask(env, [theirs.fileno()])
+while not fork.accept():
+    assert fork.wait(60)
+os.kill(fork.pid, signal.SIGSTOP)
+print(preloader.pid, fork.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_nothing_outlives_a_killed_starter() -> None:
-    code = (
-        "import os, signal\n"
-        "from tests.unit.test_preloader import Preloader, Rank, env\n"
-        "preloader = Preloader.start(env(), '')\n"
-        "rank = Rank(preloader)\n"
-        "os.kill(rank.fork.pid, signal.SIGSTOP)\n"
-        "print(preloader.pid, rank.fork.pid, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, cwd=root)
+    done = subprocess.run([sys.executable, "-c", STARTER], capture_output=True, text=True, timeout=WAIT_S, cwd=root)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     until(lambda: all(map(is_gone, pids)))

@@ -150,6 +150,7 @@ env = environment(1, os.environ)
 preloader = Preloader.start(env, "")
 ours, theirs = socket.socketpair()
 fork = preloader.ask(env, [theirs.fileno()])
+assert fork.wait(60)
 while not fork.accept():
     assert fork.wait(60)
 os.kill(fork.pid, signal.SIGSTOP)

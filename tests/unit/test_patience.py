@@ -97,7 +97,7 @@ def test_a_step_waits_a_moment_for_what_is_about_to_join() -> None:
     world = Waiting()
     assert world.left_s(0.04) == 0
     world.imminent_s = 0.0
-    assert world.left_s(0.0) == 0, "no step waits before one has been measured"
+    assert Waiting(0.0).left_s(0.0) == 0, "no step waits before one has been measured"
     assert world.left_s(0.04) == pytest.approx(0.04 * patience.MOST_LANDING_SHARE)
     world.now_s += 0.004
     assert world.left_s(0.04) == pytest.approx(0.04 * patience.MOST_LANDING_SHARE - 0.004)

@@ -142,8 +142,8 @@ def test_how_it_ended_is_told(preloader: Preloader) -> None:
         assert rank.code() == 1, "as a rank that was started by command line"
 
 
-STARTER = """
-import os, signal, socket
+STARTER = r"""
+import os, signal, socket, time
 from pd_cluster.cluster.processes.rank_process import environment
 from pd_cluster.engine.start.preloader import Preloader
 env = environment(1, os.environ)
@@ -153,6 +153,8 @@ fork = preloader.ask(env, [theirs.fileno()])
 assert fork.wait(60)
 while not fork.accept():
     assert fork.wait(60)
+while "State:\tS" not in open(f"/proc/{fork.pid}/status").read():
+    time.sleep(0.01)  # until it waits for its configuration
 os.kill(fork.pid, signal.SIGSTOP)
 print(preloader.pid, fork.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

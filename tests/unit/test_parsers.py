@@ -189,7 +189,7 @@ SNIPPETS = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_how_the_text_is_cut_changes_nothing(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(25):
@@ -204,9 +204,8 @@ def test_how_the_text_is_cut_changes_nothing(seed: int) -> None:
         assert read(form, list(text), choice, prompt_end, most_calls) == whole, text
 
 
-LONG = json.dumps({"a": ["x" * 20, {"b\n": [1.5, True]}] * 800, "c": "é\\" * 8000, "d": 0}).replace(
-    "0}", "1" + "0" * 8000 + "}"
-)
+LONG = json.dumps({"a": ["x" * 20, {"b\n": [1.5, True]}] * 200, "c": "é\\" * 2000, "d": 0})
+LONG = LONG.replace("0}", "1" + "0" * 2000 + "}")
 
 
 @pytest.mark.parametrize(

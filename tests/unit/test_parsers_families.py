@@ -249,7 +249,7 @@ def test_calls_of_the_cards(parser: str) -> None:
         if parts is not None:
             assert whole == parts, text
         assert read(form, list(text)) == whole, text
-        for _ in range(10):
+        for _ in range(5):
             assert read(form, cut(text, rng)) == whole, text
         assert read(form, [text], "none") == [Content(text)]
         if parts is not None and CallBegin(1, "g") in parts:  # one beyond the limit leaves no trace
@@ -264,7 +264,7 @@ def test_how_random_text_is_cut_changes_nothing(parser: str) -> None:
     bits = [*form.markers, *(mark[:-1] for mark in form.markers), "f", "g", "\n", " ", "{", "}", "[", "]", ONE, '"a"']
     bits += ["<function=", "<parameter=city>", "<parameter=days>", ">", "3", "functions.f:0", "```json", "é"]
     bits += [text[: rng.randint(1, len(text))] for text, _ in CASES[parser] for _ in range(3)]
-    for _ in range(150):
+    for _ in range(80):
         text = "".join(rng.choices(bits, k=rng.randint(1, 14)))
         most = rng.choice([None, 1])
         whole = read(form, [text], most_calls=most)

@@ -17,7 +17,7 @@ from pd_cluster.parsers.reply import ReplyFormat, Tool
 from pd_cluster.parsers.table import FORMATS
 from tests.unit.test_parsers import read
 
-NUM_DAMAGED = 60  # of each kind, for each format
+NUM_DAMAGED = 30  # of each kind, for each format
 WORD = re.compile(r"w[0-9]+x")
 BORDER = re.compile(r"(?<=[<>{}\[\](),:=|\"'`\s｜])|(?=[<>{}\[\](),:=|\"'`\s｜])")
 PIECE = re.compile(r"</?[^<>\s]*>?|[{}\[\](),:=\"'`]|w[0-9]+x|\S+")

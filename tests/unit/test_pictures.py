@@ -302,7 +302,7 @@ async def test_what_was_read_is_kept_for_its_tenant() -> None:
             assert counts.found == expected
 
 
-async def test_a_request_says_how_its_pictures_are_read() -> None:
+async def test_a_request_says_how_its_pictures_are_read_and_a_sender_names_them() -> None:
     """Another size is another content; what was kept for one setting never serves another."""
     async with intake_of() as intake:
         url = data_url(picture(1))
@@ -322,6 +322,23 @@ async def test_a_request_says_how_its_pictures_are_read() -> None:
         assert large.num_rows * large.num_columns == 48
         with pytest.raises(RequestError, match="its min_pixels are too close to the folder's max_pixels"):
             await shown(min_pixels=1024)
+        # a name stands for what its tenant sent last by it, and never for what is sent beside it
+        one, two = (data_url(picture(seed)) for seed in (1, 2))
+
+        async def digest(url: str, salt: str = "a", **more: Any) -> bytes:
+            (source,) = sources(url)
+            shown = await intake.place([7], [source._replace(uuid="cat", **more)], "prompt", (), salt)
+            return shown.prompt.spans[0].digest
+
+        first = await digest(one)
+        assert await digest("") == first
+        assert (second := await digest(two)) != first
+        assert await digest("") == second
+        for more in ({"salt": "b"}, {"options": ReadOptions(max_pixels=256)}, {"kind": "video"}):
+            with pytest.raises(RequestError, match=r"no (image|video) of this uuid is kept; send it with its URL"):
+                await digest("", **more)
+        with pytest.raises(RequestError, match="a uuid has at most 256 characters"):
+            intake.check([sources(one)[0]._replace(uuid="x" * 257)])
 
 
 async def test_options_that_cannot_be_had() -> None:
@@ -349,27 +366,6 @@ async def test_options_that_cannot_be_had() -> None:
         PictureIntake(PART, MediaSettings(processor={"max_pixels": 2048}))
 
 
-async def test_a_senders_name_of_a_picture() -> None:
-    """It stands for what its tenant sent last by it, and never for what is sent beside it."""
-    async with intake_of() as intake:
-        one, two = (data_url(picture(seed)) for seed in (1, 2))
-
-        async def digest(url: str, salt: str = "a", **more: Any) -> bytes:
-            (source,) = sources(url)
-            shown = await intake.place([7], [source._replace(uuid="cat", **more)], "prompt", (), salt)
-            return shown.prompt.spans[0].digest
-
-        first = await digest(one)
-        assert await digest("") == first
-        assert (second := await digest(two)) != first
-        assert await digest("") == second
-        for more in ({"salt": "b"}, {"options": ReadOptions(max_pixels=256)}, {"kind": "video"}):
-            with pytest.raises(RequestError, match=r"no (image|video) of this uuid is kept; send it with its URL"):
-                await digest("", **more)
-        with pytest.raises(RequestError, match="a uuid has at most 256 characters"):
-            intake.check([sources(one)[0]._replace(uuid="x" * 257)])
-
-
 def test_pixels_are_counted_until_they_are_released() -> None:
     budget = PixelBudget(100)
     held = budget.take(60)
@@ -388,7 +384,7 @@ async def test_pixels_beyond_memory_are_in_a_file_without_a_name(tmp_path: Path)
     """They are the same, travel as they are, and are counted within a limit of their own."""
     nbytes = RULES.num_bytes(Image(4, 6))
     limits = {"memory_gb": 1.5 * nbytes / (1 << 30), "spill_path": str(tmp_path), "spill_gb": 2.5 * nbytes / (1 << 30)}
-    async with intake_of(**limits) as intake:
+    async with intake_of(**limits) as intake, intake_of() as other:
         urls = [data_url(picture(seed)) for seed in range(4)]
         shown = [await intake.place([7], sources(url), "prompt") for url in urls[:3]]
         kinds = [type(each.prompt.images[0].pixels) for each in shown]
@@ -398,8 +394,7 @@ async def test_pixels_beyond_memory_are_in_a_file_without_a_name(tmp_path: Path)
         assert (budget.in_memory.taken_nbytes, budget.in_files.taken_nbytes) == (nbytes, 2 * nbytes)
         for each, url in zip(shown, urls, strict=False):
             (image,) = each.prompt.images
-            async with intake_of() as other:
-                (plain,) = (await other.place([7], sources(url), "prompt")).prompt.images
+            (plain,) = (await other.place([7], sources(url), "prompt")).prompt.images
             assert bytes(image.pixels) == plain.pixels
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(image), type=Image) == plain
         with pytest.raises(Unavailable, match=r"bytes of pictures are waiting for their answers, \d+ of them yours"):

@@ -14,7 +14,7 @@ from pd_cluster.cluster.processes.launcher import plan_cluster
 from pd_cluster.cluster.processes.rank_process import environment
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.flags import normalize
-from pd_cluster.settings.http import KEYS_VARIABLE, HttpConfig
+from pd_cluster.settings.http import KEYS_VARIABLE
 from pd_cluster.settings.options import SECRET_VARIABLES, ServeOptions, without_keys
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.settings.routing import AdminSettings
@@ -42,12 +42,6 @@ def refused(start: str) -> Iterator[pytest.ExceptionInfo[ConfigError]]:
 
 
 # ---- in front of the API
-
-
-def test_without_flags_it_is_as_vllm_has_it() -> None:
-    assert options().http({}) == HttpConfig()
-    assert HttpConfig().allowed_origins == ("*",)
-    assert chat_of() == ChatConfig()
 
 
 def test_keys_of_the_command_line_come_before_the_variable() -> None:

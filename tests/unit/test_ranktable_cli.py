@@ -153,14 +153,6 @@ def test_check_knows_the_schedulers_ports_and_the_kernels(
     assert cli.main(["check", table, "--node-ports", "40000,50000"]) == 0, "what cannot be read warns of nothing"
 
 
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("gen", "merge", "check", "show"):
-        with pytest.raises(SystemExit) as caught:
-            cli.main([command, "--help"])
-        assert caught.value.code == 0
-        assert f"example:\n  pd-ranktable {command} " in capsys.readouterr().out
-
-
 def test_the_script_runs_anywhere_with_the_standard_library_only(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-S", str(SCRIPT), "--mode", "gen", *GEN, *CPU, "--save-dir", "./save_dir"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
